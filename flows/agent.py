@@ -1,10 +1,12 @@
-"""agent: a policy that uses tools: SFT on demonstrations of tool use, RL over turns in an environment, success on held-out tasks.
+"""agent: a policy that uses tools: SFT on demonstrations of tool use, RL over turns in an environment, success on
+held-out tasks.
 
     posttrain run agent --preset demo                                                     # the embedded world's shops and sums
     posttrain run agent --set model=path/or/hub-id --set data.demonstrations=calls.jsonl --set data.prompts=tasks.jsonl
     posttrain run agent ... --set environment.environment=my_package.shop:Shop            # an environment of your own
 
-The environment of the section ``environment`` is the one of RL and of the evaluation; every other setting of both stands in their sections.
+The environment of the section ``environment`` is the one of RL and of the evaluation; every other setting of both
+stands in their sections.
 """
 
 from __future__ import annotations
@@ -26,13 +28,27 @@ from stages.world import ToolSizes
 
 
 class Config(RewardSources, WorldRecipeConfig):
-    model: Optional[str] = Field(None, title="Model", description="Policy to start from (ref, directory or hub id); empty: pre-train a small one here.")
-    world: WorldConfig = Field(WorldConfig(tools=ToolSizes()), description="The embedded world, with questions that need a tool.")
-    environment: AgentConfig = Field(AgentConfig(environment="tools", max_turns=6), description="What the policy acts in, the same for RL and evaluation.")
+    model: Optional[str] = Field(
+        None,
+        title="Model",
+        description="Policy to start from (ref, directory or hub id); empty: pre-train a small one here.",
+    )
+    world: WorldConfig = Field(
+        WorldConfig(tools=ToolSizes()), description="The embedded world, with questions that need a tool."
+    )
+    environment: AgentConfig = Field(
+        AgentConfig(environment="tools", max_turns=6),
+        description="What the policy acts in, the same for RL and evaluation.",
+    )
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on demonstrations of tool use.")
     rl: RLConfig = Field(RLConfig(preset="agent"), description="Reinforcement learning over turns.")
-    evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation in the same environment, on held-out tasks.")
-    promote: GateConfig = Field(GateConfig(prompts="confirmation"), description="The promotion gate; the best model is chosen on the other half of the tasks.")
+    evaluate: EvaluateConfig = Field(
+        EvaluateConfig(), description="Evaluation in the same environment, on held-out tasks."
+    )
+    promote: GateConfig = Field(
+        GateConfig(prompts="confirmation"),
+        description="The promotion gate; the best model is chosen on the other half of the tasks.",
+    )
     promote_as: str = Field("agent", description="Registered name whose champion the best model challenges.")
 
 
@@ -49,24 +65,36 @@ class ToolSource(Source):
 
 def acting(section, environment: AgentConfig):
     """A stage's settings with the recipe's environment in them."""
-    return type(section).model_validate({**section.model_dump(exclude_unset=True), **environment.model_dump(exclude_unset=True)})
+    return type(section).model_validate(
+        {**section.model_dump(exclude_unset=True), **environment.model_dump(exclude_unset=True)}
+    )
 
 
 @recipe(Config)
 def agent(run: Run, config: Config) -> dict:
-    """From demonstrations of tool use to a better agent: SFT, RL over turns in an environment, success on held-out tasks."""
+    """From demonstrations of tool use to a better agent: SFT, RL over turns in an environment, success on held-out
+    tasks.
+    """
     source = ToolSource(run, config)
     demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
     tasks = ingest(run, "prompts", source("prompts"), config)
     base = pretrained(run, source, config, demonstrations)
 
     instructed = run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
-    trained = run("rl", model=instructed, data=tasks, config=acting(config.rl, config.environment), name_as="agent",
-                  **reward_inputs(source, config, config.rl.rewards, instructed))["model"]
+    trained = run(
+        "rl",
+        model=instructed,
+        data=tasks,
+        config=acting(config.rl, config.environment),
+        name_as="agent",
+        **reward_inputs(source, config, config.rl.rewards, instructed),
+    )["model"]
 
     models = {"sft": instructed, "agent": trained}
     judged = acting(config.evaluate, config.environment)
     held_out = {"prompts": tasks, **reward_inputs(source, config, judged.rewards, instructed)}
     evaluations = evaluate_all(run, models, judged, select_by=config.promote.metric, **held_out)
-    decision = promote(run, models, evaluations, config.promote, judged, baseline="sft", name=config.promote_as, **held_out)
+    decision = promote(
+        run, models, evaluations, config.promote, judged, baseline="sft", name=config.promote_as, **held_out
+    )
     return {"models": models, "scores": evaluations.table(), "best": evaluations.best, "decision": decision}

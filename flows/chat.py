@@ -7,8 +7,17 @@ import sys
 from storage import store
 
 
-def converse(model: str, *, prompt: str | None, system: str | None, temperature: float, top_p: float, max_tokens: int,
-             seed: int, as_json: bool) -> None:
+def converse(
+    model: str,
+    *,
+    prompt: str | None,
+    system: str | None,
+    temperature: float,
+    top_p: float,
+    max_tokens: int,
+    seed: int,
+    as_json: bool,
+) -> None:
     """Answer one prompt, or talk until the input ends. Answers go to stdout, everything else to stderr."""
     found = store.resolve(model, "model")  # before the imports that take seconds: a mistyped name is told of at once
     import torch
@@ -22,7 +31,9 @@ def converse(model: str, *, prompt: str | None, system: str | None, temperature:
     renderer = renderer_for(found.path)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sampler = Sampler(load_frozen(found.path, device), renderer.tokenizer, max_batch=1)
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_tokens, stop_ids=frozenset(renderer.stop_ids))
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, max_new_tokens=max_tokens, stop_ids=frozenset(renderer.stop_ids)
+    )
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
 
@@ -37,8 +48,15 @@ def converse(model: str, *, prompt: str | None, system: str | None, temperature:
         if as_json:
             from flows.cli import emit
 
-            return emit({"model": found.ref, "prompt": prompt, "answer": reply.text, "finish_reason": reply.finish_reason,
-                         "tokens": len(reply.ids)})
+            return emit(
+                {
+                    "model": found.ref,
+                    "prompt": prompt,
+                    "answer": reply.text,
+                    "finish_reason": reply.finish_reason,
+                    "tokens": len(reply.ids),
+                }
+            )
         return print(reply.text)
     print(f"{found.ref} on {device}; an empty line ends, /reset forgets the conversation", file=sys.stderr)
     turn = 0

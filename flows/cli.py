@@ -10,21 +10,53 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-EXIT_CODES = "Exit codes: 0 done, 1 a stage or a gate failed, 2 wrong usage or configuration, 3 waits for people, 130 interrupted."
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 a stage or a gate failed, 2 wrong usage or configuration, 3 waits for people, 130"
+    " interrupted."
+)
 
 app = typer.Typer(
-    name="posttrain", no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
-    help="Turns preference data and a base model into a better model, stage by stage.\n\n"
-         "State lives under POSTTRAIN_HOME (default ./.posttrain). Refs name things in it: dataset:NAME@latest, "
-         "dataset:NAME@DIGEST, model:NAME@champion, model:NAME/3, model:m-DIGEST. Where a ref is taken, a path or a hub id is too.",
-    epilog=EXIT_CODES)
+    name="posttrain",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help=(
+        "Turns preference data and a base model into a better model, stage by stage.\n\nState lives under"
+        " POSTTRAIN_HOME (default ./.posttrain). Refs name things in it: dataset:NAME@latest, dataset:NAME@DIGEST,"
+        " model:NAME@champion, model:NAME/3, model:m-DIGEST. Where a ref is taken, a path or a hub id is too."
+    ),
+    epilog=EXIT_CODES,
+)
 
-Devices = Annotated[Optional[int], typer.Option("--devices", min=1, help="GPUs (processes on a machine without) that each training stage runs on; default POSTTRAIN_DEVICES, else 1.", callback=lambda n: os.environ.update(POSTTRAIN_DEVICES=str(n)) if n else None)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout, everything else on stderr.")]
-Sets = Annotated[Optional[list[str]], typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting; values are YAML. Repeatable.")]
-Given = Annotated[Optional[list[str]], typer.Argument(metavar="KEY=VALUE", help="Settings, the same as with --set.", show_default=False)]
-Files = Annotated[Optional[list[Path]], typer.Option("--config", "-c", help="YAML file with settings; later files win. Repeatable.")]
-Seed = Annotated[Optional[int], typer.Option(help="Seed of every random choice (default 0, or what the configuration says).")]
+Devices = Annotated[
+    Optional[int],
+    typer.Option(
+        "--devices",
+        min=1,
+        help=(
+            "GPUs (processes on a machine without) that each training stage runs on; default POSTTRAIN_DEVICES, else 1."
+        ),
+        callback=lambda n: os.environ.update(POSTTRAIN_DEVICES=str(n)) if n else None,
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object as the last line of stdout, everything else on stderr.")
+]
+Sets = Annotated[
+    Optional[list[str]],
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a setting; values are YAML. Repeatable."),
+]
+Given = Annotated[
+    Optional[list[str]],
+    typer.Argument(metavar="KEY=VALUE", help="Settings, the same as with --set.", show_default=False),
+]
+Files = Annotated[
+    Optional[list[Path]], typer.Option("--config", "-c", help="YAML file with settings; later files win. Repeatable.")
+]
+Seed = Annotated[
+    Optional[int], typer.Option(help="Seed of every random choice (default 0, or what the configuration says).")
+]
 
 
 # ------------------------------------------------------------------------------------------------ run
@@ -32,16 +64,25 @@ Seed = Annotated[Optional[int], typer.Option(help="Seed of every random choice (
 
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
 def run(
-    recipe: Annotated[str, typer.Argument(help="A recipe, for example post_training or preference; `posttrain ls recipes` describes them.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe, for example post_training or preference; `posttrain ls recipes` describes them."
+        ),
+    ],
     given: Given = None,
     set_: Sets = None,
     config: Files = None,
     preset: Annotated[Optional[str], typer.Option(help="Start from a preset, e.g. demo.")] = None,
     seed: Seed = None,
-    force: Annotated[Optional[list[str]], typer.Option(help="Execute this step again although nothing changed. Repeatable.")] = None,
+    force: Annotated[
+        Optional[list[str]], typer.Option(help="Execute this step again although nothing changed. Repeatable.")
+    ] = None,
     devices: Devices = None,
     json_: Json = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and which steps would run.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and which steps would run.")
+    ] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the recipe's settings, and stop.")] = False,
 ) -> None:
     """Run a recipe. Finished stages are reused, and a killed run continues when the same command is given again.
@@ -63,7 +104,9 @@ def run(
     execute(recipe, values, force or [], json_, dry_run)
 
 
-def with_settings(values: dict[str, Any], files: list[Path] | None, sets: list[str] | None, given: list[str] | None) -> dict[str, Any]:
+def with_settings(
+    values: dict[str, Any], files: list[Path] | None, sets: list[str] | None, given: list[str] | None
+) -> dict[str, Any]:
     """`values` with the files' settings laid over them, and the command line's over those."""
     from flows.config import load_yaml, merge, parse_sets
 
@@ -75,34 +118,60 @@ def with_settings(values: dict[str, Any], files: list[Path] | None, sets: list[s
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
 def sweep(
     what: Annotated[str, typer.Argument(help="A recipe or a stage (stage:NAME where both exist).")],
-    over: Annotated[list[str], typer.Option("--over", "-o", metavar="KEY=VALUE,VALUE", help="A setting (or inputs.NAME of a stage) and its values. Repeatable; every combination is a trial.")],
+    over: Annotated[
+        list[str],
+        typer.Option(
+            "--over",
+            "-o",
+            metavar="KEY=VALUE,VALUE",
+            help="A setting (or inputs.NAME of a stage) and its values. Repeatable; every combination is a trial.",
+        ),
+    ],
     metric: Annotated[str, typer.Option(help="What ranks the trials: a metric of the stage; of a recipe STEP.METRIC.")],
     given: Given = None,
-    input_: Annotated[Optional[list[str]], typer.Option("--input", "-i", metavar="NAME=REF_OR_PATH", help="An input of the stage. Repeatable.")] = None,
+    input_: Annotated[
+        Optional[list[str]],
+        typer.Option("--input", "-i", metavar="NAME=REF_OR_PATH", help="An input of the stage. Repeatable."),
+    ] = None,
     set_: Sets = None,
     config: Files = None,
     preset: Annotated[Optional[str], typer.Option(help="Preset of the recipe that all trials start from.")] = None,
     goal: Annotated[str, typer.Option(help="max or min.")] = "max",
     seeds: Annotated[Optional[str], typer.Option(help="Seeds of every trial, for example 0,1,2.")] = None,
-    trials: Annotated[Optional[int], typer.Option(min=1, help="That many combinations, drawn at random; default all.")] = None,
+    trials: Annotated[
+        Optional[int], typer.Option(min=1, help="That many combinations, drawn at random; default all.")
+    ] = None,
     seed: Seed = None,
     devices: Devices = None,
     json_: Json = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and which steps would run.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and which steps would run.")
+    ] = False,
 ) -> None:
     """Run a recipe or a stage over a grid of settings and several seeds, and rank the trials by a metric.
 
     What trials share is computed once, and a killed sweep continues when the same command is given again.
 
-    Example: posttrain sweep sft --input model=DIR --input data=FILE --over learning_rate=1e-5,1e-4 --seeds 0,1 --metric validation/nll --goal min
+    Example: posttrain sweep sft --input model=DIR --input data=FILE --over learning_rate=1e-5,1e-4 --seeds 0,1 --metric
+    validation/nll --goal min
     """
     from flows import env
     from flows.recipe import load_config
     from flows.sweep import parse_over, planned
 
     env.prepare(quiet=True)
-    values = {"what": what, "preset": preset, "inputs": parse_inputs(input_, "a stage: posttrain stage NAME --keys"), "settings": with_settings({}, config, set_, given),
-              "over": parse_over(over), "metric": metric, "goal": goal, "trials": trials, "seeds": parse_over([f"seeds={seeds}"])["seeds"] if seeds else [], "seed": seed or 0}
+    values = {
+        "what": what,
+        "preset": preset,
+        "inputs": parse_inputs(input_, "a stage: posttrain stage NAME --keys"),
+        "settings": with_settings({}, config, set_, given),
+        "over": parse_over(over),
+        "metric": metric,
+        "goal": goal,
+        "trials": trials,
+        "seeds": parse_over([f"seeds={seeds}"])["seeds"] if seeds else [],
+        "seed": seed or 0,
+    }
     planned(load_config("sweep", values))  # what is wrong with a trial is said before a server is asked for
     execute("sweep", values, [], json_, dry_run)
 
@@ -122,9 +191,18 @@ def parse_inputs(pairs: list[str] | None, whose: str) -> dict[str, str]:
 
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
 def rerun(
-    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Run id, the beginning of one, or `latest`; or a model or dataset, whose stage is then repeated.")],
+    run_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN",
+            help="Run id, the beginning of one, or `latest`; or a model or dataset, whose stage is then repeated.",
+        ),
+    ],
     more: Given = None,
-    stage: Annotated[Optional[str], typer.Option(help="The step to repeat, or with --set the section of the recipe to change (e.g. rl).")] = None,
+    stage: Annotated[
+        Optional[str],
+        typer.Option(help="The step to repeat, or with --set the section of the recipe to change (e.g. rl)."),
+    ] = None,
     set_: Sets = None,
     seed: Seed = None,
     json_: Json = False,
@@ -132,11 +210,11 @@ def rerun(
 ) -> None:
     """Repeat a run with one step changed; everything above it is reused.
 
-    Keys of --set belong to the step named by --stage. Without --set the step is executed again as it was; a run that failed or was
-    killed goes on when nothing is said.
+    Keys of --set belong to the step named by --stage. Without --set the step is executed again as it was; a run that
+    failed or was killed goes on when nothing is said.
 
-    A model or dataset is made again from the same inputs and settings, by the one stage that made it, and compared: the exit code is 1 where its bytes
-    are others although nothing was changed.
+    A model or dataset is made again from the same inputs and settings, by the one stage that made it, and compared: the
+    exit code is 1 where its bytes are others although nothing was changed.
 
     Example: posttrain rerun latest --stage rl --set kl_coef=0.02
     Example: posttrain rerun model:policy@champion
@@ -149,7 +227,10 @@ def rerun(
     env.prepare(quiet=True)
     if run_id.startswith(("model:", "dataset:")):
         if stage is not None or dry_run:
-            raise ConfigError(f"{run_id} was made by one stage, which is what is repeated; leave out {'--stage' if stage is not None else '--dry-run'}")
+            raise ConfigError(
+                f"{run_id} was made by one stage, which is what is repeated; leave out"
+                f" {'--stage' if stage is not None else '--dry-run'}"
+            )
         return remake(run_id, parse_sets([*(set_ or []), *(more or [])]), seed, json_)
     run = records.get_run(run_id)
     record, recipe = run.data, run.data["recipe"]
@@ -164,7 +245,10 @@ def rerun(
     elif stage is not None:
         again = steps_of(run, recipe_flow.config_type, stage)
     elif not given and seed is None and run.status == "FINISHED":
-        raise ConfigError("that run finished, so say what to change: --stage NAME (repeat it), --stage NAME --set key=value, or --seed N")
+        raise ConfigError(
+            "that run finished, so say what to change: --stage NAME (repeat it), --stage NAME --set key=value, or"
+            " --seed N"
+        )
     values = merge(record["config"], given)
     if seed is not None:
         values["seed"] = seed
@@ -172,7 +256,9 @@ def rerun(
 
 
 def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool) -> None:
-    """Run the stage that made a model or dataset again, with ``changes`` to its settings, and say whether the same bytes came out."""
+    """Run the stage that made a model or dataset again, with ``changes`` to its settings, and say whether the same
+    bytes came out.
+    """
     from flows.config import ConfigError, build, merge
     from flows.display import table
     from flows.report import short
@@ -181,32 +267,58 @@ def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool) -
 
     makers = records.makers_of(records.digest_of(ref))
     if not makers:
-        raise ConfigError(f"{ref} was brought from outside, so there is nothing to repeat; what is known of it: posttrain show {ref}")
+        raise ConfigError(
+            f"{ref} was brought from outside, so there is nothing to repeat; what is known of it: posttrain show {ref}"
+        )
     record, changed = makers[0], bool(changes) or seed is not None
     settings = build(get_stage(record["module"]).SPEC.config, merge(record["config"], changes))
-    value = run_one(record["module"], {name: one["ref"] for name, one in record["inputs"].items()}, settings, record["seed"] if seed is None else seed, record["name_as"], not changed)
-    rows = [{"output": name, "then": short(one["ref"]), "now": short(value["outputs"].get(name, "")), "same": one["ref"] == value["outputs"].get(name)} for name, one in record["outputs"].items()]
+    value = run_one(
+        record["module"],
+        {name: one["ref"] for name, one in record["inputs"].items()},
+        settings,
+        record["seed"] if seed is None else seed,
+        record["name_as"],
+        not changed,
+    )
+    rows = [
+        {
+            "output": name,
+            "then": short(one["ref"]),
+            "now": short(value["outputs"].get(name, "")),
+            "same": one["ref"] == value["outputs"].get(name),
+        }
+        for name, one in record["outputs"].items()
+    ]
     other_code = record["code"] != records.read(value["key"])["code"]
     if as_json:
         emit({"status": "finished", **value, "compared": rows, "code_changed": other_code})
     else:
         table(rows, "made again")
     if not changed and not all(row["same"] for row in rows):
-        why = "the code has changed since" if other_code else f"libraries or the machine may be others (`versions` in {value['record_path']})"
+        why = (
+            "the code has changed since"
+            if other_code
+            else f"libraries or the machine may be others (`versions` in {value['record_path']})"
+        )
         print(f"The bytes are not those of then; {why}.", file=sys.stderr)
         raise typer.Exit(1)
 
 
 def steps_of(run: Any, config_type: Any, name: str) -> list[str]:
-    """The steps of a run that a name means: a step, or a section of the recipe that several steps take their settings from (`evaluate`:
-    `evaluate_start`, `evaluate_dpo`). Empty where an unfinished run had not come to any, since it will run anyway."""
+    """The steps of a run that a name means: a step, or a section of the recipe that several steps take their settings
+    from (`evaluate`: `evaluate_start`, `evaluate_dpo`). Empty where an unfinished run had not come to any, since it
+    will run anyway."""
     from flows.config import ConfigError
     from flows.report import sections
 
     steps, others = [label for label in run.stages() if ".ingest-" not in label], set(sections(config_type)) - {name}
-    found = [step for step in steps if step == name] or [step for step in steps if step.startswith(f"{name}_") and step not in others]
+    found = [step for step in steps if step == name] or [
+        step for step in steps if step.startswith(f"{name}_") and step not in others
+    ]
     if not found and (run.status == "FINISHED" or name not in sections(config_type)):
-        raise ConfigError(f"run {run.run_id} has no step {name!r} to repeat; its steps are: {', '.join(steps) or 'none'}")
+        raise ConfigError(
+            f"run {run.run_id} has no step {name!r} to repeat; its steps are: {', '.join(steps) or 'none'}"
+        )
     return found
 
 
@@ -252,8 +364,10 @@ def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
         if as_json:
             emit({**result, "exit_code": 3})
         else:
-            print(f"Step {result['step']} waits for people: fill in {result['file']} (what is asked stands beside it), then\n"
-                  f"  posttrain answer {result['task']} FILE\n  posttrain rerun {result['run']}")
+            print(
+                f"Step {result['step']} waits for people: fill in {result['file']} (what is asked stands beside it),"
+                f" then\n  posttrain answer {result['task']} FILE\n  posttrain rerun {result['run']}"
+            )
         raise typer.Exit(3)
     if as_json:
         return emit({"status": "finished", **result})
@@ -263,14 +377,20 @@ def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
 
 
 def check_models(config: Any) -> None:
-    """Find the models and data files that a recipe is given before its first step runs, and not hours later. Raises StoreError."""
+    """Find the models and data files that a recipe is given before its first step runs, and not hours later. Raises
+    StoreError.
+    """
     from storage import store
 
     data = getattr(config, "data", None)
-    given = [(name, getattr(config, name, None), "model") for name in ("model", "reward_model", "reward_backbone", "teacher")]
+    given = [
+        (name, getattr(config, name, None), "model") for name in ("model", "reward_model", "reward_backbone", "teacher")
+    ]
     given += [(f"data.{name}", value, "file") for name, value in dict(data or {}).items()]
     for name, text, kind in given:
-        if not isinstance(text, str) or (kind == "file" and not store.is_ref(text) and (store.is_url(text) or Path(text).expanduser().exists())):
+        if not isinstance(text, str) or (
+            kind == "file" and not store.is_ref(text) and (store.is_url(text) or Path(text).expanduser().exists())
+        ):
             continue
         try:
             store.resolve(text, kind if kind == "model" or not store.is_ref(text) else None)
@@ -291,7 +411,11 @@ def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> Non
     check_force(force, [row["step"] for row in plan.table])
     resolved = config.model_dump(mode="json")
     if not as_json:
-        print(yaml.safe_dump(chosen(config), sort_keys=False, allow_unicode=True) + f"(what stays at its default is left out; every setting: posttrain run {recipe} --keys, every value: --dry-run --json)\n")
+        print(
+            yaml.safe_dump(chosen(config), sort_keys=False, allow_unicode=True)
+            + f"(what stays at its default is left out; every setting: posttrain run {recipe} --keys, every value:"
+            " --dry-run --json)\n"
+        )
         for line in config.remarks():
             print(line)
         display.table(plan.table, "plan")
@@ -300,17 +424,31 @@ def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> Non
     if plan.refused:
         raise ConfigError("\n  ".join(plan.refused))
     if as_json:
-        emit({"recipe": recipe, "config": resolved, "remarks": config.remarks(), "plan": plan.table, "advice": plan.advice})
+        emit(
+            {
+                "recipe": recipe,
+                "config": resolved,
+                "remarks": config.remarks(),
+                "plan": plan.table,
+                "advice": plan.advice,
+            }
+        )
 
 
 def chosen(config: Any) -> dict[str, Any]:
-    """The settings of a recipe that differ from their stages' defaults, whoever chose them, and all that lie outside of the sections."""
+    """The settings of a recipe that differ from their stages' defaults, whoever chose them, and all that lie outside of
+    the sections.
+    """
     from pydantic import BaseModel
 
     values = {}
     for name in type(config).model_fields:
         section = getattr(config, name)
-        value = section.model_dump(mode="json", exclude_defaults=True) if isinstance(section, BaseModel) else config.model_dump(mode="json", include={name})[name]
+        value = (
+            section.model_dump(mode="json", exclude_defaults=True)
+            if isinstance(section, BaseModel)
+            else config.model_dump(mode="json", include={name})[name]
+        )
         if value or not isinstance(section, BaseModel):
             values[name] = value
     return values
@@ -318,11 +456,16 @@ def chosen(config: Any) -> dict[str, Any]:
 
 @app.command(rich_help_panel="Pipelines", epilog=EXIT_CODES)
 def answer(
-    task: Annotated[Optional[str], typer.Argument(help="Task id, or the beginning of one; without it the tasks are listed.")] = None,
-    file: Annotated[Optional[Path], typer.Argument(help="The filled copy of its task.csv (CSV, JSON Lines or Parquet).")] = None,
+    task: Annotated[
+        Optional[str], typer.Argument(help="Task id, or the beginning of one; without it the tasks are listed.")
+    ] = None,
+    file: Annotated[
+        Optional[Path], typer.Argument(help="The filled copy of its task.csv (CSV, JSON Lines or Parquet).")
+    ] = None,
     json_: Json = False,
 ) -> None:
-    """Bring in what people filled in for a step that waits for them. A run that is suspended in Prefect goes on by itself; give others again.
+    """Bring in what people filled in for a step that waits for them. A run that is suspended in Prefect goes on by
+    itself; give others again.
 
     Example: posttrain answer 3f2a filled.csv && posttrain rerun latest
     """
@@ -342,8 +485,19 @@ def answer(
     if json_:
         return emit(value)
     for who, n in value["replaced"].items():
-        print(f"{n} earlier answers of {who or 'a nameless annotator'} are not in this file and count no longer; to keep them, put their lines into it and bring it in again", file=sys.stderr)
-    print(f"{value['answered']} of {value['items']} items are answered" + (f"; resumed in Prefect: {', '.join(value['resumed'])}" if value["resumed"] else "; go on with: posttrain rerun latest"))
+        print(
+            f"{n} earlier answers of {who or 'a nameless annotator'} are not in this file and count no longer; to keep"
+            " them, put their lines into it and bring it in again",
+            file=sys.stderr,
+        )
+    print(
+        f"{value['answered']} of {value['items']} items are answered"
+        + (
+            f"; resumed in Prefect: {', '.join(value['resumed'])}"
+            if value["resumed"]
+            else "; go on with: posttrain rerun latest"
+        )
+    )
 
 
 # ------------------------------------------------------------------------------------------------ stage
@@ -353,16 +507,49 @@ def answer(
 def stage(
     name: Annotated[str, typer.Argument(help="Stage name; `posttrain ls stages` lists them.")],
     given: Given = None,
-    input_: Annotated[Optional[list[str]], typer.Option("--input", "-i", metavar="NAME=REF_OR_PATH", help="An input: a ref, a model directory, a data file or a hub id. Repeatable.")] = None,
+    input_: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="NAME=REF_OR_PATH",
+            help="An input: a ref, a model directory, a data file or a hub id. Repeatable.",
+        ),
+    ] = None,
     set_: Sets = None,
     config: Files = None,
     name_as: Annotated[Optional[str], typer.Option(help="Name to publish the outputs under.")] = None,
     seed: Seed = None,
     force: Annotated[bool, typer.Option("--force", help="Execute although a verified record exists.")] = False,
     devices: Devices = None,
-    nodes: Annotated[Optional[int], typer.Option("--nodes", min=1, help="Machines that train it together, each on --devices; give the same command on all of them, which share POSTTRAIN_HOME.")] = None,
-    node_rank: Annotated[Optional[int], typer.Option("--node-rank", min=0, help="Which of them this is, from 0; by default what SLURM_NODEID, NODE_RANK, JOB_COMPLETION_INDEX or RANK says.")] = None,
-    rendezvous: Annotated[Optional[str], typer.Option("--rendezvous", metavar="HOST:PORT", help="Where node 0 listens; by default MASTER_ADDR and MASTER_PORT.")] = None,
+    nodes: Annotated[
+        Optional[int],
+        typer.Option(
+            "--nodes",
+            min=1,
+            help=(
+                "Machines that train it together, each on --devices; give the same command on all of them, which share"
+                " POSTTRAIN_HOME."
+            ),
+        ),
+    ] = None,
+    node_rank: Annotated[
+        Optional[int],
+        typer.Option(
+            "--node-rank",
+            min=0,
+            help=(
+                "Which of them this is, from 0; by default what SLURM_NODEID, NODE_RANK, JOB_COMPLETION_INDEX or RANK"
+                " says."
+            ),
+        ),
+    ] = None,
+    rendezvous: Annotated[
+        Optional[str],
+        typer.Option(
+            "--rendezvous", metavar="HOST:PORT", help="Where node 0 listens; by default MASTER_ADDR and MASTER_PORT."
+        ),
+    ] = None,
     json_: Json = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the stage's inputs and settings, and stop.")] = False,
 ) -> None:
@@ -382,7 +569,8 @@ def stage(
         return describe_stage(name)
     inputs = parse_inputs(input_, f"{name} are: {', '.join(spec.inputs) or 'none'}")
     values = with_settings({}, config, set_, given)
-    if isinstance(values.get("seed"), int) and values["seed"] >= 0 and "seed" not in spec.config.model_fields:  # as in recipes
+    # as in recipes
+    if isinstance(values.get("seed"), int) and values["seed"] >= 0 and "seed" not in spec.config.model_fields:
         said = values.pop("seed")
         seed = said if seed is None else seed
     settings = build(spec.config, values)  # a mistyped setting is told of before an input that is still to come
@@ -397,7 +585,9 @@ def stage(
     display.table(display.metric_rows({key: number for key, number in value["metrics"].items() if number is not None}))
 
 
-def run_one(name: str, inputs: dict[str, str], settings: Any, seed: int, name_as: str | None, force: bool, nodes: Any = None) -> dict[str, Any]:
+def run_one(
+    name: str, inputs: dict[str, str], settings: Any, seed: int, name_as: str | None, force: bool, nodes: Any = None
+) -> dict[str, Any]:
     """Run one stage with its progress on the screen, and tell a running server of new datasets."""
     from flows import display, env, services
 
@@ -406,7 +596,16 @@ def run_one(name: str, inputs: dict[str, str], settings: Any, seed: int, name_as
     from tasks.run import run_stage
 
     with display.Display() as screen:
-        result = run_stage(name, inputs, settings, seed=seed, name_as=name_as, force=force, nodes=nodes, on_event=lambda event: screen(name.rpartition(".")[2], event))
+        result = run_stage(
+            name,
+            inputs,
+            settings,
+            seed=seed,
+            name_as=name_as,
+            force=force,
+            nodes=nodes,
+            on_event=lambda event: screen(name.rpartition(".")[2], event),
+        )
     value = small(result)
     if connected and not result.cached and any(ref.startswith("dataset:") for ref in result.outputs.values()):
         from tasks.stages import announce
@@ -422,8 +621,18 @@ def describe_stage(name: str) -> None:
 
     module = get_stage(name)
     print((module.__doc__ or "").strip() + "\n")
-    table([{"input": key + (".LABEL" if one.many else ""), "takes": one.kind + (f" {'|'.join(one.kinds)}" if one.kinds else ""),
-            "required": "yes" if one.required else "no", "": one.doc} for key, one in module.SPEC.inputs.items()] or [{"input": "none"}])
+    table(
+        [
+            {
+                "input": key + (".LABEL" if one.many else ""),
+                "takes": one.kind + (f" {'|'.join(one.kinds)}" if one.kinds else ""),
+                "required": "yes" if one.required else "no",
+                "": one.doc,
+            }
+            for key, one in module.SPEC.inputs.items()
+        ]
+        or [{"input": "none"}]
+    )
     print()
     describe_settings(module.SPEC.config)
 
@@ -443,7 +652,12 @@ def describe_settings(config_type: Any) -> None:
     from flows.config import keys as config_keys
     from flows.display import setting, table
 
-    table([{"setting": key, "default": setting(default), "": doc} for key, default, doc in ((key, *field_at(config_type, key)) for key in config_keys(config_type))])
+    table(
+        [
+            {"setting": key, "default": setting(default), "": doc}
+            for key, default, doc in ((key, *field_at(config_type, key)) for key in config_keys(config_type))
+        ]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ servers
@@ -453,8 +667,13 @@ def describe_settings(config_type: Any) -> None:
 def up(
     prefect_port: Annotated[Optional[int], typer.Option(help="Port of Prefect (default 4200, or a free one).")] = None,
     mlflow_port: Annotated[Optional[int], typer.Option(help="Port of MLflow (default 5000, or a free one).")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; there is no login, so keep it local unless the network is trusted.")] = "127.0.0.1",
-    gpu_slots: Annotated[Optional[int], typer.Option(min=1, help="GPU stages at a time (default: the number of GPUs, at least 1).")] = None,
+    host: Annotated[
+        str,
+        typer.Option(help="Address to listen on; there is no login, so keep it local unless the network is trusted."),
+    ] = "127.0.0.1",
+    gpu_slots: Annotated[
+        Optional[int], typer.Option(min=1, help="GPU stages at a time (default: the number of GPUs, at least 1).")
+    ] = None,
     worker: Annotated[bool, typer.Option(help="Also start a worker.")] = True,
     json_: Json = False,
 ) -> None:
@@ -462,8 +681,15 @@ def up(
     from flows import env, services
 
     state = env.prepare()
-    alive = services.up(state, prefect_port=prefect_port, mlflow_port=mlflow_port, host=host, gpu_slots=gpu_slots,
-                        worker=worker, say=lambda text: print(text, file=sys.stderr))
+    alive = services.up(
+        state,
+        prefect_port=prefect_port,
+        mlflow_port=mlflow_port,
+        host=host,
+        gpu_slots=gpu_slots,
+        worker=worker,
+        say=lambda text: print(text, file=sys.stderr),
+    )
     if json_:
         return emit({name: entry["url"] for name, entry in alive.items()})
     print(f"Prefect  {alive['prefect']['url']}")
@@ -497,31 +723,44 @@ def status(json_: Json = False) -> None:
 def deploy(
     recipe: Annotated[Optional[str], typer.Argument(help="With --cron: the recipe to run by the clock.")] = None,
     given: Given = None,
-    cron: Annotated[Optional[str], typer.Option(help="When RECIPE runs: minute, hour, day, month and weekday, for example '0 2 * * *'.")] = None,
-    timezone: Annotated[str, typer.Option(help="Time zone of --cron and --nightly, for example Europe/Berlin.")] = "UTC",
+    cron: Annotated[
+        Optional[str],
+        typer.Option(help="When RECIPE runs: minute, hour, day, month and weekday, for example '0 2 * * *'."),
+    ] = None,
+    timezone: Annotated[
+        str, typer.Option(help="Time zone of --cron and --nightly, for example Europe/Berlin.")
+    ] = "UTC",
     preset: Annotated[Optional[str], typer.Option(help="With --cron: preset of the recipe to start from.")] = None,
     set_: Sets = None,
     config: Files = None,
     gpu_slots: Annotated[Optional[int], typer.Option(min=1, help="GPU stages at a time.")] = None,
-    trigger_model: Annotated[str, typer.Option(help="Model that new preference data improves (the event-triggered recipe).")] = "model:policy@champion",
+    trigger_model: Annotated[
+        str, typer.Option(help="Model that new preference data improves (the event-triggered recipe).")
+    ] = "model:policy@champion",
     nightly: Annotated[str, typer.Option(metavar="CRON", help="When the nightly demo runs.")] = "0 3 * * *",
     json_: Json = False,
 ) -> None:
     """Register every recipe and stage with the server, a nightly schedule, crash recovery and event-triggered runs.
 
     Uses the server of `posttrain up`, or the one PREFECT_API_URL names. Deploying again updates in place.
-    With a recipe and --cron, registers only a deployment RECIPE-scheduled that runs with the settings given here; the same command with another time moves it,
-    pausing or deleting it in Prefect's UI ends it.
+    With a recipe and --cron, registers only a deployment RECIPE-scheduled that runs with the settings given here; the
+    same command with another time moves it, pausing or deleting it in Prefect's UI ends it.
 
-    Example: posttrain deploy preference --set data.path=pairs.jsonl --set model=DIR --cron "0 2 * * *" --timezone Europe/Berlin
+    Example: posttrain deploy preference --set data.path=pairs.jsonl --set model=DIR --cron "0 2 * * *" --timezone
+    Europe/Berlin
     """
     from flows import env, services
     from flows.config import ConfigError, load_preset
 
     if (recipe is None) != (cron is None) or recipe is None and (given or preset or set_ or config):
-        raise ConfigError("a schedule of your own names a recipe and its time: posttrain deploy RECIPE --cron '0 2 * * *' --timezone Europe/Berlin; without them `posttrain deploy` registers everything")
+        raise ConfigError(
+            "a schedule of your own names a recipe and its time: posttrain deploy RECIPE --cron '0 2 * * *' --timezone"
+            " Europe/Berlin; without them `posttrain deploy` registers everything"
+        )
     if not services.connect(env.prepare(quiet=True)):
-        raise ConfigError("there is no Prefect server to deploy to; start one with `posttrain up`, or set PREFECT_API_URL")
+        raise ConfigError(
+            "there is no Prefect server to deploy to; start one with `posttrain up`, or set PREFECT_API_URL"
+        )
     from flows.deploy import deploy as register
     from flows.deploy import scheduled
 
@@ -540,8 +779,20 @@ def deploy(
 
 @app.command(rich_help_panel="Servers", epilog=EXIT_CODES)
 def doctor(
-    fix: Annotated[bool, typer.Option(help="Repair what can be repaired: send what MLflow has not got, close dead runs, tidy up finished stages.")] = True,
-    clean_after: Annotated[Optional[float], typer.Option(metavar="DAYS", min=0, help="Remove checkpoints of stages that never finished and were not touched for so long.")] = None,
+    fix: Annotated[
+        bool,
+        typer.Option(
+            help="Repair what can be repaired: send what MLflow has not got, close dead runs, tidy up finished stages."
+        ),
+    ] = True,
+    clean_after: Annotated[
+        Optional[float],
+        typer.Option(
+            metavar="DAYS",
+            min=0,
+            help="Remove checkpoints of stages that never finished and were not touched for so long.",
+        ),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Check versions, disk, servers, schedules and stale runs; exit 1 when something is wrong."""
@@ -563,7 +814,9 @@ def doctor(
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def ls(
-    what: Annotated[str, typer.Argument(help="runs, results (of every stage, newest first), datasets, models, stages or recipes")] = "runs",
+    what: Annotated[
+        str, typer.Argument(help="runs, results (of every stage, newest first), datasets, models, stages or recipes")
+    ] = "runs",
     json_: Json = False,
 ) -> None:
     """List runs, results of stages, datasets, models, stages or recipes."""
@@ -578,8 +831,7 @@ def ls(
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def show(
-    ref: Annotated[str, typer.Argument(help="A ref, a path, a stage key or a run id.")],
-    json_: Json = False,
+    ref: Annotated[str, typer.Argument(help="A ref, a path, a stage key or a run id.")], json_: Json = False
 ) -> None:
     """Show a dataset, a model or a run: where it is, what made it, its numbers."""
     from flows import env, report
@@ -593,13 +845,31 @@ def show(
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def cost(
-    what: Annotated[str, typer.Argument(metavar="RUN|REF", help="A run id, or a model or dataset: then everything that it was made by counts.")],
-    prices: Annotated[Optional[Path], typer.Option(metavar="FILE", help="YAML file of prices in USD, e.g. {gpu_hours: 2.5, judge_mtokens_in: 3, human_labels: 1}; default: prices.yaml in the state directory.")] = None,
-    against: Annotated[Optional[str], typer.Option(metavar="MODEL", help="Also what the gain over this model cost, by their evaluations.")] = None,
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|REF", help="A run id, or a model or dataset: then everything that it was made by counts."
+        ),
+    ],
+    prices: Annotated[
+        Optional[Path],
+        typer.Option(
+            metavar="FILE",
+            help=(
+                "YAML file of prices in USD, e.g. {gpu_hours: 2.5, judge_mtokens_in: 3, human_labels: 1}; default:"
+                " prices.yaml in the state directory."
+            ),
+        ),
+    ] = None,
+    against: Annotated[
+        Optional[str],
+        typer.Option(metavar="MODEL", help="Also what the gain over this model cost, by their evaluations."),
+    ] = None,
     metric: Annotated[str, typer.Option(help="With --against: the metric that gained.")] = "accuracy",
     json_: Json = False,
 ) -> None:
-    """The cost ledger of a run, model or dataset: hours, generated tokens, judge calls and labels by people, with their prices.
+    """The cost ledger of a run, model or dataset: hours, generated tokens, judge calls and labels by people, with their
+    prices.
 
     Example: posttrain cost model:policy@champion --against model:sft/1 --prices prices.yaml
     """
@@ -626,12 +896,25 @@ def lineage(ref: Annotated[str, typer.Argument(help="A dataset or model ref.")],
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def compare(
-    a: Annotated[str, typer.Argument(help="A run id, a model (the training that made it), or an evaluation (the ref of its samples or a stage key).")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            help=(
+                "A run id, a model (the training that made it), or an evaluation (the ref of its samples or a stage"
+                " key)."
+            )
+        ),
+    ],
     b: Annotated[str, typer.Argument(help="The one to compare with.")],
-    out: Annotated[Optional[Path], typer.Option(metavar="DIR", help="Where the figure of the curves goes; default: below the state directory.")] = None,
+    out: Annotated[
+        Optional[Path],
+        typer.Option(metavar="DIR", help="Where the figure of the curves goes; default: below the state directory."),
+    ] = None,
     json_: Json = False,
 ) -> None:
-    """Put two runs or two evaluations side by side: numbers, settings, curves, held-out scores, answers; different protocols are refused."""
+    """Put two runs or two evaluations side by side: numbers, settings, curves, held-out scores, answers; different
+    protocols are refused.
+    """
     from flows import display, env
     from flows.compare import compare as side_by_side
 
@@ -640,8 +923,17 @@ def compare(
     if json_:
         return emit(value)
     known = {(row["step"], row["metric"]) for row in value["metrics"]}
-    display.table([row for row in value["metrics"] if not display.is_beside(row["metric"], {metric for step, metric in known if step == row["step"]})])
-    for name, title in (("held_out", "held-out prompts, difference b - a with its 95% interval"), ("answers", "the same prompts, largest changes first")):
+    display.table(
+        [
+            row
+            for row in value["metrics"]
+            if not display.is_beside(row["metric"], {metric for step, metric in known if step == row["step"]})
+        ]
+    )
+    for name, title in (
+        ("held_out", "held-out prompts, difference b - a with its 95% interval"),
+        ("answers", "the same prompts, largest changes first"),
+    ):
         if value[name]:
             print()
             display.table(value[name], title)
@@ -653,7 +945,18 @@ def compare(
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def promote(
     model: Annotated[str, typer.Argument(help="The candidate: a model ref or directory.")],
-    input_: Annotated[Optional[list[str]], typer.Option("--input", "-i", metavar="NAME=REF", help="Evidence for the gate in the place of the model's newest evaluation, e.g. candidate_samples=dataset:NAME@latest; the inputs: posttrain stage promote --keys. Repeatable.")] = None,
+    input_: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="NAME=REF",
+            help=(
+                "Evidence for the gate in the place of the model's newest evaluation, e.g."
+                " candidate_samples=dataset:NAME@latest; the inputs: posttrain stage promote --keys. Repeatable."
+            ),
+        ),
+    ] = None,
     name: Annotated[str, typer.Option(help="Registered name.")] = "policy",
     alias: Annotated[str, typer.Option(help="Alias the winner gets.")] = "champion",
     set_: Sets = None,
@@ -680,14 +983,48 @@ def promote(
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def export(
     what: Annotated[str, typer.Argument(metavar="REF", help="A model or dataset ref.")],
-    directory: Annotated[Optional[Path], typer.Argument(help="New directory; a model loads with from_pretrained anywhere, a dataset with datasets.load_dataset. May be left out with --push.")] = None,
-    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapter, as peft loads one (adapter_model.safetensors, adapter_config.json), with the tokenizer.")] = False,
-    base: Annotated[Optional[str], typer.Option(help="With --adapter: path or hub id of the model it belongs on, written into adapter_config.json.")] = None,
-    push: Annotated[Optional[str], typer.Option(metavar="OWNER/NAME", help="Commit it to this repository of the Hugging Face Hub (or of HF_ENDPOINT), which is made where there is none; the token is HF_TOKEN's or that of `hf auth login`.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="With --push: a repository that only its owner sees.")] = False,
+    directory: Annotated[
+        Optional[Path],
+        typer.Argument(
+            help=(
+                "New directory; a model loads with from_pretrained anywhere, a dataset with datasets.load_dataset. May"
+                " be left out with --push."
+            )
+        ),
+    ] = None,
+    adapter: Annotated[
+        bool,
+        typer.Option(
+            "--adapter",
+            help=(
+                "Only the LoRA adapter, as peft loads one (adapter_model.safetensors, adapter_config.json), with the"
+                " tokenizer."
+            ),
+        ),
+    ] = False,
+    base: Annotated[
+        Optional[str],
+        typer.Option(
+            help="With --adapter: path or hub id of the model it belongs on, written into adapter_config.json."
+        ),
+    ] = None,
+    push: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="OWNER/NAME",
+            help=(
+                "Commit it to this repository of the Hugging Face Hub (or of HF_ENDPOINT), which is made where there is"
+                " none; the token is HF_TOKEN's or that of `hf auth login`."
+            ),
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="With --push: a repository that only its owner sees.")
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Copy a model out of the store as a plain Hugging Face directory, or a dataset as Parquet files by split; with --push to the Hub.
+    """Copy a model out of the store as a plain Hugging Face directory, or a dataset as Parquet files by split; with
+    --push to the Hub.
 
     Example: posttrain export model:policy@champion --push me/policy --private
     """
@@ -719,8 +1056,16 @@ def chat(
     from flows.chat import converse
 
     env.prepare(quiet=True)
-    converse(model, prompt=prompt, system=system, temperature=temperature, top_p=top_p, max_tokens=max_tokens,
-             seed=seed or 0, as_json=json_)
+    converse(
+        model,
+        prompt=prompt,
+        system=system,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        seed=seed or 0,
+        as_json=json_,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ ends
@@ -732,7 +1077,8 @@ def emit(value: Any) -> None:
     text = json.dumps(value, ensure_ascii=False, default=str)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # a terminal of another encoding, or half of a surrogate pair in an error of somebody's code
+    except UnicodeEncodeError:
+        # a terminal of another encoding, or half of a surrogate pair in an error of somebody's code
         text = json.dumps(value, default=str)
     print(text, flush=True)
 
@@ -746,7 +1092,8 @@ def main() -> None:
     try:
         app()
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == 130):  # typer keeps the interrupt to itself and exits
+        # typer keeps the interrupt to itself and exits
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == 130):
             fail(f"interrupted; this goes on where it stopped: {shlex.join(['posttrain', *sys.argv[1:]])}", 130)
         if isinstance(error, SystemExit):
             raise
@@ -770,7 +1117,9 @@ def terminate(signum: int, frame: Any) -> None:
 
 
 def insist(code: int) -> None:
-    """End this process and all below it in time, whatever it waits for: Prefect's client asks a server that does not answer again for minutes."""
+    """End this process and all below it in time, whatever it waits for: Prefect's client asks a server that does not
+    answer again for minutes.
+    """
     import threading
     import time
 
@@ -780,7 +1129,12 @@ def insist(code: int) -> None:
         time.sleep(float(os.environ.get("POSTTRAIN_GRACE_SECONDS", "10")) + 15)
         for child in psutil.Process().children(recursive=True):
             child.kill()
-        print("error: ended while waiting, probably for a Prefect server that does not answer; the same command goes on where this stopped", file=sys.stderr, flush=True)
+        print(
+            "error: ended while waiting, probably for a Prefect server that does not answer; the same command goes on"
+            " where this stopped",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(code)
 
     threading.Thread(target=end, name="terminate", daemon=True).start()

@@ -1,7 +1,7 @@
 """`posttrain compare`: two runs, or two evaluations, side by side. Numbers of different protocols are refused.
 
-Differences of evaluations, and of training stages on their validation prompts, have paired intervals; training stages also give their curves in one figure. Answers to the same prompts stand beside
-each other.
+Differences of evaluations, and of training stages on their validation prompts, have paired intervals; training stages
+also give their curves in one figure. Answers to the same prompts stand beside each other.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from stages.spec import ConfigError
 
 
 def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
-    """{"metrics": rows {step, metric, a, b, difference}, "config": differing settings, "held_out": rows with intervals, "answers": rows,
-    "figures": files, "notes": what could not be compared and why}. ``out``: where figures go; default ``POSTTRAIN_HOME/compare/KEY_A-KEY_B``.
+    """{"metrics": rows {step, metric, a, b, difference}, "config": differing settings, "held_out": rows with intervals,
+    "answers": rows, "figures": files, "notes": what could not be compared and why}. ``out``: where figures go; default
+    ``POSTTRAIN_HOME/compare/KEY_A-KEY_B``.
 
     Raises ConfigError for things that cannot be compared (a run with an evaluation, different protocols).
     """
@@ -25,7 +26,10 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
     if len(left) == len(right) == 1:
         (label_a, one), (_, two) = next(iter(left.items())), next(iter(right.items()))
         if one["stage"] != two["stage"]:
-            raise ConfigError(f"{a} is the result of stage {one['stage']} and {b} of stage {two['stage']}; compare two of the same stage")
+            raise ConfigError(
+                f"{a} is the result of stage {one['stage']} and {b} of stage {two['stage']}; compare two of the same"
+                " stage"
+            )
         shared, right = [label_a], {label_a: two}
     if not shared:
         raise ConfigError(f"{a} and {b} have no step in common: {', '.join(left)} against {', '.join(right)}")
@@ -34,12 +38,28 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
     for label in shared:
         one, two = left[label], right[label]
         same_protocol(label, one, two)
-        rubrics = len({record["inputs"]["rubric"]["digest"] for record in (one, two) if "rubric" in (record.get("inputs") or {})}) > 1
+        rubrics = (
+            len(
+                {
+                    record["inputs"]["rubric"]["digest"]
+                    for record in (one, two)
+                    if "rubric" in (record.get("inputs") or {})
+                }
+            )
+            > 1
+        )
         if rubrics:
-            more["notes"].append(f"{label}: rewards are left out, because different rubrics gave them; score the answers of one with the other's rubric (stage rescore)")
+            more["notes"].append(
+                f"{label}: rewards are left out, because different rubrics gave them; score the answers of one with the"
+                " other's rubric (stage rescore)"
+            )
         apart = scored_apart(one, two)
         if apart:
-            more["notes"].append(f"{label}: {', '.join(apart)} left out, because different {', '.join(sorted(set().union(*apart.values())))} measured them; evaluate both models with the same inputs")
+            more["notes"].append(
+                f"{label}: {', '.join(apart)} left out, because different"
+                f" {', '.join(sorted(set().union(*apart.values())))} measured them; evaluate both models with the same"
+                " inputs"
+            )
         for metric in dict.fromkeys([*one["metrics"], *two["metrics"]]):
             if re.sub("_(low|high|se)$", "", metric) in apart:
                 continue
@@ -55,38 +75,62 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
             for name, found in evaluations(label, one, two, apart).items():
                 more[name] += found
         elif one["key"] != two["key"]:
-            for name, found in training(label, one, two, out or home.subdir("compare") / f"{one['key'][:12]}-{two['key'][:12]}").items():
+            for name, found in training(
+                label, one, two, out or home.subdir("compare") / f"{one['key'][:12]}-{two['key'][:12]}"
+            ).items():
                 more[name] += found
     return {"a": a, "b": b, "metrics": rows, "config": settings, **more}
 
 
 def scored_apart(one: dict[str, Any], two: dict[str, Any]) -> dict[str, list[str]]:
-    """{metric: inputs} of two evaluations' metrics that different reward models, judges or references measured; empty for other stages."""
+    """{metric: inputs} of two evaluations' metrics that different reward models, judges or references measured; empty
+    for other stages.
+    """
     from stages.evaluation.protocol import differing_inputs
 
     if one["stage"] != "evaluate":
         return {}
-    metas = {side: {"protocol": {"target": record["config"].get("target"), "graders": record["config"].get("rewards"),
-                                 **{name: record["config"].get(name) for name in ("mt_bench", "refusal_judge")}, **({"prompts": 1} if "prompts" in record["inputs"] else {})},
-                    "model": record["inputs"]["model"]["digest"], "scorers": {name: given["digest"] for name, given in record["inputs"].items()}} for side, record in (("a", one), ("b", two))}
+    metas = {
+        side: {
+            "protocol": {
+                "target": record["config"].get("target"),
+                "graders": record["config"].get("rewards"),
+                **{name: record["config"].get(name) for name in ("mt_bench", "refusal_judge")},
+                **({"prompts": 1} if "prompts" in record["inputs"] else {}),
+            },
+            "model": record["inputs"]["model"]["digest"],
+            "scorers": {name: given["digest"] for name, given in record["inputs"].items()},
+        }
+        for side, record in (("a", one), ("b", two))
+    }
     names = dict.fromkeys(re.sub("_(low|high|se)$", "", metric) for metric in [*one["metrics"], *two["metrics"]])
     return {name: found for name in names if (found := differing_inputs(name, metas))}
 
 
 def evaluations(label: str, one: dict[str, Any], two: dict[str, Any], apart: dict[str, list[str]]) -> dict[str, list]:
-    """Differences of two evaluations with paired intervals, and greedy answers to the same prompts; ``apart``: metrics that do not compare."""
+    """Differences of two evaluations with paired intervals, and greedy answers to the same prompts; ``apart``: metrics
+    that do not compare.
+    """
     from stages.evaluation import run_comparison
     from stages.compare import side_by_side
     from stages.evaluation.scores import originals, records_of
     from storage.datasets import DatasetError, open_dataset
 
     try:
-        records = {which: originals(records_of(open_dataset(record["outputs"]["samples"]["path"]).iter_rows())) for which, record in (("a", one), ("b", two))}
+        records = {
+            which: originals(records_of(open_dataset(record["outputs"]["samples"]["path"]).iter_rows()))
+            for which, record in (("a", one), ("b", two))
+        }
     except (DatasetError, KeyError) as error:
-        return {"notes": [f"{label}: differences have no intervals, because samples are gone ({error}); evaluate again"]}
+        return {
+            "notes": [f"{label}: differences have no intervals, because samples are gone ({error}); evaluate again"]
+        }
     rows, note = run_comparison.evaluated(records["a"], records["b"], apart)
-    return {"held_out": [{"step": label, **row} for row in rows], "notes": [f"{label}: {note}"] if note else [],
-            "answers": [{"step": label, **row} for row in side_by_side(["a", "b"], records, 8, changes_first=True)]}
+    return {
+        "held_out": [{"step": label, **row} for row in rows],
+        "notes": [f"{label}: {note}"] if note else [],
+        "answers": [{"step": label, **row} for row in side_by_side(["a", "b"], records, 8, changes_first=True)],
+    }
 
 
 def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) -> dict[str, list]:
@@ -96,7 +140,10 @@ def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) ->
     from storage.files import atomic_write_bytes
 
     found: dict[str, list] = {"held_out": [], "answers": [], "figures": [], "notes": []}
-    runs = {f"{which} {record['key'][:6]}": metric_rows(Path(record["metrics_file"])) for which, record in (("a", one), ("b", two))}
+    runs = {
+        f"{which} {record['key'][:6]}": metric_rows(Path(record["metrics_file"]))
+        for which, record in (("a", one), ("b", two))
+    }
     png = run_comparison.curves(runs) if all(runs.values()) else None
     if png is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -104,11 +151,18 @@ def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) ->
         found["figures"].append(str(out / f"{label}-curves.png"))
     records = [samples_of(record) for record in (one, two)]
     if all(held for held, _ in records):
-        scores, note = run_comparison.held_out(records[0][0], records[1][0], (one["config"], two["config"]), (one.get("inputs") or {}, two.get("inputs") or {}))
+        scores, note = run_comparison.held_out(
+            records[0][0],
+            records[1][0],
+            (one["config"], two["config"]),
+            (one.get("inputs") or {}, two.get("inputs") or {}),
+        )
         found["held_out"] = [{"step": label, **row} for row in scores]
         found["notes"] += [f"{label}: {note}"] if note else []
     elif any(held or sampled for held, sampled in records):
-        found["notes"].append(f"{label}: no held-out scores, because not both runs had validation prompts; write eval_prompts=N")
+        found["notes"].append(
+            f"{label}: no held-out scores, because not both runs had validation prompts; write eval_prompts=N"
+        )
     pairs = [held or sampled for held, sampled in records]
     if all(pairs):
         found["answers"] = [{"step": label, **row} for row in run_comparison.answers(*pairs)]
@@ -126,7 +180,9 @@ def samples_of(record: dict[str, Any]) -> tuple[list[dict], list[dict]]:
     if "validation" in outputs:
         return records_of(open_dataset(outputs["validation"]["path"]).iter_rows()), []
     if "rollouts" in outputs and "model" in outputs:
-        return [], records_of_rollouts(open_dataset(outputs["rollouts"]["path"]).iter_rows(), renderer_for(outputs["model"]["path"]).decode)
+        return [], records_of_rollouts(
+            open_dataset(outputs["rollouts"]["path"]).iter_rows(), renderer_for(outputs["model"]["path"]).decode
+        )
     return [], []
 
 
@@ -135,14 +191,20 @@ def load(text: str) -> dict[str, dict[str, Any]]:
     if store.is_ref(text):
         makers = records.makers_of(store.resolve(text).digest)
         if not makers:
-            raise ConfigError(f"{text} was not made by a stage of this store, so it has no numbers; give a run id or the ref of an evaluation")
+            raise ConfigError(
+                f"{text} was not made by a stage of this store, so it has no numbers; give a run id or the ref of an"
+                " evaluation"
+            )
         return {makers[0]["stage"]: makers[0]}
     try:
         run = records.get_run(text)
     except store.StoreError as error:
         found = records.match(text) if len(text) >= 8 else None
         if found is None:
-            raise ConfigError(f"{error}. Instead of a run, two results of one stage can be given: model:NAME, dataset:NAME@latest or a stage key") from None
+            raise ConfigError(
+                f"{error}. Instead of a run, two results of one stage can be given: model:NAME, dataset:NAME@latest or"
+                " a stage key"
+            ) from None
         return {found["stage"]: found}
     return {label: found for label, entry in run.stages().items() if (found := records.read(entry["key"]))}
 
@@ -152,8 +214,10 @@ def same_protocol(label: str, one: dict[str, Any], two: dict[str, Any]) -> None:
     hashes = [record["metrics"].get("protocol_hash") or record["metrics"].get("protocol") for record in (one, two)]
     if hashes[0] != hashes[1]:
         what = "; ".join(differences(one.get("config") or {}, two.get("config") or {})) or "their held-out data or code"
-        raise ConfigError(f"step {label} was evaluated under different protocols ({hashes[0]} against {hashes[1]}), so its numbers "
-                          f"cannot be compared. They differ in: {what}. Evaluate both models with the same settings and prompts.")
+        raise ConfigError(
+            f"step {label} was evaluated under different protocols ({hashes[0]} against {hashes[1]}), so its numbers "
+            f"cannot be compared. They differ in: {what}. Evaluate both models with the same settings and prompts."
+        )
 
 
 def differences(one: dict[str, Any], two: dict[str, Any], prefix: str = "") -> list[str]:

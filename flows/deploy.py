@@ -21,13 +21,20 @@ from stages.registry import STAGES, get_stage
 
 NIGHTLY = "0 3 * * *"
 LOST_AFTER = timedelta(minutes=5)  # more than nine heartbeats: also a server restart must not look like a crash
-RESTART_AFTER = timedelta(seconds=30)  # a killed process is reported as crashed twice, by Prefect's runner and, seconds later, by its worker
+# a killed process is reported as crashed twice, by Prefect's runner and, seconds later, by its worker
+RESTART_AFTER = timedelta(seconds=30)
 RECOVER = "auto-recover"
 ATTEMPTS = 3  # starts of a run, the first one included
 AUTOMATIONS = ("posttrain: heartbeat lost", "posttrain: recover crashed runs", "posttrain: new preference data")
 
 
-def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@champion", nightly: str = NIGHTLY, timezone: str = "UTC") -> dict[str, Any]:
+def deploy(
+    *,
+    gpu_slots: int | None = None,
+    trigger_model: str = "model:policy@champion",
+    nightly: str = NIGHTLY,
+    timezone: str = "UTC",
+) -> dict[str, Any]:
     """Register everything with the server of PREFECT_API_URL; returns the names by kind.
 
     trigger_model: the policy that the recipe started by new preference data improves.
@@ -47,8 +54,9 @@ def deploy(*, gpu_slots: int | None = None, trigger_model: str = "model:policy@c
 
 
 def recipe_deployments(nightly: str = NIGHTLY, timezone: str = "UTC"):
-    """(flow, name, options) for every recipe: `RECIPE` with the class defaults, `RECIPE-PRESET` (all but small tries of another preset, NAME_demo), and the nightly
-    demo. The UI lists deployments by their own names, so each says what it is."""
+    """(flow, name, options) for every recipe: `RECIPE` with the class defaults, `RECIPE-PRESET` (all but small tries of
+    another preset, NAME_demo), and the nightly demo. The UI lists deployments by their own names, so each says what it
+    is."""
     schedule = cron_schedule(nightly, timezone, "nightly")
     for name in RECIPES:
         flow = get_recipe(name)
@@ -57,32 +65,51 @@ def recipe_deployments(nightly: str = NIGHTLY, timezone: str = "UTC"):
             parameters = {"config": full(flow.config_type, load_preset(name, preset))}
             yield flow, f"{name}-{preset}", {"queue": "cpu", "tag": "recipe", "parameters": parameters}
             if (name, preset) == ("post_training", "demo"):
-                yield flow, f"{name}-nightly", {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule}
+                yield (
+                    flow,
+                    f"{name}-nightly",
+                    {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule},
+                )
 
 
-def scheduled(recipe: str, values: dict[str, Any], *, cron: str, timezone: str = "UTC", preset: str | None = None) -> str:
-    """Register `RECIPE-scheduled` (of a preset `RECIPE-PRESET-scheduled`), which runs with these settings whenever cron says so; again, with other settings or another
-    time, replaces it, and :func:`deploy` leaves it alone. Returns its full name; ConfigError where settings, cron expression or time zone are wrong."""
+def scheduled(
+    recipe: str, values: dict[str, Any], *, cron: str, timezone: str = "UTC", preset: str | None = None
+) -> str:
+    """Register `RECIPE-scheduled` (of a preset `RECIPE-PRESET-scheduled`), which runs with these settings whenever cron
+    says so; again, with other settings or another time, replaces it, and :func:`deploy` leaves it alone. Returns its
+    full name; ConfigError where settings, cron expression or time zone are wrong."""
     from flows.recipe import load_config
 
     flow, schedule = get_recipe(recipe), cron_schedule(cron, timezone, "cron")
     parameters = {"config": load_config(recipe, found_anywhere(values)).model_dump(mode="json")}
     install_pool()
-    return apply(flow, "-".join([recipe, *([preset] if preset else []), "scheduled"]), {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule})
+    return apply(
+        flow,
+        "-".join([recipe, *([preset] if preset else []), "scheduled"]),
+        {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule},
+    )
 
 
 def found_anywhere(values: Any, under: str = "") -> Any:
-    """Settings whose relative paths of files and of models here are absolute, since a worker runs elsewhere; below `data` those of all directories."""
+    """Settings whose relative paths of files and of models here are absolute, since a worker runs elsewhere; below
+    `data` those of all directories.
+    """
     if isinstance(values, dict):
         return {key: found_anywhere(value, "data" if "data" in (key, under) else key) for key, value in values.items()}
     if not isinstance(values, str) or not values:
         return values
     path = Path(values)
-    return str(path.absolute()) if path.is_file() or path.is_dir() and (under == "data" or (path / "config.json").is_file()) else values
+    return (
+        str(path.absolute())
+        if path.is_file() or path.is_dir() and (under == "data" or (path / "config.json").is_file())
+        else values
+    )
 
 
 def cron_schedule(cron: str, timezone: str, option: str):
-    """Prefect's schedule of a cron expression (minute, hour, day, month, weekday) by the clocks of a time zone, summer time included."""
+    """Prefect's schedule of a cron expression (minute, hour, day, month, weekday) by the clocks of a time zone, summer
+    time included.
+    """
     from zoneinfo import ZoneInfo
 
     from prefect.client.schemas.schedules import CronSchedule
@@ -90,11 +117,17 @@ def cron_schedule(cron: str, timezone: str, option: str):
     try:
         ZoneInfo(timezone)
     except (ValueError, OSError, LookupError):  # a path, a directory of zones, a name that there is not
-        raise ConfigError(f"timezone={timezone!r} is no time zone; write a name of the IANA database, such as --timezone Europe/Berlin or --timezone UTC") from None
+        raise ConfigError(
+            f"timezone={timezone!r} is no time zone; write a name of the IANA database, such as --timezone"
+            " Europe/Berlin or --timezone UTC"
+        ) from None
     try:
         return CronSchedule(cron=cron, timezone=timezone)
     except ValueError:
-        raise ConfigError(f"{option}={cron!r} is no cron expression; write minute, hour, day, month and weekday, such as --{option} '{NIGHTLY}' for 3:00 every day") from None
+        raise ConfigError(
+            f"{option}={cron!r} is no cron expression; write minute, hour, day, month and weekday, such as --{option}"
+            f" '{NIGHTLY}' for 3:00 every day"
+        ) from None
 
 
 def full(config_type, values: dict[str, Any]) -> dict[str, Any]:
@@ -109,11 +142,17 @@ def stage_deployments():
     from flows.single import stage_flow
 
     for name in STAGES:
-        yield stage_flow(name), stage_flow(name).name, {"queue": "gpu" if get_stage(name).SPEC.gpu else "cpu", "tag": "stage"}
+        yield (
+            stage_flow(name),
+            stage_flow(name).name,
+            {"queue": "gpu" if get_stage(name).SPEC.gpu else "cpu", "tag": "stage"},
+        )
 
 
 def retire(specs, client) -> None:
-    """Remove what older versions registered: the same deployments under names without the recipe (`form`, `demo`, `stage`), and those of flows that are gone."""
+    """Remove what older versions registered: the same deployments under names without the recipe (`form`, `demo`,
+    `stage`), and those of flows that are gone.
+    """
     from prefect.client.schemas.filters import DeploymentFilter
 
     known: dict[str, set[str]] = {}
@@ -134,18 +173,26 @@ def entrypoint(flow) -> str:
 def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
     """Register one deployment unless the server has it as it is; returns its full name.
 
-    Enforcing the form is left to the server's default: where a request states it, the server checks the whole schema, answers nobody
-    meanwhile, and needs most of a minute for all deployments on a small machine.
+    Enforcing the form is left to the server's default: where a request states it, the server checks the whole schema,
+    answers nobody meanwhile, and needs most of a minute for all deployments on a small machine.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
     from prefect.exceptions import ObjectNotFound
 
     full_name = f"{flow.name}/{name}"
-    wanted = {"description": flow.description, "tags": ["posttrain", RECOVER, *([options["tag"]] if options.get("tag") else [])], "parameters": options.get("parameters") or {},
-              "entrypoint": entrypoint(flow), "work_pool_name": POOL, "work_queue_name": options["queue"],
-              "concurrency_limit": options.get("concurrency_limit"), "paused": False, "job_variables": {},
-              "parameter_openapi_schema": form(flow)}
+    wanted = {
+        "description": flow.description,
+        "tags": ["posttrain", RECOVER, *([options["tag"]] if options.get("tag") else [])],
+        "parameters": options.get("parameters") or {},
+        "entrypoint": entrypoint(flow),
+        "work_pool_name": POOL,
+        "work_queue_name": options["queue"],
+        "concurrency_limit": options.get("concurrency_limit"),
+        "paused": False,
+        "job_variables": {},
+        "parameter_openapi_schema": form(flow),
+    }
     schedules = [DeploymentScheduleCreate(schedule=options["schedule"])] if options.get("schedule") else []
     with nullcontext(client) if client else get_client(sync_client=True) as client:
         try:
@@ -155,7 +202,13 @@ def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
         if existing and registered_as(existing, wanted, schedules):
             return full_name
         registered = client.create_deployment(  # or updates
-            client.create_flow_from_name(flow.name), name, version=flow.version, schedules=schedules, pull_steps=[], **wanted)
+            client.create_flow_from_name(flow.name),
+            name,
+            version=flow.version,
+            schedules=schedules,
+            pull_steps=[],
+            **wanted,
+        )
         if existing and not existing.enforce_parameter_schema:
             client.update_deployment(registered, DeploymentUpdate(enforce_parameter_schema=True))
     return full_name
@@ -167,10 +220,12 @@ def registered_as(existing, wanted: dict[str, Any], schedules: list) -> bool:
     Its version is the commit from which it was registered last and may be older than the code.
     """
     there = existing.model_dump(mode="json", include={*wanted, "schedules"})
-    return (existing.enforce_parameter_schema
-            and all((there[field] or None) == (value or None) for field, value in wanted.items())
-            and [(row["schedule"], row["active"]) for row in there["schedules"]]
-            == [(row.schedule.model_dump(mode="json"), True) for row in schedules])
+    return (
+        existing.enforce_parameter_schema
+        and all((there[field] or None) == (value or None) for field, value in wanted.items())
+        and [(row["schedule"], row["active"]) for row in there["schedules"]]
+        == [(row.schedule.model_dump(mode="json"), True) for row in schedules]
+    )
 
 
 @functools.cache
@@ -180,8 +235,9 @@ def form(flow) -> dict[str, Any]:
 
     schema = parameter_schema(flow.fn).model_dump(mode="json", exclude_unset=True)
     properties, definitions = titled(schema["properties"], schema.get("definitions") or {})
-    return {**schema, "properties": properties, "definitions": definitions,
-            "additionalProperties": False}  # else a parameter that the flow does not have is let in and the run's process ends with a traceback in the worker's log alone
+    # else a parameter that the flow does not have is let in and the run's process ends with a traceback in the worker's
+    # log alone
+    return {**schema, "properties": properties, "definitions": definitions, "additionalProperties": False}
 
 
 ACRONYMS = {"sft": "SFT", "rl": "RL", "dpo": "DPO"}
@@ -229,7 +285,11 @@ def human(field: str) -> str:
 def install_pool(*, gpu_slots: int | None = None) -> None:
     """The process work pool, its queues and the `gpu` concurrency limit."""
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate, WorkPoolCreate
+    from prefect.client.schemas.actions import (
+        GlobalConcurrencyLimitCreate,
+        GlobalConcurrencyLimitUpdate,
+        WorkPoolCreate,
+    )
     from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 
     from tasks.devices import gpu_slots as slots_here
@@ -237,8 +297,14 @@ def install_pool(*, gpu_slots: int | None = None) -> None:
     slots = gpu_slots or max(1, slots_here())  # without a GPU the CPU is the single training slot
     with get_client(sync_client=True) as client:
         try:
-            client.create_work_pool(WorkPoolCreate(name=POOL, type="process", description="post-training runs on this machine",
-                                                   base_job_template=process_template()))
+            client.create_work_pool(
+                WorkPoolCreate(
+                    name=POOL,
+                    type="process",
+                    description="post-training runs on this machine",
+                    base_job_template=process_template(),
+                )
+            )
         except ObjectAlreadyExists:
             pass
         try:
@@ -256,8 +322,8 @@ def install_pool(*, gpu_slots: int | None = None) -> None:
 def queues(slots: int) -> dict[str, dict[str, int]]:
     """The pool's queues and how many of their runs go at a time: of single GPU stages as many as there are slots.
 
-    Not the worker's --limit: Prefect 3.8's worker dies where a limited one meets a run that it still holds, as after a crash
-    recovery (its issue 10632).
+    Not the worker's --limit: Prefect 3.8's worker dies where a limited one meets a run that it still holds, as after a
+    crash recovery (its issue 10632).
     """
     return {"gpu": {"priority": 1, "concurrency_limit": slots}, "cpu": {"priority": 2, "concurrency_limit": 4}}
 
@@ -299,7 +365,9 @@ def install_automations(trigger_model: str) -> list[str]:
             pass
         else:
             if installed_as(existing) == installed_as(automation):
-                continue  # a new one would not know the heartbeats so far: a run that is dead by now would be taken for running for ever
+                # a new one would not know the heartbeats so far: a run that is dead by now would be taken for running
+                # for ever
+                continue
             existing.delete()
         automation.create()
     return list(AUTOMATIONS)
@@ -307,17 +375,20 @@ def install_automations(trigger_model: str) -> list[str]:
 
 def installed_as(automation) -> dict[str, Any]:
     """What an automation does, without what the server adds."""
-    found = automation.model_dump(mode="json", include={"name", "description", "enabled", "trigger", "actions"}, exclude={"trigger": {"id"}})
-    sets = {name: sorted(found["trigger"][name]) for name in ("after", "expect", "for_each")}  # in another order in every process
+    found = automation.model_dump(
+        mode="json", include={"name", "description", "enabled", "trigger", "actions"}, exclude={"trigger": {"id"}}
+    )
+    # in another order in every process
+    sets = {name: sorted(found["trigger"][name]) for name in ("after", "expect", "for_each")}
     return {**found, "trigger": {**found["trigger"], **sets}}
 
 
 def automations(preference_id, trigger_model: str):
     """The three automations.
 
-    A run whose heartbeats stop without an ending is declared Crashed; a crashed run of a deployment that is left so for half a minute is scheduled
-    again (twice at most) and continues from its checkpoints; a dataset of pairs published by a run of stage `ingest`
-    alone starts the preference recipe.
+    A run whose heartbeats stop without an ending is declared Crashed; a crashed run of a deployment that is left so for
+    half a minute is scheduled again (twice at most) and continues from its checkpoints; a dataset of pairs published by
+    a run of stage `ingest` alone starts the preference recipe.
     """
     from prefect.automations import Automation
     from prefect.client.schemas.objects import StateType
@@ -326,29 +397,84 @@ def automations(preference_id, trigger_model: str):
 
     ours = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{RECOVER}"}
     yield Automation(
-        name=AUTOMATIONS[0], description="No heartbeat for five minutes and no end: the process is gone.",
+        name=AUTOMATIONS[0],
+        description="No heartbeat for five minutes and no end: the process is gone.",
         trigger=EventTrigger(
-            posture=Posture.Proactive, after={"prefect.flow-run.heartbeat"},
-            expect={"prefect.flow-run.heartbeat", "prefect.flow-run.Completed", "prefect.flow-run.Failed",
-                    "prefect.flow-run.Cancelled", "prefect.flow-run.Crashed"},
-            match={"prefect.resource.id": "prefect.flow-run.*"}, match_related=ours,
-            for_each={"prefect.resource.id"}, threshold=1, within=LOST_AFTER),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat for five minutes")])
+            posture=Posture.Proactive,
+            after={"prefect.flow-run.heartbeat"},
+            expect={
+                "prefect.flow-run.heartbeat",
+                "prefect.flow-run.Completed",
+                "prefect.flow-run.Failed",
+                "prefect.flow-run.Cancelled",
+                "prefect.flow-run.Crashed",
+            },
+            match={"prefect.resource.id": "prefect.flow-run.*"},
+            match_related=ours,
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            within=LOST_AFTER,
+        ),
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat for five minutes")],
+    )
     yield Automation(
-        name=AUTOMATIONS[1], description="A crashed run starts again and continues from its stage records and checkpoints.",
+        name=AUTOMATIONS[1],
+        description="A crashed run starts again and continues from its stage records and checkpoints.",
         trigger=EventTrigger(
-            posture=Posture.Proactive, after={"prefect.flow-run.Crashed"},
-            expect={f"prefect.flow-run.{state}" for state in ("Scheduled", "AwaitingRetry", "Pending", "Running", "Completed", "Failed", "Cancelling", "Cancelled")},
-            match={"prefect.resource.id": "prefect.flow-run.*", "prefect.run-count": [str(n) for n in range(1, ATTEMPTS)]}, match_related=ours,
-            for_each={"prefect.resource.id"}, threshold=1, within=RESTART_AFTER),
-        actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="continuing after a crash")])
+            posture=Posture.Proactive,
+            after={"prefect.flow-run.Crashed"},
+            expect={
+                f"prefect.flow-run.{state}"
+                for state in (
+                    "Scheduled",
+                    "AwaitingRetry",
+                    "Pending",
+                    "Running",
+                    "Completed",
+                    "Failed",
+                    "Cancelling",
+                    "Cancelled",
+                )
+            },
+            match={
+                "prefect.resource.id": "prefect.flow-run.*",
+                "prefect.run-count": [str(n) for n in range(1, ATTEMPTS)],
+            },
+            match_related=ours,
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            within=RESTART_AFTER,
+        ),
+        actions=[
+            ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="continuing after a crash")
+        ],
+    )
     yield Automation(
-        name=AUTOMATIONS[2], description="New preference pairs, ingested by a stage run of their own, start the preference recipe.",
+        name=AUTOMATIONS[2],
+        description="New preference pairs, ingested by a stage run of their own, start the preference recipe.",
         trigger=EventTrigger(
-            posture=Posture.Reactive, expect={"posttrain.dataset.published"},
-            match={"prefect.resource.id": "posttrain.dataset.*", "posttrain.published-by": "stage", "posttrain.stage": "ingest",
-                   "posttrain.kind": "pairs/1"},
-            for_each={"prefect.resource.id"}, threshold=1, within=timedelta(0)),
-        actions=[RunDeployment(source="selected", deployment_id=preference_id, parameters={
-            "config": {"model": trigger_model,
-                       "data": {"path": {"__prefect_kind": "jinja", "template": "{{ event.payload.ref }}"}}}})])
+            posture=Posture.Reactive,
+            expect={"posttrain.dataset.published"},
+            match={
+                "prefect.resource.id": "posttrain.dataset.*",
+                "posttrain.published-by": "stage",
+                "posttrain.stage": "ingest",
+                "posttrain.kind": "pairs/1",
+            },
+            for_each={"prefect.resource.id"},
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[
+            RunDeployment(
+                source="selected",
+                deployment_id=preference_id,
+                parameters={
+                    "config": {
+                        "model": trigger_model,
+                        "data": {"path": {"__prefect_kind": "jinja", "template": "{{ event.payload.ref }}"}},
+                    }
+                },
+            )
+        ],
+    )

@@ -56,12 +56,26 @@ class Display:
         if not self.tty:
             self.say(f"{label}: started")
             return
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         if self.bar is None:
-            self.bar = Progress(TextColumn("[bold]{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(),
-                                TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-                                console=self.out, transient=True)
+            self.bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=30),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=self.out,
+                transient=True,
+            )
             self.bar.start()
         self.tasks[label] = self.bar.add_task(label, total=None, note="")
 
@@ -78,8 +92,11 @@ class Display:
 
     def _on_metric(self, label, event):
         values = event.get("metrics") or {}
-        shown = [f"{key.rpartition('/')[2]} {value:.4g}" for key, value in values.items()
-                 if isinstance(value, (int, float)) and any(word in key for word in ("loss", "reward", "accuracy", "kl"))]
+        shown = [
+            f"{key.rpartition('/')[2]} {value:.4g}"
+            for key, value in values.items()
+            if isinstance(value, (int, float)) and any(word in key for word in ("loss", "reward", "accuracy", "kl"))
+        ]
         if shown:
             self.loss[label] = "  ".join(shown[:3])
             if label in self.tasks:
@@ -105,7 +122,7 @@ class Display:
         for row in rows:
             text = Text(f"  {row['row']}  ", style="bold")
             for piece, trained in row["segments"]:
-                shown = piece if len(piece) <= SHOWN else f"{piece[:SHOWN // 2]} … {piece[-SHOWN // 2:]}"
+                shown = piece if len(piece) <= SHOWN else f"{piece[: SHOWN // 2]} … {piece[-SHOWN // 2 :]}"
                 text.append(shown, style="dim" if trained is None else "black on green" if trained else "dim cyan")
             (self.bar.console if self.bar is not None else self.out).print(text)
 
@@ -136,16 +153,37 @@ class Display:
 
 
 #: Names of metrics, or their ends, that say most, in this order.
-FIRST = ("test/accuracy", "validation/accuracy", "accuracy", "win_rate", "reward", "reward/mean", "validation/nll", "validation/loss", "train/loss", "pair_accuracy", "kl_reference", "length_mean",
-         "rows_kept", "rows_quarantined", "rows", "steps")
+FIRST = (
+    "test/accuracy",
+    "validation/accuracy",
+    "accuracy",
+    "win_rate",
+    "reward",
+    "reward/mean",
+    "validation/nll",
+    "validation/loss",
+    "train/loss",
+    "pair_accuracy",
+    "kl_reference",
+    "length_mean",
+    "rows_kept",
+    "rows_quarantined",
+    "rows",
+    "steps",
+)
 #: Ends of names that never stand in for a result: bounds of intervals, and accounts of what was left out.
 LAST = re.compile(r"(_high|_low|_se|_p10|_p90)$|^(dropped|quarantine|bias|perf)\b")
 
 
 def headline(metrics: dict[str, Any], most: int = 4) -> str:
     """The few numbers of a stage that say most, as one line."""
-    numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
-    rank = lambda key: next((i for i, word in enumerate(FIRST) if key == word or key.endswith("/" + word)), len(FIRST) + bool(LAST.search(key)))
+    numbers = {
+        key: value for key, value in metrics.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+    rank = lambda key: next(
+        (i for i, word in enumerate(FIRST) if key == word or key.endswith("/" + word)),
+        len(FIRST) + bool(LAST.search(key)),
+    )
     return "  ".join(f"{key}={number(numbers[key])}" for key in sorted(numbers, key=rank)[:most])
 
 
@@ -196,7 +234,7 @@ def setting(default: Any, width: int = 40) -> str:
         return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
     text = repr(default) if isinstance(default, str) and not default.isprintable() else str(plain(default))
-    return text if len(text) <= width else text[:width - 3] + "..."
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def table(rows: list[dict[str, Any]], title: str | None = None) -> None:
@@ -216,8 +254,11 @@ def table(rows: list[dict[str, Any]], title: str | None = None) -> None:
 
     view = Table(title=title, title_justify="left", header_style="bold")
     for name in names:
-        view.add_column(name, justify="right" if all(isinstance(row.get(name), (int, float)) for row in rows) else "left",
-                        overflow="fold")
+        view.add_column(
+            name,
+            justify="right" if all(isinstance(row.get(name), (int, float)) for row in rows) else "left",
+            overflow="fold",
+        )
     for row in rows:
         view.add_row(*(number(row.get(name, "")) for name in names))
     console().print(view)

@@ -34,12 +34,41 @@ def examine(state: Path, *, fix: bool, clean_after: float | None = None) -> list
         from storage import work
 
         count, size = work.clean(clean_after)
-        findings.append({"check": "clean", "ok": True, "text": f"removed {count} unfinished stage(s), {mib(size)}, untouched for {clean_after:g} days"})
-    for check in (python, pins, disk, sizes, contents, bookkeeping, work_directories, torch_device, sandbox, server_app, services, outbox, stale_runs, leases):
+        findings.append(
+            {
+                "check": "clean",
+                "ok": True,
+                "text": f"removed {count} unfinished stage(s), {mib(size)}, untouched for {clean_after:g} days",
+            }
+        )
+    for check in (
+        python,
+        pins,
+        disk,
+        sizes,
+        contents,
+        bookkeeping,
+        work_directories,
+        torch_device,
+        sandbox,
+        server_app,
+        services,
+        outbox,
+        stale_runs,
+        leases,
+    ):
         try:
-            findings += [{"check": check.__name__.replace("_", " "), "ok": ok, "text": text} for ok, text in check(state, fix)]
+            findings += [
+                {"check": check.__name__.replace("_", " "), "ok": ok, "text": text} for ok, text in check(state, fix)
+            ]
         except Exception as error:  # a doctor that dies of the illness is no use
-            findings.append({"check": check.__name__.replace("_", " "), "ok": False, "text": refusal(error) or f"{type(error).__name__}: {error}"})
+            findings.append(
+                {
+                    "check": check.__name__.replace("_", " "),
+                    "ok": False,
+                    "text": refusal(error) or f"{type(error).__name__}: {error}",
+                }
+            )
     return findings
 
 
@@ -60,12 +89,20 @@ def pins(state: Path, fix: bool) -> Finding:
             yield False, f"{name} is not installed; run infra/setup"
             continue
         ok = Version(low) <= Version(found) < Version(high)
-        yield ok, f"{name} {found}" + ("" if ok else f" (needs >={low},<{high}: {why}); pip install -c infra/constraints.txt {name}")
+        yield (
+            ok,
+            f"{name} {found}"
+            + ("" if ok else f" (needs >={low},<{high}: {why}); pip install -c infra/constraints.txt {name}"),
+        )
 
 
 def disk(state: Path, fix: bool) -> Finding:
     free = shutil.disk_usage(state).free / 2**30
-    yield free >= DISK_GIB, f"{free:.1f} GiB free at {state}" + ("" if free >= DISK_GIB else f"; training wants at least {DISK_GIB:.0f} GiB")
+    yield (
+        free >= DISK_GIB,
+        f"{free:.1f} GiB free at {state}"
+        + ("" if free >= DISK_GIB else f"; training wants at least {DISK_GIB:.0f} GiB"),
+    )
 
 
 def sizes(state: Path, fix: bool) -> Finding:
@@ -73,7 +110,11 @@ def sizes(state: Path, fix: bool) -> Finding:
 
     found = {entry.name: size_of(entry) if entry.is_dir() else entry.stat().st_size for entry in state.iterdir()}
     largest = sorted(found.items(), key=lambda item: -item[1])
-    yield True, f"{mib(sum(found.values()))} in {state}: " + ", ".join(f"{name} {mib(size)}" for name, size in largest if size >= 2**20)
+    yield (
+        True,
+        f"{mib(sum(found.values()))} in {state}: "
+        + ", ".join(f"{name} {mib(size)}" for name, size in largest if size >= 2**20),
+    )
 
 
 def mib(size: int) -> str:
@@ -81,11 +122,21 @@ def mib(size: int) -> str:
 
 
 def contents(state: Path, fix: bool) -> Finding:
-    """Whether what has a name, or a record, still has its files as they were published. Contents are read where sizes or times are others."""
+    """Whether what has a name, or a record, still has its files as they were published. Contents are read where sizes
+    or times are others.
+    """
     from storage import records, registry, store
 
-    named = [(f"model:{name.name}/{version}", "model", entry["digest"]) for name in registry.models().values() for version, entry in name.versions.items()]
-    named += [(f"dataset:{name}@{digest}", "dataset", digest) for name in store.dataset_names() for digest in store.dataset_versions(name)]
+    named = [
+        (f"model:{name.name}/{version}", "model", entry["digest"])
+        for name in registry.models().values()
+        for version, entry in name.versions.items()
+    ]
+    named += [
+        (f"dataset:{name}@{digest}", "dataset", digest)
+        for name in store.dataset_names()
+        for digest in store.dataset_versions(name)
+    ]
     lost: dict[str, str] = {}  # digest -> what is wrong
     for ref, kind, digest in named:
         try:
@@ -108,10 +159,15 @@ def contents(state: Path, fix: bool) -> Finding:
 
 
 def bookkeeping(state: Path, fix: bool) -> Finding:
-    """Whether records, the registry and the databases can be read. What is damaged counts as not there, without a word, for all that reads it."""
+    """Whether records, the registry and the databases can be read. What is damaged counts as not there, without a word,
+    for all that reads it.
+    """
     from storage.files import database_damage, read_json
 
-    for folder, again in (("records", "the same command executes that stage again"), ("runs", "the same command makes another, from the results that are there")):
+    for folder, again in (
+        ("records", "the same command executes that stage again"),
+        ("runs", "the same command makes another, from the results that are there"),
+    ):
         for path in sorted((state / folder).glob("*.json")):
             if not isinstance(read_json(path, None), dict):
                 yield False, f"{path} is damaged and counts as none; remove it: {again}"
@@ -119,12 +175,34 @@ def bookkeeping(state: Path, fix: bool) -> Finding:
     lines = log.read_bytes().split(b"\n") if log.is_file() else []
     bad = [number for number, line in enumerate(lines, 1) if line and not _is_entry(line)]
     if bad:
-        yield False, (f"line{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:5]))} of {log} {'are' if len(bad) > 1 else 'is'} damaged: versions and aliases of models that stood there are "
-                      "forgotten; bring the file back from a copy, or run the stages again (their models are registered again) and remove the lines")
-    for name, path, again in (("mlflow", state / "mlflow.db", "`posttrain doctor` then makes a new one and sends it everything again"),
-                              ("prefect", state / "prefect" / "prefect.db", "the next run, or `posttrain up`, makes a new one (results are not in it; its runs and schedules are: `posttrain deploy` again)")):
+        yield (
+            False,
+            (
+                f"line{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:5]))} of {log}"
+                f" {'are' if len(bad) > 1 else 'is'} damaged: versions and aliases of models that stood there are"
+                " forgotten; bring the file back from a copy, or run the stages again (their models are registered"
+                " again) and remove the lines"
+            ),
+        )
+    for name, path, again in (
+        ("mlflow", state / "mlflow.db", "`posttrain doctor` then makes a new one and sends it everything again"),
+        (
+            "prefect",
+            state / "prefect" / "prefect.db",
+            (
+                "the next run, or `posttrain up`, makes a new one (results are not in it; its runs and schedules are:"
+                " `posttrain deploy` again)"
+            ),
+        ),
+    ):
         if (wrong := database_damage(path)) is not None:
-            yield False, f"{path} is damaged ({wrong}); stop what uses it (`posttrain down`), move it away (mv {path} {path}.damaged; rm -f {path}-wal {path}-shm), and {again}"
+            yield (
+                False,
+                (
+                    f"{path} is damaged ({wrong}); stop what uses it (`posttrain down`), move it away (mv {path}"
+                    f" {path}.damaged; rm -f {path}-wal {path}-shm), and {again}"
+                ),
+            )
 
 
 def _is_entry(line: bytes) -> bool:
@@ -145,21 +223,34 @@ def whole(part: Path, rows: int) -> bool:
 
 
 def work_directories(state: Path, fix: bool) -> Finding:
-    """Finished stages keep logs, curves and reports; what unfinished ones keep is for the command that continues them."""
+    """Finished stages keep logs, curves and reports; what unfinished ones keep is for the command that continues
+    them.
+    """
     from storage import work
 
     found = work.usage()
-    left = [one for one in found if one["finished"] and one["spare"] and not one["busy"]]  # killed between publishing and tidying
+    # killed between publishing and tidying
+    left = [one for one in found if one["finished"] and one["spare"] and not one["busy"]]
     if fix:
         for one in left:
             work.tidy(one["path"])
     idle = [one for one in found if not one["finished"] and not one["busy"]]
-    yield True, f"{sum(one['finished'] for one in found)} finished stage(s) keep {mib(sum(one['bytes'] for one in found if one['finished']))} of logs, curves and reports" + (
-        f"; {len(left)} tidied up" if left and fix else "")
+    yield (
+        True,
+        f"{sum(one['finished'] for one in found)} finished stage(s) keep"
+        f" {mib(sum(one['bytes'] for one in found if one['finished']))} of logs, curves and reports"
+        + (f"; {len(left)} tidied up" if left and fix else ""),
+    )
     if idle:
         age = (time.time() - min(one["touched"] for one in idle)) / 86400
-        yield True, (f"{len(idle)} unfinished stage(s) keep {mib(sum(one['bytes'] for one in idle))} to continue from, the oldest untouched for {age:.1f} days; "
-                     "`posttrain doctor --clean-after DAYS` removes those untouched for longer")
+        yield (
+            True,
+            (
+                f"{len(idle)} unfinished stage(s) keep {mib(sum(one['bytes'] for one in idle))} to continue from, the"
+                f" oldest untouched for {age:.1f} days; `posttrain doctor --clean-after DAYS` removes those untouched"
+                " for longer"
+            ),
+        )
 
 
 def torch_device(state: Path, fix: bool) -> Finding:
@@ -183,8 +274,17 @@ def sandbox(state: Path, fix: bool) -> Finding:
 
     found = nets()
     missing = [name for name, there in found.items() if not there]
-    yield len(missing) < len(found), "generated code is held by " + ", ".join([*(name for name, there in found.items() if there), "Python's audit hook"]) + (
-        f"; this kernel has no {' and no '.join(missing)}: train on generated code in a container, or with Linux 5.13 or newer with seccomp and Landlock" if missing else "")
+    yield (
+        len(missing) < len(found),
+        "generated code is held by "
+        + ", ".join([*(name for name, there in found.items() if there), "Python's audit hook"])
+        + (
+            f"; this kernel has no {' and no '.join(missing)}: train on generated code in a container, or with Linux 5.13"
+            " or newer with seccomp and Landlock"
+            if missing
+            else ""
+        ),
+    )
 
 
 def server_app(state: Path, fix: bool) -> Finding:
@@ -208,7 +308,10 @@ def services(state: Path, fix: bool) -> Finding:
     if "prefect" in alive:
         servers.connect(state)
         yield from schedules()
-        yield "worker" in alive, "worker is running" if "worker" in alive else "no worker is running; `posttrain up` starts one"
+        yield (
+            "worker" in alive,
+            ("worker is running" if "worker" in alive else "no worker is running; `posttrain up` starts one"),
+        )
     for name, entry in known.items():
         if name not in alive:
             yield False, f"{name} has died; see {entry['log']}; `posttrain up` starts it again"
@@ -228,17 +331,37 @@ def schedules() -> Finding:
                 continue
             runs = client.read_flow_runs(
                 deployment_filter=DeploymentFilter.model_validate({"id": {"any_": [deployment.id]}}),
-                flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["SCHEDULED", "RUNNING", "PENDING"]}}}), limit=1)
-            yield bool(runs), f"schedule of {deployment.name}" + (
-                " creates runs" if runs else " has created no run; check the SQLAlchemy version, then restart the server")
+                flow_run_filter=FlowRunFilter.model_validate(
+                    {"state": {"type": {"any_": ["SCHEDULED", "RUNNING", "PENDING"]}}}
+                ),
+                limit=1,
+            )
+            yield (
+                bool(runs),
+                f"schedule of {deployment.name}"
+                + (
+                    " creates runs"
+                    if runs
+                    else " has created no run; check the SQLAlchemy version, then restart the server"
+                ),
+            )
 
 
 def outbox(state: Path, fix: bool) -> Finding:
     from storage import outbox, tracking
 
     left = tracking.sync() if fix else {"pending": len(outbox.pending()), "error": None}
-    yield not left["error"], "MLflow has everything" if not left["pending"] else (
-        f"{left['pending']} run(s) are not complete in MLflow" + (f": {left['error']}; start it with `posttrain up`" if left["error"] else " (still running)"))
+    yield (
+        not left["error"],
+        (
+            "MLflow has everything"
+            if not left["pending"]
+            else (
+                f"{left['pending']} run(s) are not complete in MLflow"
+                + (f": {left['error']}; start it with `posttrain up`" if left["error"] else " (still running)")
+            )
+        ),
+    )
 
 
 def stale_runs(state: Path, fix: bool) -> Finding:
@@ -248,12 +371,29 @@ def stale_runs(state: Path, fix: bool) -> Finding:
     if fix:
         for run in dead:
             records.finish_run(run.run_id, "KILLED", "its process is gone")
-    yield True, "no run is stale" if not dead else (
-        f"{len(dead)} run(s) whose process is gone" + (" closed as KILLED" if fix else "; run doctor --fix") + "; `posttrain rerun RUN` continues one")
+    yield (
+        True,
+        (
+            "no run is stale"
+            if not dead
+            else (
+                f"{len(dead)} run(s) whose process is gone"
+                + (" closed as KILLED" if fix else "; run doctor --fix")
+                + "; `posttrain rerun RUN` continues one"
+            )
+        ),
+    )
 
 
 def leases(state: Path, fix: bool) -> Finding:
     from storage import leases as locks
 
     held = locks.gpu_holders()
-    yield True, "no GPU slot is held" if not held else ", ".join(f"GPU slot {one['slot']} is held by process {one['pid']}" for one in held)
+    yield (
+        True,
+        (
+            "no GPU slot is held"
+            if not held
+            else ", ".join(f"GPU slot {one['slot']} is held by process {one['pid']}" for one in held)
+        ),
+    )

@@ -49,13 +49,19 @@ def state_dir() -> Path:
     if any(sign in str(Path(wanted).expanduser().resolve()) for sign in "?\n"):  # before anything is made there
         from stages.spec import ConfigError
 
-        raise ConfigError(f"the state directory POSTTRAIN_HOME={wanted!r} has a question mark or a line break in its path, at which the addresses of databases end; set POSTTRAIN_HOME to a directory without")
+        raise ConfigError(
+            f"the state directory POSTTRAIN_HOME={wanted!r} has a question mark or a line break in its path, at which"
+            " the addresses of databases end; set POSTTRAIN_HOME to a directory without"
+        )
     try:
         return home().resolve()
     except (FileExistsError, NotADirectoryError, FileNotFoundError) as error:
         from stages.spec import ConfigError
 
-        raise ConfigError(f"the state directory POSTTRAIN_HOME={wanted} cannot be made ({error.strerror}); set POSTTRAIN_HOME to a directory") from None
+        raise ConfigError(
+            f"the state directory POSTTRAIN_HOME={wanted} cannot be made ({error.strerror}); set POSTTRAIN_HOME to a"
+            " directory"
+        ) from None
 
 
 def prepare(*, quiet: bool = False) -> Path:
@@ -68,7 +74,8 @@ def prepare(*, quiet: bool = False) -> Path:
         os.environ.setdefault(name, value)
     os.environ["POSTTRAIN_HOME"] = str(state)
     os.environ["PYTHONPATH"] = python_path()
-    if is_shared(state):  # Prefect makes its directory for its owner alone, and SQLite its database without the group's right to write
+    # Prefect makes its directory for its owner alone, and SQLite its database without the group's right to write
+    if is_shared(state):
         with contextlib.suppress(OSError):  # a home that may only be read
             (state / "prefect").mkdir(exist_ok=True)
             (state / "prefect" / "prefect.db").touch()

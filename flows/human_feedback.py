@@ -2,9 +2,10 @@
 
     posttrain run human_feedback --set model=path/or/hub-id --set data.prompts=prompts.jsonl
 
-Two answers or more are sampled for each prompt, and people say which of two is better: the run writes a task file and ends as waiting. When the filled file was brought in
-(`posttrain answer TASK FILE`), the same run goes on: DPO on the labels, and an evaluation of both policies. A run started in Prefect's UI is suspended meanwhile; its
-*Resume* asks for the file. `answers.labeler=stub` draws the labels, for trying the pipeline out.
+Two answers or more are sampled for each prompt, and people say which of two is better: the run writes a task file and
+ends as waiting. When the filled file was brought in (`posttrain answer TASK FILE`), the same run goes on: DPO on the
+labels, and an evaluation of both policies. A run started in Prefect's UI is suspended meanwhile; its *Resume* asks for
+the file. `answers.labeler=stub` draws the labels, for trying the pipeline out.
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ class Data(StageConfig):
 class Config(RecipeConfig):
     model: str = Field(description="The policy to improve: a ref, a model directory or a hub id.")
     data: Data = Field(description="The prompts.")
-    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", **HELD_OUT), description="Checks and splits of the prompts.")
-    sample: RejectionConfig = Field(RejectionConfig(num_generations=4, temperature=1.0, select="top_per_prompt", allow_empty=True), description="Answers that are compared.")
+    ingest_prompts: IngestConfig = Field(
+        IngestConfig(kind="prompts/1", **HELD_OUT), description="Checks and splits of the prompts."
+    )
+    sample: RejectionConfig = Field(
+        RejectionConfig(num_generations=4, temperature=1.0, select="top_per_prompt", allow_empty=True),
+        description="Answers that are compared.",
+    )
     task: TaskConfig = Field(TaskConfig(limit=200), description="What people are asked, and about how many pairs.")
     answers: AnswersConfig = Field(AnswersConfig(), description="How the filled file is read.")
     dpo: AlignConfig = Field(AlignConfig(), description="Direct preference optimisation on their labels.")
-    evaluate: EvaluateConfig = Field(EvaluateConfig(num_samples=1), description="Evaluation of the policy before and after.")
+    evaluate: EvaluateConfig = Field(
+        EvaluateConfig(num_samples=1), description="Evaluation of the policy before and after."
+    )
 
 
 @recipe(Config)
@@ -43,7 +51,9 @@ def human_feedback(run: Run, config: Config) -> dict:
     prompts = ingest(run, "prompts", config.data.prompts, config)
     candidates = run("rejection", "sample", model=config.model, prompts=prompts, config=config.sample)["candidates"]
     labels = run.people("labels", data=candidates, task=config.task, answers=config.answers, name_as="labels")
-    aligned = run("align", "dpo", model=config.model, data=labels["data"], config=config.dpo, name_as="policy-from-people")["model"]
+    aligned = run(
+        "align", "dpo", model=config.model, data=labels["data"], config=config.dpo, name_as="policy-from-people"
+    )["model"]
     models = {"start": config.model, "dpo": aligned}
     evaluations = evaluate_all(run, models, config.evaluate, prompts=prompts, reference=config.model)
     return {"models": models, "scores": evaluations.table(), "labels": labels.metrics}

@@ -1,10 +1,11 @@
-"""Keeps one service running: `python -m flows.keep [--whole] NAME COMMAND…` starts the command and starts it again when it ends.
+"""Keeps one service running: `python -m flows.keep [--whole] NAME COMMAND…` starts the command and starts it again when
+it ends.
 
 `posttrain up` starts its servers and its worker through this; where a process manager does the same (Kubernetes,
 compose, systemd), it is not needed. It gives up, with the command's status, after three ends in a row that each came
 within a minute of their start. SIGTERM and SIGINT are passed on, and their end is the end; SIGUSR1 means that the
-command is being stopped by someone else and is not to be started again. With `--whole` what the command has left behind is ended
-before it starts again (a server's processes that hold its port; a worker's are runs, which go on).
+command is being stopped by someone else and is not to be started again. With `--whole` what the command has left behind
+is ended before it starts again (a server's processes that hold its port; a worker's are runs, which go on).
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ def keep(name: str, command: list[str], *, whole: bool = False, soon: float = SO
             break
         short = short + 1 if time.monotonic() - started < soon else 0
         again = short < TRIES
-        print(f"{MARK} {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended with status {status} after {time.monotonic() - started:.0f} s and "
-              f"{'was started again' if again else 'was given up'}", flush=True)
+        print(
+            f"{MARK} {time.strftime('%Y-%m-%d %H:%M:%S')} {name} ended with status {status} after"
+            f" {time.monotonic() - started:.0f} s and {'was started again' if again else 'was given up'}",
+            flush=True,
+        )
         if whole:
             end_session()
         if not again:
@@ -80,7 +84,9 @@ def end_session() -> None:
 
 
 def dies_with_parent():
-    """What a child calls before its program starts: signals as usual, and (Linux) SIGTERM when this process is gone, even killed."""
+    """What a child calls before its program starts: signals as usual, and (Linux) SIGTERM when this process is gone,
+    even killed.
+    """
     parent = os.getpid()
 
     def prepare() -> None:
@@ -100,4 +106,4 @@ if __name__ == "__main__":
     whole, given = sys.argv[1:2] == ["--whole"], sys.argv[1:]
     if len(given) < 2 + whole:
         sys.exit("usage: python -m flows.keep [--whole] NAME COMMAND…")
-    sys.exit(keep(given[whole], given[whole + 1:], whole=whole))
+    sys.exit(keep(given[whole], given[whole + 1 :], whole=whole))

@@ -2,8 +2,8 @@
 
     posttrain run online_dpo --set model=path/or/ref --set data.prompts=prompts.jsonl
 
-Each round samples the current policy, scores the answers (verifier, reward model, any reward components), builds pairs from them and
-aligns on the pairs. With other settings it is
+Each round samples the current policy, scores the answers (verifier, reward model, any reward components), builds pairs
+from them and aligns on the pairs. With other settings it is
 
     RS-DPO            pairs.select=gap                      every pair with a large enough reward gap
     RSO               pairs.select=rso  sample.num_generations=64  align.beta=0.05   pairs among statistically accepted answers (align.beta is RSO's gamma); with a
@@ -36,20 +36,39 @@ from stages.selection import refresh_intervals
 
 class Config(IteratedConfig):
     rounds: int = Field(3, ge=1, description="Rounds of sampling and alignment.")
-    total_steps: Optional[int] = Field(None, ge=1, title="Total steps", description="Optimizer steps of all rounds together: an equal share each, the last one longer "
-                                       "(BPO: rounds=F, K = T/F); empty: what align says, per round.")
-    reference: Literal["sft", "previous"] = Field("sft", description="Reference of every round: the starting policy, or the policy that sampled the round.")
-    sample: RejectionConfig = Field(RejectionConfig(num_generations=4, temperature=0.9, allow_empty=True), description="Sampling and scoring of each round (TRL online: temperature 0.9).")
-    fresh_prompts: bool = Field(True, description="With sample.max_prompts, every round takes the next prompts instead of the same ones.")
-    split_prompts: bool = Field(False, description="Every round takes a part of its own of the prompts, all equally large (SPPO: three).")
+    total_steps: Optional[int] = Field(
+        None,
+        ge=1,
+        title="Total steps",
+        description=(
+            "Optimizer steps of all rounds together: an equal share each, the last one longer "
+            "(BPO: rounds=F, K = T/F); empty: what align says, per round."
+        ),
+    )
+    reference: Literal["sft", "previous"] = Field(
+        "sft", description="Reference of every round: the starting policy, or the policy that sampled the round."
+    )
+    sample: RejectionConfig = Field(
+        RejectionConfig(num_generations=4, temperature=0.9, allow_empty=True),
+        description="Sampling and scoring of each round (TRL online: temperature 0.9).",
+    )
+    fresh_prompts: bool = Field(
+        True, description="With sample.max_prompts, every round takes the next prompts instead of the same ones."
+    )
+    split_prompts: bool = Field(
+        False, description="Every round takes a part of its own of the prompts, all equally large (SPPO: three)."
+    )
     pairs: PreferencesConfig = Field(PreferencesConfig(), description="Preferences from the scored answers.")
     align: AlignConfig = Field(AlignConfig(), description="Direct alignment of each round.")
 
     @model_validator(mode="after")
     def _enough_to_accept(self):
         if uses_rso(self.pairs) and self.pairs.rso_accept > self.sample.num_generations:
-            raise ValueError(f"pairs.select=rso accepts pairs.rso_accept={self.pairs.rso_accept} of a prompt's answers, and sample.num_generations={self.sample.num_generations} are sampled, so no prompt "
-                             "would give a pair; write sample.num_generations=64 (RSO), or a smaller pairs.rso_accept")
+            raise ValueError(
+                f"pairs.select=rso accepts pairs.rso_accept={self.pairs.rso_accept} of a prompt's answers, and"
+                f" sample.num_generations={self.sample.num_generations} are sampled, so no prompt would give a pair;"
+                " write sample.num_generations=64 (RSO), or a smaller pairs.rso_accept"
+            )
         return self
 
 
@@ -69,15 +88,41 @@ def online_dpo(run: Run, config: Config) -> dict:
     judge = scorer(run, source, config, config.sample.rewards, start)
     fixed = config.reference == "sft" and DIRECT_METHODS[config.align.method].needs_reference
 
-    steps = refresh_intervals(config.total_steps, config.rounds) if config.total_steps is not None else [config.align.max_steps] * config.rounds
+    steps = (
+        refresh_intervals(config.total_steps, config.rounds)
+        if config.total_steps is not None
+        else [config.align.max_steps] * config.rounds
+    )
     models = {"start": start}
     policy = start
     for number in range(1, config.rounds + 1):
-        sampled = run("rejection", f"sample_{number}", model=policy, prompts=prompts, reward_model=judge, **reward_inputs(source, config, config.sample.rewards, policy),
-                      reference=start if config.sample.mixture_coef else None,
-                      seed=run.seed + number, config=round_prompts(config, number))
-        pairs = run("preferences", f"pairs_{number}", candidates=sampled["candidates"], config=config.pairs, seed=run.seed + number)["data"]
-        policy = run("align", f"align_{number}", model=policy, data=pairs, reference=start if fixed and number > 1 else None, 
-                     config=config.align.model_copy(update={"max_steps": steps[number - 1]}), seed=run.seed + number, name_as=f"online-{config.align.method.replace('_', '-')}-{number}")["model"]
+        sampled = run(
+            "rejection",
+            f"sample_{number}",
+            model=policy,
+            prompts=prompts,
+            reward_model=judge,
+            **reward_inputs(source, config, config.sample.rewards, policy),
+            reference=start if config.sample.mixture_coef else None,
+            seed=run.seed + number,
+            config=round_prompts(config, number),
+        )
+        pairs = run(
+            "preferences",
+            f"pairs_{number}",
+            candidates=sampled["candidates"],
+            config=config.pairs,
+            seed=run.seed + number,
+        )["data"]
+        policy = run(
+            "align",
+            f"align_{number}",
+            model=policy,
+            data=pairs,
+            reference=start if fixed and number > 1 else None,
+            config=config.align.model_copy(update={"max_steps": steps[number - 1]}),
+            seed=run.seed + number,
+            name_as=f"online-{config.align.method.replace('_', '-')}-{number}",
+        )["model"]
         models[f"round_{number}"] = policy
     return conclusion(run, source, config, models, prompts, judge)

@@ -1,4 +1,6 @@
-"""Prefect's concurrency leases on disk, with the mode that other files of the state directory have: Prefect's own are for their owner alone, and a server of another user of the directory could not read them."""
+"""Prefect's concurrency leases on disk, with the mode that other files of the state directory have: Prefect's own are
+for their owner alone, and a server of another user of the directory could not read them.
+"""
 
 from __future__ import annotations
 

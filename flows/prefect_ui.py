@@ -1,9 +1,10 @@
-"""Prefect's UI without its analytics: its bundle calls an analytics service from every browser that opens it, whatever the server is told.
+"""Prefect's UI without its analytics: its bundle calls an analytics service from every browser that opens it, whatever
+the server is told.
 
     python -m flows.prefect_ui prefect server start ...     # runs a server with the UI made quiet, below PREFECT_HOME
 
-`posttrain up` does the same. Prefect serves a directory of ours (PREFECT_UI_STATIC_DIRECTORY), which holds its own files
-without the key that its analytics need to start.
+`posttrain up` does the same. Prefect serves a directory of ours (PREFECT_UI_STATIC_DIRECTORY), which holds its own
+files without the key that its analytics need to start.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ PLACEHOLDER = "/PREFECT_UI_SERVE_BASE_REPLACE_PLACEHOLDER"  # what Prefect repla
 
 
 def quiet(folder: Path) -> dict[str, str]:
-    """Make the UI's files below a directory, unless they are there; returns the variables that a Prefect server is started with.
+    """Make the UI's files below a directory, unless they are there; returns the variables that a Prefect server is
+    started with.
 
     Raises OSError where the directory cannot be written.
     """
     source, target = Path(find_spec("prefect").origin).parent / "server" / "ui-v2", folder / "v2"
     stamp = f"v2:{metadata.version('prefect')}:{BASE}"  # by which Prefect sees that the files are made already
-    if source.is_dir() and not ((target / "UI_SERVE_BASE").is_file() and (target / "UI_SERVE_BASE").read_text() == stamp):
+    if source.is_dir() and not (
+        (target / "UI_SERVE_BASE").is_file() and (target / "UI_SERVE_BASE").read_text() == stamp
+    ):
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(source, target)
         for file in target.rglob("*"):

@@ -4,8 +4,8 @@
     posttrain run preference --preset zephyr --set model=BASE --set data.demonstrations=ultrachat.jsonl --set data.path=ultrafeedback.jsonl     # SFT, then DPO
 
 `data.path` may hold preference pairs in any of the usual forms (chosen and rejected, HH dialogues, ratings, rankings,
-judgements with soft labels). Optionally demonstrations, or the chosen answers, are learned first (`sft_first=true`), as DPO assumes.
-Without a model, a small one is trained on the embedded world's text and demonstrations.
+judgements with soft labels). Optionally demonstrations, or the chosen answers, are learned first (`sft_first=true`), as
+DPO assumes. Without a model, a small one is trained on the embedded world's text and demonstrations.
 """
 
 from __future__ import annotations
@@ -26,10 +26,26 @@ from stages.spec import StageConfig
 
 
 class Data(StageConfig):
-    path: Optional[str] = Field(None, title="Path", description="Preference data: a file, directory, dataset ref or hub id; empty: the embedded world's comparisons.")
-    demonstrations: Optional[str] = Field(None, title="Demonstrations", description="What is learned first (sft_first): a file, directory, dataset ref or hub id; empty: the chosen answers.")
-    prompts: Optional[str] = Field(None, title="Prompts", description="Held-out prompts for the evaluation; empty: those of the test pairs.")
-    text: Optional[str] = Field(None, title="Text", description="Plain text to pre-train a small model on, where no model is given.")
+    path: Optional[str] = Field(
+        None,
+        title="Path",
+        description=(
+            "Preference data: a file, directory, dataset ref or hub id; empty: the embedded world's comparisons."
+        ),
+    )
+    demonstrations: Optional[str] = Field(
+        None,
+        title="Demonstrations",
+        description=(
+            "What is learned first (sft_first): a file, directory, dataset ref or hub id; empty: the chosen answers."
+        ),
+    )
+    prompts: Optional[str] = Field(
+        None, title="Prompts", description="Held-out prompts for the evaluation; empty: those of the test pairs."
+    )
+    text: Optional[str] = Field(
+        None, title="Text", description="Plain text to pre-train a small model on, where no model is given."
+    )
 
     @property
     def pairs(self) -> Optional[str]:
@@ -37,24 +53,52 @@ class Data(StageConfig):
 
 
 class Config(WorldRecipeConfig):
-    model: Optional[str] = Field(None, title="Model", description="The policy to improve: a ref, a model directory or a hub id; empty: a small one is trained here.")
+    model: Optional[str] = Field(
+        None,
+        title="Model",
+        description="The policy to improve: a ref, a model directory or a hub id; empty: a small one is trained here.",
+    )
     data: Data = Field(Data(), description="The preference data.")
-    reward_backbone: Optional[str] = Field(None, title="Reward backbone", description="Model the reward model starts from; empty: the policy.")
-    sft_first: bool = Field(False, description="Fine-tune on data.demonstrations, else on the chosen answers, before DPO; a small model that is trained here always is.")
-    with_reward_model: bool = Field(True, description="Also train a reward model on the pairs, which judges the policies; false: DPO alone (Zephyr).")
-    ingest_chosen: IngestConfig = Field(IngestConfig(kind="demonstrations/1", **HELD_OUT), description="The chosen answers as demonstrations (sft_first).")
+    reward_backbone: Optional[str] = Field(
+        None, title="Reward backbone", description="Model the reward model starts from; empty: the policy."
+    )
+    sft_first: bool = Field(
+        False,
+        description=(
+            "Fine-tune on data.demonstrations, else on the chosen answers, before DPO; a small model that is trained"
+            " here always is."
+        ),
+    )
+    with_reward_model: bool = Field(
+        True,
+        description="Also train a reward model on the pairs, which judges the policies; false: DPO alone (Zephyr).",
+    )
+    ingest_chosen: IngestConfig = Field(
+        IngestConfig(kind="demonstrations/1", **HELD_OUT),
+        description="The chosen answers as demonstrations (sft_first).",
+    )
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on demonstrations or the chosen answers (sft_first).")
     reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Reward model from the pairs.")
     dpo: AlignConfig = Field(AlignConfig(), description="Direct preference optimisation.")
-    evaluate_reward: EvaluateConfig = Field(EvaluateConfig(target="reward_model"), description="Judgement of the reward model on held-out pairs.")
-    evaluate: EvaluateConfig = Field(EvaluateConfig(num_samples=1), description="Evaluation of the policies, before and after.")
+    evaluate_reward: EvaluateConfig = Field(
+        EvaluateConfig(target="reward_model"), description="Judgement of the reward model on held-out pairs."
+    )
+    evaluate: EvaluateConfig = Field(
+        EvaluateConfig(num_samples=1), description="Evaluation of the policies, before and after."
+    )
 
     @model_validator(mode="after")
     def _belongs_together(self):
         if self.data.path and self.model is None:
-            raise ValueError("data.path holds pairs of your own, so the policy is yours, too; write model=path/or/hub-id, or leave both out for the embedded world")
+            raise ValueError(
+                "data.path holds pairs of your own, so the policy is yours, too; write model=path/or/hub-id, or leave"
+                " both out for the embedded world"
+            )
         if self.data.demonstrations and self.model is not None and not self.sft_first:
-            raise ValueError("data.demonstrations would not be read; write sft_first=true to fine-tune on them before DPO, or leave them out")
+            raise ValueError(
+                "data.demonstrations would not be read; write sft_first=true to fine-tune on them before DPO, or leave"
+                " them out"
+            )
         return self
 
 
@@ -75,7 +119,13 @@ def preference(run: Run, config: Config) -> dict:
         start = run("sft", model=base, data=chosen, config=config.sft, name_as="sft")["model"]
 
     def judge_model() -> tuple[str, Outputs]:
-        judge = run("reward_model", model=config.reward_backbone or start, data=pairs, config=config.reward_model, name_as="reward")["model"]
+        judge = run(
+            "reward_model",
+            model=config.reward_backbone or start,
+            data=pairs,
+            config=config.reward_model,
+            name_as="reward",
+        )["model"]
         return judge, run("evaluate", "evaluate_reward", model=judge, pairs=pairs, config=config.evaluate_reward)
 
     def policy() -> str:
@@ -87,8 +137,17 @@ def preference(run: Run, config: Config) -> dict:
         judge, judged, aligned = None, None, policy()
 
     policies = {"start": base, **({"sft": start} if start != base else {}), "dpo": aligned}
-    evaluations = evaluate_all(run, policies, config.evaluate, prompts=prompts, pairs=pairs, reward_model=judge, reference=start)
+    evaluations = evaluate_all(
+        run, policies, config.evaluate, prompts=prompts, pairs=pairs, reward_model=judge, reference=start
+    )
     if judged is None:
         return {"models": policies, "scores": evaluations.table()}
-    return {"models": {**policies, "reward": judge}, "scores": evaluations.table(),
-            "reward_model": {key: judged.metrics[key] for key in ("accuracy", "accuracy_low", "accuracy_high", "ece") if key in judged.metrics}}
+    return {
+        "models": {**policies, "reward": judge},
+        "scores": evaluations.table(),
+        "reward_model": {
+            key: judged.metrics[key]
+            for key in ("accuracy", "accuracy_low", "accuracy_high", "ece")
+            if key in judged.metrics
+        },
+    }

@@ -63,7 +63,9 @@ class RecipeConfig(StageConfig):
     @model_validator(mode="before")
     @classmethod
     def _keep_section_defaults(cls, values: Any) -> Any:
-        """A section given in part keeps what this recipe sets in the rest of it (for example the kind of rows to ingest)."""
+        """A section given in part keeps what this recipe sets in the rest of it (for example the kind of rows to
+        ingest).
+        """
         if not isinstance(values, dict):
             return values
         filled = dict(values)
@@ -80,8 +82,15 @@ class RecipeConfig(StageConfig):
 class Outputs(Mapping):
     """The outputs of one stage: output name -> ref; `metrics` are its final numbers."""
 
-    def __init__(self, stage: str, label: str, refs: dict[str, str], metrics: dict[str, Any] | None = None,
-                 cached: bool = False, seconds: float = 0.0):
+    def __init__(
+        self,
+        stage: str,
+        label: str,
+        refs: dict[str, str],
+        metrics: dict[str, Any] | None = None,
+        cached: bool = False,
+        seconds: float = 0.0,
+    ):
         self.stage, self.label, self.refs = stage, label, refs
         self.metrics, self.cached, self.seconds = metrics or {}, cached, seconds
 
@@ -89,7 +98,9 @@ class Outputs(Mapping):
         try:
             return self.refs[name]
         except KeyError:
-            raise KeyError(f"stage {self.stage} ({self.label}) has no output {name!r}; it has: {', '.join(self.refs) or 'none'}") from None
+            raise KeyError(
+                f"stage {self.stage} ({self.label}) has no output {name!r}; it has: {', '.join(self.refs) or 'none'}"
+            ) from None
 
     def __iter__(self):
         return iter(self.refs)
@@ -98,7 +109,8 @@ class Outputs(Mapping):
         return len(self.refs)
 
 
-_part: ContextVar[list[Outputs] | None] = ContextVar("part", default=None)  # the steps of the part of a run that this context computes
+# the steps of the part of a run that this context computes
+_part: ContextVar[list[Outputs] | None] = ContextVar("part", default=None)
 
 
 class Run:
@@ -108,8 +120,16 @@ class Run:
         self.recipe, self.seed, self.force, self.record = recipe, seed, set(force), record
         self.steps: list[Outputs] = []
 
-    def __call__(self, stage: str, label: str | None = None, *, config: StageConfig | None = None,
-                 name_as: str | None = None, seed: int | None = None, **inputs) -> Outputs:
+    def __call__(
+        self,
+        stage: str,
+        label: str | None = None,
+        *,
+        config: StageConfig | None = None,
+        name_as: str | None = None,
+        seed: int | None = None,
+        **inputs,
+    ) -> Outputs:
         """Run a stage on refs or paths.
 
         label: the step's name in this recipe (default: the stage's); name_as: name to publish outputs under.
@@ -124,9 +144,11 @@ class Run:
         return outputs
 
     def together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Results of parts of the recipe that do not need each other, in their order; as many at a time as there are slots for GPU stages.
+        """Results of parts of the recipe that do not need each other, in their order; as many at a time as there are
+        slots for GPU stages.
 
-        Raises the error of the first part that failed, once the others that run have ended; no further part starts then.
+        Raises the error of the first part that failed, once the others that run have ended; no further part starts
+        then.
         """
         from tasks.together import together
 
@@ -150,18 +172,31 @@ class Run:
 
         from tasks.stages import stage_task
 
-        state = stage_task(stage)(inputs, config.model_dump(mode="json") if config else {}, seed, label, name_as,
-                                  self.record.as_flow_run(label), label in self.force)
+        state = stage_task(stage)(
+            inputs,
+            config.model_dump(mode="json") if config else {},
+            seed,
+            label,
+            name_as,
+            self.record.as_flow_run(label),
+            label in self.force,
+        )
         return state.result() if isinstance(state, State) else state
 
-    def people(self, label: str, *, task: StageConfig, answers: StageConfig, data: str, name_as: str | None = None) -> Outputs:
-        """Ask people about data and go on with what they say (ops.human_gate): stage `human_task`, then, once its file is filled in, `human_answers`.
+    def people(
+        self, label: str, *, task: StageConfig, answers: StageConfig, data: str, name_as: str | None = None
+    ) -> Outputs:
+        """Ask people about data and go on with what they say (ops.human_gate): stage `human_task`, then, once its file
+        is filled in, `human_answers`.
 
-        Raises tasks.people.Waiting where it is not, which ends the run as WAITING; a run of a deployment is suspended instead.
+        Raises tasks.people.Waiting where it is not, which ends the run as WAITING; a run of a deployment is suspended
+        instead.
         """
         asked = self("human_task", label, data=data, config=task)["tasks"]
         file = None if answers.labeler == "stub" else self.answered(label, asked)
-        return self("human_answers", f"{label}_answers", tasks=asked, data=data, answers=file, config=answers, name_as=name_as)
+        return self(
+            "human_answers", f"{label}_answers", tasks=asked, data=data, answers=file, config=answers, name_as=name_as
+        )
 
     def answered(self, label: str, task: str) -> str:
         from tasks.people import answered
@@ -195,15 +230,31 @@ class Plan(Run):
         found = None
         if label not in self.force and not any(ref.startswith("(") for ref in inputs.values()):
             found = records.find(prepare(stage, inputs, config, seed=seed).key)
-        row = {"step": label, "stage": stage, "plan": "cached" if found else "run", "inputs": ", ".join(f"{name}={short(ref)}" for name, ref in inputs.items())}
+        row = {
+            "step": label,
+            "stage": stage,
+            "plan": "cached" if found else "run",
+            "inputs": ", ".join(f"{name}={short(ref)}" for name, ref in inputs.items()),
+        }
         self.table.append(row if found else row | self.memory(label, spec, inputs, config))
         if found:
-            return {"outputs": {name: output["ref"] for name, output in found["outputs"].items()},
-                    "metrics": found["metrics"], "cached": True, "seconds": 0.0}
-        return {"outputs": {name: f"({label}.{name})" for name in spec.outputs}, "metrics": {}, "cached": False, "seconds": 0.0}
+            return {
+                "outputs": {name: output["ref"] for name, output in found["outputs"].items()},
+                "metrics": found["metrics"],
+                "cached": True,
+                "seconds": 0.0,
+            }
+        return {
+            "outputs": {name: f"({label}.{name})" for name in spec.outputs},
+            "metrics": {},
+            "cached": False,
+            "seconds": 0.0,
+        }
 
     def memory(self, label, spec, inputs, config) -> dict[str, str]:
-        """{"memory": GiB that a training step needs of GiB of the device}; what cannot fit goes to ``refused``. {} where shapes are not known yet."""
+        """{"memory": GiB that a training step needs of GiB of the device}; what cannot fit goes to ``refused``. {}
+        where shapes are not known yet.
+        """
         from stages.models import memory
         from stages.spec import parse_config
         from storage import store
@@ -217,10 +268,17 @@ class Plan(Run):
         known = {name: shape(ref) for name, ref in inputs.items() if spec.input_spec(name).kind == "model"}
         if (start := known.get("model")) is not None:  # what it publishes has its shape, in the type that it publishes
             low = frozenset(start.matrices) if getattr(config, "save_dtype", "float32") == "bfloat16" else frozenset()
-            self.shapes |= {f"({label}.{name})": replace(start, low=low) for name, output in spec.outputs.items() if output.kind == "model"}
+            self.shapes |= {
+                f"({label}.{name})": replace(start, low=low)
+                for name, output in spec.outputs.items()
+                if output.kind == "model"
+            }
         if spec.roles is None:
             return {}
-        settings, devices = parse_config(spec, config.model_dump(mode="json") if config else {}), wanted_devices() if spec.parallel else 1
+        settings, devices = (
+            parse_config(spec, config.model_dump(mode="json") if config else {}),
+            (wanted_devices() if spec.parallel else 1),
+        )
         try:
             roles = spec.roles(settings, set(inputs))
         except ValueError as error:
@@ -228,7 +286,11 @@ class Plan(Run):
         device = "cuda" if cuda_devices() else "cpu"
         limit = memory.limit_of(settings, device, devices)
         found = memory.need(roles, known, settings, devices, device)
-        if limit is not None and settings.memory_check == "refuse" and (reason := memory.refusal(label, roles, known, settings, limit, devices)):
+        if (
+            limit is not None
+            and settings.memory_check == "refuse"
+            and (reason := memory.refusal(label, roles, known, settings, limit, devices))
+        ):
             self.refused.append(reason)
         self._advise(label, spec, inputs, settings, known.get("model"))
         if found.missing:
@@ -244,7 +306,10 @@ class Plan(Run):
         ref = inputs.get("data", "")
         if store.is_ref(ref) or (os.path.isdir(ref) and store.is_dataset_dir(ref)):
             data = open_dataset(store.resolve(ref, "dataset").path)
-            self.advice += [f"{label}: {text}" for text in of_stage(spec.name, settings, data.kind, data, shape.parameters if shape else 0)]
+            self.advice += [
+                f"{label}: {text}"
+                for text in of_stage(spec.name, settings, data.kind, data, shape.parameters if shape else 0)
+            ]
 
     def together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
         return [part() for part in parts]
@@ -290,15 +355,24 @@ def recipe(config_type: type[RecipeConfig]):
 
         required = any(field.is_required() for field in config_type.model_fields.values())
         parameters = [
-            inspect.Parameter("config", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=config_type,
-                              default=inspect.Parameter.empty if required else config_type()),
-            inspect.Parameter("force", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=list[str], default=[])]
+            inspect.Parameter(
+                "config",
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                annotation=config_type,
+                default=inspect.Parameter.empty if required else config_type(),
+            ),
+            inspect.Parameter("force", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=list[str], default=[]),
+        ]
         body.__name__ = body.__qualname__ = name
         body.__module__ = method.__module__
-        body.__doc__ = (inspect.getdoc(method) or "") + (
-            "\n\nArgs:\n    config: one section per step; every field is described in place\n"
-            "    force: steps to execute again although nothing changed\n")
-        built = typed_flow(body, parameters, name=name, flow_run_name=run_name, log_prints=False, persist_result=False, retries=0)
+        body.__doc__ = (
+            (inspect.getdoc(method) or "")
+            + "\n\nArgs:\n    config: one section per step; every field is described in place\n"
+            "    force: steps to execute again although nothing changed\n"
+        )
+        built = typed_flow(
+            body, parameters, name=name, flow_run_name=run_name, log_prints=False, persist_result=False, retries=0
+        )
         built.method, built.config_type = method, config_type
         return built
 
@@ -306,51 +380,83 @@ def recipe(config_type: type[RecipeConfig]):
 
 
 def run_name(told: Callable[..., str] | None = None) -> str:
-    """What Prefect calls the run that starts now: in the place of a name that Prefect made up what ``told`` (:func:`title`) makes of its parameters, else what a
-    person has called it."""
+    """What Prefect calls the run that starts now: in the place of a name that Prefect made up what ``told``
+    (:func:`title`) makes of its parameters, else what a person has called it."""
     from prefect.runtime import flow_run
 
     given = flow_run.name or ""
-    return given if given and not made_up(given) else told(**flow_run.parameters) if told else title(flow_run.parameters["config"])
+    return (
+        given
+        if given and not made_up(given)
+        else told(**flow_run.parameters)
+        if told
+        else title(flow_run.parameters["config"])
+    )
 
 
 #: With one of these, a dash and an animal the form of Prefect's UI fills its field "Run Name".
-UI_WORDS = frozenset("Awesome Rustic Small Gorgeous Fantastic Sleek Intelligent Unbranded Refined Licensed Generic Practical Ergonomic Handcrafted Tasty Handmade Incredible".split())
+UI_WORDS = frozenset(
+    "Awesome Rustic Small Gorgeous Fantastic Sleek Intelligent Unbranded Refined Licensed Generic Practical Ergonomic"
+    " Handcrafted Tasty Handmade Incredible".split()
+)
 
 
 def made_up(name: str) -> bool:
-    """Whether Prefect made up a run's name: `brawny-cuckoo` (its server, by coolname) or `Intelligent-Kudu` (its UI). `lr-sweep` is a person's."""
+    """Whether Prefect made up a run's name: `brawny-cuckoo` (its server, by coolname) or `Intelligent-Kudu` (its UI).
+    `lr-sweep` is a person's.
+    """
     import coolname.data
 
     first, dash, second = name.partition("-")
     if first in UI_WORDS and second[:1].isupper():
         return True
     lists = coolname.data.config.values()
-    words = {word for one in lists for word in (*one.get("words", ()), *(part for phrase in one.get("phrases", ()) for part in (phrase.split() if isinstance(phrase, str) else phrase)))}
+    words = {
+        word
+        for one in lists
+        for word in (
+            *one.get("words", ()),
+            *(
+                part
+                for phrase in one.get("phrases", ())
+                for part in (phrase.split() if isinstance(phrase, str) else phrase)
+            ),
+        )
+    }
     return bool(dash) and {first, second} <= words
 
 
 def title(config: RecipeConfig) -> str:
     """A recipe's run in a few words: `tiny-llama · pairs.jsonl · seed 0`."""
     data = getattr(config, "data", None)
-    given = [getattr(config, "what", None), getattr(config, "model", None), *(data.model_dump().values() if isinstance(data, BaseModel) else ())]
+    given = [
+        getattr(config, "what", None),
+        getattr(config, "model", None),
+        *(data.model_dump().values() if isinstance(data, BaseModel) else ()),
+    ]
     return " · ".join([*(ends(given) or ["embedded world"]), f"seed {config.seed}"])
 
 
 def ends(given: Iterable[Any]) -> list[str]:
     """The last parts of up to three paths or refs, each once; what is no text is left out."""
-    return list(dict.fromkeys(short(re.split(r"[/\\]", one.rstrip("/\\"))[-1]) for one in given if isinstance(one, str) and one))[:3]
+    return list(
+        dict.fromkeys(short(re.split(r"[/\\]", one.rstrip("/\\"))[-1]) for one in given if isinstance(one, str) and one)
+    )[:3]
 
 
 def typed_flow(body: Callable, parameters: list[inspect.Parameter], **options: Any):
-    """A Prefect flow of ``body`` with these parameters. Prefect makes their JSON schema while a flow is built, which takes a large recipe most of a second in every process that imports it;
-    only a form reads it, and makes it itself (``flows.deploy.form``), so it is built without types."""
+    """A Prefect flow of ``body`` with these parameters. Prefect makes their JSON schema while a flow is built, which
+    takes a large recipe most of a second in every process that imports it; only a form reads it, and makes it itself
+    (``flows.deploy.form``), so it is built without types."""
     from prefect import flow
 
     body.__signature__ = inspect.Signature([inspect.Parameter(one.name, one.kind) for one in parameters])
     built = flow(body, **options)
     for one in (body, built):
-        one.__signature__, one.__annotations__ = inspect.Signature(parameters), {one.name: one.annotation for one in parameters}
+        one.__signature__, one.__annotations__ = (
+            inspect.Signature(parameters),
+            {one.name: one.annotation for one in parameters},
+        )
     return built
 
 
@@ -365,9 +471,28 @@ def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str])
             result = method(run, config)
             check_force(force, [step.label for step in run.steps])
     except Waiting as waiting:
-        return Completed(name="Waiting", message=str(waiting), data={"status": "waiting", "run": run.record.run_id, "recipe": name, "step": waiting.label, "task": waiting.task, "file": waiting.file})
-    steps = [{"step": step.label, "stage": step.stage, "cached": step.cached, "seconds": round(step.seconds, 2),
-              "outputs": step.refs} for step in run.steps]
+        return Completed(
+            name="Waiting",
+            message=str(waiting),
+            data={
+                "status": "waiting",
+                "run": run.record.run_id,
+                "recipe": name,
+                "step": waiting.label,
+                "task": waiting.task,
+                "file": waiting.file,
+            },
+        )
+    steps = [
+        {
+            "step": step.label,
+            "stage": step.stage,
+            "cached": step.cached,
+            "seconds": round(step.seconds, 2),
+            "outputs": step.refs,
+        }
+        for step in run.steps
+    ]
     return {"run": run.record.run_id, "recipe": name, **(result or {}), "steps": steps}
 
 
@@ -378,14 +503,15 @@ def check_force(force: list[str], steps: list[str]) -> None:
         raise ConfigError(f"force names no step of this run: {', '.join(unmet)}; its steps are: {', '.join(steps)}")
 
 
-#: Called with the exception when a run is ended from outside, after its stages have ended and before Prefect's server is told.
+#: Called with the exception when a run is ended from outside, after its stages have ended and before Prefect's server
+#: is told.
 KILLED: list[Callable[[BaseException], None]] = []
 
 
 @contextlib.contextmanager
 def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs: Mapping[str, Any] | None = None):
-    """A `Run` whose run record says what came of it, whatever that is. The same run, given again after it failed or was killed, goes on
-    in its record and its MLflow run, whatever Prefect calls it this time."""
+    """A `Run` whose run record says what came of it, whatever that is. The same run, given again after it failed or was
+    killed, goes on in its record and its MLflow run, whatever Prefect calls it this time."""
     from prefect.exceptions import Pause
     from prefect.runtime import flow_run
 
@@ -403,10 +529,20 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
     try:
         yield Run(recipe, seed, force, record)
     except (Waiting, Pause) as error:  # the latter: suspended in Prefect, by tasks.people
-        finish_flow(record.run_id, "WAITING", str(error) if isinstance(error, Waiting) else "waits for people, suspended in Prefect", timeout=10)
+        finish_flow(
+            record.run_id,
+            "WAITING",
+            str(error) if isinstance(error, Waiting) else "waits for people, suspended in Prefect",
+            timeout=10,
+        )
         raise
     except BaseException as error:
-        finish_flow(record.run_id, "FAILED" if isinstance(error, Exception) else "KILLED", f"{type(error).__name__}: {error}", timeout=10)
+        finish_flow(
+            record.run_id,
+            "FAILED" if isinstance(error, Exception) else "KILLED",
+            f"{type(error).__name__}: {error}",
+            timeout=10,
+        )
         if not isinstance(error, Exception):
             for tell in KILLED:
                 tell(error)
@@ -425,7 +561,9 @@ def ui_url(flow_run_id: Any) -> str | None:
 def get_recipe(name: str):
     """The flow of a recipe; ConfigError for an unknown name."""
     if name not in RECIPES:
-        raise ConfigError(f"there is no recipe {name!r}; {did_you_mean(name, list(RECIPES), 3)}`posttrain ls recipes` lists them")
+        raise ConfigError(
+            f"there is no recipe {name!r}; {did_you_mean(name, list(RECIPES), 3)}`posttrain ls recipes` lists them"
+        )
     return getattr(importlib.import_module(RECIPES[name]), name)
 
 

@@ -27,8 +27,19 @@ def listing(what: str) -> list[dict[str, Any]]:
     """Rows of one kind, newest first where they have a time."""
     if what not in KINDS:
         near = nearest(what, list(KINDS))
-        raise ConfigError(f"there is no list of {what!r}; " + (f"did you mean {near!r}? " if near else "") + f"write one of: {', '.join(KINDS)}")
-    return {"runs": runs, "results": results, "datasets": datasets, "models": models, "stages": stages, "recipes": recipes}[what]()
+        raise ConfigError(
+            f"there is no list of {what!r}; "
+            + (f"did you mean {near!r}? " if near else "")
+            + f"write one of: {', '.join(KINDS)}"
+        )
+    return {
+        "runs": runs,
+        "results": results,
+        "datasets": datasets,
+        "models": models,
+        "stages": stages,
+        "recipes": recipes,
+    }[what]()
 
 
 def runs() -> list[dict[str, Any]]:
@@ -36,17 +47,37 @@ def runs() -> list[dict[str, Any]]:
     for run in records.all_runs():
         data = run.data
         ended = data.get("finished") or time.time()
-        rows.append({"run": run.run_id, "recipe": data["recipe"], "status": run.status, "started": when(data["started"]),
-                     "minutes": round((ended - data["started"]) / 60, 1) if data.get("finished") or run.status == "RUNNING" else "",
-                     "steps": len(data["stages"]), "cached": sum(1 for entry in data["stages"] if entry["cached"]),
-                     "seed": data["config"].get("seed", "")})
+        rows.append(
+            {
+                "run": run.run_id,
+                "recipe": data["recipe"],
+                "status": run.status,
+                "started": when(data["started"]),
+                "minutes": (
+                    round((ended - data["started"]) / 60, 1) if data.get("finished") or run.status == "RUNNING" else ""
+                ),
+                "steps": len(data["stages"]),
+                "cached": sum(1 for entry in data["stages"] if entry["cached"]),
+                "seed": data["config"].get("seed", ""),
+            }
+        )
     return rows
 
 
 def results() -> list[dict[str, Any]]:
     """What every finished stage gave, of runs and by itself; `show` takes the key."""
-    return [{"key": one["key"][:12], "stage": one["stage"], "label": one.get("label") or "", "finished": when(one.get("finished")), "seconds": round(one["perf"].get("seconds", 0.0), 1),
-             "outputs": " ".join(short(output["ref"]) for output in one["outputs"].values()), "numbers": headline(one["metrics"], 3)} for one in reversed(list(records.all_records()))]
+    return [
+        {
+            "key": one["key"][:12],
+            "stage": one["stage"],
+            "label": one.get("label") or "",
+            "finished": when(one.get("finished")),
+            "seconds": round(one["perf"].get("seconds", 0.0), 1),
+            "outputs": " ".join(short(output["ref"]) for output in one["outputs"].values()),
+            "numbers": headline(one["metrics"], 3),
+        }
+        for one in reversed(list(records.all_records()))
+    ]
 
 
 def datasets() -> list[dict[str, Any]]:
@@ -57,17 +88,31 @@ def datasets() -> list[dict[str, Any]]:
         latest = store.latest_of(name)
         for digest in store.dataset_versions(name):
             manifest = open_dataset(store.dataset_path(name, digest)).manifest
-            rows.append({"ref": f"dataset:{name}@{digest[:12]}", "latest": "latest" if digest == latest else "",
-                         "kind": manifest["kind"], "rows": manifest["rows"],
-                         "splits": " ".join(f"{split}:{count}" for split, count in (manifest.get("splits") or {}).items())})
+            rows.append(
+                {
+                    "ref": f"dataset:{name}@{digest[:12]}",
+                    "latest": "latest" if digest == latest else "",
+                    "kind": manifest["kind"],
+                    "rows": manifest["rows"],
+                    "splits": " ".join(f"{split}:{count}" for split, count in (manifest.get("splits") or {}).items()),
+                }
+            )
     return rows
 
 
 def models() -> list[dict[str, Any]]:
-    return [{"ref": f"model:{name.name}/{version}", "aliases": " ".join(sorted(a for a, v in name.aliases.items() if v == version)),
-             "role": entry.get("role", ""), "stage": entry.get("stage", ""), "digest": "m-" + entry["digest"][:12],
-             "registered": when(entry.get("time"))}
-            for name in registry.models().values() for version, entry in sorted(name.versions.items(), reverse=True)]
+    return [
+        {
+            "ref": f"model:{name.name}/{version}",
+            "aliases": " ".join(sorted(a for a, v in name.aliases.items() if v == version)),
+            "role": entry.get("role", ""),
+            "stage": entry.get("stage", ""),
+            "digest": "m-" + entry["digest"][:12],
+            "registered": when(entry.get("time")),
+        }
+        for name in registry.models().values()
+        for version, entry in sorted(name.versions.items(), reverse=True)
+    ]
 
 
 def stages() -> list[dict[str, Any]]:
@@ -76,8 +121,18 @@ def stages() -> list[dict[str, Any]]:
     rows = []
     for name in STAGES:
         spec = get_stage(name).SPEC
-        rows.append({"stage": name, "gpu": "gpu" if spec.gpu else "", "what": first_line(get_stage(name).__doc__), "outputs": " ".join(spec.outputs),
-                     "inputs": " ".join((key + ("…" if one.many else "")) if one.required else f"[{key}]" for key, one in spec.inputs.items())})
+        rows.append(
+            {
+                "stage": name,
+                "gpu": "gpu" if spec.gpu else "",
+                "what": first_line(get_stage(name).__doc__),
+                "outputs": " ".join(spec.outputs),
+                "inputs": " ".join(
+                    (key + ("…" if one.many else "")) if one.required else f"[{key}]"
+                    for key, one in spec.inputs.items()
+                ),
+            }
+        )
     return rows
 
 
@@ -85,19 +140,32 @@ def recipes() -> list[dict[str, Any]]:
     from flows.config import presets
     from flows.recipe import get_recipe
 
-    return [{"recipe": name, "what": first_line(get_recipe(name).description), "presets": " ".join(presets(name)),
-             "sections": " ".join(sections(get_recipe(name).config_type))} for name in RECIPES]
+    return [
+        {
+            "recipe": name,
+            "what": first_line(get_recipe(name).description),
+            "presets": " ".join(presets(name)),
+            "sections": " ".join(sections(get_recipe(name).config_type)),
+        }
+        for name in RECIPES
+    ]
 
 
 def sections(config_type) -> list[str]:
     from pydantic import BaseModel
 
-    return [key for key, field in config_type.model_fields.items() if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)]
+    return [
+        key
+        for key, field in config_type.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    ]
 
 
 def first_line(text: str | None) -> str:
-    """The first line of a docstring, without the module's own name before it and catalogue IDs in brackets."""
-    line = (text or "").strip().partition("\n")[0]
+    """The first paragraph of a docstring as one line, without the module's own name before it and catalogue IDs in
+    brackets.
+    """
+    line = " ".join((text or "").strip().partition("\n\n")[0].split())
     head, sign, rest = line.partition(": ")
     return re.sub(r" \((``|[a-z]+\.[a-z_]+)[^)]*\)", "", rest if sign and head.islower() and " " not in head else line)
 
@@ -122,21 +190,34 @@ def describe(text: str) -> dict[str, Any]:
             raise ConfigError(str(error)) from None
     found = store.resolve(text)
     makers = records.makers_of(found.digest)
-    value = {"what": found.kind, **found.to_dict(), "manifest": found.manifest,
-             "made_by": maker(makers[0]) if makers else None,
-             "used_by": [{"stage": one["stage"], "key": one["key"], "label": one.get("label")} for one in records.users_of(found.digest)]}
+    value = {
+        "what": found.kind,
+        **found.to_dict(),
+        "manifest": found.manifest,
+        "made_by": maker(makers[0]) if makers else None,
+        "used_by": [
+            {"stage": one["stage"], "key": one["key"], "label": one.get("label")}
+            for one in records.users_of(found.digest)
+        ],
+    }
     if found.manifest.get("kind") == "quarantine/1":
         value["quarantined"] = quarantined(found.path)
     if found.kind == "model":
-        value["names"] = [{"name": name, "version": version, "aliases": aliases} for name, version, aliases in registry.names_of(found.digest)]
-        value["judged_by"] = [{"stage": one["stage"], "key": one["key"], "metrics": one["metrics"]}
-                              for one in records.users_of(found.digest) if one["stage"] == "evaluate"]
+        value["names"] = [
+            {"name": name, "version": version, "aliases": aliases}
+            for name, version, aliases in registry.names_of(found.digest)
+        ]
+        value["judged_by"] = [
+            {"stage": one["stage"], "key": one["key"], "metrics": one["metrics"]}
+            for one in records.users_of(found.digest)
+            if one["stage"] == "evaluate"
+        ]
     return value
 
 
 def quarantined(path: str, samples: int = 3) -> list[dict[str, Any]]:
-    """Why rows were refused, most frequent reason first: {code, rows, samples: [{source_file, line_no, codes, raw_json}]}. A row that was refused
-    for several reasons counts under each."""
+    """Why rows were refused, most frequent reason first: {code, rows, samples: [{source_file, line_no, codes,
+    raw_json}]}. A row that was refused for several reasons counts under each."""
     from storage.datasets import open_dataset
 
     found: dict[str, dict[str, Any]] = {}
@@ -150,28 +231,64 @@ def quarantined(path: str, samples: int = 3) -> list[dict[str, Any]]:
 
 
 def maker(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: record.get(key) for key in ("stage", "label", "key", "config", "effective", "seed", "inputs", "metrics", "perf", "git", "versions", "mlflow", "finished")}
+    return {
+        key: record.get(key)
+        for key in (
+            "stage",
+            "label",
+            "key",
+            "config",
+            "effective",
+            "seed",
+            "inputs",
+            "metrics",
+            "perf",
+            "git",
+            "versions",
+            "mlflow",
+            "finished",
+        )
+    }
 
 
 def print_description(value: dict[str, Any]) -> None:
     what = value["what"]
     if what == "run":
-        print(f"run {value['run_id']}  {value['recipe']}  {value['status']}" + (f"\n{value['error']}" if value.get("error") else ""))
+        print(
+            f"run {value['run_id']}  {value['recipe']}  {value['status']}"
+            + (f"\n{value['error']}" if value.get("error") else "")
+        )
         if (value.get("prefect") or {}).get("url"):
             print(value["prefect"]["url"])
-        table([{"step": one["label"], "stage": one["stage"], "how": "cached" if one["cached"] else f"{one['seconds']:.1f} s",
-                "key": one["key"][:12], "outputs": " ".join(short(ref) for ref in one["outputs"].values()),
-                "numbers": headline(one["metrics"], 3)} for one in value["stages"]])
+        table(
+            [
+                {
+                    "step": one["label"],
+                    "stage": one["stage"],
+                    "how": "cached" if one["cached"] else f"{one['seconds']:.1f} s",
+                    "key": one["key"][:12],
+                    "outputs": " ".join(short(ref) for ref in one["outputs"].values()),
+                    "numbers": headline(one["metrics"], 3),
+                }
+                for one in value["stages"]
+            ]
+        )
         return
     if what == "stage":
         print(f"stage {value['stage']}  key {value['key']}")
         return _print_maker(value)
     print(f"{what} {value['ref']}\n  at      {value['path']}\n  digest  {value['digest']}")
     for one in value.get("names") or []:
-        print(f"  named   model:{one['name']}/{one['version']}" + (f" ({', '.join(one['aliases'])})" if one["aliases"] else ""))
+        print(
+            f"  named   model:{one['name']}/{one['version']}"
+            + (f" ({', '.join(one['aliases'])})" if one["aliases"] else "")
+        )
     manifest = value.get("manifest") or {}
     if manifest:
-        print(f"  kind    {manifest['kind']}, {manifest['rows']:,} rows  " + "  ".join(f"{k} {v:,}" for k, v in (manifest.get("splits") or {}).items()))
+        print(
+            f"  kind    {manifest['kind']}, {manifest['rows']:,} rows  "
+            + "  ".join(f"{k} {v:,}" for k, v in (manifest.get("splits") or {}).items())
+        )
         for key, count in (manifest.get("counts") or {}).items():
             if isinstance(count, (int, float)):
                 print(f"  count   {key}: {number(count)}")
@@ -221,7 +338,9 @@ def print_lineage(node: dict[str, Any]) -> None:
 
 
 def cost(what: str, prices_file: Path | None, against: str | None = None, metric: str = "accuracy") -> dict[str, Any]:
-    """The ledger of a run (its own steps; those it found done had been paid for) or of a model or dataset (every stage behind it)."""
+    """The ledger of a run (its own steps; those it found done had been paid for) or of a model or dataset (every stage
+    behind it).
+    """
     from storage import costs
 
     prices = costs.prices_from(prices_file)
@@ -232,11 +351,19 @@ def cost(what: str, prices_file: Path | None, against: str | None = None, metric
     else:
         steps = costs.of_run(records.get_run(what))
     rows = costs.ledger(costs.counted((label, record) for label, record, reused in steps if not reused), prices)
-    value = {"what": what, "ledger": rows, **costs.totals(rows), "reused": [label for label, _, reused in steps if reused],
-             "without_counts": [label for label, record, reused in steps if not reused and "usage" not in record]}
+    value = {
+        "what": what,
+        "ledger": rows,
+        **costs.totals(rows),
+        "reused": [label for label, _, reused in steps if reused],
+        "without_counts": [label for label, record, reused in steps if not reused and "usage" not in record],
+    }
     if against is not None:
         if not what.startswith("model:"):
-            raise ConfigError(f"--against compares two models by their evaluations, and {what} is none; write a model, such as model:policy@champion")
+            raise ConfigError(
+                f"--against compares two models by their evaluations, and {what} is none; write a model, such as"
+                " model:policy@champion"
+            )
         value["gain"] = costs.gain(what, against, metric, prices)
     return value
 
@@ -244,18 +371,39 @@ def cost(what: str, prices_file: Path | None, against: str | None = None, metric
 def print_cost(value: dict[str, Any]) -> None:
     from storage.costs import ITEMS
 
-    table([{"step": row["stage"], "item": row["item"], "count": row["count"], "unit": ITEMS[row["item"]][0], "USD per unit": "" if row["unit_cost"] is None else row["unit_cost"],
-            "USD": "" if row["total"] is None else row["total"]} for row in value["ledger"]])
-    print("total   " + ", ".join(f"{number(n)} {item}" for item, n in value["items"].items()) + ("" if value["total"] is None else f"; {number(value['total'])} USD"))
+    table(
+        [
+            {
+                "step": row["stage"],
+                "item": row["item"],
+                "count": row["count"],
+                "unit": ITEMS[row["item"]][0],
+                "USD per unit": "" if row["unit_cost"] is None else row["unit_cost"],
+                "USD": "" if row["total"] is None else row["total"],
+            }
+            for row in value["ledger"]
+        ]
+    )
+    print(
+        "total   "
+        + ", ".join(f"{number(n)} {item}" for item, n in value["items"].items())
+        + ("" if value["total"] is None else f"; {number(value['total'])} USD")
+    )
     if value["unpriced"]:
-        print(f"no price for {', '.join(value['unpriced'])}; give them with --prices FILE or in prices.yaml of the state directory")
+        print(
+            f"no price for {', '.join(value['unpriced'])}; give them with --prices FILE or in prices.yaml of the state"
+            " directory"
+        )
     if value["reused"]:
         print(f"found done, paid for by earlier runs: {', '.join(value['reused'])}")
     if value["without_counts"]:
         print(f"made by an older version, tokens and judge calls not counted: {', '.join(value['without_counts'])}")
     if "gain" in value:
         gain = value["gain"]
-        print(f"{gain['metric']} {number(gain['model'])} against {number(gain['against'])}: gain {gain['gain']:+.4g}; per unit spent beyond the other model:")
+        print(
+            f"{gain['metric']} {number(gain['model'])} against {number(gain['against'])}: gain {gain['gain']:+.4g}; per"
+            " unit spent beyond the other model:"
+        )
         table([{"item": item, "gain per unit": n} for item, n in gain["gain_per"].items()])
 
 
@@ -270,14 +418,22 @@ def print_result(result: dict[str, Any], state: Path) -> None:
     if result.get("scores"):
         table(result["scores"], "held-out prompts")
         print()
-    for name, title in (("ability", "what the models can do (data.ability)"), ("win_rates", "win rates, by a judge"), ("rounds", "rounds: the reward model of each, on its held-out rows"),
-                        ("alignment_tax", "what was lost against the first model (step alignment_tax)")):
+    for name, title in (
+        ("ability", "what the models can do (data.ability)"),
+        ("win_rates", "win rates, by a judge"),
+        ("rounds", "rounds: the reward model of each, on its held-out rows"),
+        ("alignment_tax", "what was lost against the first model (step alignment_tax)"),
+    ):
         if result.get(name):
             table(result[name], title)
             print()
     if result.get("choice"):
         won = result["choice"]["won"]
-        print(f"loss {result['choice']['method']}: {result['choice']['why']}" + (f" (revisions won {won:.0%})" if won is not None else "") + "\n")
+        print(
+            f"loss {result['choice']['method']}: {result['choice']['why']}"
+            + (f" (revisions won {won:.0%})" if won is not None else "")
+            + "\n"
+        )
     if result.get("trials"):
         table(result["trials"], "trials, best first")
         for line in result["failures"]:
@@ -291,7 +447,10 @@ def print_result(result: dict[str, Any], state: Path) -> None:
     print(f"\nrun {result['run']}")
     alive = services.running(state)
     if "prefect" in alive:
-        print(f"Prefect  {alive['prefect']['url']}/v2/runs/flow-run/{records.get_run(result['run']).data['prefect']['flow_run_id']}")
+        print(
+            "Prefect "
+            f" {alive['prefect']['url']}/v2/runs/flow-run/{records.get_run(result['run']).data['prefect']['flow_run_id']}"
+        )
         print(f"MLflow   {alive['mlflow']['url']}" if "mlflow" in alive else "")
     else:
         print("see it in the browser: posttrain up      look closer: posttrain show " + result["run"][:8])
@@ -301,7 +460,9 @@ def print_result(result: dict[str, Any], state: Path) -> None:
 
 
 def promote(model: str, *, name: str, alias: str, inputs: list[str], sets: list[str]) -> dict[str, Any]:
-    """Put a model through the gate of stage `promote` on its newest evaluation and the champion's like it; evidence given as inputs takes their place."""
+    """Put a model through the gate of stage `promote` on its newest evaluation and the champion's like it; evidence
+    given as inputs takes their place.
+    """
     from flows.config import build
     from flows.display import Display
     from stages.registry import get_stage
@@ -324,25 +485,40 @@ def promote(model: str, *, name: str, alias: str, inputs: list[str], sets: list[
 
 
 def print_decision(value: dict[str, Any]) -> None:
-    print(f"{value['model']} is {'now' if value['promoted'] else 'not'} model:{value['name']}@{value['alias']}"
-          + (f" (version {value['version']})" if value["promoted"] else ""))
+    print(
+        f"{value['model']} is {'now' if value['promoted'] else 'not'} model:{value['name']}@{value['alias']}"
+        + (f" (version {value['version']})" if value["promoted"] else "")
+    )
     for reason in value["reasons"]:
         print(f"  {reason}")
 
 
-def export(ref: str, directory: Path | None, adapter: bool = False, base: str | None = None, push: str | None = None, private: bool = False) -> dict[str, Any]:
-    """Copy a model's files, or a dataset's rows as Parquet by split, to a new directory, with a card where it brings none, and to the Hub.
+def export(
+    ref: str,
+    directory: Path | None,
+    adapter: bool = False,
+    base: str | None = None,
+    push: str | None = None,
+    private: bool = False,
+) -> dict[str, Any]:
+    """Copy a model's files, or a dataset's rows as Parquet by split, to a new directory, with a card where it brings
+    none, and to the Hub.
 
     Args:
         directory: None: only to the Hub.
-        adapter: its LoRA adapter alone, as peft loads one, with the tokenizer. base: path or hub id of the model that it belongs on, for its config.
+        adapter: its LoRA adapter alone, as peft loads one, with the tokenizer. base: path or hub id of the model that
+            it belongs on, for its config.
         push: repository OWNER/NAME; private: made for its owner only.
     """
     import tempfile
 
     from storage import hub
 
-    kind = "dataset" if ref.startswith("dataset:") or not ref.startswith("model:") and store.is_dataset_dir(ref) else "model"
+    kind = (
+        "dataset"
+        if ref.startswith("dataset:") or not ref.startswith("model:") and store.is_dataset_dir(ref)
+        else "model"
+    )
     found = store.resolve(ref, kind)
     if directory is None and push is None:
         raise ConfigError(f"where to? write posttrain export {ref} DIR, or --push OWNER/NAME, or both")
@@ -353,15 +529,26 @@ def export(ref: str, directory: Path | None, adapter: bool = False, base: str | 
     if kind == "dataset" and (adapter or base):
         raise ConfigError(f"--adapter and --base are for models, and {ref} is a dataset; leave them out")
     if base and not adapter:
-        raise ConfigError(f"--base {base} is the model that an adapter belongs on; write --adapter too, or leave it out")
+        raise ConfigError(
+            f"--base {base} is the model that an adapter belongs on; write --adapter too, or leave it out"
+        )
     if adapter and not Path(found.path, "adapter").is_dir():
-        raise ConfigError(f"{ref} has no adapter beside its weights: it was not trained with lora_rank; leave --adapter out")
+        raise ConfigError(
+            f"{ref} has no adapter beside its weights: it was not trained with lora_rank; leave --adapter out"
+        )
     if push:
         hub.repository(push, kind, private)
     with contextlib.ExitStack() as stack:
-        target = directory or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=home.home())), "files")
+        target = directory or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=home.home())), "files"
+        )
         _write_out(found, target, adapter, base, linked=directory is None)
-        value = {"ref": found.ref, "digest": found.digest, "directory": str(directory.resolve()) if directory else None, "files": sum(1 for path in target.rglob("*") if path.is_file())}
+        value = {
+            "ref": found.ref,
+            "digest": found.digest,
+            "directory": str(directory.resolve()) if directory else None,
+            "files": sum(1 for path in target.rglob("*") if path.is_file()),
+        }
         if push:
             value |= {"repository": push, "url": hub.push(target, push, kind, f"{found.ref} (digest {found.digest})")}
     return value
@@ -385,9 +572,14 @@ def _write_out(found, directory: Path, adapter: bool, base: str | None, linked: 
                 shutil.copy2(Path(found.path, name), directory / name)
         if base:
             settings = json.loads((directory / "adapter_config.json").read_text())
-            atomic_write_text(directory / "adapter_config.json", json.dumps({**settings, "base_model_name_or_path": base}, sort_keys=True, indent=1) + "\n")
+            atomic_write_text(
+                directory / "adapter_config.json",
+                json.dumps({**settings, "base_model_name_or_path": base}, sort_keys=True, indent=1) + "\n",
+            )
     if not (directory / "README.md").exists():
-        atomic_write_text(directory / "README.md", dataset_card(found.ref) if found.kind == "dataset" else model_card(found.ref))
+        atomic_write_text(
+            directory / "README.md", dataset_card(found.ref) if found.kind == "dataset" else model_card(found.ref)
+        )
 
 
 # ---------------------------------------------------------------- status
@@ -402,10 +594,18 @@ def status(state: Path) -> dict[str, Any]:
     servers = {}
     for name in ("prefect", "mlflow", "worker"):
         entry = alive.get(name)
-        servers[name] = {"running": entry is not None, "url": (entry or {}).get("url"), "pid": (entry or {}).get("pid"),
-                         "answers": services.answers(entry["url"] + health[name]) if entry and name in health else None}
-    return {"home": str(state), "servers": servers, "runs": [row for row in runs() if row["status"] == "RUNNING"],
-            "gpu": [{"slot": one["slot"], "pid": one["pid"], "host": one["host"]} for one in leases.gpu_holders()]}
+        servers[name] = {
+            "running": entry is not None,
+            "url": (entry or {}).get("url"),
+            "pid": (entry or {}).get("pid"),
+            "answers": services.answers(entry["url"] + health[name]) if entry and name in health else None,
+        }
+    return {
+        "home": str(state),
+        "servers": servers,
+        "runs": [row for row in runs() if row["status"] == "RUNNING"],
+        "gpu": [{"slot": one["slot"], "pid": one["pid"], "host": one["host"]} for one in leases.gpu_holders()],
+    }
 
 
 def print_status(value: dict[str, Any]) -> None:
@@ -414,7 +614,10 @@ def print_status(value: dict[str, Any]) -> None:
         if not one["running"]:
             print(f"{name:<8} not running")
         else:
-            print(f"{name:<8} {one['url'] or 'running'} (process {one['pid']})" + ("" if one["answers"] in (True, None) else "  DOES NOT ANSWER"))
+            print(
+                f"{name:<8} {one['url'] or 'running'} (process {one['pid']})"
+                + ("" if one["answers"] in (True, None) else "  DOES NOT ANSWER")
+            )
     if value["runs"]:
         table(value["runs"], "running")
     for one in value["gpu"]:

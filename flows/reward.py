@@ -1,10 +1,11 @@
 """reward: from labelled answers and a backbone to a judged reward model, or an ensemble of them.
 
     posttrain run reward --set data.path=pairs.jsonl --set model=path/or/hub-id
-    posttrain run reward --set data.path=pairs.jsonl --set model=path/or/hub-id --set members=4 --set combine.combine=uwo
+    posttrain run reward --set data.path=pairs.jsonl --set model=path/or/hub-id --set members=4 --set
+    combine.combine=uwo
 
-Members differ by seed: their head's initialisation and the order of their data. All of them, and their combination, are judged on the
-same held-out pairs.
+Members differ by seed: their head's initialisation and the order of their data. All of them, and their combination, are
+judged on the same held-out pairs.
 """
 
 from __future__ import annotations
@@ -22,14 +23,24 @@ from stages.spec import StageConfig
 
 
 class Data(StageConfig):
-    path: str = Field(description="Pairs, rankings, ratings, labels or steps: a file, directory, dataset ref or hub id.")
-    pairs: Optional[str] = Field(None, title="Pairs", description="Held-out pairs that judge the members and their combination; empty: the data, where it holds pairs.")
+    path: str = Field(
+        description="Pairs, rankings, ratings, labels or steps: a file, directory, dataset ref or hub id."
+    )
+    pairs: Optional[str] = Field(
+        None,
+        title="Pairs",
+        description=(
+            "Held-out pairs that judge the members and their combination; empty: the data, where it holds pairs."
+        ),
+    )
 
 
 class Config(RecipeConfig):
     model: str = Field(description="The backbone: a ref, a model directory or a hub id; a decoder or an encoder.")
     data: Data = Field(description="The labelled answers.")
-    members: int = Field(1, ge=1, le=16, description="Reward models trained; more than one become an ensemble (rm.ensemble).")
+    members: int = Field(
+        1, ge=1, le=16, description="Reward models trained; more than one become an ensemble (rm.ensemble)."
+    )
     ingest: IngestConfig = Field(IngestConfig(**HELD_OUT), description="Checks, conversion and splits of the data.")
     reward_model: RewardModelConfig = Field(RewardModelConfig(), description="Every member's training.")
     combine: CombineConfig = Field(CombineConfig(), description="How the members become one score.")
@@ -41,9 +52,20 @@ def reward(run: Run, config: Config) -> dict:
     data = run("ingest", data=config.data.path, config=config.ingest, name_as="labels")["data"]
 
     def member(k: int) -> Outputs:
-        return run("reward_model", f"reward_{k}", model=config.model, data=data, config=config.reward_model, seed=config.seed + k, name_as=f"reward-{k}")
+        return run(
+            "reward_model",
+            f"reward_{k}",
+            model=config.model,
+            data=data,
+            config=config.reward_model,
+            seed=config.seed + k,
+            name_as=f"reward-{k}",
+        )
 
-    found = {f"m{k}": outputs for k, outputs in enumerate(run.together([lambda k=k: member(k) for k in range(config.members)]))}
+    found = {
+        f"m{k}": outputs
+        for k, outputs in enumerate(run.together([lambda k=k: member(k) for k in range(config.members)]))
+    }
     models = {label: outputs["model"] for label, outputs in found.items()}
     final, metrics = models["m0"], found["m0"].metrics
     if config.members > 1:
@@ -51,5 +73,7 @@ def reward(run: Run, config: Config) -> dict:
         combined = run("reward_combine", members=models, pairs=pairs, config=config.combine, name_as="reward")
         final, metrics = combined["model"], combined.metrics
     shown = ("accuracy", "accuracy_ci_low", "accuracy_ci_high", "ece", "disagreement")
-    return {"models": {**models, "reward": final},
-            "reward_model": {name: metrics[key] for name in shown for key in (name, f"test/{name}") if key in metrics}}
+    return {
+        "models": {**models, "reward": final},
+        "reward_model": {name: metrics[key] for name in shown for key in (name, f"test/{name}") if key in metrics},
+    }

@@ -2,8 +2,9 @@
 
     posttrain run sdpo --set model=path/or/ref --set data.pairs=pairs.jsonl --set curriculum.order=given
 
-Stepwise DPO takes the pairs in the order given, or from easy to hard by their score gap (curriculum.order=margin). Curry-DPO is the same on
-rankings, from the largest rank gap to the smallest: curriculum.order=rank_gap with ingest_pairs.kind=rankings/1.
+Stepwise DPO takes the pairs in the order given, or from easy to hard by their score gap (curriculum.order=margin).
+Curry-DPO is the same on rankings, from the largest rank gap to the smallest: curriculum.order=rank_gap with
+ingest_pairs.kind=rankings/1.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Config(IteratedConfig):
 
 @recipe(Config)
 def sdpo(run: Run, config: Config) -> dict:
-    """Stepwise direct alignment (sDPO, Curry-DPO): stages of pairs, the model of each the start and reference of the next."""
+    """Stepwise direct alignment (sDPO, Curry-DPO): stages of pairs, the model of each the start and reference of the
+    next.
+    """
     source = Source(run, config)
     prompts = ingest(run, "prompts", source("prompts"), config)
     pairs = ingest(run, "pairs", source("pairs"), config)
@@ -35,7 +38,13 @@ def sdpo(run: Run, config: Config) -> dict:
     models = {"start": start}
     policy = start
     for index in range(int(staged.metrics.get("stages", config.curriculum.stages))):
-        policy = run("align", f"align_{index}", model=policy, data=staged["data"], config=config.align.model_copy(update={"stage_index": index}),
-                     name_as=f"sdpo-{index}")["model"]
+        policy = run(
+            "align",
+            f"align_{index}",
+            model=policy,
+            data=staged["data"],
+            config=config.align.model_copy(update={"stage_index": index}),
+            name_as=f"sdpo-{index}",
+        )["model"]
         models[f"stage_{index}"] = policy
     return conclusion(run, source, config, models, prompts, judge)

@@ -1,8 +1,9 @@
 """The servers of one state directory: Prefect, MLflow and a worker, started detached and stopped completely.
 
-HOME/services.json names what runs: {service: {url, pid, boot, start, log, kept}}. The process is that of `flows.keep` (`kept`), below which
-the service runs and is started again when it dies. A process is ours only while its pid, the boot and its start time
-since then match, so a reused pid is never mistaken for a server (nor killed), and setting the clock makes none of them strange.
+HOME/services.json names what runs: {service: {url, pid, boot, start, log, kept}}. The process is that of `flows.keep`
+(`kept`), below which the service runs and is started again when it dies. A process is ours only while its pid, the boot
+and its start time since then match, so a reused pid is never mistaken for a server (nor killed), and setting the clock
+makes none of them strange.
 """
 
 from __future__ import annotations
@@ -81,8 +82,11 @@ def reachable(api: str) -> None:
     deadline = time.monotonic() + 10
     while not answers(api.rstrip("/") + "/health", timeout=5):
         if time.monotonic() > deadline:
-            raise ServiceError(f"no Prefect server answers at {api} (PREFECT_API_URL, or the server of `posttrain up`): `posttrain status` shows what runs here; start it (`posttrain up`), or unset "
-                               "PREFECT_API_URL and end what hangs (`posttrain down`), and the run brings a server of its own")
+            raise ServiceError(
+                f"no Prefect server answers at {api} (PREFECT_API_URL, or the server of `posttrain up`): `posttrain"
+                " status` shows what runs here; start it (`posttrain up`), or unset PREFECT_API_URL and end what hangs"
+                " (`posttrain down`), and the run brings a server of its own"
+            )
         time.sleep(0.5)
 
 
@@ -103,19 +107,29 @@ def _process(entry: dict):
 # ---------------------------------------------------------------- start
 
 
-def up(state: Path, *, prefect_port: int | None = None, mlflow_port: int | None = None, worker: bool = True,
-       gpu_slots: int | None = None, host: str = "127.0.0.1", say=lambda text: None) -> dict[str, dict]:
+def up(
+    state: Path,
+    *,
+    prefect_port: int | None = None,
+    mlflow_port: int | None = None,
+    worker: bool = True,
+    gpu_slots: int | None = None,
+    host: str = "127.0.0.1",
+    say=lambda text: None,
+) -> dict[str, dict]:
     """Start what is not running yet and return {service: {url, pid, boot, start, log, kept}}.
 
-    Ports: the given one, else that of a server that died here (runs that outlived it, and links, go on), else the usual one when free, else any free one. Of several at once on one state directory the first
-    starts what is missing and the others find it.
-    Raises ServiceError when a server does not answer within five minutes.
+    Ports: the given one, else that of a server that died here (runs that outlived it, and links, go on), else the usual
+    one when free, else any free one. Of several at once on one state directory the first starts what is missing and the
+    others find it. Raises ServiceError when a server does not answer within five minutes.
     """
     with _starting(state, say):
         return _up(state, prefect_port, mlflow_port, worker, gpu_slots, host, say)
 
 
-def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: bool, gpu_slots: int | None, host: str, say) -> dict[str, dict]:
+def _up(
+    state: Path, prefect_port: int | None, mlflow_port: int | None, worker: bool, gpu_slots: int | None, host: str, say
+) -> dict[str, dict]:
     alive = running(state)
     logs = state / "logs"
     last = {name: _last_port(state, name) for name in PORTS}
@@ -125,9 +139,17 @@ def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: 
         base = f"http://{_reachable(host)}:{port}"
         say(f"starting Prefect on {base}")
         process = _detach(
-            "Prefect", [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)],
+            "Prefect",
+            [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)],
             logs / "prefect.log",
-            env.child(state, PREFECT_API_URL=base + "/api", PREFECT_UI_API_URL=base + "/api", **prefect_ui.quiet(state / "prefect" / "ui")), state)
+            env.child(
+                state,
+                PREFECT_API_URL=base + "/api",
+                PREFECT_UI_API_URL=base + "/api",
+                **prefect_ui.quiet(state / "prefect" / "ui"),
+            ),
+            state,
+        )
         started["prefect"] = process, base + "/api/health"
         _note(state, alive, "prefect", process, base, logs / "prefect.log")
     if "mlflow" not in alive:
@@ -138,10 +160,28 @@ def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: 
         make_database(store)  # while Prefect starts
         follow_home(store)
         process = _detach(
-            "MLflow", [env.python(), "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1",
-                       "--backend-store-uri", store,
-                       "--serve-artifacts", "--artifacts-destination", (state / "mlartifacts").as_uri()],
-            logs / "mlflow.log", _without(env.child(state), "MLFLOW_TRACKING_URI"), state)
+            "MLflow",
+            [
+                env.python(),
+                "-m",
+                "mlflow",
+                "server",
+                "--host",
+                host,
+                "--port",
+                str(port),
+                "--workers",
+                "1",
+                "--backend-store-uri",
+                store,
+                "--serve-artifacts",
+                "--artifacts-destination",
+                (state / "mlartifacts").as_uri(),
+            ],
+            logs / "mlflow.log",
+            _without(env.child(state), "MLFLOW_TRACKING_URI"),
+            state,
+        )
         started["mlflow"] = process, base + "/health"
         _note(state, alive, "mlflow", process, base, logs / "mlflow.log")
     for name, (process, health) in started.items():
@@ -154,21 +194,44 @@ def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, worker: 
         deploy.install_pool(gpu_slots=gpu_slots)
         say("starting a worker")
         process = _detach(
-            "the worker", [env.python(), "-m", "flows.worker", env.python(), "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process",
-                           "--name", f"{socket.gethostname()}-{os.getpid()}"],  # no --limit, see deploy.queues
+            "the worker",
+            [
+                env.python(),
+                "-m",
+                "flows.worker",
+                env.python(),
+                "-m",
+                "prefect",
+                "worker",
+                "start",
+                "--pool",
+                POOL,
+                "--type",
+                "process",
+                "--name",
+                f"{socket.gethostname()}-{os.getpid()}",
+            ],  # no --limit, see deploy.queues
             logs / "worker.log",
             # safe path: Prefect runs hooks as a script in its runner/, where its storage.py would hide our storage
-            env.child(state, PREFECT_API_URL=os.environ["PREFECT_API_URL"], PREFECT_WORKER_QUERY_SECONDS="2", PYTHONSAFEPATH="1",
-                      MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"], **({"POSTTRAIN_GPU_SLOTS": str(gpu_slots)} if gpu_slots else {})),
-            state, whole=False)
+            env.child(
+                state,
+                PREFECT_API_URL=os.environ["PREFECT_API_URL"],
+                PREFECT_WORKER_QUERY_SECONDS="2",
+                PYTHONSAFEPATH="1",
+                MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"],
+                **({"POSTTRAIN_GPU_SLOTS": str(gpu_slots)} if gpu_slots else {}),
+            ),
+            state,
+            whole=False,
+        )
         _note(state, alive, "worker", process, None, logs / "worker.log")
     return alive
 
 
 @contextlib.contextmanager
 def _starting(state: Path, say=lambda text: None) -> Iterator[None]:
-    """Held while servers of `state` are started or stopped: two that make the tables of one database at once fail, and of two that start at
-    once `services.json` would know only the later, and nothing could stop the other."""
+    """Held while servers of `state` are started or stopped: two that make the tables of one database at once fail, and
+    of two that start at once `services.json` would know only the later, and nothing could stop the other."""
     logs = state / "logs"
     logs.mkdir(exist_ok=True)
     with (logs / ".starting").open("a") as lock:
@@ -186,8 +249,9 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     (starting takes seconds in which the caller can import what it needs).
 
     Same database as `up` uses, so that runs made without a server are seen later in the UI. Unlike Prefect's own
-    temporary server it dies with its parent even when that is killed, and where it dies itself (the kernel ends one of the
-    processes of a machine without memory) it is started again, at the same port: without it a run would be told nothing for minutes and then fail.
+    temporary server it dies with its parent even when that is killed, and where it dies itself (the kernel ends one of
+    the processes of a machine without memory) it is started again, at the same port: without it a run would be told
+    nothing for minutes and then fail.
     """
     from importlib.util import find_spec
 
@@ -196,9 +260,14 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     logs = state / "logs"
     logs.mkdir(exist_ok=True)
     api = f"http://127.0.0.1:{port}/api"
-    environment = env.child(state, PREFECT_UI_ENABLED="0", PREFECT_API_URL=api, PREFECT__SERVER_FINAL="1",
-                            PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED="false",
-                            PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED="false")
+    environment = env.child(
+        state,
+        PREFECT_UI_ENABLED="0",
+        PREFECT_API_URL=api,
+        PREFECT__SERVER_FINAL="1",
+        PREFECT_SERVER_SERVICES_SCHEDULER_ENABLED="false",
+        PREFECT_SERVER_SERVICES_LATE_RUNS_ENABLED="false",
+    )
     held = contextlib.ExitStack()
     held.enter_context(_starting(state))  # until this one answers
     stopping = threading.Event()
@@ -206,11 +275,31 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     def start() -> subprocess.Popen:
         with (logs / "prefect-embedded.log").open("ab") as log:
             return subprocess.Popen(
-                [env.python(), "-m", "uvicorn", "--app-dir", str(site), "--factory",
-                 "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port),
-                 "--log-level", "error", "--lifespan", "on"],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=state,
-                start_new_session=True, preexec_fn=dies_with_parent())
+                [
+                    env.python(),
+                    "-m",
+                    "uvicorn",
+                    "--app-dir",
+                    str(site),
+                    "--factory",
+                    "prefect.server.api.server:create_app",
+                    "--host",
+                    "127.0.0.1",
+                    "--port",
+                    str(port),
+                    "--log-level",
+                    "error",
+                    "--lifespan",
+                    "on",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=state,
+                start_new_session=True,
+                preexec_fn=dies_with_parent(),
+            )
 
     def keep() -> None:  # lasts as long as the last one it started, which dies with this thread
         nonlocal process
@@ -218,7 +307,11 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
             status = process.wait()
             if stopping.is_set() or not left:
                 return
-            print(f"the embedded Prefect server ended with status {status} and is started again; its log: {logs / 'prefect-embedded.log'}", file=sys.stderr)
+            print(
+                f"the embedded Prefect server ended with status {status} and is started again; its log:"
+                f" {logs / 'prefect-embedded.log'}",
+                file=sys.stderr,
+            )
             process = start()
             if stopping.is_set():  # asked while it started
                 process.terminate()
@@ -261,18 +354,38 @@ def _drain() -> None:
             sys.modules["prefect.events.worker"].EventsWorker.drain_all(timeout=5)
 
 
-def _detach(name: str, command: list[str], log: Path, environment: dict[str, str], cwd: Path, whole: bool = True) -> subprocess.Popen:
-    """Start a service that outlives this process and is started again when it dies, in a session of its own; see `flows.keep`."""
+def _detach(
+    name: str, command: list[str], log: Path, environment: dict[str, str], cwd: Path, whole: bool = True
+) -> subprocess.Popen:
+    """Start a service that outlives this process and is started again when it dies, in a session of its own; see
+    `flows.keep`.
+    """
     with log.open("ab") as out:
-        return subprocess.Popen([env.python(), "-m", "flows.keep", *(["--whole"] if whole else []), name, *command], stdin=subprocess.DEVNULL,
-                                stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=cwd, start_new_session=True)
+        return subprocess.Popen(
+            [env.python(), "-m", "flows.keep", *(["--whole"] if whole else []), name, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        )
 
 
 def _entry(process: subprocess.Popen, base: str | None, log: Path) -> dict:
-    return {"url": base, "pid": process.pid, "boot": leases.boot_id(), "start": leases.start_time(process.pid), "log": str(log), "kept": True}
+    return {
+        "url": base,
+        "pid": process.pid,
+        "boot": leases.boot_id(),
+        "start": leases.start_time(process.pid),
+        "log": str(log),
+        "kept": True,
+    }
 
 
-def _note(state: Path, alive: dict[str, dict], name: str, process: subprocess.Popen, base: str | None, log: Path) -> None:
+def _note(
+    state: Path, alive: dict[str, dict], name: str, process: subprocess.Popen, base: str | None, log: Path
+) -> None:
     """Write down what was just started, before anything else can fail: what is in no file cannot be stopped later."""
     alive[name] = _entry(process, base, log)
     try:
@@ -287,13 +400,25 @@ def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
             if shutil.disk_usage(Path(log).parent).free < 2**20:
-                raise ServiceError(f"{name} did not start: {refusal(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), log))}")
+                raise ServiceError(
+                    f"{name} did not start: {refusal(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), log))}"
+                )
             for file in (state_of(log) / "prefect" / "prefect.db", state_of(log) / "mlflow.db"):
                 if file.stem in name.lower() and (wrong := database_damage(file)) is not None:
-                    raise ServiceError(f"{name} did not start: its database {file} is damaged ({wrong}). Move it away (mv {file} {file}.damaged; rm -f {file}-wal {file}-shm) and give the same command again; "
-                                       "`posttrain doctor` says what is in it and what is not")
-            newer = "Its database was written by a newer version of it; install that one (`pip install -U prefect mlflow`), or set POSTTRAIN_HOME to another directory. " if "Can't locate revision" in _tail(log, 60) else ""
-            raise ServiceError(f"{name} ended with status {process.returncode} while starting. {newer}Its log: {log}\n{_tail(log)}")
+                    raise ServiceError(
+                        f"{name} did not start: its database {file} is damaged ({wrong}). Move it away (mv {file}"
+                        f" {file}.damaged; rm -f {file}-wal {file}-shm) and give the same command again; `posttrain"
+                        " doctor` says what is in it and what is not"
+                    )
+            newer = (
+                "Its database was written by a newer version of it; install that one (`pip install -U prefect mlflow`),"
+                " or set POSTTRAIN_HOME to another directory. "
+                if "Can't locate revision" in _tail(log, 60)
+                else ""
+            )
+            raise ServiceError(
+                f"{name} ended with status {process.returncode} while starting. {newer}Its log: {log}\n{_tail(log)}"
+            )
         if answers(health):
             return
         time.sleep(0.1)
@@ -370,9 +495,16 @@ def down(state: Path, *, say=lambda text: None) -> list[str]:
 
 def _down(state: Path, say) -> list[str]:
     alive = running(state)
-    others = {name: process.username() for name, entry in alive.items() if (process := _process(entry)) and os.geteuid() not in (0, process.uids().real)}
+    others = {
+        name: process.username()
+        for name, entry in alive.items()
+        if (process := _process(entry)) and os.geteuid() not in (0, process.uids().real)
+    }
     if others:  # before any run is cancelled
-        raise ServiceError("; ".join(f"{name} was started by {user}" for name, user in others.items()) + "; only who started a server, or root, can stop it: ask for a `posttrain down`")
+        raise ServiceError(
+            "; ".join(f"{name} was started by {user}" for name, user in others.items())
+            + "; only who started a server, or root, can stop it: ask for a `posttrain down`"
+        )
     if "prefect" in alive and "worker" in alive and answers(alive["prefect"]["url"] + "/api/health"):
         os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"
         cancelled = _cancel_runs(wait=25)

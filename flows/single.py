@@ -52,18 +52,31 @@ def stage_flow(name: str):
     empty = inspect.Parameter.empty
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     required = any(field.is_required() for field in config_type.model_fields.values())
-    shape = [("inputs", inputs_type, inputs_type() if no_inputs else empty),
-             ("config", config_type, empty if required else config_type()),
-             ("seed", int, 0), ("name_as", Optional[str], None), ("force", bool, False)]
+    shape = [
+        ("inputs", inputs_type, inputs_type() if no_inputs else empty),
+        ("config", config_type, empty if required else config_type()),
+        ("seed", int, 0),
+        ("name_as", Optional[str], None),
+        ("force", bool, False),
+    ]
     # Parameters without a default may follow those with one here: Prefect passes all of them by name.
     order = sorted(shape, key=lambda item: item[2] is not empty)
     body.__name__ = body.__qualname__ = name
     body.__module__ = __name__
-    body.__doc__ = (inspect.getdoc(module) or name) + (
-        "\n\nArgs:\n    inputs: what the stage reads\n    config: the stage's settings\n    seed: seed of its random choices\n"
-        "    name_as: name to publish the outputs under\n    force: execute although a verified record exists\n")
+    body.__doc__ = (
+        (inspect.getdoc(module) or name)
+        + "\n\nArgs:\n    inputs: what the stage reads\n    config: the stage's settings\n    seed: seed of its random"
+        " choices\n    name_as: name to publish the outputs under\n    force: execute although a verified record"
+        " exists\n"
+    )
     parameters = [inspect.Parameter(key, kind, annotation=hint, default=default) for key, hint, default in order]
-    return typed_flow(body, parameters, name=f"stage-{name.replace('_', '-')}", flow_run_name=lambda: run_name(told), persist_result=False)
+    return typed_flow(
+        body,
+        parameters,
+        name=f"stage-{name.replace('_', '-')}",
+        flow_run_name=lambda: run_name(told),
+        persist_result=False,
+    )
 
 
 def conduct_stage(name: str, inputs: BaseModel, config: BaseModel, seed: int, name_as: str | None, force: bool) -> dict:
@@ -73,7 +86,13 @@ def conduct_stage(name: str, inputs: BaseModel, config: BaseModel, seed: int, na
     given = flatten_inputs(inputs)
     with recorded(f"stage:{name}", config, seed, [name] if force else [], {**given, "name_as": name_as}) as run:
         outputs = run(name, config=config, name_as=name_as, **given)
-    return {"run": run.record.run_id, "stage": name, "cached": outputs.cached, "outputs": outputs.refs, "metrics": outputs.metrics}
+    return {
+        "run": run.record.run_id,
+        "stage": name,
+        "cached": outputs.cached,
+        "outputs": outputs.refs,
+        "metrics": outputs.metrics,
+    }
 
 
 def flatten_inputs(inputs: BaseModel) -> dict[str, Any]:

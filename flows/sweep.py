@@ -1,12 +1,15 @@
 """sweep: a recipe or a stage over a grid of settings and several seeds, ranked by one metric.
 
-    posttrain sweep sft --input model=DIR --input data=FILE --over learning_rate=1e-5,3e-5,1e-4 --seeds 0,1 --metric validation/nll --goal min
-    posttrain sweep preference --set data.path=pairs.jsonl --set model=DIR --over dpo.beta=0.05,0.1,0.3 --metric evaluate_dpo.pair_accuracy
-    posttrain sweep rl --input model=REF --input data=REF --over kl_coef=0,0.02,0.1 --over preset=grpo,rloo --trials 4 --metric last/reward/mean
+    posttrain sweep sft --input model=DIR --input data=FILE --over learning_rate=1e-5,3e-5,1e-4 --seeds 0,1 --metric
+    validation/nll --goal min posttrain sweep preference --set data.path=pairs.jsonl --set model=DIR --over
+    dpo.beta=0.05,0.1,0.3 --metric evaluate_dpo.pair_accuracy posttrain sweep rl --input model=REF --input data=REF
+    --over kl_coef=0,0.02,0.1 --over preset=grpo,rloo --trials 4 --metric last/reward/mean
 
-A trial is one combination of the settings, run once per seed; what trials share (ingestion, or a whole recipe above the setting that differs) is
-computed once, and a finished trial is reused by any later sweep, recipe or stage run that asks for the same. A trial whose stage fails is listed as
-failed and the others go on. Where there are several GPUs, trials run side by side, one per slot. Nothing is promoted by a sweep. The steps are called TRIAL.STEP, so Prefect and MLflow show what belongs together.
+A trial is one combination of the settings, run once per seed; what trials share (ingestion, or a whole recipe above the
+setting that differs) is computed once, and a finished trial is reused by any later sweep, recipe or stage run that asks
+for the same. A trial whose stage fails is listed as failed and the others go on. Where there are several GPUs, trials
+run side by side, one per slot. Nothing is promoted by a sweep. The steps are called TRIAL.STEP, so Prefect and MLflow
+show what belongs together.
 """
 
 from __future__ import annotations
@@ -30,9 +33,17 @@ class Config(RecipeConfig):
     preset: Optional[str] = Field(None, title="Preset", description="Preset of the recipe that all trials start from.")
     inputs: dict[str, str] = Field({}, description="Inputs of the stage: name -> ref, path or hub id.")
     settings: dict[str, Any] = Field({}, description="Settings that all trials share, nested or with dotted keys.")
-    over: dict[str, list[Any]] = Field(description="Dotted setting (or inputs.NAME of a stage) -> its values; every combination is a trial.", min_length=1)
+    over: dict[str, list[Any]] = Field(
+        description="Dotted setting (or inputs.NAME of a stage) -> its values; every combination is a trial.",
+        min_length=1,
+    )
     seeds: list[int] = Field([], description="Seeds of every trial; empty: the sweep's own.")
-    trials: Optional[int] = Field(None, ge=1, title="Trials", description="That many combinations, drawn at random with the sweep's seed; empty: all.")
+    trials: Optional[int] = Field(
+        None,
+        ge=1,
+        title="Trials",
+        description="That many combinations, drawn at random with the sweep's seed; empty: all.",
+    )
     metric: str = Field(description="What ranks the trials: a metric of the stage; of a recipe STEP.METRIC.")
     goal: Literal["max", "min"] = Field("max", description="Whether more or less of the metric is better.")
 
@@ -55,7 +66,14 @@ class Trial(Run):
 
     def __call__(self, stage, label=None, *, config=None, name_as=None, seed=None, **inputs) -> Outputs:
         label = label or stage
-        self.found[label] = self.whole(stage, f"{self.name}.{label}", config=config, name_as=name_as, seed=self.seed if seed is None else seed, **inputs)
+        self.found[label] = self.whole(
+            stage,
+            f"{self.name}.{label}",
+            config=config,
+            name_as=name_as,
+            seed=self.seed if seed is None else seed,
+            **inputs,
+        )
         return self.found[label]
 
     def together(self, parts):
@@ -74,7 +92,10 @@ def sweep(run: Run, config: Config) -> dict:
     rows, failures, tries = [], [], []
     for title, values, seeds in planned(config):
         rows.append({"values": values, "seeds": len(seeds), "scores": [], "outputs": {}, "failed": 0})
-        tries += [(rows[-1], Trial(run, f"{title}.s{seed}" if len(seeds) > 1 else title, seed), settings, inputs) for seed, settings, inputs in seeds]
+        tries += [
+            (rows[-1], Trial(run, f"{title}.s{seed}" if len(seeds) > 1 else title, seed), settings, inputs)
+            for seed, settings, inputs in seeds
+        ]
 
     def tried(trial: Trial, settings: Any, inputs: dict[str, str]) -> tuple[Any, float | None] | StageError:
         try:
@@ -96,8 +117,15 @@ def sweep(run: Run, config: Config) -> dict:
     table, best = shown(rows, config.metric), rows[0]
     if run.record is not None:
         report(config, table, failures)
-    return {"trials": table, "failures": failures,
-            **({"best": {"settings": best["values"], config.metric: table[0][config.metric], "outputs": best["outputs"]}} if best["scores"] else {})}
+    return {
+        "trials": table,
+        "failures": failures,
+        **(
+            {"best": {"settings": best["values"], config.metric: table[0][config.metric], "outputs": best["outputs"]}}
+            if best["scores"]
+            else {}
+        ),
+    }
 
 
 def target(what: str) -> tuple[str, str]:
@@ -108,8 +136,11 @@ def target(what: str) -> tuple[str, str]:
     if name in STAGES:
         return "stage", name
     near = nearest(name, [*RECIPES, *STAGES])
-    raise ConfigError(f"a sweep runs a recipe or a stage, and {what!r} is neither; " + (f"did you mean {near!r}? " if near and near != "sweep" else "")
-                      + f"recipes: {', '.join(r for r in RECIPES if r != 'sweep')}; stages: {', '.join(STAGES)}")
+    raise ConfigError(
+        f"a sweep runs a recipe or a stage, and {what!r} is neither; "
+        + (f"did you mean {near!r}? " if near and near != "sweep" else "")
+        + f"recipes: {', '.join(r for r in RECIPES if r != 'sweep')}; stages: {', '.join(STAGES)}"
+    )
 
 
 def planned(config: Config) -> list[tuple[str, dict[str, Any], list[tuple[int, Any, dict[str, str]]]]]:
@@ -120,8 +151,14 @@ def planned(config: Config) -> list[tuple[str, dict[str, Any], list[tuple[int, A
     """
     kind, name = target(config.what)
     chosen = combinations(config)
-    return [(title, values, [(seed, *configured(kind, name, config, values, seed)) for seed in config.seeds or [config.seed]])
-            for title, values in zip(titles(chosen), chosen)]
+    return [
+        (
+            title,
+            values,
+            [(seed, *configured(kind, name, config, values, seed)) for seed in config.seeds or [config.seed]],
+        )
+        for title, values in zip(titles(chosen), chosen)
+    ]
 
 
 def combinations(config: Config) -> list[dict[str, Any]]:
@@ -133,10 +170,18 @@ def combinations(config: Config) -> list[dict[str, Any]]:
 
 
 def titles(chosen: list[dict[str, Any]]) -> list[str]:
-    """A name per trial that can stand in a step's: the last part of each setting that differs with its value, else a number."""
+    """A name per trial that can stand in a step's: the last part of each setting that differs with its value, else a
+    number.
+    """
     moving = [key for key in chosen[0] if len({str(values[key]) for values in chosen}) > 1] or list(chosen[0])
-    plain = all(isinstance(values[key], (str, int, float, bool)) and re.fullmatch(r"[A-Za-z0-9_.+-]{1,16}", str(values[key])) for values in chosen for key in moving)
-    names = ["_".join(f"{key.rpartition('.')[2]}-{values[key]}" for key in moving) for values in chosen] if plain else []
+    plain = all(
+        isinstance(values[key], (str, int, float, bool)) and re.fullmatch(r"[A-Za-z0-9_.+-]{1,16}", str(values[key]))
+        for values in chosen
+        for key in moving
+    )
+    names = (
+        ["_".join(f"{key.rpartition('.')[2]}-{values[key]}" for key in moving) for values in chosen] if plain else []
+    )
     if not names or max(map(len, names)) > 60 or len({*names}) < len(names):
         return [f"trial-{number}" for number in range(1, len(chosen) + 1)]
     return names
@@ -148,15 +193,29 @@ def configured(kind: str, name: str, config: Config, values: dict[str, Any], see
     Raises:
         ConfigError: a setting or an input that the recipe or stage does not have.
     """
-    inputs = {**config.inputs, **{key.removeprefix("inputs."): str(value) for key, value in values.items() if kind == "stage" and key.startswith("inputs.")}}
+    inputs = {
+        **config.inputs,
+        **{
+            key.removeprefix("inputs."): str(value)
+            for key, value in values.items()
+            if kind == "stage" and key.startswith("inputs.")
+        },
+    }
     moved = {key: value for key, value in values.items() if not (kind == "stage" and key.startswith("inputs."))}
-    given = merge(load_preset(name, config.preset) if kind == "recipe" and config.preset else {}, nested(config.settings))
+    given = merge(
+        load_preset(name, config.preset) if kind == "recipe" and config.preset else {}, nested(config.settings)
+    )
     given = merge(given, nested(moved))
     if kind == "recipe":
         if config.inputs:
-            raise ConfigError(f"{name} is a recipe and takes its data as settings, not as inputs; write for example settings: {{data: {{…}}}}; `posttrain run {name} --dry-run` lists them")
+            raise ConfigError(
+                f"{name} is a recipe and takes its data as settings, not as inputs; write for example settings: {{data:"
+                f" {{…}}}}; `posttrain run {name} --dry-run` lists them"
+            )
         if "seed" in moved:
-            raise ConfigError("seeds are not a setting to sweep over; write --seeds 0,1,2, and the table has their mean and range")
+            raise ConfigError(
+                "seeds are not a setting to sweep over; write --seeds 0,1,2, and the table has their mean and range"
+            )
         return build(get_recipe(name).config_type, {**given, "seed": seed}), {}
     if config.preset:
         raise ConfigError(f"{name} is a stage and has no presets of the command line; write its settings with --set")
@@ -190,18 +249,29 @@ def measured(kind: str, trial: Trial, metric: str) -> float | None:
     Raises:
         ConfigError: no step of the trial has such a metric.
     """
-    numbers = {(f"{label}.{key}" if kind == "recipe" else key): value for label, outputs in trial.found.items() for key, value in outputs.metrics.items()
-               if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    numbers = {
+        (f"{label}.{key}" if kind == "recipe" else key): value
+        for label, outputs in trial.found.items()
+        for key, value in outputs.metrics.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
     if not numbers:
         return None
     if metric not in numbers:
         near = nearest(metric, list(numbers))
-        raise ConfigError(f"trial {trial.name} has no metric {metric!r}; " + (f"did you mean {near!r}? " if near else "") + "it has: " + ", ".join(sorted(numbers)))
+        raise ConfigError(
+            f"trial {trial.name} has no metric {metric!r}; "
+            + (f"did you mean {near!r}? " if near else "")
+            + "it has: "
+            + ", ".join(sorted(numbers))
+        )
     return float(numbers[metric]) if math.isfinite(numbers[metric]) else None
 
 
 def order(row: dict[str, Any], goal: str) -> tuple:
-    """Sort key: best mean first, trials of which seeds failed or gave no finite number after those that are whole, those without any last."""
+    """Sort key: best mean first, trials of which seeds failed or gave no finite number after those that are whole,
+    those without any last.
+    """
     if not row["scores"]:
         return (2, 0.0)
     mean = statistics.fmean(row["scores"])
@@ -215,7 +285,10 @@ def shown(rows: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
         scores = row["scores"]
         found = {metric: statistics.fmean(scores) if scores else None}
         if len(scores) > 1:
-            found |= {"seeds": f"{min(scores):.4g} to {max(scores):.4g}", "standard error": statistics.stdev(scores) / math.sqrt(len(scores))}
+            found |= {
+                "seeds": f"{min(scores):.4g} to {max(scores):.4g}",
+                "standard error": statistics.stdev(scores) / math.sqrt(len(scores)),
+            }
         table.append({**row["values"], **found, **({"failed": row["failed"]} if failed else {})})
     return table
 
@@ -227,15 +300,24 @@ def report(config: Config, table: list[dict[str, Any]], failures: list[str]) -> 
 
     from stages.reporting.reports import document, markdown_table
 
-    sections = [("Trials, best first", markdown_table(table))] + ([("Failed", "\n".join(f"- {line}" for line in failures))] if failures else [])
+    sections = [("Trials, best first", markdown_table(table))] + (
+        [("Failed", "\n".join(f"- {line}" for line in failures))] if failures else []
+    )
     try:
-        create_markdown_artifact(key="sweep", markdown=document(f"Sweep of {config.what}", f"Ranked by {config.metric} ({config.goal}), mean over seeds.", *sections))
+        create_markdown_artifact(
+            key="sweep",
+            markdown=document(
+                f"Sweep of {config.what}", f"Ranked by {config.metric} ({config.goal}), mean over seeds.", *sections
+            ),
+        )
     except Exception as error:  # for the eye only
         get_run_logger().warning("no sweep artifact: %s", error)
 
 
 def parse_over(pairs: list[str]) -> dict[str, list[Any]]:
-    """['learning_rate=1e-5,1e-4', 'rewards=[[a], [b]]'] -> setting -> values; a value in brackets is a YAML list of values."""
+    """['learning_rate=1e-5,1e-4', 'rewards=[[a], [b]]'] -> setting -> values; a value in brackets is a YAML list of
+    values.
+    """
     found: dict[str, list[Any]] = {}
     for pair in pairs:
         key, sign, text = (part.strip() for part in pair.partition("="))
@@ -244,5 +326,9 @@ def parse_over(pairs: list[str]) -> dict[str, list[Any]]:
         if key in found:
             raise ConfigError(f"--over {key} is given twice; write all its values in one: --over {key}=VALUE,VALUE")
         listed = scalar(text) if text.startswith("[") else None
-        found[key] = listed if isinstance(listed, list) else [scalar(part.strip()) for part in ([text] if text.startswith("[") else text.split(","))]
+        found[key] = (
+            listed
+            if isinstance(listed, list)
+            else [scalar(part.strip()) for part in ([text] if text.startswith("[") else text.split(","))]
+        )
     return found

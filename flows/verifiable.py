@@ -1,6 +1,6 @@
 """verifiable: problems whose answers can be checked, such as GSM8K: SFT on solutions, then RL against the verifier.
 
-    posttrain run verifiable --set data.demonstrations=gsm8k_train.jsonl --set model=path/or/hub-id
+posttrain run verifiable --set data.demonstrations=gsm8k_train.jsonl --set model=path/or/hub-id
 """
 
 from __future__ import annotations
@@ -22,24 +22,42 @@ from stages.spec import StageConfig
 
 
 class Data(StageConfig):
-    demonstrations: str = Field(description="Worked solutions: a file, directory, dataset ref or hub id (GSM8K's form, or conversations).")
-    prompts: Optional[str] = Field(None, title="Prompts", description="Problems with answers to train RL on; empty: those of the demonstrations.")
-    test: Optional[str] = Field(None, title="Test", description="Problems with answers to judge on; empty: the test split of the prompts.")
+    demonstrations: str = Field(
+        description="Worked solutions: a file, directory, dataset ref or hub id (GSM8K's form, or conversations)."
+    )
+    prompts: Optional[str] = Field(
+        None, title="Prompts", description="Problems with answers to train RL on; empty: those of the demonstrations."
+    )
+    test: Optional[str] = Field(
+        None, title="Test", description="Problems with answers to judge on; empty: the test split of the prompts."
+    )
 
 
 class Config(RewardSources, RecipeConfig):
     model: str = Field(description="The policy to improve: a ref, a model directory or a hub id.")
     data: Data = Field(description="The problems and their solutions.")
-    ingest_demonstrations: IngestConfig = Field(IngestConfig(kind="demonstrations/1", validation_fraction=0.02, test_fraction=0.05, decontaminate="coverage"),
-                                              description="Checks and splits of the solutions; those of test problems (data.test) are left out.")
-    ingest_prompts: IngestConfig = Field(IngestConfig(kind="prompts/1", validation_fraction=0.02, test_fraction=0.05, decontaminate="coverage"),
-                                        description="Checks and splits of the problems; those among the test problems (data.test) are left out.")
-    ingest_test: IngestConfig = Field(IngestConfig(kind="prompts/1", **ALL_TEST), description="Checks and splits of the test problems.")
+    ingest_demonstrations: IngestConfig = Field(
+        IngestConfig(kind="demonstrations/1", validation_fraction=0.02, test_fraction=0.05, decontaminate="coverage"),
+        description="Checks and splits of the solutions; those of test problems (data.test) are left out.",
+    )
+    ingest_prompts: IngestConfig = Field(
+        IngestConfig(kind="prompts/1", validation_fraction=0.02, test_fraction=0.05, decontaminate="coverage"),
+        description="Checks and splits of the problems; those among the test problems (data.test) are left out.",
+    )
+    ingest_test: IngestConfig = Field(
+        IngestConfig(kind="prompts/1", **ALL_TEST), description="Checks and splits of the test problems."
+    )
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on the solutions.")
     rl: RLConfig = Field(RLConfig(), description="Reinforcement learning against the verifier.")
     evaluate: EvaluateConfig = Field(EvaluateConfig(), description="Evaluation on held-out problems.")
-    contamination: ContaminationConfig = Field(ContaminationConfig(), description="What of the held-out problems is in the training data of the last model and its ancestors.")
-    promote: GateConfig = Field(GateConfig(prompts="confirmation"), description="The promotion gate; the best model is chosen on the other half of the prompts.")
+    contamination: ContaminationConfig = Field(
+        ContaminationConfig(),
+        description="What of the held-out problems is in the training data of the last model and its ancestors.",
+    )
+    promote: GateConfig = Field(
+        GateConfig(prompts="confirmation"),
+        description="The promotion gate; the best model is chosen on the other half of the prompts.",
+    )
     promote_as: str = Field("solver", description="Registered name whose champion the best model challenges.")
 
 
@@ -52,12 +70,26 @@ def verifiable(run: Run, config: Config) -> dict:
     test = ingest(run, "test", config.data.test, config) if config.data.test else prompts
 
     instructed = run("sft", model=config.model, data=demonstrations, config=config.sft, name_as="sft")["model"]
-    reinforced = run("rl", model=instructed, data=prompts, config=config.rl, name_as="rl",
-                     **reward_inputs(source, config, config.rl.rewards, instructed))["model"]
+    reinforced = run(
+        "rl",
+        model=instructed,
+        data=prompts,
+        config=config.rl,
+        name_as="rl",
+        **reward_inputs(source, config, config.rl.rewards, instructed),
+    )["model"]
 
     models = {"start": config.model, "sft": instructed, "rl": reinforced}
     held_out = {"prompts": test, **reward_inputs(source, config, config.evaluate.rewards, instructed)}
     evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, **held_out)
     clean = contamination(run, models, evaluations, test, config)
-    decision = promote(run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, **held_out)
-    return {"models": models, "scores": evaluations.table(), "best": evaluations.best, "contamination": clean["scores"], "decision": decision}
+    decision = promote(
+        run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, **held_out
+    )
+    return {
+        "models": models,
+        "scores": evaluations.table(),
+        "best": evaluations.best,
+        "contamination": clean["scores"],
+        "decision": decision,
+    }

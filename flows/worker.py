@@ -1,7 +1,8 @@
-"""Starts a worker: `python -m flows.worker COMMAND…` sees to the runs that died with an earlier one and becomes the command.
+"""Starts a worker: `python -m flows.worker COMMAND…` sees to the runs that died with an earlier one and becomes the
+command.
 
-Prefect's automation "heartbeat lost" waits for heartbeats that a server has seen since it started. A run that is killed together with its
-server sends none to the next one and would stay Running for ever; its process says whether it lives.
+Prefect's automation "heartbeat lost" waits for heartbeats that a server has seen since it started. A run that is killed
+together with its server sends none to the next one and would stay Running for ever; its process says whether it lives.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ PENDING_SECONDS = 30.0  # a run that another worker of this machine is about to 
 
 
 def recover(pool: str) -> list[str]:
-    """Declare Crashed the pool's runs whose process is gone, and start again those that the automation "recover crashed runs" would; returns the ids.
+    """Declare Crashed the pool's runs whose process is gone, and start again those that the automation "recover crashed
+    runs" would; returns the ids.
 
-    It is not left to the automation, which misses what happens before its server has read it. It sees the new state and does nothing.
+    It is not left to the automation, which misses what happens before its server has read it. It sees the new state and
+    does nothing.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
@@ -30,7 +33,9 @@ def recover(pool: str) -> list[str]:
     ours = WorkPoolFilter.model_validate({"name": {"any_": [pool]}})
     with get_client(sync_client=True) as client:
         found = client.read_flow_runs(flow_run_filter=active, work_pool_filter=ours)
-        alone = bool(found) and all(worker.name.startswith(f"{socket.gethostname()}-") for worker in client.read_workers_for_work_pool(pool))
+        alone = bool(found) and all(
+            worker.name.startswith(f"{socket.gethostname()}-") for worker in client.read_workers_for_work_pool(pool)
+        )
         dead = [run for run in found if gone(run, alone)]
         again = bool(dead) and recovery_enabled()
         for run in dead:
@@ -41,15 +46,21 @@ def recover(pool: str) -> list[str]:
 
 
 def gone(run: Any, alone: bool) -> bool:
-    """Whether the process of an active flow run has ended. alone: all workers of its pool are on this machine; else only a run whose record names its process is judged."""
+    """Whether the process of an active flow run has ended. alone: all workers of its pool are on this machine; else
+    only a run whose record names its process is judged.
+    """
     from storage import leases, records
 
-    of_run = [one.data for one in records.all_runs() if (one.data.get("prefect") or {}).get("flow_run_id") == str(run.id)]
+    of_run = [
+        one.data for one in records.all_runs() if (one.data.get("prefect") or {}).get("flow_run_id") == str(run.id)
+    ]
     if run.state.is_running() and of_run and of_run[0]["status"] == "RUNNING" and not engine(run):
         return not leases.alive(of_run[0]["owner"])
     if not alone or engine(run):
         return False
-    return run.state.is_running() or datetime.now(timezone.utc) - run.state.timestamp > timedelta(seconds=PENDING_SECONDS)
+    return run.state.is_running() or datetime.now(timezone.utc) - run.state.timestamp > timedelta(
+        seconds=PENDING_SECONDS
+    )
 
 
 def engine(run: Any) -> bool:
@@ -83,7 +94,11 @@ def main(command: list[str]) -> None:
         for run in recover(POOL):
             print(f"flow run {run}: its process is gone", flush=True)
     except Exception as error:  # the worker is wanted all the same
-        print(f"runs that died with an earlier worker were not looked for ({type(error).__name__}: {error}); `posttrain down` and `posttrain up` look again", flush=True)
+        print(
+            f"runs that died with an earlier worker were not looked for ({type(error).__name__}: {error}); `posttrain"
+            " down` and `posttrain up` look again",
+            flush=True,
+        )
     os.execvp(command[0], command)
 
 

@@ -1,14 +1,14 @@
 """align: direct alignment of a policy on preference data (DPO and its relatives).
 
-A method is a row of ``stages.algorithms.DIRECT_METHODS``; it says which data it reads: pairs, single responses with a label (KTO,
-BCO), rankings of K responses (Plackett-Luce DPO, SPPO, RRHF) or paired segments (2D-DPO). Data of another kind is converted where
-ingestion has a rule for it.
+A method is a row of ``stages.algorithms.DIRECT_METHODS``; it says which data it reads: pairs, single responses with a
+label (KTO, BCO), rankings of K responses (Plackett-Luce DPO, SPPO, RRHF) or paired segments (2D-DPO). Data of another
+kind is converted where ingestion has a rule for it.
 
-Log-probabilities of a frozen reference are computed once, before training, into a dataset (catalogue ``da.ref_cache``); a cache
-from an earlier run can be given as input and is used only if its fingerprints match. A moving reference (``reference_update``) is
-kept in memory instead. At step 0 policy equals reference, so DPO's loss must be ln 2: that is checked (``da.dpo``). Chosen and
-rejected log-probabilities are logged separately, with the displacement metrics of ``da.displacement``; for methods without a
-reference these are relative to the starting policy, on the held-out rows.
+Log-probabilities of a frozen reference are computed once, before training, into a dataset (catalogue ``da.ref_cache``);
+a cache from an earlier run can be given as input and is used only if its fingerprints match. A moving reference
+(``reference_update``) is kept in memory instead. At step 0 policy equals reference, so DPO's loss must be ln 2: that is
+checked (``da.dpo``). Chosen and rejected log-probabilities are logged separately, with the displacement metrics of
+``da.displacement``; for methods without a reference these are relative to the starting policy, on the held-out rows.
 """
 
 from __future__ import annotations
@@ -19,92 +19,258 @@ from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import Role
 from stages.settings import ChatConfig, OptimizerConfig
-from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
+from stages.spec import (
+    ConfigError,
+    InputSpec,
+    OutputSpec,
+    StageConfig,
+    StageSpec,
+    left_out,
+    refuse_no_rows,
+    warn_of_cut_rows,
+)
 
-
-Method = Literal["dpo", "cdpo", "robust_dpo", "soft_dpo", "ipo", "soft_ipo", "hinge_norm", "length_norm", "apo_zero", "apo_down", "discopop",
-                 "discovered", "pfl", "aql", "written", "cal_dpo", "nca_pair", "exo_pair", "r_dpo", "wpo", "aot_unpaired", "aot_paired", "dpo_nll", "mdpo", "2d_dpo", "odpo", "rpo", "rebel",
-                 "pl_dpo", "sppo", "sppo_hard", "rrhf", "kto", "bco", "bco_pair", "apo_zero_unpaired", "reference_free", "simpo", "alphapo",
-                 "cpo", "orpo", "slic"]
+Method = Literal[
+    "dpo",
+    "cdpo",
+    "robust_dpo",
+    "soft_dpo",
+    "ipo",
+    "soft_ipo",
+    "hinge_norm",
+    "length_norm",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "discovered",
+    "pfl",
+    "aql",
+    "written",
+    "cal_dpo",
+    "nca_pair",
+    "exo_pair",
+    "r_dpo",
+    "wpo",
+    "aot_unpaired",
+    "aot_paired",
+    "dpo_nll",
+    "mdpo",
+    "2d_dpo",
+    "odpo",
+    "rpo",
+    "rebel",
+    "pl_dpo",
+    "sppo",
+    "sppo_hard",
+    "rrhf",
+    "kto",
+    "bco",
+    "bco_pair",
+    "apo_zero_unpaired",
+    "reference_free",
+    "simpo",
+    "alphapo",
+    "cpo",
+    "orpo",
+    "slic",
+]
 
 
 class Addend(StageConfig):
     """One more loss on the same pairs, for losses that are sums of several (MPO, Wang et al. 2024)."""
 
-    method: Method = Field(description="A row of stages.algorithms.DIRECT_METHODS on pairs, with a reference where the stage's method has one.")
+    method: Method = Field(
+        description=(
+            "A row of stages.algorithms.DIRECT_METHODS on pairs, with a reference where the stage's method has one."
+        )
+    )
     weight: float = Field(1.0, gt=0, description="Factor in the sum (TRL loss_weights; MPO 0.2 for bco_pair).")
-    beta: float | None = Field(None, gt=0, title="Beta", description="As of the stage's method, whose value it has where this is empty.")
-    options: dict[str, bool | float | str] = Field(default_factory=dict, description="The loss's own options, as of the stage's method.")
+    beta: float | None = Field(
+        None, gt=0, title="Beta", description="As of the stage's method, whose value it has where this is empty."
+    )
+    options: dict[str, bool | float | str] = Field(
+        default_factory=dict, description="The loss's own options, as of the stage's method."
+    )
 
 
 class Config(OptimizerConfig, ChatConfig):
     LORA_RATE: ClassVar[float] = 10.0
 
     method: Method = Field("dpo", description="Direct-alignment loss (stages.algorithms.DIRECT_METHODS).")
-    beta: float | None = Field(None, gt=0, title="Beta", description="Strength of the tie to the reference: higher stays closer; default the method's (dpo 0.1).")
-    learning_rate: float = Field(5e-7, gt=0, description="Peak learning rate (ours 5e-7, with LoRA 5e-6; TRL 1e-6; texts: very low).")
+    beta: float | None = Field(
+        None,
+        gt=0,
+        title="Beta",
+        description="Strength of the tie to the reference: higher stays closer; default the method's (dpo 0.1).",
+    )
+    learning_rate: float = Field(
+        5e-7, gt=0, description="Peak learning rate (ours 5e-7, with LoRA 5e-6; TRL 1e-6; texts: very low)."
+    )
     batch_size: int = Field(32, ge=1, description="Pairs (rows, prompts) per optimizer step (texts 32-64).")
     num_train_epochs: float = Field(1.0, gt=0, description="Passes over the data.")
-    max_steps: int | None = Field(None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs.")
+    max_steps: int | None = Field(
+        None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs."
+    )
     max_length: int = Field(1024, ge=8, description="Tokens of prompt and longest response.")
-    options: dict[str, bool | float | str] = Field(default_factory=dict, description="The method's own options, e.g. label_smoothing for cdpo.")
-    also: list[Addend] = Field(default_factory=list, description="Losses that are added to the method's (TRL's list of loss_type); MPO is loss_weight=0.8 "
-                               "also='[{method: bco_pair, weight: 0.2}]' nll_coef=1 nll_reduction=token-mean.")
-    loss_weight: float = Field(1.0, gt=0, description="Weight of the method's own loss beside those of `also` and the NLL term (MPO 0.8).")
-    mask_formatting: bool = Field(False, description="Leave formatting tokens out of the log-probs of all responses: turn headers and end of turn, which chosen and rejected share and whose "
-                                                     "likelihood the loss would push both ways (Llama 3).")
+    options: dict[str, bool | float | str] = Field(
+        default_factory=dict, description="The method's own options, e.g. label_smoothing for cdpo."
+    )
+    also: list[Addend] = Field(
+        default_factory=list,
+        description=(
+            "Losses that are added to the method's (TRL's list of loss_type); MPO is loss_weight=0.8 "
+            "also='[{method: bco_pair, weight: 0.2}]' nll_coef=1 nll_reduction=token-mean."
+        ),
+    )
+    loss_weight: float = Field(
+        1.0, gt=0, description="Weight of the method's own loss beside those of `also` and the NLL term (MPO 0.8)."
+    )
+    mask_formatting: bool = Field(
+        False,
+        description=(
+            "Leave formatting tokens out of the log-probs of all responses: turn headers and end of turn, which chosen"
+            " and rejected share and whose likelihood the loss would push both ways (Llama 3)."
+        ),
+    )
     logp_reduction: Literal["sum", "mean"] | None = Field(
-        None, title="Log-prob reduction", description="Token log-probs of a pair's responses summed or averaged; default the method's (TRL's ipo: mean).")
+        None,
+        title="Log-prob reduction",
+        description="Token log-probs of a pair's responses summed or averaged; default the method's (TRL's ipo: mean).",
+    )
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = Field(
-        "reverse_kl", description="f-DPO: the divergence whose derivative at policy/reference is the implicit reward, for methods that compare such rewards (dpo, ipo, length_norm ...).")
-    f_alpha_divergence_coef: float = Field(0.5, ge=0, le=1, description="f_divergence_type=alpha_divergence: its alpha; 0 is forward_kl, 1 reverse_kl (TRL 0.5).")
-    ld_alpha: float | None = Field(None, ge=0, le=1, title="LD alpha", description="LD-DPO: weight of the log-probs that a response has beyond the length of the pair's shorter one, in policy and "
-                                                                                   "reference; empty or 1: all tokens count alike.")
-    nll_coef: float | None = Field(None, ge=0, title="NLL coefficient", description="Coefficient of an NLL term on the chosen response; default the method's "
-                                   "(cpo, dpo_nll, orpo 1; else 0). simpo with nll_coef is CPO-SimPO.")
+        "reverse_kl",
+        description=(
+            "f-DPO: the divergence whose derivative at policy/reference is the implicit reward, for methods that"
+            " compare such rewards (dpo, ipo, length_norm ...)."
+        ),
+    )
+    f_alpha_divergence_coef: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="f_divergence_type=alpha_divergence: its alpha; 0 is forward_kl, 1 reverse_kl (TRL 0.5).",
+    )
+    ld_alpha: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        title="LD alpha",
+        description=(
+            "LD-DPO: weight of the log-probs that a response has beyond the length of the pair's shorter one, in policy"
+            " and reference; empty or 1: all tokens count alike."
+        ),
+    )
+    nll_coef: float | None = Field(
+        None,
+        ge=0,
+        title="NLL coefficient",
+        description=(
+            "Coefficient of an NLL term on the chosen response; default the method's "
+            "(cpo, dpo_nll, orpo 1; else 0). simpo with nll_coef is CPO-SimPO."
+        ),
+    )
     nll_reduction: Literal["seq-mean", "seq-sum", "token-mean"] | None = Field(
-        None, title="NLL reduction", description="Of the NLL term: per response (mean or sum of its tokens), or the mean over all chosen tokens of the step (TRL's loss_type sft); "
-        "default the method's (cpo: seq-sum).")
+        None,
+        title="NLL reduction",
+        description=(
+            "Of the NLL term: per response (mean or sum of its tokens), or the mean over all chosen tokens of the step"
+            " (TRL's loss_type sft); default the method's (cpo: seq-sum)."
+        ),
+    )
     reference_update: Literal["frozen", "tr_soft", "ema", "per_interval"] = Field(
-        "frozen", description="Moving reference (da.reference): tr_soft = mixed in every reference_interval steps (TR-DPO), ema = every step, "
-        "per_interval = copied every reference_interval steps (BPO).")
-    reference_alpha: float = Field(0.6, gt=0, le=1, description="tr_soft: share of the policy, ref <- a*pi + (1-a)*ref (TRL 0.6).")
-    reference_decay: float = Field(0.995, ge=0, lt=1, description="ema: share of the old reference, ref <- d*ref + (1-d)*pi.")
-    reference_interval: int = Field(512, ge=1, description="tr_soft, per_interval: optimizer steps between updates (TRL 512).")
+        "frozen",
+        description=(
+            "Moving reference (da.reference): tr_soft = mixed in every reference_interval steps (TR-DPO), ema = every"
+            " step, per_interval = copied every reference_interval steps (BPO)."
+        ),
+    )
+    reference_alpha: float = Field(
+        0.6, gt=0, le=1, description="tr_soft: share of the policy, ref <- a*pi + (1-a)*ref (TRL 0.6)."
+    )
+    reference_decay: float = Field(
+        0.995, ge=0, lt=1, description="ema: share of the old reference, ref <- d*ref + (1-d)*pi."
+    )
+    reference_interval: int = Field(
+        512, ge=1, description="tr_soft, per_interval: optimizer steps between updates (TRL 512)."
+    )
     z_ref_mode: Literal["batch_mismatched", "heldout", "zero"] = Field(
-        "batch_mismatched", description="kto: reference point z0 from mismatched pairs of each step, of the validation rows at each validation pass, or 0.")
+        "batch_mismatched",
+        description=(
+            "kto: reference point z0 from mismatched pairs of each step, of the validation rows at each validation"
+            " pass, or 0."
+        ),
+    )
     win_probability: Literal["ranks", "bradley_terry", "scores"] = Field(
-        "ranks", description="sppo: P(y beats the prompt's other responses) from ranks, from sigma of score differences, or the scores themselves.")
-    segment_pairing: Literal["by_index", "top_chosen_vs_bottom_rejected"] = Field("by_index", description="2d_dpo: which segments are compared.")
-    corruption: Literal["drop", "shuffle", "truncate"] = Field("drop", description="mdpo: what is done to the parts of the prompt's last message.")
+        "ranks",
+        description=(
+            "sppo: P(y beats the prompt's other responses) from ranks, from sigma of score differences, or the scores"
+            " themselves."
+        ),
+    )
+    segment_pairing: Literal["by_index", "top_chosen_vs_bottom_rejected"] = Field(
+        "by_index", description="2d_dpo: which segments are compared."
+    )
+    corruption: Literal["drop", "shuffle", "truncate"] = Field(
+        "drop", description="mdpo: what is done to the parts of the prompt's last message."
+    )
     corruption_share: float = Field(0.5, gt=0, lt=1, description="mdpo: share of the parts dropped or cut off.")
-    stage_index: int | None = Field(None, ge=0, title="Stage index", description="Train only on rows of this curriculum stage (column stage_index).")
-    eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end.")
+    stage_index: int | None = Field(
+        None, ge=0, title="Stage index", description="Train only on rows of this curriculum stage (column stage_index)."
+    )
+    eval_every: int = Field(
+        0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end."
+    )
     eval_rows: int = Field(1000, ge=0, description="Held-out rows used at most.")
 
     @field_validator("method", mode="before")
     @classmethod
     def _which_aot(cls, value):
         if value == "aot":
-            raise ValueError("aot has two meanings: it sorted chosen and rejected responses each by themselves here, which is aot_unpaired, and in TRL it sorts the differences of pairs, "
-                             "which is aot_paired; write the one that is meant")
+            raise ValueError(
+                "aot has two meanings: it sorted chosen and rejected responses each by themselves here, which is"
+                " aot_unpaired, and in TRL it sorts the differences of pairs, which is aot_paired; write the one that"
+                " is meant"
+            )
         return value
 
     @model_validator(mode="after")
     def _heldout_z0(self):
         if self.method == "kto" and self.z_ref_mode == "heldout" and not self.eval_every:
-            raise ValueError("z_ref_mode=heldout estimates z0 at every validation pass, and eval_every=0 makes none while it trains, so that z0 stays that of the start, 0; "
-                             "write eval_every=STEPS, or z_ref_mode=batch_mismatched")
+            raise ValueError(
+                "z_ref_mode=heldout estimates z0 at every validation pass, and eval_every=0 makes none while it trains,"
+                " so that z0 stays that of the start, 0; write eval_every=STEPS, or z_ref_mode=batch_mismatched"
+            )
         return self
 
     def effective(self) -> dict:
         from stages.algorithms import DIRECT_METHODS
 
         row = DIRECT_METHODS[self.method]
-        of_method = {"beta": row.default_beta, "logp_reduction": row.logp_reduction, "nll_coef": row.nll_coef, "nll_reduction": row.nll_reduction}
-        added = {"also": [{**one.model_dump(), "beta": one.beta or self.beta or row.default_beta or DIRECT_METHODS[one.method].default_beta, "options": {**DIRECT_METHODS[one.method].options, **one.options}}
-                          for one in self.also]} if self.also else {}
-        return {**added, "options": {**row.options, **row.settings, **self.options}, **{name: value for name, value in of_method.items() if getattr(self, name) is None}}
+        of_method = {
+            "beta": row.default_beta,
+            "logp_reduction": row.logp_reduction,
+            "nll_coef": row.nll_coef,
+            "nll_reduction": row.nll_reduction,
+        }
+        added = (
+            {
+                "also": [
+                    {
+                        **one.model_dump(),
+                        "beta": one.beta or self.beta or row.default_beta or DIRECT_METHODS[one.method].default_beta,
+                        "options": {**DIRECT_METHODS[one.method].options, **one.options},
+                    }
+                    for one in self.also
+                ]
+            }
+            if self.also
+            else {}
+        )
+        return {
+            **added,
+            "options": {**row.options, **row.settings, **self.options},
+            **{name: value for name, value in of_method.items() if getattr(self, name) is None},
+        }
 
 
 def roles(config, given) -> list[Role]:
@@ -121,15 +287,47 @@ def roles(config, given) -> list[Role]:
 
 
 SPEC = StageSpec(
-    name="align", config=Config, gpu=True, parallel=True, roles=roles,
-    inputs={"model": InputSpec("model", doc="Policy to start from (normally the SFT model)."),
-            "data": InputSpec("dataset", kinds=("pairs/1", "unpaired/1", "rankings/1", "segments/1"), doc="Preference data of the method's kind, or convertible to it."),
-            "reference": InputSpec("model", required=False, doc="Reference policy; default: the starting policy."),
-            "ref_logps": InputSpec("dataset", kinds=("ref_logps/1", "ref_values/1"), required=False, doc="Reference log-probs of an earlier run."),
-            "targets": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="slic: target answers, by prompt; default: the chosen answers."),
-            "objective": InputSpec("dataset", kinds=("objectives/1",), required=False, doc="written: the loss, from the `objective` stage; default: options.code.")},
-    outputs={"model": OutputSpec("model", role="policy"),
-             "ref_logps": OutputSpec("dataset", required=False, doc="Log-probs under the frozen reference; methods without one, and moving ones, have none.")})
+    name="align",
+    config=Config,
+    gpu=True,
+    parallel=True,
+    roles=roles,
+    inputs={
+        "model": InputSpec("model", doc="Policy to start from (normally the SFT model)."),
+        "data": InputSpec(
+            "dataset",
+            kinds=("pairs/1", "unpaired/1", "rankings/1", "segments/1"),
+            doc="Preference data of the method's kind, or convertible to it.",
+        ),
+        "reference": InputSpec("model", required=False, doc="Reference policy; default: the starting policy."),
+        "ref_logps": InputSpec(
+            "dataset",
+            kinds=("ref_logps/1", "ref_values/1"),
+            required=False,
+            doc="Reference log-probs of an earlier run.",
+        ),
+        "targets": InputSpec(
+            "dataset",
+            kinds=("demonstrations/1",),
+            required=False,
+            doc="slic: target answers, by prompt; default: the chosen answers.",
+        ),
+        "objective": InputSpec(
+            "dataset",
+            kinds=("objectives/1",),
+            required=False,
+            doc="written: the loss, from the `objective` stage; default: options.code.",
+        ),
+    },
+    outputs={
+        "model": OutputSpec("model", role="policy"),
+        "ref_logps": OutputSpec(
+            "dataset",
+            required=False,
+            doc="Log-probs under the frozen reference; methods without one, and moving ones, have none.",
+        ),
+    },
+)
 
 
 def run(stage):
@@ -151,8 +349,10 @@ def run(stage):
     method, unit = objective.reads, UNIT[objective.method.data]
     renderer = stage_renderer(stage)
     if stage.has("reference") and renderer_for(stage.path("reference")).vocabulary_hash != renderer.vocabulary_hash:
-        raise ConfigError("the input `reference` has another tokenizer than the policy, so the same ids are other words to it; give a model with the policy's vocabulary, "
-                         "normally the one that training starts from.")
+        raise ConfigError(
+            "the input `reference` has another tokenizer than the policy, so the same ids are other words to it; give a"
+            " model with the policy's vocabulary, normally the one that training starts from."
+        )
     encode = Encoder(renderer, method, config, stage.rng, target_answers(stage, method))
     train = encode(data, "train")
     dropped = dict(encode.dropped)
@@ -165,7 +365,10 @@ def run(stage):
     frozen = method.needs_reference and config.reference_update == "frozen"
     seen = rows_seen(stage, train, config)
     if not frozen and stage.has("ref_logps"):
-        raise ConfigError(f"method {config.method} with reference_update={config.reference_update} has no frozen reference; leave the ref_logps input out.")
+        raise ConfigError(
+            f"method {config.method} with reference_update={config.reference_update} has no frozen reference; leave the"
+            " ref_logps input out."
+        )
     model, moving = policy_to_train(stage), None
     check_ids(model, train + validation, renderer)
     if method.needs_reference and not frozen:
@@ -173,42 +376,79 @@ def run(stage):
     source = AlignmentRows(stage, model, objective, train, validation, moving)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     if config.reference_update in ("tr_soft", "per_interval") and config.reference_interval >= source.total_steps:
-        stage.warn("reference_never_moves", f"reference_update={config.reference_update} moves the reference every reference_interval={config.reference_interval} steps, and this run has "
-                   f"{source.total_steps} optimizer steps, so that it stays where it was. Write a smaller reference_interval, or reference_update=frozen.")
+        stage.warn(
+            "reference_never_moves",
+            f"reference_update={config.reference_update} moves the reference every"
+            f" reference_interval={config.reference_interval} steps, and this run has {source.total_steps} optimizer"
+            " steps, so that it stays where it was. Write a smaller reference_interval, or reference_update=frozen.",
+        )
     if frozen:
         add_reference(stage, renderer, objective, seen + validation, model)
     elif not method.needs_reference:  # held-out displacement is measured from the start instead
         for item, values in zip(validation, objective.log_probs(model, validation, stage.device)):
             item.extra["ref"] = values
     if config.method == "dpo" and not config.also and not stage.has("reference") and stage.checkpoints.latest() is None:
-        first = seen[:config.batch_size]
+        first = seen[: config.batch_size]
         source.prepare(first)
         loss = trainer.evaluate(first)["loss"]
         rounding = 1e-4 if config.compute_dtype == "float32" else 2e-2  # of bfloat16, which depends on the micro-batch
-        if not objective.nll_coef and any(i.extra["weight"] for i in first) and abs(loss - math.log(2)) > rounding * max(1.0, objective.scale * 10):
-            raise TrainingError(f"Policy equals reference at step 0, so the DPO loss must be ln 2 = 0.6931, but it is {loss:.6f}. The "
-                                "cached reference does not belong to this model and data; drop the ref_logps input.")
-    preflight(stage, trainer, seen, config.batch_size, renderer, prepare=source.prepare, completions_end=not config.mask_formatting)
-    _, final = fit(stage, trainer, source, evaluate=(lambda: source.evaluate(trainer)) if validation else None, eval_every=config.eval_every)
+        if (
+            not objective.nll_coef
+            and any(i.extra["weight"] for i in first)
+            and abs(loss - math.log(2)) > rounding * max(1.0, objective.scale * 10)
+        ):
+            raise TrainingError(
+                f"Policy equals reference at step 0, so the DPO loss must be ln 2 = 0.6931, but it is {loss:.6f}. The "
+                "cached reference does not belong to this model and data; drop the ref_logps input."
+            )
+    preflight(
+        stage,
+        trainer,
+        seen,
+        config.batch_size,
+        renderer,
+        prepare=source.prepare,
+        completions_end=not config.mask_formatting,
+    )
+    _, final = fit(
+        stage,
+        trainer,
+        source,
+        evaluate=(lambda: source.evaluate(trainer)) if validation else None,
+        eval_every=config.eval_every,
+    )
     publish(stage, model, renderer.tokenizer)
-    summary = {"steps": trainer.step_index, unit: len(train), "skipped_steps": trainer.skipped,
-               **{f"dropped/{k}": v for k, v in dropped.items()}, **{f"validation/{k}": v for k, v in final.items()}}
+    summary = {
+        "steps": trainer.step_index,
+        unit: len(train),
+        "skipped_steps": trainer.skipped,
+        **{f"dropped/{k}": v for k, v in dropped.items()},
+        **{f"validation/{k}": v for k, v in final.items()},
+    }
     if final.get("displacement/both_fell_fraction", 0.0) > 0.5 or displaced(source.history):
-        stage.warn("likelihood_displacement", "On held-out rows the log-probability of the chosen responses fell although the margin grew. Raise "
-                   "beta, lower learning_rate, train fewer steps, or take method=dpo_nll, cal_dpo or apo_zero.")
+        stage.warn(
+            "likelihood_displacement",
+            "On held-out rows the log-probability of the chosen responses fell although the margin grew. Raise "
+            "beta, lower learning_rate, train fewer steps, or take method=dpo_nll, cal_dpo or apo_zero.",
+        )
     stage.summary(summary)
     training_report(stage, "Direct alignment", summary)
 
 
 def with_written_loss(stage):
-    """The settings; for method=written with the loss of the input `objective` among the options, unit-tested again with the beta that is used."""
+    """The settings; for method=written with the loss of the input `objective` among the options, unit-tested again with
+    the beta that is used.
+    """
     from stages.algorithms import DIRECT_METHODS
     from stages.direct.objective_code import failures, program_of
 
     config = stage.config
     if config.method != "written":
         if stage.has("objective"):
-            raise ConfigError(f"the input `objective` is a loss given as text, which method={config.method} does not read; write method=written, or leave it out.")
+            raise ConfigError(
+                f"the input `objective` is a loss given as text, which method={config.method} does not read; write"
+                " method=written, or leave it out."
+            )
         return config
     code = config.options.get("code", "")
     if stage.has("objective"):
@@ -217,7 +457,10 @@ def with_written_loss(stage):
             raise ValueError(f"the objective {row['name']!r} did not pass its unit tests: {row['failure']}")
         code = row["code"]
     if not code:
-        raise ConfigError("method=written needs a loss: write options.code='softplus(-beta * ((pc - pr) - (rc - rr)))' or give the input `objective`.")
+        raise ConfigError(
+            "method=written needs a loss: write options.code='softplus(-beta * ((pc - pr) - (rc - rr)))' or give the"
+            " input `objective`."
+        )
     wrong = failures(program_of(code), config.beta or DIRECT_METHODS["written"].default_beta)
     if wrong:
         raise ConfigError(" ".join(wrong))
@@ -225,7 +468,9 @@ def with_written_loss(stage):
 
 
 def rows_seen(stage, train, config) -> list:
-    """The training rows that ``max_steps`` steps will read, all of them from a whole epoch on; only these need a reference."""
+    """The training rows that ``max_steps`` steps will read, all of them from a whole epoch on; only these need a
+    reference.
+    """
     from stages.training import ShuffledRows
 
     if config.max_steps is None or config.max_steps * config.batch_size >= len(train):
@@ -235,8 +480,10 @@ def rows_seen(stage, train, config) -> list:
 
 
 def displaced(history: list[list[float]], falls: int = 3) -> bool:
-    """Whether chosen_shift fell and the margin grew at each of the last ``falls`` validation passes (section H, alarms)."""
-    last = history[-falls - 1:]
+    """Whether chosen_shift fell and the margin grew at each of the last ``falls`` validation passes (section H,
+    alarms).
+    """
+    last = history[-falls - 1 :]
     return len(last) == falls + 1 and all(b[0] < a[0] and b[1] > a[1] for a, b in zip(last, last[1:]))
 
 
@@ -261,44 +508,67 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
 
     texts = []
     if ignored := sum(i.extra.get("unread_weight", 1.0) != 1.0 for i in train):
-        texts.append(f"{ignored} rows have a weight other than 1, and {objective.method.name} matches the sorted responses of a step, in which all rows count alike; their weights change nothing. "
-                     "Write method=dpo to weigh rows.")
+        texts.append(
+            f"{ignored} rows have a weight other than 1, and {objective.method.name} matches the sorted responses of a"
+            " step, in which all rows count alike; their weights change nothing. Write method=dpo to weigh rows."
+        )
     if objective.method.data != "unpaired":
         return texts
     good, bad = (sum(i.extra["weight"] for i in train if i.extra["label"] is side) for side in (True, False))
     if not (good and bad):
-        texts.append(f"all rows are {'desirable' if good else 'undesirable'}; {objective.method.name} learns from the contrast, so add rows of the other label.")
+        texts.append(
+            f"all rows are {'desirable' if good else 'undesirable'}; {objective.method.name} learns from the contrast,"
+            " so add rows of the other label."
+        )
     if objective.method.name != "kto":
         return texts
     weights = {k: float(objective.arguments[k]) for k in ("desirable_weight", "undesirable_weight")}
     if good and bad:
         low, high = kto_weight_range(good, bad, weights["undesirable_weight"])
         if not low <= weights["desirable_weight"] <= high:
-            texts.append(f"{good:g} desirable and {bad:g} undesirable rows (each by its weight) with weights {weights['desirable_weight']:g} and {weights['undesirable_weight']:g}: "
-                         f"desirable_weight times rows should be 1 to 1.5 times the other side's; write options.desirable_weight between {low:.4g} and {high:.4g}.")
+            texts.append(
+                f"{good:g} desirable and {bad:g} undesirable rows (each by its weight) with weights"
+                f" {weights['desirable_weight']:g} and {weights['undesirable_weight']:g}: desirable_weight times rows"
+                f" should be 1 to 1.5 times the other side's; write options.desirable_weight between {low:.4g} and"
+                f" {high:.4g}."
+            )
     size = min(config.batch_size, len(train))
     steps = -(-len(train) // max(1, size))
     if config.z_ref_mode == "batch_mismatched" and (size < 2 or not any("mismatched" in i.extra for i in train)):
-        texts.append("z0 needs at least two rows with different prompts in a step and is 0 here; raise batch_size, or set z_ref_mode=heldout and eval_every=STEPS.")
-    elif config.z_ref_mode == "batch_mismatched" and len(train) % size == 1 and (config.max_steps or round(config.num_train_epochs * steps)) >= steps:
+        texts.append(
+            "z0 needs at least two rows with different prompts in a step and is 0 here; raise batch_size, or set"
+            " z_ref_mode=heldout and eval_every=STEPS."
+        )
+    elif (
+        config.z_ref_mode == "batch_mismatched"
+        and len(train) % size == 1
+        and (config.max_steps or round(config.num_train_epochs * steps)) >= steps
+    ):
         fitting = next(b for b in range(size + 1, len(train) + 1) if len(train) % b != 1)
-        texts.append(f"{len(train)} rows in steps of {size} leave one row for the last step of an epoch, and z0, which needs two, is 0 there; write batch_size={fitting}, "
-                     "or set z_ref_mode=heldout and eval_every=STEPS.")
+        texts.append(
+            f"{len(train)} rows in steps of {size} leave one row for the last step of an epoch, and z0, which needs"
+            f" two, is 0 there; write batch_size={fitting}, or set z_ref_mode=heldout and eval_every=STEPS."
+        )
     if config.z_ref_mode == "heldout" and not validation:
-        raise ConfigError("z_ref_mode=heldout estimates z0 on validation rows and there are none; give data with a validation split, or "
-                         "z_ref_mode=batch_mismatched.")
+        raise ConfigError(
+            "z_ref_mode=heldout estimates z0 on validation rows and there are none; give data with a validation split,"
+            " or z_ref_mode=batch_mismatched."
+        )
     total = config.max_steps or max(1, round(config.num_train_epochs * steps))
     if config.z_ref_mode == "heldout" and config.eval_every >= total:
-        raise ConfigError(f"z_ref_mode=heldout estimates z0 at every validation pass, and with eval_every={config.eval_every} the run of {total} optimizer steps has none while it trains, so that "
-                          "z0 stays that of the start, 0; write a smaller eval_every, or z_ref_mode=batch_mismatched.")
+        raise ConfigError(
+            f"z_ref_mode=heldout estimates z0 at every validation pass, and with eval_every={config.eval_every} the run"
+            f" of {total} optimizer steps has none while it trains, so that z0 stays that of the start, 0; write a"
+            " smaller eval_every, or z_ref_mode=batch_mismatched."
+        )
     return texts
 
 
 def add_reference(stage, renderer, objective, items, policy) -> None:
     """Fill ``ref`` of every item (and of its mismatched row) from the given cache, or compute and publish the values.
 
-    ``policy`` has not been trained yet, so it is the reference itself where no other is given (its adapter switched off). Where it is sharded all
-    ranks compute together, a given reference in shards too, else the first one does.
+    ``policy`` has not been trained yet, so it is the reference itself where no other is given (its adapter switched
+    off). Where it is sharded all ranks compute together, a given reference in shards too, else the first one does.
     """
     from stages.running.ranks import connect, first_rank_only, gather
     from stages.models.sharding import root_of
@@ -319,14 +589,16 @@ def add_reference(stage, renderer, objective, items, policy) -> None:
 
 
 def values_of(row: dict) -> list:
-    """Values of each response from a row of ``ref_logps/1`` or ``ref_values/1`` (a response with several segments or parts has a list)."""
+    """Values of each response from a row of ``ref_logps/1`` or ``ref_values/1`` (a response with several segments or
+    parts has a list).
+    """
     if row["schema"] == "ref_logps/1":
         return [row["ref_chosen_logp"], row["ref_rejected_logp"]]
     values, parts = row["ref_values"], row["parts"]
     if parts is None:
         return list(values)
     ends = [sum(parts[: k + 1]) for k in range(len(parts))]
-    return [values[end - n:end] for end, n in zip(ends, parts)]
+    return [values[end - n : end] for end, n in zip(ends, parts)]
 
 
 #: Rows whose reference log-probs are computed as one resumable unit.
@@ -334,8 +606,8 @@ BLOCK = 512
 
 
 def write_reference(stage, role: str, objective, items, prints, cached, policy) -> None:
-    """Compute what the cache lacks, block by block, and publish all of it: pairs as ``ref_logps/1``, else (and in two parts, for
-    ``ld_alpha``) ``ref_values/1``."""
+    """Compute what the cache lacks, block by block, and publish all of it: pairs as ``ref_logps/1``, else (and in two
+    parts, for ``ld_alpha``) ``ref_values/1``."""
     from stages.models.adapters import AdapterOff, is_adapted
     from stages.running.blocks import in_blocks
     from stages.models.modeling import load_frozen
@@ -353,13 +625,19 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
         if model is None and role == "model":
             model = AdapterOff(policy) if is_adapted(policy) else policy
         if model is None:
-            model = load_frozen(stage.path(role), stage.device, stage.config.frozen_dtype, in_shards=asked(stage.config))
+            model = load_frozen(
+                stage.path(role), stage.device, stage.config.frozen_dtype, in_shards=asked(stage.config)
+            )
             if asked(stage.config):
                 shard(model, stage.device)
         return zip((i.row_id for i in part), objective.log_probs(model, part, stage.device))
 
     if not all(agrees(by_row[name], values, stage.config) for name, values in live(known)):
-        stage.warn("wrong_reference_cache", "Reference log-probs in ref_logps are not those of this reference on the same rows, although their fingerprints agree; all are recomputed.")
+        stage.warn(
+            "wrong_reference_cache",
+            "Reference log-probs in ref_logps are not those of this reference on the same rows, although their"
+            " fingerprints agree; all are recomputed.",
+        )
         by_row, cached = {}, {}
 
     def values(part):
@@ -368,35 +646,73 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
         return [by_row[i.row_id] for i in part]
 
     once = list({i.row_id: i for i in items}.values())
-    found = dict(zip((i.row_id for i in once), in_blocks(stage, "reference", once, values, BLOCK, "reference log-probabilities", together=root_of(policy) is not None)))
+    found = dict(
+        zip(
+            (i.row_id for i in once),
+            in_blocks(
+                stage,
+                "reference",
+                once,
+                values,
+                BLOCK,
+                "reference log-probabilities",
+                together=root_of(policy) is not None,
+            ),
+        )
+    )
     for start in range(0, len(items), BLOCK):
         rows = []
-        for item in items[start:start + BLOCK]:
+        for item in items[start : start + BLOCK]:
             of_item, lengths = found[item.row_id], [int(m.sum()) for m in item.masks]
             if kind == "ref_logps/1":
-                own = {"ref_chosen_logp": of_item[0], "ref_rejected_logp": of_item[1], "n_chosen": lengths[0], "n_rejected": lengths[1]}
+                own = {
+                    "ref_chosen_logp": of_item[0],
+                    "ref_rejected_logp": of_item[1],
+                    "n_chosen": lengths[0],
+                    "n_rejected": lengths[1],
+                }
             else:
-                own = {"ref_values": [v for one in of_item for v in one] if split else of_item, "parts": [len(v) for v in of_item] if split else None, "n_tokens": lengths}
-            rows.append(complete_row(kind, {"group_id": item.row_id, "prompt_id": item.extra["prompt_id"], **own, **prints},
-                                     dataset="ref_logps", source="align", origin="conversion"))
+                own = {
+                    "ref_values": [v for one in of_item for v in one] if split else of_item,
+                    "parts": [len(v) for v in of_item] if split else None,
+                    "n_tokens": lengths,
+                }
+            rows.append(
+                complete_row(
+                    kind,
+                    {"group_id": item.row_id, "prompt_id": item.extra["prompt_id"], **own, **prints},
+                    dataset="ref_logps",
+                    source="align",
+                    origin="conversion",
+                )
+            )
         writer.write(rows)
         writer.flush()
     writer.close({"rows": len(items), "from_cache": len(cached)})
 
 
 def agrees(cached: list, live: list, config) -> bool:
-    """Whether cached values of one row are the live ones, to 1e-3 relative; bfloat16 rounds by more (``da.ref_cache``)."""
+    """Whether cached values of one row are the live ones, to 1e-3 relative; bfloat16 rounds by more
+    (``da.ref_cache``).
+    """
     import numpy as np
 
     flat = [np.concatenate([np.ravel(v) for v in values]) for values in (cached, live)]
-    return flat[0].shape == flat[1].shape and bool(np.allclose(*flat, rtol=1e-3 if config.compute_dtype == "float32" else 2e-2, atol=1e-2))
+    return flat[0].shape == flat[1].shape and bool(
+        np.allclose(*flat, rtol=1e-3 if config.compute_dtype == "float32" else 2e-2, atol=1e-2)
+    )
 
 
 def fingerprints(stage, role: str, renderer) -> dict[str, str]:
-    """What a cached log-prob depends on besides the row: weights, tokenizer, template, truncation (``da.ref_cache``)."""
+    """What a cached log-prob depends on besides the row: weights, tokenizer, template, truncation
+    (``da.ref_cache``).
+    """
     config = stage.config
-    template = f"{renderer.template_hash}:{config.max_length}:{config.compute_dtype}{':unformatted' * config.mask_formatting}"
-    if config.frozen_dtype not in ("auto", "float32") and (config.lora_rank or role == "reference"):  # under auto the numbers are those of float32
+    template = (
+        f"{renderer.template_hash}:{config.max_length}:{config.compute_dtype}{':unformatted' * config.mask_formatting}"
+    )
+    # under auto the numbers are those of float32
+    if config.frozen_dtype not in ("auto", "float32") and (config.lora_rank or role == "reference"):
         template += f":frozen_{config.frozen_dtype}"
     if config.method == "mdpo":
         template += f":{config.corruption}:{config.corruption_share}:{stage.seed}"
@@ -404,7 +720,11 @@ def fingerprints(stage, role: str, renderer) -> dict[str, str]:
         template += f":{config.segment_pairing}"
     if config.ld_alpha is not None:  # two values per response, whatever the weight of the second
         template += ":common"
-    return {"ref_model_hash": stage.inputs[role].digest, "tokenizer_hash": renderer.vocabulary_hash, "template_id": template}
+    return {
+        "ref_model_hash": stage.inputs[role].digest,
+        "tokenizer_hash": renderer.vocabulary_hash,
+        "template_id": template,
+    }
 
 
 def matching_cache(stage, prints: dict[str, str]) -> dict[str, list]:
@@ -417,6 +737,9 @@ def matching_cache(stage, prints: dict[str, str]) -> dict[str, list]:
         else:
             stale += 1
     if stale:
-        stage.warn("stale_reference_cache", f"{stale} cached reference rows belong to another model, tokenizer, template or max_length "
-                   "and are recomputed.")
+        stage.warn(
+            "stale_reference_cache",
+            f"{stale} cached reference rows belong to another model, tokenizer, template or max_length "
+            "and are recomputed.",
+        )
     return cached

@@ -1,10 +1,10 @@
 """From rows to tensors: items, token-budget micro-batches, shared prompts, no padding.
 
-An :class:`Item` is a prompt and its responses (one for supervised tuning, two for a preference pair, G for an RL group).
-:func:`cut` parts those that exceed a token budget, where their responses need not stay together; :func:`plan` makes micro-batches of
-the items of one optimizer step by that budget; :func:`collate` lays one micro-batch out flat:
-``prompt | response 1 | response 2 ...`` item after item, the prompt once, positions restarting behind it. Models that need rows of
-equal length get them from :func:`pad`, in one of two forms with equal results:
+An :class:`Item` is a prompt and its responses (one for supervised tuning, two for a preference pair, G for an RL
+group). :func:`cut` parts those that exceed a token budget, where their responses need not stay together; :func:`plan`
+makes micro-batches of the items of one optimizer step by that budget; :func:`collate` lays one micro-batch out flat:
+``prompt | response 1 | response 2 ...`` item after item, the prompt once, positions restarting behind it. Models that
+need rows of equal length get them from :func:`pad`, in one of two forms with equal results:
 
 ``rows``  every response is a right-padded row of its own behind a copy of the prompt; attention is plainly causal.
 ``tree``  an item is one row; a mask keeps its responses apart.
@@ -35,11 +35,11 @@ class Item:
         row_id: the dataset row, named in errors about non-finite losses.
         prompt: shared prompt ids, possibly empty.
         responses: ids of each response.
-        masks: 1 where a response token is a target. A response at position 0 of an empty prompt has no predictor, so its
-            first mask value must be 0.
+        masks: 1 where a response token is a target. A response at position 0 of an empty prompt has no predictor, so
+            its first mask value must be 0.
         extra: per-item values the objective reads (margins, weights, advantages, cached log-probs ...).
-        by_response: names of the entries of ``extra`` that hold one value per response, which lets :func:`cut` part the responses of a long item;
-            None: they stay together wherever the item goes (pairs, rankings).
+        by_response: names of the entries of ``extra`` that hold one value per response, which lets :func:`cut` part the
+            responses of a long item; None: they stay together wherever the item goes (pairs, rankings).
         whole: the item that this one is a part of, None where it is whole.
         places: of the responses in that item.
     """
@@ -55,9 +55,17 @@ class Item:
 
     def part(self, at: Sequence[int]) -> Item:
         """The same prompt with the responses at these places, and what of ``extra`` belongs to them."""
-        extra = {name: [value[k] for k in at] if name in self.by_response else value for name, value in self.extra.items()}
-        return replace(self, responses=tuple(self.responses[k] for k in at), masks=tuple(self.masks[k] for k in at), extra=extra, whole=self.whole or self,
-                       places=tuple(at) if self.places is None else tuple(self.places[k] for k in at))
+        extra = {
+            name: [value[k] for k in at] if name in self.by_response else value for name, value in self.extra.items()
+        }
+        return replace(
+            self,
+            responses=tuple(self.responses[k] for k in at),
+            masks=tuple(self.masks[k] for k in at),
+            extra=extra,
+            whole=self.whole or self,
+            places=tuple(at) if self.places is None else tuple(self.places[k] for k in at),
+        )
 
     @property
     def n_tokens(self) -> int:
@@ -69,7 +77,9 @@ class Item:
         return int(sum(m.sum() for m in self.masks))
 
 
-def make_item(row_id: str, prompt: Sequence[int], responses, masks, *, by_response: Sequence[str] | None = None, **extra) -> Item:
+def make_item(
+    row_id: str, prompt: Sequence[int], responses, masks, *, by_response: Sequence[str] | None = None, **extra
+) -> Item:
     """Item from plain lists; with an empty prompt the first token of a response is never a target."""
     prompt = np.asarray(prompt, dtype=np.int32)
     arrays = tuple(np.asarray(r, dtype=np.int32) for r in responses)
@@ -87,7 +97,10 @@ def row_weight(row: dict) -> float:
     """
     weight = 1.0 if row.get("weight") is None else float(row["weight"])
     if not 0.0 <= weight < math.inf:
-        raise ValueError(f"row {row.get('row_id')} has the weight {weight:g}, and a weight is how much a row counts: write 0 or more, or leave the column out")
+        raise ValueError(
+            f"row {row.get('row_id')} has the weight {weight:g}, and a weight is how much a row counts: write 0 or"
+            " more, or leave the column out"
+        )
     return weight
 
 
@@ -95,9 +108,9 @@ def row_weight(row: dict) -> float:
 class Batch:
     """One micro-batch on the device.
 
-    ``segments`` holds (prompt length, response lengths) of every item in the order of the U tokens. ``src_N`` are the tokens
-    whose hidden states predict ``target_N``; ``(seq_N, col_N)`` say which response and which of its tokens that is; ``last_S``
-    is each response's last token.
+    ``segments`` holds (prompt length, response lengths) of every item in the order of the U tokens. ``src_N`` are the
+    tokens whose hidden states predict ``target_N``; ``(seq_N, col_N)`` say which response and which of its tokens that
+    is; ``last_S`` is each response's last token.
     """
 
     items: list[Item]
@@ -153,14 +166,18 @@ def segments_of(items: Sequence[Item]) -> list[tuple[int, list[int]]]:
     return [(len(item.prompt), [len(r) for r in item.responses]) for item in items]
 
 
-def parts_of(item: Item, max_tokens: int, units: Sequence[tuple[int, ...]] | None = None, cost: Cost = together) -> list[tuple[int, ...]]:
-    """The places of the responses that go through a model together: all of them where the item takes ``max_tokens`` tokens at most or must not be parted,
-    else as few sets as first fit, longest first, makes of them, of about equal length.
+def parts_of(
+    item: Item, max_tokens: int, units: Sequence[tuple[int, ...]] | None = None, cost: Cost = together
+) -> list[tuple[int, ...]]:
+    """The places of the responses that go through a model together: all of them where the item takes ``max_tokens``
+    tokens at most or must not be parted, else as few sets as first fit, longest first, makes of them, of about equal
+    length.
 
     Args:
-        units: sets of places that stay together, by default every response by itself; what is in none is left out where the item is parted. A unit that
-            does not fit even alone stands alone.
-        cost: of items with padding, where a model's rows have it: the sets are then those that first fit makes, longest first.
+        units: sets of places that stay together, by default every response by itself; what is in none is left out where
+            the item is parted. A unit that does not fit even alone stands alone.
+        cost: of items with padding, where a model's rows have it: the sets are then those that first fit makes, longest
+            first.
     """
     everyone = tuple(range(len(item.responses)))
     if item.by_response is None or cost([item]) <= max_tokens:
@@ -181,10 +198,16 @@ def parts_of(item: Item, max_tokens: int, units: Sequence[tuple[int, ...]] | Non
     short = [unit for unit in order if lengths[unit] <= room]
 
     def filled(count: int | None) -> list[list]:
-        """[tokens, units] of every set: each unit into the emptiest of ``count`` sets, or without a count into the first with room for it."""
+        """[tokens, units] of every set: each unit into the emptiest of ``count`` sets, or without a count into the
+        first with room for it.
+        """
         sets = [[0, []] for _ in range(count or 0)]
         for unit in short:
-            found = min(sets, key=lambda one: one[0]) if count else next((one for one in sets if one[0] + lengths[unit] <= room), None)
+            found = (
+                min(sets, key=lambda one: one[0])
+                if count
+                else next((one for one in sets if one[0] + lengths[unit] <= room), None)
+            )
             if found is None:
                 sets.append(found := [0, []])
             found[0] += lengths[unit]
@@ -195,28 +218,43 @@ def parts_of(item: Item, max_tokens: int, units: Sequence[tuple[int, ...]] | Non
     even = filled(len(packed))
     if any(tokens > room for tokens, _ in even):
         even = packed
-    return [tuple(sorted(k for unit in together for k in unit)) for together in [[u] for u in order if lengths[u] > room] + [units for _, units in even]]
+    return [
+        tuple(sorted(k for unit in together for k in unit))
+        for together in [[u] for u in order if lengths[u] > room] + [units for _, units in even]
+    ]
 
 
-def cut(items: Sequence[Item], max_tokens: int, units: Callable[[Item], Sequence[tuple[int, ...]]] | None = None, cost: Cost = together) -> list[Item]:
-    """The items, those that take more than ``max_tokens`` tokens in parts that repeat their prompt (:func:`parts_of`) where their responses may be parted. What is
-    summed over responses and divided by counts of the uncut items is the same."""
+def cut(
+    items: Sequence[Item],
+    max_tokens: int,
+    units: Callable[[Item], Sequence[tuple[int, ...]]] | None = None,
+    cost: Cost = together,
+) -> list[Item]:
+    """The items, those that take more than ``max_tokens`` tokens in parts that repeat their prompt (:func:`parts_of`)
+    where their responses may be parted. What is summed over responses and divided by counts of the uncut items is the
+    same."""
     found = []
     for item in items:
-        parts = parts_of(item, max_tokens, units(item) if units is not None and cost([item]) > max_tokens else None, cost)
+        parts = parts_of(
+            item, max_tokens, units(item) if units is not None and cost([item]) > max_tokens else None, cost
+        )
         found += [item if len(at) == len(item.responses) else item.part(at) for at in parts]
     return found
 
 
 def plan(items: Sequence[Item], max_tokens: int, packing: str = "sorted", cost: Cost = together) -> list[list[Item]]:
-    """Micro-batches of at most ``max_tokens`` tokens; an item longer than that, which :func:`cut` could not part, stands alone.
+    """Micro-batches of at most ``max_tokens`` tokens; an item longer than that, which :func:`cut` could not part,
+    stands alone.
 
-    ``sorted``: shortest items first, next to those of like length. ``best_fit``: longest first, each into the fullest micro-batch that has room, which makes fewer of them (``sft.pack``);
-    where padding counts (``cost``, see :data:`Cost`) rows of like length belong together, and both are ``sorted``.
+    ``sorted``: shortest items first, next to those of like length. ``best_fit``: longest first, each into the fullest
+    micro-batch that has room, which makes fewer of them (``sft.pack``); where padding counts (``cost``, see
+    :data:`Cost`) rows of like length belong together, and both are ``sorted``.
     """
     if packing == "best_fit" and cost is together:
         fitting = [item for item in items if size(item) <= max_tokens]
-        return [[item] for item in items if size(item) > max_tokens] + [[fitting[i] for i in found] for found in pack_best_fit([size(item) for item in fitting], max_tokens)]
+        return [[item] for item in items if size(item) > max_tokens] + [
+            [fitting[i] for i in found] for found in pack_best_fit([size(item) for item in fitting], max_tokens)
+        ]
     groups: list[list[Item]] = []
     used = 0
     for item in sorted(items, key=size):
@@ -247,7 +285,8 @@ def collate(items: list[Item], device: str = "cpu") -> Batch:
             ids.append(response)
             positions.append(np.arange(n_prompt, n_prompt + len(response)))
             at = np.flatnonzero(response_mask)
-            sources.append(np.where(at == 0, prompt_end - 1, cursor + at - 1))  # the first response token is predicted by the prompt
+            # the first response token is predicted by the prompt
+            sources.append(np.where(at == 0, prompt_end - 1, cursor + at - 1))
             targets.append(response[at])
             seqs.append(np.full(len(at), seq))
             cols.append(at)
@@ -260,14 +299,24 @@ def collate(items: list[Item], device: str = "cpu") -> Batch:
         array = np.concatenate(parts) if isinstance(parts, list) else parts
         return torch.as_tensor(array.astype(np.int64)).to(device)
 
-    return Batch(items, tensor(ids), tensor(positions), segments, tensor(sources), tensor(targets), tensor(seqs), tensor(cols),
-                 torch.as_tensor(mask).to(device), tensor(last))
+    return Batch(
+        items,
+        tensor(ids),
+        tensor(positions),
+        segments,
+        tensor(sources),
+        tensor(targets),
+        tensor(seqs),
+        tensor(cols),
+        torch.as_tensor(mask).to(device),
+        tensor(last),
+    )
 
 
 @dataclass
 class Padded:
-    """A micro-batch as rows of equal length; ``where_U`` says at which flat ``[B*T]`` position each of its U tokens stands, ``source_BT`` which of the U a
-    position holds (padding: any).
+    """A micro-batch as rows of equal length; ``where_U`` says at which flat ``[B*T]`` position each of its U tokens
+    stands, ``source_BT`` which of the U a position holds (padding: any).
 
     ``attention_B1TT`` (bool, True = may attend) is None where attention is plainly causal.
     """
@@ -306,9 +355,9 @@ def pad(batch: Batch, form: str | None = None) -> Padded:
     for r, row in reversed(list(enumerate(rows))):  # of a prompt's copies the first row's counts
         at = 0
         for start, length, k in row:
-            source[r, at:at + length] = np.arange(start, start + length)
-            branch[r, at:at + length] = k
-            where[start:start + length] = r * width + np.arange(at, at + length)
+            source[r, at : at + length] = np.arange(start, start + length)
+            branch[r, at : at + length] = k
+            where[start : start + length] = r * width + np.arange(at, at + length)
             at += length
     device = batch.ids_U.device
     source = torch.as_tensor(source).to(device)
@@ -319,20 +368,27 @@ def pad(batch: Batch, form: str | None = None) -> Padded:
         causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
         attention = (((k[:, None, :] == 0) | (k[:, None, :] == k[:, :, None])) & causal)[:, None]
     positions = torch.where(real, batch.positions_U[source], torch.arange(width, device=device))
-    return Padded(torch.where(real, batch.ids_U[source], 0), positions, attention, torch.as_tensor(where).to(device), source)
+    return Padded(
+        torch.where(real, batch.ids_U[source], 0), positions, attention, torch.as_tensor(where).to(device), source
+    )
 
 
-def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: Callable[[Batch], Sequence], model=None) -> list[list]:
+def per_response(
+    items: Sequence[Item], max_tokens: int, device: str, compute: Callable[[Batch], Sequence], model=None
+) -> list[list]:
     """``compute(batch)`` gives one value per response of a micro-batch; returns them per item, in the items' order.
 
-    Micro-batches as in training, without gradients. ``model`` is what compute reads: where it pads, padding counts; where it is sharded, every rank must call
-    with the same items; each computes its share, and all get all values.
+    Micro-batches as in training, without gradients. ``model`` is what compute reads: where it pads, padding counts;
+    where it is sharded, every rank must call with the same items; each computes its share, and all get all values.
     """
     from stages.models.modeling import tokens_together
 
     cost = together if model is None else tokens_together(model)
     parts = [parts_of(item, max_tokens, cost=cost) for item in items]
-    pieces = [[item if len(at) == len(item.responses) else item.part(at) for at in places] for item, places in zip(items, parts)]
+    pieces = [
+        [item if len(at) == len(item.responses) else item.part(at) for at in places]
+        for item, places in zip(items, parts)
+    ]
     groups = plan([piece for own in pieces for piece in own], max_tokens, cost=cost)
     if sharding.root_of(model) is None:
         with torch.inference_mode():
@@ -340,7 +396,8 @@ def per_response(items: Sequence[Item], max_tokens: int, device: str, compute: C
     else:
         shares = ranks.shares(list(enumerate(groups)), lambda numbered: sum(map(size, numbered[1])))
         mine = shares[ranks.rank()]
-        company = [(None, groups[0])] * (max(map(len, shares)) - len(mine))  # every rank must gather the layers as often as the others
+        # every rank must gather the layers as often as the others
+        company = [(None, groups[0])] * (max(map(len, shares)) - len(mine))
         known = {k: sharding.run(model, lambda: compute(collate(group, device))) for k, group in mine + company}
         everyone = {k: values for part in ranks.gather(known) for k, values in part.items()}
         found = [everyone[k] for k in range(len(groups))]

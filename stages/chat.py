@@ -7,16 +7,20 @@ How a conversation becomes ids
     1. The tokenizer's own chat template renders the text (a tokenizer without one gets :data:`PLAIN_TEMPLATE`).
     2. Special-token strings inside *message content* are encoded as ordinary text, never as control tokens.
     3. The text is cut at the borders of the trained spans and each piece is tokenised by itself, so a turn starts from
-       exactly the ids that generation starts from: what is trained is what is sampled. A piece in the middle gets none of the space
-       that SentencePiece-like tokenizers write before a text, so the ids are those of the whole text wherever borders are token borders.
+       exactly the ids that generation starts from: what is trained is what is sampled. A piece in the middle gets none
+           of the space
+       that SentencePiece-like tokenizers write before a text, so the ids are those of the whole text wherever borders
+       are token borders.
     4. The trained span of an assistant turn runs from the end of its generation prompt to the end of its stop
        token; that it holds the message's text and calls is verified, row by row.
 
 Tools (catalogue ``synth.tool_data``)
-    A message's ``functions`` and ``function_calls`` go to the template in the form that it shows, which is tried out once: as they are (OLMo), or as ``tools`` and ``tool_calls``
-    of OpenAI's form (Qwen, Llama 3.1, Hermes, GLM, ...). A template that shows neither is refused, since a turn that calls would be trained as an empty one.
+    A message's ``functions`` and ``function_calls`` go to the template in the form that it shows, which is tried out
+    once: as they are (OLMo), or as ``tools`` and ``tool_calls`` of OpenAI's form (Qwen, Llama 3.1, Hermes, GLM, ...). A
+    template that shows neither is refused, since a turn that calls would be trained as an empty one.
 
-Masks mark *target* tokens: ``mask[j] = 1`` means that token ``j`` is predicted (from position ``j - 1``) and in the loss.
+Masks mark *target* tokens: ``mask[j] = 1`` means that token ``j`` is predicted (from position ``j - 1``) and in the
+loss.
 """
 
 from __future__ import annotations
@@ -67,8 +71,11 @@ def _check_systems_shown(messages, text: str) -> None:
     for message in messages:
         content = message.get("content") if message["role"] == "system" else None
         if content and content.strip() not in text and "".join(content.split()) not in "".join(text.split()):
-            raise RenderError("The chat template leaves out the system message, so the model would never see it. Put the system prompt into the first user message (ingest: "
-                              "system_prompts=merge), leave it out (system_prompts=drop), or set chat_template to one that shows it.")
+            raise RenderError(
+                "The chat template leaves out the system message, so the model would never see it. Put the system"
+                " prompt into the first user message (ingest: system_prompts=merge), leave it out"
+                " (system_prompts=drop), or set chat_template to one that shows it."
+            )
 
 
 @contextmanager
@@ -101,16 +108,26 @@ def load_tokenizer(path: str):
     """
     from transformers import AutoTokenizer
 
-    if Path(path).is_dir() and not any(True for pattern in TOKENIZER_FILES for _ in Path(path).glob(pattern)):  # transformers would make an empty one
-        raise RenderError(f"{path} holds a model without a tokenizer; copy its tokenizer.json and tokenizer_config.json there, from where the model came from.")
+    # transformers would make an empty one
+    if Path(path).is_dir() and not any(True for pattern in TOKENIZER_FILES for _ in Path(path).glob(pattern)):
+        raise RenderError(
+            f"{path} holds a model without a tokenizer; copy its tokenizer.json and tokenizer_config.json there, from"
+            " where the model came from."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # of many kinds: transformers, tokenizers and json raise their own
-        raise RenderError(f"The tokenizer of {path} does not load ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}). A model needs its tokenizer.json (or "
-                          "tokenizer.model, and `pip install sentencepiece`) beside tokenizer_config.json; copy them from where the model came from.") from error
+        raise RenderError(
+            f"The tokenizer of {path} does not load"
+            f" ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}). A model needs"
+            " its tokenizer.json (or tokenizer.model, and `pip install sentencepiece`) beside tokenizer_config.json;"
+            " copy them from where the model came from."
+        ) from error
     if tokenizer.eos_token_id is None:
-        raise RenderError(f"The tokenizer in {path} has no eos_token; set one in tokenizer_config.json, "
-                          'for example "eos_token": "<|endoftext|>".')
+        raise RenderError(
+            f"The tokenizer in {path} has no eos_token; set one in tokenizer_config.json, "
+            'for example "eos_token": "<|endoftext|>".'
+        )
     if tokenizer.chat_template is None:
         tokenizer.chat_template = PLAIN_TEMPLATE
     if tokenizer.pad_token_id is None:  # pads are never read (masks come from lengths), so the end token serves
@@ -120,7 +137,9 @@ def load_tokenizer(path: str):
 
 
 def stop_ids_of(tokenizer, generation_config=None) -> frozenset[int]:
-    """Ids that end an assistant turn: the tokenizer's eos, the generation config's, and the template's own stop token."""
+    """Ids that end an assistant turn: the tokenizer's eos, the generation config's, and the template's own stop
+    token.
+    """
     ids = {int(tokenizer.eos_token_id)}
     configured = getattr(generation_config, "eos_token_id", None)
     if configured is not None:
@@ -142,24 +161,40 @@ class Renderer:
 
     def __init__(self, tokenizer, generation_config=None, template_kwargs=None):
         self.tokenizer, self.template_kwargs = tokenizer, dict(template_kwargs or {})
-        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else json.dumps(tokenizer.chat_template, sort_keys=True)
+        template = (
+            tokenizer.chat_template
+            if isinstance(tokenizer.chat_template, str)
+            else json.dumps(tokenizer.chat_template, sort_keys=True)
+        )
         if unread := [name for name in self.template_kwargs if not re.search(rf"\b{re.escape(name)}\b", template)]:
-            raise RenderError(f"chat_template_kwargs: the chat template reads no variable {unread[0]!r}, so it would change nothing; leave it out, or give a chat_template that reads it.")
-        specials = sorted({t for t in tokenizer.all_special_tokens} |
-                          {str(t) for t in tokenizer.get_added_vocab()}, key=len, reverse=True)
+            raise RenderError(
+                f"chat_template_kwargs: the chat template reads no variable {unread[0]!r}, so it would change nothing;"
+                " leave it out, or give a chat_template that reads it."
+            )
+        specials = sorted(
+            {t for t in tokenizer.all_special_tokens} | {str(t) for t in tokenizer.get_added_vocab()},
+            key=len,
+            reverse=True,
+        )
         self._specials = specials
         self._special_pattern = re.compile("|".join(map(re.escape, specials))) if specials else None
-        # Added tokens that are not special, such as Qwen's <think>, are tokens wherever they are written, and templates look for them in content.
+        # Added tokens that are not special, such as Qwen's <think>, are tokens wherever they are written, and templates
+        # look for them in content.
         control = [s for s in specials if s not in plain_tokens(tokenizer)]
         self._control_pattern = re.compile("|".join(map(re.escape, control))) if control else None
         self._trailing_special = re.compile(rf"(?:{self._special_pattern.pattern})\s*\Z") if specials else None
         self._unprefixed = _without_leading_space(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.template_hash = hashlib.sha256((template + (json.dumps(self.template_kwargs, sort_keys=True) if self.template_kwargs else "")).encode()).hexdigest()[:16]
+        self.template_hash = hashlib.sha256(
+            (template + (json.dumps(self.template_kwargs, sort_keys=True) if self.template_kwargs else "")).encode()
+        ).hexdigest()[:16]
         turn_end = self.turn_end_id = self._turn_end_id({"role": "assistant", "content": "y"})
         self.stop_ids = stop_ids_of(tokenizer, generation_config) | ({turn_end} if turn_end is not None else set())
-        if "tool_calls" in template or "function_calls" in template:  # some end a call with a token of its own (gpt-oss: <|call|>)
-            call_end = self._turn_end_id({"role": "assistant", "content": "", "function_calls": render_call(_PROBE, {"x": "y"})})
+        # some end a call with a token of its own (gpt-oss: <|call|>)
+        if "tool_calls" in template or "function_calls" in template:
+            call_end = self._turn_end_id(
+                {"role": "assistant", "content": "", "function_calls": render_call(_PROBE, {"x": "y"})}
+            )
             self.stop_ids |= {call_end} & set(tokenizer.convert_tokens_to_ids(control))
 
     # -- public -------------------------------------------------------------------------------------------------
@@ -181,13 +216,18 @@ class Renderer:
         return ids + [self.tokenizer.eos_token_id] if end else ids
 
     def continuation_ids(self, prompt, text: str) -> tuple[list[int], list[int]]:
-        """(prompt ids, ids of ``text`` behind it): tokenised together and split at the prompt's token count (eval.mc_answer_text), so a text that merges with the
-        prompt's end has the tokens that it has there. Where nothing would be left of it, its own ids stand behind the prompt's.
+        """(prompt ids, ids of ``text`` behind it): tokenised together and split at the prompt's token count
+        (eval.mc_answer_text), so a text that merges with the prompt's end has the tokens that it has there. Where
+        nothing would be left of it, its own ids stand behind the prompt's.
 
         ``prompt``: messages, which the generation prompt follows, or plain text.
         """
         alone, whole = self.joint_ids(prompt, text)
-        return (whole[:len(alone)], whole[len(alone):]) if len(whole) > len(alone) else (alone, self._plain_ids(text, inside=True))
+        return (
+            (whole[: len(alone)], whole[len(alone) :])
+            if len(whole) > len(alone)
+            else (alone, self._plain_ids(text, inside=True))
+        )
 
     def joint_ids(self, prompt, text: str) -> tuple[list[int], list[int]]:
         """(ids of the prompt alone, ids of prompt and ``text`` together); see :meth:`continuation_ids`."""
@@ -203,44 +243,63 @@ class Renderer:
         ``prompt ids`` equal :meth:`prompt_ids` of the prompt, so both responses of a pair share them exactly.
         """
         prompt = self.prompt_ids(prompt_messages)
-        row = self.conversation(list(prompt_messages) + list(completion_messages), train="completion",
-                                n_prompt=len(prompt_messages))
+        row = self.conversation(
+            list(prompt_messages) + list(completion_messages), train="completion", n_prompt=len(prompt_messages)
+        )
         if row.ids[: len(prompt)] != prompt:
-            raise RenderError("The chat template rewrites the prompt when an answer follows it; preference rows need a "
-                              "prefix-preserving template. Use a template that renders earlier turns unchanged.")
-        return prompt, row.ids[len(prompt):], row.mask[len(prompt):]
+            raise RenderError(
+                "The chat template rewrites the prompt when an answer follows it; preference rows need a "
+                "prefix-preserving template. Use a template that renders earlier turns unchanged."
+            )
+        return prompt, row.ids[len(prompt) :], row.mask[len(prompt) :]
 
     def observation_ids(self, messages, closed: bool) -> list[int]:
-        """Ids between two assistant turns: what closes the first one, ``messages`` (tool or user), and the next generation prompt.
+        """Ids between two assistant turns: what closes the first one, ``messages`` (tool or user), and the next
+        generation prompt.
 
-        They are appended to what the policy sampled, so a transcript grows and is never tokenised again; for turns as the tokenizer writes
-        them, the sequence is that of :meth:`conversation`. ``closed``: the policy's last token already was the template's end of turn.
+        They are appended to what the policy sampled, so a transcript grows and is never tokenised again; for turns as
+        the tokenizer writes them, the sequence is that of :meth:`conversation`. ``closed``: the policy's last token
+        already was the template's end of turn.
         """
         stand_in = chr(_SENTINEL_BASE + 0xFFF0)
-        text, hidden = self._render_safely([{"role": "user", "content": "x"}, {"role": "assistant", "content": stand_in}, *messages], generation=True)
+        text, hidden = self._render_safely(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": stand_in}, *messages], generation=True
+        )
         at = text.rfind(stand_in)
         if at < 0:
-            raise RenderError("The chat template does not write an earlier assistant turn as it is, so turns cannot be appended to it; use a template that keeps "
-                              "message['content'].")
-        tail = text[at + len(stand_in):]
+            raise RenderError(
+                "The chat template does not write an earlier assistant turn as it is, so turns cannot be appended to"
+                " it; use a template that keeps message['content']."
+            )
+        tail = text[at + len(stand_in) :]
         if closed:
             end = self.tokenizer.convert_ids_to_tokens(self.turn_end_id) if self.turn_end_id is not None else ""
             closing = self._closing(tail) if end else ""
             if not closing.endswith(end):
-                raise RenderError(f"The chat template closes an assistant turn that is followed by others with {tail[:20]!r} instead of {end!r}; use one that closes "
-                                  "all turns alike.")
-            tail = tail[len(closing):]
+                raise RenderError(
+                    f"The chat template closes an assistant turn that is followed by others with {tail[:20]!r} instead"
+                    f" of {end!r}; use one that closes all turns alike."
+                )
+            tail = tail[len(closing) :]
         return self._tokenise(tail, hidden, end if closed else stand_in)
 
-    def conversation(self, messages, train: str = "all_assistant", n_prompt: int | None = None,
-                     train_turns=None, max_length: int | None = None) -> Encoded:
+    def conversation(
+        self,
+        messages,
+        train: str = "all_assistant",
+        n_prompt: int | None = None,
+        train_turns=None,
+        max_length: int | None = None,
+    ) -> Encoded:
         """Ids and target mask of a whole conversation (catalogue ``sft.mask``).
 
         Args:
             messages: list of ``{"role", "content"}``.
             train: one of :data:`MASK_POLICIES`. ``completion`` trains every assistant turn at or after message index
-                ``n_prompt``; ``final_turn`` every assistant turn after the last user message; ``full`` all but the first token.
-            train_turns: explicit message indices (the ``train_turns`` column of ``demonstrations/1``); overrides ``train``.
+                ``n_prompt``; ``final_turn`` every assistant turn after the last user message; ``full`` all but the
+                first token.
+            train_turns: explicit message indices (the ``train_turns`` column of ``demonstrations/1``); overrides
+                ``train``.
             max_length: keep the first ``max_length`` tokens; no end token is invented for a cut row.
 
         Raises:
@@ -266,24 +325,43 @@ class Renderer:
 
     # -- rendering ----------------------------------------------------------------------------------------------
     def _apply(self, messages, generation: bool, tools=None) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation, **({"tools": tools} if tools else {}), **self.template_kwargs)
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=generation,
+            **({"tools": tools} if tools else {}),
+            **self.template_kwargs,
+        )
 
     def _render(self, messages, generation: bool, tools=None) -> str:
         try:
             return self._apply(messages, generation, tools)
         except Exception as error:
             roles = [m["role"] for m in messages]
-            advice = ("Ingest the data with system_prompts=merge, which writes system prompts into the first user message," if "system" in roles
-                      else "Let the environment answer as user (observation_role=user)" if "tool" in roles else "Validate the data with the ingest stage")
-            raise RenderError(f"The chat template refused a conversation with roles [{', '.join(roles)}]: {error}. "
-                              f"{advice} or use a template that knows these roles.") from error
+            advice = (
+                "Ingest the data with system_prompts=merge, which writes system prompts into the first user message,"
+                if "system" in roles
+                else (
+                    "Let the environment answer as user (observation_role=user)"
+                    if "tool" in roles
+                    else "Validate the data with the ingest stage"
+                )
+            )
+            raise RenderError(
+                f"The chat template refused a conversation with roles [{', '.join(roles)}]: {error}. "
+                f"{advice} or use a template that knows these roles."
+            ) from error
 
     def _render_safely(self, messages, generation: bool):
         """(text, {sentinel: special string}): special-token strings in content are hidden from the template."""
         hidden: dict[str, str] = {}
         cleaned, plain = [], True
         for message in map(clean_message, messages):
-            if self._control_pattern is not None and message.get("content") and self._control_pattern.search(message["content"]):
+            if (
+                self._control_pattern is not None
+                and message.get("content")
+                and self._control_pattern.search(message["content"])
+            ):
                 content, more = self._hide(message["content"])
                 message, hidden = {**message, "content": content}, hidden | more
             plain = plain and len(message) == 2 and message["role"] != "tool"
@@ -298,19 +376,31 @@ class Renderer:
         for own in calls:
             at = _end_of_calls(text, own, at)
             if at is None:
-                raise RenderError(f"The chat template leaves out {_said(own)}, a tool call (some show only the first of a turn, or rewrite arguments). Set chat_template to one "
-                                  "that shows all of them as they are, or leave the row out.")
+                raise RenderError(
+                    f"The chat template leaves out {_said(own)}, a tool call (some show only the first of a turn, or"
+                    " rewrite arguments). Set chat_template to one that shows all of them as they are, or leave the"
+                    " row out."
+                )
         return text, hidden
 
     # -- tools and calls ----------------------------------------------------------------------------------------
     @cached_property
     def _reads(self) -> dict[str, str | bool]:
-        """How the template takes ``tools``, ``functions``, ``tool_calls`` and ``function_calls``: False where it shows nothing of them; tool_calls ``dict`` or ``json`` by the arguments' form.
+        """How the template takes ``tools``, ``functions``, ``tool_calls`` and ``function_calls``: False where it shows
+        nothing of them; tool_calls ``dict`` or ``json`` by the arguments' form.
 
         ``results``: whether it shows tool messages, if only by refusing them.
         """
         ask, system = {"role": "user", "content": "x"}, {"role": "system", "content": "s"}
-        about = {"name": _PROBE, "description": "d", "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "d"}}, "required": ["x"]}}
+        about = {
+            "name": _PROBE,
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "string", "description": "d"}},
+                "required": ["x"],
+            },
+        }
 
         def shows(messages, tools=None) -> bool:
             try:
@@ -320,38 +410,79 @@ class Renderer:
 
         def called(**field) -> bool:
             turn = [ask, {"role": "assistant", "content": "", **field}]
-            return shows(turn) or shows([*turn, {"role": "tool", "name": _PROBE[::-1], "tool_call_id": "call00001", "content": "y"}, {"role": "assistant", "content": "z"}])
+            return shows(turn) or shows(
+                [
+                    *turn,
+                    {"role": "tool", "name": _PROBE[::-1], "tool_call_id": "call00001", "content": "y"},
+                    {"role": "assistant", "content": "z"},
+                ]
+            )
 
         def tool_call(arguments) -> list[dict]:
             return [{"type": "function", "id": "call00001", "function": {"name": _PROBE, "arguments": arguments}}]
 
-        results, answers = [], [{"content": "", "tool_calls": tool_call({"x": "y"})}, {"content": "", "tool_calls": tool_call('{"x": "y"}')}, {"content": "", "function_calls": "f(x='y')"}, {"content": "z"}]
+        results, answers = (
+            [],
+            [
+                {"content": "", "tool_calls": tool_call({"x": "y"})},
+                {"content": "", "tool_calls": tool_call('{"x": "y"}')},
+                {"content": "", "function_calls": "f(x='y')"},
+                {"content": "z"},
+            ],
+        )
         for answer in answers:
             try:
-                results.append(_PROBE[::-1] in self._apply([ask, {"role": "assistant", **answer}, {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": _PROBE[::-1]}], True))
+                results.append(
+                    _PROBE[::-1]
+                    in self._apply(
+                        [
+                            ask,
+                            {"role": "assistant", **answer},
+                            {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": _PROBE[::-1]},
+                        ],
+                        True,
+                    )
+                )
             except Exception:
                 continue
-        return {"tools": any(shows(start, [{"type": "function", "function": about}]) for start in ([ask], [system, ask])),
-                "functions": shows([{**system, "functions": _PROBE}, ask]), "function_calls": called(function_calls=_PROBE),
-                "tool_calls": "dict" if called(tool_calls=tool_call({"x": "y"})) else "json" if called(tool_calls=tool_call('{"x": "y"}')) else False,
-                "results": any(results) or not results}
+        return {
+            "tools": any(shows(start, [{"type": "function", "function": about}]) for start in ([ask], [system, ask])),
+            "functions": shows([{**system, "functions": _PROBE}, ask]),
+            "function_calls": called(function_calls=_PROBE),
+            "tool_calls": (
+                "dict"
+                if called(tool_calls=tool_call({"x": "y"}))
+                else "json"
+                if called(tool_calls=tool_call('{"x": "y"}'))
+                else False
+            ),
+            "results": any(results) or not results,
+        }
 
     def _with_tools(self, messages, hidden: dict[str, str]):
-        """(messages as the template takes them, tools or None, the calls of each message that has some); fills ``hidden``."""
+        """(messages as the template takes them, tools or None, the calls of each message that has some); fills
+        ``hidden``.
+        """
         shown, tools, calls = [], [], []
         for message in messages:
             message = dict(message)
             if message["role"] == "tool" and not self._reads["results"]:
-                raise RenderError("The chat template does not show the messages of tools, so their answers would be missing. Set chat_template to one that knows the role tool, "
-                                  "or let the environment answer as user (observation_role=user).")
+                raise RenderError(
+                    "The chat template does not show the messages of tools, so their answers would be missing. Set"
+                    " chat_template to one that knows the role tool, or let the environment answer as user"
+                    " (observation_role=user)."
+                )
             if message.get("functions") and not self._reads["functions"]:
                 functions = message.pop("functions")
                 if not tells_tools({**message, "functions": functions}):
                     found = self._read(stored_tools, functions, "tools")
                     if found and not self._reads["tools"]:
-                        raise RenderError(f"The conversation has tools ({found[0]['function']['name']}), which the chat template does not show, so calls would be learned of tools that "
-                                          "the model is not told of. Set chat_template to one that reads `tools` (or `functions`), or write the tools into the system message's text "
-                                          "and leave them out of the data's tools.")
+                        raise RenderError(
+                            f"The conversation has tools ({found[0]['function']['name']}), which the chat template does"
+                            " not show, so calls would be learned of tools that the model is not told of. Set"
+                            " chat_template to one that reads `tools` (or `functions`), or write the tools into the"
+                            " system message's text and leave them out of the data's tools."
+                        )
                     tools += found
                     if message["role"] == "system" and found and not message["content"].strip():
                         continue  # it only carried the tools: without one, the template tells its default
@@ -360,29 +491,56 @@ class Renderer:
                 del message["function_calls"]
                 found = self._read(stored_calls, written, "calls")
                 if not self._reads["tool_calls"]:
-                    raise RenderError("The conversation has tool calls, which the chat template does not show: the turn would be learned as one that ends where it should call. "
-                                      "Set chat_template to one that reads `tool_calls` (or `function_calls`), or write the calls into the message's text when the data is made "
-                                      "(ingest: tool_calls=text).")
+                    raise RenderError(
+                        "The conversation has tool calls, which the chat template does not show: the turn would be"
+                        " learned as one that ends where it should call. Set chat_template to one that reads"
+                        " `tool_calls` (or `function_calls`), or write the calls into the message's text when the data"
+                        " is made (ingest: tool_calls=text)."
+                    )
                 found = self._hidden(found, hidden)
                 calls.append(found)
-                message["tool_calls"] = [{"type": "function", **({"id": call["id"]} if "id" in call else {}), "function": {"name": call["name"], "arguments": (
-                    json.dumps(call["arguments"], ensure_ascii=False) if self._reads["tool_calls"] == "json" else call["arguments"])}} for call in found]
+                message["tool_calls"] = [
+                    {
+                        "type": "function",
+                        **({"id": call["id"]} if "id" in call else {}),
+                        "function": {
+                            "name": call["name"],
+                            "arguments": (
+                                json.dumps(call["arguments"], ensure_ascii=False)
+                                if self._reads["tool_calls"] == "json"
+                                else call["arguments"]
+                            ),
+                        },
+                    }
+                    for call in found
+                ]
             elif written:
                 calls.append(self._hidden(written, hidden))
-            message |= {name: self._hidden(message[name], hidden) for name in ("name", "tool_call_id", "functions", "function_calls") if name in message}
+            message |= {
+                name: self._hidden(message[name], hidden)
+                for name in ("name", "tool_call_id", "functions", "function_calls")
+                if name in message
+            }
             shown.append(message)
         return shown, self._hidden(tools, hidden) or None, calls
 
     def _calls_of(self, message) -> list[dict] | str | None:
         """The calls of a message as the template was given them."""
         written = message.get("function_calls")
-        return self._hidden(written if self._reads["function_calls"] else self._read(stored_calls, written, "calls"), {}) if written else None
+        return (
+            self._hidden(written if self._reads["function_calls"] else self._read(stored_calls, written, "calls"), {})
+            if written
+            else None
+        )
 
     def _read(self, read, text: str, what: str):
         try:
             return read(text)
         except BadCall as error:
-            raise RenderError(f"The conversation's {what} cannot be read: {error}. Write them as in OpenAI's API, or calls as name(argument='value'), one per line.") from None
+            raise RenderError(
+                f"The conversation's {what} cannot be read: {error}. Write them as in OpenAI's API, or calls as"
+                " name(argument='value'), one per line."
+            ) from None
 
     def _hidden(self, value, hidden: dict[str, str]):
         """``value`` with the special-token strings of all its texts hidden, which are added to ``hidden``."""
@@ -420,7 +578,9 @@ class Renderer:
         """
         backend = self._backend
         if backend is None:
-            return self.tokenizer(text, add_special_tokens=False, **({"split_special_tokens": True} if as_text else {}))["input_ids"]
+            return self.tokenizer(
+                text, add_special_tokens=False, **({"split_special_tokens": True} if as_text else {})
+            )["input_ids"]
         as_text = as_text or self.tokenizer.split_special_tokens
         if backend.encode_special_tokens != as_text:
             backend.encode_special_tokens = as_text
@@ -431,7 +591,9 @@ class Renderer:
         return backend.encode(text, add_special_tokens=False).ids
 
     def _tokenise(self, text: str, hidden: dict[str, str], before: str = "") -> list[int]:
-        """Ids of rendered text that stands behind ``before``: the template's own special tokens are control tokens, hidden ones are ordinary text."""
+        """Ids of rendered text that stands behind ``before``: the template's own special tokens are control tokens,
+        hidden ones are ordinary text.
+        """
         ids: list[int] = []
         for piece in re.split("([" + "".join(map(re.escape, hidden)) + "])", text) if hidden else [text]:
             if piece in hidden:
@@ -446,8 +608,8 @@ class Renderer:
         special = self._trailing_special.search(before) if self._trailing_special is not None else None
         if special:  # whether it swallows spaces, or a space is written behind it, is the tokenizer's own rule
             lead, ids = self._ids(special.group()), self._ids(special.group() + text)
-            if ids[:len(lead)] == lead:
-                return ids[len(lead):]
+            if ids[: len(lead)] == lead:
+                return ids[len(lead) :]
         if not before or self._unprefixed is None:
             return self._ids(text)
         first = self._special_pattern.search(text) if self._special_pattern is not None else None
@@ -476,15 +638,23 @@ class Renderer:
         cursor = 0
         for turn in turns:
             start_text, _ = self._render_safely(messages[:turn], generation=True)
-            last, content, calls = turn == len(messages) - 1, self._hidden_content(messages[turn]), self._calls_of(messages[turn])
+            last, content, calls = (
+                turn == len(messages) - 1,
+                self._hidden_content(messages[turn]),
+                self._calls_of(messages[turn]),
+            )
             closed = full if last else self._render_safely(messages[: turn + 1], False)[0]
-            if not full.startswith(start_text) or not full.startswith(closed) or (last and _place(full[len(start_text):], content) is None):
+            if (
+                not full.startswith(start_text)
+                or not full.startswith(closed)
+                or (last and _place(full[len(start_text) :], content) is None)
+            ):
                 full, content = self._composed(messages, turn, start_text, full[:cursor])
                 closed = full
-            span = closed[len(start_text):]
+            span = closed[len(start_text) :]
             stop = self._span_end(span, content, calls)
             self._check_header(span, content, calls, start_text, messages[:turn])
-            pieces.append((full[cursor: len(start_text)], 0))
+            pieces.append((full[cursor : len(start_text)], 0))
             pieces.append((span[:stop], 1))
             cursor = len(start_text) + stop
         pieces.append((full[cursor:], 0))
@@ -498,70 +668,119 @@ class Renderer:
 
     def _check_header(self, span: str, content: str, calls, start_text: str, before) -> None:
         """Without a generation prompt the header of a turn would be trained, and sampled as part of every answer."""
-        opens_with_call = bool(calls) and not content  # behind a token that says so, which is the policy's to write ([TOOL_CALLS])
-        header = span[:span.find(calls if isinstance(calls, str) else calls[0]["name"])] if opens_with_call else span[:_place(span, content)[0]]
-        looks_like_one = "assistant" in header.lower() or (not opens_with_call and self._special_pattern is not None and self._special_pattern.search(header))
+        # behind a token that says so, which is the policy's to write ([TOOL_CALLS])
+        opens_with_call = bool(calls) and not content
+        header = (
+            span[: span.find(calls if isinstance(calls, str) else calls[0]["name"])]
+            if opens_with_call
+            else span[: _place(span, content)[0]]
+        )
+        looks_like_one = "assistant" in header.lower() or (
+            not opens_with_call and self._special_pattern is not None and self._special_pattern.search(header)
+        )
         if looks_like_one and start_text == self._render_safely(before, generation=False)[0]:
-            raise RenderError(f"The chat template has no generation prompt, so the header {header!r} of an assistant turn would be trained as part of the answer. End "
-                              f"the template with {{%- if add_generation_prompt -%}}{{{{- {header!r} -}}}}{{%- endif -%}}")
+            raise RenderError(
+                f"The chat template has no generation prompt, so the header {header!r} of an assistant turn would be"
+                " trained as part of the answer. End the template with {%- if add_generation_prompt -%}{{-"
+                f" {header!r} -}}}}{{%- endif -%}}"
+            )
 
     def _composed(self, messages, turn: int, start_text: str, done: str) -> tuple[str, str]:
-        """(conversation, text of its last turn) as generation would have written it, for a last turn that the template shows otherwise.
+        """(conversation, text of its last turn) as generation would have written it, for a last turn that the template
+        shows otherwise.
 
-        DeepSeek-R1's templates open the thinking in the generation prompt and strip it from every turn: the text continues ``start_text`` as it was given.
+        DeepSeek-R1's templates open the thinking in the generation prompt and strip it from every turn: the text
+        continues ``start_text`` as it was given.
         """
         if turn < len(messages) - 1:
-            raise RenderError("The chat template rewrites earlier turns, so one rendering cannot train all of them. "
-                              "Unroll the conversations (ingest: multiturn=all_turns) and set train_on=final_turn (final_message where turns call tools), "
-                              "or set chat_template to one that keeps earlier turns.")
+            raise RenderError(
+                "The chat template rewrites earlier turns, so one rendering cannot train all of them. Unroll the"
+                " conversations (ingest: multiturn=all_turns) and set train_on=final_turn (final_message where turns"
+                " call tools), or set chat_template to one that keeps earlier turns."
+            )
         stand_in, content = chr(_SENTINEL_BASE + 0xFFF0), self._hidden_content(messages[turn])
-        head, found, closing = self._render_safely([*messages[:turn], {**messages[turn], "content": stand_in}], generation=False)[0].rpartition(stand_in)
+        head, found, closing = self._render_safely(
+            [*messages[:turn], {**messages[turn], "content": stand_in}], generation=False
+        )[0].rpartition(stand_in)
         if not found and content and messages[turn].get("function_calls"):
-            raise RenderError(f"The chat template leaves out the text beside a tool call ({content[:60]!r}). Set chat_template to one that shows both, or leave the text out of turns that call.")
-        opened = start_text[len(head):] if start_text.startswith(head) else ""
+            raise RenderError(
+                f"The chat template leaves out the text beside a tool call ({content[:60]!r}). Set chat_template to one"
+                " that shows both, or leave the text out of turns that call."
+            )
+        opened = start_text[len(head) :] if start_text.startswith(head) else ""
         if not found or not content or not start_text.startswith(done) or not (opened or head.startswith(start_text)):
             before = self._render_safely(messages[:turn], generation=False)[0]
             if found and head.startswith(before) and start_text.startswith(before):
-                raise RenderError(f"The chat template's generation prompt {start_text[len(before):]!r} is not how it starts an answer, {head[len(before):]!r}, so what is trained would not be "
-                                  "what is sampled. End the generation prompt in the template as answers start there.")
-            raise RenderError("The chat template shows the prompt differently once an answer follows it (some drop the system prompt then), so what is trained would not be what "
-                              "is sampled. Put the system prompt into the first user message (ingest: system_prompts=merge), or use a template that renders earlier turns unchanged.")
+                raise RenderError(
+                    f"The chat template's generation prompt {start_text[len(before) :]!r} is not how it starts an"
+                    f" answer, {head[len(before) :]!r}, so what is trained would not be what is sampled. End the"
+                    " generation prompt in the template as answers start there."
+                )
+            raise RenderError(
+                "The chat template shows the prompt differently once an answer follows it (some drop the system prompt"
+                " then), so what is trained would not be what is sampled. Put the system prompt into the first user"
+                " message (ingest: system_prompts=merge), or use a template that renders earlier turns unchanged."
+            )
         if not content.startswith(opened.strip()):
-            raise RenderError(f"The chat template starts every answer with {opened!r}, which this one lacks: {content[:60]!r}. Write the thinking into message['content'] "
-                              f"({opened.strip()}...</think>answer), or take {opened!r} out of the template's generation prompt.")
-        content = content[len(opened.strip()):].lstrip("\n") if opened else content
-        return start_text + head[len(start_text):] + content + closing, content
+            raise RenderError(
+                f"The chat template starts every answer with {opened!r}, which this one lacks: {content[:60]!r}. Write"
+                f" the thinking into message['content'] ({opened.strip()}...</think>answer), or take {opened!r} out of"
+                " the template's generation prompt."
+            )
+        content = content[len(opened.strip()) :].lstrip("\n") if opened else content
+        return start_text + head[len(start_text) :] + content + closing, content
 
     def _hidden_content(self, message) -> str:
         text = message.get("content") or ""
         return self._hide(text)[0].strip()
 
     def _span_end(self, span: str, content: str, calls=None) -> int:
-        """Offset just after the stop token that closes the turn; verifies that the span holds the content and the calls."""
+        """Offset just after the stop token that closes the turn; verifies that the span holds the content and the
+        calls.
+        """
         place = _place(span, content)
         if place is None:
-            raise RenderError(f"The rendered assistant turn does not contain its own text ({content[:60]!r}); the chat template "
-                              "changes content. Use a template that writes message['content'] as it is.")
+            raise RenderError(
+                f"The rendered assistant turn does not contain its own text ({content[:60]!r}); the chat template "
+                "changes content. Use a template that writes message['content'] as it is."
+            )
         if calls:
             end = _end_of_calls(span, calls, place[1])
-            if end is None and (before := _end_of_calls(span, calls, 0)) is not None and span.find(content, before) >= 0:  # Gemma 4 writes the text behind the calls
+            # Gemma 4 writes the text behind the calls
+            if (
+                end is None
+                and (before := _end_of_calls(span, calls, 0)) is not None
+                and span.find(content, before) >= 0
+            ):
                 end = span.find(content, before) + len(content)
             if end is None:
-                raise RenderError(f"The rendered assistant turn does not contain {_said(calls)}, its tool call; set chat_template to one that writes calls as they are.")
-            closing = [m.end() for m in self._special_pattern.finditer(span, end)] if self._special_pattern is not None else []  # calls have closing tokens of their own
+                raise RenderError(
+                    f"The rendered assistant turn does not contain {_said(calls)}, its tool call; set chat_template to"
+                    " one that writes calls as they are."
+                )
+            # calls have closing tokens of their own
+            closing = (
+                [m.end() for m in self._special_pattern.finditer(span, end)]
+                if self._special_pattern is not None
+                else []
+            )
             return closing[-1] if closing else len(span.rstrip("\n"))
-        tail = span[place[1]:]
+        tail = span[place[1] :]
         match = self._special_pattern.search(tail) if self._special_pattern is not None else None
-        return place[1] + (match.start() + len(self._closing(tail[match.start():])) if match else len(tail.rstrip("\n")))
+        return place[1] + (
+            match.start() + len(self._closing(tail[match.start() :])) if match else len(tail.rstrip("\n"))
+        )
 
     def _closing(self, tail: str) -> str:
-        """What closes a turn at the start of ``tail``: a control token, and those right behind it up to the end token (Cohere: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>)."""
+        """What closes a turn at the start of ``tail``: a control token, and those right behind it up to the end token
+        (Cohere: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>).
+        """
         first = self._special_pattern.match(tail)
         if first is None:
             return ""
         run = re.match(f"(?:{self._special_pattern.pattern})+", tail).group()
         end = run.find(self.tokenizer.eos_token)
-        return run[:end + len(self.tokenizer.eos_token)] if end >= 0 else first.group()
+        return run[: end + len(self.tokenizer.eos_token)] if end >= 0 else first.group()
 
     def _turn_end_id(self, answer: dict) -> int | None:
         """Id of the token with which the template closes such an assistant turn, if it is one special token."""
@@ -570,12 +789,17 @@ class Renderer:
         except RenderError:
             return None
         last = [i for i, m in zip(row.ids, row.mask) if m][-1:]
-        return last[0] if last and last[0] in set(self.tokenizer.all_special_ids) | set(
-            self.tokenizer.get_added_vocab().values()) else None
+        return (
+            last[0]
+            if last and last[0] in set(self.tokenizer.all_special_ids) | set(self.tokenizer.get_added_vocab().values())
+            else None
+        )
 
 
 def _place(span: str, content: str) -> tuple[int, int] | None:
-    """Where ``span`` holds an answer's text: as it is, or its thought and what follows it under the same tags with other white space (Qwen 3, GLM); None where it does not."""
+    """Where ``span`` holds an answer's text: as it is, or its thought and what follows it under the same tags with
+    other white space (Qwen 3, GLM); None where it does not.
+    """
     at = span.find(content)
     if at >= 0:
         return at, at + len(content)
@@ -588,13 +812,18 @@ def _place(span: str, content: str) -> tuple[int, int] | None:
 
 
 def _end_of_calls(text: str, calls: list[dict] | str, at: int) -> int | None:
-    """Offset behind the last of ``calls`` in ``text`` from ``at`` on, in order, each with its name and its arguments' names and values; None where one is missing."""
+    """Offset behind the last of ``calls`` in ``text`` from ``at`` on, in order, each with its name and its arguments'
+    names and values; None where one is missing.
+    """
     if isinstance(calls, str):  # shown as written
         found = text.find(calls.strip(), at)
         return None if found < 0 else found + len(calls.strip())
     for call in calls:
         found = [[call["name"]], *_spellings(call["arguments"])]
-        ends = [min((start + len(form) for form in forms if (start := text.find(form, at)) >= 0), default=None) for forms in found]
+        ends = [
+            min((start + len(form) for form in forms if (start := text.find(form, at)) >= 0), default=None)
+            for forms in found
+        ]
         if None in ends:
             return None
         at = max(ends)
@@ -602,13 +831,23 @@ def _end_of_calls(text: str, calls: list[dict] | str, at: int) -> int | None:
 
 
 def _spellings(value) -> list[list[str]]:
-    """The ways in which templates write each name and value in the arguments of a call: as JSON, as Python, or as text."""
+    """The ways in which templates write each name and value in the arguments of a call: as JSON, as Python, or as
+    text.
+    """
     if isinstance(value, dict):
         return [forms for name, part in value.items() for forms in (*_spellings(name), *_spellings(part))]
     if isinstance(value, list):
         return [forms for part in value for forms in _spellings(part)]
     if isinstance(value, str):
-        return [[value, value.strip(), *(json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True)), repr(value)[1:-1], value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")]]
+        return [
+            [
+                value,
+                value.strip(),
+                *(json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True)),
+                repr(value)[1:-1],
+                value.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n"),
+            ]
+        ]
     return [[json.dumps(value), str(value)]]
 
 
@@ -617,14 +856,19 @@ def _said(calls: list[dict] | str) -> str:
 
 
 def plain_tokens(tokenizer) -> set[str]:
-    """Added tokens that are not special: a tokenizer with a Rust backend reads them as tokens even in text that holds no control tokens."""
+    """Added tokens that are not special: a tokenizer with a Rust backend reads them as tokens even in text that holds
+    no control tokens.
+    """
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         return set()
-    return {str(token.content) for token in tokenizer.added_tokens_decoder.values() if not token.special} - set(tokenizer.all_special_tokens)
+    return {str(token.content) for token in tokenizer.added_tokens_decoder.values() if not token.special} - set(
+        tokenizer.all_special_tokens
+    )
 
 
 def _without_leading_space(tokenizer):
-    """``encode(text, plain) -> ids`` of the same tokenizer without the space it writes before a text (Llama 2, Mistral, Phi 3); None where it writes none.
+    """``encode(text, plain) -> ids`` of the same tokenizer without the space it writes before a text (Llama 2, Mistral,
+    Phi 3); None where it writes none.
 
     ``plain``: special-token strings are text.
     """
@@ -639,7 +883,9 @@ def _without_leading_space(tokenizer):
             return [clean(p) for p in part if not (isinstance(p, dict) and p.get("type") == "Prepend")]
         if not isinstance(part, dict):
             return part
-        changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}.get(part.get("type"), {})
+        changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}.get(
+            part.get("type"), {}
+        )
         return {name: clean(value) for name, value in part.items()} | changes
 
     bare = {name: None if (part or {}).get("type") == "Prepend" else clean(part) for name, part in said.items()}

@@ -1,7 +1,8 @@
 """curriculum: preference data in stages, from easy to hard or in the order given.
 
-Fills ``stage_index`` of ``pairs/1``; the align stage trains on one stage at a time (``stage_index``), each from the model of the one before
-(sDPO, Curry-DPO; catalogue ``da.sdpo``, ``da.curry``). Validation and test rows belong to no stage.
+Fills ``stage_index`` of ``pairs/1``; the align stage trains on one stage at a time (``stage_index``), each from the
+model of the one before (sDPO, Curry-DPO; catalogue ``da.sdpo``, ``da.curry``). Validation and test rows belong to no
+stage.
 """
 
 from __future__ import annotations
@@ -17,12 +18,21 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
-    READ_WHEN: ClassVar[ReadWhen] = ((("pairing",), lambda c: c.order == "rank_gap", "only rankings are made into pairs; write order=rank_gap"),)
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (("pairing",), lambda c: c.order == "rank_gap", "only rankings are made into pairs; write order=rank_gap"),
+    )
 
     order: Literal["given", "margin", "rank_gap"] = Field(
-        "margin", description="given: file order (sDPO); margin: largest score gap, margin or strength first; rank_gap: rankings, the largest rank gap first (Curry-DPO).")
+        "margin",
+        description=(
+            "given: file order (sDPO); margin: largest score gap, margin or strength first; rank_gap: rankings, the"
+            " largest rank gap first (Curry-DPO)."
+        ),
+    )
     stages: int = Field(3, ge=1, description="Stages; for rank_gap the most there can be, later pairs join the last.")
-    pairing: Literal["best_vs_k", "all_pairs_by_gap"] = Field("best_vs_k", description="rank_gap: (1,K), (1,K-1) ... (1,2), or all pairs by their gap.")
+    pairing: Literal["best_vs_k", "all_pairs_by_gap"] = Field(
+        "best_vs_k", description="rank_gap: (1,K), (1,K-1) ... (1,2), or all pairs by their gap."
+    )
 
     @model_validator(mode="after")
     def _read(self):
@@ -31,9 +41,11 @@ class Config(StageConfig):
 
 
 SPEC = StageSpec(
-    name="curriculum", config=Config,
+    name="curriculum",
+    config=Config,
     inputs={"data": InputSpec("dataset", kinds=("pairs/1", "rankings/1"), doc="Pairs; rankings for order=rank_gap.")},
-    outputs={"data": OutputSpec("dataset", doc="pairs/1 with stage_index.")})
+    outputs={"data": OutputSpec("dataset", doc="pairs/1 with stage_index.")},
+)
 
 
 def run(stage):
@@ -42,8 +54,11 @@ def run(stage):
 
     data, config = stage.dataset("data"), stage.config
     if (data.kind == "rankings/1") != (config.order == "rank_gap"):
-        wanted = "rankings/1; convert with the ingest stage (kind=rankings/1), or write order=margin" if config.order == "rank_gap" else \
-            "pairs/1; convert with the ingest stage (kind=pairs/1), or write order=rank_gap"
+        wanted = (
+            "rankings/1; convert with the ingest stage (kind=rankings/1), or write order=margin"
+            if config.order == "rank_gap"
+            else "pairs/1; convert with the ingest stage (kind=pairs/1), or write order=rank_gap"
+        )
         raise ValueError(f"order={config.order} does not fit rows of {data.kind}: give {wanted}.")
     counts, dropped = Counter({0: 0}), Counter()
     made = ranked(data.iter_rows(), config, dropped) if config.order == "rank_gap" else staged(data, config, dropped)
@@ -51,20 +66,27 @@ def run(stage):
     def told(rows):
         for row in rows:
             counts[row["stage_index"]] += 1
-            yield complete_row("pairs/1", row, dataset=row["dataset"], source=row["source"], origin=row["origin"], split=row["split"])
+            yield complete_row(
+                "pairs/1", row, dataset=row["dataset"], source=row["source"], origin=row["origin"], split=row["split"]
+            )
 
     writer = stage.writer("data", "pairs/1")
     writer.write(told(made))
     writer.close({"rows": sum(counts.values()), "dropped": dropped["rows"]})
     last = max(k for k in counts if k is not None)
-    summary = {"stages": last + 1, "rows": sum(counts.values()), "dropped": dropped["rows"], **{f"stage_{k}": counts[k] for k in range(last + 1)}}
+    summary = {
+        "stages": last + 1,
+        "rows": sum(counts.values()),
+        "dropped": dropped["rows"],
+        **{f"stage_{k}": counts[k] for k in range(last + 1)},
+    }
     stage.summary(summary)
     stage.report("summary", markdown=document("Curriculum", facts(summary)))
 
 
 def staged(data, config, dropped: Counter) -> Iterator[dict]:
-    """Pairs in equal stages, the remainder to the first; pairs without score gap, margin or strength are dropped for order=margin. One stage is
-    in memory at a time."""
+    """Pairs in equal stages, the remainder to the first; pairs without score gap, margin or strength are dropped for
+    order=margin. One stage is in memory at a time."""
     from stages import selection
     from stages.direct.preference_items import score_gap
 
@@ -72,11 +94,17 @@ def staged(data, config, dropped: Counter) -> Iterator[dict]:
         gap = score_gap(row)
         return row["strength"] if gap is None else gap
 
-    found = [ease(row) for row in data.iter_rows(columns=["chosen_score", "rejected_score", "margin", "strength"], split="train")]
+    found = [
+        ease(row)
+        for row in data.iter_rows(columns=["chosen_score", "rejected_score", "margin", "strength"], split="train")
+    ]
     if config.order == "margin":
         kept = [i for i, value in enumerate(found) if value is not None]
         if not kept:
-            raise ValueError("order=margin needs scores, margins or strengths and no pair has any; write order=given, or ingest with margin_mode=score_diff.")
+            raise ValueError(
+                "order=margin needs scores, margins or strengths and no pair has any; write order=given, or ingest with"
+                " margin_mode=score_diff."
+            )
         order, index = selection.order_by_difficulty([-found[i] for i in kept], config.stages)
     else:
         kept = order = range(len(found))
@@ -91,7 +119,9 @@ def staged(data, config, dropped: Counter) -> Iterator[dict]:
 
 
 def ranked(rows: Iterable[dict], config, dropped: Counter) -> Iterator[dict]:
-    """Pairs of rankings, the largest rank gap in stage 0; tied responses give no pair. Each weighs as much as its ranking: stages are trained one by one."""
+    """Pairs of rankings, the largest rank gap in stage 0; tied responses give no pair. Each weighs as much as its
+    ranking: stages are trained one by one.
+    """
     from stages import selection
     from stages.ingestion import pairing
 
@@ -99,11 +129,26 @@ def ranked(rows: Iterable[dict], config, dropped: Counter) -> Iterator[dict]:
         if config.pairing == "best_vs_k":
             found = [(k, i, j, gap) for k, (i, j, gap) in enumerate(selection.rank_gap_stages(row["ranks"]))]
         else:
-            found = [(k, i, j, gap) for k, (gap, pairs) in enumerate(pairing.rank_gap_stages(row["ranks"])) for i, j in pairs]
+            found = [
+                (k, i, j, gap) for k, (gap, pairs) in enumerate(pairing.rank_gap_stages(row["ranks"])) for i, j in pairs
+            ]
         dropped["rows"] += not found
-        common = {name: row[name] for name in ("prompt", "prompt_id", "group_id", "dataset", "source", "split", "weight")}
+        common = {
+            name: row[name] for name in ("prompt", "prompt_id", "group_id", "dataset", "source", "split", "weight")
+        }
         scores = row.get("scores")
         for k, i, j, gap in found:
-            yield {**common, "origin": "conversion", "chosen": row["completions"][i], "rejected": row["completions"][j], "rank_gap": gap,
-                   "stage_index": min(k, config.stages - 1) if row["split"] == "train" else None, "pairs_in_group": len(found),
-                   **({"chosen_score": scores[i], "rejected_score": scores[j], "margin": scores[i] - scores[j]} if scores else {})}
+            yield {
+                **common,
+                "origin": "conversion",
+                "chosen": row["completions"][i],
+                "rejected": row["completions"][j],
+                "rank_gap": gap,
+                "stage_index": min(k, config.stages - 1) if row["split"] == "train" else None,
+                "pairs_in_group": len(found),
+                **(
+                    {"chosen_score": scores[i], "rejected_score": scores[j], "margin": scores[i] - scores[j]}
+                    if scores
+                    else {}
+                ),
+            }

@@ -1,16 +1,18 @@
 """distill: a student learns a teacher's next-token distributions, not only its words.
 
-Three ways, all on the trained tokens of demonstrations (the same masks and row weights as ``sft``), over the whole vocabulary:
+Three ways, all on the trained tokens of demonstrations (the same masks and row weights as ``sft``), over the whole
+vocabulary:
 
 ``logit``      T^2 KL(teacher || student) on the given answers (``kd.logit``); with ``soft_weight`` below 1 the rest is the usual
                negative log-likelihood (``kd.codistill``).
 ``context``    the teacher reads ``context`` before each conversation and the student does not; by default the teacher is the
                starting model itself (``kd.context``, Askell et al. 2021).
-``on_policy``  a share ``lmbda`` of the answers is sampled from the student as it is at that step (``kd.onpolicy``, GKD, Agarwal et
+``on_policy``  a share ``lmbda`` of the answers is sampled from the student as it is at that step (``kd.onpolicy``, GKD,
+Agarwal et
                al. 2024); sampling is not differentiated.
 
-From the dataset of a ``capture`` stage it trains without the teacher, on the K most likely tokens of every position and what is left as one class
-(``tail``); what the teacher saw was decided there, so ``method`` is logit.
+From the dataset of a ``capture`` stage it trains without the teacher, on the K most likely tokens of every position and
+what is left as one class (``tail``); what the teacher saw was decided there, so ``method`` is logit.
 
 Sequence-level distillation (``kd.sequence``) needs no stage of its own: sample with ``rejection``, then run ``sft``.
 """
@@ -30,25 +32,77 @@ from stages.spec import InputSpec, OutputSpec, StageSpec, left_out, refuse_no_ro
 class Config(RowsConfig):
     #: Beside RowsConfig.READ_WHEN, and read once the method has decided the direction.
     READ_BY_METHOD: ClassVar[ReadWhen] = (
-        (("jsd_beta",), lambda c: c.direction == "jsd", "only the Jensen-Shannon divergence has a mixture; write direction=jsd"),
+        (
+            ("jsd_beta",),
+            lambda c: c.direction == "jsd",
+            "only the Jensen-Shannon divergence has a mixture; write direction=jsd",
+        ),
         (("lmbda",), lambda c: c.method == "on_policy", "the student writes no answers; write method=on_policy"),
-        (("sampling_temperature", "max_completion_length"), lambda c: c.method == "on_policy" and c.lmbda > 0, "the student writes no answers; write method=on_policy and lmbda=0.5"),
-        (("soft_weight_schedule",), lambda c: c.soft_weight_end is not None, "soft_weight stays as it is; write soft_weight_end=0"))
+        (
+            ("sampling_temperature", "max_completion_length"),
+            lambda c: c.method == "on_policy" and c.lmbda > 0,
+            "the student writes no answers; write method=on_policy and lmbda=0.5",
+        ),
+        (
+            ("soft_weight_schedule",),
+            lambda c: c.soft_weight_end is not None,
+            "soft_weight stays as it is; write soft_weight_end=0",
+        ),
+    )
 
-    method: Literal["logit", "context", "on_policy"] = Field("logit", description="What the teacher sees and who writes the answers; see the stage's description.")
-    direction: Literal["forward", "reverse", "jsd"] = Field("forward", description="KL(teacher||student), KL(student||teacher), or their generalised Jensen-Shannon divergence; "
-                                                         "with method=on_policy the last unless given (GKD).")
-    jsd_beta: float = Field(0.5, gt=0, lt=1, description="Weight of the teacher in the mixture (direction=jsd; GKD 0.5).")
-    distillation_temperature: float = Field(1.0, gt=0, description="Temperature of both distributions; the loss is multiplied by its square.")
-    soft_weight: float = Field(1.0, ge=0, le=1, description="Share of the divergence; the rest is the negative log-likelihood of the tokens (codistillation: 0.5).")
-    soft_weight_end: float | None = Field(None, ge=0, le=1, title="Soft weight at the end", description="Reached at the last step, and the weight of every validation loss; empty: constant.")
-    soft_weight_schedule: Literal["linear", "cosine"] = Field("linear", description="How soft_weight goes to soft_weight_end (kd.codistill).")
-    tail: Literal["bucket", "renormalise", "drop"] = Field("bucket", description="Captured teacher: tokens outside of its top K are one class of both, the "
-                                                                                 "teacher is spread over its K, or they are left out.")
-    context: str | None = Field(None, title="Context", description="System message that only the teacher reads (method=context).")
-    lmbda: float = Field(0.5, ge=0, le=1, description="Share of rows answered by the student itself (method=on_policy; GKD 0.5).")
-    sampling_temperature: float = Field(0.9, gt=0, description="Temperature of the student's answers (method=on_policy; GKD 0.9).")
-    max_completion_length: int = Field(128, ge=1, description="New tokens of the student's answers at most (method=on_policy).")
+    method: Literal["logit", "context", "on_policy"] = Field(
+        "logit", description="What the teacher sees and who writes the answers; see the stage's description."
+    )
+    direction: Literal["forward", "reverse", "jsd"] = Field(
+        "forward",
+        description=(
+            "KL(teacher||student), KL(student||teacher), or their generalised Jensen-Shannon divergence; "
+            "with method=on_policy the last unless given (GKD)."
+        ),
+    )
+    jsd_beta: float = Field(
+        0.5, gt=0, lt=1, description="Weight of the teacher in the mixture (direction=jsd; GKD 0.5)."
+    )
+    distillation_temperature: float = Field(
+        1.0, gt=0, description="Temperature of both distributions; the loss is multiplied by its square."
+    )
+    soft_weight: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description=(
+            "Share of the divergence; the rest is the negative log-likelihood of the tokens (codistillation: 0.5)."
+        ),
+    )
+    soft_weight_end: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        title="Soft weight at the end",
+        description="Reached at the last step, and the weight of every validation loss; empty: constant.",
+    )
+    soft_weight_schedule: Literal["linear", "cosine"] = Field(
+        "linear", description="How soft_weight goes to soft_weight_end (kd.codistill)."
+    )
+    tail: Literal["bucket", "renormalise", "drop"] = Field(
+        "bucket",
+        description=(
+            "Captured teacher: tokens outside of its top K are one class of both, the "
+            "teacher is spread over its K, or they are left out."
+        ),
+    )
+    context: str | None = Field(
+        None, title="Context", description="System message that only the teacher reads (method=context)."
+    )
+    lmbda: float = Field(
+        0.5, ge=0, le=1, description="Share of rows answered by the student itself (method=on_policy; GKD 0.5)."
+    )
+    sampling_temperature: float = Field(
+        0.9, gt=0, description="Temperature of the student's answers (method=on_policy; GKD 0.9)."
+    )
+    max_completion_length: int = Field(
+        128, ge=1, description="New tokens of the student's answers at most (method=on_policy)."
+    )
 
     @model_validator(mode="after")
     def _gkd(self):
@@ -60,42 +114,71 @@ class Config(RowsConfig):
     @model_validator(mode="after")
     def _context_given(self):
         if (self.method == "context") != (self.context is not None):
-            raise ValueError("method=context needs context=TEXT (and no other method takes one); write both, or method=logit")
+            raise ValueError(
+                "method=context needs context=TEXT (and no other method takes one); write both, or method=logit"
+            )
         return self
 
 
 def roles(config, given) -> list[Role]:
     """Student and teacher; captured distributions need none, and the model under an adapter is its own."""
     own = config.method == "context" and not config.lora_rank
-    return [Role("student", "model", trained=True, sharded=True)] + ([Role("teacher", "teacher")] if "teacher" in given else [Role("teacher", "model")] * own)
+    return [Role("student", "model", trained=True, sharded=True)] + (
+        [Role("teacher", "teacher")] if "teacher" in given else [Role("teacher", "model")] * own
+    )
 
 
 SPEC = StageSpec(
-    name="distill", config=Config, gpu=True, parallel=True, roles=roles,
-    inputs={"model": InputSpec("model", doc="The student."),
-            "teacher": InputSpec("model", required=False, doc="The teacher, with the student's tokenizer; method=context: default the student as it starts."),
-            "data": InputSpec("dataset", kinds=("demonstrations/1", "teacher_logps/1"),
-                              doc="Conversations (on_policy uses them up to the last user turn), or a teacher's captured distributions.")},
-    outputs={"model": OutputSpec("model", role="policy")})
+    name="distill",
+    config=Config,
+    gpu=True,
+    parallel=True,
+    roles=roles,
+    inputs={
+        "model": InputSpec("model", doc="The student."),
+        "teacher": InputSpec(
+            "model",
+            required=False,
+            doc="The teacher, with the student's tokenizer; method=context: default the student as it starts.",
+        ),
+        "data": InputSpec(
+            "dataset",
+            kinds=("demonstrations/1", "teacher_logps/1"),
+            doc="Conversations (on_policy uses them up to the last user turn), or a teacher's captured distributions.",
+        ),
+    },
+    outputs={"model": OutputSpec("model", role="policy")},
+)
 
 
 #: Settings that are read of some rows only, as ``READ_WHEN``: of the stage.
 READ_OF_INPUTS: ReadWhen = (
-    (("train_on",), lambda s: s.dataset("data").kind != "teacher_logps/1", "which tokens are trained was decided when the teacher was captured; write train_on for the capture stage"),)
+    (
+        ("train_on",),
+        lambda s: s.dataset("data").kind != "teacher_logps/1",
+        "which tokens are trained was decided when the teacher was captured; write train_on for the capture stage",
+    ),
+)
 
 
 class Distillation:
-    """Objective: soft_weight * divergence + (1 - soft_weight) * negative log-likelihood, per trained token over the whole step, rows weighted by their weight.
+    """Objective: soft_weight * divergence + (1 - soft_weight) * negative log-likelihood, per trained token over the
+    whole step, rows weighted by their weight.
 
     Args:
-        teacher: a frozen causal LM, or None where every item brings its teacher's distributions (``extra["captured"]``).
+        teacher: a frozen causal LM, or None where every item brings its teacher's distributions
+            (``extra["captured"]``).
     """
 
     def __init__(self, config: Config, teacher):
         self.config, self.teacher, self.soft_weight = config, teacher, config.soft_weight
 
     def counts(self, items):
-        return {"tokens": float(sum(i.n_targets * i.extra["weight"] for i in items)), "targets": float(sum(i.n_targets for i in items)), "step": 1.0}
+        return {
+            "tokens": float(sum(i.n_targets * i.extra["weight"] for i in items)),
+            "targets": float(sum(i.n_targets for i in items)),
+            "step": 1.0,
+        }
 
     def __call__(self, model, batch):
         import torch
@@ -108,9 +191,17 @@ class Distillation:
         weights = torch.tensor([i.extra["weight"] for i in batch.items], device=values.device)[batch.seq_N]
         terms = {"divergence": (self.soft_weight * (values * weights).sum(), "tokens")}
         if self.soft_weight < 1:
-            terms["nll"] = (-(1 - self.soft_weight) * (token_logps(head, states, batch.target_N)[0] * weights).sum(), "tokens")
-        return Sums(terms, {"kl": (values.detach().sum() / self.config.distillation_temperature ** 2, "targets"),
-                            "trained_tokens": (torch.tensor(float(len(values))), "step")})
+            terms["nll"] = (
+                -(1 - self.soft_weight) * (token_logps(head, states, batch.target_N)[0] * weights).sum(),
+                "tokens",
+            )
+        return Sums(
+            terms,
+            {
+                "kl": (values.detach().sum() / self.config.distillation_temperature**2, "targets"),
+                "trained_tokens": (torch.tensor(float(len(values))), "step"),
+            },
+        )
 
     def divergence(self, head, states, batch):
         """From the teacher in memory, over the whole vocabulary ``[N]``."""
@@ -124,7 +215,15 @@ class Distillation:
         with torch.no_grad():
             teacher_states = hidden_states(self.teacher, theirs, theirs.src_N)
         config = self.config
-        return divergence(head, states, head_of(self.teacher), teacher_states, config.direction, config.distillation_temperature, config.jsd_beta)
+        return divergence(
+            head,
+            states,
+            head_of(self.teacher),
+            teacher_states,
+            config.direction,
+            config.distillation_temperature,
+            config.jsd_beta,
+        )
 
     def captured(self, head, states, batch):
         """From its captured top K ``[N]``."""
@@ -134,11 +233,22 @@ class Distillation:
         from stages.models.divergence import topk_divergence
         from stages.models.modeling import column_logps
 
-        ids, logps, rest = (torch.as_tensor(np.concatenate([i.extra["captured"][k] for i in batch.items])).to(states.device) for k in range(3))
+        ids, logps, rest = (
+            torch.as_tensor(np.concatenate([i.extra["captured"][k] for i in batch.items])).to(states.device)
+            for k in range(3)
+        )
         config = self.config
         logq, rest_q = column_logps(head, states, ids.long(), config.distillation_temperature, rest=True)
-        return topk_divergence(logq, rest_q, logps.to(logq.dtype), rest.to(logq.dtype), config.direction, config.distillation_temperature, config.jsd_beta,
-                               config.tail)
+        return topk_divergence(
+            logq,
+            rest_q,
+            logps.to(logq.dtype),
+            rest.to(logq.dtype),
+            config.direction,
+            config.distillation_temperature,
+            config.jsd_beta,
+            config.tail,
+        )
 
 
 def run(stage):
@@ -154,17 +264,24 @@ def run(stage):
     captured = dataset.kind == "teacher_logps/1"
     refuse_unread_in(stage, READ_OF_INPUTS)
     if captured and (stage.has("teacher") or config.method != "logit"):
-        raise ConfigError(f"distill: the teacher of {dataset.name} was asked when it was captured, and what it saw was decided there; leave teacher out and "
-                          "write method=logit, or give demonstrations")
+        raise ConfigError(
+            f"distill: the teacher of {dataset.name} was asked when it was captured, and what it saw was decided there;"
+            " leave teacher out and write method=logit, or give demonstrations"
+        )
     if config.tail != "bucket" and (not captured or config.direction != "forward"):
-        raise ConfigError(f"distill: tail={config.tail} is for direction=forward with captured data, a teacher in memory has no tail; write tail=bucket")
+        raise ConfigError(
+            f"distill: tail={config.tail} is for direction=forward with captured data, a teacher in memory has no tail;"
+            " write tail=bucket"
+        )
     if not captured and not stage.has("teacher") and config.method != "context":
         raise ConfigError(f"distill: method={config.method} needs a teacher; give teacher=REF, or write method=context")
     renderer = stage_renderer(stage)
     teacher_path = stage.path("teacher" if stage.has("teacher") else "model")
     if not captured and renderer_for(teacher_path).tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
-        raise ConfigError("distill: teacher and student have different tokenizers, so their distributions cannot be compared; sample the teacher's answers with the "
-                          "rejection stage and fine-tune on them with sft instead")
+        raise ConfigError(
+            "distill: teacher and student have different tokenizers, so their distributions cannot be compared; sample"
+            " the teacher's answers with the rejection stage and fine-tune on them with sft instead"
+        )
     encoded = encode_captured if captured else encode
     train, dropped = encoded(stage, renderer, "train")
     validation, _ = encoded(stage, renderer, "validation", config.eval_rows)
@@ -172,19 +289,41 @@ def run(stage):
     warn_of_cut_rows(stage, dropped, len(train))
     refuse_no_rows(dropped, len(train))
     model = policy_to_train(stage)
-    own = not captured and config.lora_rank and not stage.has("teacher")  # the starting model is the one under the adapter
-    objective = Distillation(config, None if captured else AdapterOff(model) if own else load_frozen(teacher_path, stage.device, config.frozen_dtype))
+    # the starting model is the one under the adapter
+    own = not captured and config.lora_rank and not stage.has("teacher")
+    objective = Distillation(
+        config,
+        (
+            None
+            if captured
+            else AdapterOff(model)
+            if own
+            else load_frozen(teacher_path, stage.device, config.frozen_dtype)
+        ),
+    )
     source = answers(stage, train, objective, renderer, model)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer)
 
-    def evaluate():  # all passes under the last soft weight, so that they can be compared; the source sets each step's own
+    # all passes under the last soft weight, so that they can be compared; the source sets each step's own
+    def evaluate():
         objective.soft_weight = config.soft_weight if config.soft_weight_end is None else config.soft_weight_end
         return trainer.evaluate(validation)
 
-    before, final = fit(stage, trainer, source, evaluate=evaluate if validation else None, eval_every=config.steps_between_validations(len(train)))
+    before, final = fit(
+        stage,
+        trainer,
+        source,
+        evaluate=evaluate if validation else None,
+        eval_every=config.steps_between_validations(len(train)),
+    )
     publish(stage, model, renderer.tokenizer)
-    summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped, **{f"dropped/{k}": v for k, v in dropped.items()}}
+    summary = {
+        "steps": trainer.step_index,
+        "rows": len(train),
+        "skipped_steps": trainer.skipped,
+        **{f"dropped/{k}": v for k, v in dropped.items()},
+    }
     if final:
         summary |= {"validation/kl": final["kl"], "validation/kl_before": before["kl"]}
     stage.summary(summary)
@@ -202,13 +341,20 @@ def encode(stage, renderer, split: str, limit: int | None = None):
 
 
 def asked_of(row, mine, turns) -> dict:
-    """``more`` of :func:`stages.sft.encode_demonstrations`: the messages that the student answers, those before the last trained turn."""
-    last = max((i for i, m in enumerate(row["messages"]) if m["role"] == "assistant" and (turns is None or i in turns)), default=len(row["messages"]) - 1)
+    """``more`` of :func:`stages.sft.encode_demonstrations`: the messages that the student answers, those before the
+    last trained turn.
+    """
+    last = max(
+        (i for i, m in enumerate(row["messages"]) if m["role"] == "assistant" and (turns is None or i in turns)),
+        default=len(row["messages"]) - 1,
+    )
     return {"asked": row["messages"][:last]}
 
 
 def behind_context(renderer, config):
-    """``more`` of :func:`stages.sft.encode_demonstrations`: the teacher's item, which starts with ``config.context`` and ends in the same targets."""
+    """``more`` of :func:`stages.sft.encode_demonstrations`: the teacher's item, which starts with ``config.context``
+    and ends in the same targets.
+    """
     from stages.policy.members import with_system
 
     def more(row, mine, turns):
@@ -221,10 +367,12 @@ def behind_context(renderer, config):
 
 
 def encode_captured(stage, renderer, split: str, limit: int | None = None):
-    """Items of a split of ``teacher_logps/1``, cut to ``max_length`` like any row, with the teacher's distributions at their targets.
+    """Items of a split of ``teacher_logps/1``, cut to ``max_length`` like any row, with the teacher's distributions at
+    their targets.
 
     Raises:
-        ConfigError: captured with another tokenizer, template or temperature, or from a head with more rows than the student's.
+        ConfigError: captured with another tokenizer, template or temperature, or from a head with more rows than the
+            student's.
     """
     import numpy as np
     from transformers import AutoConfig
@@ -238,23 +386,42 @@ def encode_captured(stage, renderer, split: str, limit: int | None = None):
         if limit is not None and len(items) >= limit:
             break
         if (row["tokenizer_hash"], row["template_id"]) != (renderer.vocabulary_hash, renderer.template_hash):
-            raise ConfigError("distill: the rows were captured with another tokenizer or chat template than the student's; capture a teacher that shares "
-                              "them, or sample its answers with the rejection stage and fine-tune on them with sft")
+            raise ConfigError(
+                "distill: the rows were captured with another tokenizer or chat template than the student's; capture a"
+                " teacher that shares them, or sample its answers with the rejection stage and fine-tune on them"
+                " with sft"
+            )
         if row["temperature"] != config.distillation_temperature:
-            raise ConfigError(f"distill: the rows were captured at temperature {row['temperature']:g}; write distillation_temperature={row['temperature']:g}, "
-                              f"or capture them again")
-        item = make_item(row["row_id"], [], [row["ids"][:config.max_length]], [row["mask"][:config.max_length]], weight=row["weight"])
+            raise ConfigError(
+                f"distill: the rows were captured at temperature {row['temperature']:g}; write"
+                f" distillation_temperature={row['temperature']:g}, or capture them again"
+            )
+        item = make_item(
+            row["row_id"],
+            [],
+            [row["ids"][: config.max_length]],
+            [row["mask"][: config.max_length]],
+            weight=row["weight"],
+        )
         dropped["truncated"] += len(row["ids"]) > config.max_length
         if not item.n_targets:
             dropped["no_target"] += 1
             continue
         shape = len(row["rest_logps"]), row["top_k"]
         if max(row["teacher_ids"]) >= vocabulary:
-            raise ConfigError(f"distill: row {row['row_id']} holds the teacher's token id {max(row['teacher_ids'])}, and the student's head has {vocabulary} rows (one tokenizer, but the "
-                              "teacher's head is padded further); give the student as many rows with model.resize_token_embeddings(ROWS OF THE TEACHER) and save_pretrained, or "
-                              "capture with a smaller top_k, which leaves such ids out")
-        ids, logps = np.array(row["teacher_ids"], np.int32).reshape(shape), np.array(row["teacher_logps"], np.float32).reshape(shape)
-        item.extra["captured"] = tuple(part[:item.n_targets] for part in (ids, logps, np.array(row["rest_logps"], np.float32)))
+            raise ConfigError(
+                f"distill: row {row['row_id']} holds the teacher's token id {max(row['teacher_ids'])}, and the"
+                f" student's head has {vocabulary} rows (one tokenizer, but the teacher's head is padded further); give"
+                " the student as many rows with model.resize_token_embeddings(ROWS OF THE TEACHER) and"
+                " save_pretrained, or capture with a smaller top_k, which leaves such ids out"
+            )
+        ids, logps = (
+            np.array(row["teacher_ids"], np.int32).reshape(shape),
+            np.array(row["teacher_logps"], np.float32).reshape(shape),
+        )
+        item.extra["captured"] = tuple(
+            part[: item.n_targets] for part in (ids, logps, np.array(row["rest_logps"], np.float32))
+        )
         items.append(item)
     return items, dropped
 
@@ -274,7 +441,9 @@ def aligned(row_id: str, theirs, mine):
 
 
 def answers(stage, items, objective, renderer, model):
-    """Source: shuffled rows, some answered anew by the student (``on_policy``); sets the objective's weight of each step."""
+    """Source: shuffled rows, some answered anew by the student (``on_policy``); sets the objective's weight of each
+    step.
+    """
     import math
 
     from stages.batching import make_item
@@ -301,7 +470,9 @@ def answers(stage, items, objective, renderer, model):
             return rows
 
         def sample(self, rows, step):
-            """The rows answered by the student, in as many tokens as it has positions for; one whose prompt takes them all keeps its answer."""
+            """The rows answered by the student, in as many tokens as it has positions for; one whose prompt takes them
+            all keeps its answer.
+            """
             from stages.decoding.sampler import Sampler
             from stages.decoding.sampling import SamplingParams
             from stages.generation import room_after, sample_with_room
@@ -312,9 +483,22 @@ def answers(stage, items, objective, renderer, model):
             prompts = [renderer.prompt_ids(row.extra["asked"]) for row in rows]
             rooms = [room_after(self.sampler, prompt, config.max_completion_length) for prompt in prompts]
             fit = [i for i, room in enumerate(rooms) if room > 0]
-            params = SamplingParams(temperature=config.sampling_temperature, max_new_tokens=config.max_completion_length, stop_ids=renderer.stop_ids)
-            groups = sample_with_room(self.sampler, [prompts[i] for i in fit], params, [[stage.seed_for("answer", step, rows[i].row_id)] for i in fit], [rooms[i] for i in fit])
-            answered = {i: make_item(rows[i].row_id, prompts[i], [group[0].ids], [[1] * len(group[0].ids)], **rows[i].extra) for i, group in zip(fit, groups)}
+            params = SamplingParams(
+                temperature=config.sampling_temperature,
+                max_new_tokens=config.max_completion_length,
+                stop_ids=renderer.stop_ids,
+            )
+            groups = sample_with_room(
+                self.sampler,
+                [prompts[i] for i in fit],
+                params,
+                [[stage.seed_for("answer", step, rows[i].row_id)] for i in fit],
+                [rooms[i] for i in fit],
+            )
+            answered = {
+                i: make_item(rows[i].row_id, prompts[i], [group[0].ids], [[1] * len(group[0].ids)], **rows[i].extra)
+                for i, group in zip(fit, groups)
+            }
             return [answered.get(i, row) for i, row in enumerate(rows)]
 
     return Source(stage, items, config.batch_size, config.num_train_epochs, config.max_steps)

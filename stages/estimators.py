@@ -3,6 +3,7 @@
 Everything here happens once per rollout batch, on numbers without gradients, so it is float64 numpy (torch CPU
 tensors are accepted). Legend: B completions, T token columns; masks are 0/1; masked entries may hold NaN.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,18 @@ import numpy as np
 
 DEGENERATE = 1e-7  # relative range of rewards below which a group carries no signal (float32 resolution)
 
-GROUP_MODES = ("mean_std", "mean", "leave_one_out", "leave_one_out_max", "leave_one_out_max_std", "length_weighted", "batch_std", "batch_centered_std", "batch_mean", "none")
+GROUP_MODES = (
+    "mean_std",
+    "mean",
+    "leave_one_out",
+    "leave_one_out_max",
+    "leave_one_out_max_std",
+    "length_weighted",
+    "batch_std",
+    "batch_centered_std",
+    "batch_mean",
+    "none",
+)
 
 
 def _f64(x):
@@ -37,21 +49,27 @@ def is_constant(values) -> bool:
 
 # --- advantages of groups -----------------------------------------------------------------------
 
-def group_advantage(rewards, group_ids, mode: str = "mean_std", std_ddof: int = 1, std_eps: float = 1e-4, valid=None, lengths=None):
+
+def group_advantage(
+    rewards, group_ids, mode: str = "mean_std", std_ddof: int = 1, std_eps: float = 1e-4, valid=None, lengths=None
+):
     """Advantage per completion from the rewards of its prompt: (float64 [B], informative bool [B]).
 
     Rows are grouped by id, wherever they stand. `mean_std` GRPO; `mean` Dr. GRPO; `leave_one_out` RLOO;
-    `leave_one_out_max` max r - max over the others, so that the best completion alone is credited, by what the group's maximum would lose without it (pass@k, Tang et al. 2025;
-    `_std`: by the group's std, verl's grpo_passk); `length_weighted` less the mean weighted by the completions' `lengths` (OPO, Hao et al. 2025);
-    `batch_std` / `batch_centered_std` divide the group-centred reward by the std of the raw / centred rewards of
-    the batch; `batch_mean` subtracts the batch mean; `none` keeps the reward. NaN or infinite rewards and
-    `valid=False` rows leave all statistics and get 0. A group with one valid row, or with equal rewards, gets
-    exactly 0 and is not informative (for `none` and `batch_mean` only invalid rows are not).
+    `leave_one_out_max` max r - max over the others, so that the best completion alone is credited, by what the group's
+    maximum would lose without it (pass@k, Tang et al. 2025; `_std`: by the group's std, verl's grpo_passk);
+    `length_weighted` less the mean weighted by the completions' `lengths` (OPO, Hao et al. 2025); `batch_std` /
+    `batch_centered_std` divide the group-centred reward by the std of the raw / centred rewards of the batch;
+    `batch_mean` subtracts the batch mean; `none` keeps the reward. NaN or infinite rewards and `valid=False` rows leave
+    all statistics and get 0. A group with one valid row, or with equal rewards, gets exactly 0 and is not informative
+    (for `none` and `batch_mean` only invalid rows are not).
     """
     _choice("advantage mode", mode, GROUP_MODES)
     r, ids = _f64(rewards), list(group_ids)
     if r.ndim != 1 or len(ids) != len(r):
-        raise ValueError(f"rewards must be one number per completion with one group id each; got shape {r.shape} and {len(ids)} ids")
+        raise ValueError(
+            f"rewards must be one number per completion with one group id each; got shape {r.shape} and {len(ids)} ids"
+        )
     if mode == "length_weighted" and (lengths is None or len(lengths) != len(r)):
         raise ValueError("length_weighted needs the completions' lengths; give lengths=, tokens per completion")
     ok = np.isfinite(r) if valid is None else np.isfinite(r) & _bool(valid)
@@ -67,13 +85,17 @@ def group_advantage(rewards, group_ids, mode: str = "mean_std", std_ddof: int = 
         if is_constant(r[rows]):
             continue
         informative[rows] = True
-        centred = r[rows] - (np.average(r[rows], weights=_f64(lengths)[rows]) if mode == "length_weighted" else r[rows].mean())
+        centred = r[rows] - (
+            np.average(r[rows], weights=_f64(lengths)[rows]) if mode == "length_weighted" else r[rows].mean()
+        )
         if mode == "leave_one_out":
             centred = centred * (len(rows) / (len(rows) - 1))
         elif mode.startswith("leave_one_out_max"):
             second, best = np.sort(r[rows])[-2:]
             gain = best - second if best - second > DEGENERATE * np.abs(r[rows]).max() else 0.0
-            centred = np.where(np.arange(len(rows)) == r[rows].argmax(), gain, 0.0) / (_std(r[rows], std_ddof) + std_eps if mode.endswith("std") else 1.0)
+            centred = np.where(np.arange(len(rows)) == r[rows].argmax(), gain, 0.0) / (
+                _std(r[rows], std_ddof) + std_eps if mode.endswith("std") else 1.0
+            )
             informative[rows] = gain > 0
         elif mode == "mean_std":
             centred = centred / (_std(r[rows], std_ddof) + std_eps)
@@ -85,13 +107,18 @@ def group_advantage(rewards, group_ids, mode: str = "mean_std", std_ddof: int = 
 
 
 def normalized_sum(parts_KB, weights_KB, group_ids, std_ddof: int = 1, std_eps: float = 1e-4, valid=None):
-    """Reward per completion, each component normalised in its prompt's group before it is weighted: sum_k w_k (r_k - mean) / (std + eps) (reward.composite, normalize_then_sum): float64 [B].
+    """Reward per completion, each component normalised in its prompt's group before it is weighted: sum_k w_k (r_k -
+    mean) / (std + eps) (reward.composite, normalize_then_sum): float64 [B].
 
-    ``parts_KB``, ``weights_KB``: a row per component. A component that is not finite on a row leaves its statistics and adds 0 there; one that is equal over a group adds 0 to all of it.
+    ``parts_KB``, ``weights_KB``: a row per component. A component that is not finite on a row leaves its statistics and
+    adds 0 there; one that is equal over a group adds 0 to all of it.
     """
     total = np.zeros(len(list(group_ids)))
     for values, weights in zip(parts_KB, weights_KB, strict=True):
-        total += np.where(np.isfinite(_f64(values)), _f64(weights), 0.0) * group_advantage(values, group_ids, "mean_std", std_ddof, std_eps, valid)[0]
+        total += (
+            np.where(np.isfinite(_f64(values)), _f64(weights), 0.0)
+            * group_advantage(values, group_ids, "mean_std", std_ddof, std_eps, valid)[0]
+        )
     return total
 
 
@@ -119,6 +146,7 @@ def process_advantage(step_rewards, step_ends, lengths, ddof: int = 1, eps: floa
 
 
 # --- returns and GAE ----------------------------------------------------------------------------
+
 
 def reward_to_go(token_rewards_BT, mask_BT, gamma: float = 1.0):
     """G_t = r_t + gamma G_{t+1} over masked-in tokens [B, T]; masked tokens cost no discount and are 0 (RETURN)."""
@@ -156,8 +184,9 @@ def td_errors(token_rewards_BT, values_BT, mask_BT, bootstrap_value_B=0.0, gamma
 
 
 def nstep_returns(token_rewards_BT, values_BT, mask_BT, n: int, bootstrap_value_B=0.0, gamma: float = 1.0):
-    """G_t^(n) = r_t + ... + gamma^(n-1) r_{t+n-1} + gamma^n V(s_{t+n}) [B, T], 0 outside the mask (TD). Past the end it is the return to the end plus the bootstrap; masked
-    tokens are skipped as in :func:`gae`, and n counts the others."""
+    """G_t^(n) = r_t + ... + gamma^(n-1) r_{t+n-1} + gamma^n V(s_{t+n}) [B, T], 0 outside the mask (TD). Past the end it
+    is the return to the end plus the bootstrap; masked tokens are skipped as in :func:`gae`, and n counts the others.
+    """
     rewards, values, mask = _f64(token_rewards_BT), _f64(values_BT), _bool(mask_BT)
     found, after = np.zeros_like(rewards), np.broadcast_to(_f64(bootstrap_value_B), rewards.shape[:1])
     for row, at in enumerate(map(np.flatnonzero, mask)):
@@ -176,16 +205,20 @@ def turn_returns(turn_rewards_K, gamma: float = 1.0):
 
 
 def vine_advantages(values_K, final_reward: float):
-    """A_k = V(s_{k+1}) - V(s_k) of each step, gamma 1; the state after the last step is worth the reward (VINEPPO, Kazemnejad et al. 2024)."""
+    """A_k = V(s_{k+1}) - V(s_k) of each step, gamma 1; the state after the last step is worth the reward (VINEPPO,
+    Kazemnejad et al. 2024).
+    """
     values = _f64(values_K)
     return np.append(values[1:], final_reward) - values
 
 
 def token_baseline_advantages(returns_BT, energy_BT, mask_BT):
-    """G_t - B_t of one group's completions, float64 [B, T], 0 outside the mask: B_t = sum_i W_it G_it / sum_i W_it over the completions that have a t-th token in the mask (optimal token baseline, 2026; verl).
+    """G_t - B_t of one group's completions, float64 [B, T], 0 outside the mask: B_t = sum_i W_it G_it / sum_i W_it over
+    the completions that have a t-th token in the mask (optimal token baseline, 2026; verl).
 
-    energy_BT: 1 - 2 pi + sum over the vocabulary of pi^2 of each token, the squared norm of d log pi / d logits; W_t is its sum up to t, what the gradient's variance grows by. Where one
-    completion alone goes on, there is nothing to compare with and B_t is 0.
+    energy_BT: 1 - 2 pi + sum over the vocabulary of pi^2 of each token, the squared norm of d log pi / d logits; W_t is
+    its sum up to t, what the gradient's variance grows by. Where one completion alone goes on, there is nothing to
+    compare with and B_t is 0.
     """
     returns, energy, mask = _f64(returns_BT), _f64(energy_BT), _bool(mask_BT)
     out, at = np.zeros(returns.shape), [np.flatnonzero(row) for row in mask]
@@ -236,8 +269,14 @@ def shape_rewards(scores_B, kl_BT, mask_BT, kl_coef: float, mode: str = "sequenc
     return np.where(mask, scores[:, None] - kl_coef * kl, 0.0)
 
 
-def apply_truncation(scores_B, terminated_B, policy: str = "score", missing_eos_penalty: float = 1.0,
-                     missing_eos_mode: str = "replace", next_values_B=0.0):
+def apply_truncation(
+    scores_B,
+    terminated_B,
+    policy: str = "score",
+    missing_eos_penalty: float = 1.0,
+    missing_eos_mode: str = "replace",
+    next_values_B=0.0,
+):
     """What a cut completion earns: (terminal reward [B], bootstrap value [B], keep in loss bool [B]) (TERM).
 
     `score` keeps the score; `zero` gives 0; `penalty` replaces it by (or, `subtract`, lowers it by) the penalty;
@@ -246,16 +285,25 @@ def apply_truncation(scores_B, terminated_B, policy: str = "score", missing_eos_
     _choice("truncation_policy", policy, TRUNCATION_POLICIES)
     _choice("missing_eos_mode", missing_eos_mode, ("replace", "subtract"))
     scores, done = _f64(scores_B), _bool(terminated_B)
-    cut = {"score": scores, "mask": scores, "zero": np.zeros_like(scores), "bootstrap": np.zeros_like(scores),
-           "penalty": (scores if missing_eos_mode == "subtract" else np.zeros_like(scores)) - missing_eos_penalty}[policy]
+    cut = {
+        "score": scores,
+        "mask": scores,
+        "zero": np.zeros_like(scores),
+        "bootstrap": np.zeros_like(scores),
+        "penalty": (scores if missing_eos_mode == "subtract" else np.zeros_like(scores)) - missing_eos_penalty,
+    }[policy]
     bootstrap = np.where(done | (policy != "bootstrap"), 0.0, _f64(next_values_B))
     return np.where(done, scores, cut), bootstrap, done | (policy != "mask")
 
 
 def overlong_penalty(lengths, max_completion_length: int, soft_punish_cache: int):
-    """Soft overlong penalty in [-1, 0], to be added to the reward; tool output counts in the length (OVERLONG, DAPO)."""
+    """Soft overlong penalty in [-1, 0], to be added to the reward; tool output counts in the length (OVERLONG,
+    DAPO).
+    """
     if not 0 <= soft_punish_cache <= max_completion_length:
-        raise ValueError(f"soft_punish_cache={soft_punish_cache} must be between 0 and max_completion_length={max_completion_length}")
+        raise ValueError(
+            f"soft_punish_cache={soft_punish_cache} must be between 0 and max_completion_length={max_completion_length}"
+        )
     n = _f64(lengths)
     if soft_punish_cache == 0:
         return np.where(n > max_completion_length, -1.0, 0.0)
@@ -263,9 +311,11 @@ def overlong_penalty(lengths, max_completion_length: int, soft_punish_cache: int
 
 
 def top_entropy_tokens(entropies_BT, mask_BT, share: float):
-    """(tokens [B, T] of the mask whose entropy is at or above its (1 - share) quantile, that quantile in nats) (Wang et al. 2025, "Beyond the 80/20 rule").
+    """(tokens [B, T] of the mask whose entropy is at or above its (1 - share) quantile, that quantile in nats) (Wang et
+    al. 2025, "Beyond the 80/20 rule").
 
-    The quantile is taken over all tokens of the mask together; tokens of equal entropy are in or out together. Without a token in the mask: (none, 0).
+    The quantile is taken over all tokens of the mask together; tokens of equal entropy are in or out together. Without
+    a token in the mask: (none, 0).
     """
     mask = _bool(mask_BT)
     if not mask.any():
@@ -276,7 +326,9 @@ def top_entropy_tokens(entropies_BT, mask_BT, share: float):
 
 
 def token_covariances(logps_BT, advantages_BT, mask_BT):
-    """(log pi - its mean) (A - its mean) [B, T], means over the mask, 0 outside: what a token adds to Cov(log pi, A), by which a policy gradient lowers the entropy (Cui et al. 2025, eq. 6)."""
+    """(log pi - its mean) (A - its mean) [B, T], means over the mask, 0 outside: what a token adds to Cov(log pi, A),
+    by which a policy gradient lowers the entropy (Cui et al. 2025, eq. 6).
+    """
     mask = _bool(mask_BT)
     logps, advantages = np.where(mask, _f64(logps_BT), 0.0), np.where(mask, _f64(advantages_BT), 0.0)
     n = max(int(mask.sum()), 1)
@@ -284,18 +336,27 @@ def token_covariances(logps_BT, advantages_BT, mask_BT):
 
 
 def covariance_in_band(covariances_BT, mask_BT, share: float, band, rng):
-    """Tokens [B, T]: a ``share`` of the mask's (at least one) at random from those whose covariance lies between the two bounds, or all of them (Clip-Cov, Cui et al. 2025, eq. 8)."""
+    """Tokens [B, T]: a ``share`` of the mask's (at least one) at random from those whose covariance lies between the
+    two bounds, or all of them (Clip-Cov, Cui et al. 2025, eq. 8).
+    """
     mask = _bool(mask_BT)
-    chosen, inside = np.zeros(mask.shape, bool), np.flatnonzero(mask & (covariances_BT > band[0]) & (covariances_BT < band[1]))
-    chosen.flat[rng.permutation(inside)[:max(int(share * mask.sum()), 1)]] = True
+    chosen, inside = (
+        np.zeros(mask.shape, bool),
+        np.flatnonzero(mask & (covariances_BT > band[0]) & (covariances_BT < band[1])),
+    )
+    chosen.flat[rng.permutation(inside)[: max(int(share * mask.sum()), 1)]] = True
     return chosen
 
 
 def top_covariances(covariances_BT, mask_BT, share: float):
-    """Tokens [B, T]: a ``share`` of the mask's (at least one), those of the largest covariance, the earlier ones of equal (KL-Cov, Cui et al. 2025, eq. 10)."""
+    """Tokens [B, T]: a ``share`` of the mask's (at least one), those of the largest covariance, the earlier ones of
+    equal (KL-Cov, Cui et al. 2025, eq. 10).
+    """
     mask = _bool(mask_BT)
     chosen, inside = np.zeros(mask.shape, bool), np.flatnonzero(mask)
-    chosen.flat[inside[np.argsort(-covariances_BT.flat[inside], kind="stable")][:max(int(share * len(inside)), 1)]] = True
+    chosen.flat[inside[np.argsort(-covariances_BT.flat[inside], kind="stable")][: max(int(share * len(inside)), 1)]] = (
+        True
+    )
     return chosen
 
 
@@ -309,21 +370,30 @@ def informative_groups(correct_counts, num_generations: int):
     return (counts > 0) & (counts < num_generations)
 
 
-def fill_informative(draw: Callable[[int], Sequence | None], no_signal: Callable[[Any], str | None], wanted: int, max_num_gen_batches: int = 10) -> dict:
+def fill_informative(
+    draw: Callable[[int], Sequence | None],
+    no_signal: Callable[[Any], str | None],
+    wanted: int,
+    max_num_gen_batches: int = 10,
+) -> dict:
     """Draw batches of prompt groups until ``wanted`` of them have a signal (DYN-SAMPLING).
 
-    draw: the next batch of groups, given how many were drawn so far; None where there are no more. no_signal: why a group teaches nothing, or None.
+    draw: the next batch of groups, given how many were drawn so far; None where there are no more. no_signal: why a
+    group teaches nothing, or None.
 
-    Returns ``kept`` and ``surplus`` groups, ``dropped`` ones with their reasons, ``batches`` drawn, and the ``filter_rate``: dropped of those drawn.
-    Raises DynamicSamplingExhausted after `max_num_gen_batches` batches (0: no limit) or at the end of what can be drawn.
+    Returns ``kept`` and ``surplus`` groups, ``dropped`` ones with their reasons, ``batches`` drawn, and the
+    ``filter_rate``: dropped of those drawn. Raises DynamicSamplingExhausted after `max_num_gen_batches` batches (0: no
+    limit) or at the end of what can be drawn.
     """
     kept, dropped, batches = [], [], 0
     while len(kept) < wanted:
         batch = draw(len(kept) + len(dropped)) if not max_num_gen_batches or batches < max_num_gen_batches else None
         if batch is None:
             raise DynamicSamplingExhausted(
-                f"{len(kept)} groups with a signal of {wanted} after {batches} generation batches ({len(kept) + len(dropped)} groups): raise max_num_gen_batches or "
-                "num_generations, use easier or harder prompts, or write dynamic_sampling=false with zero_advantage=mask")
+                f"{len(kept)} groups with a signal of {wanted} after {batches} generation batches"
+                f" ({len(kept) + len(dropped)} groups): raise max_num_gen_batches or num_generations, use easier or"
+                " harder prompts, or write dynamic_sampling=false with zero_advantage=mask"
+            )
         batches += 1
         for group in batch:
             reason = no_signal(group)
@@ -331,10 +401,17 @@ def fill_informative(draw: Callable[[int], Sequence | None], no_signal: Callable
                 kept.append(group)
             else:
                 dropped.append((group, reason))
-    return {"kept": kept[:wanted], "surplus": kept[wanted:], "dropped": dropped, "batches": batches, "filter_rate": len(dropped) / max(len(kept) + len(dropped), 1)}
+    return {
+        "kept": kept[:wanted],
+        "surplus": kept[wanted:],
+        "dropped": dropped,
+        "batches": batches,
+        "filter_rate": len(dropped) / max(len(kept) + len(dropped), 1),
+    }
 
 
 # --- normalisation -------------------------------------------------------------------------------
+
 
 def whiten(values, mask=None, ddof: int = 0, eps: float = 1e-8, shift_mean: bool = True):
     """(x - mean) / (std + eps) over the masked-in entries of the whole batch; masked entries and constant input
@@ -354,7 +431,9 @@ REWARD_NORMS = ("none", "whiten", "whiten_without_shift", "minmax", "running")
 
 
 class RunningScale:
-    """(x - mean) / (std + eps) by the statistics of all values so far, these included; constant ones give 0 (NORM). Its state belongs in the checkpoint."""
+    """(x - mean) / (std + eps) by the statistics of all values so far, these included; constant ones give 0 (NORM). Its
+    state belongs in the checkpoint.
+    """
 
     def __init__(self, eps: float = 1e-8):
         self.eps, self.count, self.mean, self.squares = eps, 0, 0.0, 0.0
@@ -376,7 +455,9 @@ class RunningScale:
 
 
 def normalise_rewards(rewards_B, kind: str, running: RunningScale | None = None, clip: float | None = None):
-    """Rewards of a rollout batch by a rule of REWARD_NORMS, then clipped to +-clip; NaN ones stay and are in no statistic (NORM, reward side)."""
+    """Rewards of a rollout batch by a rule of REWARD_NORMS, then clipped to +-clip; NaN ones stay and are in no
+    statistic (NORM, reward side).
+    """
     _choice("reward_norm", kind, REWARD_NORMS)
     out = _f64(rewards_B).copy()
     ok = np.isfinite(out)
@@ -400,14 +481,20 @@ def calibration_bias(anchor_scores) -> float:
     """b = -mean of the anchor's scores; calibrated score = raw + b (rm.calibrate)."""
     anchor = _f64(anchor_scores)
     if not anchor.size or not np.isfinite(anchor).all():
-        raise ValueError("the calibration anchor needs at least one finite score: give demonstrations or reference samples that can be scored")
+        raise ValueError(
+            "the calibration anchor needs at least one finite score: give demonstrations or reference samples that can"
+            " be scored"
+        )
     return float(-anchor.mean())
 
 
 # --- baselines and controllers with state ----------------------------------------------------------
 
+
 class MovingAverageBaseline:
-    """b <- decay b + (1 - decay) batch mean, used before it is updated; the first batch uses its own mean (BASELINE)."""
+    """b <- decay b + (1 - decay) batch mean, used before it is updated; the first batch uses its own mean
+    (BASELINE).
+    """
 
     def __init__(self, decay: float = 0.9):
         if not 0.0 <= decay < 1.0:
@@ -433,12 +520,15 @@ class MovingAverageBaseline:
 
 
 def moved_multiplier(multiplier: float, mean: float, at_least: float, step: float) -> float:
-    """lambda <- max(0, lambda + step (c - mean R)): the multiplier of the constraint E[R] >= c after one batch (reward.constrained)."""
+    """lambda <- max(0, lambda + step (c - mean R)): the multiplier of the constraint E[R] >= c after one batch
+    (reward.constrained).
+    """
     return max(0.0, multiplier + step * (at_least - mean))
 
 
 class Multipliers:
-    """Lagrange multipliers of constraints E[R_k] >= c_k on rewards, by name; the reward is then R_1 + sum lambda_k R_k (reward.constrained). Their values belong in the checkpoint.
+    """Lagrange multipliers of constraints E[R_k] >= c_k on rewards, by name; the reward is then R_1 + sum lambda_k R_k
+    (reward.constrained). Their values belong in the checkpoint.
 
     bounds: {name: (first multiplier, c, step)}.
     """
@@ -447,7 +537,9 @@ class Multipliers:
         self.bounds, self.values = bounds, {name: float(first) for name, (first, _, _) in bounds.items()}
 
     def update(self, name: str, mean: float) -> float:
-        """Move one multiplier by its component's mean over a batch and return how far that falls short of c (negative: it is met)."""
+        """Move one multiplier by its component's mean over a batch and return how far that falls short of c (negative:
+        it is met).
+        """
         _, at_least, step = self.bounds[name]
         self.values[name] = moved_multiplier(self.values[name], mean, at_least, step)
         return at_least - mean
@@ -480,7 +572,9 @@ def adaptive_ppo(coef: float, kl: float, target_kl: float, **_) -> float:
 
 
 def adaptive_ziegler(coef: float, kl: float, target_kl: float, k_beta: float = 0.1, **_) -> float:
-    """coef (1 + k_beta clip(kl/target - 1, -0.2, 0.2)) (KL-CTRL, Ziegler et al. 2019); the horizon form is k_beta = completions / horizon."""
+    """coef (1 + k_beta clip(kl/target - 1, -0.2, 0.2)) (KL-CTRL, Ziegler et al. 2019); the horizon form is k_beta =
+    completions / horizon.
+    """
     return coef * (1 + k_beta * min(max(kl / target_kl - 1, -0.2), 0.2))
 
 
@@ -495,23 +589,43 @@ KL_CONTROLLERS = {"fixed": fixed, "adaptive_ppo": adaptive_ppo, "adaptive_ziegle
 class KLController:
     """A KL coefficient and the rule that moves it after each update; its state belongs in the checkpoint.
 
-    ``k_beta``: gain of ``adaptive_ziegler`` per update; with a ``horizon`` it is the update's completions over it instead (TRL's kl_horizon).
+    ``k_beta``: gain of ``adaptive_ziegler`` per update; with a ``horizon`` it is the update's completions over it
+    instead (TRL's kl_horizon).
     """
 
-    def __init__(self, coef: float, controller: str = "fixed", target_kl: float | None = None, low: float | None = None, high: float | None = None, k_beta: float = 0.1, horizon: float | None = None):
+    def __init__(
+        self,
+        coef: float,
+        controller: str = "fixed",
+        target_kl: float | None = None,
+        low: float | None = None,
+        high: float | None = None,
+        k_beta: float = 0.1,
+        horizon: float | None = None,
+    ):
         _choice("kl_controller", controller, KL_CONTROLLERS)
         if controller != "fixed" and not (target_kl and target_kl > 0):
-            raise ValueError(f"kl_controller={controller} needs target_kl > 0 (6.0 nats per sequence is a common start)")
+            raise ValueError(
+                f"kl_controller={controller} needs target_kl > 0 (6.0 nats per sequence is a common start)"
+            )
         if low is not None and high is not None and low > high:
             raise ValueError(f"kl_coef_min={low} is above kl_coef_max={high}; write the smaller one first")
-        self.coef, self.controller, self.target_kl, self.k_beta, self.horizon = coef, controller, target_kl, k_beta, horizon
+        self.coef, self.controller, self.target_kl, self.k_beta, self.horizon = (
+            coef,
+            controller,
+            target_kl,
+            k_beta,
+            horizon,
+        )
         self.low, self.high = 0.0 if low is None else low, float("inf") if high is None else high
 
     def update(self, kl: float, completions: int = 0) -> float:
         """Move the coefficient by the measured KL (same unit as target_kl) of so many completions and return it."""
         if self.controller != "fixed":
             gain = completions / self.horizon if self.horizon else self.k_beta
-            self.coef = min(max(KL_CONTROLLERS[self.controller](self.coef, kl, self.target_kl, k_beta=gain), self.low), self.high)
+            self.coef = min(
+                max(KL_CONTROLLERS[self.controller](self.coef, kl, self.target_kl, k_beta=gain), self.low), self.high
+            )
         return self.coef
 
     def state_dict(self) -> dict:

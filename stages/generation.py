@@ -16,16 +16,18 @@ class Sample:
     """One completion of one prompt row, with its reward.
 
     ``total`` is the weighted sum of the scored components (NaN when unscorable), ``parts`` their raw values (None =
-    unscorable), ``reasons`` why; ``correct`` is the verifier's verdict where there is one; ``items`` are a rubric's item scores.
-    ``weights``: the factor of each counted part in ``total``. ``mode``: ``fresh``, ``improve`` (of the response ``parent``) or ``sft`` (not sampled). ``context``: prompt id of the messages it was
-    sampled from, where these are not ``prompt``; its log-probs are then not those of the text after ``prompt``. ``tier``: the router's.
+    unscorable), ``reasons`` why; ``correct`` is the verifier's verdict where there is one; ``items`` are a rubric's
+    item scores. ``weights``: the factor of each counted part in ``total``. ``mode``: ``fresh``, ``improve`` (of the
+    response ``parent``) or ``sft`` (not sampled). ``context``: prompt id of the messages it was sampled from, where
+    these are not ``prompt``; its log-probs are then not those of the text after ``prompt``. ``tier``: the router's.
 
-    Of a trajectory (``stages.acting.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns`` are its turns (token span,
-    text, environment's reward, events), ``text`` is the last one, ``failure`` says why the environment ended it, ``turn_rewards`` are what
-    each turn earned of ``total`` and ``turn_parts`` the values that components give single turns. ``finish_reason`` is then goal, stop, turn_limit, length or failure.
-    ``opened``: the prompt ends with a thought that the template has begun, so that text without its end is all thought (``seen``).
-    ``logps`` is None where the engine gives none; ``reencoded``: ids are the encoding of a text that a server returned; ``error``: why
-    the engine has no completion (finish reason "error", no ids).
+    Of a trajectory (``stages.acting.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns``
+    are its turns (token span, text, environment's reward, events), ``text`` is the last one, ``failure`` says why the
+    environment ended it, ``turn_rewards`` are what each turn earned of ``total`` and ``turn_parts`` the values that
+    components give single turns. ``finish_reason`` is then goal, stop, turn_limit, length or failure. ``opened``: the
+    prompt ends with a thought that the template has begun, so that text without its end is all thought (``seen``).
+    ``logps`` is None where the engine gives none; ``reencoded``: ids are the encoding of a text that a server returned;
+    ``error``: why the engine has no completion (finish reason "error", no ids).
     """
 
     prompt: dict
@@ -56,14 +58,18 @@ class Sample:
     weights: dict[str, float] | None = None
     forced: dict | None = None  # what budget forcing did to its thought (stages.evaluation.forcing)
     turn_parts: dict[str, list[float]] | None = None
-    step_rewards: tuple[list[int], list[float]] | None = None  # (last tokens, rewards) of what its steps earned of ``total``, where a component pays them (step_credit)
+    # (last tokens, rewards) of what its steps earned of ``total``, where a component pays them (step_credit)
+    step_rewards: tuple[list[int], list[float]] | None = None
     seed: int | None = None  # that it was drawn with; None where nobody sampled it here
     opened: bool = False  # whether the template opened its thought
-    steps: tuple[list[int], list[float]] | None = None  # (last token, reward) of its reasoning steps, once they were scored (advantage=process)
+    # (last token, reward) of its reasoning steps, once they were scored (advantage=process)
+    steps: tuple[list[int], list[float]] | None = None
 
     @property
     def seen(self) -> str:
-        """The text as verifiers and judges take it apart: with the mark that begins its thought, where the template wrote it and the thought does not end."""
+        """The text as verifiers and judges take it apart: with the mark that begins its thought, where the template
+        wrote it and the thought does not end.
+        """
         return seen(self.text, self.opened)
 
     @property
@@ -81,13 +87,18 @@ class Sample:
         return self.finish_reason in ("eos", "stop", "goal")
 
 
-#: Plain-text prompts for models without chat training, filled with the last message (RL-ZERO). think_answer is DeepSeek-R1-Zero's, zero_shot_cot that of Kojima et al. 2022.
+#: Plain-text prompts for models without chat training, filled with the last message (RL-ZERO). think_answer is
+#: DeepSeek-R1-Zero's, zero_shot_cot that of Kojima et al. 2022.
 PROMPT_TEMPLATES = {
     "none": "{question}",
     "zero_shot_cot": "Question: {question}\nAnswer: Let's think step by step.",
-    "think_answer": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first thinks about the reasoning "
-                    "process in the mind and then provides the user with the answer. The reasoning process and answer are enclosed within <think> </think> and <answer> "
-                    "</answer> tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: {question}. Assistant:",
+    "think_answer": (
+        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The"
+        " assistant first thinks about the reasoning process in the mind and then provides the user with the answer."
+        " The reasoning process and answer are enclosed within <think> </think> and <answer> </answer> tags,"
+        " respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: {question}."
+        " Assistant:"
+    ),
 }
 
 
@@ -98,12 +109,26 @@ def prompt_ids(renderer, messages, template: str = "chat") -> list[int]:
     if any(message.get("functions") or message.get("function_calls") for message in messages):
         from stages.chat import RenderError
 
-        raise RenderError(f"prompt_template={template} shows the last message alone, and the prompt has tools; write prompt_template=chat.")
+        raise RenderError(
+            f"prompt_template={template} shows the last message alone, and the prompt has tools; write"
+            " prompt_template=chat."
+        )
     return renderer.text_ids(PROMPT_TEMPLATES[template].replace("{question}", messages[-1]["content"] or ""), end=False)
 
 
-def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: int, limit: int | None = None, template: str = "chat", ids_of=None):
-    """``[(row, prompt ids)]`` of a ``prompts/1`` split; prompts over the length limit are left out, counted and named. ``ids_of``: row -> its ids, where its prompt alone is not what is shown."""
+def prompt_rows(
+    stage,
+    dataset,
+    split: str | None,
+    renderer,
+    max_prompt_length: int,
+    limit: int | None = None,
+    template: str = "chat",
+    ids_of=None,
+):
+    """``[(row, prompt ids)]`` of a ``prompts/1`` split; prompts over the length limit are left out, counted and named.
+    ``ids_of``: row -> its ids, where its prompt alone is not what is shown.
+    """
     from stages.chat import rendering
 
     rows, too_long = [], 0
@@ -117,50 +142,81 @@ def prompt_rows(stage, dataset, split: str | None, renderer, max_prompt_length: 
         if limit is not None and len(rows) >= limit:
             break
     if too_long:
-        stage.warn("prompts_too_long", f"{too_long} prompts have more than max_prompt_length={max_prompt_length} tokens and are left "
-                   "out. Raise max_prompt_length to use them, or lower max_completion_length where the model has no more positions.")
+        stage.warn(
+            "prompts_too_long",
+            f"{too_long} prompts have more than max_prompt_length={max_prompt_length} tokens and are left out. Raise"
+            " max_prompt_length to use them, or lower max_completion_length where the model has no more positions.",
+        )
     if not rows and not too_long:
-        raise ValueError(f"{dataset.name} has no prompts in split {split!r}; it has {', '.join(f'{name} ({n})' for name, n in dataset.manifest['splits'].items())}. "
-                         f"Write split={next(iter(dataset.manifest['splits']), 'train')}, or give a dataset with that split.")
+        raise ValueError(
+            f"{dataset.name} has no prompts in split {split!r}; it has"
+            f" {', '.join(f'{name} ({n})' for name, n in dataset.manifest['splits'].items())}. Write"
+            f" split={next(iter(dataset.manifest['splits']), 'train')}, or give a dataset with that split."
+        )
     if not rows:
-        raise ValueError(f"No prompt with at most max_prompt_length={max_prompt_length} tokens in split {split!r} of {dataset.name}. Raise "
-                         "max_prompt_length, lower max_completion_length where the model has no more positions, or give shorter prompts.")
+        raise ValueError(
+            f"No prompt with at most max_prompt_length={max_prompt_length} tokens in split {split!r} of {dataset.name}."
+            " Raise max_prompt_length, lower max_completion_length where the model has no more positions, or give"
+            " shorter prompts."
+        )
     return rows
 
 
 def by_prompt_id(stage, rows, wanted) -> dict[str, dict]:
-    """{prompt_id: prompt row} for scoring stored completions, which know their prompt by its text. Raises ConfigError where one of the ``wanted`` ids has rows with different
-    answers, tests or constraints: by which of them a completion was to be judged is not stored."""
+    """{prompt_id: prompt row} for scoring stored completions, which know their prompt by its text. Raises ConfigError
+    where one of the ``wanted`` ids has rows with different answers, tests or constraints: by which of them a completion
+    was to be judged is not stored."""
     from stages.spec import ConfigError
 
     found, apart = {}, {}
     for row in rows:
         first = found.setdefault(row["prompt_id"], row)
-        if first is not row and row["prompt_id"] in wanted and any((first.get(name) or None) != (row.get(name) or None) for name in ("answer", "tests", "constraints")):
+        if (
+            first is not row
+            and row["prompt_id"] in wanted
+            and any((first.get(name) or None) != (row.get(name) or None) for name in ("answer", "tests", "constraints"))
+        ):
             apart[row["prompt_id"]] = row
     if apart:
         row = next(iter(apart.values()))
-        raise ConfigError(f"{stage.name}: {len(apart)} prompts come twice with different answers, tests or constraints, for example {(row['prompt'][-1].get('content') or '')[:80]!r}, and stored "
-                          "completions do not say which of them they answer; ingest the prompts with deduplicate=auto, which keeps the first, and sample again")
+        raise ConfigError(
+            f"{stage.name}: {len(apart)} prompts come twice with different answers, tests or constraints, for example"
+            f" {(row['prompt'][-1].get('content') or '')[:80]!r}, and stored completions do not say which of them they"
+            " answer; ingest the prompts with deduplicate=auto, which keeps the first, and sample again"
+        )
     return found
 
 
 def sampling_params(config, renderer):
-    """What a stage's settings ask of an engine. A stop string that is a special token is a stop token: texts are without special tokens."""
+    """What a stage's settings ask of an engine. A stop string that is a special token is a stop token: texts are
+    without special tokens.
+    """
     from stages.decoding.sampler import unseen_tokens
     from stages.decoding.sampling import SamplingParams
 
     special = unseen_tokens(renderer.tokenizer) if config.stop_strings else {}
-    return SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p, max_new_tokens=config.max_completion_length,
-                          stop_ids=frozenset(renderer.stop_ids) | {special[s] for s in config.stop_strings if s in special}, stop_strings=tuple(s for s in config.stop_strings if s not in special),
-                          min_tokens=config.min_tokens, logit_bias=config.logit_bias, bad_words=tuple(config.bad_words),
-                          repetition_penalty=config.repetition_penalty, frequency_penalty=config.frequency_penalty, presence_penalty=config.presence_penalty)
+    return SamplingParams(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        max_new_tokens=config.max_completion_length,
+        stop_ids=frozenset(renderer.stop_ids) | {special[s] for s in config.stop_strings if s in special},
+        stop_strings=tuple(s for s in config.stop_strings if s not in special),
+        min_tokens=config.min_tokens,
+        logit_bias=config.logit_bias,
+        bad_words=tuple(config.bad_words),
+        repetition_penalty=config.repetition_penalty,
+        frequency_penalty=config.frequency_penalty,
+        presence_penalty=config.presence_penalty,
+    )
 
 
 def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
     """G completions of each ``(row, prompt ids)``; ``seeds[i]`` lists the seeds of prompt i.
 
-    Several ranks share the prompts; a completion depends on its own seed alone, so all of them get what one would have drawn.
+    Several ranks share the prompts; a completion depends on its own seed alone, so all of them get what one would have
+    drawn.
     """
     from stages.running import ranks
 
@@ -168,19 +224,44 @@ def sample_groups(sampler, rows, params, seeds) -> list[list[Sample]]:
     found = sampler.generate([rows[i][1] for i in mine], params, [seeds[i] for i in mine]) if len(mine) else []
     completions = {i: group for part in ranks.gather(dict(zip(mine, found))) for i, group in part.items()}
     opens = opens_thought(getattr(sampler, "tokenizer", None))
-    return [[Sample(row, ids, k, c.ids, c.logps, c.finish_reason, c.text, reencoded=c.reencoded, error=c.error, seed=seeds[i][k], opened=opened) for k, c in enumerate(completions[i])]
-            for i, (row, ids) in enumerate(rows) for opened in (opens(ids),)]
+    return [
+        [
+            Sample(
+                row,
+                ids,
+                k,
+                c.ids,
+                c.logps,
+                c.finish_reason,
+                c.text,
+                reencoded=c.reencoded,
+                error=c.error,
+                seed=seeds[i][k],
+                opened=opened,
+            )
+            for k, c in enumerate(completions[i])
+        ]
+        for i, (row, ids) in enumerate(rows)
+        for opened in (opens(ids),)
+    ]
 
 
 def opens_thought(tokenizer):
-    """ids -> whether a prompt ends with ``<think>``, which templates of models that always reason write themselves; never without a tokenizer."""
+    """ids -> whether a prompt ends with ``<think>``, which templates of models that always reason write themselves;
+    never without a tokenizer.
+    """
     from stages.verification.verifiers import TAGS
 
-    return lambda ids: tokenizer is not None and tokenizer.decode(list(ids[-16:]), skip_special_tokens=False).rstrip().endswith(TAGS[0])
+    return lambda ids: (
+        tokenizer is not None
+        and tokenizer.decode(list(ids[-16:]), skip_special_tokens=False).rstrip().endswith(TAGS[0])
+    )
 
 
 def seen(text: str, opened: bool) -> str:
-    """A completion behind the mark of the thought that its prompt opened, where it does not close it: without that, a thought that was cut would be read as the answer."""
+    """A completion behind the mark of the thought that its prompt opened, where it does not close it: without that, a
+    thought that was cut would be read as the answer.
+    """
     from stages.verification.verifiers import TAGS
 
     return TAGS[0] + text if opened and TAGS[1] not in text else text
@@ -196,15 +277,19 @@ def room_after(sampler, prompt, tokens: int) -> int:
 
 
 def remembering(sampler):
-    """A context for turns: the built-in sampler keeps the KV of its rows for prompts that continue them; other engines look after that themselves."""
+    """A context for turns: the built-in sampler keeps the KV of its rows for prompts that continue them; other engines
+    look after that themselves.
+    """
     return getattr(sampler, "remembering", nullcontext)()
 
 
 def sample_with_room(sampler, prompts, params, seeds, rooms, begun=None) -> list[list]:
-    """Completions of every prompt with at most ``rooms[i]`` new tokens, together where the model has positions for the widest room.
-    begun: how many last tokens of each prompt are its completion's first ones, which count for ``min_tokens``.
+    """Completions of every prompt with at most ``rooms[i]`` new tokens, together where the model has positions for the
+    widest room. begun: how many last tokens of each prompt are its completion's first ones, which count for
+    ``min_tokens``.
 
-    A completion is a function of (weights, prompt, seed), so one that is cut afterwards is the one that a lower limit gives.
+    A completion is a function of (weights, prompt, seed), so one that is cut afterwards is the one that a lower limit
+    gives.
     """
     from stages.decoding.sampler import text_of
 
@@ -215,16 +300,37 @@ def sample_with_room(sampler, prompts, params, seeds, rooms, begun=None) -> list
         calls.setdefault((limit, min(limit, max(0, params.min_tokens - (begun[i] if begun else 0)))), []).append(i)
     out: list = [None] * len(prompts)
     for (limit, least), rows in sorted(calls.items(), reverse=True):
-        for i, found in zip(rows, sampler.generate([prompts[i] for i in rows], replace(params, max_new_tokens=limit, min_tokens=least), [seeds[i] for i in rows])):
-            out[i] = [c if len(c.ids) <= rooms[i] else replace(c, ids=c.ids[:rooms[i]], logps=c.logps[:rooms[i]] if c.logps is not None else None, finish_reason="length",
-                                                               text=text_of(sampler.tokenizer, c.ids[:rooms[i]])) for c in found]
+        for i, found in zip(
+            rows,
+            sampler.generate(
+                [prompts[i] for i in rows],
+                replace(params, max_new_tokens=limit, min_tokens=least),
+                [seeds[i] for i in rows],
+            ),
+        ):
+            out[i] = [
+                (
+                    c
+                    if len(c.ids) <= rooms[i]
+                    else replace(
+                        c,
+                        ids=c.ids[: rooms[i]],
+                        logps=c.logps[: rooms[i]] if c.logps is not None else None,
+                        finish_reason="length",
+                        text=text_of(sampler.tokenizer, c.ids[: rooms[i]]),
+                    )
+                )
+                for c in found
+            ]
     return out
 
 
 def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
-    """Completions that begin as ``(sample, tokens)`` says: with so many tokens of that sample; as whole completions of its prompt. Ranks share the work.
+    """Completions that begin as ``(sample, tokens)`` says: with so many tokens of that sample; as whole completions of
+    its prompt. Ranks share the work.
 
-    What counts a completion's tokens counts those that it begins with: min_tokens and stop strings (also one that begins among them).
+    What counts a completion's tokens counts those that it begins with: min_tokens and stop strings (also one that
+    begins among them).
 
     Raises:
         SamplerError: a frequency or presence penalty, which engines count over new tokens only.
@@ -233,49 +339,96 @@ def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
     from stages.running import ranks
 
     for name in (name for name in ("frequency_penalty", "presence_penalty") if getattr(params, name)):
-        raise SamplerError(f"{name}={getattr(params, name)} counts the tokens of a completion, and here completions are continued, whose first tokens it would not see; "
-                           "leave it out, or write repetition_penalty, which counts prompt and completion")
+        raise SamplerError(
+            f"{name}={getattr(params, name)} counts the tokens of a completion, and here completions are continued,"
+            " whose first tokens it would not see; leave it out, or write repetition_penalty, which counts prompt and"
+            " completion"
+        )
     mine = list(range(ranks.rank(), len(starts), ranks.world_size()))
     given = {i: (starts[i][0].prompt_ids, starts[i][0].ids[: starts[i][1]]) for i in mine}
-    made = sample_with_room(sampler, [given[i][0] + given[i][1] for i in mine], params, [seeds[i] for i in mine],
-                            [params.max_new_tokens - len(given[i][1]) for i in mine], [len(given[i][1]) for i in mine]) if mine else []
+    made = (
+        sample_with_room(
+            sampler,
+            [given[i][0] + given[i][1] for i in mine],
+            params,
+            [seeds[i] for i in mine],
+            [params.max_new_tokens - len(given[i][1]) for i in mine],
+            [len(given[i][1]) for i in mine],
+        )
+        if mine
+        else []
+    )
     derived = DerivedText(sampler.tokenizer, params)
-    found = {i: [(*derived.ended(given[i][1], list(c.ids), c.finish_reason), c.error) for c in group] for i, group in zip(mine, made)}
+    found = {
+        i: [(*derived.ended(given[i][1], list(c.ids), c.finish_reason), c.error) for c in group]
+        for i, group in zip(mine, made)
+    }
     everyone = {i: group for part in ranks.gather(found) for i, group in part.items()}
 
     def spoken(ids):
         return [t for t in ids if t not in params.stop_ids]
 
-    return [[Sample(sample.prompt, sample.prompt_ids, j, ids, [], reason, derived.of(spoken(ids), len(spoken(sample.ids[:count]))), error=error, opened=sample.opened)
-             for j, (ids, reason, error) in enumerate(everyone[i])] for i, (sample, count) in enumerate(starts)]
+    return [
+        [
+            Sample(
+                sample.prompt,
+                sample.prompt_ids,
+                j,
+                ids,
+                [],
+                reason,
+                derived.of(spoken(ids), len(spoken(sample.ids[:count]))),
+                error=error,
+                opened=sample.opened,
+            )
+            for j, (ids, reason, error) in enumerate(everyone[i])
+        ]
+        for i, (sample, count) in enumerate(starts)
+    ]
 
 
 def warn_of_failures(stage, engine, samples: list[Sample]) -> None:
     """Name the rows that the engine has no completion for: they are stored with the reason and count nowhere."""
     failed = [s for s in samples if s.error is not None]
     if failed:
-        stage.warn("engine_rows_failed", f"{engine.name} has no completion for {len(failed)} of {len(samples)} rows asked for at once; they are left out. "
-                   f"The first reason: {failed[0].error}")
+        stage.warn(
+            "engine_rows_failed",
+            f"{engine.name} has no completion for {len(failed)} of {len(samples)} rows asked for at once; they are left"
+            f" out. The first reason: {failed[0].error}",
+        )
 
 
 def _verdict_row(s: Sample, group=None) -> dict:
     """A sample as ``stages.reward.rewards.Rewards`` reads it."""
-    return {"prompt_row": s.prompt, "prompt_ids": s.prompt_ids, "completion_text": s.text, "completion_ids": s.ids,
-            "finish_reason": s.finish_reason, "turns": s.turns, "failure": s.failure, "debate": s.debate, "group": group, "opened": s.opened}
+    return {
+        "prompt_row": s.prompt,
+        "prompt_ids": s.prompt_ids,
+        "completion_text": s.text,
+        "completion_ids": s.ids,
+        "finish_reason": s.finish_reason,
+        "turns": s.turns,
+        "failure": s.failure,
+        "debate": s.debate,
+        "group": group,
+        "opened": s.opened,
+    }
 
 
 def preferences(rewards, name: str, pairs: list[tuple[Sample, Sample]]) -> list[float]:
-    """P(the first sample is better) of each pair by the reward component ``name``, whose model compares; NaN where it cannot be read. Of several ranks the
-    first one asks."""
+    """P(the first sample is better) of each pair by the reward component ``name``, whose model compares; NaN where it
+    cannot be read. Of several ranks the first one asks."""
     from stages.running import ranks
 
-    found = rewards.preferences(name, [(_verdict_row(a), _verdict_row(b)) for a, b in pairs]) if ranks.rank() == 0 else None
+    found = (
+        rewards.preferences(name, [(_verdict_row(a), _verdict_row(b)) for a, b in pairs]) if ranks.rank() == 0 else None
+    )
     return ranks.gather(found)[0]
 
 
 def score(rewards, samples: list[Sample], group_of: list | None = None) -> None:
-    """Fill the reward fields of every sample, in place. Of several ranks the first one asks (a judge is asked once) and tells the others.
-    ``group_of`` names what each sample is compared within by rewards that compare (majority, length_group); default: its prompt."""
+    """Fill the reward fields of every sample, in place. Of several ranks the first one asks (a judge is asked once) and
+    tells the others. ``group_of`` names what each sample is compared within by rewards that compare (majority,
+    length_group); default: its prompt."""
     from stages.running import ranks
 
     for sample in (s for s in samples if s.error is not None):
@@ -286,16 +439,30 @@ def score(rewards, samples: list[Sample], group_of: list | None = None) -> None:
         scored = rewards.score([_verdict_row(s, g) for s, g in pairs])
     for sample, result in zip(samples, ranks.gather(scored)[0]):
         sample.total = float("nan") if result.total is None or sample.failure else float(result.total)
-        sample.parts, sample.reasons, sample.correct, sample.items = result.parts, result.reasons, result.correct, result.items
-        sample.tier, sample.weights, sample.turn_rewards, sample.turn_parts = result.tier, result.weights, result.turn_rewards, result.turn_parts
+        sample.parts, sample.reasons, sample.correct, sample.items = (
+            result.parts,
+            result.reasons,
+            result.correct,
+            result.items,
+        )
+        sample.tier, sample.weights, sample.turn_rewards, sample.turn_parts = (
+            result.tier,
+            result.weights,
+            result.turn_rewards,
+            result.turn_parts,
+        )
         sample.step_rewards = result.step_rewards
 
 
 def regrade(rewards, samples: list[Sample]) -> None:
-    """Rubric rewards anew, in place, for samples that were scored in several calls: a category's confidence is a mean over all of them (GRAPE-REWARD)."""
+    """Rubric rewards anew, in place, for samples that were scored in several calls: a category's confidence is a mean
+    over all of them (GRAPE-REWARD).
+    """
     component = next((c for c in rewards.components if c.kind == "rubric"), None)
     graded = [s for s in samples if s.items] if component else []
-    for sample, value in zip(graded, rewards.scorers[component.name].aggregate([s.items for s in graded]) if graded else []):
+    for sample, value in zip(
+        graded, rewards.scorers[component.name].aggregate([s.items for s in graded]) if graded else []
+    ):
         sample.parts[component.name] = value
         found = rewards.total_of(sample.parts)
         if sample.turn_rewards and found.total is not None:
@@ -303,11 +470,22 @@ def regrade(rewards, samples: list[Sample]) -> None:
         sample.total = float("nan") if found.total is None or sample.failure else found.total
 
 
-def gen_record(stage, config, renderer, seed: int, version: int = 0, engine: str = "built-in", role: str = "model") -> dict:
+def gen_record(
+    stage, config, renderer, seed: int, version: int = 0, engine: str = "built-in", role: str = "model"
+) -> dict:
     """The ``gen`` struct of a row that the model input ``role`` generated."""
-    return {"model_id": stage.inputs[role].ref, "checkpoint_id": stage.inputs[role].digest, "policy_version": version,
-            "template_id": renderer.template_hash, "engine": engine, "temperature": config.temperature, "top_p": config.top_p,
-            "top_k": config.top_k, "max_tokens": config.max_completion_length, "rng_seed": seed}
+    return {
+        "model_id": stage.inputs[role].ref,
+        "checkpoint_id": stage.inputs[role].digest,
+        "policy_version": version,
+        "template_id": renderer.template_hash,
+        "engine": engine,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "max_tokens": config.max_completion_length,
+        "rng_seed": seed,
+    }
 
 
 #: Why a candidate has no answer at all: its engine or server never gave one, which says nothing about the model.
@@ -315,16 +493,23 @@ UNANSWERED = ("engine_error", "request_too_long")
 
 
 def stored_completion(renderer, row: dict) -> tuple[list[int], str, str | None]:
-    """(token ids, finish reason, error) of a ``candidates/1`` row, for scoring it again. The stored ids are taken where they spell its text in the renderer's vocabulary; a row without ids
-    (ingested, or of stages that keep texts), or of a model with another tokenizer, has the ids of its text, and its end of turn where it ended by itself."""
+    """(token ids, finish reason, error) of a ``candidates/1`` row, for scoring it again. The stored ids are taken where
+    they spell its text in the renderer's vocabulary; a row without ids (ingested, or of stages that keep texts), or of
+    a model with another tokenizer, has the ids of its text, and its end of turn where it ended by itself."""
     from stages.decoding.sampler import text_of
     from stages.pairs import trim
 
     extra, text = json.loads(row["extra_json"] or "{}"), row["completion"][-1]["content"] or ""
     lost = row["drop_reason"] if row["kept"] is False and row["drop_reason"] in UNANSWERED else None
-    finish = extra.get("finish_reason") or ("error" if lost else "length" if row["kept"] is False and row["drop_reason"] == "truncated" else "eos")
+    finish = extra.get("finish_reason") or (
+        "error" if lost else "length" if row["kept"] is False and row["drop_reason"] == "truncated" else "eos"
+    )
     ids = extra.get("completion_ids") or []
-    if text and renderer is not None and not (ids and max(ids) < len(renderer.tokenizer) and text_of(renderer.tokenizer, ids).startswith(text)):
+    if (
+        text
+        and renderer is not None
+        and not (ids and max(ids) < len(renderer.tokenizer) and text_of(renderer.tokenizer, ids).startswith(text))
+    ):
         _, ids, mask = renderer.completion_ids(row["prompt"], row["completion"])
         ids, _ = trim(ids, mask)
         while finish == "length" and ids and ids[-1] in renderer.stop_ids:
@@ -333,9 +518,11 @@ def stored_completion(renderer, row: dict) -> tuple[list[int], str, str | None]:
 
 
 class MixtureSampler:
-    """Samples from the token-level geometric mixture pi^(1-c) ref^c, renormalised (NASH, IPO-MD); same interface as ``Sampler``.
+    """Samples from the token-level geometric mixture pi^(1-c) ref^c, renormalised (NASH, IPO-MD); same interface as
+    ``Sampler``.
 
-    Both models keep a KV cache per prompt group; a completion is a function of (weights, prompt, seed, params) as in ``Sampler``.
+    Both models keep a KV cache per prompt group; a completion is a function of (weights, prompt, seed, params) as in
+    ``Sampler``.
     """
 
     name = "built-in"
@@ -347,7 +534,10 @@ class MixtureSampler:
         import torch
 
         if params.processed or params.stop_strings:
-            raise ValueError("opponent=mixture samples without penalties, bans and stop strings; leave those settings out, or write opponent=ema")
+            raise ValueError(
+                "opponent=mixture samples without penalties, bans and stop strings; leave those settings out, or write"
+                " opponent=ema"
+            )
         was_training = self.policy.training
         self.policy.eval()
         try:
@@ -378,7 +568,9 @@ class MixtureSampler:
                 if done[i] is None:
                     ids[i].append(drawn)
                     logps[i].append(its_logp)
-                    done[i] = "eos" if ids[i][-1] in params.stop_ids else "length" if t + 1 == params.max_new_tokens else None
+                    done[i] = (
+                        "eos" if ids[i][-1] in params.stop_ids else "length" if t + 1 == params.max_new_tokens else None
+                    )
             if all(done):
                 break
             tokens = token[:, None]

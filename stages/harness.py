@@ -96,7 +96,13 @@ class Stage:
         for name, given in (spec.get("inputs") or {}).items():
             declared = self.spec.input_spec(name)
             values = {"path": given} if isinstance(given, str) else given
-            self.inputs[name] = Input(name, values.get("kind") or declared.kind, str(values["path"]), values.get("ref") or "", values.get("digest") or "")
+            self.inputs[name] = Input(
+                name,
+                values.get("kind") or declared.kind,
+                str(values["path"]),
+                values.get("ref") or "",
+                values.get("digest") or "",
+            )
         self.spec.check_inputs(self.inputs, self.config)
         self.checkpoints = _ResumableCheckpoints(self)
         self._writers: dict[str, Any] = {}
@@ -118,7 +124,10 @@ class Stage:
     def path(self, name: str) -> str:
         """Local path (or URL) of an input; ConfigError when it was not given."""
         if name not in self.inputs:
-            raise ConfigError(f"stage {self.name}: input {name!r} is needed with these settings; give it as --input {name}=REF_OR_PATH")
+            raise ConfigError(
+                f"stage {self.name}: input {name!r} is needed with these settings; give it as --input"
+                f" {name}=REF_OR_PATH"
+            )
         return self.inputs[name].path
 
     def dataset(self, name: str) -> Any:
@@ -129,8 +138,8 @@ class Stage:
         kinds = self.spec.input_spec(name).kinds
         if kinds and data.kind not in kinds:
             raise ConfigError(
-                f"stage {self.name}: input {name!r} holds rows of kind {data.kind}, but {' or '.join(kinds)} is needed; "
-                f"convert it with the ingest stage (kind={kinds[0]}) or give another dataset"
+                f"stage {self.name}: input {name!r} holds rows of kind {data.kind}, but {' or '.join(kinds)} is needed;"
+                f" convert it with the ingest stage (kind={kinds[0]}) or give another dataset"
             )
         return data
 
@@ -140,7 +149,8 @@ class Stage:
 
     @property
     def device(self) -> str:
-        """``cpu`` or ``cuda[:i]``; ``auto`` in the spec means CUDA when torch can use a device. On several devices, ``cuda`` with or without a number is each rank's own.
+        """``cpu`` or ``cuda[:i]``; ``auto`` in the spec means CUDA when torch can use a device. On several devices,
+        ``cuda`` with or without a number is each rank's own.
 
         Raises:
             ConfigError: several devices were given, and torch cannot use them (with one: a warning, and the CPU).
@@ -150,11 +160,17 @@ class Stage:
             import torch
 
             self._device = own if torch.cuda.is_available() else "cpu"
-            if self._device == "cpu" and (cards := os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()) not in ("", "-1"):
+            if self._device == "cpu" and (cards := os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()) not in (
+                "",
+                "-1",
+            ):
                 from stages.running import cuda
 
                 if self.world_size > 1:
-                    raise ConfigError(f"devices={self.world_size}: {cuda.unusable(cards)} CUDA_VISIBLE_DEVICES= (empty) trains on the CPU.")
+                    raise ConfigError(
+                        f"devices={self.world_size}: {cuda.unusable(cards)} CUDA_VISIBLE_DEVICES= (empty) trains on the"
+                        " CPU."
+                    )
                 self.warn("gpu_unusable", f"This stage runs on the CPU: {cuda.unusable(cards)}")
         if self._device.startswith("cuda") and not self._settled:
             from stages.running import cuda
@@ -190,11 +206,15 @@ class Stage:
             self.emit("progress", done=done, total=total, message=message)
 
     def metric(self, step: int, values: dict[str, float]) -> None:
-        """Deterministic step metrics: the same numbers whenever this run is repeated. Wall-clock numbers go to :meth:`perf`."""
+        """Deterministic step metrics: the same numbers whenever this run is repeated. Wall-clock numbers go to
+        :meth:`perf`.
+        """
         self._append(self._metrics_path, "metric", step, values)
 
     def perf(self, step: int, values: dict[str, float]) -> None:
-        """Measurements of speed and memory (``tokens_per_second``, ``seconds_per_step``): kept apart from the metrics."""
+        """Measurements of speed and memory (``tokens_per_second``, ``seconds_per_step``): kept apart from the
+        metrics.
+        """
         for name, value in values.items():
             self._perf.setdefault(name, []).append(float(value))
         self._append(self._perf_path, "perf", step, values)
@@ -210,7 +230,9 @@ class Stage:
         self.emit("log", text=str(text))
 
     def warn(self, code: str, text: str) -> None:
-        """A named warning: shown in the log, kept in the record, tagged in MLflow. The same code and text counts once."""
+        """A named warning: shown in the log, kept in the record, tagged in MLflow. The same code and text counts
+        once.
+        """
         warning = {"code": code, "text": text}
         if warning not in self._state.warnings:
             self._state.warnings.append(warning)
@@ -221,7 +243,13 @@ class Stage:
         """The warnings so far, ``{"code", "text"}``, also those before a resume."""
         return list(self._state.warnings)
 
-    def report(self, name: str, markdown: str | None = None, table: list[dict[str, Any]] | None = None, png: bytes | None = None) -> None:
+    def report(
+        self,
+        name: str,
+        markdown: str | None = None,
+        table: list[dict[str, Any]] | None = None,
+        png: bytes | None = None,
+    ) -> None:
         """Publish a text, a table (list of rows) and/or a figure (PNG bytes) under one name."""
         if self.rank != 0:
             return
@@ -232,7 +260,11 @@ class Stage:
             atomic_write_text(folder / f"{safe}.md", markdown)
             files["markdown"] = str(folder / f"{safe}.md")
         if table is not None:
-            atomic_write_text(folder / f"{safe}.json", json.dumps([{k: _number(v) for k, v in row.items()} for row in table], ensure_ascii=False, indent=1) + "\n")
+            atomic_write_text(
+                folder / f"{safe}.json",
+                json.dumps([{k: _number(v) for k, v in row.items()} for row in table], ensure_ascii=False, indent=1)
+                + "\n",
+            )
             files["table"] = str(folder / f"{safe}.json")
         if png is not None:
             atomic_write_bytes(folder / f"{safe}.png", png)
@@ -248,7 +280,9 @@ class Stage:
             return
         clean = {str(k): _number(v) for k, v in values.items()}
         with open(path, "a", encoding="utf-8") as handle:
-            handle.write(json.dumps({"step": int(step), "metrics": clean}, sort_keys=True, separators=(",", ":")) + "\n")
+            handle.write(
+                json.dumps({"step": int(step), "metrics": clean}, sort_keys=True, separators=(",", ":")) + "\n"
+            )
         self.emit(event, step=int(step), metrics=clean)
 
     def total_usage(self) -> None:
@@ -266,13 +300,16 @@ class Stage:
         output = self.spec.outputs.get(name)
         if output is None or output.kind != kind:
             names = [n for n, o in self.spec.outputs.items() if o.kind == kind]
-            raise ValueError(f"stage {self.name} declares no {kind} output {name!r}; its {kind} outputs are: {', '.join(names) or 'none'}")
+            raise ValueError(
+                f"stage {self.name} declares no {kind} output {name!r}; its {kind} outputs are:"
+                f" {', '.join(names) or 'none'}"
+            )
 
     def writer(self, name: str, kind: str, **options: Any) -> Any:
         """An exactly-once Parquet writer (``storage.datasets.DatasetWriter``) for the declared dataset output ``name``.
 
-        After a resume it continues behind the rows that the last checkpoint covers. ``close(counts)`` finishes it. Rank 0
-        writes; what other ranks write is dropped.
+        After a resume it continues behind the rows that the last checkpoint covers. ``close(counts)`` finishes it. Rank
+        0 writes; what other ranks write is dropped.
         """
         from storage.datasets import DatasetWriter
 
@@ -307,7 +344,9 @@ class Stage:
         tmp.mkdir(parents=True)
         yield tmp
         if not any(tmp.iterdir()):
-            raise ValueError(f"output model {name!r}: nothing was saved; call model.save_pretrained(directory) inside the block")
+            raise ValueError(
+                f"output model {name!r}: nothing was saved; call model.save_pretrained(directory) inside the block"
+            )
         fsync_tree(tmp)
         if target.exists():
             shutil.rmtree(target)
@@ -317,13 +356,18 @@ class Stage:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, step: int, state: dict[str, Any], files: dict[str, bytes | Callable[[Path], Any]] | None = None,
-                        together: bool = False) -> None:
-        """Make everything so far permanent. ``step`` must not depend on the clock: open writers close their part here, and a
-        resumed run must close the same parts.
+    def save_checkpoint(
+        self,
+        step: int,
+        state: dict[str, Any],
+        files: dict[str, bytes | Callable[[Path], Any]] | None = None,
+        together: bool = False,
+    ) -> None:
+        """Make everything so far permanent. ``step`` must not depend on the clock: open writers close their part here,
+        and a resumed run must close the same parts.
 
-        together: every rank calls and writes files of its own at the same time (a name that several give is written by the first of
-        them); else only rank 0 writes. ``state`` is rank 0's.
+        together: every rank calls and writes files of its own at the same time (a name that several give is written by
+        the first of them); else only rank 0 writes. ``state`` is rank 0's.
         """
         if not together or self.world_size == 1:
             if self.rank == 0:
@@ -334,14 +378,18 @@ class Stage:
         files = files or {}
         given = ranks.gather((str(self.checkpoints.begin(step)) if self.rank == 0 else None, sorted(files)))
         folder, taken = Path(given[0][0]), {name for _, names in given[: self.rank] for name in names}
-        written = ranks.gather(self.checkpoints.write(folder, {n: content for n, content in files.items() if n not in taken}))
+        written = ranks.gather(
+            self.checkpoints.write(folder, {n: content for n, content in files.items() if n not in taken})
+        )
         if self.rank == 0:
-            self.checkpoints.commit(step, folder, state, {n: entry for listing in written for n, entry in listing.items()})
+            self.checkpoints.commit(
+                step, folder, state, {n: entry for listing in written for n, entry in listing.items()}
+            )
 
     @property
     def units_done(self) -> int:
-        """Units of work that the checkpoint of this start holds (the step of :meth:`save_checkpoint`); 0 where there is none. Parts of an output do not count them: a unit
-        may leave no row, or more than one part."""
+        """Units of work that the checkpoint of this start holds (the step of :meth:`save_checkpoint`); 0 where there is
+        none. Parts of an output do not count them: a unit may leave no row, or more than one part."""
         return self._restored.step if self._restored else 0
 
     def _checkpointed_writers(self) -> dict[str, dict[str, Any]]:
@@ -381,7 +429,10 @@ class Stage:
                 os.truncate(path, size)
         usage.begin(harness.get("usage"))
         self._state = _State(
-            dict(harness.get("summary", {})), list(harness.get("warnings", [])), list(harness.get("reports", [])), dict(harness.get("outputs", {}))
+            dict(harness.get("summary", {})),
+            list(harness.get("warnings", [])),
+            list(harness.get("reports", [])),
+            dict(harness.get("outputs", {})),
         )
         (self.workdir / "result.json").unlink(missing_ok=True)
         out = self.workdir / "out"
@@ -393,8 +444,16 @@ class Stage:
         if checkpoint:
             self.log(f"resuming from the checkpoint of step {checkpoint.step}")
         if self.checkpoints.damaged:
-            self.warn("checkpoint_damaged", f"The checkpoint of step {max(self.checkpoints.damaged)} is not as it was written and was left out; "
-                      + (f"work goes on from that of step {checkpoint.step}." if checkpoint else "work begins again from the start.") + " Check the disk where this happens again.")
+            self.warn(
+                "checkpoint_damaged",
+                f"The checkpoint of step {max(self.checkpoints.damaged)} is not as it was written and was left out; "
+                + (
+                    f"work goes on from that of step {checkpoint.step}."
+                    if checkpoint
+                    else "work begins again from the start."
+                )
+                + " Check the disk where this happens again.",
+            )
 
     def _accepts(self, checkpoint: Checkpoint) -> bool:
         """Whether the files beside a checkpoint still hold what it refers to."""
@@ -423,14 +482,27 @@ class Stage:
             path = self.workdir / "out" / name
             manifest = read_json(path / "manifest.json", None)
             if manifest is not None:
-                self._state.outputs[name] = {"kind": "dataset", "path": str(path), "role": "", "digest": manifest.get("digest", "")}
+                self._state.outputs[name] = {
+                    "kind": "dataset",
+                    "path": str(path),
+                    "role": "",
+                    "digest": manifest.get("digest", ""),
+                }
                 self.emit("output", name=name, **self._state.outputs[name])
             elif name in self._writers:
-                raise ValueError(f"stage {self.name}: the writer of output {name!r} was never closed; call close() before run() returns")
+                raise ValueError(
+                    f"stage {self.name}: the writer of output {name!r} was never closed; call close() before run()"
+                    " returns"
+                )
         for name, declared in self.spec.outputs.items():
             if declared.required and name not in self._state.outputs:
-                raise ValueError(f"stage {self.name} ended without its output {name!r}; save it before run() returns, or declare it with required=False")
-        perf = {name: (statistics.median(v) if name.endswith("_per_second") else v[-1]) for name, v in self._perf.items() if v}
+                raise ValueError(
+                    f"stage {self.name} ended without its output {name!r}; save it before run() returns, or declare it"
+                    " with required=False"
+                )
+        perf = {
+            name: statistics.median(v) if name.endswith("_per_second") else v[-1] for name, v in self._perf.items() if v
+        }
         perf["seconds"] = round(seconds, 3)
         perf |= {"devices": self.world_size} if self.world_size > 1 else {}
         perf["peak_memory_mib"] = peak_memory_mib()
@@ -470,7 +542,9 @@ class _Unwritten:
 
 
 class _ResumableCheckpoints(Checkpoints):
-    """``stage.checkpoints``: as :class:`Checkpoints`, with the harness's own state saved and restored beside the stage's."""
+    """``stage.checkpoints``: as :class:`Checkpoints`, with the harness's own state saved and restored beside the
+    stage's.
+    """
 
     def __init__(self, stage: Stage):
         super().__init__(stage.workdir / "checkpoints", keep=2)
@@ -484,8 +558,8 @@ class _ResumableCheckpoints(Checkpoints):
         return found
 
     def latest(self, accept: Callable[[Checkpoint], bool] | None = None) -> Checkpoint | None:
-        """The checkpoint to continue from, its ``state`` as the stage gave it; None on a fresh start. Rank 0 has verified it; several
-        ranks must ask together the first time."""
+        """The checkpoint to continue from, its ``state`` as the stage gave it; None on a fresh start. Rank 0 has
+        verified it; several ranks must ask together the first time."""
         stage = self._stage
         if stage.world_size > 1 and not self._agreed:
             from stages.running import ranks
@@ -506,9 +580,12 @@ class _ResumableCheckpoints(Checkpoints):
 
 
 def execute(spec: dict[str, Any], emit: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
-    """Run a stage in this process (a debugger, a test, a notebook) and return its result. ``emit`` receives the events."""
+    """Run a stage in this process (a debugger, a test, a notebook) and return its result. ``emit`` receives the
+    events.
+    """
     started = time.monotonic()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's first product: without it products may differ in their last bits
+    # read at cuBLAS's first product: without it products may differ in their last bits
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     stage = Stage(get_stage(spec["stage"]), spec, emit or (lambda event: None))
     memory.check(stage)
     advise.tell(stage)
@@ -518,8 +595,8 @@ def execute(spec: dict[str, Any], emit: Callable[[dict[str, Any]], None] | None 
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process when process ``parent`` ends: the kernel's signal where there is one, and a watching thread anyway
-    (the kernel's signal belongs to the parent's *thread*)."""
+    """End this process when process ``parent`` ends: the kernel's signal where there is one, and a watching thread
+    anyway (the kernel's signal belongs to the parent's *thread*)."""
     if sys.platform == "linux":
         with contextlib.suppress(Exception):
             ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -563,7 +640,9 @@ def _kill_children() -> None:
 
 
 def main(spec_path: str) -> int:
-    """``python -m stages SPEC.json``: run one stage, events on stdout, everything else on stderr. Returns the exit code."""
+    """``python -m stages SPEC.json``: run one stage, events on stdout, everything else on stderr. Returns the exit
+    code.
+    """
     signal.signal(signal.SIGTERM, stopping.heed)
     spec = read_json(spec_path)
     spec.setdefault("workdir", str(Path(spec_path).with_suffix(".work")))
@@ -592,7 +671,14 @@ def main(spec_path: str) -> int:
         return 143
     except Exception as error:
         text, ours = traceback.format_exc(), refusal(error) or (str(error) if refused_by_us(error) else None)
-        failed({"event": "error", "type": StageFailure.__name__ if ours else type(error).__name__, "message": ours or str(error), "traceback": "" if ours else text[-4000:]})
+        failed(
+            {
+                "event": "error",
+                "type": StageFailure.__name__ if ours else type(error).__name__,
+                "message": ours or str(error),
+                "traceback": "" if ours else text[-4000:],
+            }
+        )
         with contextlib.suppress(OSError):  # the log may lie on the disk that is full
             print(text, file=sys.stderr, flush=True)
         return 1
@@ -601,17 +687,24 @@ def main(spec_path: str) -> int:
 
 
 def refused_by_us(error: Exception) -> bool:
-    """Whether a ``raise`` of a ValueError in this project refused what the user gave: its text says what to write instead, and the traceback, which
-    stays in the log, adds nothing. A ValueError out of a library or of an expression (``int("x")``) is a defect and is shown with its place."""
+    """Whether a ``raise`` of a ValueError in this project refused what the user gave: its text says what to write
+    instead, and the traceback, which stays in the log, adds nothing. A ValueError out of a library or of an expression
+    (``int("x")``) is a defect and is shown with its place."""
     if not isinstance(error, ValueError) or error.__traceback__ is None:
         return False
     frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
     path = Path(frame.f_code.co_filename)
-    return PROJECT_ROOT in path.parents and "site-packages" not in path.parts and "raise " in linecache.getline(str(path), line)
+    return (
+        PROJECT_ROOT in path.parents
+        and "site-packages" not in path.parts
+        and "raise " in linecache.getline(str(path), line)
+    )
 
 
 def _launch_ranks(spec_path: str, stage: str, devices: int, workdir: Path, nodes: dict[str, Any] | None = None) -> int:
-    """Run the stage's ranks, of several nodes (``tasks.nodes``) those of this one; when one fails the others are ended, and the error told is that of the first to fail."""
+    """Run the stage's ranks, of several nodes (``tasks.nodes``) those of this one; when one fails the others are ended,
+    and the error told is that of the first to fail.
+    """
     from stages.running.launch import launch
 
     first_rank, everyone = (devices * nodes["rank"], devices * nodes["count"]) if nodes else (0, devices)
@@ -625,22 +718,50 @@ def _launch_ranks(spec_path: str, stage: str, devices: int, workdir: Path, nodes
             return 0
         killed = [(rank, number) for rank, number in failed.items() if number < 0 and -number != signal.SIGTERM]
         told = [e for e in (read_json(p, None) for p in left) if e and e["type"] != "Terminated"]
-        first = [k for k in killed if -k[1] != signal.SIGABRT] or ([] if told else killed)  # a broken connection may abort the others
+        # a broken connection may abort the others
+        first = [k for k in killed if -k[1] != signal.SIGABRT] or ([] if told else killed)
         if first or not told:
             rank, number = (first or [*failed.items()])[0]
-            how = f"was ended by {signal.Signals(-number).name}" if number < 0 else f"ended with status {number} and no error message"
-            error = {"event": "error", "type": "RankDied", "traceback": "",
-                     "message": f"rank {rank} of {everyone} {how}, and the others with it"
-                                + ("; the kernel does that when memory runs out: lower max_tokens_per_micro_batch" if -number == signal.SIGKILL else "")}
+            how = (
+                f"was ended by {signal.Signals(-number).name}"
+                if number < 0
+                else f"ended with status {number} and no error message"
+            )
+            error = {
+                "event": "error",
+                "type": "RankDied",
+                "traceback": "",
+                "message": (
+                    f"rank {rank} of {everyone} {how}, and the others with it"
+                    + (
+                        "; the kernel does that when memory runs out: lower max_tokens_per_micro_batch"
+                        if -number == signal.SIGKILL
+                        else ""
+                    )
+                ),
+            }
         else:
             error = min(told, key=lambda e: e.pop("time"))
         code = 2 if error["type"] == "ConfigError" else 1
     except (Terminated, KeyboardInterrupt):
-        error, code = {"event": "error", "type": "Terminated", "message": "the stage was asked to stop", "traceback": ""}, 128 + signal.SIGTERM
+        error, code = (
+            {
+                "event": "error",
+                "type": "Terminated",
+                "message": "the stage was asked to stop",
+                "traceback": "",
+            },
+            128 + signal.SIGTERM,
+        )
     except ConfigError as failure:
         error, code = {"event": "error", "type": "ConfigError", "message": str(failure), "traceback": ""}, 2
     except Exception as failure:
-        error = {"event": "error", "type": type(failure).__name__, "message": str(failure), "traceback": traceback.format_exc()[-4000:]}
+        error = {
+            "event": "error",
+            "type": type(failure).__name__,
+            "message": str(failure),
+            "traceback": traceback.format_exc()[-4000:],
+        }
     _line_emitter()(error)
     print(f"{error['type']}: {error['message']}", file=sys.stderr, flush=True)
     return code
@@ -653,8 +774,8 @@ def _leave_error(workdir: Path, error: dict[str, Any]) -> None:
 
 
 def _end_despite_collectives(seconds: float = 5.0) -> None:
-    """On SIGTERM end this process after a few seconds whatever it does: a rank that waits inside a collective for one that is gone never
-    comes back to Python, where the signal's handler would run."""
+    """On SIGTERM end this process after a few seconds whatever it does: a rank that waits inside a collective for one
+    that is gone never comes back to Python, where the signal's handler would run."""
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
@@ -670,7 +791,9 @@ def _end_despite_collectives(seconds: float = 5.0) -> None:
 
 
 def _line_emitter() -> Callable[[dict[str, Any]], None]:
-    """Keep the real stdout for events and point file descriptor 1 at stderr, so that no library's print can break a line."""
+    """Keep the real stdout for events and point file descriptor 1 at stderr, so that no library's print can break a
+    line.
+    """
     channel = os.dup(1)
     os.set_inheritable(channel, False)
     os.dup2(2, 1)
@@ -691,7 +814,9 @@ def _line_emitter() -> Callable[[dict[str, Any]], None]:
 def peak_memory_mib() -> float:
     """Peak resident memory of this process or of its largest finished child, MiB."""
     unit = 1024 if sys.platform != "darwin" else 1024 * 1024
-    return round(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / unit, 1)
+    return round(
+        max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / unit, 1
+    )
 
 
 def _cuda_peak_mib() -> float | None:

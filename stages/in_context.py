@@ -1,8 +1,10 @@
-"""In-context scores without training: how much demonstrations raise the likelihood of an answer (``rs.icdpo``, Song et al.).
+"""In-context scores without training: how much demonstrations raise the likelihood of an answer (``rs.icdpo``, Song et
+al.).
 
-S(x, y) = log p(y | d, x) - log p(y | x), sums over the tokens of y, one frozen model before and after it has read demonstrations d. The
-demonstrations of a prompt are retrieved in two steps that depend on nothing but the texts and the model: TF-IDF cosine of the prompts keeps the
-nearest ``coarse``, cosine of the model's mean hidden states orders them. Ties go to the earlier row; a demonstration of the prompt itself is never taken.
+S(x, y) = log p(y | d, x) - log p(y | x), sums over the tokens of y, one frozen model before and after it has read
+demonstrations d. The demonstrations of a prompt are retrieved in two steps that depend on nothing but the texts and the
+model: TF-IDF cosine of the prompts keeps the nearest ``coarse``, cosine of the model's mean hidden states orders them.
+Ties go to the earlier row; a demonstration of the prompt itself is never taken.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def nearest(similarities, k: int) -> list[int]:
 def with_demonstrations(prompt: list[dict], demonstrations: Sequence[tuple[list[dict], list[dict]]]) -> list[dict]:
     """The conversation with each demonstration's turns in front of it, behind a leading system message."""
     first = 1 if prompt and prompt[0]["role"] == "system" else 0
-    shown = [m for question, answer in demonstrations for m in [*(q for q in question if q["role"] != "system"), *answer]]
+    shown = [
+        m for question, answer in demonstrations for m in [*(q for q in question if q["role"] != "system"), *answer]
+    ]
     return [*prompt[:first], *shown, *prompt[first:]]
 
 
@@ -65,12 +69,31 @@ class InContextScorer:
 
     Args:
         model, renderer: the frozen model and how messages become its ids. dataset: ``demonstrations/1``.
-        count, coarse: demonstrations shown, and kept by the first step. max_tokens: prompt tokens with demonstrations at most, and at most three
-            quarters of the model's positions, so that an answer has room; the least similar ones are left out until it fits.
+        count, coarse: demonstrations shown, and kept by the first step. max_tokens: prompt tokens with demonstrations
+            at most, and at most three quarters of the model's positions, so that an answer has room; the least similar
+            ones are left out until it fits.
     """
 
-    def __init__(self, model, renderer, dataset, *, count: int = 4, coarse: int = 32, max_tokens: int = 1024, device: str = "cpu", batch_tokens: int = 8192):
-        self.model, self.renderer, self.count, self.coarse, self.device, self.batch_tokens = model, renderer, count, coarse, device, batch_tokens
+    def __init__(
+        self,
+        model,
+        renderer,
+        dataset,
+        *,
+        count: int = 4,
+        coarse: int = 32,
+        max_tokens: int = 1024,
+        device: str = "cpu",
+        batch_tokens: int = 8192,
+    ):
+        self.model, self.renderer, self.count, self.coarse, self.device, self.batch_tokens = (
+            model,
+            renderer,
+            count,
+            coarse,
+            device,
+            batch_tokens,
+        )
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_tokens = max_tokens if positions is None else min(max_tokens, 3 * positions // 4)
         self.rows = []
@@ -79,7 +102,10 @@ class InContextScorer:
             if 0 < turn == len(row["messages"]) - 1 and row["kept"] is not False:
                 self.rows.append((row["row_id"], row["prompt_id"], row["messages"][:turn], row["messages"][turn:]))
         if not self.rows:
-            raise ValueError("the input demonstrations has no row that answers a prompt in one turn; give demonstrations/1 rows with one trained last turn")
+            raise ValueError(
+                "the input demonstrations has no row that answers a prompt in one turn; give demonstrations/1 rows with"
+                " one trained last turn"
+            )
         self.index = TfIdf([_text(question) for _, _, question, _ in self.rows])
         self._vectors: dict[int, np.ndarray] = {}
         self._chosen: dict[str, tuple[list[int], list[int] | None]] = {}
@@ -90,25 +116,34 @@ class InContextScorer:
 
         def mean(batch):
             states = hidden_states(self.model, batch).float()
-            return [part.mean(0).cpu().numpy() for part in states.split([n for _, responses in batch.segments for n in responses])]
+            return [
+                part.mean(0).cpu().numpy()
+                for part in states.split([n for _, responses in batch.segments for n in responses])
+            ]
 
         items = [make_item("prompt", [], [ids], [[0] * len(ids)]) for ids in map(self.renderer.prompt_ids, texts)]
         found = [row[0].astype(float) for row in per_response(items, self.batch_tokens, self.device, mean, self.model)]
         return [v / (np.linalg.norm(v) or 1.0) for v in found]
 
     def retrieve(self, prompt_row: dict) -> tuple[list[str], list[int] | None]:
-        """(row ids of the demonstrations, the most similar last; ids of the prompt behind them). Ids None where not one of them fits."""
+        """(row ids of the demonstrations, the most similar last; ids of the prompt behind them). Ids None where not one
+        of them fits.
+        """
         key = prompt_row["prompt_id"]
         if key not in self._chosen:
             similar = self.index.similarities(_text(prompt_row["prompt"]))
-            near = [i for i in nearest(similar, self.coarse + sum(r[1] == key for r in self.rows)) if self.rows[i][1] != key][:self.coarse]
+            near = [
+                i for i in nearest(similar, self.coarse + sum(r[1] == key for r in self.rows)) if self.rows[i][1] != key
+            ][: self.coarse]
             fresh = [i for i in near if i not in self._vectors]
             self._vectors.update(zip(fresh, self._embed([self.rows[i][2] for i in fresh]) if fresh else []))
             query = self._embed([prompt_row["prompt"]])[0]
             best = [near[i] for i in nearest([self._vectors[i] @ query for i in near], self.count)][::-1]
             ids = None
             while best:
-                ids = self.renderer.prompt_ids(with_demonstrations(prompt_row["prompt"], [self.rows[i][2:] for i in best]))
+                ids = self.renderer.prompt_ids(
+                    with_demonstrations(prompt_row["prompt"], [self.rows[i][2:] for i in best])
+                )
                 if len(ids) <= self.max_tokens:
                     break
                 best, ids = best[1:], None
@@ -117,25 +152,42 @@ class InContextScorer:
         return [self.rows[i][0] for i in best], ids
 
     def score(self, rows: Sequence[dict]) -> list[float | None]:
-        """S of every row (prompt_row, prompt_ids, completion_ids), nats; None where no demonstration fits or the completion is empty."""
+        """S of every row (prompt_row, prompt_ids, completion_ids), nats; None where no demonstration fits or the
+        completion is empty.
+        """
         groups: dict[str, list[int]] = {}
         for i, row in enumerate(rows):
             if len(row["completion_ids"]) and self.retrieve(row["prompt_row"])[1] is not None:
                 groups.setdefault(row["prompt_row"]["prompt_id"], []).append(i)
         out: list[float | None] = [None] * len(rows)
-        before, after = (self._sums([(prompt(rows[members[0]]), [rows[i]["completion_ids"] for i in members]) for members in groups.values()])
-                         for prompt in (lambda row: row["prompt_ids"], lambda row: self.retrieve(row["prompt_row"])[1]))
+        before, after = (
+            self._sums(
+                [
+                    (prompt(rows[members[0]]), [rows[i]["completion_ids"] for i in members])
+                    for members in groups.values()
+                ]
+            )
+            for prompt in (lambda row: row["prompt_ids"], lambda row: self.retrieve(row["prompt_row"])[1])
+        )
         for members, plain, shown in zip(groups.values(), before, after):
             for i, a, b in zip(members, plain, shown):
                 out[i] = icdpo_score(b, a)
         return out
 
     def _sums(self, groups) -> list[list[float]]:
-        """Sum of the token log-probs of every completion of every (prompt ids, completions); a prompt is computed once."""
+        """Sum of the token log-probs of every completion of every (prompt ids, completions); a prompt is computed
+        once.
+        """
         from stages.decoding.likelihood import response_logps
 
-        items = [make_item("scored", prompt, completions, [[1] * len(c) for c in completions], by_response=()) for prompt, completions in groups]
-        return [[math.fsum(logps) for logps in row] for row in response_logps(self.model, items, self.batch_tokens, self.device)]
+        items = [
+            make_item("scored", prompt, completions, [[1] * len(c) for c in completions], by_response=())
+            for prompt, completions in groups
+        ]
+        return [
+            [math.fsum(logps) for logps in row]
+            for row in response_logps(self.model, items, self.batch_tokens, self.device)
+        ]
 
 
 def icdpo_score(logp_with_demonstrations: float, logp_plain: float) -> float:

@@ -1,13 +1,16 @@
-"""inline_tools: calls that stand in texts are made, and kept where their results help to predict what follows (``synth.tool_data`` inline form, ``synth.toolformer``).
+"""inline_tools: calls that stand in texts are made, and kept where their results help to predict what follows
+(``synth.tool_data`` inline form, ``synth.toolformer``).
 
     posttrain stage inline_tools --input data=texts.jsonl
     posttrain stage inline_tools --input data=texts.jsonl --input model=MODEL --set min_gain=0.5 --set mode=append
 
-A call is written ``<API>calculator(400 / 1400)</API>``, in plain text or in trained assistant turns, by a model or by people: ``calculator(EXPRESSION)``, ``search(WORDS)`` in the
-row's own table (``extra_json={"table": {...}}``) or ``python(CODE)`` in the sandbox. Its result takes its place, or follows it (``mode``). A call that fails is taken out.
+A call is written ``<API>calculator(400 / 1400)</API>``, in plain text or in trained assistant turns, by a model or by
+people: ``calculator(EXPRESSION)``, ``search(WORDS)`` in the row's own table (``extra_json={"table": {...}}``) or
+``python(CODE)`` in the sandbox. Its result takes its place, or follows it (``mode``). A call that fails is taken out.
 
-With ``min_gain`` a model judges every call (Toolformer, Schick et al. 2023): kept where min(L without a call, L with the call and no result) - L with call and result >= min_gain, L being
-the weighted NLL of the next tokens. What stands before the call is as it will be kept, what follows has no calls. Every block of rows is a resumable unit.
+With ``min_gain`` a model judges every call (Toolformer, Schick et al. 2023): kept where min(L without a call, L with
+the call and no result) - L with call and result >= min_gain, L being the weighted NLL of the next tokens. What stands
+before the call is as it will be kept, what follows has no calls. Every block of rows is a resumable unit.
 """
 
 from __future__ import annotations
@@ -21,13 +24,21 @@ from pydantic import Field
 from stages.settings import ChatConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
-WINDOW = 5          # tokens that a call is judged by; token t weighs max(0, 1 - t / 5) (Schick et al. 2023)
+WINDOW = 5  # tokens that a call is judged by; token t weighs max(0, 1 - t / 5) (Schick et al. 2023)
 
 
 class Config(ChatConfig):
-    mode: Literal["replace", "append"] = Field("replace", description="The result replaces the call, or stands behind it (to train calls).")
-    min_gain: float | None = Field(None, title="Minimum gain", description="Nats by which a result must lower the weighted NLL of what follows for its call to be kept (tau_f; Schick et al. 0.5 to 1); "
-                                                                           "empty: every call that works is kept, and no model is needed.")
+    mode: Literal["replace", "append"] = Field(
+        "replace", description="The result replaces the call, or stands behind it (to train calls)."
+    )
+    min_gain: float | None = Field(
+        None,
+        title="Minimum gain",
+        description=(
+            "Nats by which a result must lower the weighted NLL of what follows for its call to be kept (tau_f; Schick"
+            " et al. 0.5 to 1); empty: every call that works is kept, and no model is needed."
+        ),
+    )
     timeout_s: float = Field(2.0, gt=0, description="Seconds that a python call may take.")
     max_length: int = Field(1024, ge=16, description="Tokens before a call that the model reads, the last ones.")
     max_tokens_per_micro_batch: int = Field(8192, ge=1, description="Tokens per forward pass; bounds memory.")
@@ -35,10 +46,17 @@ class Config(ChatConfig):
 
 
 SPEC = StageSpec(
-    name="inline_tools", config=Config, gpu=True,
-    inputs={"data": InputSpec("dataset", kinds=("text/1", "demonstrations/1"), doc="Texts or demonstrations with inline calls."),
-            "model": InputSpec("model", required=False, doc="Judges the calls, for min_gain.")},
-    outputs={"data": OutputSpec("dataset", doc="The rows with calls made; rows without a call as they are.")})
+    name="inline_tools",
+    config=Config,
+    gpu=True,
+    inputs={
+        "data": InputSpec(
+            "dataset", kinds=("text/1", "demonstrations/1"), doc="Texts or demonstrations with inline calls."
+        ),
+        "model": InputSpec("model", required=False, doc="Judges the calls, for min_gain."),
+    },
+    outputs={"data": OutputSpec("dataset", doc="The rows with calls made; rows without a call as they are.")},
+)
 
 
 def run(stage):
@@ -50,7 +68,10 @@ def run(stage):
 
     config, data = stage.config, stage.dataset("data")
     if (config.min_gain is not None) != stage.has("model"):
-        raise ConfigError("inline_tools: min_gain is judged by a model and a model judges by min_gain; give --input model=MODEL and min_gain=0.5 together, or neither")
+        raise ConfigError(
+            "inline_tools: min_gain is judged by a model and a model judges by min_gain; give --input model=MODEL and"
+            " min_gain=0.5 together, or neither"
+        )
     checkpoint = stage.checkpoints.latest()
     state = checkpoint.state if checkpoint else {"counts": {}, "gains": 0.0, "judged": 0}
     counts, gains = Counter(state["counts"]), Gains(state["gains"], state["judged"])
@@ -62,8 +83,15 @@ def run(stage):
         stage.save_checkpoint(unit, {"counts": dict(counts), "gains": gains.total, "judged": gains.count})
         stage.progress(min(unit * config.block, total), total, "rows")
     if not counts["calls"]:
-        raise ValueError("inline_tools: no text holds a call; write calls as <API>calculator(400 / 1400)</API>, <API>search(WORDS)</API> or <API>python(CODE)</API>")
-    summary = {"rows": total, **dict(sorted(counts.items())), **({"gain_mean": gains.total / gains.count} if gains.count else {})}
+        raise ValueError(
+            "inline_tools: no text holds a call; write calls as <API>calculator(400 / 1400)</API>,"
+            " <API>search(WORDS)</API> or <API>python(CODE)</API>"
+        )
+    summary = {
+        "rows": total,
+        **dict(sorted(counts.items())),
+        **({"gain_mean": gains.total / gains.count} if gains.count else {}),
+    }
     writer.close(summary)
     stage.summary(summary)
     stage.report("summary", markdown=document("Inline tools", facts(summary)))
@@ -90,34 +118,72 @@ def with_calls_made(row: dict, kind: str, config: Config, counts, gains: Gains, 
     """A row with the calls of its text, or of its trained turns, made; the row itself where it has none."""
     from storage.schema import complete_row
 
-    texts = [row["text"]] if kind == "text/1" else [row["messages"][turn].get("content") or "" for turn in row["train_turns"]]
+    texts = (
+        [row["text"]]
+        if kind == "text/1"
+        else [row["messages"][turn].get("content") or "" for turn in row["train_turns"]]
+    )
     new = []
     for k, text in enumerate(texts):
-        before = row["messages"][:row["train_turns"][k]] if kind == "demonstrations/1" else None
-        new.append(with_results(text, row, config, counts, gains, None if judge is None else lambda *parts, before=before: judge.gain(row, before, *parts)))
+        before = row["messages"][: row["train_turns"][k]] if kind == "demonstrations/1" else None
+        new.append(
+            with_results(
+                text,
+                row,
+                config,
+                counts,
+                gains,
+                None if judge is None else lambda *parts, before=before: judge.gain(row, before, *parts),
+            )
+        )
     counts["rows_with_calls"] += new != texts
     if new == texts:
         return row
-    changed = {"text": new[0], "n_chars": len(new[0])} if kind == "text/1" else {"messages": [
-        {**message, "content": new[row["train_turns"].index(k)]} if k in row["train_turns"] else message for k, message in enumerate(row["messages"])]}
-    kept = {name: value for name, value in {**row, **changed}.items() if name not in ("row_id", "schema")}      # other content is another row
+    changed = (
+        {"text": new[0], "n_chars": len(new[0])}
+        if kind == "text/1"
+        else {
+            "messages": [
+                {**message, "content": new[row["train_turns"].index(k)]} if k in row["train_turns"] else message
+                for k, message in enumerate(row["messages"])
+            ]
+        }
+    )
+    # other content is another row
+    kept = {name: value for name, value in {**row, **changed}.items() if name not in ("row_id", "schema")}
     return complete_row(kind, kept, dataset=row["dataset"], source=row["source"], origin=row["origin"])
 
 
 def with_results(text: str, row: dict, config: Config, counts, gains: Gains, gain=None) -> str:
-    """The text with its calls made. gain(before, call, result, after) judges one; what it says is added to ``gains``."""
+    """The text with its calls made. gain(before, call, result, after) judges one; what it says is added to
+    ``gains``.
+    """
     from stages.acting.tools import API_CALL, substitute
 
     done, at = "", 0
     for match in API_CALL.finditer(text):
-        done, at = done + text[at:match.start()], match.end()
+        done, at = done + text[at : match.start()], match.end()
         counts["calls"] += 1
         name, argument = match.groups()
         result = answer(name, argument, row, config)
-        found = None if result is None or gain is None else gain(done, match.group(), result, API_CALL.sub("", text[at:]))
+        found = (
+            None if result is None or gain is None else gain(done, match.group(), result, API_CALL.sub("", text[at:]))
+        )
         if found is not None:
             gains.append(found)
-        why = "failed" if result is None else "kept" if gain is None else "nothing_follows" if found is None else "kept" if found >= config.min_gain else "no_gain"
+        why = (
+            "failed"
+            if result is None
+            else (
+                "kept"
+                if gain is None
+                else "nothing_follows"
+                if found is None
+                else "kept"
+                if found >= config.min_gain
+                else "no_gain"
+            )
+        )
         counts[why] += 1
         if why == "kept":
             done += substitute(match.group(), {f"{name}({argument})": result}, config.mode)
@@ -140,8 +206,12 @@ def answer(name: str, argument: str, row: dict, config: Config) -> str | None:
     if name == "python":
         from stages.running.sandbox import Limits, run_jobs
 
-        (outcome,) = run_jobs([{"kind": "program", "source": argument, "stdin": "", "timeout_s": config.timeout_s}], Limits(), fresh=True)
-        return None if outcome.error is not None or outcome.value["exit"] != 0 else outcome.value["stdout"].strip() or None
+        (outcome,) = run_jobs(
+            [{"kind": "program", "source": argument, "stdin": "", "timeout_s": config.timeout_s}], Limits(), fresh=True
+        )
+        return (
+            None if outcome.error is not None or outcome.value["exit"] != 0 else outcome.value["stdout"].strip() or None
+        )
     return None
 
 
@@ -154,7 +224,9 @@ class Judge:
         self.config, self.renderer, self.device = stage.config, renderer, stage.device
         self.model = load_frozen(stage.path("model"), stage.device)
 
-    def gain(self, row: dict, conversation: list[dict] | None, before: str, call: str, result: str, after: str) -> float | None:
+    def gain(
+        self, row: dict, conversation: list[dict] | None, before: str, call: str, result: str, after: str
+    ) -> float | None:
         """``toolformer_gain`` of one call; None where nothing follows it."""
         from stages.acting.tools import toolformer_gain
         from stages.batching import make_item
@@ -173,9 +245,14 @@ class Judge:
                 start = list(self.renderer.prompt_ids(conversation))
         items = []
         for inserted in ("", call, f"{call} {result}"):
-            seen = (start + ids(before + inserted))[-self.config.max_length:]
+            seen = (start + ids(before + inserted))[-self.config.max_length :]
             items.append(make_item(row["row_id"], seen, [follows], [[1 if seen else 0] + [1] * (len(follows) - 1)]))
-        return toolformer_gain(*(self.loss(losses) for losses in target_nlls(self.model, items, self.config.max_tokens_per_micro_batch, self.device)))
+        return toolformer_gain(
+            *(
+                self.loss(losses)
+                for losses in target_nlls(self.model, items, self.config.max_tokens_per_micro_batch, self.device)
+            )
+        )
 
     @staticmethod
     def loss(losses: list[float]) -> float:

@@ -1,9 +1,10 @@
 """label_steps: step labels for process reward models without people (``rm.prm_rollout``, Math-Shepherd).
 
-From the end of every step of a solution, sample n completions and check their final answers. The soft label of the step is the
-share that ends right, the hard label whether any does; rollouts that could not be checked are in neither, and a step with no other has no
-label: it is one with the step behind it, or left out at the end. Solutions come from the candidates of a ``rejection`` run; with a process
-reward model the ones worth labelling can be chosen (``rm.active``). Every block of solutions is a resumable unit.
+From the end of every step of a solution, sample n completions and check their final answers. The soft label of the step
+is the share that ends right, the hard label whether any does; rollouts that could not be checked are in neither, and a
+step with no other has no label: it is one with the step behind it, or left out at the end. Solutions come from the
+candidates of a ``rejection`` run; with a process reward model the ones worth labelling can be chosen (``rm.active``).
+Every block of solutions is a resumable unit.
 """
 
 from __future__ import annotations
@@ -20,33 +21,49 @@ from stages.spec import InputSpec, OutputSpec, StageSpec
 class Config(SamplingConfig, ChatConfig):
     rollouts: int = Field(8, ge=1, description="Completions sampled from each step (Math-Shepherd 8).")
     separator: str = Field("\n\n", min_length=1, description="Text between the steps of a solution.")
-    max_steps_per_solution: int = Field(32, ge=1, description="Steps labelled at most; the rest of a longer solution is left out.")
-    rewards: list[FixedComponent] = Field(default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
-                                           description="The checker of final answers; its verdict counts.")
+    max_steps_per_solution: int = Field(
+        32, ge=1, description="Steps labelled at most; the rest of a longer solution is left out."
+    )
+    rewards: list[FixedComponent] = Field(
+        default_factory=lambda: [RewardComponent(name="verifier", kind="verifier")],
+        description="The checker of final answers; its verdict counts.",
+    )
     active: Literal["none", "convincing_wrong", "uncertain"] = Field(
-        "none", description="Which solutions: all, wrong ones that the reward model likes best (Lightman), or those it scores nearest to 0.5 (rm.active).")
+        "none",
+        description=(
+            "Which solutions: all, wrong ones that the reward model likes best (Lightman), or those it scores nearest"
+            " to 0.5 (rm.active)."
+        ),
+    )
     max_solutions: int | None = Field(None, ge=1, title="Max solutions", description="Solutions labelled at most.")
     solution_split: str = Field("train", description="Split of the candidates.")
     block: int = Field(16, ge=1, description="Solutions rolled out as one resumable unit.")
 
 
 SPEC = StageSpec(
-    name="label_steps", config=Config, gpu=True,
-    inputs={"model": InputSpec("model", doc="Policy that finishes the solutions."),
-            "candidates": InputSpec("dataset", kinds=("candidates/1",), doc="Solutions, from the rejection stage."),
-            "prompts": InputSpec("dataset", kinds=("prompts/1",), doc="Their prompts, with the answers."),
-            "reward_model": InputSpec("model", required=False, doc="Scores the solutions that `active` chooses from.")},
-    outputs={"steps": OutputSpec("dataset", doc="stepwise/1 with soft and hard labels.")})
+    name="label_steps",
+    config=Config,
+    gpu=True,
+    inputs={
+        "model": InputSpec("model", doc="Policy that finishes the solutions."),
+        "candidates": InputSpec("dataset", kinds=("candidates/1",), doc="Solutions, from the rejection stage."),
+        "prompts": InputSpec("dataset", kinds=("prompts/1",), doc="Their prompts, with the answers."),
+        "reward_model": InputSpec("model", required=False, doc="Scores the solutions that `active` chooses from."),
+    },
+    outputs={"steps": OutputSpec("dataset", doc="stepwise/1 with soft and hard labels.")},
+)
 
 
 def estimates(rollout_correct) -> tuple[list[float], list[int]]:
-    """(soft, hard) labels of each step from its rollouts' verdicts, at least one a step: share correct, and 1 if any is (``rm.prm_rollout``)."""
+    """(soft, hard) labels of each step from its rollouts' verdicts, at least one a step: share correct, and 1 if any is
+    (``rm.prm_rollout``).
+    """
     return [sum(map(bool, row)) / len(row) for row in rollout_correct], [int(any(row)) for row in rollout_correct]
 
 
 def checked(parts: list[str], verdicts: list[list[bool | None]], separator: str) -> tuple[list[str], list[list[bool]]]:
-    """(steps, verdicts of each) without the verdicts None. A step that has no other cannot be labelled: its text begins the next one, and the
-    last ones are left out."""
+    """(steps, verdicts of each) without the verdicts None. A step that has no other cannot be labelled: its text begins
+    the next one, and the last ones are left out."""
     steps, known, begun = [], [], []
     for part, row in zip(parts, verdicts):
         begun.append(part)
@@ -59,27 +76,52 @@ def checked(parts: list[str], verdicts: list[list[bool | None]], separator: str)
 
 
 def solutions(stage) -> list[tuple[dict, dict]]:
-    """(candidate, prompt row) of the solutions to label, in order; complete answers to prompts with a checkable answer."""
+    """(candidate, prompt row) of the solutions to label, in order; complete answers to prompts with a checkable
+    answer.
+    """
     from stages.reward_models.reward_scorers import Response, load_scorer, score_in_blocks
     from stages.selection import convincing_wrong, uncertain
     from stages.spec import ConfigError
 
     config = stage.config
-    prompts = {row["prompt_id"]: row for row in stage.dataset("prompts").iter_rows() if row.get("answer") is not None or row.get("tests")}
-    rows = [row for row in stage.dataset("candidates").iter_rows(split=config.solution_split)
-            if row["prompt_id"] in prompts and row["drop_reason"] != "truncated"]
+    prompts = {
+        row["prompt_id"]: row
+        for row in stage.dataset("prompts").iter_rows()
+        if row.get("answer") is not None or row.get("tests")
+    }
+    rows = [
+        row
+        for row in stage.dataset("candidates").iter_rows(split=config.solution_split)
+        if row["prompt_id"] in prompts and row["drop_reason"] != "truncated"
+    ]
     if not rows:
-        raise ConfigError("label_steps: no candidate is a complete answer to a prompt with a checkable answer; give the prompts the candidates were sampled "
-                          "from, and look at solution_split")
+        raise ConfigError(
+            "label_steps: no candidate is a complete answer to a prompt with a checkable answer; give the prompts the"
+            " candidates were sampled from, and look at solution_split"
+        )
     if config.active != "none":
         if not stage.has("reward_model"):
-            raise ConfigError(f"label_steps: active={config.active} needs reward_model=REF, the model whose scores choose")
-        scores = score_in_blocks(stage, "active", load_scorer(stage.path("reward_model"), stage.device), [Response(r["prompt"], r["completion"], row=prompts[r["prompt_id"]]) for r in rows])
+            raise ConfigError(
+                f"label_steps: active={config.active} needs reward_model=REF, the model whose scores choose"
+            )
+        scores = score_in_blocks(
+            stage,
+            "active",
+            load_scorer(stage.path("reward_model"), stage.device),
+            [Response(r["prompt"], r["completion"], row=prompts[r["prompt_id"]]) for r in rows],
+        )
         k = config.max_solutions or len(rows)
-        chosen = convincing_wrong(scores, [r["correct"] for r in rows], k) if config.active == "convincing_wrong" else uncertain(scores, k)
+        chosen = (
+            convincing_wrong(scores, [r["correct"] for r in rows], k)
+            if config.active == "convincing_wrong"
+            else uncertain(scores, k)
+        )
         rows = [rows[i] for i in chosen]
         if not rows:
-            raise ConfigError("label_steps: active=convincing_wrong found no wrong solution; set active=none or sample more candidates")
+            raise ConfigError(
+                "label_steps: active=convincing_wrong found no wrong solution; set active=none or sample more"
+                " candidates"
+            )
     return [(row, prompts[row["prompt_id"]]) for row in rows[: config.max_solutions]]
 
 
@@ -103,33 +145,54 @@ def run(stage):
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
         params = sampling_params(config, renderer)
     for start in range(done * config.block, len(work), config.block):
-        writer.write(label_block(stage, work[start: start + config.block], sampler, rewards, params, renderer))
+        writer.write(label_block(stage, work[start : start + config.block], sampler, rewards, params, renderer))
         writer.flush()
         stage.save_checkpoint(start // config.block + 1, {}, {})
         stage.progress(min(start + config.block, len(work)), len(work), "solutions")
     writer.close({"solutions": len(work)})
     rows = list(open_dataset(str(stage.workdir / "out" / "steps")).iter_rows())
     if not rows:
-        raise ValueError("No step has a label: no rollout of any solution could be checked. Give rewards a component with a verdict (kind verifier, code or python) that "
-                         "can check these prompts, or raise its timeout.")
+        raise ValueError(
+            "No step has a label: no rollout of any solution could be checked. Give rewards a component with a verdict"
+            " (kind verifier, code or python) that can check these prompts, or raise its timeout."
+        )
     soft = [s for r in rows for s in r["soft_labels"]]
     notes = [json.loads(r["extra_json"]) for r in rows]
-    lost = {"solutions_without_labels": len(work) - len(rows), **{name: sum(note[name] for note in notes) for name in ("steps_without_verdict", "unscorable_rollouts")}}
+    lost = {
+        "solutions_without_labels": len(work) - len(rows),
+        **{name: sum(note[name] for note in notes) for name in ("steps_without_verdict", "unscorable_rollouts")},
+    }
     if any(lost.values()):
-        stage.warn("steps_not_labelled", f"Of {len(work)} solutions {lost['solutions_without_labels']} have no label, and of the rows {lost['steps_without_verdict']} steps: their "
-                   f"rollouts could not be checked (nor could {lost['unscorable_rollouts']} in all).")
-    summary = {"solutions": len(rows), "steps": len(soft), "rollouts": sum(note["rollouts"] for note in notes), **lost, "mean_soft_label": sum(soft) / max(1, len(soft)),
-               "never_right": sum(s == 0 for s in soft) / max(1, len(soft)), "always_right": sum(s == 1 for s in soft) / max(1, len(soft)),
-               "solutions_correct": sum(bool(r["solution_correct"]) for r in rows) / max(1, len(rows))}
+        stage.warn(
+            "steps_not_labelled",
+            f"Of {len(work)} solutions {lost['solutions_without_labels']} have no label, and of the rows"
+            f" {lost['steps_without_verdict']} steps: their rollouts could not be checked (nor could"
+            f" {lost['unscorable_rollouts']} in all).",
+        )
+    summary = {
+        "solutions": len(rows),
+        "steps": len(soft),
+        "rollouts": sum(note["rollouts"] for note in notes),
+        **lost,
+        "mean_soft_label": sum(soft) / max(1, len(soft)),
+        "never_right": sum(s == 0 for s in soft) / max(1, len(soft)),
+        "always_right": sum(s == 1 for s in soft) / max(1, len(soft)),
+        "solutions_correct": sum(bool(r["solution_correct"]) for r in rows) / max(1, len(rows)),
+    }
     if len(set(soft)) < 2:
-        stage.warn("labels_without_contrast", f"Every step has the soft label {soft[0] if soft else None}: the policy always or never finishes these solutions "
-                   "right. Take prompts of medium difficulty, or more rollouts.")
+        stage.warn(
+            "labels_without_contrast",
+            f"Every step has the soft label {soft[0] if soft else None}: the policy always or never finishes these"
+            " solutions right. Take prompts of medium difficulty, or more rollouts.",
+        )
     stage.summary(summary)
     stage.report("summary", markdown=document("Step labels by rollouts", facts(summary)))
 
 
 def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
-    """Finished ``stepwise/1`` rows of one block: prefix ids are the prompt's and the steps' own, so a rollout continues in mid-solution."""
+    """Finished ``stepwise/1`` rows of one block: prefix ids are the prompt's and the steps' own, so a rollout continues
+    in mid-solution.
+    """
     import json
 
     from stages.decoding.engines import EngineError
@@ -137,7 +200,10 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     from storage.schema import complete_row
 
     config = stage.config
-    steps = [split_steps(row["completion"][-1]["content"] or "", config.separator)[: config.max_steps_per_solution] for row, _ in work]
+    steps = [
+        split_steps(row["completion"][-1]["content"] or "", config.separator)[: config.max_steps_per_solution]
+        for row, _ in work
+    ]
     prefixes, owners = [], []
     for k, ((_, prompt), parts) in enumerate(zip(work, steps)):
         start = renderer.prompt_ids(prompt["prompt"])
@@ -148,10 +214,21 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     groups = sampler.generate(prefixes, params, seeds) if prefixes else []
     failed = [c.error for group in groups for c in group if c.error is not None]
     if failed:
-        raise EngineError(f"{sampler.name} failed on {len(failed)} rollouts, which would count as wrong ({failed[0]}). Run the stage again: it continues with this block.")
-    asked = [{"prompt_row": work[k][1], "prompt_ids": prefix, "completion_ids": c.ids, "finish_reason": c.finish_reason,
-              "completion_text": config.separator.join(steps[k][:n]) + config.separator + c.text}
-             for (k, n), prefix, group in zip(owners, prefixes, groups) for c in group]
+        raise EngineError(
+            f"{sampler.name} failed on {len(failed)} rollouts, which would count as wrong ({failed[0]}). Run the stage"
+            " again: it continues with this block."
+        )
+    asked = [
+        {
+            "prompt_row": work[k][1],
+            "prompt_ids": prefix,
+            "completion_ids": c.ids,
+            "finish_reason": c.finish_reason,
+            "completion_text": config.separator.join(steps[k][:n]) + config.separator + c.text,
+        }
+        for (k, n), prefix, group in zip(owners, prefixes, groups)
+        for c in group
+    ]
     verdicts = iter([s.correct for s in rewards.score(asked)])
     table: list[list[list[bool | None]]] = [[] for _ in work]
     for k, _ in owners:
@@ -163,10 +240,31 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
             continue
         soft, hard = estimates(known)
         unknown = [verdict is None for row in given for verdict in row]
-        note = {"rollouts": len(unknown), "unscorable_rollouts": sum(unknown), "steps_without_verdict": len(parts) - len(labelled)}
-        rows.append(complete_row("stepwise/1", {
-            "prompt": prompt["prompt"], "completions": labelled, "labels": [1 if h else -1 for h in hard], "soft_labels": soft, "separator": config.separator,
-            "answer": prompt.get("answer"), "solution_correct": candidate["correct"], "is_quality_control": False,
-            "prompt_id": prompt["prompt_id"], "group_id": prompt["group_id"], "extra_json": json.dumps(note, sort_keys=True)},
-            dataset="steps", source=candidate["source"], origin="verifier", split=prompt["split"]))
+        note = {
+            "rollouts": len(unknown),
+            "unscorable_rollouts": sum(unknown),
+            "steps_without_verdict": len(parts) - len(labelled),
+        }
+        rows.append(
+            complete_row(
+                "stepwise/1",
+                {
+                    "prompt": prompt["prompt"],
+                    "completions": labelled,
+                    "labels": [1 if h else -1 for h in hard],
+                    "soft_labels": soft,
+                    "separator": config.separator,
+                    "answer": prompt.get("answer"),
+                    "solution_correct": candidate["correct"],
+                    "is_quality_control": False,
+                    "prompt_id": prompt["prompt_id"],
+                    "group_id": prompt["group_id"],
+                    "extra_json": json.dumps(note, sort_keys=True),
+                },
+                dataset="steps",
+                source=candidate["source"],
+                origin="verifier",
+                split=prompt["split"],
+            )
+        )
     return rows

@@ -20,12 +20,23 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
-    READ_WHEN: ClassVar[ReadWhen] = ((("density",), lambda c: c.method == "ties", "only ties trims differences; write method=ties"),)
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (("density",), lambda c: c.method == "ties", "only ties trims differences; write method=ties"),
+    )
 
-    method: Literal["linear", "slerp", "task_arithmetic", "ties"] = Field("linear", description="How weights are combined; see the stage's description.")
-    coefficients: dict[str, float] = Field(default_factory=dict, description="Label of each model -> coefficient; empty: equal shares (linear, slerp) or 1 each (task_arithmetic, ties). "
-                                           "slerp: the share of the second model decides.")
-    density: float = Field(0.2, gt=0, le=1, description="Share of each difference's entries that ties keeps (paper 0.2).")
+    method: Literal["linear", "slerp", "task_arithmetic", "ties"] = Field(
+        "linear", description="How weights are combined; see the stage's description."
+    )
+    coefficients: dict[str, float] = Field(
+        default_factory=dict,
+        description=(
+            "Label of each model -> coefficient; empty: equal shares (linear, slerp) or 1 each (task_arithmetic, ties)."
+            " slerp: the share of the second model decides."
+        ),
+    )
+    density: float = Field(
+        0.2, gt=0, le=1, description="Share of each difference's entries that ties keeps (paper 0.2)."
+    )
 
     @model_validator(mode="after")
     def _read(self):
@@ -33,17 +44,46 @@ class Config(StageConfig):
         return self
 
 
-#: Settings in a config.json that change nothing of what the weights compute; max_window_layers is spelled out in layer_types.
-COSMETIC = {"architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dropout", "dtype", "embd_pdrop", "eos_token_id", "id2label", "initializer_range", "label2id",
-            "max_window_layers", "name_or_path", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "resid_pdrop", "return_dict", "router_aux_loss_coef", "task_specific_params",
-            "torch_dtype", "transformers_version", "use_cache"}
+#: Settings in a config.json that change nothing of what the weights compute; max_window_layers is spelled out in
+#: layer_types.
+COSMETIC = {
+    "architectures",
+    "attention_dropout",
+    "attn_pdrop",
+    "bos_token_id",
+    "dropout",
+    "dtype",
+    "embd_pdrop",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "label2id",
+    "max_window_layers",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "problem_type",
+    "resid_pdrop",
+    "return_dict",
+    "router_aux_loss_coef",
+    "task_specific_params",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
 BASE = "(base)"  # what the input base is called beside the models' labels
 
 SPEC = StageSpec(
-    name="merge", config=Config,
-    inputs={"models": InputSpec("model", many=True, doc="The models, each with a label."),
-            "base": InputSpec("model", required=False, doc="What they were trained from (task_arithmetic, ties).")},
-    outputs={"model": OutputSpec("model", role="policy")})
+    name="merge",
+    config=Config,
+    inputs={
+        "models": InputSpec("model", many=True, doc="The models, each with a label."),
+        "base": InputSpec("model", required=False, doc="What they were trained from (task_arithmetic, ties)."),
+    },
+    outputs={"model": OutputSpec("model", role="policy")},
+)
 
 
 def run(stage):
@@ -55,27 +95,63 @@ def run(stage):
     labels = list(given)
     differences = config.method in ("task_arithmetic", "ties")
     if len(labels) < (1 if differences else 2) or (config.method == "slerp" and len(labels) != 2):
-        raise ConfigError(f"merge: method={config.method} takes {'exactly two' if config.method == 'slerp' else 'several'} models; give --input models.a=REF --input models.b=REF")
+        raise ConfigError(
+            f"merge: method={config.method} takes {'exactly two' if config.method == 'slerp' else 'several'} models;"
+            " give --input models.a=REF --input models.b=REF"
+        )
     if differences != stage.has("base"):
-        raise ConfigError("merge: " + (f"method={config.method} needs what the models were trained from; give base=REF" if differences
-                                       else f"method={config.method} has no base; drop it, or write method=task_arithmetic"))
+        raise ConfigError(
+            "merge: "
+            + (
+                f"method={config.method} needs what the models were trained from; give base=REF"
+                if differences
+                else f"method={config.method} has no base; drop it, or write method=task_arithmetic"
+            )
+        )
     coefficients = coefficients_of(config, labels)
-    stage.log("merging " + ", ".join(f"{c:g} x {label} ({given[label].ref or given[label].path})" for label, c in coefficients.items()))
+    stage.log(
+        "merging "
+        + ", ".join(f"{c:g} x {label} ({given[label].ref or given[label].path})" for label, c in coefficients.items())
+    )
     model = load_policy(given[labels[0]].path)
     note_types(stage, given[labels[0]].path)
     paths = {**{label: given[label].path for label in labels}, **({BASE: stage.path("base")} if differences else {})}
     models = {label: load_policy(path) for label, path in paths.items()}
     states = {label: m.state_dict() for label, m in models.items()}
-    check_alike(states, {label: settings_of(m.config) for label, m in models.items()}, {label: renderer_for(path).vocabulary_hash for label, path in paths.items()})
+    check_alike(
+        states,
+        {label: settings_of(m.config) for label, m in models.items()},
+        {label: renderer_for(path).vocabulary_hash for label, path in paths.items()},
+    )
     base = states.pop(BASE, None)
-    merged = {name: combine(config, name, [states[label][name] for label in labels], list(coefficients.values()), base[name] if base else None)
-              for name in states[labels[0]]}
+    merged = {
+        name: combine(
+            config,
+            name,
+            [states[label][name] for label in labels],
+            list(coefficients.values()),
+            base[name] if base else None,
+        )
+        for name in states[labels[0]]
+    }
     model.load_state_dict(merged)
     with stage.output_model("model", role="policy") as directory:
         save_policy(model, renderer_for(given[labels[0]].path).tokenizer, directory)
     first = states[labels[0]]
-    stage.summary({"models": len(labels), **{f"coefficient/{label}": c for label, c in coefficients.items()},
-                   "distance_to_first": float(sum((merged[n].double() - first[n].double()).square().sum() for n in merged if merged[n].is_floating_point()) ** 0.5)})
+    stage.summary(
+        {
+            "models": len(labels),
+            **{f"coefficient/{label}": c for label, c in coefficients.items()},
+            "distance_to_first": float(
+                sum(
+                    (merged[n].double() - first[n].double()).square().sum()
+                    for n in merged
+                    if merged[n].is_floating_point()
+                )
+                ** 0.5
+            ),
+        }
+    )
 
 
 def coefficients_of(config: Config, labels: list[str]) -> dict[str, float]:
@@ -90,23 +166,35 @@ def coefficients_of(config: Config, labels: list[str]) -> dict[str, float]:
     if not config.coefficients:
         return {label: 1.0 / len(labels) if share else 1.0 for label in labels}
     if set(config.coefficients) != set(labels):
-        raise ConfigError(f"merge: coefficients name {sorted(config.coefficients)}, the models are {sorted(labels)}; name each model once")
+        raise ConfigError(
+            f"merge: coefficients name {sorted(config.coefficients)}, the models are {sorted(labels)}; name each model"
+            " once"
+        )
     found = {label: config.coefficients[label] for label in labels}
     if share and abs(sum(found.values()) - 1.0) > 1e-9:
-        raise ConfigError(f"merge: the coefficients sum to {sum(found.values()):g}; for method={config.method} they must sum to 1 (write method=task_arithmetic to add differences)")
+        raise ConfigError(
+            f"merge: the coefficients sum to {sum(found.values()):g}; for method={config.method} they must sum to 1"
+            " (write method=task_arithmetic to add differences)"
+        )
     return found
 
 
 def settings_of(config) -> dict:
     """The settings of an architecture that decide what its weights compute, those of its parts among them."""
+
     def kept(settings: dict) -> dict:
-        return {name: kept(value) if isinstance(value, dict) else value for name, value in settings.items() if name not in COSMETIC and not name.startswith("_")}
+        return {
+            name: kept(value) if isinstance(value, dict) else value
+            for name, value in settings.items()
+            if name not in COSMETIC and not name.startswith("_")
+        }
 
     return kept(config.to_dict())
 
 
 def check_alike(states: dict, settings: dict, vocabularies: dict) -> None:
-    """Refuse models whose weights do not mean the same: tensors that differ in name, shape or kind, settings or vocabularies that differ.
+    """Refuse models whose weights do not mean the same: tensors that differ in name, shape or kind, settings or
+    vocabularies that differ.
 
     Args:
         states, settings, vocabularies: by model; tensors by name, :func:`settings_of`, ``Renderer.vocabulary_hash``.
@@ -115,17 +203,32 @@ def check_alike(states: dict, settings: dict, vocabularies: dict) -> None:
 
     first, reference = next(iter(states.items()))
     for label, state in states.items():
-        odd = sorted(set(state) ^ set(reference)) or [n for n in reference if state[n].shape != reference[n].shape or state[n].dtype != reference[n].dtype]
+        odd = sorted(set(state) ^ set(reference)) or [
+            n for n in reference if state[n].shape != reference[n].shape or state[n].dtype != reference[n].dtype
+        ]
         if odd:
-            raise ConfigError(f"merge: models {first} and {label} differ in {odd[0]} ({len(odd)} tensors in all); merge models of one architecture and vocabulary")
+            raise ConfigError(
+                f"merge: models {first} and {label} differ in {odd[0]} ({len(odd)} tensors in all); merge models of one"
+                " architecture and vocabulary"
+            )
         mine, theirs = settings[first], settings[label]
-        odd = [f"{n} ({mine.get(n)} and {theirs.get(n)})" for n in sorted(set(mine) | set(theirs)) if mine.get(n) != theirs.get(n)]
+        odd = [
+            f"{n} ({mine.get(n)} and {theirs.get(n)})"
+            for n in sorted(set(mine) | set(theirs))
+            if mine.get(n) != theirs.get(n)
+        ]
         if odd:
-            raise ConfigError(f"merge: models {first} and {label} differ in {', '.join(odd[:4])} of their config.json, so the same weights compute something else in each; merge models "
-                              "that were trained from one base, or make the settings equal where the difference is known to mean nothing")
+            raise ConfigError(
+                f"merge: models {first} and {label} differ in {', '.join(odd[:4])} of their config.json, so the same"
+                " weights compute something else in each; merge models that were trained from one base, or make the"
+                " settings equal where the difference is known to mean nothing"
+            )
         if vocabularies[label] != vocabularies[first]:
-            raise ConfigError(f"merge: the tokenizers of {first} and {label} give the same ids to different words, so a mean of their embeddings is no word's; merge models of one "
-                              "vocabulary, or give both directories the same tokenizer where one only names tokens that the other never uses")
+            raise ConfigError(
+                f"merge: the tokenizers of {first} and {label} give the same ids to different words, so a mean of their"
+                " embeddings is no word's; merge models of one vocabulary, or give both directories the same tokenizer"
+                " where one only names tokens that the other never uses"
+            )
 
 
 def combine(config: Config, name: str, tensors: list, coefficients: list[float], base=None):

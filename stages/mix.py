@@ -1,16 +1,21 @@
-"""mix: demonstrations, prompts or plain text of several sources in given shares, whole tasks held out (``rs.mix``, ``sft.instruct``, ``data.mixture``).
+"""mix: demonstrations, prompts or plain text of several sources in given shares, whole tasks held out (``rs.mix``,
+``sft.instruct``, ``data.mixture``).
 
-    posttrain stage mix --input data.reasoning=A --input data.general=B --set weights='{reasoning: 3, general: 1}' --set held_out_categories=[translation]
+    posttrain stage mix --input data.reasoning=A --input data.general=B --set weights='{reasoning: 3, general: 1}' --set
+    held_out_categories=[translation]
     posttrain stage mix --input data.maths=A --input data.code=B --input data.web=C --set weights='{maths: 56, code: 20, web: 24}'      # plain text, shares of characters
 
-Quotas are by largest remainder, ties to the first source in the order of the labels; rows are drawn once each with the stage's seed and keep their
-order. Every row says in ``extra_json.mixed_from`` which source it is from. Rows of the held-out categories are in the split ``test``, whatever their
-source, so that instruction tuning is judged on tasks it never saw. Sources whose solutions end in different styles (a box, ####, "The answer is") are warned of, and
-rewritten to one with ``answer_format`` (``data.answer_format``). Validation and test rows pass through as they are; a training row whose prompt or group is
-held out in any source, and a row that an earlier source has, are left out and counted. One source alone goes through the same filters.
+Quotas are by largest remainder, ties to the first source in the order of the labels; rows are drawn once each with the
+stage's seed and keep their order. Every row says in ``extra_json.mixed_from`` which source it is from. Rows of the
+held-out categories are in the split ``test``, whatever their source, so that instruction tuning is judged on tasks it
+never saw. Sources whose solutions end in different styles (a box, ####, "The answer is") are warned of, and rewritten
+to one with ``answer_format`` (``data.answer_format``). Validation and test rows pass through as they are; a training
+row whose prompt or group is held out in any source, and a row that an earlier source has, are left out and counted. One
+source alone goes through the same filters.
 
-Prompts are mixed alike; ``label_domains`` writes their source into the column domain, by which rewards are routed (``reward.domain_route``). Of plain text, whole
-documents are drawn as long as they fit into their source's share of the characters; shares that are missed by that are warned of.
+Prompts are mixed alike; ``label_domains`` writes their source into the column domain, by which rewards are routed
+(``reward.domain_route``). Of plain text, whole documents are drawn as long as they fit into their source's share of the
+characters; shares that are missed by that are warned of.
 """
 
 from __future__ import annotations
@@ -24,39 +29,90 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
-    weights: dict[str, float] = Field(default_factory=dict, description="Share of each source by its label, in any unit (R1: reasoning 3, general 1); empty: "
-                                                                        "their sizes. Of rows; of plain text of characters.")
-    total: int | None = Field(None, ge=1, title="Total", description="Training rows of the mixture, of plain text characters; empty: as many as the shares allow without a row twice.")
-    held_out_categories: list[str] = Field(default_factory=list, description="Tasks (column category) of which no row is trained on: all of them become the "
-                                                                             "split `test`.")
-    drop_mixed_languages: bool = Field(False, description="Drop answers in which more than a tenth of the letters are of another script than most (R1's "
-                                                          "readability filter).")
+    weights: dict[str, float] = Field(
+        default_factory=dict,
+        description=(
+            "Share of each source by its label, in any unit (R1: reasoning 3, general 1); empty: "
+            "their sizes. Of rows; of plain text of characters."
+        ),
+    )
+    total: int | None = Field(
+        None,
+        ge=1,
+        title="Total",
+        description=(
+            "Training rows of the mixture, of plain text characters; empty: as many as the shares allow without a row"
+            " twice."
+        ),
+    )
+    held_out_categories: list[str] = Field(
+        default_factory=list,
+        description="Tasks (column category) of which no row is trained on: all of them become the split `test`.",
+    )
+    drop_mixed_languages: bool = Field(
+        False,
+        description=(
+            "Drop answers in which more than a tenth of the letters are of another script than most (R1's "
+            "readability filter)."
+        ),
+    )
     drop_code_blocks: bool = Field(False, description="Drop answers with a ``` block (R1's readability filter).")
-    max_paragraph_chars: int | None = Field(None, ge=1, title="Max paragraph chars", description="Drop answers with a longer paragraph (R1's readability "
-                                                                                                 "filter); empty: any length.")
+    max_paragraph_chars: int | None = Field(
+        None,
+        ge=1,
+        title="Max paragraph chars",
+        description="Drop answers with a longer paragraph (R1's readability filter); empty: any length.",
+    )
 
     answer_format: Literal["warn", "boxed", "hash", "phrase", "answer_tag"] = Field(
-        "warn", description="Sources whose worked solutions end in different styles: say so, or rewrite all to one (data.answer_format): \\boxed{12}, #### 12, The answer is: 12, "
-        "<answer>12</answer>. An answer that would not be read as the same stays as it is, and is counted; weights={NAME: 0} leaves a source out.")
-    label_domains: bool = Field(False, description="prompts: write the source's label into the column domain, which rewards are routed by (R1's last stage: reasoning, general).")
+        "warn",
+        description=(
+            "Sources whose worked solutions end in different styles: say so, or rewrite all to one"
+            " (data.answer_format): \\boxed{12}, #### 12, The answer is: 12, <answer>12</answer>. An answer that would"
+            " not be read as the same stays as it is, and is counted; weights={NAME: 0} leaves a source out."
+        ),
+    )
+    label_domains: bool = Field(
+        False,
+        description=(
+            "prompts: write the source's label into the column domain, which rewards are routed by (R1's last stage:"
+            " reasoning, general)."
+        ),
+    )
 
     @model_validator(mode="after")
     def _shares(self):
         if any(w < 0 for w in self.weights.values()) or (self.weights and not sum(self.weights.values())):
-            raise ValueError("weights are shares, not below 0 and not all 0; write for example weights={reasoning: 3, general: 1}")
+            raise ValueError(
+                "weights are shares, not below 0 and not all 0; write for example weights={reasoning: 3, general: 1}"
+            )
         return self
 
 
 SPEC = StageSpec(
-    name="mix", config=Config,
-    inputs={"data": InputSpec("dataset", kinds=("demonstrations/1", "prompts/1", "text/1"), many=True, doc="Sources of one kind, one label each: data.NAME=REF.")},
-    outputs={"data": OutputSpec("dataset", doc="The mixture, of the same kind.")})
+    name="mix",
+    config=Config,
+    inputs={
+        "data": InputSpec(
+            "dataset",
+            kinds=("demonstrations/1", "prompts/1", "text/1"),
+            many=True,
+            doc="Sources of one kind, one label each: data.NAME=REF.",
+        )
+    },
+    outputs={"data": OutputSpec("dataset", doc="The mixture, of the same kind.")},
+)
 
 #: Share of its characters below which a source's whole documents are too long for its quota (ours).
 SHORT = 0.9
 #: Settings that one kind of rows reads.
-READ_BY = {**dict.fromkeys(("drop_mixed_languages", "drop_code_blocks", "max_paragraph_chars", "answer_format"), ("demonstrations/1",)), "label_domains": ("prompts/1",),
-           "held_out_categories": ("demonstrations/1", "prompts/1")}
+READ_BY = {
+    **dict.fromkeys(
+        ("drop_mixed_languages", "drop_code_blocks", "max_paragraph_chars", "answer_format"), ("demonstrations/1",)
+    ),
+    "label_domains": ("prompts/1",),
+    "held_out_categories": ("demonstrations/1", "prompts/1"),
+}
 
 
 def run(stage):
@@ -71,20 +127,37 @@ def run(stage):
     config, labels = stage.config, sorted(stage.many("data"))
     weights = config.weights or dict.fromkeys(labels)
     if set(weights) != set(labels):
-        raise ConfigError(f"mix: weights name {', '.join(sorted(weights))} and the inputs are {', '.join(f'data.{name}' for name in labels)}; give one weight "
-                          f"per input")
+        raise ConfigError(
+            f"mix: weights name {', '.join(sorted(weights))} and the inputs are"
+            f" {', '.join(f'data.{name}' for name in labels)}; give one weight per input"
+        )
     sources, dropped, aside, seen = {name: [] for name in labels}, {}, [], set()
     datasets = {name: stage.dataset(f"data.{name}" if name else "data") for name in labels}
     kind = kind_of(config, datasets)
     text = kind == "text/1"
     keys = ("row_id",) if text else ("prompt_id", "group_id")  # what may be on one side of the splits only
-    held_out = {row[key] for dataset in datasets.values() for row in dataset.iter_rows(columns=[*keys, "split", *([] if text else ["category"])]) if row["split"] != "train" or
-                row.get("category") in config.held_out_categories for key in keys} - {None}
+    held_out = {
+        row[key]
+        for dataset in datasets.values()
+        for row in dataset.iter_rows(columns=[*keys, "split", *([] if text else ["category"])])
+        if row["split"] != "train" or row.get("category") in config.held_out_categories
+        for key in keys
+    } - {None}
     for name in labels:
         for row in datasets[name].iter_rows():
-            row = {**row, "extra_json": json.dumps(json.loads(row["extra_json"] or "{}") | {"mixed_from": name}, sort_keys=True), **({"domain": name} if config.label_domains else {})}
+            row = {
+                **row,
+                "extra_json": json.dumps(json.loads(row["extra_json"] or "{}") | {"mixed_from": name}, sort_keys=True),
+                **({"domain": name} if config.label_domains else {}),
+            }
             split = "test" if row.get("category") in config.held_out_categories else row["split"]
-            reason = "not_kept" if row.get("kept") is False else unreadable(row, config) if kind == "demonstrations/1" else None
+            reason = (
+                "not_kept"
+                if row.get("kept") is False
+                else unreadable(row, config)
+                if kind == "demonstrations/1"
+                else None
+            )
             if reason is None and split == "train" and {row[key] for key in keys} & held_out:
                 reason = "held_out_elsewhere"
             if reason is None and row["row_id"] in seen:
@@ -96,15 +169,22 @@ def run(stage):
             (sources[name] if split == "train" else aside).append({**row, "split": split})
     missing = sorted(set(config.held_out_categories) - {row.get("category") for row in aside})
     if missing:
-        raise ConfigError(f"mix: held_out_categories names {', '.join(missing)}, which no row has; the categories are: "
-                          f"{', '.join(sorted({r['category'] for rows in [aside, *sources.values()] for r in rows if r['category']})[:20]) or 'none'}")
+        raise ConfigError(
+            f"mix: held_out_categories names {', '.join(missing)}, which no row has; the categories are: "
+            f"{', '.join(sorted({r['category'] for rows in [aside, *sources.values()] for r in rows if r['category']})[:20]) or 'none'}"
+        )
     sizes = {name: [len(row["text"]) if text else 1 for row in rows] for name, rows in sources.items()}
     there = {name: sum(sizes[name]) for name in labels}
     shares = [there[name] if weights[name] is None else weights[name] for name in labels]
-    if lacking := [name for name, share in zip(labels, shares) if share and not there[name]] or labels * (not any(there.values())):
+    if lacking := [name for name, share in zip(labels, shares) if share and not there[name]] or labels * (
+        not any(there.values())
+    ):
         why = "; left out: " + ", ".join(f"{n} {reason}" for reason, n in sorted(dropped.items())) if dropped else ""
-        raise ConfigError(f"mix: {', '.join(f'data.{name}' if name else 'data' for name in lacking)} {'has' if len(lacking) == 1 else 'have'} no training row to take a share from ({len(aside)} rows of all sources are in "
-                          f"other splits{why}); give another dataset, or weights={{{lacking[0]}: 0}} beside others")
+        raise ConfigError(
+            f"mix: {', '.join(f'data.{name}' if name else 'data' for name in lacking)}"
+            f" {'has' if len(lacking) == 1 else 'have'} no training row to take a share from ({len(aside)} rows of all"
+            f" sources are in other splits{why}); give another dataset, or weights={{{lacking[0]}: 0}} beside others"
+        )
     fits = min(int(there[name] * sum(shares) / share + 1e-9) for name, share in zip(labels, shares) if share)
     quotas = largest_remainder(config.total or fits, shares)
     for name, quota in zip(labels, quotas):
@@ -112,27 +192,64 @@ def run(stage):
             if config.total is None:  # the remainder went to a source that has no row left for it
                 quotas[labels.index(name)] = there[name]
                 continue
-            raise ConfigError(f"mix: {quota} of total={config.total} {'characters' if text else 'rows'} would come from {name!r}, which has {there[name]}; write total={fits} or "
-                              f"less, or another weight")
-    formats = answer_formats(stage, {name: sources[name] for name, quota in zip(labels, quotas) if quota}) if kind == "demonstrations/1" else []
+            raise ConfigError(
+                f"mix: {quota} of total={config.total} {'characters' if text else 'rows'} would come from {name!r},"
+                f" which has {there[name]}; write total={fits} or less, or another weight"
+            )
+    formats = (
+        answer_formats(stage, {name: sources[name] for name, quota in zip(labels, quotas) if quota})
+        if kind == "demonstrations/1"
+        else []
+    )
     writer, taken, characters, counted = stage.writer("data", kind), {}, {}, Counter()
     for name, quota in zip(labels, quotas):
         order = stage.rng("mix", name).permutation(len(sources[name]))
         filled = np.cumsum([sizes[name][i] for i in order])
-        chosen = sorted(order[:int(np.searchsorted(filled, quota, side="right"))].tolist())  # of text, whole documents up to the quota
+        # of text, whole documents up to the quota
+        chosen = sorted(order[: int(np.searchsorted(filled, quota, side="right"))].tolist())
         taken[name], characters[name] = len(chosen), sum(sizes[name][i] for i in chosen)
         writer.write([completed(kind, in_format(sources[name][i], config, counted)) for i in chosen])
     if not any(taken.values()):
-        raise ConfigError(f"mix: the mixture has no row: {'no document fits into its share of' if text else 'there is no share of'} total={config.total}; write a greater total")
-    if short := [f"{name} has {characters[name]} of {quota}" for name, quota in zip(labels, quotas) if text and characters[name] < SHORT * quota]:
-        stage.warn("shares_missed", f"Whole documents are taken until the next does not fit, which misses the shares: {'; '.join(short)} characters. Write a greater total, or cut long documents before.")
+        raise ConfigError(
+            f"mix: the mixture has no row: {'no document fits into its share of' if text else 'there is no share of'}"
+            f" total={config.total}; write a greater total"
+        )
+    if short := [
+        f"{name} has {characters[name]} of {quota}"
+        for name, quota in zip(labels, quotas)
+        if text and characters[name] < SHORT * quota
+    ]:
+        stage.warn(
+            "shares_missed",
+            f"Whole documents are taken until the next does not fit, which misses the shares: {'; '.join(short)}"
+            " characters. Write a greater total, or cut long documents before.",
+        )
     writer.write([completed(kind, in_format(row, config, counted)) for row in aside])
-    writer.close({**{f"rows/{name}": n for name, n in taken.items()}, "held_out": len(aside), **{f"dropped/{k}": v for k, v in sorted(dropped.items())}})
-    summary = {"rows": sum(taken.values()), "held_out": len(aside), **{f"rows/{name}": n for name, n in taken.items()}, **({f"characters/{name}": n for name, n in characters.items()} if text else {}),
-               **{f"left/{name}": len(sources[name]) - n for name, n in taken.items()}, **{f"dropped/{k}": v for k, v in sorted(dropped.items())},
-               **{f"answer_format/{name}": n for name, n in sorted(counted.items())}}
+    writer.close(
+        {
+            **{f"rows/{name}": n for name, n in taken.items()},
+            "held_out": len(aside),
+            **{f"dropped/{k}": v for k, v in sorted(dropped.items())},
+        }
+    )
+    summary = {
+        "rows": sum(taken.values()),
+        "held_out": len(aside),
+        **{f"rows/{name}": n for name, n in taken.items()},
+        **({f"characters/{name}": n for name, n in characters.items()} if text else {}),
+        **{f"left/{name}": len(sources[name]) - n for name, n in taken.items()},
+        **{f"dropped/{k}": v for k, v in sorted(dropped.items())},
+        **{f"answer_format/{name}": n for name, n in sorted(counted.items())},
+    }
     stage.summary(summary)
-    stage.report("summary", markdown=document("Mixture", facts(summary), *([("How the sources end their answers", markdown_table(formats))] if formats else [])))
+    stage.report(
+        "summary",
+        markdown=document(
+            "Mixture",
+            facts(summary),
+            *([("How the sources end their answers", markdown_table(formats))] if formats else []),
+        ),
+    )
 
 
 def kind_of(config: Config, datasets: dict) -> str:
@@ -145,18 +262,23 @@ def kind_of(config: Config, datasets: dict) -> str:
 
     kinds = {name: dataset.kind for name, dataset in datasets.items()}
     if len(set(kinds.values())) > 1:
-        raise ConfigError(f"mix: the sources are {' and '.join(f'data.{name} ({kind})' for name, kind in kinds.items())}; give sources of one kind: "
-                          f"`posttrain stage ingest --input data=FILE --set kind={sorted(kinds.values())[0]}` makes that of a file, where it can be made of it")
+        raise ConfigError(
+            f"mix: the sources are {' and '.join(f'data.{name} ({kind})' for name, kind in kinds.items())}; give"
+            f" sources of one kind: `posttrain stage ingest --input data=FILE --set kind={sorted(kinds.values())[0]}`"
+            " makes that of a file, where it can be made of it"
+        )
     (kind,) = set(kinds.values())
     for name, readers in READ_BY.items():
-        if kind not in readers and getattr(config, name) != Config.model_fields[name].get_default(call_default_factory=True):
+        if kind not in readers and getattr(config, name) != Config.model_fields[name].get_default(
+            call_default_factory=True
+        ):
             raise ConfigError(f"mix: {name} is for {' and '.join(readers)}, and the sources are {kind}; leave it out")
     return kind
 
 
 def answer_formats(stage, sources: dict[str, list[dict]]) -> list[dict]:
-    """How the answers of each source end, a row per source; a warning where they end in more than one style and nobody asked for one. A source with rows of several origins (column
-    source) is told apart by them."""
+    """How the answers of each source end, a row per source; a warning where they end in more than one style and nobody
+    asked for one. A source with rows of several origins (column source) is told apart by them."""
     from stages.verification.answer_format import STYLES, ending_of, style_of
 
     found: dict[str, Counter] = {}
@@ -170,9 +292,15 @@ def answer_formats(stage, sources: dict[str, list[dict]]) -> list[dict]:
     if len(used) > 1 and stage.config.answer_format == "warn":
         said = "; ".join(f"{name}: {', '.join(own)}" for name, own in styles.items() if own)
         total = sum(found.values(), Counter())
-        stage.warn("answer_formats", f"The answers end in {len(used)} styles ({said}), between which a model learns to waver. Write answer_format={max(used, key=total.get)} to rewrite them to "
-                   "one, or leave a source out with weights.")
-    return [{"source": name, **{style: endings[style] for style in STYLES}, "none": endings[None]} for name, endings in found.items()]
+        stage.warn(
+            "answer_formats",
+            f"The answers end in {len(used)} styles ({said}), between which a model learns to waver. Write"
+            f" answer_format={max(used, key=total.get)} to rewrite them to one, or leave a source out with weights.",
+        )
+    return [
+        {"source": name, **{style: endings[style] for style in STYLES}, "none": endings[None]}
+        for name, endings in found.items()
+    ]
 
 
 def in_format(row: dict, config, counted: Counter) -> dict:
@@ -187,13 +315,29 @@ def in_format(row: dict, config, counted: Counter) -> dict:
     for i in trained_turns(row):
         found = ending_of(text := messages[i]["content"] or "")
         new = rewritten(text, config.answer_format) if found else None
-        counted["rewritten" if new not in (None, text) else "none" if not found else "already" if new == text else "not_rewritten"] += 1
+        counted[
+            (
+                "rewritten"
+                if new not in (None, text)
+                else "none"
+                if not found
+                else "already"
+                if new == text
+                else "not_rewritten"
+            )
+        ] += 1
         if new not in (None, text):
             messages[i] = {**messages[i], "content": new}
             changed.add(found.style)
     if not changed:
         return row
-    return {**row, "messages": messages, "extra_json": json.dumps(json.loads(row["extra_json"] or "{}") | {"answer_format_was": sorted(changed)}, sort_keys=True)}
+    return {
+        **row,
+        "messages": messages,
+        "extra_json": json.dumps(
+            json.loads(row["extra_json"] or "{}") | {"answer_format_was": sorted(changed)}, sort_keys=True
+        ),
+    }
 
 
 def trained_turns(row: dict) -> list[int]:
@@ -217,7 +361,9 @@ def unreadable(row: dict, config) -> str | None:
     texts = answers_of(row)
     if config.drop_code_blocks and any("```" in text for text in texts):
         return "code_block"
-    if config.max_paragraph_chars is not None and any(len(part) > config.max_paragraph_chars for text in texts for part in text.split("\n\n")):
+    if config.max_paragraph_chars is not None and any(
+        len(part) > config.max_paragraph_chars for text in texts for part in text.split("\n\n")
+    ):
         return "long_paragraph"
     if config.drop_mixed_languages and any(mixed_scripts(text) > 0.1 for text in texts):
         return "mixed_languages"
@@ -225,10 +371,14 @@ def unreadable(row: dict, config) -> str | None:
 
 
 def mixed_scripts(text: str) -> float:
-    """Share of the letters that are not of the text's most frequent script (Latin, Cyrillic, CJK ...), by their Unicode names; the three scripts of Japanese are one where there is kana."""
+    """Share of the letters that are not of the text's most frequent script (Latin, Cyrillic, CJK ...), by their Unicode
+    names; the three scripts of Japanese are one where there is kana.
+    """
     import unicodedata
 
     scripts = Counter(unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
     if scripts.keys() & {"HIRAGANA", "KATAKANA"}:
-        scripts["HIRAGANA"] += sum(scripts.pop(name, 0) for name in ("KATAKANA", "KATAKANA-HIRAGANA", "CJK", "IDEOGRAPHIC"))
+        scripts["HIRAGANA"] += sum(
+            scripts.pop(name, 0) for name in ("KATAKANA", "KATAKANA-HIRAGANA", "CJK", "IDEOGRAPHIC")
+        )
     return 1.0 - max(scripts.values()) / sum(scripts.values()) if scripts else 0.0

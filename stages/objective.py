@@ -1,8 +1,10 @@
-"""objective: a new preference loss, proposed from the ones tried so far and unit-tested before anything is trained with it.
+"""objective: a new preference loss, proposed from the ones tried so far and unit-tested before anything is trained with
+it.
 
-The proposer is a language model (``flow.objective_discovery``; Lu et al. 2024, DiscoPOP): it reads the losses tried so far with their scores and
-writes another one; losses that fail the unit tests go back to it with the reason, ``attempts`` times. ``proposer=mutation`` writes losses without a
-language model, by recombining known shapes and the better half of those tried. ``code`` checks a loss of your own:
+The proposer is a language model (``flow.objective_discovery``; Lu et al. 2024, DiscoPOP): it reads the losses tried so
+far with their scores and writes another one; losses that fail the unit tests go back to it with the reason,
+``attempts`` times. ``proposer=mutation`` writes losses without a language model, by recombining known shapes and the
+better half of those tried. ``code`` checks a loss of your own:
 
     posttrain stage objective --set code='softplus(-beta * ((pc - pr) - (rc - rr)))'
 
@@ -20,31 +22,71 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 class Config(StageConfig):
     proposer: Literal["mutation", "model", "server"] = Field(
-        "mutation", description="Who writes the loss: recombination of known shapes, the language model of the input `model`, or a server with the OpenAI chat interface.")
-    code: str = Field("", description="A loss of your own instead of a proposal: an expression of pc, pr, rc, rr and beta, or a function (stages.direct.objective_code).")
+        "mutation",
+        description=(
+            "Who writes the loss: recombination of known shapes, the language model of the input `model`, or a server"
+            " with the OpenAI chat interface."
+        ),
+    )
+    code: str = Field(
+        "",
+        description=(
+            "A loss of your own instead of a proposal: an expression of pc, pr, rc, rr and beta, or a function"
+            " (stages.direct.objective_code)."
+        ),
+    )
     beta: float = Field(0.05, gt=0, description="beta of the unit tests (the discovered losses' 0.05).")
-    min_decreasing: float = Field(0.5, ge=0, lt=1, description="Share of pairs for which the loss must fall when the margin grows.")
-    attempts: int = Field(4, ge=1, description="Proposals until one passes the unit tests; failures are fed back as text.")
+    min_decreasing: float = Field(
+        0.5, ge=0, lt=1, description="Share of pairs for which the loss must fall when the margin grows."
+    )
+    attempts: int = Field(
+        4, ge=1, description="Proposals until one passes the unit tests; failures are fed back as text."
+    )
     metric: str = Field("accuracy", description="Metric of the `scores` that says how good a tried loss was.")
     max_tokens: int = Field(512, ge=16, description="proposer=model, server: tokens of an answer at most.")
     endpoint: str = Field("", description="proposer=server: base URL, for example http://localhost:8000/v1.")
     endpoint_model: str = Field("", description="proposer=server: model name the server knows.")
-    key_variable: str = Field("", description="proposer=server: environment variable that holds the key, if one is needed.")
+    key_variable: str = Field(
+        "", description="proposer=server: environment variable that holds the key, if one is needed."
+    )
     timeout_s: float = Field(120.0, gt=0, description="proposer=server: seconds to wait for an answer.")
 
     @model_validator(mode="after")
     def _reachable(self):
         if self.proposer == "server" and not self.code and not (self.endpoint and self.endpoint_model):
-            raise ValueError("proposer=server needs endpoint and endpoint_model; write for example endpoint=http://localhost:8000/v1 endpoint_model=NAME")
+            raise ValueError(
+                "proposer=server needs endpoint and endpoint_model; write for example endpoint=http://localhost:8000/v1"
+                " endpoint_model=NAME"
+            )
         return self
 
 
 SPEC = StageSpec(
-    name="objective", config=Config,
-    inputs={"objectives": InputSpec("dataset", kinds=("objectives/1",), required=False, many=True, doc="Losses tried so far, as objectives.NAME."),
-            "scores": InputSpec("dataset", kinds=("eval_scores/1",), required=False, many=True, doc="Evaluations of the models trained with them, by the same names."),
-            "model": InputSpec("model", required=False, doc="Language model of proposer=model.")},
-    outputs={"objective": OutputSpec("dataset", doc="objectives/1: the loss, whether it may be trained with, and what was wrong.")})
+    name="objective",
+    config=Config,
+    inputs={
+        "objectives": InputSpec(
+            "dataset",
+            kinds=("objectives/1",),
+            required=False,
+            many=True,
+            doc="Losses tried so far, as objectives.NAME.",
+        ),
+        "scores": InputSpec(
+            "dataset",
+            kinds=("eval_scores/1",),
+            required=False,
+            many=True,
+            doc="Evaluations of the models trained with them, by the same names.",
+        ),
+        "model": InputSpec("model", required=False, doc="Language model of proposer=model."),
+    },
+    outputs={
+        "objective": OutputSpec(
+            "dataset", doc="objectives/1: the loss, whether it may be trained with, and what was wrong."
+        )
+    },
+)
 
 REQUEST = """You design losses for preference optimisation of language models. A loss is a Python function of sequence log-probabilities:
 
@@ -84,22 +126,51 @@ def run(stage):
         problems.append(f"{proposal['code'] or '(no code)'}\n-> " + " ".join(wrong))
         stage.log(f"attempt {attempt + 1}: " + " ".join(wrong))
     writer = stage.writer("objective", "objectives/1")
-    writer.write([complete_row("objectives/1", {
-        "name": proposal["name"], "code": proposal["code"], "thought": proposal["thought"] or None, "valid": not wrong, "failure": " ".join(wrong) or None,
-        "proposer": "given" if config.code else config.proposer, "attempts": attempt + 1}, dataset="objectives", source="objective", origin="ai")])
+    writer.write(
+        [
+            complete_row(
+                "objectives/1",
+                {
+                    "name": proposal["name"],
+                    "code": proposal["code"],
+                    "thought": proposal["thought"] or None,
+                    "valid": not wrong,
+                    "failure": " ".join(wrong) or None,
+                    "proposer": "given" if config.code else config.proposer,
+                    "attempts": attempt + 1,
+                },
+                dataset="objectives",
+                source="objective",
+                origin="ai",
+            )
+        ]
+    )
     writer.close({"objectives": 1})
     if wrong and config.code:
         raise ObjectiveError(" ".join(wrong))
     if wrong:
-        stage.warn("no_valid_objective", f"None of {config.attempts} proposals passed the unit tests; the last failed because: {' '.join(wrong)} Raise attempts, or take a "
-                   "stronger proposer.")
+        stage.warn(
+            "no_valid_objective",
+            f"None of {config.attempts} proposals passed the unit tests; the last failed because: {' '.join(wrong)}"
+            " Raise attempts, or take a stronger proposer.",
+        )
     stage.summary({"valid": float(not wrong), "attempts": attempt + 1, "tried": len(tried)})
-    text = f"**{proposal['name']}** ({'valid' if not wrong else 'refused'}, attempt {attempt + 1})\n\n{proposal['thought']}\n\n```python\n{proposal['code']}\n```"
-    stage.report("objective", markdown="\n\n".join([text, *(["## Refused attempts", *(f"```\n{p}\n```" for p in problems)] if problems else [])]))
+    text = (
+        f"**{proposal['name']}** ({'valid' if not wrong else 'refused'}, attempt"
+        f" {attempt + 1})\n\n{proposal['thought']}\n\n```python\n{proposal['code']}\n```"
+    )
+    stage.report(
+        "objective",
+        markdown="\n\n".join(
+            [text, *(["## Refused attempts", *(f"```\n{p}\n```" for p in problems)] if problems else [])]
+        ),
+    )
 
 
 def archive(stage) -> list[dict]:
-    """Losses tried so far, the best last: {label, name, code, valid, failure, score (None where nothing was trained)}."""
+    """Losses tried so far, the best last: {label, name, code, valid, failure, score (None where nothing was
+    trained)}.
+    """
     scores = {}
     for label in stage.many("scores"):
         rows = stage.dataset(f"scores.{label}").iter_rows()
@@ -107,8 +178,12 @@ def archive(stage) -> list[dict]:
     found = []
     for label in stage.many("objectives"):
         row = next(iter(stage.dataset(f"objectives.{label}").iter_rows()))
-        found.append({"label": label, **{k: row[k] for k in ("name", "code", "valid", "failure")}, "score": scores.get(label)})
-    return sorted(found, key=lambda t: (t["score"] is not None, t["score"] if t["score"] is not None else 0.0, t["label"]))
+        found.append(
+            {"label": label, **{k: row[k] for k in ("name", "code", "valid", "failure")}, "score": scores.get(label)}
+        )
+    return sorted(
+        found, key=lambda t: (t["score"] is not None, t["score"] if t["score"] is not None else 0.0, t["label"])
+    )
 
 
 def given(stage, tried, problems, attempt) -> dict:
@@ -127,7 +202,10 @@ def proposer(stage):
 
         return ask(ServerJudge(config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s))
     if not stage.has("model"):
-        raise ConfigError("objective: proposer=model asks a language model; give it with --input model=REF_OR_PATH, or take proposer=server or mutation")
+        raise ConfigError(
+            "objective: proposer=model asks a language model; give it with --input model=REF_OR_PATH, or take"
+            " proposer=server or mutation"
+        )
     from stages.reward.judge import LocalJudge
     from stages.reward_models.reward_heads import RewardCard
 
@@ -136,20 +214,43 @@ def proposer(stage):
 
 def ask(asked):
     """A language model as proposer."""
+
     def write(stage, tried, problems, attempt):
         from stages.direct.objective_code import FUNCTIONS, START
 
         config = stage.config
-        lines = [f"# {t['name']}: " + (f"{config.metric} {t['score']:.4f}" if t["score"] is not None else f"refused: {t['failure']}" if not t["valid"] else "not trained yet")
-                 + f"\n{t['code']}" for t in tried]
-        feedback = "\nYour earlier answers to this request were refused:\n" + "\n".join(problems) + "\n" if problems else ""
-        text = REQUEST.format(start=START, beta=config.beta, functions=", ".join(FUNCTIONS), metric=config.metric, archive="\n\n".join(lines) or "(none)", feedback=feedback)
+        lines = [
+            f"# {t['name']}: "
+            + (
+                f"{config.metric} {t['score']:.4f}"
+                if t["score"] is not None
+                else f"refused: {t['failure']}"
+                if not t["valid"]
+                else "not trained yet"
+            )
+            + f"\n{t['code']}"
+            for t in tried
+        ]
+        feedback = (
+            "\nYour earlier answers to this request were refused:\n" + "\n".join(problems) + "\n" if problems else ""
+        )
+        text = REQUEST.format(
+            start=START,
+            beta=config.beta,
+            functions=", ".join(FUNCTIONS),
+            metric=config.metric,
+            archive="\n\n".join(lines) or "(none)",
+            feedback=feedback,
+        )
         return parse(asked.answers([text], config.max_tokens, attempt)[0])
+
     return write
 
 
 def parse(answer: str) -> dict:
-    """{name, thought, code} of a language model's answer: the JSON object asked for, else the first fenced block as code."""
+    """{name, thought, code} of a language model's answer: the JSON object asked for, else the first fenced block as
+    code.
+    """
     import json
     import re
 
@@ -158,9 +259,13 @@ def parse(answer: str) -> dict:
     start, end = answer.find("{"), answer.rfind("}")
     if 0 <= start < end:
         try:
-            found = json.loads(answer[start:end + 1], strict=False)
+            found = json.loads(answer[start : end + 1], strict=False)
             if isinstance(found, dict) and isinstance(found.get("code"), str):
-                return {"name": str(found.get("name") or "proposal")[:80], "thought": str(found.get("thought") or "")[:4000], "code": found["code"]}
+                return {
+                    "name": str(found.get("name") or "proposal")[:80],
+                    "thought": str(found.get("thought") or "")[:4000],
+                    "code": found["code"],
+                }
         except ValueError:
             pass
     block = re.search(r"```(?:python)?\s*\n(.*?)```", answer, re.S)
@@ -169,8 +274,14 @@ def parse(answer: str) -> dict:
     raise ObjectiveError('The answer holds no JSON object {"thought", "name", "code"}: ' + repr(answer[:200]))
 
 
-SHAPES = {"logistic": "softplus(-u)", "hinge": "relu(1 - u)", "exponential": "exp(clamp(-u, -20, 20))", "squared": "square(u - 1)", "sigmoid": "1 - sigmoid(u)",
-          "anchored": "softplus(-beta * h_w) + softplus(beta * h_l)"}
+SHAPES = {
+    "logistic": "softplus(-u)",
+    "hinge": "relu(1 - u)",
+    "exponential": "exp(clamp(-u, -20, 20))",
+    "squared": "square(u - 1)",
+    "sigmoid": "1 - sigmoid(u)",
+    "anchored": "softplus(-beta * h_w) + softplus(beta * h_l)",
+}
 BEGIN = """    h_w = policy_chosen_logps - reference_chosen_logps
     h_l = policy_rejected_logps - reference_rejected_logps
     u = beta * (h_w - h_l)
@@ -178,7 +289,9 @@ BEGIN = """    h_w = policy_chosen_logps - reference_chosen_logps
 
 
 def mutation(stage, tried, problems, attempt) -> dict:
-    """A loss without a language model: two shapes, or a shape and one of the better losses tried, mixed, gated or bent."""
+    """A loss without a language model: two shapes, or a shape and one of the better losses tried, mixed, gated or
+    bent.
+    """
     import ast
 
     from stages.direct.objective_code import START, Program
@@ -186,7 +299,7 @@ def mutation(stage, tried, problems, attempt) -> dict:
     rng = stage.rng("mutation", attempt)
     shapes, names = dict(SHAPES), list(SHAPES)
     good = [t for t in tried if t["valid"] and t["score"] is not None]
-    for t in good[len(good) // 2:]:  # the better half, where it is written with our names and short enough to grow
+    for t in good[len(good) // 2 :]:  # the better half, where it is written with our names and short enough to grow
         program = Program(t["code"])
         if [name for name, _ in program.steps] == ["h_w", "h_l", "u"] and len(ast.unparse(program.result)) < 400:
             shapes[t["name"]] = ast.unparse(program.result)
@@ -195,7 +308,15 @@ def mutation(stage, tried, problems, attempt) -> dict:
     w, tau = round(float(rng.uniform(0.1, 0.9)), 2), float(rng.choice([0.05, 0.2, 0.5, 1.0]))
     how = ["mix", "gate", "bend", "floor"][int(rng.integers(4))]
     a, b = shapes[first], shapes[second]
-    result = {"mix": f"{w} * ({a}) + {round(1 - w, 2)} * ({b})", "gate": f"sigmoid(u / {tau}) * ({a}) + (1 - sigmoid(u / {tau})) * ({b})",
-              "bend": f"where(u < 0, {w}, 1.0) * ({a})", "floor": f"({a}) + {w} * relu(-beta * h_w)"}[how]
+    result = {
+        "mix": f"{w} * ({a}) + {round(1 - w, 2)} * ({b})",
+        "gate": f"sigmoid(u / {tau}) * ({a}) + (1 - sigmoid(u / {tau})) * ({b})",
+        "bend": f"where(u < 0, {w}, 1.0) * ({a})",
+        "floor": f"({a}) + {w} * relu(-beta * h_w)",
+    }[how]
     what = [first, second] if how in ("mix", "gate") else [first]
-    return {"name": "_".join([how, *what])[:80], "thought": f"{how} of {' and '.join(what)}", "code": f"{START}{BEGIN}    return {result}\n"}
+    return {
+        "name": "_".join([how, *what])[:80],
+        "thought": f"{how} of {' and '.join(what)}",
+        "code": f"{START}{BEGIN}    return {result}\n",
+    }

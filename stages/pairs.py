@@ -10,8 +10,8 @@ from __future__ import annotations
 def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | None = None):
     """Items of a ``pairs/1`` split and counts of dropped rows by reason.
 
-    Item extras: ``margin`` (0 where null), ``label_prob`` (1 where null), ``weight``, ``n_chosen``/``n_rejected`` (tokens),
-    ``ended`` (did each response keep its stop token), ``strength``, ``source``, ``prompt_id``.
+    Item extras: ``margin`` (0 where null), ``label_prob`` (1 where null), ``weight``, ``n_chosen``/``n_rejected``
+    (tokens), ``ended`` (did each response keep its stop token), ``strength``, ``source``, ``prompt_id``.
     """
     from stages.batching import make_item, row_weight
     from stages.chat import rendering
@@ -24,7 +24,9 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
         with rendering(row):
             prompt, chosen, chosen_mask = renderer.completion_ids(row["prompt"], row["chosen"])
             _, rejected, rejected_mask = renderer.completion_ids(row["prompt"], row["rejected"])
-        prompt, ((chosen, chosen_mask), (rejected, rejected_mask)), was_cut = cut(prompt, [(chosen, chosen_mask), (rejected, rejected_mask)], max_length)
+        prompt, ((chosen, chosen_mask), (rejected, rejected_mask)), was_cut = cut(
+            prompt, [(chosen, chosen_mask), (rejected, rejected_mask)], max_length
+        )
         dropped["truncated"] += was_cut
         if same := identical([chosen, rejected], was_cut):
             dropped[same] = dropped.get(same, 0) + 1
@@ -35,20 +37,29 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
             dropped["no_target"] += 1
             continue
         probability = row.get("label_prob")
-        items.append(make_item(
-            row["row_id"], prompt, [chosen, rejected], [chosen_mask, rejected_mask],
-            margin=float(row.get("margin") or 0.0), label_prob=1.0 if probability is None else float(probability),
-            weight=row_weight(row), strength=row.get("strength"), source=row.get("source"),
-            prompt_id=row.get("prompt_id"),
-            ended=(chosen[-1] in renderer.stop_ids, rejected[-1] in renderer.stop_ids)))
+        items.append(
+            make_item(
+                row["row_id"],
+                prompt,
+                [chosen, rejected],
+                [chosen_mask, rejected_mask],
+                margin=float(row.get("margin") or 0.0),
+                label_prob=1.0 if probability is None else float(probability),
+                weight=row_weight(row),
+                strength=row.get("strength"),
+                source=row.get("source"),
+                prompt_id=row.get("prompt_id"),
+                ended=(chosen[-1] in renderer.stop_ids, rejected[-1] in renderer.stop_ids),
+            )
+        )
     return items, dropped
 
 
 def cut(prompt: list[int], responses: list[tuple[list[int], list[int]]], max_length: int):
     """(prompt, responses, was anything cut) within ``max_length`` tokens of prompt and longest response (``da.dpo``).
 
-    Responses (ids, mask) are cut first, at their end, to at least half of ``max_length``; then the prompt at its beginning,
-    identically for all of them.
+    Responses (ids, mask) are cut first, at their end, to at least half of ``max_length``; then the prompt at its
+    beginning, identically for all of them.
     """
     longest = max(len(ids) for ids, _ in responses)
     if len(prompt) + longest <= max_length:
@@ -56,19 +67,21 @@ def cut(prompt: list[int], responses: list[tuple[list[int], list[int]]], max_len
     room = max(max_length // 2, max_length - len(prompt))
     responses = [(ids[:room], mask[:room]) for ids, mask in responses]
     keep = max_length - min(longest, room)
-    return prompt[len(prompt) - keep:], responses, True
+    return prompt[len(prompt) - keep :], responses, True
 
 
 def identical(responses, was_cut: bool) -> str | None:
-    """Why responses of which some have the same ids are dropped: the cut, or (of a pair) a template or tokenizer that writes both texts alike. None
-    where they differ; longer lists may hold a text twice."""
+    """Why responses of which some have the same ids are dropped: the cut, or (of a pair) a template or tokenizer that
+    writes both texts alike. None where they differ; longer lists may hold a text twice."""
     if len(set(map(tuple, responses))) == len(responses) or not (was_cut or len(responses) == 2):
         return None
     return "identical_after_truncation" if was_cut else "identical_after_tokenisation"
 
 
 def is_tie(row: dict) -> bool:
-    """Whether a pair prefers neither side (``label_prob`` 0.5): nothing for a loss of hard labels (``rm.bt``), or a kind of rows without soft ones."""
+    """Whether a pair prefers neither side (``label_prob`` 0.5): nothing for a loss of hard labels (``rm.bt``), or a
+    kind of rows without soft ones.
+    """
     return row.get("label_prob") == 0.5
 
 

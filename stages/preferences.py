@@ -1,9 +1,10 @@
 """preferences: scored candidates of the rejection stage -> preference pairs, rankings or labelled rows.
 
-Pair building is a selector on each prompt's rewards: best against worst (catalogue ``da.online_dpo``, ``rs.triplet``) or a random other, every pair with a
-large enough gap (``rs.rs_dpo``), pairs of statistically accepted candidates (``rs.rso``), correct against incorrect (``da.dpo_nll``), or
-all. Candidates that were cut by the length limit or could not be scored are in no pair; prompts that give none are counted. Rows stay in the
-split of their prompt; a validation split is cut from the training prompts where the candidates have none.
+Pair building is a selector on each prompt's rewards: best against worst (catalogue ``da.online_dpo``, ``rs.triplet``)
+or a random other, every pair with a large enough gap (``rs.rs_dpo``), pairs of statistically accepted candidates
+(``rs.rso``), correct against incorrect (``da.dpo_nll``), or all. Candidates that were cut by the length limit or could
+not be scored are in no pair; prompts that give none are counted. Rows stay in the split of their prompt; a validation
+split is cut from the training prompts where the candidates have none.
 """
 
 from __future__ import annotations
@@ -19,42 +20,115 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 class Config(StageConfig):
     READ_WHEN: ClassVar[ReadWhen] = (
-        (("select", "soft_labels", "max_pairs_per_prompt"), lambda c: c.kind == "pairs/1", "only pairs are selected; write kind=pairs/1"),
-        (("eta",), lambda c: c.kind == "pairs/1" and c.select == "gap", "only select=gap has a least probability; write select=gap"),
-        (("tau",), lambda c: c.kind == "pairs/1" and (c.select == "gap" or c.soft_labels), "no probability is made of rewards; write select=gap or soft_labels=true"),
-        (("rso_beta", "rso_accept", "rso_pairs"), lambda c: uses_rso(c), "no candidates are accepted by chance; write select=rso"),
-        (("max_pairs_per_prompt",), lambda c: c.select not in ("best_vs_worst", "best_vs_random"), "this select gives one pair of a prompt; write select=all, gap, rso or correct_vs_incorrect"),
-        (("threshold",), lambda c: c.kind == "unpaired/1", "only single responses get a label from it; write kind=unpaired/1"))
+        (
+            ("select", "soft_labels", "max_pairs_per_prompt"),
+            lambda c: c.kind == "pairs/1",
+            "only pairs are selected; write kind=pairs/1",
+        ),
+        (
+            ("eta",),
+            lambda c: c.kind == "pairs/1" and c.select == "gap",
+            "only select=gap has a least probability; write select=gap",
+        ),
+        (
+            ("tau",),
+            lambda c: c.kind == "pairs/1" and (c.select == "gap" or c.soft_labels),
+            "no probability is made of rewards; write select=gap or soft_labels=true",
+        ),
+        (
+            ("rso_beta", "rso_accept", "rso_pairs"),
+            lambda c: uses_rso(c),
+            "no candidates are accepted by chance; write select=rso",
+        ),
+        (
+            ("max_pairs_per_prompt",),
+            lambda c: c.select not in ("best_vs_worst", "best_vs_random"),
+            "this select gives one pair of a prompt; write select=all, gap, rso or correct_vs_incorrect",
+        ),
+        (
+            ("threshold",),
+            lambda c: c.kind == "unpaired/1",
+            "only single responses get a label from it; write kind=unpaired/1",
+        ),
+    )
 
-    kind: Literal["pairs/1", "rankings/1", "unpaired/1"] = Field("pairs/1", description="Rows wanted: pairs, one ranking per prompt (by reward), or labelled responses.")
+    kind: Literal["pairs/1", "rankings/1", "unpaired/1"] = Field(
+        "pairs/1", description="Rows wanted: pairs, one ranking per prompt (by reward), or labelled responses."
+    )
     select: Literal["best_vs_worst", "best_vs_random", "gap", "rso", "correct_vs_incorrect", "all"] = Field(
-        "best_vs_worst", description="pairs: which. best_vs_worst (da.online_dpo), best_vs_random (a random one of the lower ones: Zephyr, Tulu 3), gap (rs.rs_dpo), rso (rs.rso), correct_vs_incorrect (da.dpo_nll), all with different rewards.")
-    members: Literal["all", "best_and_worst"] = Field("all", description="rankings: the responses of a prompt that are kept; best_and_worst with the scores that they have among all (SPPO).")
+        "best_vs_worst",
+        description=(
+            "pairs: which. best_vs_worst (da.online_dpo), best_vs_random (a random one of the lower ones: Zephyr, Tulu"
+            " 3), gap (rs.rs_dpo), rso (rs.rso), correct_vs_incorrect (da.dpo_nll), all with different rewards."
+        ),
+    )
+    members: Literal["all", "best_and_worst"] = Field(
+        "all",
+        description=(
+            "rankings: the responses of a prompt that are kept; best_and_worst with the scores that they have among all"
+            " (SPPO)."
+        ),
+    )
     tau: float = Field(1.0, gt=0, description="gap: temperature of the reward difference (RS-DPO 1.0).")
-    eta: float = Field(0.85, ge=0.5, lt=1, description="gap: keep pairs with sigma((r_i - r_j)/tau) above this (RS-DPO 0.85); lower = more, noisier pairs.")
-    rso_beta: float = Field(0.5, gt=0, description="rso: temperature of acceptance (RSO 0.5); small = only the best, large = plain samples.")
+    eta: float = Field(
+        0.85,
+        ge=0.5,
+        lt=1,
+        description=(
+            "gap: keep pairs with sigma((r_i - r_j)/tau) above this (RS-DPO 0.85); lower = more, noisier pairs."
+        ),
+    )
+    rso_beta: float = Field(
+        0.5, gt=0, description="rso: temperature of acceptance (RSO 0.5); small = only the best, large = plain samples."
+    )
     rso_accept: int = Field(8, ge=2, description="rso: candidates accepted per prompt (RSO 8 of 64).")
-    rso_pairs: Literal["first_round", "tournament"] = Field("first_round", description="rso: n/2 pairs of neighbours after shuffling, or n-1 of a knock-out.")
-    max_pairs_per_prompt: int | None = Field(None, ge=1, title="Max pairs per prompt", description="Cap, the first ones in candidate order; empty = all.")
+    rso_pairs: Literal["first_round", "tournament"] = Field(
+        "first_round", description="rso: n/2 pairs of neighbours after shuffling, or n-1 of a knock-out."
+    )
+    max_pairs_per_prompt: int | None = Field(
+        None, ge=1, title="Max pairs per prompt", description="Cap, the first ones in candidate order; empty = all."
+    )
     soft_labels: bool = Field(False, description="pairs: write label_prob = sigma((r_w - r_l)/tau) (da.soft_dpo).")
-    threshold: float | None = Field(None, title="Threshold", description="unpaired: label = reward above this; empty = the verifier's verdict.")
+    threshold: float | None = Field(
+        None, title="Threshold", description="unpaired: label = reward above this; empty = the verifier's verdict."
+    )
     dedupe: bool = Field(True, description="Identical texts of one prompt count once (the first).")
-    validation_fraction: float = Field(0.05, ge=0, lt=1, description="Share of the training prompts in the validation split, where no candidate is in it.")
+    validation_fraction: float = Field(
+        0.05,
+        ge=0,
+        lt=1,
+        description="Share of the training prompts in the validation split, where no candidate is in it.",
+    )
 
     @model_validator(mode="after")
     def _possible(self):
         refuse_unread(self, self.READ_WHEN)
         if self.soft_labels and self.select == "correct_vs_incorrect":
-            raise ValueError("soft_labels are made of rewards, and select=correct_vs_incorrect goes by the verdicts; write soft_labels=false, or another select")
+            raise ValueError(
+                "soft_labels are made of rewards, and select=correct_vs_incorrect goes by the verdicts; write"
+                " soft_labels=false, or another select"
+            )
         if self.members != "all" and self.kind != "rankings/1":
-            raise ValueError(f"members={self.members} is for rankings; write kind=rankings/1, or select=best_vs_worst for {self.kind}")
+            raise ValueError(
+                f"members={self.members} is for rankings; write kind=rankings/1, or select=best_vs_worst for"
+                f" {self.kind}"
+            )
         return self
 
 
 SPEC = StageSpec(
-    name="preferences", config=Config,
-    inputs={"candidates": InputSpec("dataset", kinds=("candidates/1",), many=True, doc="Scored candidates; several sets (other models, a teacher) are joined by prompt.")},
-    outputs={"data": OutputSpec("dataset", doc="pairs/1, rankings/1 or unpaired/1.")})
+    name="preferences",
+    config=Config,
+    inputs={
+        "candidates": InputSpec(
+            "dataset",
+            kinds=("candidates/1",),
+            many=True,
+            doc="Scored candidates; several sets (other models, a teacher) are joined by prompt.",
+        )
+    },
+    outputs={"data": OutputSpec("dataset", doc="pairs/1, rankings/1 or unpaired/1.")},
+)
 
 
 def run(stage):
@@ -71,19 +145,33 @@ def run(stage):
             key = row["prompt_id"], row["completion"][0]["content"]
             repeated = config.dedupe and key in seen
             if row["kept"] is False or row["reward"] is None or repeated:
-                unusable[row.get("drop_reason") or ("repeated" if repeated else "without a reward" if row["reward"] is None else "not kept")] += 1
+                unusable[
+                    row.get("drop_reason")
+                    or ("repeated" if repeated else "without a reward" if row["reward"] is None else "not kept")
+                ] += 1
                 continue
             seen.add(key)
             group.append(row)
             everything.append(row["reward"])
-    counts = {"prompts": len(groups), "candidates": len(everything), "unusable": unusable.total(), "rows": 0, "prompts_without": 0, "accepted": 0}
+    counts = {
+        "prompts": len(groups),
+        "candidates": len(everything),
+        "unusable": unusable.total(),
+        "rows": 0,
+        "prompts_without": 0,
+        "accepted": 0,
+    }
     if uses_rso(config):
         counts |= {"draws": 0, "passes": 0, "too_few": 0}
     gaps, taken, lengths = [], [], []
     writer = stage.writer("data", config.kind)
     splits = curation.generated_splits((row for rows in groups.values() for row in rows), config.validation_fraction)
     for prompt_id, rows in groups.items():
-        made = {"pairs/1": pairs_of, "rankings/1": ranking_of, "unpaired/1": labelled_of}[config.kind](stage, rows, counts) if rows else []
+        made = (
+            {"pairs/1": pairs_of, "rankings/1": ranking_of, "unpaired/1": labelled_of}[config.kind](stage, rows, counts)
+            if rows
+            else []
+        )
         counts["prompts_without"] += not made
         counts["rows"] += len(made)
         for row in made:
@@ -91,29 +179,76 @@ def run(stage):
                 gaps.append(row["chosen_score"] - row["rejected_score"])
                 taken += [row["chosen_score"], row["rejected_score"]]
                 lengths.append(len(row["chosen"][0]["content"]) - len(row["rejected"][0]["content"]))
-        writer.write([complete_row(config.kind, {"prompt": rows[0]["prompt"], "prompt_id": prompt_id, "group_id": rows[0]["group_id"], **row}, dataset="preferences",
-                                   source=rows[0]["source"], origin="verifier" if config.select == "correct_vs_incorrect" else "ai",
-                                   split=splits[prompt_id]) for row in made])
+        writer.write(
+            [
+                complete_row(
+                    config.kind,
+                    {"prompt": rows[0]["prompt"], "prompt_id": prompt_id, "group_id": rows[0]["group_id"], **row},
+                    dataset="preferences",
+                    source=rows[0]["source"],
+                    origin="verifier" if config.select == "correct_vs_incorrect" else "ai",
+                    split=splits[prompt_id],
+                )
+                for row in made
+            ]
+        )
     if not counts["rows"]:
         why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
-        advice = ["raise num_generations or temperature of the sampling", *(["its max_completion_length"] if unusable["truncated"] else []),
-                  *([] if config.kind != "pairs/1" or config.select in ("best_vs_worst", "best_vs_random", "all") else ["or take select=best_vs_worst"]), *(["or a lower eta"] if config.kind == "pairs/1" and config.select == "gap" else [])]
+        advice = [
+            "raise num_generations or temperature of the sampling",
+            *(["its max_completion_length"] if unusable["truncated"] else []),
+            *(
+                []
+                if config.kind != "pairs/1" or config.select in ("best_vs_worst", "best_vs_random", "all")
+                else ["or take select=best_vs_worst"]
+            ),
+            *(["or a lower eta"] if config.kind == "pairs/1" and config.select == "gap" else []),
+        ]
         if counts.get("too_few"):
             most = max(map(len, groups.values()))
-            advice = [*([f"write rso_accept={most} or less, which is how many a prompt has at most, or"] if most > 1 else []), "sample more (RSO: num_generations=64, rso_accept=8)"]
-        lack = ("none is left" if not everything else f"{counts['too_few']} prompts have fewer than rso_accept={config.rso_accept} of them" if counts.get("too_few")
-                else "no two differ in reward" + f" as select={config.select} asks for" * (config.kind == "pairs/1"))
-        raise ValueError(f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {len(everything)} usable candidates ({why or 'none'} left aside) {lack}; {(' ' if counts.get('too_few') else ', ').join(advice)}.")
+            advice = [
+                *([f"write rso_accept={most} or less, which is how many a prompt has at most, or"] if most > 1 else []),
+                "sample more (RSO: num_generations=64, rso_accept=8)",
+            ]
+        lack = (
+            "none is left"
+            if not everything
+            else (
+                f"{counts['too_few']} prompts have fewer than rso_accept={config.rso_accept} of them"
+                if counts.get("too_few")
+                else "no two differ in reward" + f" as select={config.select} asks for" * (config.kind == "pairs/1")
+            )
+        )
+        raise ValueError(
+            f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {len(everything)} usable candidates"
+            f" ({why or 'none'} left aside) {lack}; {(' ' if counts.get('too_few') else ', ').join(advice)}."
+        )
     writer.close(counts)
-    summary = {**counts, "rows_per_prompt": counts["rows"] / len(groups), "reward/mean": sum(everything) / len(everything)}
+    summary = {
+        **counts,
+        "rows_per_prompt": counts["rows"] / len(groups),
+        "reward/mean": sum(everything) / len(everything),
+    }
     if uses_rso(config):  # of the draws, so that a low rate says that rso_beta lets little but the best through
-        summary |= {"acceptance_rate": counts["accepted"] / max(counts["draws"], 1), "passes_per_prompt": counts["passes"] / max(counts["accepted"] // config.rso_accept, 1)}
+        summary |= {
+            "acceptance_rate": counts["accepted"] / max(counts["draws"], 1),
+            "passes_per_prompt": counts["passes"] / max(counts["accepted"] // config.rso_accept, 1),
+        }
         if counts["too_few"]:
-            stage.warn("too_few_to_accept", f"{counts['too_few']} of {len(groups)} prompts have fewer than rso_accept={config.rso_accept} usable candidates and give no pair. Sample more "
-                       "(num_generations), or write a smaller rso_accept.")
+            stage.warn(
+                "too_few_to_accept",
+                f"{counts['too_few']} of {len(groups)} prompts have fewer than rso_accept={config.rso_accept} usable"
+                " candidates and give no pair. Sample more (num_generations), or write a smaller rso_accept.",
+            )
     if gaps:
-        summary |= {"reward_gap/mean": sum(gaps) / len(gaps), "reward/used": sum(taken) / len(taken), "length_difference/mean": sum(lengths) / len(lengths)}
-        stage.report("gaps", png=histogram({"reward gap": gaps}, title="Reward gap of the pairs", xlabel="chosen - rejected"))
+        summary |= {
+            "reward_gap/mean": sum(gaps) / len(gaps),
+            "reward/used": sum(taken) / len(taken),
+            "length_difference/mean": sum(lengths) / len(lengths),
+        }
+        stage.report(
+            "gaps", png=histogram({"reward gap": gaps}, title="Reward gap of the pairs", xlabel="chosen - rejected")
+        )
     stage.summary(summary)
     stage.report("summary", markdown=document("Preferences from candidates", facts(summary)))
 
@@ -123,8 +258,8 @@ def uses_rso(config: Config) -> bool:
 
 
 def pairs_of(stage, rows, counts) -> list[dict]:
-    """Pairs of one prompt, which together weigh as much as one candidate. Pairs by verdicts have scores, but neither margin nor label_prob: a mixed
-    reward may well be higher for the wrong answer."""
+    """Pairs of one prompt, which together weigh as much as one candidate. Pairs by verdicts have scores, but neither
+    margin nor label_prob: a mixed reward may well be higher for the wrong answer."""
     import math
 
     from stages import selection
@@ -134,25 +269,47 @@ def pairs_of(stage, rows, counts) -> list[dict]:
         pair = selection.best_vs_worst(rewards)
         found = [] if pair is None else [pair]
     elif config.select == "best_vs_random":
-        pair = selection.best_vs_random(rewards, lambda n: int(stage.rng("best_vs_random", rows[0]["prompt_id"]).integers(n)))
+        pair = selection.best_vs_random(
+            rewards, lambda n: int(stage.rng("best_vs_random", rows[0]["prompt_id"]).integers(n))
+        )
         found = [] if pair is None else [pair]
     elif config.select == "gap":
         found = [(i, j) for i, j, _ in selection.gap_pairs(rewards, config.tau, config.eta)]
     elif config.select == "rso":
         found = rso_pairs(stage, rows[0]["prompt_id"], rewards, counts)
     elif config.select == "correct_vs_incorrect":
-        found = [(i, j) for i, a in enumerate(rows) for j, b in enumerate(rows) if a["correct"] is True and b["correct"] is False]
+        found = [
+            (i, j)
+            for i, a in enumerate(rows)
+            for j, b in enumerate(rows)
+            if a["correct"] is True and b["correct"] is False
+        ]
     else:
         found = [(i, j) for i in range(len(rows)) for j in range(len(rows)) if rewards[i] > rewards[j]]
-    found, by_reward = found[:config.max_pairs_per_prompt], config.select != "correct_vs_incorrect"
-    return [{"chosen": rows[i]["completion"], "rejected": rows[j]["completion"], "chosen_score": rewards[i], "rejected_score": rewards[j],
-             "margin": rewards[i] - rewards[j] if by_reward else None, "pairs_in_group": len(found),
-             "weight": (rows[i]["weight"] + rows[j]["weight"]) / 2 / len(found), "chosen_gen": rows[i]["gen"], "rejected_gen": rows[j]["gen"],
-             "label_prob": 0.5 * (1.0 + math.tanh((rewards[i] - rewards[j]) / (2.0 * config.tau))) if config.soft_labels else None} for i, j in found]
+    found, by_reward = found[: config.max_pairs_per_prompt], config.select != "correct_vs_incorrect"
+    return [
+        {
+            "chosen": rows[i]["completion"],
+            "rejected": rows[j]["completion"],
+            "chosen_score": rewards[i],
+            "rejected_score": rewards[j],
+            "margin": rewards[i] - rewards[j] if by_reward else None,
+            "pairs_in_group": len(found),
+            "weight": (rows[i]["weight"] + rows[j]["weight"]) / 2 / len(found),
+            "chosen_gen": rows[i]["gen"],
+            "rejected_gen": rows[j]["gen"],
+            "label_prob": (
+                0.5 * (1.0 + math.tanh((rewards[i] - rewards[j]) / (2.0 * config.tau))) if config.soft_labels else None
+            ),
+        }
+        for i, j in found
+    ]
 
 
 def rso_pairs(stage, prompt_id: str, rewards, counts) -> list[tuple[int, int]]:
-    """Pairs among candidates accepted by statistical rejection sampling, labelled by reward; equal rewards give none (``rs.rso``)."""
+    """Pairs among candidates accepted by statistical rejection sampling, labelled by reward; equal rewards give none
+    (``rs.rso``).
+    """
     from stages import selection
 
     config = stage.config
@@ -183,14 +340,31 @@ def ranking_of(stage, rows, counts) -> list[dict]:
     levels = sorted(set(rewards), reverse=True)
     if len(levels) < 2:
         return []
-    return [{"completions": [r["completion"] for r in rows], "ranks": [1 + levels.index(r) for r in rewards], "scores": rewards, "gens": [r["gen"] for r in rows]}]
+    return [
+        {
+            "completions": [r["completion"] for r in rows],
+            "ranks": [1 + levels.index(r) for r in rewards],
+            "scores": rewards,
+            "gens": [r["gen"] for r in rows],
+        }
+    ]
 
 
 def labelled_of(stage, rows, counts) -> list[dict]:
     """Every candidate with a label: the reward against the threshold, else the verifier's verdict."""
     threshold = stage.config.threshold
     if threshold is None and all(r["correct"] is None for r in rows):
-        raise ValueError("kind=unpaired/1 needs a label: the candidates have no verifier's verdict, so write threshold=VALUE (label = reward above it).")
-    return [{"completion": r["completion"], "label": bool(r["correct"]) if threshold is None else r["reward"] > threshold,
-             "label_kind": "correctness" if threshold is None else "threshold", "gen": r["gen"]}
-            for r in rows if threshold is not None or r["correct"] is not None]
+        raise ValueError(
+            "kind=unpaired/1 needs a label: the candidates have no verifier's verdict, so write threshold=VALUE (label"
+            " = reward above it)."
+        )
+    return [
+        {
+            "completion": r["completion"],
+            "label": bool(r["correct"]) if threshold is None else r["reward"] > threshold,
+            "label_kind": "correctness" if threshold is None else "threshold",
+            "gen": r["gen"],
+        }
+        for r in rows
+        if threshold is not None or r["correct"] is not None
+    ]

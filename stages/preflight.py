@@ -1,9 +1,10 @@
 """Before a training stage starts: what will run, what is trained in five real rows, and the dearest micro-batch, first.
 
-Supervised stages have their rows (:func:`preflight`); RL samples a few completions and makes up the longest ones (:func:`rl_preflight`).
+Supervised stages have their rows (:func:`preflight`); RL samples a few completions and makes up the longest ones
+(:func:`rl_preflight`).
 
-What would fail after an hour (memory on the longest rows, a mask that trains nothing or never trains the stop token) fails or warns
-in the first seconds. Nothing here changes a result: the trial micro-batch's gradients are thrown away.
+What would fail after an hour (memory on the longest rows, a mask that trains nothing or never trains the stop token)
+fails or warns in the first seconds. Nothing here changes a result: the trial micro-batch's gradients are thrown away.
 """
 
 from __future__ import annotations
@@ -22,14 +23,23 @@ SAMPLES = 5
 LONGEST_SHOWN = 1200
 
 
-def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, *, completions_end: bool = True,
-              prepare: Callable[[list[Item]], object] | None = None) -> None:
+def preflight(
+    stage,
+    trainer,
+    items: Sequence[Item],
+    batch_size: int,
+    renderer,
+    *,
+    completions_end: bool = True,
+    prepare: Callable[[list[Item]], object] | None = None,
+) -> None:
     """Report the plan and marked samples of these training items and try the dearest micro-batch. Skipped on a resume.
 
     Args:
         batch_size: items per optimizer step.
         prepare: gives the trial's items what their loss needs beyond themselves.
-        completions_end: trained responses are expected to train a stop token (False for plain text, reward models and masked formatting).
+        completions_end: trained responses are expected to train a stop token (False for plain text, reward models and
+            masked formatting).
 
     Raises:
         TrainingError: the dearest micro-batch does not fit into memory.
@@ -42,14 +52,20 @@ def preflight(stage, trainer, items: Sequence[Item], batch_size: int, renderer, 
     tell_forward(stage, trainer.model)
     facts = plan_facts(items, batch_size, trainer)
     samples = [marked(item, renderer) for item in items[:SAMPLES]]
-    stage.report("preflight", markdown=page(facts, samples), table=[{"row": s["row"], "segments": s["segments"]} for s in samples])
+    stage.report(
+        "preflight",
+        markdown=page(facts, samples),
+        table=[{"row": s["row"], "segments": s["segments"]} for s in samples],
+    )
     stage.log("plan: " + ", ".join(f"{v:,} {k}" if isinstance(v, int) else f"{k} {v}" for k, v in facts.items()))
     if completions_end:
         check_stop_tokens(stage, items, renderer)
     seconds, tokens, peak = try_dearest(trainer, items, batch_size, prepare)
     whole = facts["tokens per step"] * trainer.total_steps * seconds / max(1, tokens)
-    stage.log(f"the dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far {peak:,.0f} MiB; "
-              f"{trainer.total_steps} steps will take about {duration(whole)}")
+    stage.log(
+        f"the dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far {peak:,.0f} MiB; "
+        f"{trainer.total_steps} steps will take about {duration(whole)}"
+    )
 
 
 def check_precision(stage, trainer) -> None:
@@ -57,26 +73,49 @@ def check_precision(stage, trainer) -> None:
     from stages.running import cuda
 
     if trainer.config.compute_dtype == "float32" and cuda.knows_bfloat16(trainer.device):
-        stage.warn("slow_precision", "Matrix products run in float32, for which this GPU has no tensor cores (an H100 does 67 TFLOPS in float32 and 989 in bfloat16). Write "
-                   "compute_dtype=bfloat16: weights, norms, residuals and optimizer stay float32.")
+        stage.warn(
+            "slow_precision",
+            "Matrix products run in float32, for which this GPU has no tensor cores (an H100 does 67 TFLOPS in float32"
+            " and 989 in bfloat16). Write compute_dtype=bfloat16: weights, norms, residuals and optimizer stay"
+            " float32.",
+        )
 
 
 def tell_forward(stage, model) -> None:
-    """Say in the log where a model's own code computes its layers, and why, and what a mixture of experts is trained on."""
+    """Say in the log where a model's own code computes its layers, and why, and what a mixture of experts is trained
+    on.
+    """
     from stages.models import balance, lean
     from stages.models.modeling import is_lean
 
     config = model.config.get_text_config()
-    experts = next((n for name in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, name, None))), 0)
+    experts = next(
+        (n for name in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, name, None))),
+        0,
+    )
     if not getattr(model, "reads_both_ways", False) and not is_lean(model):
         told = lean.why_not(model) or f"forward={stage.config.forward}, sharding={stage.config.sharding}"
-        stage.log(f"the model's own code computes its layers ({told}), over rows whose padding counts in max_tokens_per_micro_batch"
-                  + ("; an adapter on attention alone (lora_targets=q_proj,k_proj,v_proj,o_proj) may leave them to the faster forward without padding" if experts and stage.config.lora_rank else ""))
+        stage.log(
+            f"the model's own code computes its layers ({told}), over rows whose padding counts in"
+            " max_tokens_per_micro_batch"
+            + (
+                "; an adapter on attention alone (lora_targets=q_proj,k_proj,v_proj,o_proj) may leave them to the"
+                " faster forward without padding"
+                if experts and stage.config.lora_rank
+                else ""
+            )
+        )
     if experts:
         share = balance.coefficient(model, stage.config)
-        stage.log(f"{experts} experts: " + (f"a load-balancing loss over each optimizer step is added, router_aux_loss_coef={share:g}" if share else
-                                            "routers are trained by this stage's loss alone (router_aux_loss_coef adds a load-balancing loss)")
-                  + "; lora_targets=q_proj,k_proj,v_proj,o_proj leaves routers and experts as they are")
+        stage.log(
+            f"{experts} experts: "
+            + (
+                f"a load-balancing loss over each optimizer step is added, router_aux_loss_coef={share:g}"
+                if share
+                else "routers are trained by this stage's loss alone (router_aux_loss_coef adds a load-balancing loss)"
+            )
+            + "; lora_targets=q_proj,k_proj,v_proj,o_proj leaves routers and experts as they are"
+        )
 
 
 def tell_sampler(stage, source) -> None:
@@ -85,8 +124,11 @@ def tell_sampler(stage, source) -> None:
 
     decoder = make_decoder(source.policy.model) if stage.config.engine == "builtin" and source.stored is None else None
     if isinstance(decoder, WholeDecoder):
-        stage.warn("slow_sampling", f"The built-in sampler computes whole rows again for every token of this model ({decoder.reason}), so an answer costs the square of its length. "
-                   "Write engine=vllm or engine=server where these serve it.")
+        stage.warn(
+            "slow_sampling",
+            f"The built-in sampler computes whole rows again for every token of this model ({decoder.reason}), so an"
+            " answer costs the square of its length. Write engine=vllm or engine=server where these serve it.",
+        )
 
 
 def check_ids(model, items: Sequence[Item], renderer) -> None:
@@ -101,9 +143,12 @@ def check_ids(model, items: Sequence[Item], renderer) -> None:
     for item in items:
         for ids in (item.prompt, *item.responses):
             if len(ids) and ids.max() >= rows:
-                raise TrainingError(f"Row {item.row_id} has the token {renderer.tokenizer.convert_ids_to_tokens(int(ids.max()))!r}, id {ids.max()}, and the model's embedding has {rows} rows: it was added "
-                                    f"to the tokenizer only. Give the model as many rows with model.resize_token_embeddings({len(renderer.tokenizer)}) and save_pretrained, or take the token "
-                                    "out of the tokenizer and the chat template.")
+                raise TrainingError(
+                    f"Row {item.row_id} has the token {renderer.tokenizer.convert_ids_to_tokens(int(ids.max()))!r}, id"
+                    f" {ids.max()}, and the model's embedding has {rows} rows: it was added to the tokenizer only. Give"
+                    f" the model as many rows with model.resize_token_embeddings({len(renderer.tokenizer)}) and"
+                    " save_pretrained, or take the token out of the tokenizer and the chat template."
+                )
 
 
 def check_weights(items: Sequence[Item]) -> None:
@@ -115,7 +160,10 @@ def check_weights(items: Sequence[Item]) -> None:
     from stages.training import TrainingError
 
     if not any(item.extra.get("weight", 1.0) for item in items):
-        raise TrainingError(f"All {len(items)} training rows have the weight 0, so nothing would be trained. Leave the column weight out, or give the rows that are to count a weight over 0.")
+        raise TrainingError(
+            f"All {len(items)} training rows have the weight 0, so nothing would be trained. Leave the column weight"
+            " out, or give the rows that are to count a weight over 0."
+        )
 
 
 #: Prompts sampled, and completions of each, before RL starts.
@@ -123,14 +171,16 @@ TRIED = (SAMPLES, 4)
 
 
 def rl_preflight(stage, trainer, source) -> None:
-    """The same for RL: plan, completions of a few prompts with what is trained of them, stop tokens, and the dearest micro-batches of policy
-    and critic on completions of the greatest length. Skipped on a resume; moves no state of the run.
+    """The same for RL: plan, completions of a few prompts with what is trained of them, stop tokens, and the dearest
+    micro-batches of policy and critic on completions of the greatest length. Skipped on a resume; moves no state of the
+    run.
 
     Args:
         source: the :class:`stages.rollouts.source.Rollouts` that will run.
 
     Raises:
-        TrainingError: a micro-batch of the longest completions does not fit into memory, or none of the completions tried can be scored.
+        TrainingError: a micro-batch of the longest completions does not fit into memory, or none of the completions
+            tried can be scored.
         ConfigError: the model has no positions for the longest prompt and completion.
     """
     if stage.checkpoints.latest() is not None:
@@ -146,7 +196,9 @@ def rl_preflight(stage, trainer, source) -> None:
     samples = tried_samples(stage, source)
     sampling = time.monotonic() - started
     shown = [marked(_rollout_item(source.row, group), renderer) for group in samples]
-    stage.report("preflight", markdown=page(facts, shown), table=[{"row": s["row"], "segments": s["segments"]} for s in shown])
+    stage.report(
+        "preflight", markdown=page(facts, shown), table=[{"row": s["row"], "segments": s["segments"]} for s in shown]
+    )
     stage.log("plan: " + ", ".join(f"{v:,} {k}" if isinstance(v, int) else f"{k} {v}" for k, v in facts.items()))
     check_completions_end(stage, [s for group in samples for s in group], renderer)
     check_rewards(stage, source, [s for group in samples for s in group])
@@ -156,21 +208,42 @@ def rl_preflight(stage, trainer, source) -> None:
     per_step = max(1, -(-len(made) // config.num_minibatches))
     warn_of_repeated_prompts(stage, made[:per_step], facts["tokens per step at most"])
     times = []
-    for name, one, instead in (("policy", trainer, ""), ("critic", getattr(source.critic, "trainer", None), "critic_mode=shared")):
+    for name, one, instead in (
+        ("policy", trainer, ""),
+        ("critic", getattr(source.critic, "trainer", None), "critic_mode=shared"),
+    ):
         if one is not None:
-            seconds, tokens, peak = try_dearest(one, made, per_step, settings="max_completion_length or max_prompt_length", instead=instead, made_up=True)
-            stage.log(f"the {name}'s dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far {peak:,.0f} MiB")
+            seconds, tokens, peak = try_dearest(
+                one,
+                made,
+                per_step,
+                settings="max_completion_length or max_prompt_length",
+                instead=instead,
+                made_up=True,
+            )
+            stage.log(
+                f"the {name}'s dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far"
+                f" {peak:,.0f} MiB"
+            )
             times.append(seconds / max(1, tokens))
     drawn = sum(len(s.ids) for group in samples for s in group)
     batches = -(-config.max_steps // source.steps_per_batch)
-    sampled = 0 if source.stored is not None else batches * facts["tokens to sample per batch at most"] * sampling / max(1, drawn)
+    sampled = (
+        0
+        if source.stored is not None
+        else batches * facts["tokens to sample per batch at most"] * sampling / max(1, drawn)
+    )
     whole = sampled + sum(times) * config.max_steps * facts["tokens per step at most"]
-    stage.log(f"{config.max_steps} steps with {batches} batches of completions will take at most about {duration(whole)} if all of them are as long as they may be "
-              "(small batches sample slower than large ones)")
+    stage.log(
+        f"{config.max_steps} steps with {batches} batches of completions will take at most about {duration(whole)} if"
+        " all of them are as long as they may be (small batches sample slower than large ones)"
+    )
 
 
 def longest_rollouts(source) -> list[Item]:
-    """Items of one rollout batch as dear as any can be: the longest prompts, every completion as long as allowed, every term of the loss."""
+    """Items of one rollout batch as dear as any can be: the longest prompts, every completion as long as allowed, every
+    term of the loss.
+    """
     from stages.decoding.decoders import max_positions
     from stages.spec import ConfigError
 
@@ -180,43 +253,75 @@ def longest_rollouts(source) -> list[Item]:
     prompts = sorted(source.order.prompts, key=lambda p: len(p[1]), reverse=True)
     limit = max_positions(source.policy.model)
     if source.stored is None and limit is not None and len(prompts[0][1]) + length > limit:
-        raise ConfigError(f"the longest prompt has {len(prompts[0][1])} tokens and completions may have {length}, together over the model's {limit} positions; "
-                         f"write max_prompt_length <= {max(limit - length, 0)}, or a smaller max_completion_length.")
+        raise ConfigError(
+            f"the longest prompt has {len(prompts[0][1])} tokens and completions may have {length}, together over the"
+            f" model's {limit} positions; write max_prompt_length <= {max(limit - length, 0)}, or a smaller"
+            " max_completion_length."
+        )
     items = []
     for k in range(config.prompts_per_step):
         prompt, ids = prompts[k % len(prompts)]
-        extra = {"advantages": [1.0 if g % 2 else -1.0 for g in range(count)], "rewards": [float(g % 2) for g in range(count)],
-                 "correct": [bool(g % 2) for g in range(count)]}
+        extra = {
+            "advantages": [1.0 if g % 2 else -1.0 for g in range(count)],
+            "rewards": [float(g % 2) for g in range(count)],
+            "correct": [bool(g % 2) for g in range(count)],
+        }
         zeros = [[0.0] * length for _ in range(count)]
         extra |= {name: zeros for name in ("old_logps", "ref_logps", "values", "returns")}
         if config.importance_correction != "none" or (config.rejection != "none" and config.rejection_scope == "zero"):
             extra["weights"] = [[1.0] * length for _ in range(count)]
         responses = rng.integers(0, vocabulary, (count, length)).tolist()
-        items.append(make_item(f"{prompt['row_id']}-longest", ids, responses, [[1] * length] * count, by_response=tuple(extra), **extra))
+        items.append(
+            make_item(
+                f"{prompt['row_id']}-longest", ids, responses, [[1] * length] * count, by_response=tuple(extra), **extra
+            )
+        )
     return items
 
 
 def rl_plan_facts(source, made: list[Item], trainer) -> dict[str, int | str]:
     """Counts of prompts, completions, steps and tokens, and the memory that weights, training and the KV cache take."""
     config = source.config
-    planned = trainer.planned(made[:max(1, -(-len(made) // config.num_minibatches))])
+    planned = trainer.planned(made[: max(1, -(-len(made) // config.num_minibatches))])
     prompts = [len(ids) for _, ids in source.order.prompts]
     trainers = [t for t in (trainer, getattr(source.critic, "trainer", None)) if t is not None]
-    weights, training = held_bytes([m for m in (trainer.model, source.policy.model, source.reference, source.old, getattr(source.critic, "model", None),
-                                                getattr(source.opponent, "model", None)) if m is not None], trainers)
-    return {"prompts": len(prompts), "optimizer steps": config.max_steps, "optimizer steps per batch of completions": source.steps_per_batch,
-            "prompts per batch": config.prompts_per_step, "completions per prompt": config.num_generations,
-            "tokens in a prompt": f"{round(statistics.median(prompts)):,} (median), {max(prompts):,} (longest)",
-            "new tokens in a completion at most": config.longest_completion,
-            "tokens to sample per batch at most": config.prompts_per_step * config.num_generations * config.longest_completion,
-            "tokens per step at most": sum(size(i) for group in planned for i in group), "micro-batches per step at most": len(planned),
-            "weights held": f"{weights / 2**20:,.1f} MiB", "gradients and optimizer": f"{training / 2**20:,.1f} MiB",
-            "KV cache at most": f"{kv_bytes(source, max(prompts)) / 2**20:,.1f} MiB"}
+    weights, training = held_bytes(
+        [
+            m
+            for m in (
+                trainer.model,
+                source.policy.model,
+                source.reference,
+                source.old,
+                getattr(source.critic, "model", None),
+                getattr(source.opponent, "model", None),
+            )
+            if m is not None
+        ],
+        trainers,
+    )
+    return {
+        "prompts": len(prompts),
+        "optimizer steps": config.max_steps,
+        "optimizer steps per batch of completions": source.steps_per_batch,
+        "prompts per batch": config.prompts_per_step,
+        "completions per prompt": config.num_generations,
+        "tokens in a prompt": f"{round(statistics.median(prompts)):,} (median), {max(prompts):,} (longest)",
+        "new tokens in a completion at most": config.longest_completion,
+        "tokens to sample per batch at most": (
+            config.prompts_per_step * config.num_generations * config.longest_completion
+        ),
+        "tokens per step at most": sum(size(i) for group in planned for i in group),
+        "micro-batches per step at most": len(planned),
+        "weights held": f"{weights / 2**20:,.1f} MiB",
+        "gradients and optimizer": f"{training / 2**20:,.1f} MiB",
+        "KV cache at most": f"{kv_bytes(source, max(prompts)) / 2**20:,.1f} MiB",
+    }
 
 
 def held_bytes(models, trainers) -> tuple[int, int]:
-    """(bytes of all parameters of these models on this rank, each storage once; bytes that training adds to them: gradients, the optimizer's
-    state, averages)."""
+    """(bytes of all parameters of these models on this rank, each storage once; bytes that training adds to them:
+    gradients, the optimizer's state, averages)."""
     from stages.models.optimizers import state_shapes
     from stages.models.quantised import is_quantised
     from stages.models.sharding import local
@@ -226,11 +331,17 @@ def held_bytes(models, trainers) -> tuple[int, int]:
         for _, parameter in model.named_parameters():
             here = local(parameter.detach())
             if is_quantised(here):
-                held |= {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in here.parts.values()}
+                held |= {
+                    part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in here.parts.values()
+                }
                 continue
             held[here.untyped_storage().data_ptr()] = here.untyped_storage().nbytes()
     gradients = [local(p.detach()).nbytes for t in trainers for p in t.parameters.values()]
-    states = [local(p.detach()).nbytes * math.prod(shape) // max(1, p.numel()) for t in trainers for p, shape in state_shapes(t.optimizer)]
+    states = [
+        local(p.detach()).nbytes * math.prod(shape) // max(1, p.numel())
+        for t in trainers
+        for p, shape in state_shapes(t.optimizer)
+    ]
     averages = [local(a).nbytes for t in trainers for a in t.averages.values()]
     return sum(held.values()), sum(gradients) + sum(states) + sum(averages)
 
@@ -243,7 +354,13 @@ def kv_bytes(source, longest_prompt: int) -> int:
     rows = min(config.generation_batch, config.prompts_per_step * config.num_generations)
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    return memory.kv_bytes(model.num_hidden_layers, heads, width, rows * (longest_prompt + config.longest_completion), next(iter(source.policy.model.parameters())).element_size())
+    return memory.kv_bytes(
+        model.num_hidden_layers,
+        heads,
+        width,
+        rows * (longest_prompt + config.longest_completion),
+        next(iter(source.policy.model.parameters())).element_size(),
+    )
 
 
 def tried_samples(stage, source) -> list[list]:
@@ -265,15 +382,24 @@ def _rollout_item(row, group) -> Item:
 
 
 def check_completions_end(stage, samples, renderer) -> None:
-    """Warn when no completion can end, or hardly any does: rewards would judge cut answers, and the policy cannot learn to stop."""
+    """Warn when no completion can end, or hardly any does: rewards would judge cut answers, and the policy cannot learn
+    to stop.
+    """
     if not renderer.stop_ids:
-        stage.warn("no_stop_token", "The tokenizer and chat template name no end token, so every completion runs to max_completion_length. Give a model whose "
-                   "template closes assistant turns with an end token.")
+        stage.warn(
+            "no_stop_token",
+            "The tokenizer and chat template name no end token, so every completion runs to max_completion_length. Give"
+            " a model whose template closes assistant turns with an end token.",
+        )
     ended = sum(s.terminated for s in samples)
     stage.log(f"{ended} of {len(samples)} completions tried end with a stop token")
     if samples and ended == 0:
-        stage.warn("completions_do_not_end", f"None of the {len(samples)} completions tried ends within max_completion_length={stage.config.max_completion_length} tokens, so "
-                   "rewards will judge cut answers. Raise max_completion_length, or start from a model that was fine-tuned to end its turns.")
+        stage.warn(
+            "completions_do_not_end",
+            f"None of the {len(samples)} completions tried ends within"
+            f" max_completion_length={stage.config.max_completion_length} tokens, so rewards will judge cut answers."
+            " Raise max_completion_length, or start from a model that was fine-tuned to end its turns.",
+        )
 
 
 #: Share of the completions tried that rewards may leave without a score before a run warns of it.
@@ -291,54 +417,97 @@ def check_rewards(stage, source, samples) -> None:
         return
     if source.steps is not None:  # of each step, by the reward model: the rewards are only watched
         if not any(source.steps(s)[1] for s in samples):
-            raise TrainingError(f"None of the {len(samples)} completions tried before training has a step that the input reward_model can score, so nothing could be learned. Write the "
-                                "step_separator that completions have between steps, and a max_prompt_length and max_completion_length that the model has positions for.")
+            raise TrainingError(
+                f"None of the {len(samples)} completions tried before training has a step that the input reward_model"
+                " can score, so nothing could be learned. Write the step_separator that completions have between"
+                " steps, and a max_prompt_length and max_completion_length that the model has positions for."
+            )
         return
     score(source.rewards, samples)
     lost = [failures(s.parts, s.reasons) for s in samples if s.total != s.total]
     stage.log(f"{len(samples) - len(lost)} of {len(samples)} completions tried could be scored")
     if len(lost) == len(samples):
-        raise TrainingError(f"None of the {len(samples)} completions tried before training could be scored, so nothing could be learned. Most often: {commonest_failure(lost)}. "
-                            "Mend the reward component, or give it more time.")
+        raise TrainingError(
+            f"None of the {len(samples)} completions tried before training could be scored, so nothing could be"
+            f" learned. Most often: {commonest_failure(lost)}. Mend the reward component, or give it more time."
+        )
     if len(lost) > UNSCORED * len(samples):
-        stage.warn("completions_unscored", f"{len(lost)} of the {len(samples)} completions tried before training could not be scored, so they would teach nothing. Most often: "
-                   f"{commonest_failure(lost)}. Mend the reward component, or have it return a number for these too.")
+        stage.warn(
+            "completions_unscored",
+            f"{len(lost)} of the {len(samples)} completions tried before training could not be scored, so they would"
+            f" teach nothing. Most often: {commonest_failure(lost)}. Mend the reward component, or have it return a"
+            " number for these too.",
+        )
 
 
 def check_clip_range(stage, source, samples) -> None:
-    """Warn where bfloat16 rounds the ratios of a clip by more than its range, measured on the completions tried against float32: rounding, and no step, then decides what is clipped."""
+    """Warn where bfloat16 rounds the ratios of a clip by more than its range, measured on the completions tried against
+    float32: rounding, and no step, then decides what is clipped.
+    """
     config, row = source.config, source.row
-    stays = source.steps_per_batch == 1 and not row.behaviour_ratio and not config.async_rollouts  # ratios that are 1 in whatever precision
+    # ratios that are 1 in whatever precision
+    stays = source.steps_per_batch == 1 and not row.behaviour_ratio and not config.async_rollouts
     samples = [s for s in samples if any(s.action_mask)]
     if config.compute_dtype == "float32" or row.objective or row.surrogate != "clip" or stays or not samples:
         return
-    items = [make_item(s.prompt["row_id"], s.context_ids if s.context_ids is not None else s.prompt_ids, [s.ids], [s.action_mask]) for s in samples]
-    low, full = (source.crediting.logps(source.policy.model, items, compute_dtype) for compute_dtype in (config.compute_dtype, "float32"))
-    rounding, high = ratio_rounding(low, full, [s.action_mask for s in samples], row.ratio_level), row.epsilon if row.epsilon_high is None else row.epsilon_high
+    items = [
+        make_item(
+            s.prompt["row_id"], s.context_ids if s.context_ids is not None else s.prompt_ids, [s.ids], [s.action_mask]
+        )
+        for s in samples
+    ]
+    low, full = (
+        source.crediting.logps(source.policy.model, items, compute_dtype)
+        for compute_dtype in (config.compute_dtype, "float32")
+    )
+    rounding, high = (
+        ratio_rounding(low, full, [s.action_mask for s in samples], row.ratio_level),
+        (row.epsilon if row.epsilon_high is None else row.epsilon_high),
+    )
     if rounding > min(row.epsilon, high):
-        of = {"token": "of a token", "sequence": "of a completion", "sequence_mean": "per token of a completion, in the mean over its tokens,"}[row.ratio_level]
+        of = {
+            "token": "of a token",
+            "sequence": "of a completion",
+            "sequence_mean": "per token of a completion, in the mean over its tokens,",
+        }[row.ratio_level]
         wide = float(f"{3 * rounding:.1g}")
-        stage.warn("clip_below_rounding", f"compute_dtype={config.compute_dtype} rounds the log-ratio {of} by {rounding:.1g} (root mean square over the {len(samples)} completions tried), more than the clip range "
-                   f"of preset={config.preset} allows (epsilon={row.epsilon:g}, epsilon_high={high:g}), so that rounding decides what is clipped. Write compute_dtype=float32, or a clip range above it "
-                   f"(epsilon={wide:g} and epsilon_high={wide:g}), or take one step per batch from ratios of 1 (num_iterations=1 and num_minibatches=1).")
+        stage.warn(
+            "clip_below_rounding",
+            f"compute_dtype={config.compute_dtype} rounds the log-ratio {of} by {rounding:.1g} (root mean square over"
+            f" the {len(samples)} completions tried), more than the clip range of preset={config.preset} allows"
+            f" (epsilon={row.epsilon:g}, epsilon_high={high:g}), so that rounding decides what is clipped. Write"
+            f" compute_dtype=float32, or a clip range above it (epsilon={wide:g} and epsilon_high={wide:g}), or take"
+            " one step per batch from ratios of 1 (num_iterations=1 and num_minibatches=1).",
+        )
 
 
 def ratio_rounding(low, full, masks, level: str) -> float:
-    """Root mean square of the error of log-ratios at a ratio level (``losses.RATIO_LEVELS``), nats: log-probs of the completions' tokens ``low`` in the precision of training, ``full`` in
-    float32, over the tokens of ``masks``; lists of B completions' token lists. Rounding moves with the weights, so this is what a ratio is off by."""
+    """Root mean square of the error of log-ratios at a ratio level (``losses.RATIO_LEVELS``), nats: log-probs of the
+    completions' tokens ``low`` in the precision of training, ``full`` in float32, over the tokens of ``masks``; lists
+    of B completions' token lists. Rounding moves with the weights, so this is what a ratio is off by."""
     errors = [(np.subtract(a, b))[np.array(m, bool)] for a, b, m in zip(low, full, masks) if any(m)]
-    of = {"token": np.concatenate(errors or [np.zeros(0)]), "sequence_mean": [e.mean() for e in errors], "sequence": [e.sum() for e in errors]}[level]
+    of = {
+        "token": np.concatenate(errors or [np.zeros(0)]),
+        "sequence_mean": [e.mean() for e in errors],
+        "sequence": [e.sum() for e in errors],
+    }[level]
     return float(np.sqrt(np.mean(np.square(of)))) if len(of) else 0.0
 
 
 def plan_facts(items: Sequence[Item], batch_size: int, trainer) -> dict[str, int | str]:
     """What a person checks before waiting: counts of rows, steps, tokens, micro-batches."""
     sizes = [size(i) for i in items]
-    per_step = [items[i:i + batch_size] for i in range(0, len(items), batch_size)]
+    per_step = [items[i : i + batch_size] for i in range(0, len(items), batch_size)]
     micro = [len(trainer.planned(step)) for step in per_step[:50]]
-    return {"rows": len(items), "optimizer steps": trainer.total_steps, "rows per step": min(batch_size, len(items)),
-            "tokens per step": round(statistics.mean(sizes) * min(batch_size, len(items))), "micro-batches per step at most": max(micro),
-            "tokens in the longest row": max(sizes), "trained": f"{sum(i.n_targets for i in items) / max(1, sum(i.n_tokens for i in items)):.0%} of the tokens"}
+    return {
+        "rows": len(items),
+        "optimizer steps": trainer.total_steps,
+        "rows per step": min(batch_size, len(items)),
+        "tokens per step": round(statistics.mean(sizes) * min(batch_size, len(items))),
+        "micro-batches per step at most": max(micro),
+        "tokens in the longest row": max(sizes),
+        "trained": f"{sum(i.n_targets for i in items) / max(1, sum(i.n_tokens for i in items)):.0%} of the tokens",
+    }
 
 
 def marked(item: Item, renderer) -> dict:
@@ -361,23 +530,37 @@ def _text(renderer, ids: list[int]) -> str:
 
 def page(facts, samples) -> str:
     """The report: the plan as a table, the samples with what is trained in bold between brackets."""
-    lines = ["# Before training", "", "| | |", "|---|---|", *(f"| {k} | {v:,} |" if isinstance(v, int) else f"| {k} | {v} |" for k, v in facts.items()), "",
-             "Rows as the model sees them; what is trained stands in 【brackets】.", ""]
+    lines = [
+        "# Before training",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {k} | {v:,} |" if isinstance(v, int) else f"| {k} | {v} |" for k, v in facts.items()),
+        "",
+        "Rows as the model sees them; what is trained stands in 【brackets】.",
+        "",
+    ]
     for sample in samples:
         text = "".join(f"【{t}】" if trained else t for t, trained in sample["segments"])
         if len(text) > LONGEST_SHOWN:
-            text = text[: LONGEST_SHOWN // 2] + " … " + text[-LONGEST_SHOWN // 2:]
+            text = text[: LONGEST_SHOWN // 2] + " … " + text[-LONGEST_SHOWN // 2 :]
         lines += [f"### {sample['row']}", "", "```text", text.replace("```", "ˋˋˋ"), "```", ""]
     return "\n".join(lines)
 
 
 def check_stop_tokens(stage, items: Sequence[Item], renderer) -> None:
-    """Warn when trained responses hardly ever train a stop token: the model would not learn to stop. What a template writes behind the last turn is not trained and does not count."""
+    """Warn when trained responses hardly ever train a stop token: the model would not learn to stop. What a template
+    writes behind the last turn is not trained and does not count.
+    """
     responses = [(ids, mask) for item in items[:512] for ids, mask in zip(item.responses, item.masks) if mask.any()]
     ending = sum(any(int(t) in renderer.stop_ids for t in ids[mask > 0][-2:]) for ids, mask in responses)
     if responses and ending < 0.5 * len(responses):
-        stage.warn("stop_token_not_trained", f"Only {ending} of {len(responses)} trained responses train a stop token, so the model may never stop. "
-                   "Raise max_length where it cuts them, or set chat_template to one that closes assistant turns with an end token.")
+        stage.warn(
+            "stop_token_not_trained",
+            f"Only {ending} of {len(responses)} trained responses train a stop token, so the model may never stop."
+            " Raise max_length where it cuts them, or set chat_template to one that closes assistant turns with an end"
+            " token.",
+        )
 
 
 #: Tokens of a step by those of its groups in one piece from which on a plan is warned of.
@@ -385,11 +568,18 @@ REPEATED = 1.5
 
 
 def warn_of_repeated_prompts(stage, step: Sequence[Item], tokens: int) -> None:
-    """Warn where groups go through the model in so many parts that computing their prompts again is what a step is made of."""
+    """Warn where groups go through the model in so many parts that computing their prompts again is what a step is made
+    of.
+    """
     once = sum(map(size, step))
     if tokens > REPEATED * once:
-        stage.warn("prompts_repeated", f"Groups of the longest prompts and completions exceed max_tokens_per_micro_batch={stage.config.max_tokens_per_micro_batch:,}, so they go through the model "
-                   f"in parts, each with its prompt: {tokens:,} tokens per step instead of {once:,}. Where memory allows, write max_tokens_per_micro_batch={max(map(size, step))}.")
+        stage.warn(
+            "prompts_repeated",
+            "Groups of the longest prompts and completions exceed"
+            f" max_tokens_per_micro_batch={stage.config.max_tokens_per_micro_batch:,}, so they go through the model in"
+            f" parts, each with its prompt: {tokens:,} tokens per step instead of {once:,}. Where memory allows, write"
+            f" max_tokens_per_micro_batch={max(map(size, step))}.",
+        )
 
 
 def advice(trainer, step: Sequence[Item], tokens: int, settings: str, instead: str = "") -> str:
@@ -399,29 +589,62 @@ def advice(trainer, step: Sequence[Item], tokens: int, settings: str, instead: s
         settings: what bounds a row. instead: what to write in place of a LoRA adapter, for a model that takes none.
     """
     config = trainer.config
-    least = max(len(item.prompt) + sum(len(item.responses[k]) for k in unit) for item in step
-                for unit in ([range(len(item.responses))] if item.by_response is None else trainer.units(item)))
-    write = [*(["activation_checkpointing=true"] if not config.activation_checkpointing else []), *([instead] if instead else ["lora_rank=16"] if not config.lora_rank else [])]
+    least = max(
+        len(item.prompt) + sum(len(item.responses[k]) for k in unit)
+        for item in step
+        for unit in ([range(len(item.responses))] if item.by_response is None else trainer.units(item))
+    )
+    write = [
+        *(["activation_checkpointing=true"] if not config.activation_checkpointing else []),
+        *([instead] if instead else ["lora_rank=16"] if not config.lora_rank else []),
+    ]
     budget = f"max_tokens_per_micro_batch (now {config.max_tokens_per_micro_batch:,}"
-    lower = f"Lower {budget}; that helps down to {least:,}) or {settings}" if tokens > least else \
-        f"A lower {budget}) cannot help, since these go through the model together whatever it is. Lower {settings}"
+    lower = (
+        f"Lower {budget}; that helps down to {least:,}) or {settings}"
+        if tokens > least
+        else (
+            f"A lower {budget}) cannot help, since these go through the model together whatever it is. Lower {settings}"
+        )
+    )
     return lower + (f", or write {' or '.join(write)}." if write else ".")
 
 
 def filled(group: list[Item], others: Sequence[Item], budget: int) -> list[Item]:
-    """A micro-batch of made-up rollouts with one more, as long as there is room: the rollouts of a run have all lengths, and fill it."""
+    """A micro-batch of made-up rollouts with one more, as long as there is room: the rollouts of a run have all
+    lengths, and fill it.
+    """
     room = budget - sum(map(size, group)) - (len(others[0].prompt) if others else 0)
     if not others or room <= 0:
         return group
     more = others[0].part([0])
-    return [*group, replace(more, responses=(more.responses[0][:room],), masks=(more.masks[0][:room],),
-                            extra={name: [value[0][:room] if isinstance(value[0], list) else value[0]] for name, value in more.extra.items()})]
+    return [
+        *group,
+        replace(
+            more,
+            responses=(more.responses[0][:room],),
+            masks=(more.masks[0][:room],),
+            extra={
+                name: [value[0][:room] if isinstance(value[0], list) else value[0]]
+                for name, value in more.extra.items()
+            },
+        ),
+    ]
 
 
-def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, settings: str = "max_length", instead: str = "", made_up: bool = False) -> tuple[float, int, float]:
-    """Forward and backward of the largest micro-batch that a step could hold, with the optimizer's memory: (seconds, its tokens, peak MiB so far).
+def try_dearest(
+    trainer,
+    items: Sequence[Item],
+    batch_size: int,
+    prepare=None,
+    settings: str = "max_length",
+    instead: str = "",
+    made_up: bool = False,
+) -> tuple[float, int, float]:
+    """Forward and backward of the largest micro-batch that a step could hold, with the optimizer's memory: (seconds,
+    its tokens, peak MiB so far).
 
-    ``settings`` and ``instead``: see :func:`advice`; ``made_up``: the items are rollouts of the greatest length, see :func:`filled`.
+    ``settings`` and ``instead``: see :func:`advice`; ``made_up``: the items are rollouts of the greatest length, see
+    :func:`filled`.
     """
     import torch
 
@@ -435,7 +658,11 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, s
     cost = tokens_together(trainer.model)
     group = max(planned, key=cost)
     if made_up and cost is together:
-        group = filled(group, [item for other in planned if other is not group for item in other], trainer.config.max_tokens_per_micro_batch)
+        group = filled(
+            group,
+            [item for other in planned if other is not group for item in other],
+            trainer.config.max_tokens_per_micro_batch,
+        )
     tokens = sum(map(size, group))
     cuda.finish(trainer.device)
     started = time.monotonic()
@@ -456,8 +683,10 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, s
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "alloc" not in str(error).lower():
             raise
-        raise TrainingError(f"The dearest micro-batch ({sum(len(i.responses) for i in group)} responses, {tokens:,} tokens) does not fit into memory. "
-                            + advice(trainer, step, tokens, settings, instead)) from error
+        raise TrainingError(
+            f"The dearest micro-batch ({sum(len(i.responses) for i in group)} responses, {tokens:,} tokens) does not"
+            " fit into memory. " + advice(trainer, step, tokens, settings, instead)
+        ) from error
     finally:
         trainer.optimizer.zero_grad(set_to_none=True)
         del moments
@@ -466,7 +695,9 @@ def try_dearest(trainer, items: Sequence[Item], batch_size: int, prepare=None, s
 
 
 def optimizer_state(trainer) -> list:
-    """As much as the optimizer will hold of every trained weight from the first step on, so that a trial before it needs the memory of one after it."""
+    """As much as the optimizer will hold of every trained weight from the first step on, so that a trial before it
+    needs the memory of one after it.
+    """
     import torch
 
     from stages.models.optimizers import state_shapes
@@ -474,7 +705,11 @@ def optimizer_state(trainer) -> list:
 
     if trainer.optimizer.state:  # of a run that goes on: it is there
         return []
-    return [torch.full_like(p, 0.0, requires_grad=False) if shape == p.shape else local(p.detach()).new_zeros(shape) for p, shape in state_shapes(trainer.optimizer) if p.requires_grad]
+    return [
+        torch.full_like(p, 0.0, requires_grad=False) if shape == p.shape else local(p.detach()).new_zeros(shape)
+        for p, shape in state_shapes(trainer.optimizer)
+        if p.requires_grad
+    ]
 
 
 def duration(seconds: float) -> str:

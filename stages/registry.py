@@ -56,7 +56,9 @@ def stage_module_name(name: str) -> str:
         return STAGES[name]
     if "." in name:
         return name
-    raise ConfigError(f"there is no stage {name!r}; {did_you_mean(name, list(STAGES), 3)}`posttrain ls stages` lists them")
+    raise ConfigError(
+        f"there is no stage {name!r}; {did_you_mean(name, list(STAGES), 3)}`posttrain ls stages` lists them"
+    )
 
 
 def get_stage(name: str) -> ModuleType:
@@ -66,7 +68,10 @@ def get_stage(name: str) -> ModuleType:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
-            raise ConfigError(f"stage {name!r}: no module {module_name!r}; write one of {', '.join(STAGES)}, or the path of an importable stage module") from None
+            raise ConfigError(
+                f"stage {name!r}: no module {module_name!r}; write one of {', '.join(STAGES)}, or the path of an"
+                " importable stage module"
+            ) from None
         raise
     if not isinstance(getattr(module, "SPEC", None), StageSpec) or not callable(getattr(module, "run", None)):
         raise ConfigError(f"{module_name} is not a stage: it must define SPEC (a StageSpec) and run(stage)")

@@ -1,9 +1,11 @@
-"""rescore: stored answers scored under another rubric, without generating them again, and a review of the rubric's items (GRAPE-OPS).
+"""rescore: stored answers scored under another rubric, without generating them again, and a review of the rubric's
+items (GRAPE-OPS).
 
-Takes the candidates of ``rejection`` or the rollouts of ``rl``. Only the rubric is scored; other components keep their stored values. Given
-the ``scores`` of an earlier run, items whose version did not change are not scored again, so a rubric with one new item costs one item.
-Confidences are averaged over the whole dataset. The answers come back with new rewards: ``rejection`` selects from them again
-(``candidates=``), off-policy presets of ``rl`` train on them (``stored=``). A killed run continues at its last block.
+Takes the candidates of ``rejection`` or the rollouts of ``rl``. Only the rubric is scored; other components keep their
+stored values. Given the ``scores`` of an earlier run, items whose version did not change are not scored again, so a
+rubric with one new item costs one item. Confidences are averaged over the whole dataset. The answers come back with new
+rewards: ``rejection`` selects from them again (``candidates=``), off-policy presets of ``rl`` train on them
+(``stored=``). A killed run continues at its last block.
 """
 
 from __future__ import annotations
@@ -15,23 +17,42 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
-    rewards: list[FixedComponent] = Field(default_factory=lambda: [RewardComponent(kind="rubric")],
-                                           description="As in the run that made the data: one component of kind rubric, scored anew, and others, whose "
-                                                       "stored values count.")
+    rewards: list[FixedComponent] = Field(
+        default_factory=lambda: [RewardComponent(kind="rubric")],
+        description=(
+            "As in the run that made the data: one component of kind rubric, scored anew, and others, whose "
+            "stored values count."
+        ),
+    )
     block: int = Field(256, ge=1, description="Answers scored as one resumable unit.")
 
 
 SPEC = StageSpec(
-    name="rescore", config=Config, gpu=True,
-    inputs={"data": InputSpec("dataset", kinds=("candidates/1", "rollouts/1"), doc="Answers of a rejection or rl run."),
-            "prompts": InputSpec("dataset", kinds=("prompts/1",), doc="Their prompts, with categories and answers."),
-            "rubric": InputSpec("dataset", kinds=("rubric_items/1",), doc="The rubric: a file (YAML, JSON, JSON Lines) or a dataset."),
-            "scores": InputSpec("dataset", kinds=("rubric_scores/1",), required=False, doc="Item scores of an earlier run, kept where the item is the same."),
-            "model": InputSpec("model", required=False, doc="The policy of the rollouts, for its tokenizer."),
-            "judge": InputSpec("model", required=False, doc="Causal LM of judged items."),
-            "reward_model": InputSpec("model", required=False, doc="Scorer of reward-model items.")},
-    outputs={"data": OutputSpec("dataset", doc="The same rows with new rewards."), "rubric_scores": OutputSpec("dataset"),
-             "rubric_confidence": OutputSpec("dataset")})
+    name="rescore",
+    config=Config,
+    gpu=True,
+    inputs={
+        "data": InputSpec("dataset", kinds=("candidates/1", "rollouts/1"), doc="Answers of a rejection or rl run."),
+        "prompts": InputSpec("dataset", kinds=("prompts/1",), doc="Their prompts, with categories and answers."),
+        "rubric": InputSpec(
+            "dataset", kinds=("rubric_items/1",), doc="The rubric: a file (YAML, JSON, JSON Lines) or a dataset."
+        ),
+        "scores": InputSpec(
+            "dataset",
+            kinds=("rubric_scores/1",),
+            required=False,
+            doc="Item scores of an earlier run, kept where the item is the same.",
+        ),
+        "model": InputSpec("model", required=False, doc="The policy of the rollouts, for its tokenizer."),
+        "judge": InputSpec("model", required=False, doc="Causal LM of judged items."),
+        "reward_model": InputSpec("model", required=False, doc="Scorer of reward-model items."),
+    },
+    outputs={
+        "data": OutputSpec("dataset", doc="The same rows with new rewards."),
+        "rubric_scores": OutputSpec("dataset"),
+        "rubric_confidence": OutputSpec("dataset"),
+    },
+)
 
 
 def run(stage):
@@ -45,23 +66,34 @@ def run(stage):
     config = stage.config
     rubrics = [c for c in config.rewards if c.kind == "rubric"]
     if len(rubrics) != 1:
-        raise ConfigError(f"rescore: rewards holds {len(rubrics)} components of kind rubric; write one, for example rewards='[{{name: rubric, kind: rubric}}]'")
+        raise ConfigError(
+            f"rescore: rewards holds {len(rubrics)} components of kind rubric; write one, for example rewards='[{{name:"
+            " rubric, kind: rubric}]'"
+        )
     component, data = rubrics[0], stage.dataset("data")
     rows = list(data.iter_rows())
     if not rows:
-        raise ConfigError("rescore: the input data has no rows; give the candidates of a rejection run or the rollouts of an rl run")
+        raise ConfigError(
+            "rescore: the input data has no rows; give the candidates of a rejection run or the rollouts of an rl run"
+        )
     known = {}
     for row in stage.dataset("scores").iter_rows() if stage.has("scores") else ():
         if row["score"] is not None:
-            known[row["sample_row_id"], row["category"], row["item_id"], row["item_version"].rpartition("-")[2], row["scorer_id"]] = row
+            known[
+                row["sample_row_id"],
+                row["category"],
+                row["item_id"],
+                row["item_version"].rpartition("-")[2],
+                row["scorer_id"],
+            ] = row
     renderer = _renderer(stage, data.kind)
     asked = _asked(stage, data.kind, rows, renderer)
     scorer = RubricScorer(component, load(stage), stage.inputs, renderer, stage.device, known)
     writer = stage.writer("rubric_scores", "rubric_scores/1")
     size = scorer.rows_at_once(len(rows), config.block)
     for start in range(stage.units_done * size, len(rows), size):
-        block = rows[start:start + size]
-        found = scorer.items(asked[start:start + size])
+        block = rows[start : start + size]
+        found = scorer.items(asked[start : start + size])
         writer.write([one for row, items in zip(block, found) for one in score_rows(row, items, row.get("iteration"))])
         writer.flush()
         stage.save_checkpoint(start // size + 1, {}, {})
@@ -74,12 +106,18 @@ def run(stage):
     weights, rewards = {c.name: c.weight for c in config.rewards}, Rewards(list(config.rewards), {}, None)
     made, before, after = [], [], []
     for row, value in zip(rows, values):
-        stored = {c["name"]: c["value"] for c in row["reward_components"]} if data.kind == "rollouts/1" else {c["source"]: c["value"] for c in row["scores"]}
+        stored = (
+            {c["name"]: c["value"] for c in row["reward_components"]}
+            if data.kind == "rollouts/1"
+            else {c["source"]: c["value"] for c in row["scores"]}
+        )
         parts = {}
         for other in config.rewards:
             if other is not component and other.name not in stored:
-                raise ConfigError(f"rescore: the data has no values of the component {other.name!r} (it has {', '.join(stored) or 'none'}); leave it out of "
-                                  f"rewards")
+                raise ConfigError(
+                    f"rescore: the data has no values of the component {other.name!r} (it has"
+                    f" {', '.join(stored) or 'none'}); leave it out of rewards"
+                )
             parts[other.name] = value if other is component else stored[other.name]
         total = rewards.total_of(parts)
         # a router's other tiers do not count
@@ -92,13 +130,31 @@ def run(stage):
     out.close({"answers": len(made)})
     review = write_review(stage)
     pairs = [(b, a) for b, a in zip(before, after) if b is not None and a is not None]
-    summary = {"answers": len(rows), "unscorable": sum(v is None for v in values), "items": len(review), "items_flagged": sum(r["flagged"] for r in review),
-               "items_without_discrimination": sum(not r["discriminates"] for r in review), "items_reused": sum(
-                   (one["sample_row_id"], one["category"], one["item_id"], one["item_version"].rpartition("-")[2], one["scorer_id"]) in known
-                   for own in items_of.values() for one in own)}
+    summary = {
+        "answers": len(rows),
+        "unscorable": sum(v is None for v in values),
+        "items": len(review),
+        "items_flagged": sum(r["flagged"] for r in review),
+        "items_without_discrimination": sum(not r["discriminates"] for r in review),
+        "items_reused": sum(
+            (
+                one["sample_row_id"],
+                one["category"],
+                one["item_id"],
+                one["item_version"].rpartition("-")[2],
+                one["scorer_id"],
+            )
+            in known
+            for own in items_of.values()
+            for one in own
+        ),
+    }
     if pairs:
-        summary |= {"reward/mean_before": sum(b for b, _ in pairs) / len(pairs), "reward/mean": sum(a for _, a in pairs) / len(pairs),
-                    "reward/changed": sum(abs(a - b) > 1e-12 for b, a in pairs) / len(pairs)}
+        summary |= {
+            "reward/mean_before": sum(b for b, _ in pairs) / len(pairs),
+            "reward/mean": sum(a for _, a in pairs) / len(pairs),
+            "reward/changed": sum(abs(a - b) > 1e-12 for b, a in pairs) / len(pairs),
+        }
     summary |= rubric_metrics([items_of[row["row_id"]] for row in rows], values, component.flag_below)
     stage.summary(summary)
     stage.report("summary", markdown=document("Answers scored under another rubric", facts(summary)))
@@ -109,7 +165,9 @@ def _renderer(stage, kind: str):
     from stages.spec import ConfigError
 
     if kind == "rollouts/1" and not stage.has("model"):
-        raise ConfigError("rescore: rollouts hold token ids; give model=MODEL_REF, the policy of that run, to read them")
+        raise ConfigError(
+            "rescore: rollouts hold token ids; give model=MODEL_REF, the policy of that run, to read them"
+        )
     return renderer_for(stage.path("model")) if stage.has("model") else None
 
 
@@ -122,27 +180,58 @@ def _asked(stage, kind: str, rows, renderer) -> list[dict]:
     prompts = by_prompt_id(stage, stage.dataset("prompts").iter_rows(), {row["prompt_id"] for row in rows})
     lost = sorted({row["prompt_id"] for row in rows} - set(prompts))
     if lost:
-        raise ConfigError(f"rescore: the input prompts lacks {len(lost)} prompts of the data (first {lost[0]}); give the prompts dataset of the run that "
-                          f"made it")
+        raise ConfigError(
+            f"rescore: the input prompts lacks {len(lost)} prompts of the data (first {lost[0]}); give the prompts"
+            " dataset of the run that made it"
+        )
     out, opens = [], opens_thought(renderer.tokenizer if renderer else None)
     for row in rows:
-        opened = renderer is not None and opens(row["prompt_ids"] if kind == "rollouts/1" else renderer.prompt_ids(row["prompt"]))
+        opened = renderer is not None and opens(
+            row["prompt_ids"] if kind == "rollouts/1" else renderer.prompt_ids(row["prompt"])
+        )
         if kind == "rollouts/1":
             ids, finish = list(row["completion_ids"]), "eos" if row["terminated"] else "length"
             text = text_of(renderer.tokenizer, [t for t in ids if t not in renderer.stop_ids])
         else:
             (ids, finish, _), text = stored_completion(renderer, row), row["completion"][-1]["content"] or ""
-        out.append({"row_id": row["row_id"], "prompt_row": prompts[row["prompt_id"]], "completion_text": text, "completion_ids": ids, "finish_reason": finish, "opened": opened})
+        out.append(
+            {
+                "row_id": row["row_id"],
+                "prompt_row": prompts[row["prompt_id"]],
+                "completion_text": text,
+                "completion_ids": ids,
+                "finish_reason": finish,
+                "opened": opened,
+            }
+        )
     return out
 
 
 def _rewarded(kind: str, row: dict, parts: dict, total: float | None, weights: dict, tier: str | None) -> dict:
     """The row with another reward; what was computed from the old one (advantages, returns) is taken out."""
     if kind == "candidates/1":
-        reason = row["drop_reason"] if row["drop_reason"] not in (None, "unscorable") else "unscorable" if total is None else None
-        return {**row, "scores": [{"source": k, "value": v} for k, v in parts.items()], "reward": total, "kept": reason is None, "drop_reason": reason}
+        reason = (
+            row["drop_reason"]
+            if row["drop_reason"] not in (None, "unscorable")
+            else "unscorable"
+            if total is None
+            else None
+        )
+        return {
+            **row,
+            "scores": [{"source": k, "value": v} for k, v in parts.items()],
+            "reward": total,
+            "kept": reason is None,
+            "drop_reason": reason,
+        }
     kept = [c for c in row["reward_components"] if c["name"] == "overlong"]
     components = [{"name": k, "value": v, "weight": weights[k]} for k, v in parts.items()] + kept
-    return {**row, "reward_components": components, "reward": 0.0 if total is None else total + sum(c["value"] for c in kept),
-            "reward_tier": "unscorable" if total is None else tier,
-            **dict.fromkeys(("token_rewards", "advantages", "returns", "values", "bootstrap_value", "shaped_reward", "step_rewards"))}
+    return {
+        **row,
+        "reward_components": components,
+        "reward": 0.0 if total is None else total + sum(c["value"] for c in kept),
+        "reward_tier": "unscorable" if total is None else tier,
+        **dict.fromkeys(
+            ("token_rewards", "advantages", "returns", "values", "bootstrap_value", "shaped_reward", "step_rewards")
+        ),
+    }

@@ -1,13 +1,14 @@
 """reward_combine: several reward models as one, usable wherever a reward model is.
 
 ``mean``, ``min``, ``uwo``     an ensemble: members trained from different seeds (``--seed``); uwo subtracts uncertainty_coef times the
-                          members' variance, and their spread is logged as an out-of-distribution signal (``rm.ensemble``)
+                          members' variance, and their spread is logged as an out-of-distribution signal
+                          (``rm.ensemble``)
 ``weighted``              one model per principle or objective, fixed weights (``rm.multi``)
 ``safety_gate``           the safety model decides on safety prompts and where it is alarmed, else the helpfulness model (``rm.multi``, Llama 2)
 ``implicit``              a tuned policy against its reference (``rm.implicit``)
 
-Members must be calibrated (their own ``anchor``): scores of unrelated scales cannot be added. Given held-out pairs, the result is judged like
-any reward model, and so is each member.
+Members must be calibrated (their own ``anchor``): scores of unrelated scales cannot be added. Given held-out pairs, the
+result is judged like any reward model, and so is each member.
 """
 
 from __future__ import annotations
@@ -22,17 +23,45 @@ from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 class Config(StageConfig):
     READ_WHEN: ClassVar[ReadWhen] = (
-        (("weights",), lambda c: c.combine == "weighted", "only combine=weighted weighs members; write combine=weighted"),
-        (("uncertainty_coef",), lambda c: c.combine == "uwo", "only combine=uwo subtracts the members' variance; write combine=uwo"),
-        (("helpful", "safety", "safety_threshold"), lambda c: c.combine == "safety_gate", "only combine=safety_gate has a helpfulness and a safety model; write combine=safety_gate"),
-        (("beta", "max_length"), lambda c: c.combine == "implicit", "only combine=implicit reads a policy's log-probs; write combine=implicit"))
+        (
+            ("weights",),
+            lambda c: c.combine == "weighted",
+            "only combine=weighted weighs members; write combine=weighted",
+        ),
+        (
+            ("uncertainty_coef",),
+            lambda c: c.combine == "uwo",
+            "only combine=uwo subtracts the members' variance; write combine=uwo",
+        ),
+        (
+            ("helpful", "safety", "safety_threshold"),
+            lambda c: c.combine == "safety_gate",
+            "only combine=safety_gate has a helpfulness and a safety model; write combine=safety_gate",
+        ),
+        (
+            ("beta", "max_length"),
+            lambda c: c.combine == "implicit",
+            "only combine=implicit reads a policy's log-probs; write combine=implicit",
+        ),
+    )
 
-    combine: Literal["mean", "min", "uwo", "weighted", "safety_gate", "implicit"] = Field("mean", description="How the members become one score.")
-    uncertainty_coef: float = Field(0.1, ge=0, description="uwo: lambda of mean - lambda * variance (no default in texts, ours 0.1; Coste et al. 2023).")
+    combine: Literal["mean", "min", "uwo", "weighted", "safety_gate", "implicit"] = Field(
+        "mean", description="How the members become one score."
+    )
+    uncertainty_coef: float = Field(
+        0.1,
+        ge=0,
+        description="uwo: lambda of mean - lambda * variance (no default in texts, ours 0.1; Coste et al. 2023).",
+    )
     weights: dict[str, float] = Field(default_factory=dict, description="weighted: {member label: weight}, sum 1.")
     helpful: str = Field("helpful", description="safety_gate: label of the helpfulness model.")
     safety: str = Field("safety", description="safety_gate: label of the safety model.")
-    safety_threshold: float = Field(0.15, gt=0, lt=1, description="safety_gate: the safety model decides where its probability is below this (Llama 2).")
+    safety_threshold: float = Field(
+        0.15,
+        gt=0,
+        lt=1,
+        description="safety_gate: the safety model decides where its probability is below this (Llama 2).",
+    )
     beta: float = Field(0.1, gt=0, description="implicit: beta (log pi - log ref); the beta the policy was tuned with.")
     max_length: int = Field(1024, ge=8, description="implicit: tokens of prompt and response.")
     split: str = Field("test", description="Split of the pairs that judge the result.")
@@ -44,17 +73,26 @@ class Config(StageConfig):
     def _possible(self):
         refuse_unread(self, self.READ_WHEN)
         if self.combine == "weighted" and abs(sum(self.weights.values()) - 1) > 1e-6:
-            raise ValueError("weights must have sum 1; write one per member label, for example weights={helpful: 0.7, safe: 0.3}")
+            raise ValueError(
+                "weights must have sum 1; write one per member label, for example weights={helpful: 0.7, safe: 0.3}"
+            )
         return self
 
 
 SPEC = StageSpec(
-    name="reward_combine", config=Config, gpu=True,
-    inputs={"members": InputSpec("model", many=True, required=False, doc="Reward models, members.LABEL=REF each."),
-            "policy": InputSpec("model", required=False, doc="implicit: the tuned policy."),
-            "reference": InputSpec("model", required=False, doc="implicit: its reference."),
-            "pairs": InputSpec("dataset", kinds=("pairs/1",), required=False, held_out=True, doc="Held-out pairs that judge the result.")},
-    outputs={"model": OutputSpec("model", role="reward")})
+    name="reward_combine",
+    config=Config,
+    gpu=True,
+    inputs={
+        "members": InputSpec("model", many=True, required=False, doc="Reward models, members.LABEL=REF each."),
+        "policy": InputSpec("model", required=False, doc="implicit: the tuned policy."),
+        "reference": InputSpec("model", required=False, doc="implicit: its reference."),
+        "pairs": InputSpec(
+            "dataset", kinds=("pairs/1",), required=False, held_out=True, doc="Held-out pairs that judge the result."
+        ),
+    },
+    outputs={"model": OutputSpec("model", role="reward")},
+)
 
 
 def members_of(stage) -> dict[str, str]:
@@ -68,18 +106,30 @@ def members_of(stage) -> dict[str, str]:
     config = stage.config
     if config.combine == "implicit":
         if stage.many("members"):
-            raise ConfigError("reward_combine: combine=implicit reads the inputs policy and reference and no members; leave members out, or write combine=mean")
+            raise ConfigError(
+                "reward_combine: combine=implicit reads the inputs policy and reference and no members; leave members"
+                " out, or write combine=mean"
+            )
         return {"policy": stage.path("policy"), "reference": stage.path("reference")}
     if unread := [name for name in ("policy", "reference") if stage.has(name)]:
-        raise ConfigError(f"reward_combine: combine={config.combine} does not read the input {' and '.join(unread)}; write combine=implicit, or leave {'it' if len(unread) == 1 else 'them'} out")
+        raise ConfigError(
+            f"reward_combine: combine={config.combine} does not read the input {' and '.join(unread)}; write"
+            f" combine=implicit, or leave {'it' if len(unread) == 1 else 'them'} out"
+        )
     given = {label or "0": entry.path for label, entry in stage.many("members").items()}
     needed = {"weighted": list(config.weights), "safety_gate": [config.helpful, config.safety]}.get(config.combine, [])
     missing = [label for label in needed if label not in given]
     if missing or not given:
-        raise ConfigError(f"reward_combine: combine={config.combine} needs {', '.join(f'members.{m}=REF' for m in missing) or 'members.LABEL=REF, one per reward model'}"
-                          f"; given: {', '.join(given) or 'none'}")
+        raise ConfigError(
+            f"reward_combine: combine={config.combine} needs"
+            f" {', '.join(f'members.{m}=REF' for m in missing) or 'members.LABEL=REF, one per reward model'}; given:"
+            f" {', '.join(given) or 'none'}"
+        )
     if config.combine == "weighted" and set(given) != set(needed):
-        raise ConfigError(f"reward_combine: weights name {', '.join(needed)}, the members are {', '.join(given)}; give every member a weight")
+        raise ConfigError(
+            f"reward_combine: weights name {', '.join(needed)}, the members are {', '.join(given)}; give every member a"
+            " weight"
+        )
     return given
 
 
@@ -94,16 +144,31 @@ def run(stage):
 
     config, members = stage.config, members_of(stage)
     implicit = config.combine == "implicit"
-    options = {"beta": config.beta} if implicit else {
-        "members": sorted(members), "combine": config.combine, "uncertainty_coef": config.uncertainty_coef, "weights": config.weights,
-        "helpful": config.helpful, "safety": config.safety, "safety_threshold": config.safety_threshold}
-    card = RewardCard("implicit" if implicit else "combined", max_length=config.max_length if implicit else None, options=options)
+    options = (
+        {"beta": config.beta}
+        if implicit
+        else {
+            "members": sorted(members),
+            "combine": config.combine,
+            "uncertainty_coef": config.uncertainty_coef,
+            "weights": config.weights,
+            "helpful": config.helpful,
+            "safety": config.safety,
+            "safety_threshold": config.safety_threshold,
+        }
+    )
+    card = RewardCard(
+        "implicit" if implicit else "combined", max_length=config.max_length if implicit else None, options=options
+    )
     with stage.output_model("model", role="reward") as directory:
         for name, path in members.items():
             shutil.copytree(path, Path(directory, name) if implicit else Path(directory, "members", name))
         write_card(directory, card)
     if not implicit and len(members) < 2:
-        stage.warn("one_member", "A combination of one reward model is that model; give more members, trained from other seeds or data.")
+        stage.warn(
+            "one_member",
+            "A combination of one reward model is that model; give more members, trained from other seeds or data.",
+        )
     summary = {"members": len(members)}
     if stage.has("pairs"):
         scorer = load_scorer(str(stage.workdir / "out" / "model"), stage.device, config.max_tokens_per_micro_batch)
@@ -114,10 +179,21 @@ def run(stage):
         if not implicit:
             for name, member in scorer.members.items():
                 alone = held_out(stage, member, stage.dataset("pairs"), config.split, config.limit)
-                summary |= {f"member/{name}/{k}": alone[k] for k in ("accuracy", "log_loss", "ece", "score_mean", "score_std") if k in alone}
+                summary |= {
+                    f"member/{name}/{k}": alone[k]
+                    for k in ("accuracy", "log_loss", "ece", "score_mean", "score_std")
+                    if k in alone
+                }
         scales = [summary[f"member/{n}/score_std"] for n in members if f"member/{n}/score_std" in summary]
-        if config.combine in ("mean", "min", "uwo", "weighted") and scales and max(scales) > 10 * max(min(scales), 1e-12):
-            stage.warn("scales_differ", "The members' scores have standard deviations that differ more than tenfold, so the widest decides alone. Train "
-                       "them alike, or give the narrow one a larger weight.")
+        if (
+            config.combine in ("mean", "min", "uwo", "weighted")
+            and scales
+            and max(scales) > 10 * max(min(scales), 1e-12)
+        ):
+            stage.warn(
+                "scales_differ",
+                "The members' scores have standard deviations that differ more than tenfold, so the widest decides"
+                " alone. Train them alike, or give the narrow one a larger weight.",
+            )
     stage.summary(summary)
     stage.report("summary", markdown=document(f"Combined reward model ({config.combine})", facts(summary)))

@@ -7,9 +7,9 @@
     unpaired/1   pointwise_bce, orm (every token of an answer), value
     stepwise/1   prm (every step of a solution)
 
-``objective=auto`` takes the natural one of the data. The backbone may be any decoder or encoder, with its own tokenizer and
-template. After training the scores are anchored (``rm.calibrate``) and the model is judged on held-out rows (``rm.eval``) through
-the same scorer that rejection sampling, RL and evaluation use.
+``objective=auto`` takes the natural one of the data. The backbone may be any decoder or encoder, with its own tokenizer
+and template. After training the scores are anchored (``rm.calibrate``) and the model is judged on held-out rows
+(``rm.eval``) through the same scorer that rejection sampling, RL and evaluation use.
 """
 
 from __future__ import annotations
@@ -27,88 +27,241 @@ from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out,
 class Config(OptimizerConfig, ChatConfig):
     READ_WHEN: ClassVar[ReadWhen] = (
         *OptimizerConfig.READ_WHEN,
-        (("last_layers",), lambda c: c.train_layers == "head_and_last", "the trained layers are not counted from the last; write train_layers=head_and_last"),
-        (("curriculum_stages",), lambda c: c.curriculum not in ("none", "stage_index"), "there is no curriculum that is cut into stages; write for example curriculum=margin"),
-        (("outcome_token",), lambda c: c.outcome_head == "gain_bias" or c.objective not in ("auto", "orm"), "a linear head reads no token's logit; write outcome_head=gain_bias"),
-        (("neutral_as",), lambda c: c.step_classes == 3 or c.objective not in ("auto", "prm"), "with two classes a neutral step is a right one; write step_classes=3"))
+        (
+            ("last_layers",),
+            lambda c: c.train_layers == "head_and_last",
+            "the trained layers are not counted from the last; write train_layers=head_and_last",
+        ),
+        (
+            ("curriculum_stages",),
+            lambda c: c.curriculum not in ("none", "stage_index"),
+            "there is no curriculum that is cut into stages; write for example curriculum=margin",
+        ),
+        (
+            ("outcome_token",),
+            lambda c: c.outcome_head == "gain_bias" or c.objective not in ("auto", "orm"),
+            "a linear head reads no token's logit; write outcome_head=gain_bias",
+        ),
+        (
+            ("neutral_as",),
+            lambda c: c.step_classes == 3 or c.objective not in ("auto", "prm"),
+            "with two classes a neutral step is a right one; write step_classes=3",
+        ),
+    )
 
-    objective: Literal["auto", "bt", "margin", "soft_label", "kwise_pairs", "plackett_luce", "pointwise_bce", "regression", "orm", "value", "prm",
-                       "pairwise", "t2t_point", "t2t_pair"] = Field(
-        "auto", description="What is learned; auto: bt from pairs, kwise_pairs from rankings, regression from ratings, pointwise_bce from labels, "
-        "prm from steps (catalogue section B).")
+    objective: Literal[
+        "auto",
+        "bt",
+        "margin",
+        "soft_label",
+        "kwise_pairs",
+        "plackett_luce",
+        "pointwise_bce",
+        "regression",
+        "orm",
+        "value",
+        "prm",
+        "pairwise",
+        "t2t_point",
+        "t2t_pair",
+    ] = Field(
+        "auto",
+        description=(
+            "What is learned; auto: bt from pairs, kwise_pairs from rankings, regression from ratings, pointwise_bce"
+            " from labels, prm from steps (catalogue section B)."
+        ),
+    )
     learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate (ours 1e-5; InstructGPT 9e-6; TRL 1e-4).")
     batch_size: int = Field(32, ge=1, description="Rows (pairs, rankings, solutions) per optimizer step.")
-    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the rows; reward models overfit after one (texts).")
-    max_steps: int | None = Field(None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs.")
-    max_length: int = Field(1024, ge=8, description="Tokens of prompt and longer response; see the ingest report for lengths.")
-    split: str = Field("train", description="Split to learn from; rm_a or rm_b for train-RM / test-RM studies (ingest halves=true; rm.overopt).")
+    num_train_epochs: float = Field(
+        1.0, gt=0, description="Passes over the rows; reward models overfit after one (texts)."
+    )
+    max_steps: int | None = Field(
+        None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs."
+    )
+    max_length: int = Field(
+        1024, ge=8, description="Tokens of prompt and longer response; see the ingest report for lengths."
+    )
+    split: str = Field(
+        "train",
+        description=(
+            "Split to learn from; rm_a or rm_b for train-RM / test-RM studies (ingest halves=true; rm.overopt)."
+        ),
+    )
     pooling: Literal["auto", "last", "mean", "cls"] = Field(
-        "auto", description="State the head reads: last token (decoders), mean over tokens, or the encoder's own pooled head; auto: last / mean.")
-    init_head: Literal["fresh", "keep"] = Field("fresh", description="keep: go on from a reward model's head (pre-trained preference models, rm.pmp).")
-    train_layers: Literal["all", "head", "head_and_last"] = Field("all", description="Trainable set: everything, the head, or head and last_layers.")
+        "auto",
+        description=(
+            "State the head reads: last token (decoders), mean over tokens, or the encoder's own pooled head; auto:"
+            " last / mean."
+        ),
+    )
+    init_head: Literal["fresh", "keep"] = Field(
+        "fresh", description="keep: go on from a reward model's head (pre-trained preference models, rm.pmp)."
+    )
+    train_layers: Literal["all", "head", "head_and_last"] = Field(
+        "all", description="Trainable set: everything, the head, or head and last_layers."
+    )
     last_layers: int = Field(2, ge=1, description="Layers trained with train_layers=head_and_last.")
-    facts: bool = Field(False, description="Append each row's facts (column or extra_json entry `facts`) to what the model reads (rm.factual).")
+    facts: bool = Field(
+        False,
+        description=(
+            "Append each row's facts (column or extra_json entry `facts`) to what the model reads (rm.factual)."
+        ),
+    )
 
-    use_margin: bool = Field(False, description="pairs: subtract the rows' margin inside the loss (rm.margin; Llama 3 dropped it).")
+    use_margin: bool = Field(
+        False, description="pairs: subtract the rows' margin inside the loss (rm.margin; Llama 3 dropped it)."
+    )
     use_soft_labels: bool = Field(False, description="pairs: use label_prob as P(chosen preferred) (rm.soft_label).")
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="pairs: probability that a label is flipped.")
-    center_rewards_coefficient: float = Field(0.0, ge=0, description="pairs: c * mean((r_w + r_l)^2) (TRL; 0.01 in the paper).")
-    lm_loss_weight: float = Field(0.0, ge=0, description="bt family, orm: also the LM loss on the (chosen) answer, LM head kept in training (Cobbe: 1).")
+    center_rewards_coefficient: float = Field(
+        0.0, ge=0, description="pairs: c * mean((r_w + r_l)^2) (TRL; 0.01 in the paper)."
+    )
+    lm_loss_weight: float = Field(
+        0.0,
+        ge=0,
+        description="bt family, orm: also the LM loss on the (chosen) answer, LM head kept in training (Cobbe: 1).",
+    )
     curriculum: Literal["none", "margin", "score_gap", "rank_gap", "confidence", "stage_index"] = Field(
-        "none", description="pairs: train from easy (large value) to hard; stage_index: stages as given (rm.curriculum).")
+        "none",
+        description="pairs: train from easy (large value) to hard; stage_index: stages as given (rm.curriculum).",
+    )
     curriculum_stages: int = Field(3, ge=1, description="Stages of equal size of a curriculum.")
-    pair_weighting: Literal["per_prompt", "per_pair"] = Field("per_prompt", description="kwise_pairs: mean over prompts of mean over pairs, or over pairs.")
-    tie_policy: Literal["error", "drop_item", "use_pairs"] = Field("error", description="plackett_luce: what to do with equal ranks.")
-    top_ranks: int | None = Field(None, ge=1, title="Top ranks", description="plackett_luce: only the first ranks are certain (partial rankings).")
+    pair_weighting: Literal["per_prompt", "per_pair"] = Field(
+        "per_prompt", description="kwise_pairs: mean over prompts of mean over pairs, or over pairs."
+    )
+    tie_policy: Literal["error", "drop_item", "use_pairs"] = Field(
+        "error", description="plackett_luce: what to do with equal ranks."
+    )
+    top_ranks: int | None = Field(
+        None, ge=1, title="Top ranks", description="plackett_luce: only the first ranks are certain (partial rankings)."
+    )
     normalise_by_k: bool = Field(False, description="plackett_luce: divide each ranking's loss by K - 1.")
-    attributes: list[str] = Field(default_factory=list, description="regression: one output per aspect of the ratings; empty: the overall score.")
-    attribute_weights: list[float] = Field(default_factory=list, description="regression: weights of the attributes in the score, sum 1; empty: equal.")
-    regression_loss: Literal["mse", "huber"] = Field("mse", description="regression: squared, or linear beyond one standard deviation.")
-    centre_annotators: bool = Field(False, description="regression: move each annotator's mean rating to the overall mean.")
-    balance: bool = Field(True, description="orm: equally many right and wrong answers per prompt; prompts with one kind are left out.")
-    outcome_head: Literal["linear", "gain_bias"] = Field("linear", description="orm: linear head, or gain and bias on one vocabulary logit (Cobbe et al.).")
-    outcome_token: str | None = Field(None, title="Outcome token", description="orm, gain_bias: the reserved token; empty: the pad token.")
+    attributes: list[str] = Field(
+        default_factory=list, description="regression: one output per aspect of the ratings; empty: the overall score."
+    )
+    attribute_weights: list[float] = Field(
+        default_factory=list, description="regression: weights of the attributes in the score, sum 1; empty: equal."
+    )
+    regression_loss: Literal["mse", "huber"] = Field(
+        "mse", description="regression: squared, or linear beyond one standard deviation."
+    )
+    centre_annotators: bool = Field(
+        False, description="regression: move each annotator's mean rating to the overall mean."
+    )
+    balance: bool = Field(
+        True, description="orm: equally many right and wrong answers per prompt; prompts with one kind are left out."
+    )
+    outcome_head: Literal["linear", "gain_bias"] = Field(
+        "linear", description="orm: linear head, or gain and bias on one vocabulary logit (Cobbe et al.)."
+    )
+    outcome_token: str | None = Field(
+        None, title="Outcome token", description="orm, gain_bias: the reserved token; empty: the pad token."
+    )
     step_classes: Literal[2, 3] = Field(2, description="prm: wrong / right, or wrong / neutral / right (PRM800K).")
     step_separator: str = Field("", description="prm: text that ends a step; empty: the rows' own separator.")
-    after_first_error: Literal["drop", "keep"] = Field("drop", description="prm: labels behind the first wrong step are dropped or used.")
+    after_first_error: Literal["drop", "keep"] = Field(
+        "drop", description="prm: labels behind the first wrong step are dropped or used."
+    )
     hard_labels: bool = Field(False, description="prm: use hard labels although rows have soft ones (rm.prm_rollout).")
-    neutral_as: Literal["positive", "negative"] = Field("positive", description="prm: what a neutral step counts as in the score.")
-    aggregation: Literal["auto", "prod", "min", "mean", "last"] = Field("auto", description="Score of a solution from its steps (prm: prod) or tokens (orm: last).")
-    label_words: list[str] = Field(default_factory=list, description="t2t_point: good and bad word (Good, Bad); t2t_pair: the letters (A, B).")
-    label_request: Literal["sections", "slic"] = Field("sections", description="t2t_point, t2t_pair: what the model reads before the label: [CONTEXT], [RESPONSE] ... as sections (RSO), or one line, "
-                                                       "[Context] ... [Summary] ... (SLiC-HF, data.t2t).")
-    normalise_over_labels: bool = Field(False, description="t2t_point: P(Good) / (P(Good) + P(Bad)) instead of P(Good).")
+    neutral_as: Literal["positive", "negative"] = Field(
+        "positive", description="prm: what a neutral step counts as in the score."
+    )
+    aggregation: Literal["auto", "prod", "min", "mean", "last"] = Field(
+        "auto", description="Score of a solution from its steps (prm: prod) or tokens (orm: last)."
+    )
+    label_words: list[str] = Field(
+        default_factory=list, description="t2t_point: good and bad word (Good, Bad); t2t_pair: the letters (A, B)."
+    )
+    label_request: Literal["sections", "slic"] = Field(
+        "sections",
+        description=(
+            "t2t_point, t2t_pair: what the model reads before the label: [CONTEXT], [RESPONSE] ... as sections (RSO),"
+            " or one line, [Context] ... [Summary] ... (SLiC-HF, data.t2t)."
+        ),
+    )
+    normalise_over_labels: bool = Field(
+        False, description="t2t_point: P(Good) / (P(Good) + P(Bad)) instead of P(Good)."
+    )
 
     anchor: Literal["auto", "none", "chosen", "demonstrations", "generations"] = Field(
-        "auto", description="Answers whose mean score becomes 0 (rm.calibrate): chosen ones, or the `anchor` input; auto: the `anchor` input where there is one, else chosen "
-                "for rankings and none for others.")
-    replay_fraction: float = Field(0.1, gt=0, lt=1, description="Share of the training rows that are drawn from the `replay` input (iterative GRPO .1); fewer where it has fewer.")
-    drift_alarm: float = Field(0.05, ge=0, le=1, description="Fall in accuracy of the `previous` model on these rows that warns (rm.refresh; catalogue H: 5 points).")
-    eval_every: int = Field(0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end.")
+        "auto",
+        description=(
+            "Answers whose mean score becomes 0 (rm.calibrate): chosen ones, or the `anchor` input; auto: the `anchor`"
+            " input where there is one, else chosen for rankings and none for others."
+        ),
+    )
+    replay_fraction: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description=(
+            "Share of the training rows that are drawn from the `replay` input (iterative GRPO .1); fewer where it has"
+            " fewer."
+        ),
+    )
+    drift_alarm: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description=(
+            "Fall in accuracy of the `previous` model on these rows that warns (rm.refresh; catalogue H: 5 points)."
+        ),
+    )
+    eval_every: int = Field(
+        0, ge=0, description="Optimizer steps between validation passes; 0 = only at start and end."
+    )
     eval_rows: int = Field(2000, ge=0, description="Held-out rows used at most.")
-    spoiled_fraction: float = Field(0.0, ge=0, lt=1, description="pairs: share of the training rows that set a chosen answer over a spoiled copy of it, by the probes of the report "
-                                    "(reward.hack_probes): what the warning reward_model_fooled advises before anything is optimised against the model. 0 = none.")
-    spoiled_by: list[str] = Field(default_factory=list, description="pairs: the probes that spoil, for example [repeated,padded]; empty: all. What is left out shows in the report how "
-                                                                     "the model takes what it did not see.")
-    probe_pairs: int = Field(64, ge=0, description="Held-out pairs on which probes and surface changes are tried at the end; 0 = none.")
+    spoiled_fraction: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "pairs: share of the training rows that set a chosen answer over a spoiled copy of it, by the probes of the"
+            " report (reward.hack_probes): what the warning reward_model_fooled advises before anything is optimised"
+            " against the model. 0 = none."
+        ),
+    )
+    spoiled_by: list[str] = Field(
+        default_factory=list,
+        description=(
+            "pairs: the probes that spoil, for example [repeated,padded]; empty: all. What is left out shows in the"
+            " report how the model takes what it did not see."
+        ),
+    )
+    probe_pairs: int = Field(
+        64, ge=0, description="Held-out pairs on which probes and surface changes are tried at the end; 0 = none."
+    )
 
     @model_validator(mode="after")
     def _possible(self):
-        if self.attribute_weights and (len(self.attribute_weights) != len(self.attributes) or abs(sum(self.attribute_weights) - 1) > 1e-6):
-            raise ValueError("attribute_weights needs one weight per attribute, with sum 1; write for example attributes=[a,b] attribute_weights=[0.7,0.3]")
+        if self.attribute_weights and (
+            len(self.attribute_weights) != len(self.attributes) or abs(sum(self.attribute_weights) - 1) > 1e-6
+        ):
+            raise ValueError(
+                "attribute_weights needs one weight per attribute, with sum 1; write for example attributes=[a,b]"
+                " attribute_weights=[0.7,0.3]"
+            )
         if self.label_words and (len(self.label_words) != 2 or self.label_words[0] == self.label_words[1]):
             raise ValueError("label_words are two different words; write for example label_words=[Good,Bad]")
         if self.aggregation == "prod" and self.objective == "orm":
-            raise ValueError("aggregation=prod multiplies the steps of a prm; the tokens of an orm are read by last, mean or min")
+            raise ValueError(
+                "aggregation=prod multiplies the steps of a prm; the tokens of an orm are read by last, mean or min"
+            )
         if self.spoiled_by:
             from stages.measures.reward_model import PROBES
 
             if unknown := sorted(set(self.spoiled_by) - set(PROBES)):
                 raise ValueError(f"spoiled_by={unknown}: there is no such probe; write some of {', '.join(PROBES)}")
         if self.spoiled_by and not self.spoiled_fraction:
-            raise ValueError("spoiled_by names probes, but spoiled_fraction=0 adds none of them; write for example spoiled_fraction=0.1")
+            raise ValueError(
+                "spoiled_by names probes, but spoiled_fraction=0 adds none of them; write for example"
+                " spoiled_fraction=0.1"
+            )
         if self.spoiled_fraction and self.curriculum != "none":
-            raise ValueError("spoiled_fraction adds pairs that have no difficulty; write curriculum=none, or spoiled_fraction=0")
+            raise ValueError(
+                "spoiled_fraction adds pairs that have no difficulty; write curriculum=none, or spoiled_fraction=0"
+            )
         if self.objective != "auto":
             refuse_unread(self.objective, self)
         return self
@@ -116,33 +269,74 @@ class Config(OptimizerConfig, ChatConfig):
 
 #: Settings that are read with some inputs only, as ``OptimizerConfig.READ_WHEN``: of the stage.
 READ_OF_INPUTS: ReadWhen = (
-    (("replay_fraction",), lambda s: bool(s.many("replay")), "there are no earlier rows to train on again; give the input replay"),
-    (("drift_alarm",), lambda s: s.has("previous"), "no earlier reward model is measured; give the input previous"))
+    (
+        ("replay_fraction",),
+        lambda s: bool(s.many("replay")),
+        "there are no earlier rows to train on again; give the input replay",
+    ),
+    (("drift_alarm",), lambda s: s.has("previous"), "no earlier reward model is measured; give the input previous"),
+)
 
 
 def reading(config: Config, *, replay, previous) -> Config:
-    """The settings of a step of a recipe that has these inputs or has not (None, {}): what only another step of its rounds reads is as in a fresh configuration."""
+    """The settings of a step of a recipe that has these inputs or has not (None, {}): what only another step of its
+    rounds reads is as in a fresh configuration.
+    """
     given = {"replay_fraction": bool(replay), "drift_alarm": previous is not None}
     return config.model_copy(update={name: Config.model_fields[name].default for name, so in given.items() if not so})
 
 
 def kept_head(config: Config) -> Config:
-    """The settings for going on from a reward model: its head is kept. Label words have none of their own, and the language model's is always kept."""
+    """The settings for going on from a reward model: its head is kept. Label words have none of their own, and the
+    language model's is always kept.
+    """
     return config if config.objective.startswith("t2t") else config.model_copy(update={"init_head": "keep"})
 
 
-#: Answers of the anchor that are scored where eval_rows=0 keeps no held-out rows: the zero point needs them all the same.
+#: Answers of the anchor that are scored where eval_rows=0 keeps no held-out rows: the zero point needs them all the
+#: same.
 ANCHOR_ROWS = 2000
 
 SPEC = StageSpec(
-    name="reward_model", config=Config, gpu=True, parallel=True, roles=lambda config, given: [Role("reward model", "model", trained=True, sharded=True, headless=True)],
-    inputs={"model": InputSpec("model", doc="Backbone: the SFT model (default choice), a base model, a smaller one, an encoder, or a reward model to go on from."),
-            "data": InputSpec("dataset", kinds=KINDS, doc="Pairs, rankings, ratings, labels or steps; validation and test splits judge the model."),
-            "anchor": InputSpec("dataset", kinds=("demonstrations/1", "candidates/1"), required=False,
-                                doc="Answers whose mean score becomes 0 (anchor=demonstrations or generations)."),
-            "replay": InputSpec("dataset", kinds=KINDS, required=False, many=True, doc="Earlier rows of the same kind, a share of which is trained on again (replay_fraction)."),
-            "previous": InputSpec("model", required=False, doc="The reward model that these rows, from the newer policy, replace: its drift is measured.")},
-    outputs={"model": OutputSpec("model", role="reward")})
+    name="reward_model",
+    config=Config,
+    gpu=True,
+    parallel=True,
+    roles=lambda config, given: [Role("reward model", "model", trained=True, sharded=True, headless=True)],
+    inputs={
+        "model": InputSpec(
+            "model",
+            doc=(
+                "Backbone: the SFT model (default choice), a base model, a smaller one, an encoder, or a reward model"
+                " to go on from."
+            ),
+        ),
+        "data": InputSpec(
+            "dataset",
+            kinds=KINDS,
+            doc="Pairs, rankings, ratings, labels or steps; validation and test splits judge the model.",
+        ),
+        "anchor": InputSpec(
+            "dataset",
+            kinds=("demonstrations/1", "candidates/1"),
+            required=False,
+            doc="Answers whose mean score becomes 0 (anchor=demonstrations or generations).",
+        ),
+        "replay": InputSpec(
+            "dataset",
+            kinds=KINDS,
+            required=False,
+            many=True,
+            doc="Earlier rows of the same kind, a share of which is trained on again (replay_fraction).",
+        ),
+        "previous": InputSpec(
+            "model",
+            required=False,
+            doc="The reward model that these rows, from the newer policy, replace: its drift is measured.",
+        ),
+    },
+    outputs={"model": OutputSpec("model", role="reward")},
+)
 
 
 class Setup:
@@ -150,7 +344,14 @@ class Setup:
 
     def __init__(self, stage, dataset):
         from stages.models.modeling import ModelError, adapted, load_policy, note_types, waits
-        from stages.reward_models.reward_heads import add_gain_bias, keep_lm_head, load_reward_model, new_reward_model, reader_for, resolve_pooling
+        from stages.reward_models.reward_heads import (
+            add_gain_bias,
+            keep_lm_head,
+            load_reward_model,
+            new_reward_model,
+            reader_for,
+            resolve_pooling,
+        )
         from stages.reward_models.reward_losses import RewardLoss
         from stages.reward_models.reward_objectives import objective_for
 
@@ -162,27 +363,53 @@ class Setup:
         if self.row.reads == "labels":
             self.model, self.pooling, self.token = load_policy(path, stage.device, in_shards=in_shards), "last", None
         else:
-            outputs = self.config.step_classes if self.row.name == "prm" else max(1, len(self.config.attributes)) if self.row.name == "regression" else 1
-            self.model = (new_reward_model(path, stage.device, stage.seed_for("head"), outputs=outputs, in_shards=in_shards) if config.init_head == "fresh"
-                          else load_reward_model(path, stage.device, outputs=outputs, in_shards=in_shards))
+            outputs = (
+                self.config.step_classes
+                if self.row.name == "prm"
+                else max(1, len(self.config.attributes))
+                if self.row.name == "regression"
+                else 1
+            )
+            self.model = (
+                new_reward_model(path, stage.device, stage.seed_for("head"), outputs=outputs, in_shards=in_shards)
+                if config.init_head == "fresh"
+                else load_reward_model(path, stage.device, outputs=outputs, in_shards=in_shards)
+            )
             self.pooling = resolve_pooling(config.pooling, self.model, self.row.reads)
         note_types(stage, path)
         if config.chat_template_given and getattr(self.model, "reads_both_ways", False):
-            raise ConfigError("reward_model: an encoder reads texts without a chat template; leave chat_template and chat_template_kwargs out")
+            raise ConfigError(
+                "reward_model: an encoder reads texts without a chat template; leave chat_template and"
+                " chat_template_kwargs out"
+            )
         self.reader = reader_for(path, self.model, config.max_length, self.pooling, config.template())
         gain = self.row.name == "orm" and config.outcome_head == "gain_bias"
         if gain and config.sharding == "full":
-            raise ModelError("outcome_head=gain_bias trains two single numbers, which cannot be split over devices; write outcome_head=linear, or sharding=none.")
+            raise ModelError(
+                "outcome_head=gain_bias trains two single numbers, which cannot be split over devices; write"
+                " outcome_head=linear, or sharding=none."
+            )
         self.lm_head = keep_lm_head(self.model, path) if gain or self.config.lm_loss_weight else None
         if self.config.lm_loss_weight and self.pooling == "mean":
-            raise ModelError("lm_loss_weight needs the prompt apart from the response, which pooling=mean merges; set pooling=last.")
-        self.objective = RewardLoss(self.row, self.config, self.pooling, self.lm_head if self.config.lm_loss_weight else None)
+            raise ModelError(
+                "lm_loss_weight needs the prompt apart from the response, which pooling=mean merges; set pooling=last."
+            )
+        self.objective = RewardLoss(
+            self.row, self.config, self.pooling, self.lm_head if self.config.lm_loss_weight else None
+        )
         self.token = None
         if gain:
             tokenizer = self.reader.tokenizer
-            self.token = tokenizer.convert_tokens_to_ids(config.outcome_token) if config.outcome_token else tokenizer.pad_token_id
+            self.token = (
+                tokenizer.convert_tokens_to_ids(config.outcome_token)
+                if config.outcome_token
+                else tokenizer.pad_token_id
+            )
             if self.token is None:
-                raise ModelError(f"outcome_token={config.outcome_token!r} is not in the vocabulary; write a token of the model's tokenizer.")
+                raise ModelError(
+                    f"outcome_token={config.outcome_token!r} is not in the vocabulary; write a token of the model's"
+                    " tokenizer."
+                )
             self.objective.read = add_gain_bias(self.model, self.lm_head, self.token)
         freeze_layers(self.model, config, self.row.reads)
         self.model = adapted(self.model, stage, path, lambda model: with_adapter(stage, model, config, self.row.reads))
@@ -213,21 +440,40 @@ class Setup:
         options |= {"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {}
         if name == "regression":
             mean, std = self.scale
-            options |= {"mean": mean, "std": std, "weights": config.attribute_weights or [1.0 / len(mean)] * len(mean), "attributes": config.attributes}
+            options |= {
+                "mean": mean,
+                "std": std,
+                "weights": config.attribute_weights or [1.0 / len(mean)] * len(mean),
+                "attributes": config.attributes,
+            }
         elif name == "prm":
-            options |= {"separator": self.separator, "neutral_as": config.neutral_as,
-                        "aggregation": "prod" if config.aggregation == "auto" else config.aggregation}
+            options |= {
+                "separator": self.separator,
+                "neutral_as": config.neutral_as,
+                "aggregation": "prod" if config.aggregation == "auto" else config.aggregation,
+            }
         elif name == "orm":
             options |= {"offset": offset, "aggregation": "last" if config.aggregation == "auto" else config.aggregation}
         elif self.row.reads == "labels":
-            options |= {"label_words": config.label_words or None, "normalise_over_labels": config.normalise_over_labels, "label_request": config.label_request}
+            options |= {
+                "label_words": config.label_words or None,
+                "normalise_over_labels": config.normalise_over_labels,
+                "label_request": config.label_request,
+            }
         return RewardCard(name, bias, anchor, self.pooling, self.reader.max_length, options)
 
     def scorer(self, stage, card):
         """The scorer that consumers will load, on the network in memory."""
         from stages.algorithms import resolve
 
-        return resolve(self.row.score)(stage.path("model"), card, stage.device, self.config.max_tokens_per_micro_batch, model=self.model, reader=self.reader)
+        return resolve(self.row.score)(
+            stage.path("model"),
+            card,
+            stage.device,
+            self.config.max_tokens_per_micro_batch,
+            model=self.model,
+            reader=self.reader,
+        )
 
     def save(self, directory, card) -> None:
         from stages.models.modeling import save_policy, save_type
@@ -250,7 +496,10 @@ def with_adapter(stage, model, config, reads: str):
     if not config.lora_rank:
         return model
     if config.train_layers != "all" or hasattr(model, "reward_gain") or hasattr(model, "kept_lm_head"):
-        raise ModelError("a LoRA adapter goes with train_layers=all, outcome_head=linear and lm_loss_weight=0; write these, or lora_rank=0.")
+        raise ModelError(
+            "a LoRA adapter goes with train_layers=all, outcome_head=linear and lm_loss_weight=0; write these, or"
+            " lora_rank=0."
+        )
     model = add_lora(model, config, stage.seed_for("lora"), task="CAUSAL_LM" if reads == "labels" else "SEQ_CLS")
     if reads != "labels":
         for parameter in score_head(model).parameters():
@@ -268,11 +517,15 @@ def freeze_layers(model, config, reads: str) -> None:
     if config.train_layers == "all":
         return
     if reads == "labels":
-        raise ModelError("label words are read through the language model's own head; set train_layers=all for t2t objectives.")
-    head = {id(p) for p in score_head(model).parameters()} | {id(p) for n, p in model.named_parameters() if n.startswith("reward_")}
+        raise ModelError(
+            "label words are read through the language model's own head; set train_layers=all for t2t objectives."
+        )
+    head = {id(p) for p in score_head(model).parameters()} | {
+        id(p) for n, p in model.named_parameters() if n.startswith("reward_")
+    }
     if config.train_layers == "head_and_last":
         layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-        head |= {id(p) for layer in layers[-config.last_layers:] for p in layer.parameters()}
+        head |= {id(p) for layer in layers[-config.last_layers :] for p in layer.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in head)
 
@@ -285,7 +538,11 @@ def staged_rows(stage, items, config):
     if config.curriculum == "none":
         return WithSpread(ShuffledRows(stage, items, config.batch_size, config.num_train_epochs, config.max_steps))
     difficulty = [i.extra["difficulty"] for i in items]
-    part = difficulty if config.curriculum == "stage_index" else order_by_difficulty(difficulty, config.curriculum_stages)[1]
+    part = (
+        difficulty
+        if config.curriculum == "stage_index"
+        else order_by_difficulty(difficulty, config.curriculum_stages)[1]
+    )
     return WithSpread(StagedRows(stage, items, part, config))
 
 
@@ -318,37 +575,68 @@ def run(stage):
     config, data = stage.config, stage.dataset("data")
     refuse_unread_in(stage, READ_OF_INPUTS)
     if stage.has("anchor") and config.anchor in ("none", "chosen"):
-        raise ConfigError(f"reward_model: anchor={config.anchor} does not read the input `anchor`; leave it out, or write anchor=auto")
+        raise ConfigError(
+            f"reward_model: anchor={config.anchor} does not read the input `anchor`; leave it out, or write anchor=auto"
+        )
     setup = Setup(stage, data)
     check_anchor(stage, setup.row, data.kind)
     setup.separator = step_separator(data, config)
     if setup.pooling == "mean" and setup.row.reads == "response":
         plain, other = ("[CLS]", "cls") if setup.model.reads_both_ways else ("the last token", "last")
-        stage.warn("pooling_of_our_own", f"The head reads the mean over tokens. This project's scorers read the published model so too, but transformers' "
-                   f"AutoModelForSequenceClassification, and what is built on it, reads {plain}, so its scores are others. Write pooling={other} for a model that every tool reads alike.")
+        stage.warn(
+            "pooling_of_our_own",
+            "The head reads the mean over tokens. This project's scorers read the published model so too, but"
+            f" transformers' AutoModelForSequenceClassification, and what is built on it, reads {plain}, so its scores"
+            f" are others. Write pooling={other} for a model that every tool reads alike.",
+        )
     dropped = Counter()
     train = setup.items(data, config.split, dropped, training=True)
     if setup.config.use_margin and not any(item.extra.get("margin") for item in train):
-        stage.warn("no_margins", "No pair has a margin, so objective=margin is bt. Ingest with margin_mode=llama2_small (strength labels) or score_diff (scores), or write objective=bt.")
-    if train and config.curriculum == "stage_index" and not any(item.extra.get("stage_index") is not None for item in train):
-        raise ConfigError("reward_model: curriculum=stage_index takes the stages that the column stage_index says, and no pair has one; give the output of stage curriculum, or write curriculum=margin")
+        stage.warn(
+            "no_margins",
+            "No pair has a margin, so objective=margin is bt. Ingest with margin_mode=llama2_small (strength labels) or"
+            " score_diff (scores), or write objective=bt.",
+        )
+    if (
+        train
+        and config.curriculum == "stage_index"
+        and not any(item.extra.get("stage_index") is not None for item in train)
+    ):
+        raise ConfigError(
+            "reward_model: curriculum=stage_index takes the stages that the column stage_index says, and no pair has"
+            " one; give the output of stage curriculum, or write curriculum=margin"
+        )
     worse, replayed = spoiled(stage, setup, data, len(train), dropped), replay(stage, setup, len(train))
     train += worse + replayed
     validation = setup.items(data, "validation", Counter(), config.eval_rows)
-    stage.log(f"{setup.row.name} on {data.kind}: {len(train)} training rows, {len(validation)} validation{left_out(dropped)}")
+    stage.log(
+        f"{setup.row.name} on {data.kind}: {len(train)} training rows, {len(validation)} validation{left_out(dropped)}"
+    )
     warn_of_cut_rows(stage, dropped, len(train))
     refuse_no_rows(dropped, len(train))
     source = staged_rows(stage, train, setup.config)
     trainer = Trainer(setup.model, setup.objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, setup.reader, completions_end=False)
-    fit(stage, trainer, source, evaluate=(lambda: trainer.evaluate(validation)) if validation else None, eval_every=config.eval_every)
+    fit(
+        stage,
+        trainer,
+        source,
+        evaluate=(lambda: trainer.evaluate(validation)) if validation else None,
+        eval_every=config.eval_every,
+    )
     setup.model.eval()
     final = trainer.evaluate(train[: config.eval_rows])
     offset = drop_lm_head(setup.model, setup.lm_head, setup.token)
     card = setup.card(offset=offset)
     card.bias, card.anchor = calibration_bias(stage, setup.scorer(stage, card), data, setup)
-    summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped, "calibration_bias": card.bias,
-               **{f"dropped/{k}": v for k, v in sorted(dropped.items())}, **{f"train/final_{k}": final[k] for k in ("accuracy", "loss") if k in final}}
+    summary = {
+        "steps": trainer.step_index,
+        "rows": len(train),
+        "skipped_steps": trainer.skipped,
+        "calibration_bias": card.bias,
+        **{f"dropped/{k}": v for k, v in sorted(dropped.items())},
+        **{f"train/final_{k}": final[k] for k in ("accuracy", "loss") if k in final},
+    }
     if data.kind == "pairs/1":
         summary["pairs"] = len(train)
     if config.spoiled_fraction:
@@ -357,12 +645,23 @@ def run(stage):
         summary["replayed"] = len(replayed)
     judged = {}
     for split in ("test", "validation"):  # probes are of the split that judges the model
-        found = held_out(stage, setup.scorer(stage, card), data, split, limit=config.eval_rows, probe_pairs=0 if judged else config.probe_pairs)
+        found = held_out(
+            stage,
+            setup.scorer(stage, card),
+            data,
+            split,
+            limit=config.eval_rows,
+            probe_pairs=0 if judged else config.probe_pairs,
+        )
         if found:
             judged[split] = found
     summary |= {f"{split}/{k}": v for split in ("validation", "test") for k, v in judged.get(split, {}).items()}
     best = judged.get("test") or judged.get("validation") or {}
-    earlier = held_out_of_all(stage, setup.scorer(stage, card), earlier_rows(stage), "earlier", config.eval_rows) if stage.many("replay") else {}
+    earlier = (
+        held_out_of_all(stage, setup.scorer(stage, card), earlier_rows(stage), "earlier", config.eval_rows)
+        if stage.many("replay")
+        else {}
+    )
     summary |= {f"earlier/{k}": v for k, v in earlier.items()}
     card.options["held_out"] = {k: best[k] for k in ("accuracy", "ece") if k in best} | {"rows": count_of(best)}
     with stage.output_model("model", role="reward") as directory:
@@ -373,12 +672,16 @@ def run(stage):
         summary |= drift(stage, data, best)
     stage.summary(summary)
     if judged or earlier:
-        warn_about(stage, earlier if count_of(best) < FEW <= count_of(earlier) else best, final.get("accuracy"), setup.row.name)
+        warn_about(
+            stage, earlier if count_of(best) < FEW <= count_of(earlier) else best, final.get("accuracy"), setup.row.name
+        )
     training_report(stage, f"Reward model ({setup.row.name})", summary)
 
 
 def spoiled(stage, setup: Setup, data, fresh: int, dropped) -> list:
-    """Items that set a chosen answer over a spoiled copy of it, one for each of so many rows, drawn with the stage's seed, that they are `spoiled_fraction` of all training rows."""
+    """Items that set a chosen answer over a spoiled copy of it, one for each of so many rows, drawn with the stage's
+    seed, that they are `spoiled_fraction` of all training rows.
+    """
     import numpy as np
 
     from stages.algorithms import resolve
@@ -389,17 +692,37 @@ def spoiled(stage, setup: Setup, data, fresh: int, dropped) -> list:
     config, items = setup.config, []
     if not config.spoiled_fraction:
         return items
-    wanted, make, there = round(fresh * config.spoiled_fraction / (1.0 - config.spoiled_fraction)), resolve(setup.row.encode), data.rows_of(config.split)
-    times = np.bincount(stage.rng("spoiled").permutation(there * -(-wanted // there))[:wanted] % there, minlength=there) if there else []
+    wanted, make, there = (
+        round(fresh * config.spoiled_fraction / (1.0 - config.spoiled_fraction)),
+        resolve(setup.row.encode),
+        data.rows_of(config.split),
+    )
+    times = (
+        np.bincount(stage.rng("spoiled").permutation(there * -(-wanted // there))[:wanted] % there, minlength=there)
+        if there
+        else []
+    )
     for row, copies in zip(data.iter_rows(split=config.split), times):
         answer, prompt = row["chosen"][-1].get("content"), row["prompt"][-1].get("content") if row["prompt"] else ""
         if not copies or not isinstance(answer, str) or is_tie(row):
             continue
-        made = {name: text for name, text in probes(answer, stage.rng("spoiled", row["row_id"]), prompt or "").items() if not config.spoiled_by or name in config.spoiled_by}
+        made = {
+            name: text
+            for name, text in probes(answer, stage.rng("spoiled", row["row_id"]), prompt or "").items()
+            if not config.spoiled_by or name in config.spoiled_by
+        }
         names = list(made)
         for name in (names[i] for i in stage.rng("spoiled", row["row_id"], "names").permutation(len(names))[:copies]):
-            pair = {**row, "row_id": f"{row['row_id']}/{name}", "rejected": [*row["chosen"][:-1], {**row["chosen"][-1], "content": made[name]}], "label_prob": None, "margin": None,
-                    "chosen_score": None, "rejected_score": None, "strength": None}
+            pair = {
+                **row,
+                "row_id": f"{row['row_id']}/{name}",
+                "rejected": [*row["chosen"][:-1], {**row["chosen"][-1], "content": made[name]}],
+                "label_prob": None,
+                "margin": None,
+                "chosen_score": None,
+                "rejected_score": None,
+                "strength": None,
+            }
             try:
                 items.extend(make(pair, setup.reader, config, dropped))
             except Drop as reason:
@@ -408,7 +731,9 @@ def spoiled(stage, setup: Setup, data, fresh: int, dropped) -> list:
 
 
 def replay(stage, setup: Setup, fresh: int) -> list:
-    """Items of earlier rows, drawn once each with the stage's seed, so many that they are `replay_fraction` of all training rows."""
+    """Items of earlier rows, drawn once each with the stage's seed, so many that they are `replay_fraction` of all
+    training rows.
+    """
     from collections import Counter
 
     older, kind = earlier_rows(stage), stage.dataset("data").kind
@@ -427,22 +752,41 @@ def earlier_rows(stage) -> list:
 
 
 def drift(stage, data, new: dict[str, float]) -> dict[str, float]:
-    """How the previous reward model does on these rows, which come from the newer policy, against its own held-out rows (``rm.refresh``)."""
+    """How the previous reward model does on these rows, which come from the newer policy, against its own held-out rows
+    (``rm.refresh``).
+    """
     from stages.measures.statistics import chance_of_more
     from stages.reward_models.reward_eval import count_of, held_out
     from stages.reward_models.reward_scorers import load_scorer
 
     config = stage.config
     previous = load_scorer(stage.path("previous"), stage.device, config.max_tokens_per_micro_batch, config.frozen_dtype)
-    found = next((f for f in (held_out(stage, previous, data, split, config.eval_rows) for split in ("test", "validation")) if f), {})
+    found = next(
+        (
+            f
+            for f in (held_out(stage, previous, data, split, config.eval_rows) for split in ("test", "validation"))
+            if f
+        ),
+        {},
+    )
     own = previous.card.options.get("held_out", {})
     then, now = own.get("accuracy"), found.get("accuracy")
     n, m = own.get("rows"), count_of(found)  # models of before say no n
-    if then is not None and now is not None and then - now > config.drift_alarm and (not n or chance_of_more(round(then * n), n, round(now * m), m) < 0.05):
-        stage.warn("reward_model_drifted", f"The previous reward model was right in {then:.3f} of its own held-out rows and is in {now:.3f} of these "
-                   f"(drift_alarm={config.drift_alarm}): the policy has left the rows it learned from. Use the new model ({new.get('accuracy', float('nan')):.3f}), score "
-                   "earlier samples again, and do not mix scores of both.")
-    return {f"previous/{k}": found[k] for k in ("accuracy", "log_loss", "ece") if k in found} | ({"previous/accuracy_then": then} if then is not None else {})
+    if (
+        then is not None
+        and now is not None
+        and then - now > config.drift_alarm
+        and (not n or chance_of_more(round(then * n), n, round(now * m), m) < 0.05)
+    ):
+        stage.warn(
+            "reward_model_drifted",
+            f"The previous reward model was right in {then:.3f} of its own held-out rows and is in {now:.3f} of these"
+            f" (drift_alarm={config.drift_alarm}): the policy has left the rows it learned from. Use the new model"
+            f" ({new.get('accuracy', float('nan')):.3f}), score earlier samples again, and do not mix scores of both.",
+        )
+    return {f"previous/{k}": found[k] for k in ("accuracy", "log_loss", "ece") if k in found} | (
+        {"previous/accuracy_then": then} if then is not None else {}
+    )
 
 
 def step_separator(data, config) -> str | None:
@@ -461,13 +805,21 @@ def check_anchor(stage, row, kind: str) -> None:
     """
     anchor = stage.config.anchor
     if row.name in COMPARING and (stage.has("anchor") or anchor not in ("auto", "none")):
-        raise ConfigError(f"reward_model: objective={row.name} compares answers, so its scores have no zero point that an anchor could set; leave "
-                          + ("the input `anchor`" if stage.has("anchor") else f"anchor={anchor}") + " out")
+        raise ConfigError(
+            f"reward_model: objective={row.name} compares answers, so its scores have no zero point that an anchor"
+            " could set; leave " + ("the input `anchor`" if stage.has("anchor") else f"anchor={anchor}") + " out"
+        )
     if anchor == "chosen" and kind not in ("pairs/1", "rankings/1", "unpaired/1"):
-        raise ConfigError(f"reward_model: anchor=chosen takes the preferred answers of the data, and {kind} has none; write anchor=none, or give answers as the input `anchor` (demonstrations, or "
-                          "candidates of the rejection stage)")
+        raise ConfigError(
+            f"reward_model: anchor=chosen takes the preferred answers of the data, and {kind} has none; write"
+            " anchor=none, or give answers as the input `anchor` (demonstrations, or candidates of the rejection"
+            " stage)"
+        )
     if anchor in ("demonstrations", "generations") and not stage.has("anchor"):
-        raise ConfigError(f"reward_model: anchor={anchor} needs the input `anchor` (demonstrations, or candidates of the rejection stage); give it with --input anchor=FILE, or set anchor=chosen")
+        raise ConfigError(
+            f"reward_model: anchor={anchor} needs the input `anchor` (demonstrations, or candidates of the rejection"
+            " stage); give it with --input anchor=FILE, or set anchor=chosen"
+        )
 
 
 def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
@@ -476,12 +828,19 @@ def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
     from stages.reward_models.reward_eval import anchor_responses
 
     config = stage.config
-    given = {"demonstrations/1": "demonstrations", "candidates/1": "generations"}[stage.dataset("anchor").kind] if stage.has("anchor") else None
+    given = (
+        {"demonstrations/1": "demonstrations", "candidates/1": "generations"}[stage.dataset("anchor").kind]
+        if stage.has("anchor")
+        else None
+    )
     anchor = config.anchor if config.anchor != "auto" else given or setup.row.anchor
     if anchor == "none" or scorer.relative:
         return 0.0, None
     source, split = (data, config.split) if anchor == "chosen" else (stage.dataset("anchor"), None)
     scores = [s for s in scorer.score(anchor_responses(source, split, config.eval_rows or ANCHOR_ROWS)) if s == s]
     if not scores:
-        raise ValueError(f"anchor={anchor}: no answer of the anchor can be scored; give data with chosen answers, or set anchor=none.")
+        raise ValueError(
+            f"anchor={anchor}: no answer of the anchor can be scored; give data with chosen answers, or set"
+            " anchor=none."
+        )
     return float(bias_of(scores)), anchor

@@ -3,6 +3,7 @@
 A score matrix is [prompts, completions]; NaN means a failed or absent score and is never selected. A flat index is
 prompt * N + completion. Ties go to the lowest flat index, so a selection is a function of its input alone.
 """
+
 from __future__ import annotations
 
 import math
@@ -61,12 +62,16 @@ def random_k_overall(rewards, k: int, rng: np.random.Generator) -> list[int]:
 
 
 def star_filter(first_correct, hinted_correct, rationalise: bool = True) -> list[str | None]:
-    """What is kept of each problem: ``direct`` where a first try was right, ``rationalised`` where only a try with the answer as a hint was (trained
-    on without the hint), else None (rs.star)."""
-    return ["direct" if first else "rationalised" if rationalise and hinted else None for first, hinted in zip(first_correct, hinted_correct)]
+    """What is kept of each problem: ``direct`` where a first try was right, ``rationalised`` where only a try with the
+    answer as a hint was (trained on without the hint), else None (rs.star)."""
+    return [
+        "direct" if first else "rationalised" if rationalise and hinted else None
+        for first, hinted in zip(first_correct, hinted_correct)
+    ]
 
 
 # --- best of N ------------------------------------------------------------------------------------
+
 
 def best_of_n_kl(n) -> float:
     """log N - (N-1)/N nats: KL(best-of-N || base), an upper bound with ties (rs.best_of_n)."""
@@ -95,8 +100,11 @@ def best_of_n_estimate(proxy, n: int, gold=None) -> float | None:
 
 # --- pairs from scores ------------------------------------------------------------------------------
 
+
 def best_and_worst(rewards) -> tuple[int, int, bool] | None:
-    """(best, worst, whether all valid scores are equal) of one prompt, ties to the lowest index that is not the best; None with fewer than two valid scores (recipe.sppo)."""
+    """(best, worst, whether all valid scores are equal) of one prompt, ties to the lowest index that is not the best;
+    None with fewer than two valid scores (recipe.sppo).
+    """
     order = _ordered(rewards)
     flat = np.asarray(rewards, dtype=np.float64)
     if len(order) < 2:
@@ -105,13 +113,17 @@ def best_and_worst(rewards) -> tuple[int, int, bool] | None:
 
 
 def best_vs_worst(rewards) -> tuple[int, int] | None:
-    """(chosen, rejected) of one prompt; ties to the lowest index; None when all valid scores are equal (da.online_dpo)."""
+    """(chosen, rejected) of one prompt; ties to the lowest index; None when all valid scores are equal
+    (da.online_dpo).
+    """
     found = best_and_worst(rewards)
     return None if found is None or found[2] else found[:2]
 
 
 def best_vs_random(rewards, draw) -> tuple[int, int] | None:
-    """(chosen, rejected) of one prompt: the best, and by ``draw(n)`` -> index one of those with a lower score; None when all valid scores are equal (synth.onpolicy_pairs)."""
+    """(chosen, rejected) of one prompt: the best, and by ``draw(n)`` -> index one of those with a lower score; None
+    when all valid scores are equal (synth.onpolicy_pairs).
+    """
     order = _ordered(rewards)
     flat = np.asarray(rewards, dtype=np.float64)
     lower = sorted(i for i in order if flat[i] < flat[order[0]])
@@ -119,7 +131,9 @@ def best_vs_random(rewards, draw) -> tuple[int, int] | None:
 
 
 def gap_pairs(rewards, tau: float = 1.0, eta: float = 0.85, max_pairs: int | None = None):
-    """Every ordered pair with sigma((r_i - r_j)/tau) > eta, strict: [(i, j, probability)] in index order (rs.rs_dpo)."""
+    """Every ordered pair with sigma((r_i - r_j)/tau) > eta, strict: [(i, j, probability)] in index order
+    (rs.rs_dpo).
+    """
     r = np.asarray(rewards, dtype=np.float64)
     out = []
     for i in range(len(r)):
@@ -137,13 +151,16 @@ def rso_accept_probability(reward: float, best: float, beta: float) -> float:
 
 
 def rso_select(rewards, num_samples: int, beta: float, uniforms) -> tuple[list[int], int, int]:
-    """Statistical rejection sampling: (accepted indices in order, uniforms used, passes begun) (rs.rso, Liu et al. 2024 alg. 1).
+    """Statistical rejection sampling: (accepted indices in order, uniforms used, passes begun) (rs.rso, Liu et al. 2024
+    alg. 1).
 
     Passes over the remaining candidates with r_max of the pass; `uniforms` is an iterable of U[0,1) draws.
     """
     r = np.asarray(rewards, dtype=np.float64)
     if num_samples > len(r):
-        raise ValueError(f"num_samples={num_samples} is more than the {len(r)} candidates; write a smaller number or sample more")
+        raise ValueError(
+            f"num_samples={num_samples} is more than the {len(r)} candidates; write a smaller number or sample more"
+        )
     if not np.isfinite(r).all():
         raise ValueError("rejection sampling needs finite rewards; drop candidates whose scorer failed")
     if beta <= 0:
@@ -180,7 +197,9 @@ def tournament(num_candidates: int, first_wins) -> tuple[list[tuple[int, int]], 
 
 
 def combine_scores(members, uncertainty_coef: float = 0.1) -> dict:
-    """Ensemble of calibrated scores [members, samples]: mean, min, population std and uwo = mean - coef variance (rm.ensemble)."""
+    """Ensemble of calibrated scores [members, samples]: mean, min, population std and uwo = mean - coef variance
+    (rm.ensemble).
+    """
     m = np.asarray(members, dtype=np.float64)
     return {"mean": m.mean(0), "min": m.min(0), "std": m.std(0), "uwo": m.mean(0) - uncertainty_coef * m.var(0)}
 
@@ -196,13 +215,15 @@ def weighted_score(scores, weights) -> float:
 
 
 def order_by_difficulty(difficulty, stages: int = 1) -> tuple[list[int], list[int]]:
-    """(easy-to-hard order with ties by index, stage of each row) in `stages` equal parts, the remainder to the first (rm.curriculum)."""
+    """(easy-to-hard order with ties by index, stage of each row) in `stages` equal parts, the remainder to the first
+    (rm.curriculum).
+    """
     order = [int(i) for i in np.argsort(np.asarray(difficulty, dtype=np.float64), kind="stable")]
     base, extra = divmod(len(order), stages)
     stage, at = [0] * len(order), 0
     for k in range(stages):
         size = base + (k < extra)
-        for i in order[at:at + size]:
+        for i in order[at : at + size]:
             stage[i] = k
         at += size
     return order, stage
@@ -214,7 +235,9 @@ def chunk_sizes(n: int, chunks: int) -> list[int]:
 
 
 def refresh_intervals(total_steps: int, refreshes: int) -> list[int]:
-    """Optimizer steps of each interval between refreshes of the behaviour policy: T // F, the last one longer (da.bpo)."""
+    """Optimizer steps of each interval between refreshes of the behaviour policy: T // F, the last one longer
+    (da.bpo).
+    """
     if not 1 <= refreshes <= total_steps:
         raise ValueError(f"{refreshes} intervals do not fit {total_steps} steps; write at most one interval per step")
     base = total_steps // refreshes
@@ -222,7 +245,9 @@ def refresh_intervals(total_steps: int, refreshes: int) -> list[int]:
 
 
 def rank_gap_stages(ranks) -> list[tuple[int, int, int]]:
-    """(chosen, rejected, rank gap) of best against every other response, largest gap first; ties in rank give no pair (da.curry)."""
+    """(chosen, rejected, rank gap) of best against every other response, largest gap first; ties in rank give no pair
+    (da.curry).
+    """
     best = min(range(len(ranks)), key=lambda i: (ranks[i], i))
     rest = sorted((i for i in range(len(ranks)) if ranks[i] > ranks[best]), key=lambda i: (-ranks[i], i))
     return [(best, i, ranks[i] - ranks[best]) for i in rest]
@@ -246,8 +271,11 @@ def majority(answers, weights=None):
 
 
 def difficulty_band(correct, n: int, low: float = 0.2, high: float = 0.8) -> list[bool]:
-    """Which prompts have a pass rate in [low, high], bounds included, compared as exact decimals (rs.difficulty_band)."""
+    """Which prompts have a pass rate in [low, high], bounds included, compared as exact decimals
+    (rs.difficulty_band).
+    """
     from fractions import Fraction
+
     lo, hi = Fraction(str(low)), Fraction(str(high))
     return [lo <= Fraction(int(c), n) <= hi for c in correct]
 
@@ -272,11 +300,16 @@ def sorted_order(lengths, longest_first: bool = False) -> tuple[list[int], list[
 
 
 def pack_best_fit(lengths, capacity: int) -> list[list[int]]:
-    """Best-fit decreasing bins of row indices: longest first, into the fullest bin that fits, ties earliest (sft.pack)."""
+    """Best-fit decreasing bins of row indices: longest first, into the fullest bin that fits, ties earliest
+    (sft.pack).
+    """
     bins, room = [], []
     for i in sorted_order(lengths, longest_first=True)[0]:
         if lengths[i] > capacity:
-            raise ValueError(f"row {i} has {lengths[i]} tokens, more than the capacity {capacity}; truncate it first or raise the capacity")
+            raise ValueError(
+                f"row {i} has {lengths[i]} tokens, more than the capacity {capacity}; truncate it first or raise the"
+                " capacity"
+            )
         fits = [b for b in range(len(bins)) if room[b] >= lengths[i]]
         if fits:
             best = min(fits, key=lambda b: (room[b], b))
@@ -290,9 +323,13 @@ def pack_best_fit(lengths, capacity: int) -> list[list[int]]:
 
 
 def convincing_wrong(scores, correct, k: int) -> list[int]:
-    """Indices of the k highest-scored samples whose final answer is wrong, best first: what a process reward model must learn from
-    (rm.active, Lightman et al. 2023). Unknown verdicts and scores are never taken."""
-    wrong = [i for i, (s, c) in enumerate(zip(scores, correct)) if c is not None and not c and s is not None and not math.isnan(s)]
+    """Indices of the k highest-scored samples whose final answer is wrong, best first: what a process reward model must
+    learn from (rm.active, Lightman et al. 2023). Unknown verdicts and scores are never taken."""
+    wrong = [
+        i
+        for i, (s, c) in enumerate(zip(scores, correct))
+        if c is not None and not c and s is not None and not math.isnan(s)
+    ]
     return sorted(wrong, key=lambda i: (-scores[i], i))[:k]
 
 

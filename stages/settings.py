@@ -1,4 +1,6 @@
-"""Settings that several stages share. Imports no machine-learning library, so forms and the command line load it at once."""
+"""Settings that several stages share. Imports no machine-learning library, so forms and the command line load it at
+once.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,26 @@ from pydantic import Field, field_validator, model_validator
 
 from stages.spec import ConfigError, StageConfig
 
-
-#: Settings that are read under a condition only: (settings, condition, why nothing reads them where it does not hold and what to write).
+#: Settings that are read under a condition only: (settings, condition, why nothing reads them where it does not hold
+#: and what to write).
 ReadWhen = Iterable[tuple[tuple[str, ...], Callable[..., bool], str]]
 
 
 def unread(config: StageConfig, rules: ReadWhen, *context, own: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """{setting: error text} of the settings that were changed although nothing would read them (no option is ignored silently).
+    """{setting: error text} of the settings that were changed although nothing would read them (no option is ignored
+    silently).
 
-    A value that is the default changes nothing, whoever wrote it, so resolved settings come back as they are; ``own`` gives what a default of None stands
-    for. Conditions are called with ``context``, or with the config where there is none.
+    A value that is the default changes nothing, whoever wrote it, so resolved settings come back as they are; ``own``
+    gives what a default of None stands for. Conditions are called with ``context``, or with the config where there is
+    none.
     """
     found: dict[str, str] = {}
     for names, condition, text in rules:
         for name in (n for n in names if n in type(config).model_fields and n not in found):
             value, field = getattr(config, name), type(config).model_fields[name]
-            if value not in (field.get_default(call_default_factory=True), (own or {}).get(name)) and not condition(*context or (config,)):
+            if value not in (field.get_default(call_default_factory=True), (own or {}).get(name)) and not condition(
+                *context or (config,)
+            ):
                 found[name] = f"{name}={value} would change nothing: {text}, or leave {name} out."
     return found
 
@@ -40,13 +46,17 @@ def refuse_unread(*args, **more) -> None:
 
 
 def refuse_unread_in(stage, rules: ReadWhen) -> None:
-    """:func:`refuse_unread` by rules about the inputs of a stage; conditions are called with the stage, and what they find is a ConfigError."""
+    """:func:`refuse_unread` by rules about the inputs of a stage; conditions are called with the stage, and what they
+    find is a ConfigError.
+    """
     if found := unread(stage.config, rules, stage):
         raise ConfigError(f"{stage.name}: " + "\n  ".join(found.values()))
 
 
 def refuse_unread_inputs(stage, rules: ReadWhen, *context) -> None:
-    """Raise a ConfigError about inputs that were given although nothing would read them, by rules (inputs, condition, why and what to write) whose conditions are called with ``context``."""
+    """Raise a ConfigError about inputs that were given although nothing would read them, by rules (inputs, condition,
+    why and what to write) whose conditions are called with ``context``.
+    """
     found: dict[str, str] = {}
     for names, condition, text in rules:
         for name in (n for n in names if stage.has(n) and n not in found and not condition(*context)):
@@ -59,82 +69,270 @@ Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "poly
 
 
 class OptimizerConfig(StageConfig):
-    """Settings shared by every trained stage. ``LORA_RATE``: what a LoRA adapter multiplies the default learning rate by, where none is given."""
+    """Settings shared by every trained stage. ``LORA_RATE``: what a LoRA adapter multiplies the default learning rate
+    by, where none is given.
+    """
 
     LORA_RATE: ClassVar[float] = 1.0
     BALANCES: ClassVar[bool] = False  # whether router_aux_loss_coef is by default that of the model's config
     READ_WHEN: ClassVar[ReadWhen] = (
-        (("lora_alpha", "lora_rslora", "lora_dora", "lora_dropout", "lora_targets", "lora_exclude", "lora_modules_to_save"), lambda c: c.lora_rank > 0, "there is no adapter (lora_rank=0); write lora_rank=16"),
-        (("decay_ratio", "decay_type"), lambda c: c.lr_schedule == "wsd", "only lr_schedule=wsd has a final decay of its own; write lr_schedule=wsd"),
-        (("lr_power",), lambda c: c.lr_schedule == "polynomial", "only lr_schedule=polynomial has a power; write lr_schedule=polynomial"),
-        (("lr_cycles",), lambda c: c.lr_schedule == "cosine_with_restarts", "only lr_schedule=cosine_with_restarts starts anew; write lr_schedule=cosine_with_restarts"),
-        (("warmup_ratio",), lambda c: c.warmup_steps is None, "warmup_steps says how long the warm-up is; leave warmup_steps out"),
-        (("adam_beta1", "adam_beta2", "adam_epsilon"), lambda c: c.optimizer in ("adamw", "muon"), "it is a constant of AdamW, which nothing uses here; write optimizer=adamw"),
-        (("momentum",), lambda c: c.optimizer in ("sgd", "muon"), "AdamW's is adam_beta1, and adafactor has none; write optimizer=sgd"),
-        (("min_lr_ratio",), lambda c: c.lr_schedule != "constant", "lr_schedule=constant does not decay; write lr_schedule=cosine or linear"),
-        (("eval_every",), lambda c: getattr(c, "eval_rows", 1) > 0, "eval_rows=0 keeps no validation rows; write eval_rows=500"))
+        (
+            (
+                "lora_alpha",
+                "lora_rslora",
+                "lora_dora",
+                "lora_dropout",
+                "lora_targets",
+                "lora_exclude",
+                "lora_modules_to_save",
+            ),
+            lambda c: c.lora_rank > 0,
+            "there is no adapter (lora_rank=0); write lora_rank=16",
+        ),
+        (
+            ("decay_ratio", "decay_type"),
+            lambda c: c.lr_schedule == "wsd",
+            "only lr_schedule=wsd has a final decay of its own; write lr_schedule=wsd",
+        ),
+        (
+            ("lr_power",),
+            lambda c: c.lr_schedule == "polynomial",
+            "only lr_schedule=polynomial has a power; write lr_schedule=polynomial",
+        ),
+        (
+            ("lr_cycles",),
+            lambda c: c.lr_schedule == "cosine_with_restarts",
+            "only lr_schedule=cosine_with_restarts starts anew; write lr_schedule=cosine_with_restarts",
+        ),
+        (
+            ("warmup_ratio",),
+            lambda c: c.warmup_steps is None,
+            "warmup_steps says how long the warm-up is; leave warmup_steps out",
+        ),
+        (
+            ("adam_beta1", "adam_beta2", "adam_epsilon"),
+            lambda c: c.optimizer in ("adamw", "muon"),
+            "it is a constant of AdamW, which nothing uses here; write optimizer=adamw",
+        ),
+        (
+            ("momentum",),
+            lambda c: c.optimizer in ("sgd", "muon"),
+            "AdamW's is adam_beta1, and adafactor has none; write optimizer=sgd",
+        ),
+        (
+            ("min_lr_ratio",),
+            lambda c: c.lr_schedule != "constant",
+            "lr_schedule=constant does not decay; write lr_schedule=cosine or linear",
+        ),
+        (
+            ("eval_every",),
+            lambda c: getattr(c, "eval_rows", 1) > 0,
+            "eval_rows=0 keeps no validation rows; write eval_rows=500",
+        ),
+    )
 
     optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = Field(
-        "adamw", description="torch's AdamW (8 bytes of state per trained weight), SGD (0, with momentum 4; needs a learning_rate of its own), Adafactor (next to none; steps relative to the size of "
-        "weights, default learning rate 50 times AdamW's) or Muon on the layers' matrices with AdamW for the rest (4; AdamW's learning rate).")
-    learning_rate: float = Field(2e-5, gt=0, description="Peak learning rate, the default AdamW's; of sft and distill with LoRA 2e-4.")
+        "adamw",
+        description=(
+            "torch's AdamW (8 bytes of state per trained weight), SGD (0, with momentum 4; needs a learning_rate of its"
+            " own), Adafactor (next to none; steps relative to the size of weights, default learning rate 50 times"
+            " AdamW's) or Muon on the layers' matrices with AdamW for the rest (4; AdamW's learning rate)."
+        ),
+    )
+    learning_rate: float = Field(
+        2e-5, gt=0, description="Peak learning rate, the default AdamW's; of sft and distill with LoRA 2e-4."
+    )
     lr_schedule: Schedule = Field(
-        "cosine", description="After warm-up: decay to min_lr_ratio (linear, cosine, polynomial; cosine_with_restarts lr_cycles times), 1/sqrt(step), or stable until the last decay_ratio of the "
-        "steps, then decay_type (wsd).")
+        "cosine",
+        description=(
+            "After warm-up: decay to min_lr_ratio (linear, cosine, polynomial; cosine_with_restarts lr_cycles times),"
+            " 1/sqrt(step), or stable until the last decay_ratio of the steps, then decay_type (wsd)."
+        ),
+    )
     warmup_ratio: float = Field(0.1, ge=0, le=1, description="Share of the steps spent in linear warm-up.")
-    warmup_steps: int | None = Field(None, ge=0, title="Warm-up steps", description="Steps of linear warm-up, in the place of warmup_ratio.")
-    decay_ratio: float = Field(0.2, gt=0, le=1, description="Share of the steps spent in the final decay (lr_schedule=wsd).")
-    decay_type: Literal["linear", "cosine", "1-sqrt"] = Field("linear", description="Form of the final decay (lr_schedule=wsd).")
+    warmup_steps: int | None = Field(
+        None, ge=0, title="Warm-up steps", description="Steps of linear warm-up, in the place of warmup_ratio."
+    )
+    decay_ratio: float = Field(
+        0.2, gt=0, le=1, description="Share of the steps spent in the final decay (lr_schedule=wsd)."
+    )
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = Field(
+        "linear", description="Form of the final decay (lr_schedule=wsd)."
+    )
     lr_power: float = Field(1.0, gt=0, description="lr_schedule=polynomial: (share of the steps that is left)^power.")
     lr_cycles: int = Field(1, ge=1, description="lr_schedule=cosine_with_restarts: how many times it decays.")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Final learning rate as a share of the peak.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay (of sgd: added to the gradient), on matrices only (TRL default 0).")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Decoupled weight decay (of sgd: added to the gradient), on matrices only (TRL default 0).",
+    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
     adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW beta2.")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
-    momentum: float | None = Field(None, ge=0, lt=1, title="Momentum", description="Of optimizer=sgd (default 0: no state at all) or muon (default 0.95).")
+    momentum: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        title="Momentum",
+        description="Of optimizer=sgd (default 0: no state at all) or muon (default 0.95).",
+    )
     router_aux_loss_coef: float | None = Field(
-        None, ge=0, title="Router balance", description="Mixtures of experts: weight of the load-balancing loss E sum_e f_e P_e over all tokens of an optimizer step; 0 = none. Empty: in sft that of the "
-        "model's config (as in TRL), elsewhere 0.")
+        None,
+        ge=0,
+        title="Router balance",
+        description=(
+            "Mixtures of experts: weight of the load-balancing loss E sum_e f_e P_e over all tokens of an optimizer"
+            " step; 0 = none. Empty: in sft that of the model's config (as in TRL), elsewhere 0."
+        ),
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient-norm clip (TRL default 1.0).")
-    max_nonfinite_steps: int = Field(5, ge=0, description="Optimizer steps with a non-finite loss or gradient that are skipped before the stage fails.")
-    max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Tokens per forward pass (a shared prompt once; with its padding where the model's own code computes); bounds memory, cannot change the result. A prompt with more responses than "
-                                            "fit goes through the model in parts, each with the prompt again; what a loss compares stays together.")
-    packing: Literal["sorted", "best_fit"] = Field("sorted", description="How rows fill micro-batches of max_tokens_per_micro_batch tokens: next to those of like length (sorted), or longest first "
-                                                   "into the fullest that has room (best_fit, TRL's packing): fewer micro-batches where lengths differ much. No row is padded, cut or seen by "
-                                                   "another either way, so the result is the same up to rounding (sft.pack).")
-    compute_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the matrix products; weights, norms, residuals and optimizer stay float32.")
+    max_nonfinite_steps: int = Field(
+        5,
+        ge=0,
+        description="Optimizer steps with a non-finite loss or gradient that are skipped before the stage fails.",
+    )
+    max_tokens_per_micro_batch: int = Field(
+        4096,
+        ge=1,
+        description=(
+            "Tokens per forward pass (a shared prompt once; with its padding where the model's own code computes);"
+            " bounds memory, cannot change the result. A prompt with more responses than fit goes through the model in"
+            " parts, each with the prompt again; what a loss compares stays together."
+        ),
+    )
+    packing: Literal["sorted", "best_fit"] = Field(
+        "sorted",
+        description=(
+            "How rows fill micro-batches of max_tokens_per_micro_batch tokens: next to those of like length (sorted),"
+            " or longest first into the fullest that has room (best_fit, TRL's packing): fewer micro-batches where"
+            " lengths differ much. No row is padded, cut or seen by another either way, so the result is the same up to"
+            " rounding (sft.pack)."
+        ),
+    )
+    compute_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Type of the matrix products; weights, norms, residuals and optimizer stay float32."
+    )
     forward: Literal["auto", "own", "model", "compiled"] = Field(
-        "auto", description="Who computes the layers: our exact unpadded forward where it knows the architecture (auto, own), the model's own code, or that under torch.compile.")
-    sharding: Literal["none", "full"] = Field("none", description="On several devices: whole weights on each (none, DDP), or weights, gradients and optimizer state split over them (full, FSDP2).")
-    activation_checkpointing: bool = Field(False, description="Recompute layer activations in backward: less memory, slower.")
-    lora_rank: int = Field(0, ge=0, description="Rank of a LoRA adapter; 0 trains all weights (texts 8-64; needs about 10 times the learning rate).")
-    lora_alpha: float | None = Field(None, gt=0, title="LoRA alpha", description="The adapter counts alpha / rank; empty: 2 * rank.")
+        "auto",
+        description=(
+            "Who computes the layers: our exact unpadded forward where it knows the architecture (auto, own), the"
+            " model's own code, or that under torch.compile."
+        ),
+    )
+    sharding: Literal["none", "full"] = Field(
+        "none",
+        description=(
+            "On several devices: whole weights on each (none, DDP), or weights, gradients and optimizer state split"
+            " over them (full, FSDP2)."
+        ),
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Recompute layer activations in backward: less memory, slower."
+    )
+    lora_rank: int = Field(
+        0,
+        ge=0,
+        description=(
+            "Rank of a LoRA adapter; 0 trains all weights (texts 8-64; needs about 10 times the learning rate)."
+        ),
+    )
+    lora_alpha: float | None = Field(
+        None, gt=0, title="LoRA alpha", description="The adapter counts alpha / rank; empty: 2 * rank."
+    )
     lora_rslora: bool = Field(False, description="The adapter counts alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023).")
-    lora_dora: bool = Field(False, description="The length of every row of a weight is trained apart from its direction (DoRA, Liu et al. 2024). Through the model's own forward, which is slower.")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Share of the numbers that the adapter reads as 0 in training, drawn anew for every row, token and layer of a step (peft; Hu et al. 0 to 0.1).")
-    lora_targets: str = Field("all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj.")
-    lora_exclude: str = Field("", description="Names of layers that get no adapter although lora_targets takes them (peft exclude_modules), such as k_proj,down_proj.")
-    lora_modules_to_save: str = Field("", description="Names of modules that are trained in full beside the adapter (peft modules_to_save), such as embed_tokens,lm_head for new tokens.")
+    lora_dora: bool = Field(
+        False,
+        description=(
+            "The length of every row of a weight is trained apart from its direction (DoRA, Liu et al. 2024). Through"
+            " the model's own forward, which is slower."
+        ),
+    )
+    lora_dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Share of the numbers that the adapter reads as 0 in training, drawn anew for every row, token and layer of"
+            " a step (peft; Hu et al. 0 to 0.1)."
+        ),
+    )
+    lora_targets: str = Field(
+        "all-linear", description="Layers with an adapter: all-linear, or names such as q_proj,v_proj."
+    )
+    lora_exclude: str = Field(
+        "",
+        description=(
+            "Names of layers that get no adapter although lora_targets takes them (peft exclude_modules), such as"
+            " k_proj,down_proj."
+        ),
+    )
+    lora_modules_to_save: str = Field(
+        "",
+        description=(
+            "Names of modules that are trained in full beside the adapter (peft modules_to_save), such as"
+            " embed_tokens,lm_head for new tokens."
+        ),
+    )
     frozen_dtype: Literal["auto", "float32", "bfloat16", "nf4", "nf4_double"] = Field(
-        "auto", description="How frozen matrices are kept (under an adapter; of references, teachers, reward models): as the checkpoint stores them where that is bfloat16, which changes "
-        "no number (auto); all widened to float32; all in bfloat16, which rounds float32 ones once; or those of the linear layers in 4 bits (nf4; nf4_double: its scales in 8 bits), QLoRA. Products "
-        "are in compute_dtype whichever it is.")
-    save_dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the published weights; an adapter is merged in float32, and bfloat16 rounds the sum.")
-    ema_decay: float = Field(0.0, ge=0, lt=1, description="Train, but validate and publish the exponential moving average of the weights with this decay; 0 = off.")
-    select_by: str | None = Field(None, title="Select by", description="Validation metric whose best pass gives the published weights (for example loss, accuracy); empty: the last weights. Needs eval_every.")
-    early_stopping_patience: int = Field(0, ge=0, description="Stop after this many validation passes in a row without a better select_by; 0 = never.")
-    device_memory_gib: float | None = Field(None, gt=0, title="Device memory", description="Memory of one device, GiB, that weights, gradients and optimizer must fit into; empty: what the device has.",
-                                            json_schema_extra={"identity": False})
-    memory_check: Literal["refuse", "warn"] = Field("refuse", description="What is done about a plan that does not fit: refused before anything is loaded, or only said.",
-                                                    json_schema_extra={"identity": False})
+        "auto",
+        description=(
+            "How frozen matrices are kept (under an adapter; of references, teachers, reward models): as the checkpoint"
+            " stores them where that is bfloat16, which changes no number (auto); all widened to float32; all in"
+            " bfloat16, which rounds float32 ones once; or those of the linear layers in 4 bits (nf4; nf4_double: its"
+            " scales in 8 bits), QLoRA. Products are in compute_dtype whichever it is."
+        ),
+    )
+    save_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Type of the published weights; an adapter is merged in float32, and bfloat16 rounds the sum.",
+    )
+    ema_decay: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Train, but validate and publish the exponential moving average of the weights with this decay; 0 = off."
+        ),
+    )
+    select_by: str | None = Field(
+        None,
+        title="Select by",
+        description=(
+            "Validation metric whose best pass gives the published weights (for example loss, accuracy); empty: the"
+            " last weights. Needs eval_every."
+        ),
+    )
+    early_stopping_patience: int = Field(
+        0, ge=0, description="Stop after this many validation passes in a row without a better select_by; 0 = never."
+    )
+    device_memory_gib: float | None = Field(
+        None,
+        gt=0,
+        title="Device memory",
+        description=(
+            "Memory of one device, GiB, that weights, gradients and optimizer must fit into; empty: what the device"
+            " has."
+        ),
+        json_schema_extra={"identity": False},
+    )
+    memory_check: Literal["refuse", "warn"] = Field(
+        "refuse",
+        description="What is done about a plan that does not fit: refused before anything is loaded, or only said.",
+        json_schema_extra={"identity": False},
+    )
 
     @field_validator("lr_schedule", mode="before")
     @classmethod
     def _schedule_of_transformers(cls, value):
-        ours = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine with min_lr_ratio=SHARE", "cosine_warmup_with_min_lr": "cosine with min_lr_ratio=SHARE",
-                "warmup_stable_decay": "wsd with decay_ratio=SHARE and decay_type=linear, cosine or 1-sqrt", "reduce_lr_on_plateau": "constant with select_by=loss early_stopping_patience=N",
-                "greedy": "constant with select_by=loss early_stopping_patience=N"}
+        ours = {
+            "constant_with_warmup": "constant",
+            "cosine_with_min_lr": "cosine with min_lr_ratio=SHARE",
+            "cosine_warmup_with_min_lr": "cosine with min_lr_ratio=SHARE",
+            "warmup_stable_decay": "wsd with decay_ratio=SHARE and decay_type=linear, cosine or 1-sqrt",
+            "reduce_lr_on_plateau": "constant with select_by=loss early_stopping_patience=N",
+            "greedy": "constant with select_by=loss early_stopping_patience=N",
+        }
         if value in ours:
             raise ValueError(f"transformers' {value} is written otherwise here: lr_schedule={ours[value]}")
         return value
@@ -143,8 +341,11 @@ class OptimizerConfig(StageConfig):
     def _rate(self):
         if "learning_rate" not in self.model_fields_set:
             if self.optimizer == "sgd":
-                raise ValueError("optimizer=sgd moves weights by the gradient itself, for which no learning rate is usual; write learning_rate too, for example learning_rate=0.1 "
-                                 "(about the most that max_grad_norm=1 lets all weights move by together in a step)")
+                raise ValueError(
+                    "optimizer=sgd moves weights by the gradient itself, for which no learning rate is usual; write"
+                    " learning_rate too, for example learning_rate=0.1 (about the most that max_grad_norm=1 lets all"
+                    " weights move by together in a step)"
+                )
             scale = (self.LORA_RATE if self.lora_rank else 1.0) * (50.0 if self.optimizer == "adafactor" else 1.0)
             if scale != 1.0:
                 self.__dict__["learning_rate"] = scale * type(self).model_fields["learning_rate"].default
@@ -153,20 +354,35 @@ class OptimizerConfig(StageConfig):
     @model_validator(mode="after")
     def _optimizer(self):
         if self.frozen_dtype.startswith("nf4") and self.forward == "compiled":
-            raise ValueError(f"forward=compiled takes no weights in 4 bits; write forward=auto for frozen_dtype={self.frozen_dtype}, or frozen_dtype=bfloat16")
+            raise ValueError(
+                f"forward=compiled takes no weights in 4 bits; write forward=auto for frozen_dtype={self.frozen_dtype},"
+                " or frozen_dtype=bfloat16"
+            )
         if self.frozen_dtype.startswith("nf4") and self.sharding == "full":
-            raise ValueError(f"frozen_dtype={self.frozen_dtype} packs whole matrices, and sharding=full splits them over the devices; write sharding=none (each device then holds the model in 4 bits), "
-                             "or frozen_dtype=bfloat16")
+            raise ValueError(
+                f"frozen_dtype={self.frozen_dtype} packs whole matrices, and sharding=full splits them over the"
+                " devices; write sharding=none (each device then holds the model in 4 bits), or frozen_dtype=bfloat16"
+            )
         if self.frozen_dtype.startswith("nf4") and self.lora_dora:
-            raise ValueError("lora_dora=true trains with the lengths of the frozen weights' rows, which are not read off weights in 4 bits; write lora_dora=false, or frozen_dtype=bfloat16")
+            raise ValueError(
+                "lora_dora=true trains with the lengths of the frozen weights' rows, which are not read off weights in"
+                " 4 bits; write lora_dora=false, or frozen_dtype=bfloat16"
+            )
         if self.lora_dropout and (self.lora_dora or self.forward == "compiled"):
-            raise ValueError(f"lora_dropout is not computed with {'lora_dora=true' if self.lora_dora else 'forward=compiled'}; write {'lora_dora=false' if self.lora_dora else 'forward=auto'}, or "
-                             "leave lora_dropout out")
+            raise ValueError(
+                f"lora_dropout is not computed with {'lora_dora=true' if self.lora_dora else 'forward=compiled'}; write"
+                f" {'lora_dora=false' if self.lora_dora else 'forward=auto'}, or leave lora_dropout out"
+            )
         if self.forward == "compiled" and self.router_aux_loss_coef:
-            raise ValueError("forward=compiled does not say what routers choose, which router_aux_loss_coef needs; write forward=auto or forward=model, or leave router_aux_loss_coef out")
+            raise ValueError(
+                "forward=compiled does not say what routers choose, which router_aux_loss_coef needs; write"
+                " forward=auto or forward=model, or leave router_aux_loss_coef out"
+            )
         if self.optimizer == "adafactor" and self.lora_rank:
-            raise ValueError("optimizer=adafactor steps by shares of a weight's size, and half of an adapter starts at 0, where it hardly moves; write optimizer=adamw, whose state is small for an "
-                             "adapter, or muon")
+            raise ValueError(
+                "optimizer=adafactor steps by shares of a weight's size, and half of an adapter starts at 0, where it"
+                " hardly moves; write optimizer=adamw, whose state is small for an adapter, or muon"
+            )
         return self
 
     @model_validator(mode="after")
@@ -177,9 +393,14 @@ class OptimizerConfig(StageConfig):
     @model_validator(mode="after")
     def _selection(self):
         if self.early_stopping_patience and not self.select_by:
-            raise ValueError("early_stopping_patience needs to know what gets better; write select_by=loss (and eval_every=STEPS)")
+            raise ValueError(
+                "early_stopping_patience needs to know what gets better; write select_by=loss (and eval_every=STEPS)"
+            )
         if self.select_by and not getattr(self, "eval_every", 1):
-            raise ValueError(f"select_by={self.select_by} compares validation passes, but eval_every=0 makes none in between; write eval_every=STEPS")
+            raise ValueError(
+                f"select_by={self.select_by} compares validation passes, but eval_every=0 makes none in between; write"
+                " eval_every=STEPS"
+            )
         return self
 
 
@@ -192,76 +413,183 @@ class SamplingConfig(StageConfig):
     min_p: float = Field(0.0, ge=0, lt=1, description="Drop tokens less likely than min_p times the most likely one.")
     max_completion_length: int = Field(256, ge=1, description="New tokens at most; reasoning takes thousands.")
     stop_strings: list[str] = Field(
-        default_factory=list, description="Strings that end a completion, besides the model's stop tokens; its text ends before them.")
+        default_factory=list,
+        description="Strings that end a completion, besides the model's stop tokens; its text ends before them.",
+    )
     min_tokens: int = Field(0, ge=0, description="No completion ends before it has so many tokens.")
     repetition_penalty: float = Field(
-        1.0, gt=0, description="Divides positive and multiplies negative logits of tokens in prompt or completion (CTRL 1.2); 1 = off.")
-    frequency_penalty: float = Field(0.0, description="Subtracted from a token's logit for each time the completion has it; 0 = off.")
-    presence_penalty: float = Field(0.0, description="Subtracted from a token's logit once the completion has it; 0 = off.")
-    bad_words: list[str] = Field(default_factory=list, description="Words that are never completed (their last token is banned after the first ones).")
-    logit_bias: dict[int, float] = Field(default_factory=dict, description="Numbers added to the logits of token ids; -100 bans a token.")
+        1.0,
+        gt=0,
+        description=(
+            "Divides positive and multiplies negative logits of tokens in prompt or completion (CTRL 1.2); 1 = off."
+        ),
+    )
+    frequency_penalty: float = Field(
+        0.0, description="Subtracted from a token's logit for each time the completion has it; 0 = off."
+    )
+    presence_penalty: float = Field(
+        0.0, description="Subtracted from a token's logit once the completion has it; 0 = off."
+    )
+    bad_words: list[str] = Field(
+        default_factory=list,
+        description="Words that are never completed (their last token is banned after the first ones).",
+    )
+    logit_bias: dict[int, float] = Field(
+        default_factory=dict, description="Numbers added to the logits of token ids; -100 bans a token."
+    )
     generation_batch: int = Field(64, ge=1, description="Sequences decoded together; bounds memory.")
     sampling_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="engine=builtin: type of the weights, keys, values and products it samples with. bfloat16 takes half the memory and time on a GPU; its log-probs are not "
-        "the trainer's then, which computes its own.")
+        "float32",
+        description=(
+            "engine=builtin: type of the weights, keys, values and products it samples with. bfloat16 takes half the"
+            " memory and time on a GPU; its log-probs are not the trainer's then, which computes its own."
+        ),
+    )
     engine: Literal["builtin", "vllm", "server"] = Field(
-        "builtin", description="Who samples: this process, vLLM in this process (a package to install), or a server with the OpenAI completions interface.")
+        "builtin",
+        description=(
+            "Who samples: this process, vLLM in this process (a package to install), or a server with the OpenAI"
+            " completions interface."
+        ),
+    )
     engine_url: str | None = Field(
-        None, title="Engine URL", description="engine=server: base URL, for example http://localhost:8000/v1.", json_schema_extra={"identity": False})
+        None,
+        title="Engine URL",
+        description="engine=server: base URL, for example http://localhost:8000/v1.",
+        json_schema_extra={"identity": False},
+    )
     engine_model: str | None = Field(
-        None, title="Engine model", description="engine=server: the model's name there; empty: the only one it serves, or the model's own directory "
-        "(transformers serve).")
+        None,
+        title="Engine model",
+        description=(
+            "engine=server: the model's name there; empty: the only one it serves, or the model's own directory "
+            "(transformers serve)."
+        ),
+    )
     engine_api: Literal["auto", "openai", "vllm", "transformers"] = Field(
-        "auto", description="engine=server: its dialect. vllm and transformers take settings and weights that plain servers do not; auto asks the server.")
+        "auto",
+        description=(
+            "engine=server: its dialect. vllm and transformers take settings and weights that plain servers do not;"
+            " auto asks the server."
+        ),
+    )
     engine_key_variable: str = Field(
-        "", description="engine=server: environment variable that holds the key; keys never enter a configuration.", json_schema_extra={"identity": False})
+        "",
+        description="engine=server: environment variable that holds the key; keys never enter a configuration.",
+        json_schema_extra={"identity": False},
+    )
     engine_timeout_s: float = Field(
-        600.0, gt=0, description="engine=server: seconds that one completion may take.", json_schema_extra={"identity": False})
-    engine_concurrency: int = Field(32, ge=1, description="engine=server: requests under way at once.", json_schema_extra={"identity": False})
+        600.0,
+        gt=0,
+        description="engine=server: seconds that one completion may take.",
+        json_schema_extra={"identity": False},
+    )
+    engine_concurrency: int = Field(
+        32, ge=1, description="engine=server: requests under way at once.", json_schema_extra={"identity": False}
+    )
     engine_options: dict[str, Any] = Field(
-        default_factory=dict, description="engine=vllm: arguments of vllm.LLM, such as {gpu_memory_utilization: 0.5, dtype: bfloat16}.")
+        default_factory=dict,
+        description="engine=vllm: arguments of vllm.LLM, such as {gpu_memory_utilization: 0.5, dtype: bfloat16}.",
+    )
 
     @model_validator(mode="after")
     def _engine(self):
-        given = {"engine_url": self.engine_url, "engine_model": self.engine_model, "engine_key_variable": self.engine_key_variable,
-                 "engine_api": self.engine_api if self.engine_api != "auto" else None}
+        given = {
+            "engine_url": self.engine_url,
+            "engine_model": self.engine_model,
+            "engine_key_variable": self.engine_key_variable,
+            "engine_api": self.engine_api if self.engine_api != "auto" else None,
+        }
         if self.engine == "server" and not self.engine_url:
             raise ValueError("engine=server needs to know where it is; write engine_url=http://HOST:PORT/v1")
         for name in (name for name, value in given.items() if value and self.engine != "server"):
-            raise ValueError(f"{name}={given[name]} belongs to a server, but engine={self.engine}; write engine=server, or leave {name} out")
+            raise ValueError(
+                f"{name}={given[name]} belongs to a server, but engine={self.engine}; write engine=server, or leave"
+                f" {name} out"
+            )
         if self.sampling_dtype != "float32" and self.engine != "builtin":
-            raise ValueError(f"sampling_dtype={self.sampling_dtype} is of the built-in engine, but engine={self.engine}; "
-                             + ("write engine_options={dtype: bfloat16}" if self.engine == "vllm" else "leave it out: the server decides"))
+            raise ValueError(
+                f"sampling_dtype={self.sampling_dtype} is of the built-in engine, but engine={self.engine}; "
+                + (
+                    "write engine_options={dtype: bfloat16}"
+                    if self.engine == "vllm"
+                    else "leave it out: the server decides"
+                )
+            )
         if self.engine_options and self.engine != "vllm":
-            raise ValueError(f"engine_options are arguments of vllm.LLM, but engine={self.engine}; write engine=vllm, or leave engine_options out")
+            raise ValueError(
+                f"engine_options are arguments of vllm.LLM, but engine={self.engine}; write engine=vllm, or leave"
+                " engine_options out"
+            )
         if self.min_tokens > self.max_completion_length:
-            raise ValueError(f"min_tokens={self.min_tokens} is over max_completion_length={self.max_completion_length}; write a smaller min_tokens")
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is over max_completion_length={self.max_completion_length}; write a"
+                " smaller min_tokens"
+            )
         return self
 
 
 class ChatConfig(StageConfig):
-    """How conversations are shown to the input ``model``: by its own chat template, or by another one, which a trained model is then saved with."""
+    """How conversations are shown to the input ``model``: by its own chat template, or by another one, which a trained
+    model is then saved with.
+    """
 
-    chat_template: str | None = Field(None, title="Chat template", description="Jinja file, or model directory, whose chat template is used instead of the model's own, and saved with a model "
-                                      "that is trained (TRL chat_template_path).", json_schema_extra={"identity": False})
-    chat_template_digest: str = Field("", description="Digest of that template; filled in by itself, so that a change of the file is another run.")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables that the chat template gets, such as {enable_thinking: false} (TRL); give the same ones wherever the "
-                                                                                   "model is used.")
+    chat_template: str | None = Field(
+        None,
+        title="Chat template",
+        description=(
+            "Jinja file, or model directory, whose chat template is used instead of the model's own, and saved with a"
+            " model that is trained (TRL chat_template_path)."
+        ),
+        json_schema_extra={"identity": False},
+    )
+    chat_template_digest: str = Field(
+        "", description="Digest of that template; filled in by itself, so that a change of the file is another run."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description=(
+            "Variables that the chat template gets, such as {enable_thinking: false} (TRL); give the same ones wherever"
+            " the model is used."
+        ),
+    )
 
     @model_validator(mode="after")
     def _chat_template(self):
-        if taken := sorted({"messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template", "return_dict"} & set(self.chat_template_kwargs)):
+        if taken := sorted(
+            {
+                "messages",
+                "conversation",
+                "tools",
+                "documents",
+                "add_generation_prompt",
+                "continue_final_message",
+                "tokenize",
+                "chat_template",
+                "return_dict",
+            }
+            & set(self.chat_template_kwargs)
+        ):
             raise ValueError(f"chat_template_kwargs: {taken[0]} is the platform's own to give; leave it out")
         if self.chat_template:
             self.__dict__["chat_template"] = os.path.abspath(self.chat_template)
             digest = hashlib.sha256(template_text(self.chat_template).encode()).hexdigest()
             if self.chat_template_digest not in ("", digest):
-                raise ValueError(f"{self.chat_template} is not the chat_template that this run was started with; leave chat_template_digest out")
+                raise ValueError(
+                    f"{self.chat_template} is not the chat_template that this run was started with; leave"
+                    " chat_template_digest out"
+                )
             self.__dict__["chat_template_digest"] = digest
         elif self.chat_template_digest:
-            raise ValueError("chat_template_digest is filled in by itself; write chat_template=FILE, or leave chat_template_digest out")
+            raise ValueError(
+                "chat_template_digest is filled in by itself; write chat_template=FILE, or leave"
+                " chat_template_digest out"
+            )
         if self.chat_template_given and getattr(self, "prompt_template", "chat") != "chat":
-            raise ValueError(f"prompt_template={self.prompt_template} shows prompts without the chat template; write prompt_template=chat, or leave chat_template and chat_template_kwargs out")
+            raise ValueError(
+                f"prompt_template={self.prompt_template} shows prompts without the chat template; write"
+                " prompt_template=chat, or leave chat_template and chat_template_kwargs out"
+            )
         return self
 
     @property
@@ -269,8 +597,12 @@ class ChatConfig(StageConfig):
         return bool(self.chat_template or self.chat_template_kwargs)
 
     def template(self) -> tuple[str | None, str]:
-        """(text of another chat template than the model's own, JSON of the variables that it gets): the arguments of ``stages.chat.renderer_for``."""
-        return template_text(self.chat_template) if self.chat_template else None, json.dumps(self.chat_template_kwargs, sort_keys=True)
+        """(text of another chat template than the model's own, JSON of the variables that it gets): the arguments of
+        ``stages.chat.renderer_for``.
+        """
+        return template_text(self.chat_template) if self.chat_template else None, json.dumps(
+            self.chat_template_kwargs, sort_keys=True
+        )
 
 
 def template_text(path: str) -> str:
@@ -287,48 +619,117 @@ def template_text(path: str) -> str:
         if isinstance(template, list):  # one for every use
             template = next((t["template"] for t in template if t.get("name") == "default"), None)
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"chat_template={path} cannot be read ({error}); write the path of a Jinja file, or of a model directory (posttrain export MODEL DIR makes one)") from None
+        raise ValueError(
+            f"chat_template={path} cannot be read ({error}); write the path of a Jinja file, or of a model directory"
+            " (posttrain export MODEL DIR makes one)"
+        ) from None
     if not template:
-        raise ValueError(f"the model directory chat_template={path} has no chat template; write the path of a Jinja file, or of a model directory that has one")
+        raise ValueError(
+            f"the model directory chat_template={path} has no chat template; write the path of a Jinja file, or of a"
+            " model directory that has one"
+        )
     return template
 
 
 PromptTemplate = Literal["chat", "none", "think_answer", "zero_shot_cot"]
-PROMPT_TEMPLATE = ("How a prompt is shown: the model's chat template; its last message as plain text (none); DeepSeek-R1-Zero's text that asks for <think> and <answer>; or "
-                   "\"Question: ... Answer: Let's think step by step.\" (zero_shot_cot). "
-                   "For base models (RL-ZERO); the same in training and evaluation.")
+PROMPT_TEMPLATE = (
+    "How a prompt is shown: the model's chat template; its last message as plain text (none); DeepSeek-R1-Zero's text"
+    ' that asks for <think> and <answer>; or "Question: ... Answer: Let\'s think step by step." (zero_shot_cot). For'
+    " base models (RL-ZERO); the same in training and evaluation."
+)
 
 
 #: Settings of an environment that are read under a condition only.
 AGENT_READ_WHEN: ReadWhen = (
-    (("environment_options", "environment_timeout_s", "environment_memory_mib", "environment_network", "environment_workers", "max_turns", "max_turn_length", "observation_role"),
-     lambda c: bool(c.environment), "a prompt is answered once, without an environment; write environment=tools (or module:Class of your own)"),
-    (("environment_timeout_s", "environment_memory_mib", "environment_network", "environment_workers", "observation_role"), lambda c: c.environment != "debate",
-     "a debate has no process of its own and no tool that answers; write another environment"))
+    (
+        (
+            "environment_options",
+            "environment_timeout_s",
+            "environment_memory_mib",
+            "environment_network",
+            "environment_workers",
+            "max_turns",
+            "max_turn_length",
+            "observation_role",
+        ),
+        lambda c: bool(c.environment),
+        "a prompt is answered once, without an environment; write environment=tools (or module:Class of your own)",
+    ),
+    (
+        (
+            "environment_timeout_s",
+            "environment_memory_mib",
+            "environment_network",
+            "environment_workers",
+            "observation_role",
+        ),
+        lambda c: c.environment != "debate",
+        "a debate has no process of its own and no tool that answers; write another environment",
+    ),
+)
 
 
 class AgentConfig(StageConfig):
-    """An environment that the policy acts in over several turns (``AGENT-RL``); without one, a prompt is answered once. Rewards that are not
-    given are then the environment's own."""
+    """An environment that the policy acts in over several turns (``AGENT-RL``); without one, a prompt is answered once.
+    Rewards that are not given are then the environment's own."""
 
-    environment: str = Field("", description="What the policy acts in: a built-in environment (tools, verdicts), debate, or module:Class of your own (see stages/acting/environments.py); "
-                                             "empty: a prompt is answered once.")
-    environment_options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's class, for example tools and call_syntax of `tools`.")
-    environment_digest: str = Field("", description="Digest of the source of an environment of your own; filled in by itself, so that a change of that file is another run.")
-    environment_timeout_s: float = Field(10.0, gt=0, le=3600, description="Wall seconds of one reset or step; what takes longer costs its own trajectory.")
+    environment: str = Field(
+        "",
+        description=(
+            "What the policy acts in: a built-in environment (tools, verdicts), debate, or module:Class of your own"
+            " (see stages/acting/environments.py); empty: a prompt is answered once."
+        ),
+    )
+    environment_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keyword arguments of the environment's class, for example tools and call_syntax of `tools`.",
+    )
+    environment_digest: str = Field(
+        "",
+        description=(
+            "Digest of the source of an environment of your own; filled in by itself, so that a change of that file is"
+            " another run."
+        ),
+    )
+    environment_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        le=3600,
+        description="Wall seconds of one reset or step; what takes longer costs its own trajectory.",
+    )
     environment_memory_mib: int = Field(1024, ge=64, description="Memory of one episode's process.")
     environment_network: bool = Field(False, description="Episodes may open network connections.")
-    environment_workers: int = Field(0, ge=0, description="Episodes that compute at a time; 0 = one per core.", json_schema_extra={"identity": False})
-    max_turns: int = Field(8, ge=1, description="Turns of the policy at most; a trajectory that needs more is truncated (TRL max_tool_calling_iterations).")
-    max_turn_length: int | None = Field(None, ge=1, title="Max turn length", description="New tokens of one turn at most, after which it is closed and acted on as it "
-                                        "stands; default: what is left of max_completion_length, which counts tool output too.")
-    observation_role: Literal["tool", "user"] = Field("tool", description="Role under which tool messages are shown; user for chat templates that know no tool role.")
+    environment_workers: int = Field(
+        0, ge=0, description="Episodes that compute at a time; 0 = one per core.", json_schema_extra={"identity": False}
+    )
+    max_turns: int = Field(
+        8,
+        ge=1,
+        description=(
+            "Turns of the policy at most; a trajectory that needs more is truncated (TRL max_tool_calling_iterations)."
+        ),
+    )
+    max_turn_length: int | None = Field(
+        None,
+        ge=1,
+        title="Max turn length",
+        description=(
+            "New tokens of one turn at most, after which it is closed and acted on as it "
+            "stands; default: what is left of max_completion_length, which counts tool output too."
+        ),
+    )
+    observation_role: Literal["tool", "user"] = Field(
+        "tool", description="Role under which tool messages are shown; user for chat templates that know no tool role."
+    )
 
     @model_validator(mode="after")
     def _environment(self):
         refuse_unread(self, AGENT_READ_WHEN)
         if self.environment and getattr(self, "engine", "builtin") != "builtin":
-            raise ValueError(f"environment={self.environment} needs the exact tokens of growing transcripts, which engine={self.engine} does not give; write engine=builtin")
+            raise ValueError(
+                f"environment={self.environment} needs the exact tokens of growing transcripts, which"
+                f" engine={self.engine} does not give; write engine=builtin"
+            )
         if self.environment not in ("", "debate"):
             from stages.acting.environments import path_of
 
@@ -336,27 +737,69 @@ class AgentConfig(StageConfig):
         if ":" in self.environment:
             digest = source_digest(self.environment)
             if self.environment_digest not in ("", digest):
-                raise ValueError(f"the source of environment {self.environment} is not the one that this run was started with; leave environment_digest out")
+                raise ValueError(
+                    f"the source of environment {self.environment} is not the one that this run was started with; leave"
+                    " environment_digest out"
+                )
             self.__dict__["environment_digest"] = digest
         if self.environment and "rewards" in type(self).model_fields and "rewards" not in self.model_fields_set:
             from stages.reward.components import RewardComponent
 
-            self.__dict__["rewards"] = [RewardComponent(kind="debate" if self.environment == "debate" else "environment")]
+            self.__dict__["rewards"] = [
+                RewardComponent(kind="debate" if self.environment == "debate" else "environment")
+            ]
         return self
 
 
 class BenchmarkConfig(StageConfig):
-    """How benchmark questions are shown: examples before them, and the readings of multiple choice (prompts with ``choices``)."""
+    """How benchmark questions are shown: examples before them, and the readings of multiple choice (prompts with
+    ``choices``).
+    """
 
     multiple_choice: list[Literal["letter", "text", "generation"]] = Field(
-        ["letter", "text", "generation"], description="How prompts with choices are read: the letter's probability behind \"Answer:\", the log-likelihood of each choice's text, a generated "
-        "answer that ends \"Therefore, the answer is (X)\" (eval.mc_letter, eval.mc_answer_text, eval.mc_generation).")
-    system: str = Field("", description="System message before every prompt: with few_shot a prompted arm that needs no training (URIAL, the HHH prompt). A prompt's own follows it.")
-    few_shot: int = Field(0, ge=0, le=64, description="Examples shown before every question, k; 0 = none. GSM8K 5 or 8, MMLU 5, MATH 4.")
-    few_shot_split: str = Field("train", description="Split of the examples: of the input `examples`, else of the prompts. Rows that are evaluated are never shown.")
-    few_shot_by: Literal["any", "category"] = Field("any", description="category: the examples of a question are of its own category (MMLU's subjects).")
-    few_shot_solutions: bool = Field(True, description="Examples show their worked solution where they have one (few-shot chain of thought); false: the answer alone.")
-    few_shot_orders: int = Field(1, ge=1, le=32, description="Choices and orders of the examples, each evaluated; with two or more their spread is reported (eval.kshot_order).")
+        ["letter", "text", "generation"],
+        description=(
+            'How prompts with choices are read: the letter\'s probability behind "Answer:", the log-likelihood of each'
+            ' choice\'s text, a generated answer that ends "Therefore, the answer is (X)" (eval.mc_letter,'
+            " eval.mc_answer_text, eval.mc_generation)."
+        ),
+    )
+    system: str = Field(
+        "",
+        description=(
+            "System message before every prompt: with few_shot a prompted arm that needs no training (URIAL, the HHH"
+            " prompt). A prompt's own follows it."
+        ),
+    )
+    few_shot: int = Field(
+        0, ge=0, le=64, description="Examples shown before every question, k; 0 = none. GSM8K 5 or 8, MMLU 5, MATH 4."
+    )
+    few_shot_split: str = Field(
+        "train",
+        description=(
+            "Split of the examples: of the input `examples`, else of the prompts. Rows that are evaluated are never"
+            " shown."
+        ),
+    )
+    few_shot_by: Literal["any", "category"] = Field(
+        "any", description="category: the examples of a question are of its own category (MMLU's subjects)."
+    )
+    few_shot_solutions: bool = Field(
+        True,
+        description=(
+            "Examples show their worked solution where they have one (few-shot chain of thought); false: the answer"
+            " alone."
+        ),
+    )
+    few_shot_orders: int = Field(
+        1,
+        ge=1,
+        le=32,
+        description=(
+            "Choices and orders of the examples, each evaluated; with two or more their spread is reported"
+            " (eval.kshot_order)."
+        ),
+    )
 
     @model_validator(mode="after")
     def _benchmark(self):
@@ -365,9 +808,19 @@ class BenchmarkConfig(StageConfig):
         if self.system and getattr(self, "environment", ""):
             raise ValueError(f"environment={self.environment} has a system message of its own; leave system out")
         if self.few_shot and getattr(self, "environment", ""):
-            raise ValueError(f"environment={self.environment} has prompts of its own, without examples; write few_shot=0")
-        refuse_unread(self, (
-            (("few_shot_split", "few_shot_by", "few_shot_solutions", "few_shot_orders"), lambda c: c.few_shot > 0, "no examples are shown (few_shot=0); write few_shot=5"),))
+            raise ValueError(
+                f"environment={self.environment} has prompts of its own, without examples; write few_shot=0"
+            )
+        refuse_unread(
+            self,
+            (
+                (
+                    ("few_shot_split", "few_shot_by", "few_shot_solutions", "few_shot_orders"),
+                    lambda c: c.few_shot > 0,
+                    "no examples are shown (few_shot=0); write few_shot=5",
+                ),
+            ),
+        )
         return self
 
 
@@ -381,6 +834,8 @@ def source_digest(path: str) -> str:
     except (ImportError, ValueError):
         found = None
     if found is None or not found.origin or not name:
-        raise ValueError(f"environment {path!r} was not found; write module:Class with the module's directory on PYTHONPATH")
+        raise ValueError(
+            f"environment {path!r} was not found; write module:Class with the module's directory on PYTHONPATH"
+        )
     with open(found.origin, "rb") as source:
         return hashlib.sha256(source.read()).hexdigest()

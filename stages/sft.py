@@ -1,8 +1,9 @@
 """sft: supervised fine-tuning on demonstrations, or on plain text (``train_on=full``).
 
-Token-level negative log-likelihood of assistant turns (catalogue ``sft.nll``, ``sft.mask``, ``sft.template``), aggregated over
-the whole optimizer step. Pre-training from scratch, continued pre-training, instruction tuning and the fit step of rejection
-sampling are this stage with other data. Rows whose targets were all cut off by ``max_length`` are dropped and counted.
+Token-level negative log-likelihood of assistant turns (catalogue ``sft.nll``, ``sft.mask``, ``sft.template``),
+aggregated over the whole optimizer step. Pre-training from scratch, continued pre-training, instruction tuning and the
+fit step of rejection sampling are this stage with other data. Rows whose targets were all cut off by ``max_length`` are
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -23,13 +24,26 @@ class RowsConfig(OptimizerConfig, ChatConfig):
 
     LORA_RATE: ClassVar[float] = 10.0
     batch_size: int = Field(32, ge=1, description="Rows per optimizer step.")
-    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the training rows (texts: 1-2); max_steps wins.")
-    max_steps: int | None = Field(None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs.")
-    max_length: int = Field(1024, ge=8, description="Tokens per row (TRL default 1024); longer rows are cut and counted.")
+    num_train_epochs: float = Field(
+        1.0, gt=0, description="Passes over the training rows (texts: 1-2); max_steps wins."
+    )
+    max_steps: int | None = Field(
+        None, ge=1, title="Max steps", description="Optimizer steps; overrides num_train_epochs."
+    )
+    max_length: int = Field(
+        1024, ge=8, description="Tokens per row (TRL default 1024); longer rows are cut and counted."
+    )
     train_on: Literal["all_assistant", "final_turn", "final_message", "full"] = Field(
-        "all_assistant", description="Which tokens are trained (sft.mask). Rows with train_turns use those under all_assistant.")
-    eval_every: Annotated[int, Field(ge=0)] | Literal["epoch"] = Field(0, description="Optimizer steps between validation passes; epoch = one behind every pass over the training rows; 0 = only "
-                                                                                  "at the end.")
+        "all_assistant",
+        description="Which tokens are trained (sft.mask). Rows with train_turns use those under all_assistant.",
+    )
+    eval_every: Annotated[int, Field(ge=0)] | Literal["epoch"] = Field(
+        0,
+        description=(
+            "Optimizer steps between validation passes; epoch = one behind every pass over the training rows; 0 = only "
+            "at the end."
+        ),
+    )
     eval_rows: int = Field(512, ge=0, description="Validation rows used at most.")
 
     def steps_between_validations(self, rows: int) -> int:
@@ -41,77 +55,194 @@ class Config(RowsConfig):
     BALANCES: ClassVar[bool] = True
     READ_WHEN: ClassVar[ReadWhen] = (
         *RowsConfig.READ_WHEN,
-        (("loss_scale_factor",), lambda c: c.loss_agg_mode == "seq-mean-token-sum-norm", "only one aggregation divides by a constant; write loss_agg_mode=seq-mean-token-sum-norm"),
-        (("curriculum_stages",), lambda c: c.curriculum != "none", "there is no curriculum; write curriculum=length or difficulty"),
-        (("unlikelihood_window",), lambda c: c.unlikelihood_coef > 0, "nothing is made unlikely (unlikelihood_coef=0); write unlikelihood_coef=1"))
+        (
+            ("loss_scale_factor",),
+            lambda c: c.loss_agg_mode == "seq-mean-token-sum-norm",
+            "only one aggregation divides by a constant; write loss_agg_mode=seq-mean-token-sum-norm",
+        ),
+        (
+            ("curriculum_stages",),
+            lambda c: c.curriculum != "none",
+            "there is no curriculum; write curriculum=length or difficulty",
+        ),
+        (
+            ("unlikelihood_window",),
+            lambda c: c.unlikelihood_coef > 0,
+            "nothing is made unlikely (unlikelihood_coef=0); write unlikelihood_coef=1",
+        ),
+    )
 
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
-        "token-mean", description="Loss aggregation over the whole optimizer step (sft.nll); the last divides sums by loss_scale_factor.")
-    loss_scale_factor: float | None = Field(None, gt=0, title="Loss scale factor", description="loss_agg_mode=seq-mean-token-sum-norm: constant that divides the token sums; empty: max_length.")
-    loss_type: Literal["nll", "dft"] = Field("nll", description="Loss of a trained token: -log p, or that times its own (constant) probability p (Dynamic Fine-Tuning, Wu et al. 2025).")
-    label_smoothing_factor: float = Field(0.0, ge=0, lt=1, description="Share of the target's place that is spread evenly over the vocabulary (Hugging Face's label smoothing); 0 = off.")
-    neftune_noise_alpha: float | None = Field(None, gt=0, title="NEFTune alpha", description="Uniform noise of up to alpha / sqrt(tokens of the row * hidden size) on the embeddings in training "
-                                                                                           "(NEFTune, Jain et al. 2023: 5-15); empty: none.")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        Field(
+            "token-mean",
+            description=(
+                "Loss aggregation over the whole optimizer step (sft.nll); the last divides sums by loss_scale_factor."
+            ),
+        )
+    )
+    loss_scale_factor: float | None = Field(
+        None,
+        gt=0,
+        title="Loss scale factor",
+        description="loss_agg_mode=seq-mean-token-sum-norm: constant that divides the token sums; empty: max_length.",
+    )
+    loss_type: Literal["nll", "dft"] = Field(
+        "nll",
+        description=(
+            "Loss of a trained token: -log p, or that times its own (constant) probability p (Dynamic Fine-Tuning, Wu"
+            " et al. 2025)."
+        ),
+    )
+    label_smoothing_factor: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Share of the target's place that is spread evenly over the vocabulary (Hugging Face's label smoothing); 0"
+            " = off."
+        ),
+    )
+    neftune_noise_alpha: float | None = Field(
+        None,
+        gt=0,
+        title="NEFTune alpha",
+        description=(
+            "Uniform noise of up to alpha / sqrt(tokens of the row * hidden size) on the embeddings in training "
+            "(NEFTune, Jain et al. 2023: 5-15); empty: none."
+        ),
+    )
     curriculum: Literal["none", "length", "difficulty"] = Field(
-        "none", description="Train from easy to hard (sft.curriculum): by trained tokens, or by the rows' `difficulty` (ingested from that column).")
-    curriculum_stages: int = Field(3, ge=1, description="Parts of equal size of a curriculum, each for all its epochs, shuffled inside.")
-    unlikelihood_coef: float = Field(0.0, ge=0,
-                                     description="Weight of the unlikelihood of repeated tokens (sft.unlikelihood; Welleck et al. 2020: 1); 0 = off.")
-    unlikelihood_window: int = Field(32, ge=1, description="Trained tokens back within the row that must not come again, unless one is the target (ours 32; "
-                                                           "Welleck et al.: all).")
-    self_paced_threshold: float | None = Field(None, gt=0, title="Self-paced threshold", description="Train only on rows whose mean NLL per token is below it, "
-                                                                                                     "1/K of sft.self_paced at the "
-                                               "first step [nats]; empty: on all. The first validation loss is a good start.")
-    self_paced_threshold_end: float | None = Field(None, gt=0, title="Self-paced threshold at the end",
-                                                   description="1/K at the last step, reached by a constant factor per step; empty: constant.")
-    eval_prompts: int = Field(64, ge=1, description="Validation prompts answered at each pass and scored by the reward_model input, where there is one.")
+        "none",
+        description=(
+            "Train from easy to hard (sft.curriculum): by trained tokens, or by the rows' `difficulty` (ingested from"
+            " that column)."
+        ),
+    )
+    curriculum_stages: int = Field(
+        3, ge=1, description="Parts of equal size of a curriculum, each for all its epochs, shuffled inside."
+    )
+    unlikelihood_coef: float = Field(
+        0.0,
+        ge=0,
+        description=(
+            "Weight of the unlikelihood of repeated tokens (sft.unlikelihood; Welleck et al. 2020: 1); 0 = off."
+        ),
+    )
+    unlikelihood_window: int = Field(
+        32,
+        ge=1,
+        description=(
+            "Trained tokens back within the row that must not come again, unless one is the target (ours 32; "
+            "Welleck et al.: all)."
+        ),
+    )
+    self_paced_threshold: float | None = Field(
+        None,
+        gt=0,
+        title="Self-paced threshold",
+        description=(
+            "Train only on rows whose mean NLL per token is below it, "
+            "1/K of sft.self_paced at the "
+            "first step [nats]; empty: on all. The first validation loss is a good start."
+        ),
+    )
+    self_paced_threshold_end: float | None = Field(
+        None,
+        gt=0,
+        title="Self-paced threshold at the end",
+        description="1/K at the last step, reached by a constant factor per step; empty: constant.",
+    )
+    eval_prompts: int = Field(
+        64,
+        ge=1,
+        description=(
+            "Validation prompts answered at each pass and scored by the reward_model input, where there is one."
+        ),
+    )
     eval_completion_length: int = Field(128, ge=1, description="New tokens of these answers at most.")
 
     @model_validator(mode="after")
     def _terms_fit(self):
         if self.label_smoothing_factor and (self.loss_type == "dft" or self.unlikelihood_coef):
-            other, why = ("loss_type=dft", "takes tokens by their own probability and lets unlikely ones go") if self.loss_type == "dft" else (
-                f"unlikelihood_coef={self.unlikelihood_coef:g}", "pushes down tokens that smoothing pushes up")
-            raise ValueError(f"label_smoothing_factor={self.label_smoothing_factor:g} gives every token of the vocabulary a share, and {other} {why}; write one of the two")
+            other, why = (
+                ("loss_type=dft", "takes tokens by their own probability and lets unlikely ones go")
+                if self.loss_type == "dft"
+                else (f"unlikelihood_coef={self.unlikelihood_coef:g}", "pushes down tokens that smoothing pushes up")
+            )
+            raise ValueError(
+                f"label_smoothing_factor={self.label_smoothing_factor:g} gives every token of the vocabulary a share,"
+                f" and {other} {why}; write one of the two"
+            )
         if self.neftune_noise_alpha is not None and self.forward == "compiled":
-            raise ValueError("neftune_noise_alpha adds to the embeddings in the middle of a forward that forward=compiled has already compiled; write forward=auto or forward=model")
+            raise ValueError(
+                "neftune_noise_alpha adds to the embeddings in the middle of a forward that forward=compiled has"
+                " already compiled; write forward=auto or forward=model"
+            )
         return self
 
     @model_validator(mode="after")
     def _threshold_rises(self):
-        if self.self_paced_threshold_end is not None and self.self_paced_threshold_end < (self.self_paced_threshold or float("inf")):
-            raise ValueError("self_paced_threshold_end lets harder rows in at the end, so it is not below self_paced_threshold; write for example "
-                             "self_paced_threshold=2 self_paced_threshold_end=8")
+        if self.self_paced_threshold_end is not None and self.self_paced_threshold_end < (
+            self.self_paced_threshold or float("inf")
+        ):
+            raise ValueError(
+                "self_paced_threshold_end lets harder rows in at the end, so it is not below self_paced_threshold;"
+                " write for example self_paced_threshold=2 self_paced_threshold_end=8"
+            )
         return self
 
 
 def roles(config, given) -> list[Role]:
     """The policy, and the reward model that judges its answers."""
-    return [Role("policy", "model", trained=True, sharded=True)] + [Role("reward_model", "reward_model")] * ("reward_model" in given)
+    return [Role("policy", "model", trained=True, sharded=True)] + [Role("reward_model", "reward_model")] * (
+        "reward_model" in given
+    )
 
 
 SPEC = StageSpec(
-    name="sft", config=Config, gpu=True, parallel=True, roles=roles,
-    inputs={"model": InputSpec("model", doc="Causal LM to start from."),
-            "data": InputSpec("dataset", kinds=("demonstrations/1", "text/1"),
-                              doc="Demonstrations; plain text rows are trained in full."),
-            "reward_model": InputSpec("model", required=False, doc="Scores greedy answers to validation prompts: select_by=reward (sft.ckpt_select).")},
-    outputs={"model": OutputSpec("model", role="policy")})
+    name="sft",
+    config=Config,
+    gpu=True,
+    parallel=True,
+    roles=roles,
+    inputs={
+        "model": InputSpec("model", doc="Causal LM to start from."),
+        "data": InputSpec(
+            "dataset", kinds=("demonstrations/1", "text/1"), doc="Demonstrations; plain text rows are trained in full."
+        ),
+        "reward_model": InputSpec(
+            "model",
+            required=False,
+            doc="Scores greedy answers to validation prompts: select_by=reward (sft.ckpt_select).",
+        ),
+    },
+    outputs={"model": OutputSpec("model", role="policy")},
+)
 
 
 class NextToken:
     """Objective of ``sft.nll``: token log-likelihood, rows weighted by their weight.
 
-    ``unlikelihood_coef`` adds, at every trained token, -log(1 - p) of the tokens of :func:`recent_tokens`, summed and then aggregated like the
-    likelihood (``sft.unlikelihood``, Welleck et al. 2020). With a ``threshold`` a row counts only while its mean token loss is below it: v in
-    min_v sum v L - threshold sum v (``sft.self_paced``, Kumar et al. 2010, threshold = 1/K). v is decided from the forward that trains, has no
-    gradient, and leaves the counts that divide alone, as in the sum above. ``loss_type`` and ``label_smoothing_factor`` say what a token's loss is
-    (:func:`stages.losses.dynamic_nll`, :func:`stages.losses.smoothed_nll`); metrics and threshold stay the NLL's. ``noise`` (:class:`Noise`) is added to
-    the embeddings of whatever is computed with gradients.
+    ``unlikelihood_coef`` adds, at every trained token, -log(1 - p) of the tokens of :func:`recent_tokens`, summed and
+    then aggregated like the likelihood (``sft.unlikelihood``, Welleck et al. 2020). With a ``threshold`` a row counts
+    only while its mean token loss is below it: v in min_v sum v L - threshold sum v (``sft.self_paced``, Kumar et al.
+    2010, threshold = 1/K). v is decided from the forward that trains, has no gradient, and leaves the counts that
+    divide alone, as in the sum above. ``loss_type`` and ``label_smoothing_factor`` say what a token's loss is
+    (:func:`stages.losses.dynamic_nll`, :func:`stages.losses.smoothed_nll`); metrics and threshold stay the NLL's.
+    ``noise`` (:class:`Noise`) is added to the embeddings of whatever is computed with gradients.
     """
 
-    def __init__(self, loss_agg_mode: str, unlikelihood_coef: float = 0.0, unlikelihood_window: int = 32, threshold: float | None = None,
-                 loss_scale_factor: float | None = None, loss_type: str = "nll", label_smoothing_factor: float = 0.0, noise: Noise | None = None):
+    def __init__(
+        self,
+        loss_agg_mode: str,
+        unlikelihood_coef: float = 0.0,
+        unlikelihood_window: int = 32,
+        threshold: float | None = None,
+        loss_scale_factor: float | None = None,
+        loss_type: str = "nll",
+        label_smoothing_factor: float = 0.0,
+        noise: Noise | None = None,
+    ):
         from stages.losses import denominator_of
 
         self.mode, self.count, self.loss_scale_factor = loss_agg_mode, denominator_of(loss_agg_mode), loss_scale_factor
@@ -121,8 +252,14 @@ class NextToken:
     def counts(self, items):
         tokens = sum(i.n_targets * i.extra["weight"] for i in items)
         sequences = sum(i.extra["weight"] for i in items if i.n_targets)
-        return {"tokens": tokens, "sequences": sequences, "targets": sum(i.n_targets for i in items),
-                "real": sum(i.n_tokens for i in items), "rows": sum(1 for i in items if i.n_targets), "step": 1.0}
+        return {
+            "tokens": tokens,
+            "sequences": sequences,
+            "targets": sum(i.n_targets for i in items),
+            "real": sum(i.n_tokens for i in items),
+            "rows": sum(1 for i in items if i.n_targets),
+            "step": 1.0,
+        }
 
     def __call__(self, model, batch):
         import torch
@@ -145,25 +282,53 @@ class NextToken:
             logps, means = token_and_mean_logps(head, states, batch.target_N, hits)
         else:
             logps, _ = token_logps(head, states, batch.target_N, hits=hits)
-        nll = dynamic_nll(logps) if self.loss_type == "dft" else smoothed_nll(logps, means, self.smoothing) if self.smoothing else token_nll(logps)
+        nll = (
+            dynamic_nll(logps)
+            if self.loss_type == "dft"
+            else smoothed_nll(logps, means, self.smoothing)
+            if self.smoothing
+            else token_nll(logps)
+        )
         weights = torch.tensor([i.extra["weight"] for i in batch.items], device=logps.device)
         trained = torch.tensor(float(len(logps)))
-        metrics = {"target_nll": (-logps.detach().sum(), "targets"), "target_fraction": (trained, "real"), "trained_tokens": (trained, "step"),
-                   "truncated_fraction": (torch.tensor(float(sum(bool(i.extra.get("truncated")) for i in batch.items))), "rows"),
-                   **({"repeat_probability": (repeated, "targets")} if self.coef else {"token_accuracy": (hits.sum().float(), "targets")})}
+        metrics = {
+            "target_nll": (-logps.detach().sum(), "targets"),
+            "target_fraction": (trained, "real"),
+            "trained_tokens": (trained, "step"),
+            "truncated_fraction": (
+                torch.tensor(float(sum(bool(i.extra.get("truncated")) for i in batch.items))),
+                "rows",
+            ),
+            **(
+                {"repeat_probability": (repeated, "targets")}
+                if self.coef
+                else {"token_accuracy": (hits.sum().float(), "targets")}
+            ),
+        }
         if self.threshold is not None:
             lengths = batch.mask_SL.sum(1)
             easy = (lengths > 0) & (batch.padded(-logps.detach()).sum(1) < self.threshold * lengths)
             weights = weights * easy
             metrics["admitted"] = (easy.sum().float(), "rows")
-        terms = {name: (aggregate(batch.padded(values) * weights[:, None], batch.mask_SL, self.mode, self.loss_scale_factor, counted=False)[0], self.count)
-                 for name, values in {"nll": nll, **negative}.items()}
+        terms = {
+            name: (
+                aggregate(
+                    batch.padded(values) * weights[:, None],
+                    batch.mask_SL,
+                    self.mode,
+                    self.loss_scale_factor,
+                    counted=False,
+                )[0],
+                self.count,
+            )
+            for name, values in {"nll": nll, **negative}.items()
+        }
         return Sums(terms, metrics)
 
 
 def recent_tokens(target_N, seq_N, window: int):
-    """Negative tokens of ``sft.unlikelihood``: for each trained token, the ``window`` trained tokens before it in the same response that are
-    not the token itself, each of them once.
+    """Negative tokens of ``sft.unlikelihood``: for each trained token, the ``window`` trained tokens before it in the
+    same response that are not the token itself, each of them once.
 
     Args:
         target_N, seq_N: trained tokens in order and the response of each, as in ``Batch``.
@@ -178,20 +343,24 @@ def recent_tokens(target_N, seq_N, window: int):
     window = max(1, min(window, int(torch.bincount(seq_N).max()) - 1)) if n else 1
     order = torch.argsort(seq_N * (int(target_N.max()) + 1 if n else 1) + target_N, stable=True)
     ordered_token, ordered_seq = target_N[order], seq_N[order]
-    again = torch.full((n,), n, dtype=torch.long, device=target_N.device)  # where the same token comes next in the response
+    # where the same token comes next in the response
+    again = torch.full((n,), n, dtype=torch.long, device=target_N.device)
     same = (ordered_token[1:] == ordered_token[:-1]) & (ordered_seq[1:] == ordered_seq[:-1])
     again[order[:-1]] = torch.where(same, order[1:], n)
     before = at[:, None] - torch.arange(1, window + 1, device=at.device)
     valid = before >= 0
     before = before.clamp(min=0)
-    valid &= (seq_N[before] == seq_N[:, None]) & (again[before] > at[:, None])  # not the target, and not there again nearer by
+    # not the target, and not there again nearer by
+    valid &= (seq_N[before] == seq_N[:, None]) & (again[before] > at[:, None])
     return torch.where(valid, target_N[before], target_N[:, None]), valid
 
 
 class Noise:
-    """Embedding noise of NEFTune (Jain et al. 2023): each number uniform within alpha / sqrt(L H), L tokens of the row, H hidden size.
+    """Embedding noise of NEFTune (Jain et al. 2023): each number uniform within alpha / sqrt(L H), L tokens of the row,
+    H hidden size.
 
-    Drawn anew for every row of every optimizer step from a generator of its own, so neither micro-batches nor resuming change it.
+    Drawn anew for every row of every optimizer step from a generator of its own, so neither micro-batches nor resuming
+    change it.
 
     Args:
         rng: ``rng(purpose, *counters)``, counter-based.
@@ -208,7 +377,11 @@ class Noise:
         from stages.batching import size
 
         width = model.get_input_embeddings().weight.shape[-1]
-        rows = [(self.rng("neftune", self.step, item.row_id).random((size(item), width), dtype=np.float32) * 2 - 1) * (self.alpha / (size(item) * width) ** 0.5) for item in batch.items]
+        rows = [
+            (self.rng("neftune", self.step, item.row_id).random((size(item), width), dtype=np.float32) * 2 - 1)
+            * (self.alpha / (size(item) * width) ** 0.5)
+            for item in batch.items
+        ]
         return torch.as_tensor(np.concatenate(rows).astype(np.float32)).to(batch.ids_U.device)
 
 
@@ -227,11 +400,16 @@ class Noisy:
 
 
 class SelfPaced:
-    """A source that raises the objective's threshold from step to step (``sft.self_paced``): 1/K grows by a constant factor."""
+    """A source that raises the objective's threshold from step to step (``sft.self_paced``): 1/K grows by a constant
+    factor.
+    """
 
     def __init__(self, stage, source, objective, config):
         self._stage, self._source, self._objective, self.total_steps = stage, source, objective, source.total_steps
-        self._start, self._end = config.self_paced_threshold, config.self_paced_threshold_end or config.self_paced_threshold
+        self._start, self._end = (
+            config.self_paced_threshold,
+            config.self_paced_threshold_end or config.self_paced_threshold,
+        )
 
     def __getattr__(self, name):
         return getattr(self._source, name)
@@ -243,9 +421,12 @@ class SelfPaced:
 
     def after_step(self, step: int, metrics):
         if metrics.get("admitted") == 0:
-            self._stage.warn("self_paced_nothing", "In some steps no row was easier than self_paced_threshold, so they trained nothing (metric "
-                                                   "train/admitted). "
-                             "Write a higher self_paced_threshold; the first validation loss is a good start.")
+            self._stage.warn(
+                "self_paced_nothing",
+                "In some steps no row was easier than self_paced_threshold, so they trained nothing (metric "
+                "train/admitted). "
+                "Write a higher self_paced_threshold; the first validation loss is a good start.",
+            )
         return {**self._source.after_step(step, metrics), "self_paced_threshold": self._objective.threshold}
 
     @contextmanager
@@ -260,8 +441,17 @@ class SelfPaced:
 
 #: Settings that are read with an input or with some rows only, as ``OptimizerConfig.READ_WHEN``: of the stage.
 READ_OF_INPUTS: ReadWhen = (
-    (("eval_prompts", "eval_completion_length"), lambda s: s.has("reward_model"), "no answers are judged without the input reward_model; give it"),
-    (("train_on",), lambda s: s.dataset("data").kind != "text/1" or s.config.train_on == "full", "rows of plain text have no turns and are trained in full; write train_on=full"))
+    (
+        ("eval_prompts", "eval_completion_length"),
+        lambda s: s.has("reward_model"),
+        "no answers are judged without the input reward_model; give it",
+    ),
+    (
+        ("train_on",),
+        lambda s: s.dataset("data").kind != "text/1" or s.config.train_on == "full",
+        "rows of plain text have no turns and are trained in full; write train_on=full",
+    ),
+)
 
 
 def run(stage):
@@ -275,24 +465,40 @@ def run(stage):
     refuse_unread_in(stage, READ_OF_INPUTS)
     full_text = dataset.kind == "text/1"
     if full_text and config.chat_template_given:
-        raise ConfigError(f"sft: the rows of {dataset.name} are plain text, which no chat template shows; leave chat_template and chat_template_kwargs out")
+        raise ConfigError(
+            f"sft: the rows of {dataset.name} are plain text, which no chat template shows; leave chat_template and"
+            " chat_template_kwargs out"
+        )
     renderer = stage_renderer(stage)
     if not full_text and renderer.tokenizer.chat_template == PLAIN_TEMPLATE:
-        stage.warn("no_chat_template", "The model has no chat template of its own, so conversations are shown as lines that begin with Human: and Assistant:, and the trained model is saved "
-                   "with that template. Set chat_template to a Jinja file or a model directory for another one.")
+        stage.warn(
+            "no_chat_template",
+            "The model has no chat template of its own, so conversations are shown as lines that begin with Human: and"
+            " Assistant:, and the trained model is saved with that template. Set chat_template to a Jinja file or a"
+            " model directory for another one.",
+        )
     model = policy_to_train(stage)
     encode = encode_text if full_text else encode_demonstrations
     train, dropped = encode(dataset, "train", renderer, config)
     validation, _ = encode(dataset, "validation", renderer, config, limit=config.eval_rows)
-    stage.log(f"{len(train)} training rows, {sum(i.n_tokens for i in train)} tokens, "
-              f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows{left_out(dropped)}")
+    stage.log(
+        f"{len(train)} training rows, {sum(i.n_tokens for i in train)} tokens, "
+        f"{sum(i.n_targets for i in train)} of them trained; {len(validation)} validation rows{left_out(dropped)}"
+    )
     warn_of_cut_rows(stage, dropped, len(train))
     refuse_no_rows(dropped, len(train))
     source = rows_in_order(stage, train, config)
     answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
     noise = None if config.neftune_noise_alpha is None else Noise(config.neftune_noise_alpha, stage.rng)
-    objective = NextToken(config.loss_agg_mode, config.unlikelihood_coef, config.unlikelihood_window, loss_scale_factor=config.loss_scale_factor or config.max_length,
-                          loss_type=config.loss_type, label_smoothing_factor=config.label_smoothing_factor, noise=noise)
+    objective = NextToken(
+        config.loss_agg_mode,
+        config.unlikelihood_coef,
+        config.unlikelihood_window,
+        loss_scale_factor=config.loss_scale_factor or config.max_length,
+        loss_type=config.loss_type,
+        label_smoothing_factor=config.label_smoothing_factor,
+        noise=noise,
+    )
     if config.self_paced_threshold is not None:
         source = SelfPaced(stage, source, objective, config)
     if noise is not None:
@@ -304,13 +510,27 @@ def run(stage):
         with source.all_rows() if config.self_paced_threshold is not None else nullcontext():
             return {**trainer.evaluate(validation), **(answers.judge() if answers else {})}
 
-    before, final = fit(stage, trainer, source, eval_every=config.steps_between_validations(len(train)), evaluate=evaluate)
+    before, final = fit(
+        stage, trainer, source, eval_every=config.steps_between_validations(len(train)), evaluate=evaluate
+    )
     publish(stage, model, renderer.tokenizer)
-    summary = {"steps": trainer.step_index, "rows": len(train), "skipped_steps": trainer.skipped,
-               **{f"dropped/{k}": v for k, v in dropped.items()}}
+    summary = {
+        "steps": trainer.step_index,
+        "rows": len(train),
+        "skipped_steps": trainer.skipped,
+        **{f"dropped/{k}": v for k, v in dropped.items()},
+    }
     if final:
-        summary |= {"validation/nll": final["target_nll"], "validation/nll_before": before["target_nll"]} if "target_nll" in final else {}
-        summary |= {"validation/reward": final["reward"], "validation/reward_before": before["reward"]} if "reward" in final else {}
+        summary |= (
+            {"validation/nll": final["target_nll"], "validation/nll_before": before["target_nll"]}
+            if "target_nll" in final
+            else {}
+        )
+        summary |= (
+            {"validation/reward": final["reward"], "validation/reward_before": before["reward"]}
+            if "reward" in final
+            else {}
+        )
     stage.summary(summary)
     training_report(stage, "Supervised fine-tuning", summary)
 
@@ -324,8 +544,10 @@ def rows_in_order(stage, items, config):
         return ShuffledRows(stage, items, config.batch_size, config.num_train_epochs, config.max_steps)
     missing = [i.row_id for i in items if config.curriculum == "difficulty" and i.extra["difficulty"] is None]
     if missing:
-        raise ConfigError(f"curriculum=difficulty needs a difficulty for every row, and {len(missing)} have none (first {missing[0]}); ingest data with a `difficulty` column, "
-                          "or write curriculum=length")
+        raise ConfigError(
+            f"curriculum=difficulty needs a difficulty for every row, and {len(missing)} have none (first"
+            f" {missing[0]}); ingest data with a `difficulty` column, or write curriculum=length"
+        )
     difficulty = [i.n_targets if config.curriculum == "length" else float(i.extra["difficulty"]) for i in items]
     return StagedRows(stage, items, order_by_difficulty(difficulty, config.curriculum_stages)[1], config)
 
@@ -341,32 +563,55 @@ class Answers:
 
         config = stage.config
         if dataset.kind != "demonstrations/1":
-            raise ConfigError("sft: a reward_model judges answers to conversations, and plain text has none; leave the reward_model input out")
+            raise ConfigError(
+                "sft: a reward_model judges answers to conversations, and plain text has none; leave the reward_model"
+                " input out"
+            )
         self.prompts = []
         for row in dataset.iter_rows(split="validation"):
             turns = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
             if turns and turns[0] and len(self.prompts) < config.eval_prompts:
-                self.prompts.append(row["messages"][:turns[0]])
+                self.prompts.append(row["messages"][: turns[0]])
         if not self.prompts:
-            raise ConfigError("sft: a reward_model needs validation rows to answer; give a dataset with a validation split, or leave the reward_model input out")
-        self.renderer, self.scorer = renderer, load_scorer(stage.path("reward_model"), stage.device, frozen=stage.config.frozen_dtype)
+            raise ConfigError(
+                "sft: a reward_model needs validation rows to answer; give a dataset with a validation split, or leave"
+                " the reward_model input out"
+            )
+        self.renderer, self.scorer = (
+            renderer,
+            load_scorer(stage.path("reward_model"), stage.device, frozen=stage.config.frozen_dtype),
+        )
         if self.scorer.relative:
-            raise ConfigError("sft: this reward_model compares answers to one prompt with each other, so the single answer of a validation pass always gets 0.5; give one that scores each answer by "
-                              "itself (objective=bt), or leave the reward_model input out")
+            raise ConfigError(
+                "sft: this reward_model compares answers to one prompt with each other, so the single answer of a"
+                " validation pass always gets 0.5; give one that scores each answer by itself (objective=bt), or leave"
+                " the reward_model input out"
+            )
         self.acting = Acting(model, asked(config))
         self.sampler = Sampler(self.acting.model, renderer.tokenizer)
-        self.params = SamplingParams(temperature=0.0, max_new_tokens=config.eval_completion_length, stop_ids=renderer.stop_ids)
+        self.params = SamplingParams(
+            temperature=0.0, max_new_tokens=config.eval_completion_length, stop_ids=renderer.stop_ids
+        )
 
     def judge(self) -> dict[str, float]:
-        """{"reward": mean score, "answer_length": mean tokens, "stop_rate": share that ends by itself}; answers that cannot be scored do not count."""
+        """{"reward": mean score, "answer_length": mean tokens, "stop_rate": share that ends by itself}; answers that
+        cannot be scored do not count.
+        """
         from stages.reward_models.reward_scorers import Response
 
         self.acting.refresh()
-        groups = self.sampler.generate([self.renderer.prompt_ids(p) for p in self.prompts], self.params, [[0] for _ in self.prompts])
-        scores = self.scorer.score([Response(p, [{"role": "assistant", "content": g[0].text}]) for p, g in zip(self.prompts, groups)])
+        groups = self.sampler.generate(
+            [self.renderer.prompt_ids(p) for p in self.prompts], self.params, [[0] for _ in self.prompts]
+        )
+        scores = self.scorer.score(
+            [Response(p, [{"role": "assistant", "content": g[0].text}]) for p, g in zip(self.prompts, groups)]
+        )
         known = [s for s in scores if s == s]
-        return {"reward": sum(known) / len(known) if known else float("nan"), "answer_length": sum(len(g[0].ids) for g in groups) / len(groups),
-                "stop_rate": sum(g[0].finish_reason in ("eos", "stop") for g in groups) / len(groups)}
+        return {
+            "reward": sum(known) / len(known) if known else float("nan"),
+            "answer_length": sum(len(g[0].ids) for g in groups) / len(groups),
+            "stop_rate": sum(g[0].finish_reason in ("eos", "stop") for g in groups) / len(groups),
+        }
 
 
 def encode_demonstrations(dataset, split: str, renderer, config, limit: int | None = None, more=None):
@@ -389,7 +634,9 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
                 continue
             turns = (row.get("train_turns") or None) if config.train_on == "all_assistant" else None
             with rendering(row):
-                encoded = renderer.conversation(row["messages"], train=config.train_on, train_turns=turns, max_length=config.max_length)
+                encoded = renderer.conversation(
+                    row["messages"], train=config.train_on, train_turns=turns, max_length=config.max_length
+                )
                 extra = more(row, encoded, turns) if more is not None and encoded.n_targets else {}
             dropped["truncated"] += encoded.truncated
             if not encoded.n_targets:
@@ -397,8 +644,18 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
             elif isinstance(extra, str):
                 dropped[extra] += 1
             else:
-                items.append(make_item(row["row_id"], [], [encoded.ids], [encoded.mask], weight=row_weight(row), truncated=encoded.truncated,
-                                       difficulty=json.loads(row.get("extra_json") or "{}").get("difficulty"), **extra))
+                items.append(
+                    make_item(
+                        row["row_id"],
+                        [],
+                        [encoded.ids],
+                        [encoded.mask],
+                        weight=row_weight(row),
+                        truncated=encoded.truncated,
+                        difficulty=json.loads(row.get("extra_json") or "{}").get("difficulty"),
+                        **extra,
+                    )
+                )
         return items, dropped
 
     items, dropped = items_of(dataset.iter_rows(split=split), of, expected=dataset.rows_of(split), limit=limit)
@@ -416,7 +673,11 @@ def encode_text(dataset, split: str, renderer, config, limit: int | None = None)
     rows = dataset.iter_rows(columns=["text"], split=split)
     documents = (renderer.text_ids(row["text"]) for row in rows)
     if limit is None:
-        documents, _ = items_of(rows, lambda part: ([np.asarray(renderer.text_ids(row["text"]), np.int32) for row in part], {}), expected=dataset.rows_of(split))
+        documents, _ = items_of(
+            rows,
+            lambda part: ([np.asarray(renderer.text_ids(row["text"]), np.int32) for row in part], {}),
+            expected=dataset.rows_of(split),
+        )
     items, buffer, starts = [], [], int(renderer.tokenizer.bos_token_id is not None)
 
     def emit(tokens):
@@ -427,7 +688,7 @@ def encode_text(dataset, split: str, renderer, config, limit: int | None = None)
         buffer += zip(ids, [0] * starts + [1] * (len(ids) - starts))
         while len(buffer) >= config.max_length:
             emit(buffer[: config.max_length])
-            buffer = buffer[config.max_length:]
+            buffer = buffer[config.max_length :]
         if limit is not None and len(items) >= limit:
             return items[:limit], {}
     if len(buffer) > 1:

@@ -1,7 +1,9 @@
-"""What the sources of this project say, for the identity of stages: a digest of each file's meaning and the modules that it imports.
+"""What the sources of this project say, for the identity of stages: a digest of each file's meaning and the modules
+that it imports.
 
-Parsing the hundred files behind a stage takes two seconds in every process that starts one, so what was read is kept beside the compiled files
-(``stages/__pycache__/sources.*.json``), each entry with the digest of the very source that it was read from.
+Parsing the hundred files behind a stage takes two seconds in every process that starts one, so what was read is kept
+beside the compiled files (``stages/__pycache__/sources.*.json``), each entry with the digest of the very source that it
+was read from.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ MODULE_STRING = re.compile(r"^((?:stages|storage)(?:\.\w+)+)(?::\w+)?$")
 
 
 class Source(NamedTuple):
-    """digest: of the syntax tree without docstrings, so that comments and layout do not count. imports: dotted names imported anywhere, function bodies included; submodule
-    candidates of ``from package import x`` are given as both ``package`` and ``package.x``. tables: names that whole strings such as ``'stages.losses:dpo_loss'`` give, of
+    """digest: of the syntax tree without docstrings, so that comments and layout do not count. imports: dotted names
+    imported anywhere, function bodies included; submodule candidates of ``from package import x`` are given as both
+    ``package`` and ``package.x``. tables: names that whole strings such as ``'stages.losses:dpo_loss'`` give, of
     modules that may be there. computed: the line of an import whose name is computed, if there is one."""
 
     digest: str
@@ -51,9 +54,19 @@ def _source(name: str, file: Path, mtime: int, root: Path) -> Source:
 
 def imports_in(name: str, tree: ast.AST, is_package: bool) -> tuple[list[str], list[str], int | None]:
     """``imports``, ``tables`` and ``computed`` (:class:`Source`) of a syntax tree."""
-    tables = {match.group(1) for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := MODULE_STRING.match(node.value))}
+    tables = {
+        match.group(1)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := MODULE_STRING.match(node.value))
+    }
     found, computed = set(), None
-    typing_only = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for part in node.body for inner in ast.walk(part)}
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for part in node.body
+        for inner in ast.walk(part)
+    }
     for node in ast.walk(tree):
         if id(node) in typing_only:
             continue
@@ -85,7 +98,11 @@ def _meaning(tree: ast.AST) -> str:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
             first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
                 node.body = node.body[1:] or [ast.Pass()]
     return sha256_text(ast.dump(tree, annotate_fields=False))
 
@@ -102,7 +119,11 @@ def _kept(root: Path) -> dict:
     """What was read before, by this very code and Python: {"by", "sources": name -> [content, *Source]}."""
     by = sha256_bytes(Path(__file__).read_bytes() + sys.version.encode())
     found = read_json(_file(root), None)
-    return found if isinstance(found, dict) and found.get("by") == by and isinstance(found.get("sources"), dict) else {"by": by, "sources": {}}
+    return (
+        found
+        if isinstance(found, dict) and found.get("by") == by and isinstance(found.get("sources"), dict)
+        else {"by": by, "sources": {}}
+    )
 
 
 def keep(root: Path) -> None:

@@ -29,7 +29,8 @@ from storage.files import canonical_json, sha256_file, sha256_text
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 PROJECT_PACKAGES = ("stages", "storage", "tasks", "flows", "tests")
 ALWAYS_IN_CLOSURE = ("stages.running.randomness",)
-NEVER_IN_CLOSURE = ("stages.harness", "stages.registry", "stages.spec", "stages.sources", "stages.__main__")  # they start stages and decide no number
+# they start stages and decide no number
+NEVER_IN_CLOSURE = ("stages.harness", "stages.registry", "stages.spec", "stages.sources", "stages.__main__")
 NUMERIC_LIBRARIES = {
     "torch": "torch",
     "transformers": "transformers",
@@ -57,10 +58,11 @@ class UnhashableError(ValueError):
 class InputSpec:
     """One declared input.
 
-    kind: ``dataset``, ``model`` or ``file``. kinds: row kinds accepted for a dataset (``pairs/1``, ...), the first is what
-    raw data files are ingested as. many: several refs may be given, named ``NAME.label``. lineage_of: the name of a model input; where none is given, the
-    datasets that this model and its ancestors learned from are (``tasks/training_data.py``). held_out: a dataset that judges a model and is not learned from. named: the stage writes the name of a raw file into
-    what it makes, so that the same bytes under another name are another input.
+    kind: ``dataset``, ``model`` or ``file``. kinds: row kinds accepted for a dataset (``pairs/1``, ...), the first is
+    what raw data files are ingested as. many: several refs may be given, named ``NAME.label``. lineage_of: the name of
+    a model input; where none is given, the datasets that this model and its ancestors learned from are
+    (``tasks/training_data.py``). held_out: a dataset that judges a model and is not learned from. named: the stage
+    writes the name of a raw file into what it makes, so that the same bytes under another name are another input.
     """
 
     kind: str
@@ -94,11 +96,12 @@ class OutputSpec:
 @dataclass(frozen=True)
 class StageSpec:
     """A stage as the platform sees it. ``resources``: project-relative data files that are part of the stage's code.
-    ``judges``: name of the model input that the stage's summary metrics are about (evaluation stages). ``parallel``: the stage can
-    run as several ranks, one per device (``POSTTRAIN_DEVICES``). ``behind``: (config, input name -> path) -> what these inputs name without
-    holding it, as text, so that it is part of the run's identity too ("": nothing).
-    ``check``: (config, names of the inputs given) raises ValueError for what cannot be run, before any input is read or ingested.
-    ``roles``: (config, names of the inputs given) -> the models that a training stage holds (``stages.models.memory.Role``), for its memory plan."""
+    ``judges``: name of the model input that the stage's summary metrics are about (evaluation stages). ``parallel``:
+    the stage can run as several ranks, one per device (``POSTTRAIN_DEVICES``). ``behind``: (config, input name -> path)
+    -> what these inputs name without holding it, as text, so that it is part of the run's identity too ("": nothing).
+    ``check``: (config, names of the inputs given) raises ValueError for what cannot be run, before any input is read or
+    ingested. ``roles``: (config, names of the inputs given) -> the models that a training stage holds
+    (``stages.models.memory.Role``), for its memory plan."""
 
     name: str
     config: type["StageConfig"]
@@ -122,11 +125,18 @@ class StageSpec:
             return self.inputs[base]
         known = [f"{n}.LABEL" if s.many else n for n, s in self.inputs.items()]
         if base in self.inputs:
-            raise ConfigError(f"stage {self.name}: input {base!r} takes one reference, so write {base}=REF instead of {name}=REF")
-        raise ConfigError(f"stage {self.name} has no input {name!r}; {did_you_mean(name, list(self.inputs))}its inputs are: {', '.join(known) or 'none'}")
+            raise ConfigError(
+                f"stage {self.name}: input {base!r} takes one reference, so write {base}=REF instead of {name}=REF"
+            )
+        raise ConfigError(
+            f"stage {self.name} has no input {name!r}; {did_you_mean(name, list(self.inputs))}its inputs are:"
+            f" {', '.join(known) or 'none'}"
+        )
 
     def check_inputs(self, names: Any, config: "StageConfig | None" = None) -> None:
-        """Raise ConfigError for an unknown or a missing input, and with ``config`` for settings that cannot be run with these inputs."""
+        """Raise ConfigError for an unknown or a missing input, and with ``config`` for settings that cannot be run with
+        these inputs.
+        """
         names = list(names)
         for name in names:
             self.input_spec(name)
@@ -134,8 +144,15 @@ class StageSpec:
             given = [n for n in names if n == name or (spec.many and n.startswith(name + "."))]
             if spec.required and not given:
                 what = f"a {spec.kind}" + (f" of kind {' or '.join(spec.kinds)}" if spec.kinds else "")
-                how = f"--input {name}.LABEL=REF_OR_PATH (one per {spec.kind})" if spec.many else f"--input {name}=REF_OR_PATH"
-                raise ConfigError(f"stage {self.name} needs input {name!r} ({what}{'; ' + spec.doc if spec.doc else ''}); give it as {how}")
+                how = (
+                    f"--input {name}.LABEL=REF_OR_PATH (one per {spec.kind})"
+                    if spec.many
+                    else f"--input {name}=REF_OR_PATH"
+                )
+                raise ConfigError(
+                    f"stage {self.name} needs input {name!r} ({what}{'; ' + spec.doc if spec.doc else ''}); give it as"
+                    f" {how}"
+                )
         if config is not None and self.check is not None:
             try:
                 self.check(config, names)
@@ -146,21 +163,24 @@ class StageSpec:
 
 
 class StageConfig(BaseModel):
-    """Base of every stage config: unknown keys are errors, values are validated on assignment, defaults are the vetted settings.
+    """Base of every stage config: unknown keys are errors, values are validated on assignment, defaults are the vetted
+    settings.
 
     A field that changes only speed or logging, never a number, is declared with
     ``json_schema_extra={"identity": False}`` and stays out of the stage key.
     """
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, validate_default=True, allow_inf_nan=False, coerce_numbers_to_str=True
+    )
 
     def resolved(self) -> dict[str, Any]:
         """Every field with its value, as plain JSON values (tuples become lists, enums their values)."""
         return _plain(self.model_dump(mode="python"), type(self).__name__)
 
     def effective(self) -> dict[str, Any]:
-        """What settings that were left to a preset or method stand for, as plain values by their names; {} where nothing is. For people (MLflow, the record) only:
-        :meth:`resolved` is what a stage is run with."""
+        """What settings that were left to a preset or method stand for, as plain values by their names; {} where
+        nothing is. For people (MLflow, the record) only: :meth:`resolved` is what a stage is run with."""
         return {}
 
     def identity(self) -> dict[str, Any]:
@@ -178,7 +198,11 @@ def _drop_non_identity(model: type[BaseModel], values: dict[str, Any]) -> None:
             continue
         given = values.get(name)
         for part in given if isinstance(given, list) else [given]:
-            inner = next((m for m in _models_in(info.annotation) if set(part) <= set(m.model_fields)), None) if isinstance(part, dict) else None
+            inner = (
+                next((m for m in _models_in(info.annotation) if set(part) <= set(m.model_fields)), None)
+                if isinstance(part, dict)
+                else None
+            )
             if inner is not None:
                 _drop_non_identity(inner, part)
 
@@ -193,14 +217,20 @@ def _plain(value: Any, where: str) -> Any:
             raise UnhashableError(f"{where}: {value} cannot be hashed; write a finite number, or null for 'no limit'")
         return value
     if isinstance(value, Path):
-        raise UnhashableError(f"{where}: the path {str(value)!r} cannot be hashed, only contents can; declare it as an input of the stage and pass NAME={value}")
+        raise UnhashableError(
+            f"{where}: the path {str(value)!r} cannot be hashed, only contents can; declare it as an input of the stage"
+            f" and pass NAME={value}"
+        )
     if isinstance(value, (list, tuple)):
         return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, (set, frozenset)):
         return sorted((_plain(v, where) for v in value), key=canonical_json)
     if isinstance(value, dict):
         return {str(k): _plain(v, f"{where}.{k}") for k, v in value.items()}
-    raise UnhashableError(f"{where}: a {type(value).__name__} cannot be hashed ({value!r:.60}); use numbers, strings, lists or nested settings")
+    raise UnhashableError(
+        f"{where}: a {type(value).__name__} cannot be hashed ({value!r:.60}); use numbers, strings, lists or nested"
+        " settings"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- configs
@@ -220,7 +250,9 @@ def parse_config(spec: StageSpec, given: dict[str, Any] | StageConfig | None) ->
 
 
 def expand_dotted(given: dict[str, Any]) -> dict[str, Any]:
-    """``{"a.b": 1}`` -> ``{"a": {"b": 1}}``; plain keys are kept, a nested mapping and dotted keys into it are merged."""
+    """``{"a.b": 1}`` -> ``{"a": {"b": 1}}``; plain keys are kept, a nested mapping and dotted keys into it are
+    merged.
+    """
     out: dict[str, Any] = {}
     for key, value in given.items():
         parts = str(key).split(".")
@@ -263,7 +295,9 @@ def explain(what: str, model: type[BaseModel], error: ValidationError) -> str:
             lines.append(f"{dotted}: there is no {shown}; {near}write one of {expected}{_doc_at(model, loc)}")
             continue
         given = "" if len(loc) == 0 else f" (given {shown})"
-        lines.append(f"{dotted}: {message[:1].lower() + message[1:]}{given}{_hint(model, loc, item)}{_doc_at(model, loc)}")
+        lines.append(
+            f"{dotted}: {message[:1].lower() + message[1:]}{given}{_hint(model, loc, item)}{_doc_at(model, loc)}"
+        )
     return f"{what}: " + "\n  ".join(lines)
 
 
@@ -282,7 +316,12 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 def _descend(model: type[BaseModel], loc: list[str]) -> list[type[BaseModel]]:
     models = [model]
     for part in loc:
-        inner = [m for parent in models if part in parent.model_fields for m in _models_in(parent.model_fields[part].annotation)]
+        inner = [
+            m
+            for parent in models
+            if part in parent.model_fields
+            for m in _models_in(parent.model_fields[part].annotation)
+        ]
         if inner:
             models = inner  # list positions and union tags in the location leave the model unchanged
     return models
@@ -306,16 +345,32 @@ def _hint(model: type[BaseModel], loc: list[str], item: dict[str, Any]) -> str:
     context = item.get("ctx") or {}
     if "expected" in context:
         return f"; write one of {context['expected']}"
-    bounds = [f"{sign} {context[key]}" for key, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")) if key in context]
+    bounds = [
+        f"{sign} {context[key]}"
+        for key, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        if key in context
+    ]
     if bounds:
         return f"; write a value {' and '.join(bounds)}"
     for m in _descend(model, loc[:-1]) if loc else []:
         info = m.model_fields.get(loc[-1])
         if info is not None and item["type"] == "list_type":
             for element in _models_in(info.annotation):
-                return f"; its elements cannot be set one by one: write the whole list, for example {loc[-1]}='[{_example(element)}]'"
-        if info is not None and info.default is not None and not info.is_required() and "Undefined" not in repr(info.default):
-            return f"; write for example {loc[-1]}={info.get_default(call_default_factory=True)!r}" if info.default_factory is None else ""
+                return (
+                    "; its elements cannot be set one by one: write the whole list, for example"
+                    f" {loc[-1]}='[{_example(element)}]'"
+                )
+        if (
+            info is not None
+            and info.default is not None
+            and not info.is_required()
+            and "Undefined" not in repr(info.default)
+        ):
+            return (
+                f"; write for example {loc[-1]}={info.get_default(call_default_factory=True)!r}"
+                if info.default_factory is None
+                else ""
+            )
     return ""
 
 
@@ -323,7 +378,13 @@ def _example(model: type[BaseModel]) -> str:
     """One element of a list of settings as YAML: its required fields, or else the first."""
     names = [name for name, field in model.model_fields.items() if field.is_required()] or list(model.model_fields)[:1]
     choices = {name: get_args(model.model_fields[name].annotation) for name in names}
-    return "{" + ", ".join(f"{name}: {next((one for one in choices[name] if isinstance(one, str)), name.upper())}" for name in names) + "}"
+    return (
+        "{"
+        + ", ".join(
+            f"{name}: {next((one for one in choices[name] if isinstance(one, str)), name.upper())}" for name in names
+        )
+        + "}"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ keys
@@ -341,8 +402,9 @@ def module_file(name: str) -> Path | None:
 
 
 def imports_of(name: str, tree: ast.AST, is_package: bool) -> set[str]:
-    """Dotted names that a module's source imports (``sources.Source.imports``), tables that name functions of ours included. Raises UnhashableError for an import whose name
-    is computed from nothing that can be read in the module."""
+    """Dotted names that a module's source imports (``sources.Source.imports``), tables that name functions of ours
+    included. Raises UnhashableError for an import whose name is computed from nothing that can be read in the module.
+    """
     return _imports(name, *sources.imports_in(name, tree, is_package))
 
 
@@ -350,8 +412,9 @@ def _imports(name: str, imports: list[str], tables: list[str], computed: int | N
     named = {table for table in tables if module_file(table)}
     if computed is not None and not named:
         raise UnhashableError(
-            f"{name}, line {computed}: an import whose name is computed cannot be part of a stage key; import the modules by name "
-            "(an import inside a function is fine), or write them in this module as a table of 'stages.module:function' strings"
+            f"{name}, line {computed}: an import whose name is computed cannot be part of a stage key; import the"
+            " modules by name (an import inside a function is fine), or write them in this module as a table of"
+            " 'stages.module:function' strings"
         )
     return {*imports, *named}
 
@@ -378,16 +441,23 @@ def import_closure(module: str) -> tuple[dict[str, Path], set[str]]:
 
 
 def closure_digest(module: str, resources: tuple[str, ...] = ()) -> str:
-    """Digest of the code behind a stage module: project sources, declared resource files, versions of numeric libraries."""
+    """Digest of the code behind a stage module: project sources, declared resource files, versions of numeric
+    libraries.
+    """
     files, external = import_closure(module)
     if module not in files:
-        raise UnhashableError(f"the source of {module} was not found under {PROJECT_ROOT.name}/, so its code cannot be hashed; stage modules are plain .py files of this project")
+        raise UnhashableError(
+            f"the source of {module} was not found under {PROJECT_ROOT.name}/, so its code cannot be hashed; stage"
+            " modules are plain .py files of this project"
+        )
     found = {name: sources.source(name, file, PROJECT_ROOT).digest for name, file in files.items()}
     sources.keep(PROJECT_ROOT)
     for resource in resources:
         path = PROJECT_ROOT / resource
         if not path.is_file():
-            raise UnhashableError(f"{module} declares the resource file {resource!r}, which does not exist; correct StageSpec.resources")
+            raise UnhashableError(
+                f"{module} declares the resource file {resource!r}, which does not exist; correct StageSpec.resources"
+            )
         found["file:" + resource] = sha256_file(path)
     libraries = library_versions(external & set(NUMERIC_LIBRARIES))
     return sha256_text(canonical_json({"sources": found, "libraries": libraries}))
@@ -416,7 +486,13 @@ def _distributions() -> dict[str, list[str]]:
 
 def canonical_key(stage: str, code_version: str, config: dict, inputs: dict | list, **more: Any) -> tuple[str, str]:
     """(canonical JSON, its sha256). A list of input digests counts as a set (sorted), a mapping keeps its names."""
-    payload = {"stage": stage, "code_version": code_version, "config": config, "inputs": sorted(inputs) if isinstance(inputs, (list, tuple)) else inputs, **more}
+    payload = {
+        "stage": stage,
+        "code_version": code_version,
+        "config": config,
+        "inputs": sorted(inputs) if isinstance(inputs, (list, tuple)) else inputs,
+        **more,
+    }
     text = canonical_json(payload)
     return text, sha256_text(text)
 
@@ -430,15 +506,19 @@ def stage_key(stage: str, code_version: str, config: StageConfig, inputs: dict[s
 
 
 def left_out(counts) -> str:
-    """What a stage says of the rows it left out or cut, by reason: `; left out or cut: 3 no_target, 1 truncated`, or nothing."""
+    """What a stage says of the rows it left out or cut, by reason: `; left out or cut: 3 no_target, 1 truncated`, or
+    nothing.
+    """
     told = ", ".join(f"{n:,} {reason}" for reason, n in counts.items() if n)
     return f"; left out or cut: {told}" if told else ""
 
 
 #: What to do about rows that were left out, by reason; another reason: ``max_length``, or other data.
 REMEDIES = {
-    "tie": "pairs without a preference (label_prob 0.5) teach a loss of hard labels nothing: give pairs that were decided, or a loss that reads probabilities (align: method=soft_dpo; "
-           "reward_model: objective=soft_label)",
+    "tie": (
+        "pairs without a preference (label_prob 0.5) teach a loss of hard labels nothing: give pairs that were decided,"
+        " or a loss that reads probabilities (align: method=soft_dpo; reward_model: objective=soft_label)"
+    ),
     "all_tied": "rankings whose responses all have one rank teach nothing: give rankings that were decided",
     "no_order": "rankings whose responses all have one rank teach nothing: give rankings that were decided",
     "single_response": "rankings need two responses at least",
@@ -446,9 +526,14 @@ REMEDIES = {
     "identical_after_tokenisation": "both responses are the same tokens: give pairs that differ",
     "identical_after_truncation": "responses are equal up to where they are cut: raise max_length",
     "no_target": "no trained token is left in them: raise max_length, or give rows with assistant turns",
-    "weight_0": "their weight is 0, so that they count nothing: give rows whose weight is above 0, or leave the column out",
+    "weight_0": (
+        "their weight is 0, so that they count nothing: give rows whose weight is above 0, or leave the column out"
+    ),
     "no_score": "they have no score: ingest data with chosen_score and rejected_score (rankings: scores)",
-    "score_gap_not_positive": "the chosen response scores no higher than the rejected one: give pairs whose scores agree with the preference, or another method",
+    "score_gap_not_positive": (
+        "the chosen response scores no higher than the rejected one: give pairs whose scores agree with the preference,"
+        " or another method"
+    ),
 }
 
 
@@ -463,10 +548,16 @@ def refuse_no_rows(counts, kept: int) -> None:
         return
     taken = {reason: n for reason, n in counts.items() if n and reason != "truncated"}
     if not taken:
-        raise ConfigError("No row is left to train on: the data has none for training. Give a dataset with a train split, and look at the ingest report's quarantine counts.")
+        raise ConfigError(
+            "No row is left to train on: the data has none for training. Give a dataset with a train split, and look at"
+            " the ingest report's quarantine counts."
+        )
     reason = max(taken, key=taken.get)
-    raise ConfigError(f"No row is left to train on{left_out(counts)}. {taken[reason]:,} of {sum(taken.values()):,} are {reason}: "
-                      + REMEDIES.get(reason, "look at the rows and at the ingest report's quarantine counts, or give other data") + ".")
+    raise ConfigError(
+        f"No row is left to train on{left_out(counts)}. {taken[reason]:,} of {sum(taken.values()):,} are {reason}: "
+        + REMEDIES.get(reason, "look at the rows and at the ingest report's quarantine counts, or give other data")
+        + "."
+    )
 
 
 #: Share of rows that max_length cuts from which on a stage warns.
@@ -482,5 +573,9 @@ def warn_of_cut_rows(stage, counts, kept: int) -> None:
     """
     cut, lost = counts.get("truncated", 0), min(counts.get("truncated", 0), counts.get("no_target", 0))
     if lost or cut > CUT_ROWS * (kept + sum(n for reason, n in counts.items() if reason != "truncated")):
-        stage.warn("rows_cut", f"{cut:,} rows are longer than max_length={stage.config.max_length} tokens and were cut" + (
-            f"; {lost:,} of them lost every trained token and are left out" if lost else "") + ". Raise max_length to train on them whole, or leave them out of the data.")
+        stage.warn(
+            "rows_cut",
+            f"{cut:,} rows are longer than max_length={stage.config.max_length} tokens and were cut"
+            + (f"; {lost:,} of them lost every trained token and are left out" if lost else "")
+            + ". Raise max_length to train on them whole, or leave them out of the data.",
+        )

@@ -6,8 +6,8 @@ Supervised tuning, reward models, direct alignment and RL differ in two plain ob
 * a **source** yields the items of each optimizer step (a shuffled dataset, or rollouts generated on the spot).
 
 The step divides once, by the counts of the whole optimizer step over all micro-batches and ranks. So micro-batch size,
-order, gradient accumulation and the number of ranks cannot change the result (row ``AGG`` of ``tests/methods.yaml``). On several devices
-every rank plans the same micro-batches and computes its share of them (:mod:`stages.running.ranks`).
+order, gradient accumulation and the number of ranks cannot change the result (row ``AGG`` of ``tests/methods.yaml``).
+On several devices every rank plans the same micro-batches and computes its share of them (:mod:`stages.running.ranks`).
 
 Killed at any instant, the next run continues from the last checkpoint and computes the same bytes: the state is
 weights, optimizer, step and the source's own state; randomness is counter-based.
@@ -45,8 +45,8 @@ class TrainingError(RuntimeError):
 class Sums:
     """What an objective returns for one micro-batch.
 
-    ``loss`` and ``metrics`` map a name to ``(sum, name of the count that divides it)``; a metric whose name ends with ``_max`` is a maximum
-    (0 or more), divided by nothing.
+    ``loss`` and ``metrics`` map a name to ``(sum, name of the count that divides it)``; a metric whose name ends with
+    ``_max`` is a maximum (0 or more), divided by nothing.
     """
 
     loss: dict[str, tuple[torch.Tensor, str]]
@@ -58,8 +58,8 @@ class Sums:
 
 
 class Objective(Protocol):
-    """What is minimised. It may have ``units(item)``: the places of the responses whose loss reads each other, for items that may be parted
-    (``Item.by_response``); without it every response of such an item is by itself."""
+    """What is minimised. It may have ``units(item)``: the places of the responses whose loss reads each other, for
+    items that may be parted (``Item.by_response``); without it every response of such an item is by itself."""
 
     def counts(self, items: Sequence[Item]) -> dict[str, float]:
         """Denominators of these items, additive over items; known before the first forward pass."""
@@ -84,15 +84,17 @@ class Source(Protocol):
 
 
 def products(config: OptimizerConfig, device: str):
-    """Context in which matrix products have ``config.compute_dtype``. What is compared with a training forward (reference log-probs) is computed in it too."""
+    """Context in which matrix products have ``config.compute_dtype``. What is compared with a training forward
+    (reference log-probs) is computed in it too.
+    """
     return torch.autocast(device.split(":")[0], torch.bfloat16, enabled=config.compute_dtype == "bfloat16")
 
 
 def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
     """Learning rate of 0-based ``step``: linear warm-up, then the chosen decay to ``min_lr_ratio * learning_rate``.
 
-    From the end of warm-up on it is what transformers' schedule of that name gives at the same step. Warm-up is one step ahead of transformers', whose first step moves
-    nothing, and so is ``inverse_sqrt``, which goes on from it.
+    From the end of warm-up on it is what transformers' schedule of that name gives at the same step. Warm-up is one
+    step ahead of transformers', whose first step moves nothing, and so is ``inverse_sqrt``, which goes on from it.
     """
     warmup = int(config.warmup_ratio * total) if config.warmup_steps is None else min(config.warmup_steps, total)
     if step < warmup:
@@ -106,14 +108,39 @@ def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
     how = {"wsd": config.decay_type, "cosine_with_restarts": "cosine"}.get(config.lr_schedule, config.lr_schedule)
     if config.lr_schedule == "cosine_with_restarts":
         done = config.lr_cycles * done % 1.0 if done < 1.0 else 1.0
-    shape = {"cosine": lambda: 0.5 * (1.0 + math.cos(math.pi * done)), "polynomial": lambda: max(0.0, 1.0 - done) ** config.lr_power,
-             "1-sqrt": lambda: 1.0 - math.sqrt(done)}.get(how, lambda: 1.0 - done)()
+    shape = {
+        "cosine": lambda: 0.5 * (1.0 + math.cos(math.pi * done)),
+        "polynomial": lambda: max(0.0, 1.0 - done) ** config.lr_power,
+        "1-sqrt": lambda: 1.0 - math.sqrt(done),
+    }.get(how, lambda: 1.0 - done)()
     return config.learning_rate * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape)
 
 
-#: Ends of metric names for which less is better: losses and their terms, divergences, errors, and shares of what goes wrong.
-LESS_IS_BETTER = ("loss", "nll", "ece", "perplexity", "brier", "kl", "divergence", "bce", "cross_entropy", "mse", "huber", "error", "ranking", "language_model",
-                  "preference", "unlikelihood", "repeat_probability", "inconsistency", "no_eos_fraction", "displaced_fraction", "both_fell_fraction")
+#: Ends of metric names for which less is better: losses and their terms, divergences, errors, and shares of what goes
+#: wrong.
+LESS_IS_BETTER = (
+    "loss",
+    "nll",
+    "ece",
+    "perplexity",
+    "brier",
+    "kl",
+    "divergence",
+    "bce",
+    "cross_entropy",
+    "mse",
+    "huber",
+    "error",
+    "ranking",
+    "language_model",
+    "preference",
+    "unlikelihood",
+    "repeat_probability",
+    "inconsistency",
+    "no_eos_fraction",
+    "displaced_fraction",
+    "both_fell_fraction",
+)
 
 
 class Trainer:
@@ -131,15 +158,17 @@ class Trainer:
         self.step_index = self.skipped = 0
         self.best: dict[str, Any] = {}
         self.ranks = ranks.connect(device)
-        # Responses of a tree share their prompt's last position, so its gradient is a sum over them; by default torch adds
-        # such terms in the order in which threads arrive, and a resumed run would differ in the last bits (on CUDA more is needed: stages.running.cuda).
+        # Responses of a tree share their prompt's last position, so its gradient is a sum over them; by default torch
+        # adds such terms in the order in which threads arrive, and a resumed run would differ in the last bits (on CUDA
+        # more is needed: stages.running.cuda).
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         model.train()
         choose_forward(model, config.forward)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if hasattr(model, "_require_grads_hook"):  # it serves the reentrant form only, and keeps our forward from a model whose layers it takes for changed
+            # it serves the reentrant form only, and keeps our forward from a model whose layers it takes for changed
+            if hasattr(model, "_require_grads_hook"):
                 model.disable_input_require_grads()
         if share := balance.coefficient(model, config):
             self.objective = balance.Balanced(objective, balance.routers_of(model), share)
@@ -147,7 +176,8 @@ class Trainer:
         self.root = None
         if sharding.asked(config):
             self.root = sharding.shard(model, device)
-            if model.get_output_embeddings() is not None:  # both try something once, which must not happen later on some ranks only
+            # both try something once, which must not happen later on some ranks only
+            if model.get_output_embeddings() is not None:
                 sharding.run(model, lambda: head_of(model))
             else:
                 tokens_together(model)
@@ -159,7 +189,8 @@ class Trainer:
     def _micro_batches(self, items: Sequence[Item]) -> list[tuple[list[Item], bool]]:
         """This rank's micro-batches of a step.
 
-        With sharded weights every rank must run as many as the others: ``False`` marks one that only keeps them company.
+        With sharded weights every rank must run as many as the others: ``False`` marks one that only keeps them
+        company.
         """
         groups = self.planned(items)
         shares = ranks.shares(groups, lambda group: sum(map(size, group)))
@@ -177,7 +208,9 @@ class Trainer:
         return plan(items, budget, self.config.packing, cost)
 
     def units(self, item: Item) -> list[tuple[int, ...]]:
-        """Places of the responses that stay together where an item is parted; those without a target, which add nothing to any sum, are left out."""
+        """Places of the responses that stay together where an item is parted; those without a target, which add nothing
+        to any sum, are left out.
+        """
         together = getattr(self.objective, "units", None)
         units = [(k,) for k in range(len(item.responses))] if together is None else together(item)
         return [unit for unit in units if any(item.masks[k].any() for k in unit)] or units
@@ -193,6 +226,7 @@ class Trainer:
             def call() -> dict[str, torch.Tensor]:
                 found.append(self.objective(self.model, collate(group, self.device)))
                 return {name: total for name, (total, _) in found[0].loss.items()}
+
             totals = self.root(call)
             return Sums({name: (totals[name], by) for name, (_, by) in found[0].loss.items()}, found[0].metrics)
 
@@ -213,9 +247,16 @@ class Trainer:
         counts = self.objective.counts(items)
         self.optimizer.zero_grad(set_to_none=True)
         totals: dict[str, float] = {"loss": 0.0}
-        forwarded = [i for i in items if not i.extra.get("skip_forward")]  # counted above, but they cannot move a weight
+        # counted above, but they cannot move a weight
+        forwarded = [i for i in items if not i.extra.get("skip_forward")]
         if not forwarded:
-            return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": learning_rate, "skipped_steps": float(self.skipped), "empty_step": 1.0}
+            return {
+                "loss": 0.0,
+                "grad_norm": 0.0,
+                "learning_rate": learning_rate,
+                "skipped_steps": float(self.skipped),
+                "empty_step": 1.0,
+            }
         groups = self._micro_batches(forwarded)
         self._count_loads(groups)
         for group, counted in groups:
@@ -236,7 +277,9 @@ class Trainer:
         return {**totals, "grad_norm": norm, "learning_rate": learning_rate, "skipped_steps": float(self.skipped)}
 
     def backward(self, group: list[Item], counts: dict[str, float], counted: bool = True) -> Sums:
-        """Forward and backward of one micro-batch of a step with these counts; gradients are added up (zeros if not ``counted``)."""
+        """Forward and backward of one micro-batch of a step with these counts; gradients are added up (zeros if not
+        ``counted``).
+        """
         with contextlib.nullcontext() if self.places is None else self.places.at_step(self.step_index):
             sums = self._sums(group)
             loss = sums.divided(counts)
@@ -249,10 +292,18 @@ class Trainer:
 
     @torch.no_grad()
     def _count_loads(self, groups: Sequence[tuple[list[Item], bool]]) -> None:
-        """Tell the load-balancing loss, if there is one, how many tokens of the step each expert gets (:mod:`stages.models.balance`)."""
+        """Tell the load-balancing loss, if there is one, how many tokens of the step each expert gets
+        (:mod:`stages.models.balance`).
+        """
         if not isinstance(self.objective, balance.Balanced):
             return
-        if self.ranks == 1 and len(groups) == 1 and getattr(self.objective, "noise", None) is None and self.places is None:  # noise and dropout have no part in f, however a step is cut
+        # noise and dropout have no part in f, however a step is cut
+        if (
+            self.ranks == 1
+            and len(groups) == 1
+            and getattr(self.objective, "noise", None) is None
+            and self.places is None
+        ):
             self.objective.know(None)
             return
         loads = None
@@ -262,7 +313,13 @@ class Trainer:
                 sharding.run(self.model, lambda: hidden_states(self.model, batch, batch.src_N))
             if counted:
                 loads = watch.loads[1] if loads is None else loads + watch.loads[1]
-        self.objective.know(sum(part.to(self.device) for part in ranks.gather(None if loads is None else loads.cpu()) if part is not None))
+        self.objective.know(
+            sum(
+                part.to(self.device)
+                for part in ranks.gather(None if loads is None else loads.cpu())
+                if part is not None
+            )
+        )
 
     def _clipped(self, most: float) -> float:
         """Norm of the gradient over all ranks, which is then cut to ``most``."""
@@ -292,7 +349,13 @@ class Trainer:
         read = iter(cuda.numbers([total for total, _ in (*sums.loss.values(), *sums.metrics.values())]))
         parts = {name: next(read) / max(counts[by], 1e-12) for name, (_, by) in sums.loss.items()}
         totals["loss"] = totals.get("loss", 0.0) + sum(parts.values())
-        shown = {**(parts if len(parts) > 1 else {}), **{n: next(read) / (1.0 if n.endswith("_max") else max(counts[by], 1e-12)) for n, (_, by) in sums.metrics.items()}}
+        shown = {
+            **(parts if len(parts) > 1 else {}),
+            **{
+                n: next(read) / (1.0 if n.endswith("_max") else max(counts[by], 1e-12))
+                for n, (_, by) in sums.metrics.items()
+            },
+        }
         for name, value in shown.items():
             totals[name] = max(totals.get(name, 0.0), value) if name.endswith("_max") else totals.get(name, 0.0) + value
 
@@ -301,9 +364,10 @@ class Trainer:
         if self.skipped > self.config.max_nonfinite_steps:
             rows = ", ".join(i.row_id for i in items[:8])
             raise TrainingError(
-                f"The loss or gradient was not finite in {self.skipped} optimizer steps (limit max_nonfinite_steps="
-                f"{self.config.max_nonfinite_steps}); rows of the last one: {rows}. Lower learning_rate, check these rows, "
-                "or raise max_nonfinite_steps.")
+                f"The loss or gradient was not finite in {self.skipped} optimizer steps (limit"
+                f" max_nonfinite_steps={self.config.max_nonfinite_steps}); rows of the last one: {rows}. Lower"
+                " learning_rate, check these rows, or raise max_nonfinite_steps."
+            )
 
     @torch.no_grad()
     def evaluate(self, items: Sequence[Item]) -> dict[str, float]:
@@ -343,7 +407,10 @@ class Trainer:
         if not name:
             return False
         if name not in metrics:
-            raise TrainingError(f"select_by={name}: validation gives no such metric; write one of: {', '.join(sorted(metrics)) or 'none (there are no validation rows)'}")
+            raise TrainingError(
+                f"select_by={name}: validation gives no such metric; write one of:"
+                f" {', '.join(sorted(metrics)) or 'none (there are no validation rows)'}"
+            )
         value = metrics[name] * (-1.0 if name.endswith(LESS_IS_BETTER) else 1.0)
         if math.isfinite(value) and value > self.best.get("value", -math.inf):
             self.best = {"value": value, "step": self.step_index, "passes_since": 0}
@@ -353,20 +420,30 @@ class Trainer:
         return 0 < self.config.early_stopping_patience <= self.best["passes_since"]
 
     def settle(self) -> None:
-        """Put the weights in place that the stage publishes: the best (``select_by``), the averaged (``ema_decay``), or the last."""
+        """Put the weights in place that the stage publishes: the best (``select_by``), the averaged (``ema_decay``), or
+        the last.
+        """
         self._load(self.best_weights or self.averages)
 
     # -- state --------------------------------------------------------------------------------------------------
     def state(self) -> tuple[dict, dict[str, Callable[[Path], None]]]:
-        """(JSON state, files): weights, what the optimizer holds of each, averages and best weights, exactly. With sharded weights every
-        rank's file holds its own rows; they resume on any number of ranks."""
+        """(JSON state, files): weights, what the optimizer holds of each, averages and best weights, exactly. With
+        sharded weights every rank's file holds its own rows; they resume on any number of ranks."""
         tensors = {f"weight/{n}": p for n, p in self.parameters.items()}
-        tensors |= {f"average/{n}": t for n, t in self.averages.items()} | {f"best/{n}": t for n, t in self.best_weights.items()}
+        tensors |= {f"average/{n}": t for n, t in self.averages.items()} | {
+            f"best/{n}": t for n, t in self.best_weights.items()
+        }
         for name, parameter in self.parameters.items():
-            tensors |= {f"optimizer/{key}/{name}": value for key, value in self.optimizer.state.get(parameter, {}).items() if value is not None}
+            tensors |= {
+                f"optimizer/{key}/{name}": value
+                for key, value in self.optimizer.state.get(parameter, {}).items()
+                if value is not None
+            }
         parts, mine = (self.ranks, ranks.rank()) if self.root is not None else (1, 0)
-        return ({"step": self.step_index, "skipped": self.skipped, "best": self.best, "parts": parts},
-                {f"trainer-{mine}.safetensors": writer_of(tensors)})
+        return (
+            {"step": self.step_index, "skipped": self.skipped, "best": self.best, "parts": parts},
+            {f"trainer-{mine}.safetensors": writer_of(tensors)},
+        )
 
     @torch.no_grad()
     def restore(self, state: dict, read: Files) -> None:
@@ -379,8 +456,14 @@ class Trainer:
                 self.best_weights[name] = stored.into(f"best/{name}", torch.empty_like(parameter.detach()))
             held = {key: f"optimizer/{key}/{name}" for key in optimizers.STATE if f"optimizer/{key}/{name}" in stored}
             if held:
-                self.optimizer.state[parameter] = {key: stored.into(where, torch.empty_like(parameter.detach())) if key in optimizers.LIKE_THE_WEIGHT
-                                                   else stored.whole(where).to(parameter.device) for key, where in held.items()}
+                self.optimizer.state[parameter] = {
+                    key: (
+                        stored.into(where, torch.empty_like(parameter.detach()))
+                        if key in optimizers.LIKE_THE_WEIGHT
+                        else stored.whole(where).to(parameter.device)
+                    )
+                    for key, where in held.items()
+                }
         self.step_index, self.skipped, self.best = state["step"], state["skipped"], state["best"]
 
 
@@ -393,7 +476,8 @@ def choose_forward(model, forward: str) -> None:
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     embedding = getattr(embedding, "base_layer", embedding)  # under an adapter
     if getattr(embedding, "padding_idx", None) is not None:
-        embedding.padding_idx = None  # torch would leave this token out of the gradient where a text or a sample holds it; padding itself is masked
+        # torch would leave this token out of the gradient where a text or a sample holds it; padding itself is masked
+        embedding.padding_idx = None
     if forward == "own":
         reason = lean.why_not(model)
         if reason:
@@ -406,28 +490,43 @@ def choose_forward(model, forward: str) -> None:
 
 
 def checkpoint_seconds() -> float:
-    """Seconds between checkpoints at least (``POSTTRAIN_CHECKPOINT_SECONDS``, default 30; 0 = every step). Cannot change results."""
+    """Seconds between checkpoints at least (``POSTTRAIN_CHECKPOINT_SECONDS``, default 30; 0 = every step). Cannot
+    change results.
+    """
     return float(os.environ.get("POSTTRAIN_CHECKPOINT_SECONDS", "30"))
 
 
 def checkpoint_due(waited: float, took: float) -> bool:
-    """Whether to save ``waited`` seconds after the last save, which took ``took``: every :func:`checkpoint_seconds`, and for large models not more than a twentieth of the time."""
+    """Whether to save ``waited`` seconds after the last save, which took ``took``: every :func:`checkpoint_seconds`,
+    and for large models not more than a twentieth of the time.
+    """
     every = checkpoint_seconds()
     return waited >= max(every, 20.0 * took if every else 0.0)
 
 
-def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[str, float]] | None = None,
-        eval_every: int = 0, label: str = "train") -> tuple[dict[str, float], dict[str, float]]:
+def fit(
+    stage,
+    trainer: Trainer,
+    source: Source,
+    *,
+    evaluate: Callable[[], dict[str, float]] | None = None,
+    eval_every: int = 0,
+    label: str = "train",
+) -> tuple[dict[str, float], dict[str, float]]:
     """Run the loop to its end, resuming from the stage's last checkpoint.
 
     Returns:
-        the evaluations of the starting and of the final weights (``{}`` without ``evaluate``), the same whether resumed or not.
+        the evaluations of the starting and of the final weights (``{}`` without ``evaluate``), the same whether resumed
+        or not.
 
-    ``tokens_per_second`` (a ``perf`` number, not an output) counts the real tokens of the rows, prompt and completion, over
-    whole steps after the first, as ``steps_per_second`` does.
+    ``tokens_per_second`` (a ``perf`` number, not an output) counts the real tokens of the rows, prompt and completion,
+    over whole steps after the first, as ``steps_per_second`` does.
     """
     if trainer.config.select_by and evaluate is None:
-        raise TrainingError(f"select_by={trainer.config.select_by} needs validation rows and there are none; give a dataset with a validation split, or drop select_by")
+        raise TrainingError(
+            f"select_by={trainer.config.select_by} needs validation rows and there are none; give a dataset with a"
+            " validation split, or drop select_by"
+        )
     found = stage.checkpoints.latest()
     initial = None
     if found is not None and found.state.get("phase") == label:
@@ -464,16 +563,34 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
             judged, stop = judge()
             metrics.update({f"validation/{k}": v for k, v in judged.items()})
             if stop:
-                stage.log(f"early stop at step {step}: " + (f"no better {trainer.config.select_by} than at step {trainer.best['step']}" if "step" in trainer.best
-                                                            else f"{trainer.config.select_by} was not finite in any validation pass"))
+                stage.log(
+                    f"early stop at step {step}: "
+                    + (
+                        f"no better {trainer.config.select_by} than at step {trainer.best['step']}"
+                        if "step" in trainer.best
+                        else f"{trainer.config.select_by} was not finite in any validation pass"
+                    )
+                )
         stage.metric(step, {f"{label}/{k}" if "/" not in k else k: v for k, v in metrics.items()})
         if step > first + 1:
             counted = getattr(source, "step_tokens", None)
             tokens += counted if counted is not None else sum(i.n_tokens for i in items)
             seconds += elapsed
-        stage.progress(step, trainer.total_steps, f"loss {metrics.get('loss', float('nan')):.4f}" + (f"  reward {metrics['reward/mean']:.4g}" if "reward/mean" in metrics else ""))
+        stage.progress(
+            step,
+            trainer.total_steps,
+            f"loss {metrics.get('loss', float('nan')):.4f}"
+            + (f"  reward {metrics['reward/mean']:.4g}" if "reward/mean" in metrics else ""),
+        )
         if seconds and (step == trainer.total_steps or step % 10 == 0):
-            stage.perf(step, {"tokens_per_second": tokens / seconds, "steps_per_second": (step - first - 1) / seconds, "step_seconds": elapsed})
+            stage.perf(
+                step,
+                {
+                    "tokens_per_second": tokens / seconds,
+                    "steps_per_second": (step - first - 1) / seconds,
+                    "step_seconds": elapsed,
+                },
+            )
         # Ranks must agree on when to save, and their clocks do not.
         due = step < trainer.total_steps and checkpoint_due(time.monotonic() - last_save, save_took)
         due, ending = ranks.gather((due, stopping.asked))[0]
@@ -492,30 +609,39 @@ def fit(stage, trainer: Trainer, source: Source, *, evaluate: Callable[[], dict[
         if final:
             stage.metric(trainer.step_index, {f"validation/{k}": v for k, v in final.items()})
     trainer.settle()
-    losses = [loss for row in logged_metrics(stage) if isinstance(loss := row.get(f"{label}/loss"), (int, float))]  # others are texts: "nan"
+    # others are texts: "nan"
+    losses = [loss for row in logged_metrics(stage) if isinstance(loss := row.get(f"{label}/loss"), (int, float))]
     if losses:  # the last tenth of the steps; read from what was logged, so a resumed run says the same
-        late = losses[-max(1, len(losses) // 10):]
+        late = losses[-max(1, len(losses) // 10) :]
         stage.summary({f"{label}/loss": math.fsum(late) / len(late)})
     if "step" in trainer.best:
         stage.summary({"selected_step": trainer.best["step"]})
     elif trainer.best:
-        stage.warn("nothing_selected", f"{trainer.config.select_by} was not finite in any validation pass, so no pass was the best and the last weights are published. Write another select_by, or "
-                   "look at the validation rows.")
+        stage.warn(
+            "nothing_selected",
+            f"{trainer.config.select_by} was not finite in any validation pass, so no pass was the best and the last"
+            " weights are published. Write another select_by, or look at the validation rows.",
+        )
     if evaluate is not None and (stop or trainer.best.get("step", trainer.step_index) != trainer.step_index):
         final = evaluate()
     return initial, final
 
 
 def save(stage, trainer: Trainer, source: Source, label: str, initial: dict[str, float]) -> None:
-    """Write one checkpoint: trainer and source together, by rank 0 (the others' states are the same), or by every rank its own shards."""
+    """Write one checkpoint: trainer and source together, by rank 0 (the others' states are the same), or by every rank
+    its own shards.
+    """
     together = trainer.root is not None
     if ranks.rank() != 0 and not together:
         return
     trainer_state, files = trainer.state()
     source_state, source_files = source.state()
-    stage.save_checkpoint(trainer.step_index, {"phase": label, "initial": initial, "trainer": trainer_state,
-                                                "source": source_state},
-                          {**files, **source_files}, together)
+    stage.save_checkpoint(
+        trainer.step_index,
+        {"phase": label, "initial": initial, "trainer": trainer_state, "source": source_state},
+        {**files, **source_files},
+        together,
+    )
 
 
 class ShuffledRows:
@@ -523,7 +649,10 @@ class ShuffledRows:
 
     def __init__(self, stage, items: Sequence[Item], batch_size: int, epochs: float, max_steps: int | None):
         if not items:
-            raise TrainingError("No row is left to train on. Look at the dropped rows in this stage's log and at the ingest report's quarantine counts, or give a dataset with a train split.")
+            raise TrainingError(
+                "No row is left to train on. Look at the dropped rows in this stage's log and at the ingest report's"
+                " quarantine counts, or give a dataset with a train split."
+            )
         self._stage, self._items, self._batch_size = stage, items, min(batch_size, len(items))
         self.steps_per_epoch = math.ceil(len(items) / self._batch_size)
         self.total_steps = max_steps if max_steps is not None else max(1, round(epochs * self.steps_per_epoch))
@@ -533,7 +662,7 @@ class ShuffledRows:
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._stage.rng("order", epoch).permutation(len(self._items))
-        return [self._items[i] for i in self._order[index * self._batch_size:(index + 1) * self._batch_size]]
+        return [self._items[i] for i in self._order[index * self._batch_size : (index + 1) * self._batch_size]]
 
     def state(self) -> tuple[dict, dict[str, bytes]]:
         return {}, {}
@@ -546,7 +675,8 @@ class ShuffledRows:
 
 
 class StagedRows:
-    """Parts of the rows one after the other, each for all its epochs (curricula); ``max_steps`` shares the steps out by the parts' sizes.
+    """Parts of the rows one after the other, each for all its epochs (curricula); ``max_steps`` shares the steps out by
+    the parts' sizes.
 
     Args:
         part: per item its part's number; parts are trained in ascending order.

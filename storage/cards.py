@@ -1,8 +1,10 @@
-"""The card of an exported model or dataset: README.md as Hugging Face reads it, written from the stage records behind it.
+"""The card of an exported model or dataset: README.md as Hugging Face reads it, written from the stage records behind
+it.
 
-What it says is what the records say: the stages in the order they ran, with their settings, data and numbers; the evaluations of the model, each with the
-hash of its protocol (numbers under different hashes do not compare); the versions it was made with; and how to make it again. Folders of the machine it was made
-on are left out: what came from outside is named by its last part and the digest of its content.
+What it says is what the records say: the stages in the order they ran, with their settings, data and numbers; the
+evaluations of the model, each with the hash of its protocol (numbers under different hashes do not compare); the
+versions it was made with; and how to make it again. Folders of the machine it was made on are left out: what came from
+outside is named by its last part and the digest of its content.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from storage import lineage, records, store
 from storage.files import read_json
 
 #: Ends of architectures' names -> the class of transformers that loads them.
-LOADERS = {"ForCausalLM": "AutoModelForCausalLM", "LMHeadModel": "AutoModelForCausalLM", "ForSequenceClassification": "AutoModelForSequenceClassification"}
+LOADERS = {
+    "ForCausalLM": "AutoModelForCausalLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+}
 
 
 def model_card(ref: str) -> str:
@@ -27,43 +33,100 @@ def model_card(ref: str) -> str:
     steps, outside = [], {}
     _walk(tree, steps, outside)
     maker = records.makers_of(found.digest)
-    role = next((o.get("role") for o in (maker[0]["outputs"].values() if maker else ()) if o["digest"] == found.digest), None) or "policy"
-    header = {"library_name": "transformers", "tags": sorted({"posttrain", *(node["stage"] for node in steps if node["kind"] == "model")})}
+    role = (
+        next(
+            (o.get("role") for o in (maker[0]["outputs"].values() if maker else ()) if o["digest"] == found.digest),
+            None,
+        )
+        or "policy"
+    )
+    header = {
+        "library_name": "transformers",
+        "tags": sorted({"posttrain", *(node["stage"] for node in steps if node["kind"] == "model")}),
+    }
     if role == "policy":
         header["pipeline_tag"] = "text-generation"
     bases = sorted({_outside(node) for node in outside.values() if node["kind"] == "model"})
     if bases:
         header["base_model"] = bases if len(bases) > 1 else bases[0]
     names = tree.get("names") or []
-    text = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n", f"# {names[0].split(' ')[0].removeprefix('model:') if names else found.ref.removeprefix('model:')}\n",
-            f"A {role} model, `{found.ref}`, content digest `{found.digest}`." + (f" Registered as {', '.join(names)}." if names else "") + "\n"]
-    loader = next((auto for end, auto in LOADERS.items() for name in read_json(Path(found.path) / "config.json", {}).get("architectures") or () if name.endswith(end)), None)
+    text = [
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n",
+        f"# {names[0].split(' ')[0].removeprefix('model:') if names else found.ref.removeprefix('model:')}\n",
+        f"A {role} model, `{found.ref}`, content digest `{found.digest}`."
+        + (f" Registered as {', '.join(names)}." if names else "")
+        + "\n",
+    ]
+    loader = next(
+        (
+            auto
+            for end, auto in LOADERS.items()
+            for name in read_json(Path(found.path) / "config.json", {}).get("architectures") or ()
+            if name.endswith(end)
+        ),
+        None,
+    )
     if loader:
-        text.append(f"```python\nfrom transformers import AutoTokenizer, {loader}\n\ntokenizer = AutoTokenizer.from_pretrained(DIRECTORY)\nmodel = {loader}.from_pretrained(DIRECTORY)\n```\n")
+        text.append(
+            f"```python\nfrom transformers import AutoTokenizer, {loader}\n\ntokenizer ="
+            f" AutoTokenizer.from_pretrained(DIRECTORY)\nmodel = {loader}.from_pretrained(DIRECTORY)\n```\n"
+        )
     text += _evaluations(found.digest)
     text += _made(steps)
     if maker:
-        text.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in sorted(maker[0]["versions"].items())) + "\n")
-        text.append(f"The same bytes again, on the same kind of machine with the inputs named above: `posttrain rerun {found.ref}`.\n")
+        text.append(
+            "## Versions\n\n"
+            + ", ".join(f"{name} {version}" for name, version in sorted(maker[0]["versions"].items()))
+            + "\n"
+        )
+        text.append(
+            "The same bytes again, on the same kind of machine with the inputs named above: `posttrain rerun"
+            f" {found.ref}`.\n"
+        )
     return "\n".join(text)
 
 
 def dataset_card(ref: str) -> str:
-    """Markdown with a YAML header that says which of the exported files (:meth:`storage.datasets.Dataset.export`) are which split. Raises StoreError when no dataset is known by that name."""
+    """Markdown with a YAML header that says which of the exported files (:meth:`storage.datasets.Dataset.export`) are
+    which split. Raises StoreError when no dataset is known by that name.
+    """
     from storage.datasets import open_dataset
 
     found = store.resolve(ref, "dataset")
     data, tree, steps, outside = open_dataset(found.path), lineage.tree(found.ref), [], {}
     _walk(tree, steps, outside)
     splits = data.manifest["splits"] or {"train": data.num_rows}
-    header = {"tags": sorted({"posttrain", data.kind.replace("/", "-"), *(node["stage"] for node in steps if node["digest"] == found.digest)}),
-              "configs": [{"config_name": "default", "data_files": [{"split": split, "path": f"data/{split}-*.parquet"} for split in splits]}]}
-    text = [f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n", f"# {data.name}\n",
-            f"Rows of the form `{data.kind}`, `{found.ref}`, content digest `{found.digest}`: " + ", ".join(f"{count} {split}" for split, count in splits.items()) + ".\n",
-            '```python\nfrom datasets import load_dataset\n\ndata = load_dataset(DIRECTORY_OR_REPOSITORY)\n```\n',
-            "## Columns\n", ", ".join(f"`{column.name}` ({column.type})" for column in data.schema) + "\n", *_made(steps)]
+    header = {
+        "tags": sorted(
+            {
+                "posttrain",
+                data.kind.replace("/", "-"),
+                *(node["stage"] for node in steps if node["digest"] == found.digest),
+            }
+        ),
+        "configs": [
+            {
+                "config_name": "default",
+                "data_files": [{"split": split, "path": f"data/{split}-*.parquet"} for split in splits],
+            }
+        ],
+    }
+    text = [
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n",
+        f"# {data.name}\n",
+        f"Rows of the form `{data.kind}`, `{found.ref}`, content digest `{found.digest}`: "
+        + ", ".join(f"{count} {split}" for split, count in splits.items())
+        + ".\n",
+        "```python\nfrom datasets import load_dataset\n\ndata = load_dataset(DIRECTORY_OR_REPOSITORY)\n```\n",
+        "## Columns\n",
+        ", ".join(f"`{column.name}` ({column.type})" for column in data.schema) + "\n",
+        *_made(steps),
+    ]
     if steps:
-        text.append(f"The same bytes again, on the same kind of machine with the inputs named above: `posttrain rerun {found.ref}`.\n")
+        text.append(
+            "The same bytes again, on the same kind of machine with the inputs named above: `posttrain rerun"
+            f" {found.ref}`.\n"
+        )
     return "\n".join(text)
 
 
@@ -71,10 +134,22 @@ def _made(steps: list[dict[str, Any]]) -> list[str]:
     """The stages behind something, in the order they ran."""
     text = ["## How it was made\n"] if steps else []
     for n, node in enumerate(steps, 1):
-        text.append(f"### {n}. {node['label'] or node['stage']}" + (f" (stage {node['stage']})" if node["label"] not in ("", node["stage"]) else "") + "\n")
+        text.append(
+            f"### {n}. {node['label'] or node['stage']}"
+            + (f" (stage {node['stage']})" if node["label"] not in ("", node["stage"]) else "")
+            + "\n"
+        )
         text += [f"- {name}: {_named(one)}" for name, one in node["inputs"].items()]
-        text.append(f"- seed {node['seed']}, stage key `{node['key'][:16]}`" + (f", code {node['git'][:12]}" if node["git"] else ""))
-        text.append("- settings: " + ", ".join(f"`{key}={value}`" for key, value in lineage.flat(node["config"]) if value not in (None, "", [], {})))
+        text.append(
+            f"- seed {node['seed']}, stage key `{node['key'][:16]}`"
+            + (f", code {node['git'][:12]}" if node["git"] else "")
+        )
+        text.append(
+            "- settings: "
+            + ", ".join(
+                f"`{key}={value}`" for key, value in lineage.flat(node["config"]) if value not in (None, "", [], {})
+            )
+        )
         numbers = [f"{key} {value:.4g}" for key, value in sorted(_numbers(node["metrics"]).items())]
         text.append(("- numbers: " + ", ".join(numbers) if numbers else "- no numbers") + "\n")
     return text
@@ -94,7 +169,9 @@ def _walk(node: dict[str, Any], steps: list, outside: dict) -> None:
 
 def _outside(node: dict[str, Any]) -> str:
     """A hub id as it is; of a path its last part."""
-    return Path(node["ref"]).name if Path(node["ref"]).exists() or node["ref"].startswith(("/", ".", "~")) else node["ref"]
+    return (
+        Path(node["ref"]).name if Path(node["ref"]).exists() or node["ref"].startswith(("/", ".", "~")) else node["ref"]
+    )
 
 
 def _named(node: dict[str, Any]) -> str:
@@ -102,7 +179,11 @@ def _named(node: dict[str, Any]) -> str:
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def _evaluations(digest: str) -> list[str]:
@@ -111,15 +192,37 @@ def _evaluations(digest: str) -> list[str]:
     for record in records.users_of(digest):
         if record["stage"] == "evaluate" and (record["inputs"].get("model") or {}).get("digest") == digest:
             numbers = _numbers(record["metrics"])
-            data = record["metrics"].get("benchmark") or next((_outside(one).split("@")[0].removeprefix("dataset:") for one in record["inputs"].values() if one["kind"] == "dataset"), "")
+            data = record["metrics"].get("benchmark") or next(
+                (
+                    _outside(one).split("@")[0].removeprefix("dataset:")
+                    for one in record["inputs"].values()
+                    if one["kind"] == "dataset"
+                ),
+                "",
+            )
             counts = _counts(record)
             for name, value in sorted(numbers.items()):
                 bounds = [numbers.get(f"{name}_{end}") for end in ("low", "high")]
                 if not re.search("_(low|high|se)$", name) or name.rpartition("_")[0] not in numbers:
                     interval = f"{bounds[0]:.4g} to {bounds[1]:.4g}" if None not in bounds else ""
-                    rows.append(f"| {name} | {value:.4g} | {interval} | {counts.get(name, '')} | {data} | `{record['metrics'].get('protocol_hash', '')}` |")
-    return ["## Evaluations\n", "Numbers compare with those under the same protocol hash; n is what a number is over: prompts, pairs, answers or texts.\n",
-            "| metric | value | 95% | n | data | protocol |\n|---|---|---|---|---|---|", *rows, ""] if rows else []
+                    rows.append(
+                        f"| {name} | {value:.4g} | {interval} | {counts.get(name, '')} | {data} |"
+                        f" `{record['metrics'].get('protocol_hash', '')}` |"
+                    )
+    return (
+        [
+            "## Evaluations\n",
+            (
+                "Numbers compare with those under the same protocol hash; n is what a number is over: prompts, pairs,"
+                " answers or texts.\n"
+            ),
+            "| metric | value | 95% | n | data | protocol |\n|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+        if rows
+        else []
+    )
 
 
 def _counts(record: dict[str, Any]) -> dict[str, int]:
@@ -127,6 +230,9 @@ def _counts(record: dict[str, Any]) -> dict[str, int]:
     from storage.datasets import DatasetError, open_dataset
 
     try:
-        return {row["metric"]: row["n"] for row in open_dataset(record["outputs"]["scores"]["path"]).iter_rows(columns=["metric", "n"])}
+        return {
+            row["metric"]: row["n"]
+            for row in open_dataset(record["outputs"]["scores"]["path"]).iter_rows(columns=["metric", "n"])
+        }
     except (DatasetError, KeyError):
         return {}

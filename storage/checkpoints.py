@@ -41,12 +41,16 @@ class Checkpoint:
 
 
 class Sha256(str):
-    """Returned by a function that wrote a file of a checkpoint: the file's sha256, taken while it was written, so that it is not read again."""
+    """Returned by a function that wrote a file of a checkpoint: the file's sha256, taken while it was written, so that
+    it is not read again.
+    """
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a checkpoint whose names start with ``prefix``: ``read(name)`` gives one's bytes, ``read.path(name)`` its place."""
+    """The files of a checkpoint whose names start with ``prefix``: ``read(name)`` gives one's bytes,
+    ``read.path(name)`` its place.
+    """
 
     checkpoint: Checkpoint
     prefix: str = ""
@@ -71,9 +75,11 @@ class Checkpoints:
         self.keep = keep
         self.dir.mkdir(parents=True, exist_ok=True)
 
-    def save(self, step: int, state: dict[str, Any], files: dict[str, bytes | Callable[[Path], Any]] | None = None) -> Checkpoint:
-        """Write one checkpoint. ``state`` must be JSON-able; each file is bytes or a function that writes the path it is given
-        (a file, or a directory of files) and may return its :class:`Sha256`."""
+    def save(
+        self, step: int, state: dict[str, Any], files: dict[str, bytes | Callable[[Path], Any]] | None = None
+    ) -> Checkpoint:
+        """Write one checkpoint. ``state`` must be JSON-able; each file is bytes or a function that writes the path it
+        is given (a file, or a directory of files) and may return its :class:`Sha256`."""
         folder = self.begin(step)
         try:
             return self.commit(step, folder, state, self.write(folder, files))
@@ -92,7 +98,9 @@ class Checkpoints:
         """Put files into a begun checkpoint, durably; returns their entries of the manifest."""
         for name in files or {}:
             if name in RESERVED or "/" in name or name.startswith("."):
-                raise ValueError(f"checkpoint file name {name!r} is not allowed; use a plain name other than {', '.join(RESERVED)}")
+                raise ValueError(
+                    f"checkpoint file name {name!r} is not allowed; use a plain name other than {', '.join(RESERVED)}"
+                )
         listing = {}
         for name, content in (files or {}).items():
             path = folder / name
@@ -102,17 +110,28 @@ class Checkpoints:
             else:
                 known = content(path)
                 if not path.exists():
-                    raise ValueError(f"the function given for checkpoint file {name!r} wrote nothing at the path it was given")
+                    raise ValueError(
+                        f"the function given for checkpoint file {name!r} wrote nothing at the path it was given"
+                    )
             for file in _files(path) if path.is_dir() else [path]:
                 fsync_file(file)
-                listing[file.relative_to(folder).as_posix()] = {"sha256": str(known) if isinstance(known, Sha256) and file == path else sha256_file(file), "size": file.stat().st_size}
+                listing[file.relative_to(folder).as_posix()] = {
+                    "sha256": str(known) if isinstance(known, Sha256) and file == path else sha256_file(file),
+                    "size": file.stat().st_size,
+                }
         return listing
 
     def commit(self, step: int, folder: Path, state: dict[str, Any], listing: dict[str, dict[str, Any]]) -> Checkpoint:
         """Make a begun checkpoint the newest one: ``listing`` holds the entries of all that was written into it."""
         target = self.dir / f"step-{int(step):010d}"
         (folder / "state.json").write_text(json.dumps(state, sort_keys=True, ensure_ascii=False), encoding="utf-8")
-        listing = {**listing, "state.json": {"sha256": sha256_file(folder / "state.json"), "size": (folder / "state.json").stat().st_size}}
+        listing = {
+            **listing,
+            "state.json": {
+                "sha256": sha256_file(folder / "state.json"),
+                "size": (folder / "state.json").stat().st_size,
+            },
+        }
         fsync_tree(folder)
         atomic_write_json(folder / "manifest.json", {"step": int(step), "files": listing})
         if target.exists():
@@ -149,7 +168,10 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _all(self) -> list[Path]:
-        return sorted((p for p in self.dir.iterdir() if p.name.startswith("step-") and p.name[5:].isdigit() and p.is_dir()), reverse=True)
+        return sorted(
+            (p for p in self.dir.iterdir() if p.name.startswith("step-") and p.name[5:].isdigit() and p.is_dir()),
+            reverse=True,
+        )
 
     def _prune(self) -> None:
         for path in self._all()[self.keep :]:
@@ -161,7 +183,11 @@ class Checkpoints:
             manifest, state = read_json(path / "manifest.json", None), read_json(path / "state.json", None)
         except OSError:  # a disk that cannot read it
             return None
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or "state.json" not in manifest["files"]:
+        if (
+            not isinstance(manifest, dict)
+            or not isinstance(manifest.get("files"), dict)
+            or "state.json" not in manifest["files"]
+        ):
             return None
         for name, entry in manifest["files"].items():
             file = path / name

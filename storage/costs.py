@@ -1,9 +1,10 @@
 """The cost ledger (catalogue ``ops.cost``): what stages used, by their records, times what it costs.
 
-Rows {stage, item, count, unit_cost, total}. Counted are the seconds of a stage's process per device (of the attempt that finished it: what was lost to kills is in no
-record), completions and tokens that it generated, questions to judges with the tokens that servers charge, and labels by people: rows of files that came from outside, once
-per file, and lines of filled tasks.
-A price list is a YAML file {item: USD per unit}, the units being those of :data:`ITEMS`; an item without a price has a count and no total.
+Rows {stage, item, count, unit_cost, total}. Counted are the seconds of a stage's process per device (of the attempt
+that finished it: what was lost to kills is in no record), completions and tokens that it generated, questions to judges
+with the tokens that servers charge, and labels by people: rows of files that came from outside, once per file, and
+lines of filled tasks. A price list is a YAML file {item: USD per unit}, the units being those of :data:`ITEMS`; an item
+without a price has a count and no total.
 """
 
 from __future__ import annotations
@@ -18,13 +19,34 @@ from storage import home, records, store
 
 #: item -> (what one unit is, units per counted thing)
 ITEMS = {
-    "gpu_hours": ("hour of one GPU", 1 / 3600), "cpu_hours": ("hour of a stage without a GPU", 1 / 3600), "generated_mtokens": ("million tokens sampled from policies and local judges", 1e-6),
-    "judge_calls": ("question to a judge on a server", 1), "judge_mtokens_in": ("million tokens that it read", 1e-6), "judge_mtokens_out": ("million tokens that it wrote", 1e-6),
-    "local_judge_calls": ("question to a judge in the stage's process", 1), "human_labels": ("row or line labelled by people", 1),
+    "gpu_hours": ("hour of one GPU", 1 / 3600),
+    "cpu_hours": ("hour of a stage without a GPU", 1 / 3600),
+    "generated_mtokens": ("million tokens sampled from policies and local judges", 1e-6),
+    "judge_calls": ("question to a judge on a server", 1),
+    "judge_mtokens_in": ("million tokens that it read", 1e-6),
+    "judge_mtokens_out": ("million tokens that it wrote", 1e-6),
+    "local_judge_calls": ("question to a judge in the stage's process", 1),
+    "human_labels": ("row or line labelled by people", 1),
 }
-COUNTED = {"generated_tokens": "generated_mtokens", "judge_calls": "judge_calls", "judge_tokens_in": "judge_mtokens_in", "judge_tokens_out": "judge_mtokens_out", "local_judge_calls": "local_judge_calls"}
+COUNTED = {
+    "generated_tokens": "generated_mtokens",
+    "judge_calls": "judge_calls",
+    "judge_tokens_in": "judge_mtokens_in",
+    "judge_tokens_out": "judge_mtokens_out",
+    "local_judge_calls": "local_judge_calls",
+}
 #: Kinds of data whose rows by people are their labels.
-LABELS = ("pairs/1", "comparisons/1", "rankings/1", "ratings/1", "unpaired/1", "stepwise/1", "segments/1", "span_feedback/1", "demonstrations/1")
+LABELS = (
+    "pairs/1",
+    "comparisons/1",
+    "rankings/1",
+    "ratings/1",
+    "unpaired/1",
+    "stepwise/1",
+    "segments/1",
+    "span_feedback/1",
+    "demonstrations/1",
+)
 
 
 class PriceError(ValueError):
@@ -43,14 +65,21 @@ def prices_from(path: str | Path | None = None) -> dict[str, float]:
     if not file.is_file():
         if path is None:
             return {}
-        raise PriceError(f"there is no price list {file}; write a YAML file such as {{gpu_hours: 2.5, judge_mtokens_in: 3, human_labels: 1}}")
+        raise PriceError(
+            f"there is no price list {file}; write a YAML file such as {{gpu_hours: 2.5, judge_mtokens_in: 3,"
+            " human_labels: 1}"
+        )
     given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     if not isinstance(given, dict):
         raise PriceError(f"{file} is no list of prices; write lines ITEM: USD, items being {', '.join(ITEMS)}")
     for name, price in given.items():
         if name not in ITEMS:
             near = difflib.get_close_matches(str(name), ITEMS, n=1)
-            raise PriceError(f"{file}: there is no item {name!r}; " + (f"did you mean {near[0]!r}? " if near else "") + f"the items are: {', '.join(ITEMS)}")
+            raise PriceError(
+                f"{file}: there is no item {name!r}; "
+                + (f"did you mean {near[0]!r}? " if near else "")
+                + f"the items are: {', '.join(ITEMS)}"
+            )
         if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 <= price < float("inf"):
             raise PriceError(f"{file}: {name}: {price!r} is no price; write USD per {ITEMS[name][0]}, 0 or more")
     return {name: float(price) for name, price in given.items()}
@@ -70,7 +99,9 @@ def counts_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _labels(record: Mapping[str, Any]) -> int:
-    """Rows by people in what a stage brought in from outside (of data that was there already they were paid before), lines that people filled in of a task."""
+    """Rows by people in what a stage brought in from outside (of data that was there already they were paid before),
+    lines that people filled in of a task.
+    """
     if record["stage"] == "human_answers":
         return int(record["metrics"]["answers"]) if "answers" in record["inputs"] else 0
     if record["stage"] != "ingest" or str(_brought_in(record).get("ref", "")).startswith("dataset:"):
@@ -84,7 +115,8 @@ def _labels(record: Mapping[str, Any]) -> int:
         data = open_dataset(output["path"])
         for row in data.iter_rows([name for name in ("origin", "ann", "extra_json") if name in data.schema.names]):
             total += row["origin"] == "human"
-            if row["origin"] == "conversion" and by_people and (row.get("ann") or {}).get("annotator_type") != "ai":  # people labelled the rows that it was made of: a ranking, a rating
+            # people labelled the rows that it was made of: a ranking, a rating
+            if row["origin"] == "conversion" and by_people and (row.get("ann") or {}).get("annotator_type") != "ai":
                 converted |= set(json.loads(row["extra_json"] or "{}").get("row_ids") or ())
     return total + len(converted)
 
@@ -100,25 +132,46 @@ def counted(steps: Iterable[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, d
     for step, record in steps:
         counts = counts_of(record)
         if file := "human_labels" in counts and _brought_in(record).get("digest"):
-            counts["human_labels"], paid[file] = max(0, counts["human_labels"] - paid.get(file, 0)), max(counts["human_labels"], paid.get(file, 0))
+            counts["human_labels"], paid[file] = (
+                max(0, counts["human_labels"] - paid.get(file, 0)),
+                max(counts["human_labels"], paid.get(file, 0)),
+            )
         found.append((step, counts))
     return found
 
 
 def ledger(counts: Iterable[tuple[str, Mapping[str, float]]], prices: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Rows {stage, item, count, unit_cost, total} of (stage, {item: units}); without a price unit_cost and total are None."""
-    return [{"stage": stage, "item": item, "count": n, "unit_cost": prices.get(item), "total": None if item not in prices else n * prices[item]}
-            for stage, found in counts for item, n in found.items() if n]
+    """Rows {stage, item, count, unit_cost, total} of (stage, {item: units}); without a price unit_cost and total are
+    None.
+    """
+    return [
+        {
+            "stage": stage,
+            "item": item,
+            "count": n,
+            "unit_cost": prices.get(item),
+            "total": None if item not in prices else n * prices[item],
+        }
+        for stage, found in counts
+        for item, n in found.items()
+        if n
+    ]
 
 
 def totals(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """{items: {item: units}, total: USD of all rows with a price (None without one), unpriced: items without a price}."""
+    """{items: {item: units}, total: USD of all rows with a price (None without one), unpriced: items without a
+    price}.
+    """
     items: dict[str, float] = {}
     rows = list(rows)
     for row in rows:
         items[row["item"]] = items.get(row["item"], 0.0) + row["count"]
     priced = [row["total"] for row in rows if row["total"] is not None]
-    return {"items": items, "total": sum(priced) if priced else None, "unpriced": sorted({row["item"] for row in rows if row["total"] is None})}
+    return {
+        "items": items,
+        "total": sum(priced) if priced else None,
+        "unpriced": sorted({row["item"] for row in rows if row["total"] is None}),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------- of what
@@ -126,7 +179,11 @@ def totals(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def of_run(run: records.RunRecord) -> list[tuple[str, dict[str, Any], bool]]:
     """(step, stage record, whether an earlier run had paid for it) of every step of a run whose record is there."""
-    return [(label, record, not entry.get("paid", not entry["cached"])) for label, entry in run.stages().items() if (record := records.read(entry["key"])) is not None]
+    return [
+        (label, record, not entry.get("paid", not entry["cached"]))
+        for label, entry in run.stages().items()
+        if (record := records.read(entry["key"])) is not None
+    ]
 
 
 def behind(ref: str) -> dict[str, dict[str, Any]]:
@@ -146,25 +203,46 @@ def behind(ref: str) -> dict[str, dict[str, Any]]:
 
 
 def gain(model: str, against: str, metric: str, prices: Mapping[str, float]) -> dict[str, Any]:
-    """What an improvement cost (``eval.reward_per_compute``): the difference of a metric between two models' evaluations under one protocol, and that per unit of
-    everything that made the one and not the other.
+    """What an improvement cost (``eval.reward_per_compute``): the difference of a metric between two models'
+    evaluations under one protocol, and that per unit of everything that made the one and not the other.
 
     Raises:
         StoreError: one of them was never evaluated with this metric, or both only under different protocols.
     """
     digests = {name: store.resolve(name, "model").digest for name in (model, against)}
-    judged = {name: [r for r in reversed(list(records.users_of(digest))) if r["stage"] == "evaluate" and r["inputs"].get("model", {}).get("digest") == digest
-                     and isinstance(r["metrics"].get(metric), (int, float))] for name, digest in digests.items()}
+    judged = {
+        name: [
+            r
+            for r in reversed(list(records.users_of(digest)))
+            if r["stage"] == "evaluate"
+            and r["inputs"].get("model", {}).get("digest") == digest
+            and isinstance(r["metrics"].get(metric), (int, float))
+        ]
+        for name, digest in digests.items()
+    }
     for name, found in judged.items():
         if not found:
-            raise store.StoreError(f"{name} has no evaluation with {metric!r}; evaluate it (posttrain stage evaluate --input model={name} ...), or write another --metric")
+            raise store.StoreError(
+                f"{name} has no evaluation with {metric!r}; evaluate it (posttrain stage evaluate --input model={name}"
+                " ...), or write another --metric"
+            )
     protocol = lambda record: record["metrics"].get("protocol_hash")
     pair = next(((a, b) for a in judged[model] for b in judged[against] if protocol(a) == protocol(b)), None)
     if pair is None:
-        raise store.StoreError(f"{model} and {against} were only evaluated under different protocols, so their {metric} does not compare; evaluate both with the same prompts and settings")
+        raise store.StoreError(
+            f"{model} and {against} were only evaluated under different protocols, so their {metric} does not compare;"
+            " evaluate both with the same prompts and settings"
+        )
     difference = pair[0]["metrics"][metric] - pair[1]["metrics"][metric]
     paid = behind(against)
     spent = totals(ledger(counted((r["stage"], r) for key, r in behind(model).items() if key not in paid), prices))
     per = {item: difference / n for item, n in spent["items"].items() if n}
-    return {"metric": metric, "model": pair[0]["metrics"][metric], "against": pair[1]["metrics"][metric], "gain": difference, "spent": spent["items"], "usd": spent["total"],
-            "gain_per": per | ({"usd": difference / spent["total"]} if spent["total"] else {})}
+    return {
+        "metric": metric,
+        "model": pair[0]["metrics"][metric],
+        "against": pair[1]["metrics"][metric],
+        "gain": difference,
+        "spent": spent["items"],
+        "usd": spent["total"],
+        "gain_per": per | ({"usd": difference / spent["total"]} if spent["total"] else {}),
+    }

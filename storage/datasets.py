@@ -7,6 +7,7 @@ one. The same rows flushed at the same places give the same bytes; no clock ente
 Paths may be local or any fsspec URL (`s3://bucket/name`, `memory://name`); a URL needs the fsspec
 package of that store.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -28,10 +29,10 @@ __all__ = ["Dataset", "DatasetError", "DatasetWriter", "complete_row", "open_dat
 
 _PART = re.compile(r"part-(\d{5,})\.parquet$")
 MANIFEST = "manifest.json"
-_BATCH_ROWS = 1_000            # rows turned into Arrow at a time
-_GROUP_BYTES = 32 << 20        # a row group is closed at this size ...
-_GROUP_ROWS = 10_000           # ... or at this number of rows
-_FILE_BYTES = 1 << 30          # a file of an exported dataset is closed at this size, before compression
+_BATCH_ROWS = 1_000  # rows turned into Arrow at a time
+_GROUP_BYTES = 32 << 20  # a row group is closed at this size ...
+_GROUP_ROWS = 10_000  # ... or at this number of rows
+_FILE_BYTES = 1 << 30  # a file of an exported dataset is closed at this size, before compression
 
 
 class DatasetError(Exception):
@@ -85,10 +86,13 @@ class _RemoteDir:
     def __init__(self, url: str):
         try:
             import fsspec
+
             self.fs, self.root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise DatasetError(f"cannot open {url}: {error}; install the fsspec package of that store "
-                               "(for example s3fs for s3://) or give a local path") from None
+            raise DatasetError(
+                f"cannot open {url}: {error}; install the fsspec package of that store "
+                "(for example s3fs for s3://) or give a local path"
+            ) from None
         self.root = self.root.rstrip("/")
 
     def make(self) -> None:
@@ -128,8 +132,11 @@ class _RemoteDir:
 
 def _directory(path: str | os.PathLike) -> _LocalDir | _RemoteDir:
     text = os.fspath(path)
-    return _RemoteDir(text) if "://" in text and not text.startswith("file://") else _LocalDir(
-        text.removeprefix("file://"))
+    return (
+        _RemoteDir(text)
+        if "://" in text and not text.startswith("file://")
+        else _LocalDir(text.removeprefix("file://"))
+    )
 
 
 def _part_name(index: int) -> str:
@@ -146,8 +153,14 @@ def _hash_stream(handle) -> str:
 
 def _digest_of(kind: str, parts: list[dict]) -> str:
     """Dataset digest: sha256 over the kind and the part list (file, rows, sha256)."""
-    return sha256_text(canonical_json({"kind": kind, "parts": [
-        {"file": part["file"], "rows": part["rows"], "sha256": part["sha256"]} for part in parts]}))
+    return sha256_text(
+        canonical_json(
+            {
+                "kind": kind,
+                "parts": [{"file": part["file"], "rows": part["rows"], "sha256": part["sha256"]} for part in parts],
+            }
+        )
+    )
 
 
 class DatasetWriter:
@@ -159,9 +172,18 @@ class DatasetWriter:
     resume: keep the complete parts found on disk (default) or start empty.
     """
 
-    def __init__(self, path, name: str, kind: str, *, schema: pa.Schema | None = None,
-                 parents: Iterable[str] = (), meta: dict | None = None, rows_per_part: int = 50_000,
-                 resume: bool = True):
+    def __init__(
+        self,
+        path,
+        name: str,
+        kind: str,
+        *,
+        schema: pa.Schema | None = None,
+        parents: Iterable[str] = (),
+        meta: dict | None = None,
+        rows_per_part: int = 50_000,
+        resume: bool = True,
+    ):
         self.path, self.name, self.kind = os.fspath(path), name, kind
         self.schema = schema if schema is not None else schema_of(kind)
         self.parents, self.meta, self.rows_per_part = list(parents), dict(meta or {}), rows_per_part
@@ -171,7 +193,7 @@ class DatasetWriter:
             self._dir.clear()
         self._dir.make()
         names = self._dir.names()
-        self._dir.remove(MANIFEST)                      # an open writer means: not finished
+        self._dir.remove(MANIFEST)  # an open writer means: not finished
         for leftover in (item for item in names if item.endswith(".tmp")):
             self._dir.remove(leftover)
         present = {int(match.group(1)) for item in names if (match := _PART.match(item))}
@@ -179,7 +201,7 @@ class DatasetWriter:
         while len(self.parts) in present:
             self.parts.append(_part_name(len(self.parts)))
         for index in sorted(present):
-            if index >= len(self.parts):                # a gap: nothing after it can be trusted
+            if index >= len(self.parts):  # a gap: nothing after it can be trusted
                 self._dir.remove(_part_name(index))
         self._rows: list[dict] = []
         self._batches: list[pa.RecordBatch] = []
@@ -225,8 +247,10 @@ class DatasetWriter:
         try:
             batch = pa.RecordBatch.from_pylist(rows, schema=self.schema)
         except (pa.ArrowException, UnicodeEncodeError, OverflowError, TypeError) as error:
-            raise SchemaError(f"dataset {self.name!r} ({self.kind}): {self._culprit(rows) or error}; "
-                              "give every column a value of its declared type") from None
+            raise SchemaError(
+                f"dataset {self.name!r} ({self.kind}): {self._culprit(rows) or error}; "
+                "give every column a value of its declared type"
+            ) from None
         self._add_batch(batch)
 
     def _culprit(self, rows: list[dict]) -> str | None:
@@ -234,15 +258,17 @@ class DatasetWriter:
             for field in self.schema:
                 try:
                     pa.array([row.get(field.name)], type=field.type)
-                except Exception as error:      # any failure names the cell; the caller re-raises
+                except Exception as error:  # any failure names the cell; the caller re-raises
                     return f"row {index} of the batch, column {field.name!r}: {error}"
         return None
 
     def _add_batch(self, batch: pa.RecordBatch) -> None:
         for name in self._required:
             if batch.column(batch.schema.get_field_index(name)).null_count:
-                raise SchemaError(f"dataset {self.name!r} ({self.kind}): column {name!r} is null in some "
-                                  "rows; give it a value (complete_row fills the common columns)")
+                raise SchemaError(
+                    f"dataset {self.name!r} ({self.kind}): column {name!r} is null in some "
+                    "rows; give it a value (complete_row fills the common columns)"
+                )
         self._batches.append(batch)
         self._batch_rows += batch.num_rows
         self._batch_bytes += batch.nbytes
@@ -255,10 +281,8 @@ class DatasetWriter:
             return
         if self._parquet is None:
             self._handle = self._dir.create(_part_name(len(self.parts)))
-            self._parquet = pq.ParquetWriter(self._handle, self.schema, compression="zstd",
-                                             compression_level=1)
-        self._parquet.write_table(pa.Table.from_batches(self._batches, schema=self.schema),
-                                  row_group_size=1 << 30)
+            self._parquet = pq.ParquetWriter(self._handle, self.schema, compression="zstd", compression_level=1)
+        self._parquet.write_table(pa.Table.from_batches(self._batches, schema=self.schema), row_group_size=1 << 30)
         self._batches, self._batch_rows, self._batch_bytes = [], 0, 0
 
     def flush(self) -> None:
@@ -277,8 +301,10 @@ class DatasetWriter:
     def truncate(self, n_parts: int) -> None:
         """Forget the rows in hand and every part from index `n_parts` on (used on resume)."""
         if n_parts > len(self.parts):
-            raise DatasetError(f"{self.path} has {len(self.parts)} complete parts but the checkpoint "
-                               f"knows {n_parts}; delete the working directory to start again")
+            raise DatasetError(
+                f"{self.path} has {len(self.parts)} complete parts but the checkpoint "
+                f"knows {n_parts}; delete the working directory to start again"
+            )
         self._abandon()
         for name in self.parts[n_parts:]:
             self._dir.remove(name)
@@ -315,12 +341,18 @@ class DatasetWriter:
                                 splits[item["values"]] = splits.get(item["values"], 0) + item["counts"]
             parts.append({"file": name, "rows": rows, "sha256": _hash_stream(self._dir.stream(name))})
         manifest = {
-            "name": self.name, "kind": self.kind,
-            "schema": [{"name": field.name, "type": str(field.type), "nullable": field.nullable}
-                       for field in self.schema],
-            "rows": sum(part["rows"] for part in parts), "splits": dict(sorted(splits.items())),
-            "parts": parts, "dataset_hash": sorter.digest() if "row_id" in wanted else None,
-            "digest": _digest_of(self.kind, parts), "counts": counts or {}, "parents": self.parents,
+            "name": self.name,
+            "kind": self.kind,
+            "schema": [
+                {"name": field.name, "type": str(field.type), "nullable": field.nullable} for field in self.schema
+            ],
+            "rows": sum(part["rows"] for part in parts),
+            "splits": dict(sorted(splits.items())),
+            "parts": parts,
+            "dataset_hash": sorter.digest() if "row_id" in wanted else None,
+            "digest": _digest_of(self.kind, parts),
+            "counts": counts or {},
+            "parents": self.parents,
             "meta": self.meta,
         }
         text = json.dumps(manifest, sort_keys=True, indent=2, ensure_ascii=False) + "\n"
@@ -331,8 +363,7 @@ class DatasetWriter:
 def _message_columns(schema: pa.Schema) -> tuple[list[str], list[str]]:
     """Names of columns that hold messages, and of those that hold lists of message lists."""
     plain = [field.name for field in schema if field.type == MESSAGES]
-    nested = [field.name for field in schema
-              if pa.types.is_list(field.type) and field.type.value_type == MESSAGES]
+    nested = [field.name for field in schema if pa.types.is_list(field.type) and field.type.value_type == MESSAGES]
     return plain, nested
 
 
@@ -364,8 +395,9 @@ class Dataset:
         """Number of rows of one split, or of all."""
         return self.num_rows if split is None else int(self.manifest.get("splits", {}).get(split, 0))
 
-    def iter_batches(self, columns: list[str] | None = None, split: str | None = None,
-                     batch_size: int = 1024) -> Iterator[pa.RecordBatch]:
+    def iter_batches(
+        self, columns: list[str] | None = None, split: str | None = None, batch_size: int = 1024
+    ) -> Iterator[pa.RecordBatch]:
         """Record batches in row order, optionally only some columns and one split."""
         read = columns
         if columns is not None and split is not None and "split" not in columns:
@@ -387,10 +419,14 @@ class Dataset:
         except (pa.ArrowInvalid, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:  # the disk's word, not Parquet's
                 raise
-            raise DatasetError(f"{self.path}: {name} is damaged ({str(error).splitlines()[0]}); put a good copy there, or delete the directory and run the stage that made this dataset again") from None
+            raise DatasetError(
+                f"{self.path}: {name} is damaged ({str(error).splitlines()[0]}); put a good copy there, or delete the"
+                " directory and run the stage that made this dataset again"
+            ) from None
 
-    def iter_rows(self, columns: list[str] | None = None, split: str | None = None,
-                  batch_size: int = 1024) -> Iterator[dict]:
+    def iter_rows(
+        self, columns: list[str] | None = None, split: str | None = None, batch_size: int = 1024
+    ) -> Iterator[dict]:
         """Rows as dicts in row order; message dicts come without their null fields."""
         for batch in self.iter_batches(columns, split, batch_size):
             plain, nested = _message_columns(batch.schema)
@@ -416,15 +452,21 @@ class Dataset:
         return self.table(columns, split).to_pandas()
 
     def export(self, directory: str | os.PathLike) -> list[Path]:
-        """Write the rows as ``data/SPLIT-NNNNN.parquet`` below a local directory, as ``datasets.load_dataset`` and the Hub read them; "train" where rows have
-        no split. Returns the files. Raises DatasetError for a damaged part."""
+        """Write the rows as ``data/SPLIT-NNNNN.parquet`` below a local directory, as ``datasets.load_dataset`` and the
+        Hub read them; "train" where rows have no split. Returns the files. Raises DatasetError for a damaged part."""
         made, schema = [], self.schema
         Path(directory, "data").mkdir(parents=True, exist_ok=True)
         for split in self.manifest["splits"] or {"train": self.num_rows}:
             batches = self.iter_batches(split=split if self.manifest["splits"] else None)
             batch = next(batches, None)
             while True:
-                made.append(Path(directory, "data", f"{split}-{sum(path.name.startswith(split + '-') for path in made):05d}.parquet"))
+                made.append(
+                    Path(
+                        directory,
+                        "data",
+                        f"{split}-{sum(path.name.startswith(split + '-') for path in made):05d}.parquet",
+                    )
+                )
                 with pq.ParquetWriter(made[-1], schema, compression="zstd") as writer:
                     size = 0
                     while batch is not None and size < _FILE_BYTES:
@@ -440,14 +482,19 @@ class Dataset:
             try:
                 actual = _hash_stream(self._dir.stream(part["file"]))
             except (OSError, FileNotFoundError):
-                raise DatasetError(f"{self.path}: {part['file']} is missing; rerun the stage that made "
-                                   "this dataset") from None
+                raise DatasetError(
+                    f"{self.path}: {part['file']} is missing; rerun the stage that made this dataset"
+                ) from None
             if actual != part["sha256"]:
-                raise DatasetError(f"{self.path}: {part['file']} was changed after it was written (its "
-                                   "sha256 differs from the manifest); rerun the stage that made it")
+                raise DatasetError(
+                    f"{self.path}: {part['file']} was changed after it was written (its "
+                    "sha256 differs from the manifest); rerun the stage that made it"
+                )
         if self.digest != _digest_of(self.kind, self.manifest["parts"]):
-            raise DatasetError(f"{self.path}: the digest in {MANIFEST} does not fit its own part list; "
-                               "rerun the stage that made this dataset")
+            raise DatasetError(
+                f"{self.path}: the digest in {MANIFEST} does not fit its own part list; "
+                "rerun the stage that made this dataset"
+            )
 
 
 def is_dataset(path) -> bool:
@@ -466,17 +513,22 @@ def open_dataset(path) -> Dataset:
         manifest = json.loads(directory.read(MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
         state = "is unfinished (it has no manifest.json)" if directory.names() else "does not exist"
-        raise DatasetError(f"the dataset {os.fspath(path)} {state}; run the stage that makes it, or give "
-                           "raw files to `ingest`") from None
+        raise DatasetError(
+            f"the dataset {os.fspath(path)} {state}; run the stage that makes it, or give raw files to `ingest`"
+        ) from None
     except ValueError as error:
-        raise DatasetError(f"{os.fspath(path)}/{MANIFEST} is damaged ({error}); rerun the stage that "
-                           "made this dataset") from None
-    missing = ({"name", "kind", "parts", "rows", "digest"} - set(manifest)
-               if isinstance(manifest, dict) else {"everything"})
+        raise DatasetError(
+            f"{os.fspath(path)}/{MANIFEST} is damaged ({error}); rerun the stage that made this dataset"
+        ) from None
+    missing = (
+        {"name", "kind", "parts", "rows", "digest"} - set(manifest) if isinstance(manifest, dict) else {"everything"}
+    )
     if missing:
-        raise DatasetError(f"{os.fspath(path)}/{MANIFEST} is not a dataset manifest (it lacks "
-                           f"{', '.join(sorted(missing))}); give a directory written by a stage, or raw "
-                           "files to `ingest`")
+        raise DatasetError(
+            f"{os.fspath(path)}/{MANIFEST} is not a dataset manifest (it lacks "
+            f"{', '.join(sorted(missing))}); give a directory written by a stage, or raw "
+            "files to `ingest`"
+        )
     return Dataset(os.fspath(path), manifest, directory)
 
 

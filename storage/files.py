@@ -24,13 +24,19 @@ CHUNK = 1 << 20
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-FULL_TEXTS = ("no space left on device", "disk quota exceeded", "database or disk is full", "pytorchstreamwriter failed writing")  # of libraries with errors of their own
+# of libraries with errors of their own
+FULL_TEXTS = (
+    "no space left on device",
+    "disk quota exceeded",
+    "database or disk is full",
+    "pytorchstreamwriter failed writing",
+)
 FEW_FILES = 16  # inodes: what is being written and was taken back may be free again
 
 
 def refusal(error: BaseException) -> str | None:
-    """What the file system refused (a full disk or quota, a file size limit, a read-only place, missing rights), as one sentence with what to
-    do; None where neither ``error`` nor what it was raised from is such a refusal."""
+    """What the file system refused (a full disk or quota, a file size limit, a read-only place, missing rights), as one
+    sentence with what to do; None where neither ``error`` nor what it was raised from is such a refusal."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -47,27 +53,54 @@ def _refusal(error: BaseException) -> str | None:
     sqlite = "disk i/o error" in text or "unable to open database file" in text  # of its shared files, of its journal
     if number in FULL or any(one in text for one in FULL_TEXTS) or (sqlite and (free < 2**20 or files < FEW_FILES)):
         if files < FEW_FILES and free >= 2**20:
-            return f"the file system of {place} can hold no more files ({files:.0f} inodes free, though {free / 2**20:.1f} MiB); remove files (`posttrain doctor` says what there is), {again}"
-        return f"the disk is full ({free / 2**20:.1f} MiB free at {place}); make room (`posttrain doctor` says what takes it), {again}"
-    if number == errno.EFBIG or "file too large" in text or ("disk i/o error" in text and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY):
-        return f"a file grew beyond the size that this process may write; raise the limit (`ulimit -f unlimited`), {again}"
+            return (
+                f"the file system of {place} can hold no more files ({files:.0f} inodes free, though {free / 2**20:.1f}"
+                f" MiB); remove files (`posttrain doctor` says what there is), {again}"
+            )
+        return (
+            f"the disk is full ({free / 2**20:.1f} MiB free at {place}); make room (`posttrain doctor` says what takes"
+            f" it), {again}"
+        )
+    if (
+        number == errno.EFBIG
+        or "file too large" in text
+        or ("disk i/o error" in text and resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY)
+    ):
+        return (
+            f"a file grew beyond the size that this process may write; raise the limit (`ulimit -f unlimited`), {again}"
+        )
     where = error.filename if isinstance(error, OSError) else None
     if number == errno.EROFS or "read-only file system" in text or ("readonly database" in text and not writable):
-        return f"{where or place} lies on a read-only file system; make it writable (after an error of the disk: check it first, fsck), {again}; or set POSTTRAIN_HOME to a directory that is"
-    if number in (errno.EACCES, errno.EPERM) and where or "readonly database" in text:  # without a file it may be a signal or a socket that was refused
-        return (f"{where or f'a database in {place}'} may not be read or written by this user; change its owner or mode (`chmod -R u+rwX`; for users of one group, its owner: `chmod -R g+rwX` and "
-                "`chmod g+ws` of the state directory), or set POSTTRAIN_HOME to a directory of your own")
+        return (
+            f"{where or place} lies on a read-only file system; make it writable (after an error of the disk: check it"
+            f" first, fsck), {again}; or set POSTTRAIN_HOME to a directory that is"
+        )
+    # without a file it may be a signal or a socket that was refused
+    if number in (errno.EACCES, errno.EPERM) and where or "readonly database" in text:
+        return (
+            f"{where or f'a database in {place}'} may not be read or written by this user; change its owner or mode"
+            " (`chmod -R u+rwX`; for users of one group, its owner: `chmod -R g+rwX` and `chmod g+ws` of the state"
+            " directory), or set POSTTRAIN_HOME to a directory of your own"
+        )
     return None
 
 
 def _room(error: BaseException) -> tuple[float, float, bool, Path]:
-    """(free bytes, free inodes, whether it may be written to, directory) of where the error came from: of the file that it names, else the state directory."""
+    """(free bytes, free inodes, whether it may be written to, directory) of where the error came from: of the file that
+    it names, else the state directory.
+    """
     path = Path(getattr(error, "filename", None) or os.environ.get("POSTTRAIN_HOME") or ".posttrain").absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
     try:
         found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else math.inf, not found.f_flag & os.ST_RDONLY, path  # no number of files: they are not limited
+        # no number of files: they are not limited
+        return (
+            found.f_bavail * found.f_frsize,
+            found.f_favail if found.f_files else math.inf,
+            not found.f_flag & os.ST_RDONLY,
+            path,
+        )
     except OSError:
         return math.inf, math.inf, True, path
 
@@ -87,7 +120,9 @@ def canonical_json(obj: Any) -> str:
     """
     _check_keys(obj)
     try:
-        return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_refuse)
+        return json.dumps(
+            obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_refuse
+        )
     except ValueError as error:
         if "Out of range float" in str(error):
             raise ValueError("NaN and infinity cannot be hashed; write a finite number or null instead") from None
@@ -98,7 +133,9 @@ def _check_keys(obj: Any) -> None:
     if isinstance(obj, dict):
         for key, value in obj.items():
             if not isinstance(key, str):
-                raise TypeError(f"mapping key {key!r} is a {type(key).__name__}; only string keys can be hashed, write {str(key)!r}")
+                raise TypeError(
+                    f"mapping key {key!r} is a {type(key).__name__}; only string keys can be hashed, write {str(key)!r}"
+                )
             _check_keys(value)
     elif isinstance(obj, (list, tuple)):
         for value in obj:
@@ -150,7 +187,9 @@ def umask() -> int:
 
 
 def fsync_file(path: str | os.PathLike) -> None:
-    """Flush one file's content to the device. One that its library made for its owner alone (safetensors does) gets the mode that files of this process have."""
+    """Flush one file's content to the device. One that its library made for its owner alone (safetensors does) gets the
+    mode that files of this process have.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         mode, usual = stat.S_IMODE(os.fstat(fd).st_mode), 0o666 & ~umask()
@@ -208,11 +247,15 @@ def read_json(path: str | os.PathLike, default: Any = ...) -> Any:
 
 
 def database_damage(path: str | os.PathLike) -> str | None:
-    """What SQLite finds wrong with a database file, read in full and not changed; None where it is whole, missing, or locked."""
+    """What SQLite finds wrong with a database file, read in full and not changed; None where it is whole, missing, or
+    locked.
+    """
     if not Path(path).is_file():
         return None
     try:
-        with contextlib.closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as database:
+        with contextlib.closing(
+            sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True, timeout=10)
+        ) as database:
             (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
             return None if found == "ok" else found.splitlines()[-1]
     except sqlite3.OperationalError:  # locked, or a directory that may not be written to
@@ -224,7 +267,8 @@ def database_damage(path: str | os.PathLike) -> str | None:
 def walk_files(path: str | os.PathLike) -> Iterator[tuple[str, Path]]:
     """(relative posix path, path) of every regular file below a directory, sorted; hidden names are left out.
 
-    Hidden files are bookkeeping of tools (``.git``, ``.cache``, ``.gitattributes``), never content of a model or dataset.
+    Hidden files are bookkeeping of tools (``.git``, ``.cache``, ``.gitattributes``), never content of a model or
+    dataset.
     """
     base = Path(path)
     found = []
@@ -238,18 +282,25 @@ def walk_files(path: str | os.PathLike) -> Iterator[tuple[str, Path]]:
 
 
 def tree_digest(path: str | os.PathLike) -> str:
-    """Digest of a directory: sha256 over the sorted lines ``sha256 relpath``. Names and contents count, times and modes do not."""
+    """Digest of a directory: sha256 over the sorted lines ``sha256 relpath``. Names and contents count, times and modes
+    do not.
+    """
     lines = [f"{sha256_file(full)} {rel}\n" for rel, full in walk_files(path)]
     return sha256_text("".join(lines))
 
 
 def stat_signature(path: str | os.PathLike, *, changes: bool = False) -> str:
-    """Cheap fingerprint of a file or directory: names, sizes and modification times, no content read. changes: also which files they are and when they last changed in any way,
-    which copies that keep modification times (``cp -p``, ``rsync -a``, archives) cannot hide."""
+    """Cheap fingerprint of a file or directory: names, sizes and modification times, no content read. changes: also
+    which files they are and when they last changed in any way, which copies that keep modification times (``cp -p``,
+    ``rsync -a``, archives) cannot hide."""
     path = Path(path)
     entries = [(path.name, path)] if path.is_file() else walk_files(path)
     lines = []
     for rel, full in entries:
         info = full.stat()
-        lines.append(f"{rel} {info.st_size} {info.st_mtime_ns}" + (f" {info.st_ino} {info.st_ctime_ns}" if changes else "") + "\n")
+        lines.append(
+            f"{rel} {info.st_size} {info.st_mtime_ns}"
+            + (f" {info.st_ino} {info.st_ctime_ns}" if changes else "")
+            + "\n"
+        )
     return sha256_text("".join(lines))

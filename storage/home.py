@@ -6,8 +6,8 @@
     registry/                     model names, versions, aliases outbox/                what MLflow has still to be told
     mlflow.db, mlartifacts/       the default MLflow store       cache/                 digests of files already read
 
-A directory that its group may write to (``chmod g+ws``) is that group's: what is made in it can be read and written by all of them,
-whatever the umask of who made it.
+A directory that its group may write to (``chmod g+ws``) is that group's: what is made in it can be read and written by
+all of them, whatever the umask of who made it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _settled: tuple[int, Path] | None = None  # (process, state directory) whose uma
 
 
 def _settle(path: Path) -> None:
-    """Let the group of a state directory that it may write to write what this process, and those that it starts, make from now on."""
+    """Let the group of a state directory that it may write to write what this process, and those that it starts, make
+    from now on.
+    """
     global _settled
     if _settled != (os.getpid(), path):
         _settled = os.getpid(), path

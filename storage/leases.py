@@ -72,7 +72,9 @@ def this_process(pid: int | None = None) -> dict[str, Any]:
 
 
 def owner() -> dict[str, Any]:
-    """Owner record of the current process for what it owns beside leases; from now on other hosts can see that it lives."""
+    """Owner record of the current process for what it owns beside leases; from now on other hosts can see that it
+    lives.
+    """
     global _beating
     found = this_process()
     with _beating_lock:
@@ -81,7 +83,9 @@ def owner() -> dict[str, Any]:
             for left in home.subdir("leases", "alive").iterdir():
                 if not _fresh(left, 86400.0):
                     left.unlink(missing_ok=True)
-            threading.Thread(target=_beat_of, args=(_beat_file(found), _beating), name="owner-beat", daemon=True).start()
+            threading.Thread(
+                target=_beat_of, args=(_beat_file(found), _beating), name="owner-beat", daemon=True
+            ).start()
             atexit.register(_end_of, _beat_file(found), os.getpid())
             _beat_file(found).touch()
     return found
@@ -92,7 +96,12 @@ _beating_lock = threading.Lock()
 
 
 def _beat_file(owner: dict[str, Any]) -> Path:
-    return home.home() / "leases" / "alive" / sha256_text(f"{owner.get('host')} {owner.get('boot')} {owner.get('pid')} {owner.get('start')}")[:24]
+    return (
+        home.home()
+        / "leases"
+        / "alive"
+        / sha256_text(f"{owner.get('host')} {owner.get('boot')} {owner.get('pid')} {owner.get('start')}")[:24]
+    )
 
 
 def _beat_of(file: Path, mine: tuple[int, Path]) -> None:
@@ -108,17 +117,22 @@ def _end_of(file: Path, pid: int) -> None:
             file.unlink(missing_ok=True)
 
 
-_ahead: dict[str, tuple[float, float]] = {}  # heartbeats from the future -> (time written, monotonic clock when this process saw it first)
+# heartbeats from the future -> (time written, monotonic clock when this process saw it first)
+_ahead: dict[str, tuple[float, float]] = {}
 
 
 def _fresh(file: Path, seconds: float = FOREIGN_STALE_SECONDS) -> bool:
-    """Whether a file was written within so many seconds by the clock of its file system, which stamps the files of all hosts. One that is there and cannot be looked at counts as fresh.
-    One from the future, since that clock was set back, is so until it was seen unchanged for as long by this process: a living owner writes it again by the present clock."""
+    """Whether a file was written within so many seconds by the clock of its file system, which stamps the files of all
+    hosts. One that is there and cannot be looked at counts as fresh. One from the future, since that clock was set
+    back, is so until it was seen unchanged for as long by this process: a living owner writes it again by the present
+    clock."""
     try:
         written = file.stat().st_mtime
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError:  # a failing disk or mount tells nobody's end, and a lock that is taken over too early breaks the run that holds it
+    except OSError:
+        # a failing disk or mount tells nobody's end, and a lock that is taken over too early breaks the run that holds
+        # it
         return True
     try:
         probe = home.subdir("leases") / ".clock"
@@ -136,7 +150,9 @@ def _fresh(file: Path, seconds: float = FOREIGN_STALE_SECONDS) -> bool:
 
 
 def alive(owner: dict[str, Any] | None, file: Path | None = None) -> bool:
-    """Whether the process of an owner record still runs. Another host's owner counts as alive while its heartbeat is fresh: ``file``, by default that of :func:`owner`."""
+    """Whether the process of an owner record still runs. Another host's owner counts as alive while its heartbeat is
+    fresh: ``file``, by default that of :func:`owner`.
+    """
     if not owner or "pid" not in owner:
         return False
     if owner.get("host") != socket.gethostname():
@@ -202,8 +218,8 @@ class Lease:
 
 
 def holder(path: Path) -> dict[str, Any] | None:
-    """The living owner of a lease file, or None. A worker whose owner died is ended here: it is about to die anyway, and
-    until it has, its work directory is not free."""
+    """The living owner of a lease file, or None. A worker whose owner died is ended here: it is about to die anyway,
+    and until it has, its work directory is not free."""
     held = read_json(path, None)
     if not held:
         return None
@@ -221,24 +237,52 @@ def _describe(owner: dict[str, Any]) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')}"
 
 
-def acquire(name: str, *, wait: bool = True, timeout: float | None = None, on_wait: Callable[[str], Any] | None = None,
-            on_poll: Callable[[], Any] | None = None) -> Lease:
-    """Take the lease ``name``. A living owner means waiting (``on_wait`` is told once; ``on_poll`` is called all the while and may raise), or
-    LeaseBusy with ``wait=False`` or after ``timeout`` seconds."""
+def acquire(
+    name: str,
+    *,
+    wait: bool = True,
+    timeout: float | None = None,
+    on_wait: Callable[[str], Any] | None = None,
+    on_poll: Callable[[], Any] | None = None,
+) -> Lease:
+    """Take the lease ``name``. A living owner means waiting (``on_wait`` is told once; ``on_poll`` is called all the
+    while and may raise), or LeaseBusy with ``wait=False`` or after ``timeout`` seconds."""
     return _acquire([home.leases_dir() / f"{name}.json"], 1, name, wait, timeout, on_wait, on_poll)[0]
 
 
-def acquire_slots(group: str, total: int, count: int = 1, *, apart: int | None = None, wait: bool = True, timeout: float | None = None,
-                  on_wait: Callable[[str], Any] | None = None, on_poll: Callable[[], Any] | None = None) -> list[Lease]:
-    """Take ``count`` of ``total`` slots of a group (``gpu``), all or none. apart: no two of them are equal modulo it (slots that share a card)."""
+def acquire_slots(
+    group: str,
+    total: int,
+    count: int = 1,
+    *,
+    apart: int | None = None,
+    wait: bool = True,
+    timeout: float | None = None,
+    on_wait: Callable[[str], Any] | None = None,
+    on_poll: Callable[[], Any] | None = None,
+) -> list[Lease]:
+    """Take ``count`` of ``total`` slots of a group (``gpu``), all or none. apart: no two of them are equal modulo it
+    (slots that share a card).
+    """
     if count > total:
-        raise ValueError(f"{count} {group} slots were asked for but there are {total}; ask for at most {total} or set POSTTRAIN_GPU_SLOTS={count}")
+        raise ValueError(
+            f"{count} {group} slots were asked for but there are {total}; ask for at most {total} or set"
+            f" POSTTRAIN_GPU_SLOTS={count}"
+        )
     paths = [home.leases_dir() / group / f"slot-{i}.json" for i in range(total)]
     return _acquire(paths, count, f"{group} slot", wait, timeout, on_wait, on_poll, apart)
 
 
-def _acquire(paths: list[Path], count: int, what: str, wait: bool, timeout: float | None, on_wait: Callable[[str], Any] | None,
-             on_poll: Callable[[], Any] | None, apart: int | None = None) -> list[Lease]:
+def _acquire(
+    paths: list[Path],
+    count: int,
+    what: str,
+    wait: bool,
+    timeout: float | None,
+    on_wait: Callable[[str], Any] | None,
+    on_poll: Callable[[], Any] | None,
+    apart: int | None = None,
+) -> list[Lease]:
     deadline = None if timeout is None else time.monotonic() + timeout
     told = False
     while True:
@@ -268,7 +312,10 @@ def _acquire(paths: list[Path], count: int, what: str, wait: bool, timeout: floa
                 lease._thread.start()
             return taken
         if not wait or (deadline is not None and time.monotonic() > deadline):
-            raise LeaseBusy(f"{what} is held by {_describe(owner)}; wait for it to end, or stop it and run the same command again", owner)
+            raise LeaseBusy(
+                f"{what} is held by {_describe(owner)}; wait for it to end, or stop it and run the same command again",
+                owner,
+            )
         if on_wait and not told:
             on_wait(f"waiting for {what}, held by {_describe(owner)}")
             told = True

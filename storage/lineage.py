@@ -1,8 +1,8 @@
 """Where a model or dataset comes from: the tree of stage records behind a reference.
 
-A node is a dictionary {ref, kind, digest, names, stage, key, label, config, seed, code, git, seconds, finished, metrics,
-inputs: {name: node}}. Leaves without ``stage`` are things that were brought from outside. A stage that is reached twice is
-written out once; later mentions carry ``again: true``.
+A node is a dictionary {ref, kind, digest, names, stage, key, label, config, seed, code, git, seconds, finished,
+metrics, inputs: {name: node}}. Leaves without ``stage`` are things that were brought from outside. A stage that is
+reached twice is written out once; later mentions carry ``again: true``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from storage import records, registry, store
 
 
 def tree(ref: str) -> dict[str, Any]:
-    """Lineage of a reference, path, stage key (or its beginning) or run id. Raises StoreError when nothing is known by that name."""
+    """Lineage of a reference, path, stage key (or its beginning) or run id. Raises StoreError when nothing is known by
+    that name.
+    """
     seen: set[str] = set()
     try:
         found = store.resolve(ref)
@@ -26,14 +28,21 @@ def tree(ref: str) -> dict[str, Any]:
             run = records.get_run(ref)
         except store.StoreError:
             raise error from None
-        nodes = {label: _of_record(record, None, seen) for label, entry in run.stages().items() if (record := records.read(entry["key"]))}
+        nodes = {
+            label: _of_record(record, None, seen)
+            for label, entry in run.stages().items()
+            if (record := records.read(entry["key"]))
+        }
         return {"ref": run.run_id, "kind": "run", "recipe": run.data["recipe"], "status": run.status, "inputs": nodes}
     return _of(found.ref, found.kind, found.digest, found.path, seen)
 
 
-def _of(ref: str, kind: str, digest: str, path: str, seen: set[str], below: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
-    """``below`` are the records on the way to this input, the one that takes it last: a stage that passes its input on unchanged is not its own origin, and what was made
-    after it was taken is not where it came from (where clocks say so of all that made it, the newest counts)."""
+def _of(
+    ref: str, kind: str, digest: str, path: str, seen: set[str], below: tuple[dict[str, Any], ...] = ()
+) -> dict[str, Any]:
+    """``below`` are the records on the way to this input, the one that takes it last: a stage that passes its input on
+    unchanged is not its own origin, and what was made after it was taken is not where it came from (where clocks say so
+    of all that made it, the newest counts)."""
     above = {record["key"] for record in below}
     makers = [maker for maker in records.makers_of(digest) if maker["key"] not in above]
     if below:
@@ -43,8 +52,12 @@ def _of(ref: str, kind: str, digest: str, path: str, seen: set[str], below: tupl
     return _of_record(makers[0], digest, seen, below)
 
 
-def _of_record(record: dict[str, Any], digest: str | None, seen: set[str], below: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
-    output = next((o for o in record["outputs"].values() if o["digest"] == digest), None) or next(iter(record["outputs"].values()), {})
+def _of_record(
+    record: dict[str, Any], digest: str | None, seen: set[str], below: tuple[dict[str, Any], ...] = ()
+) -> dict[str, Any]:
+    output = next((o for o in record["outputs"].values() if o["digest"] == digest), None) or next(
+        iter(record["outputs"].values()), {}
+    )
     node = {
         "ref": output.get("ref", record["key"][:16]), "kind": output.get("kind", "stage"), "digest": output.get("digest", ""),
         "names": _names(output.get("kind", ""), output.get("digest", "")), "stage": record["stage"],
@@ -53,7 +66,11 @@ def _of_record(record: dict[str, Any], digest: str | None, seen: set[str], below
         "outputs": {n: o["ref"] for n, o in record["outputs"].items()}, "mlflow": record.get("mlflow", {}), "inputs": {},
     }  # fmt: skip
     if record["key"] in seen:
-        return {**{k: node[k] for k in ("ref", "kind", "digest", "names", "stage", "label", "key")}, "again": True, "inputs": {}}
+        return {
+            **{k: node[k] for k in ("ref", "kind", "digest", "names", "stage", "label", "key")},
+            "again": True,
+            "inputs": {},
+        }
     seen.add(record["key"])
     for name, given in record["inputs"].items():
         node["inputs"][name] = _of(given["ref"], given["kind"], given["digest"], given["path"], seen, (*below, record))
@@ -63,12 +80,23 @@ def _of_record(record: dict[str, Any], digest: str | None, seen: set[str], below
 def _names(kind: str, digest: str) -> list[str]:
     if kind != "model":
         return []
-    return [f"model:{name}/{version}" + (f" ({', '.join(aliases)})" if aliases else "") for name, version, aliases in registry.names_of(digest)]
+    return [
+        f"model:{name}/{version}" + (f" ({', '.join(aliases)})" if aliases else "")
+        for name, version, aliases in registry.names_of(digest)
+    ]
 
 
 def uses(digest: str) -> list[dict[str, Any]]:
     """What was made from a digest: {stage, label, key, outputs} of every record that took it as an input."""
-    return [{"stage": r["stage"], "label": r.get("label", ""), "key": r["key"], "outputs": {n: o["ref"] for n, o in r["outputs"].items()}} for r in records.users_of(digest)]
+    return [
+        {
+            "stage": r["stage"],
+            "label": r.get("label", ""),
+            "key": r["key"],
+            "outputs": {n: o["ref"] for n, o in r["outputs"].items()},
+        }
+        for r in records.users_of(digest)
+    ]
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -83,7 +111,13 @@ def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 def lines(node: dict[str, Any], name: str = "", indent: str = "", last: bool = True, top: bool = True) -> list[str]:
     """The tree as text, one line per node, for a terminal."""
     what = node["ref"] if len(node["ref"]) < 90 else node["ref"][:87] + "..."
-    made = f"  <- {node['stage']}" + (f" as {node['label']}" if node.get("label") not in (None, "", node.get("stage")) else "") + f" [{node['key'][:12]}]" if node.get("stage") else ""
+    made = (
+        f"  <- {node['stage']}"
+        + (f" as {node['label']}" if node.get("label") not in (None, "", node.get("stage")) else "")
+        + f" [{node['key'][:12]}]"
+        if node.get("stage")
+        else ""
+    )
     extra = f"  = {', '.join(node['names'])}" if node.get("names") else ""
     again = "  (see above)" if node.get("again") else ""
     outside = "  (from outside)" if not node.get("stage") and node.get("kind") != "run" else ""
@@ -91,5 +125,7 @@ def lines(node: dict[str, Any], name: str = "", indent: str = "", last: bool = T
     found = [f"{branch}{name + ': ' if name else ''}{what}{extra}{made}{outside}{again}"]
     children = list(node.get("inputs", {}).items())
     for position, (child_name, child) in enumerate(children):
-        found += lines(child, child_name, "" if top else indent + ("   " if last else "│  "), position == len(children) - 1, False)
+        found += lines(
+            child, child_name, "" if top else indent + ("   " if last else "│  "), position == len(children) - 1, False
+        )
     return found

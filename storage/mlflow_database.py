@@ -21,24 +21,27 @@ def database_file(uri: str) -> Path | None:
 
 
 def make_database(uri: str) -> None:
-    """The tables of a local database that is not there yet, made beside it and then given its name: MLflow's migrations do not
-    go on where a process ended within them, and a short stage may end before they do. One that was cut off and holds nothing is set aside. Where one that
-    was told of runs is gone (a damaged one, moved away), they are told again.
-    Whoever opens a home's database comes through here first, so that one that looks cut off is not merely being made."""
+    """The tables of a local database that is not there yet, made beside it and then given its name: MLflow's migrations
+    do not go on where a process ended within them, and a short stage may end before they do. One that was cut off and
+    holds nothing is set aside. Where one that was told of runs is gone (a damaged one, moved away), they are told
+    again. Whoever opens a home's database comes through here first, so that one that looks cut off is not merely being
+    made."""
     file = database_file(uri)
     if file is None:
         return
     with unit_lock("mlflow database", wait=True):
         if file.exists() and not _cut_off(file):
             return
-        lost = not file.exists() and file.absolute() == home.home() / "mlflow.db"  # one of the user's own is told what comes
+        # one of the user's own is told what comes
+        lost = not file.exists() and file.absolute() == home.home() / "mlflow.db"
         prepare_mlflow()
         from mlflow import MlflowClient
 
         file.parent.mkdir(parents=True, exist_ok=True)
         for left in file.parent.glob(f"{file.name}.new-*"):  # of processes that ended here
             left.unlink()
-        new = file.with_name(f"{file.name}.new-{time.time_ns()}")  # mlflow makes the tables of one address once in a process
+        # mlflow makes the tables of one address once in a process
+        new = file.with_name(f"{file.name}.new-{time.time_ns()}")
         MlflowClient(tracking_uri=f"sqlite:///{new}", registry_uri=f"sqlite:///{new}").search_experiments(max_results=1)
         os.chmod(new, 0o666 & ~umask())  # SQLite leaves out the group
         if file.exists() and _cut_off(file):
@@ -54,24 +57,42 @@ def make_database(uri: str) -> None:
             forget()
 
 
-ARTIFACT_COLUMNS = (("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location"), ("model_versions", "storage_location"))
+ARTIFACT_COLUMNS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "storage_location"),
+)
 
 
 def follow_home(uri: str) -> None:
-    """MLflow keeps absolute places of artifacts in its database. Where the home was moved or copied, those below its ``mlartifacts`` are made to
-    name the present one: else new artifacts would go to the old place, and old ones be lost to the UI."""
+    """MLflow keeps absolute places of artifacts in its database. Where the home was moved or copied, those below its
+    ``mlartifacts`` are made to name the present one: else new artifacts would go to the old place, and old ones be lost
+    to the UI."""
     file = database_file(uri)
     if file is None or os.environ.get("MLFLOW_TRACKING_URI") or not file.exists():
         return
     new = home.subdir("mlartifacts")
-    with unit_lock("mlflow database", wait=True), contextlib.closing(sqlite3.connect(file, timeout=30)) as database, database:
-        places = [local_path(location or "") for (location,) in database.execute("SELECT artifact_location FROM experiments WHERE name LIKE 'posttrain/%'")]
+    with (
+        unit_lock("mlflow database", wait=True),
+        contextlib.closing(sqlite3.connect(file, timeout=30)) as database,
+        database,
+    ):
+        places = [
+            local_path(location or "")
+            for (location,) in database.execute(
+                "SELECT artifact_location FROM experiments WHERE name LIKE 'posttrain/%'"
+            )
+        ]
         for old in {place.parent for place in places if place is not None and place.parent.name == new.name}:
             if old == new or (old.exists() and os.path.samefile(old, new)):
                 continue
             prefix = old.as_uri() + "/"
             for table, column in ARTIFACT_COLUMNS:
-                database.execute(f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?", (new.as_uri() + "/", len(prefix) + 1, len(prefix), prefix))
+                database.execute(
+                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+                    (new.as_uri() + "/", len(prefix) + 1, len(prefix), prefix),
+                )
 
 
 def prepare_mlflow() -> None:
@@ -93,7 +114,9 @@ def _hush() -> None:
 def _cut_off(file: Path) -> bool:
     """Whether MLflow's migrations stopped half-way in a database that no run was ever written to."""
     try:
-        with contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as database:
+        with contextlib.closing(
+            sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=10)
+        ) as database:
             tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             empty = "runs" not in tables or not database.execute("SELECT count(*) FROM runs").fetchone()[0]
             return empty and any(name.startswith("_alembic_tmp_") for name in tables)

@@ -29,7 +29,11 @@ def tracking_uri() -> str:
 def unit_of(flow_run: dict[str, Any] | None, label: str, key: str, fresh: str | None = None) -> str:
     """Name of the MLflow run of a stage: per flow run, label and key; a stage run on its own has one per key. ``fresh``
     sets a forced repetition apart."""
-    base = f"{flow_run['run_id']}.{label}.{key[:8]}" if flow_run and flow_run.get("run_id") else f"stage.{label}.{key[:16]}"
+    base = (
+        f"{flow_run['run_id']}.{label}.{key[:8]}"
+        if flow_run and flow_run.get("run_id")
+        else f"stage.{label}.{key[:16]}"
+    )
     return re.sub(r"[^A-Za-z0-9_.-]", "-", base + (f".{fresh}" if fresh and not flow_run else ""))
 
 
@@ -42,7 +46,11 @@ def flow_part(flow_run: dict[str, Any] | None) -> dict[str, Any]:
     """What a stage's document says about the flow it belongs to."""
     if not flow_run or not flow_run.get("run_id"):
         return {}
-    return {"run_id": flow_run["run_id"], "recipe": flow_run.get("recipe") or "flow", "prefect": flow_run.get("prefect") or {}}
+    return {
+        "run_id": flow_run["run_id"],
+        "recipe": flow_run.get("recipe") or "flow",
+        "prefect": flow_run.get("prefect") or {},
+    }
 
 
 def files_of(unit: str) -> tuple[Path, Path]:
@@ -56,7 +64,14 @@ def done_files_of(unit: str) -> tuple[Path, Path]:
 
 def status(unit: str) -> str | None:
     """How the unit of a stage stood when it was put last; None if it never was."""
-    return next((found["status"] for path in (files_of(unit)[0], done_files_of(unit)[0]) if (found := read_json(path, None)) and "status" in found), None)
+    return next(
+        (
+            found["status"]
+            for path in (files_of(unit)[0], done_files_of(unit)[0])
+            if (found := read_json(path, None)) and "status" in found
+        ),
+        None,
+    )
 
 
 def cursor_of(unit: str) -> dict[str, Any]:
@@ -75,13 +90,17 @@ def run_id_of(unit: str) -> str | None:
 
 def link(run_id: str, experiment_id: str | None = None) -> dict[str, str]:
     """Where to look at a run: experiment id, tracking URI and, for a server, the page."""
-    experiment_id = experiment_id or next((c.get("experiment_id") for c in map(lambda p: read_json(p, {}), cursors()) if c.get("run_id") == run_id), None)
+    experiment_id = experiment_id or next(
+        (c.get("experiment_id") for c in map(lambda p: read_json(p, {}), cursors()) if c.get("run_id") == run_id), None
+    )
     found = {"tracking_uri": tracking_uri()}
     if experiment_id:
         found["experiment_id"] = str(experiment_id)
         base = os.environ.get("POSTTRAIN_MLFLOW_URL") or (tracking_uri() if tracking_uri().startswith("http") else "")
         if base:
-            found["url"] = f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+            found["url"] = (
+                f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+            )
     return found
 
 
@@ -102,18 +121,24 @@ def unit_lock(unit: str, wait: bool) -> Iterator[bool]:
 
 
 def document_lock(unit: str) -> Any:
-    """Held for the moment in which a unit's files change; the lock of the unit itself is held for as long as MLflow takes."""
+    """Held for the moment in which a unit's files change; the lock of the unit itself is held for as long as MLflow
+    takes.
+    """
     return unit_lock("document " + unit, wait=True)
 
 
 def pending() -> list[str]:
     """Units that MLflow does not fully know, oldest first."""
-    paths = [p for p in home.outbox_dir().glob("*.json") if not p.name.endswith(".cursor.json") and p.name != "models.json"]
+    paths = [
+        p for p in home.outbox_dir().glob("*.json") if not p.name.endswith(".cursor.json") and p.name != "models.json"
+    ]
     return [p.stem for p in sorted(paths, key=lambda p: p.stat().st_mtime)]
 
 
 def forget() -> int:
-    """Have everything told again that was told to the home's own database, which is gone (at its file, or a server of this machine in front of it); how many units."""
+    """Have everything told again that was told to the home's own database, which is gone (at its file, or a server of
+    this machine in front of it); how many units.
+    """
     told = 0
     for cursor_path in cursors():
         cursor = read_json(cursor_path, {})
@@ -137,5 +162,7 @@ def forget() -> int:
 
 
 def _local(uri: str) -> bool:
-    """Whether an address is that of a database file (also of where the home was before it was moved) or of a server of this machine."""
+    """Whether an address is that of a database file (also of where the home was before it was moved) or of a server of
+    this machine.
+    """
     return uri.startswith("sqlite:///") or urlparse(uri).hostname in ("127.0.0.1", "localhost", "::1")

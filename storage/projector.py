@@ -13,7 +13,17 @@ from typing import Any, Iterator
 from storage import home, leases, registry
 from storage.files import atomic_write_json, read_json, refusal, sha256_text
 from storage.mlflow_database import _hush, follow_home, local_path, make_database, prepare_mlflow
-from storage.outbox import Doc, cursor_of, document_lock, done_files_of, files_of, flow_unit, link, tracking_uri, unit_lock
+from storage.outbox import (
+    Doc,
+    cursor_of,
+    document_lock,
+    done_files_of,
+    files_of,
+    flow_unit,
+    link,
+    tracking_uri,
+    unit_lock,
+)
 
 REGISTRY = "registry"  # what to poke for the model registry, which is no unit of its own
 
@@ -65,7 +75,9 @@ class Projector:
                 if found is None:
                     local = not os.environ.get("MLFLOW_TRACKING_URI")
                     where = (home.subdir("mlartifacts") / recipe).as_uri() if local else None
-                    self._experiments[name] = client.create_experiment(name, artifact_location=where, tags={"mlflow.experimentKind": "custom_model_development"})
+                    self._experiments[name] = client.create_experiment(
+                        name, artifact_location=where, tags={"mlflow.experimentKind": "custom_model_development"}
+                    )
                 else:
                     if found.lifecycle_stage == "deleted":
                         client.restore_experiment(found.experiment_id)
@@ -88,7 +100,8 @@ class Projector:
             return error is None, error
         if files_of(unit)[0].exists():
             try:
-                self.client()  # before the cursor is read: a database that is gone is made anew, and what it was told is forgotten
+                # before the cursor is read: a database that is gone is made anew, and what it was told is forgotten
+                self.client()
             except Exception as error:
                 self.unreachable = True
                 return False, _brief(error)
@@ -120,11 +133,13 @@ class Projector:
                         os.replace(path, done)
         if complete and document["type"] == "stage":
             _note_in_record(document, cursor)
-        return complete, self.registry() if complete and (document["type"] == "flow" or document.get("outputs")) else None
+        return complete, (
+            self.registry() if complete and (document["type"] == "flow" or document.get("outputs")) else None
+        )
 
     def _same_store(self, unit: str, cursor: dict[str, Any]) -> bool:
-        """Whether the present address leads to the store that a cursor of another address is about (the database behind a server that was
-        started meanwhile): then what was sent is there."""
+        """Whether the present address leads to the store that a cursor of another address is about (the database behind
+        a server that was started meanwhile): then what was sent is there."""
         from mlflow.exceptions import MlflowException, RestException
 
         try:
@@ -137,7 +152,16 @@ class Projector:
             return False
         return run.data.tags.get("posttrain.unit") == unit
 
-    def _ensure_run(self, unit: str, cursor: dict[str, Any], experiment: str, name: str, started: float, tags: dict[str, str], status: str) -> str:
+    def _ensure_run(
+        self,
+        unit: str,
+        cursor: dict[str, Any],
+        experiment: str,
+        name: str,
+        started: float,
+        tags: dict[str, str],
+        status: str,
+    ) -> str:
         client = self.client()
         run_id = cursor.get("run_id")
         if run_id is None:
@@ -145,7 +169,9 @@ class Projector:
             if found:
                 run_id = found[0].info.run_id
             else:
-                run_id = client.create_run(experiment, start_time=_ms(started), run_name=name, tags={**tags, "posttrain.unit": unit}).info.run_id
+                run_id = client.create_run(
+                    experiment, start_time=_ms(started), run_name=name, tags={**tags, "posttrain.unit": unit}
+                ).info.run_id
             cursor.update(run_id=run_id, experiment_id=experiment)
             atomic_write_json(files_of(unit)[1], cursor)
         if status == "RUNNING" and cursor.get("status") not in (None, "RUNNING"):
@@ -164,7 +190,12 @@ class Projector:
             if cursor.get("run_id") and cursor.get("uri") == tracking_uri():
                 return cursor["run_id"]
             cursor = {"uri": tracking_uri()}
-            document = read_json(path, None) or {"unit": unit, "type": "flow", "run_id": flow["run_id"], "recipe": flow["recipe"]}
+            document = read_json(path, None) or {
+                "unit": unit,
+                "type": "flow",
+                "run_id": flow["run_id"],
+                "recipe": flow["recipe"],
+            }
             self._flow(document, cursor)
             with document_lock(unit):
                 if not path.exists():
@@ -180,9 +211,27 @@ class Projector:
         told, status = status, {"WAITING": "SCHEDULED"}.get(status, status)  # MLflow's word for a run that is to go on
         prefect = run.get("prefect") or {}
         tags = {"posttrain.run": run["run_id"], "posttrain.recipe": run["recipe"], "posttrain.kind": "flow"}
-        run_id = self._ensure_run(document["unit"], cursor, self.experiment(run["recipe"]), " · ".join([run["recipe"], *([prefect["flow_run_name"]] if prefect.get("flow_run_name") else []), run["run_id"][:8]]), run["started"], tags, status)
+        run_id = self._ensure_run(
+            document["unit"],
+            cursor,
+            self.experiment(run["recipe"]),
+            " · ".join(
+                [
+                    run["recipe"],
+                    *([prefect["flow_run_name"]] if prefect.get("flow_run_name") else []),
+                    run["run_id"][:8],
+                ]
+            ),
+            run["started"],
+            tags,
+            status,
+        )
         self._params(run_id, cursor, _flatten(run.get("config") or {}))
-        stage_lines = [f"| {s['label']} | {s['stage']} | {'cached' if s['cached'] else 'ran'} | {s.get('seconds', 0):.1f} | {', '.join(s['outputs'].values())} |" for s in run["stages"]]
+        stage_lines = [
+            f"| {s['label']} | {s['stage']} | {'cached' if s['cached'] else 'ran'} | {s.get('seconds', 0):.1f} |"
+            f" {', '.join(s['outputs'].values())} |"
+            for s in run["stages"]
+        ]
         note = "\n".join([
             f"**{run['recipe']}**, run `{run['run_id']}`" + (f", continues `{run['parent']}`" if run.get("parent") else ""),
             *([f"[Prefect flow run]({prefect['url']})"] if prefect.get("url") else []), "",
@@ -210,8 +259,20 @@ class Projector:
             "posttrain.kind": "stage", "posttrain.stage": d["stage"], "posttrain.label": d["label"], "posttrain.key": d["key"],
             **({"mlflow.parentRunId": parent} if parent else {}),
         }  # fmt: skip
-        run_id = self._ensure_run(d["unit"], cursor, self.experiment(flow.get("recipe") or "stages"), d["label"] if flow else _title(d), d["started"], tags, status)
-        self._params(run_id, cursor, {**_flatten(d["config"]), "seed": d["seed"], **{f"input.{n}": i["ref"] for n, i in d["inputs"].items()}})
+        run_id = self._ensure_run(
+            d["unit"],
+            cursor,
+            self.experiment(flow.get("recipe") or "stages"),
+            d["label"] if flow else _title(d),
+            d["started"],
+            tags,
+            status,
+        )
+        self._params(
+            run_id,
+            cursor,
+            {**_flatten(d["config"]), "seed": d["seed"], **{f"input.{n}": i["ref"] for n, i in d["inputs"].items()}},
+        )
         self._inputs(run_id, cursor, d)
         self._tags(run_id, cursor, {
             "posttrain.cached": str(bool(d.get("cached"))).lower(), "posttrain.code": d.get("code", ""), "mlflow.source.git.commit": d.get("git", "").removesuffix("-dirty"), "posttrain.git": d.get("git", ""),
@@ -230,7 +291,16 @@ class Projector:
             return False
         models = self._models(run_id, cursor, d)
         self._final(run_id, cursor, _numbers(d.get("summary") or {}), prefix="final/", judged=_judged(d, models))
-        self._final(run_id, cursor, {f"perf/{k}": v for k, v in _numbers(d.get("perf") or {}).items() if k in ("seconds", "peak_memory_mib", "peak_gpu_memory_mib") or d.get("cached")}, prefix="")
+        self._final(
+            run_id,
+            cursor,
+            {
+                f"perf/{k}": v
+                for k, v in _numbers(d.get("perf") or {}).items()
+                if k in ("seconds", "peak_memory_mib", "peak_gpu_memory_mib") or d.get("cached")
+            },
+            prefix="",
+        )
         self._artifacts(run_id, cursor, d)
         self._end(run_id, cursor, status, d.get("ended") or _last_sign(d))
         return True
@@ -268,7 +338,11 @@ class Projector:
         datasets, models = [], []
         state = _models_state()
         for name, given in todo.items():
-            tags = [InputTag("mlflow.data.context", name), InputTag("posttrain.digest", given["digest"]), InputTag("posttrain.ref", given["ref"])]
+            tags = [
+                InputTag("mlflow.data.context", name),
+                InputTag("posttrain.digest", given["digest"]),
+                InputTag("posttrain.ref", given["ref"]),
+            ]
             if given["kind"] == "model":
                 model_id = state["models"].get(given["digest"])
                 if model_id:  # else its own stage has not been projected yet, or it came from outside
@@ -276,7 +350,11 @@ class Projector:
                     sent.append(name)
                 continue
             manifest = given.get("manifest") or {}
-            profile = json.dumps({"num_rows": manifest["rows"], "splits": manifest.get("splits", {})}) if "rows" in manifest else None
+            profile = (
+                json.dumps({"num_rows": manifest["rows"], "splits": manifest.get("splits", {})})
+                if "rows" in manifest
+                else None
+            )
             source = "local" if "://" not in given["path"] else "http"
             datasets.append(DatasetInput(Dataset(
                 name=_dataset_name(given)[:500], digest=given["digest"][:36], source_type=source,
@@ -287,8 +365,9 @@ class Projector:
             self.client().log_inputs(run_id, datasets=datasets or None, models=models or None)
 
     def _metrics(self, run_id: str, d: Doc, cursor: dict[str, Any]) -> None:
-        """Send the lines that MLflow has not seen. The file is deterministic, so line i is line i whatever was killed; a batch
-        that was announced but maybe not sent is sent again with the same time stamp, which MLflow takes as the same points."""
+        """Send the lines that MLflow has not seen. The file is deterministic, so line i is line i whatever was killed;
+        a batch that was announced but maybe not sent is sent again with the same time stamp, which MLflow takes as the
+        same points."""
         from mlflow.entities import Metric
 
         path = Path(d.get("metrics_file") or Path(d["workdir"]) / "metrics.jsonl")
@@ -298,7 +377,11 @@ class Projector:
             if not sending:
                 sending = cursor["sending"] = {"upto": start + len(lines), "time": _ms(time.time())}
                 atomic_write_json(files_of(d["unit"])[1], cursor)
-            metrics = [Metric(_safe(k), v, sending["time"], int(line["step"])) for line in lines for k, v in _numbers(line["metrics"]).items()]
+            metrics = [
+                Metric(_safe(k), v, sending["time"], int(line["step"]))
+                for line in lines
+                for k, v in _numbers(line["metrics"]).items()
+            ]
             for at in range(0, len(metrics), BATCH):
                 self.client().log_batch(run_id, metrics=metrics[at : at + BATCH])
             cursor["lines"] = start + len(lines)
@@ -317,7 +400,8 @@ class Projector:
             (_safe("perf/" + k), v, int(line["step"]))
             for line in lines
             for k, v in _numbers(line["metrics"]).items()
-            if int(line["step"]) > last.get(_safe("perf/" + k), -1) and (not sending or int(line["step"]) <= sending["upto"].get(_safe("perf/" + k), -1))
+            if int(line["step"]) > last.get(_safe("perf/" + k), -1)
+            and (not sending or int(line["step"]) <= sending["upto"].get(_safe("perf/" + k), -1))
         ]
         if not fresh:
             cursor.pop("sending_perf", None)
@@ -336,7 +420,14 @@ class Projector:
         cursor.pop("sending_perf")
         atomic_write_json(files_of(d["unit"])[1], cursor)
 
-    def _final(self, run_id: str, cursor: dict[str, Any], values: dict[str, float], prefix: str, judged: dict[str, tuple[str, str, str]] | None = None) -> None:
+    def _final(
+        self,
+        run_id: str,
+        cursor: dict[str, Any],
+        values: dict[str, float],
+        prefix: str,
+        judged: dict[str, tuple[str, str, str]] | None = None,
+    ) -> None:
         from mlflow.entities import Metric
 
         sent = cursor.setdefault("finals", {})
@@ -347,14 +438,24 @@ class Projector:
             if sent.get(name) in (True, repr(value)):  # a run that is continued with other code may say something else
                 continue
             model, dataset, digest = (judged or {}).get(key, (judged or {}).get("", ("", "", "")))
-            metrics.append(Metric(name, value, _ms(time.time()) if name in sent else stamp, 0, model_id=model or None, dataset_name=dataset or None, dataset_digest=digest[:36] or None))
+            metrics.append(
+                Metric(
+                    name,
+                    value,
+                    _ms(time.time()) if name in sent else stamp,
+                    0,
+                    model_id=model or None,
+                    dataset_name=dataset or None,
+                    dataset_digest=digest[:36] or None,
+                )
+            )
         for at in range(0, len(metrics), BATCH):
             self.client().log_batch(run_id, metrics=metrics[at : at + BATCH])
             sent.update({m.key: repr(m.value) for m in metrics[at : at + BATCH]})
 
     def _models(self, run_id: str, cursor: dict[str, Any], d: Doc) -> dict[str, str]:
-        """Logged models of the outputs (digest -> model id), made where missing; their files are hard-linked into a local
-        artifact root and uploaded otherwise."""
+        """Logged models of the outputs (digest -> model id), made where missing; their files are hard-linked into a
+        local artifact root and uploaded otherwise."""
         from mlflow.entities import LoggedModelOutput
 
         client, found = self.client(), {}
@@ -372,7 +473,8 @@ class Projector:
                     _save_models_state(state)
             found[digest] = model_id
             if digest not in cursor.setdefault("models", []):
-                there = client.get_run(run_id).outputs  # a process may have ended between the call and the cursor, and MLflow refuses the same output twice
+                # a process may have ended between the call and the cursor, and MLflow refuses the same output twice
+                there = client.get_run(run_id).outputs
                 if model_id not in [one.model_id for one in (there.model_outputs if there else ())]:
                     client.log_outputs(run_id, models=[LoggedModelOutput(model_id, 0)])
                 cursor["models"].append(digest)
@@ -382,7 +484,9 @@ class Projector:
         from storage.store import link_tree
 
         digest = output["digest"]
-        known_models = client.search_logged_models([experiment], filter_string=f"tags.`posttrain.digest` = '{digest}'", max_results=1)
+        known_models = client.search_logged_models(
+            [experiment], filter_string=f"tags.`posttrain.digest` = '{digest}'", max_results=1
+        )
         model = known_models[0] if known_models else client.create_logged_model(
             experiment, name=_safe(output["name"]).replace("/", "-").replace(".", "-"), source_run_id=run_id, model_type=output.get("role") or None,
             tags={"posttrain.digest": digest, "posttrain.ref": output["ref"], "posttrain.stage": d["stage"], "posttrain.key": d["key"], "posttrain.role": output.get("role") or ""},
@@ -394,7 +498,8 @@ class Projector:
                 if not target.exists() or not any(target.iterdir()):
                     if target.exists():
                         target.rmdir()
-                    part = target.with_name(f".{target.name}.{time.time_ns()}.tmp")  # a copy that was cut off must not count as one
+                    # a copy that was cut off must not count as one
+                    part = target.with_name(f".{target.name}.{time.time_ns()}.tmp")
                     try:
                         link_tree(Path(output["path"]), part)
                         os.rename(part, target)
@@ -425,7 +530,13 @@ class Projector:
         if tables:
             self._tags(run_id, cursor, {"mlflow.loggedArtifacts": json.dumps(tables)})
         for path in (Path(d["record_path"]) if d.get("record_path") else None, Path(d["workdir"]) / "stage.log"):
-            if path is not None and path.is_file() and 0 < path.stat().st_size < LOG_LIMIT and str(path) not in sent and not (d.get("cached") and path.name == "stage.log"):
+            if (
+                path is not None
+                and path.is_file()
+                and 0 < path.stat().st_size < LOG_LIMIT
+                and str(path) not in sent
+                and not (d.get("cached") and path.name == "stage.log")
+            ):
                 if path.suffix == ".log":
                     client.log_text(run_id, path.read_text("utf-8", "replace"), "stage.log.txt")
                 else:
@@ -454,8 +565,8 @@ class Projector:
         return None
 
     def _registry(self, entries: list[dict[str, Any]], state: dict[str, Any]) -> None:
-        """Entries about a model that this store has not got (its stage is yet to be projected, or was told to another store) wait,
-        with all later ones of that name; other names go on."""
+        """Entries about a model that this store has not got (its stage is yet to be projected, or was told to another
+        store) wait, with all later ones of that name; other names go on."""
         from mlflow.exceptions import MlflowException
 
         client, waiting = self.client(), []
@@ -463,7 +574,11 @@ class Projector:
         for position in [*state["waiting"], *range(state["log"], len(entries))]:
             entry = entries[position]
             name = entry["name"]
-            model_id = self._model_in_store(entry["digest"], state) if entry["event"] == "version" and name not in held else None
+            model_id = (
+                self._model_in_store(entry["digest"], state)
+                if entry["event"] == "version" and name not in held
+                else None
+            )
             if name in held or (entry["event"] == "version" and model_id is None):
                 held.add(name)
                 waiting.append(position)
@@ -473,12 +588,23 @@ class Projector:
                     client.get_registered_model(name)
                 except MlflowException:
                     client.create_registered_model(name, tags={"posttrain": "true"})
-                there = {m.tags.get("posttrain.digest"): m.version for m in client.search_model_versions(f"name = '{name}'")}
+                there = {
+                    m.tags.get("posttrain.digest"): m.version for m in client.search_model_versions(f"name = '{name}'")
+                }
                 version = there.get(entry["digest"])
                 if version is None:
-                    tags = {"posttrain.digest": entry["digest"], "posttrain.version": str(entry["version"]), "posttrain.stage": entry.get("stage", ""), "posttrain.role": entry.get("role", ""), "posttrain.key": entry.get("key", ""), "posttrain.run": entry.get("run", "")}
+                    tags = {
+                        "posttrain.digest": entry["digest"],
+                        "posttrain.version": str(entry["version"]),
+                        "posttrain.stage": entry.get("stage", ""),
+                        "posttrain.role": entry.get("role", ""),
+                        "posttrain.key": entry.get("key", ""),
+                        "posttrain.run": entry.get("run", ""),
+                    }
                     model = client.get_logged_model(model_id)
-                    version = client.create_model_version(name, source=f"models:/{model_id}", run_id=model.source_run_id, model_id=model_id, tags=tags).version
+                    version = client.create_model_version(
+                        name, source=f"models:/{model_id}", run_id=model.source_run_id, model_id=model_id, tags=tags
+                    ).version
                 state["versions"][f"{name}/{entry['version']}"] = str(version)
             elif entry["event"] == "alias":
                 if entry["version"] is None:
@@ -489,7 +615,9 @@ class Projector:
             elif entry["event"] == "decision":
                 version = state["versions"].get(f"{name}/{entry['version']}", str(entry["version"]))
                 client.set_model_version_tag(name, version, "posttrain.promoted", str(entry["promoted"]).lower())
-                client.set_model_version_tag(name, version, "posttrain.evidence", json.dumps(entry["evidence"], sort_keys=True)[:4900])
+                client.set_model_version_tag(
+                    name, version, "posttrain.evidence", json.dumps(entry["evidence"], sort_keys=True)[:4900]
+                )
             state["waiting"] = waiting + [p for p in state["waiting"] if p > position]
             state["log"] = max(state["log"], position + 1)
             _save_models_state(state, waiting=True)
@@ -500,7 +628,13 @@ class Projector:
         """Id of the logged model of a digest, also when it was logged under another address of the same store."""
         if digest not in state["models"]:
             experiments = [experiment.experiment_id for experiment in self.client().search_experiments()]
-            found = self.client().search_logged_models(experiments, filter_string=f"tags.`posttrain.digest` = '{digest}'", max_results=1) if experiments else []
+            found = (
+                self.client().search_logged_models(
+                    experiments, filter_string=f"tags.`posttrain.digest` = '{digest}'", max_results=1
+                )
+                if experiments
+                else []
+            )
             if not found or str(found[0].status) not in ("READY", "LoggedModelStatus.READY"):
                 return None
             state["models"][digest] = found[0].model_id
@@ -508,7 +642,9 @@ class Projector:
 
 
 def _models_state() -> dict[str, Any]:
-    """What the present tracking server knows of models: digest -> logged model id, name/version -> MLflow version, log position."""
+    """What the present tracking server knows of models: digest -> logged model id, name/version -> MLflow version, log
+    position.
+    """
     state = read_json(home.outbox_dir() / "models.json", {}).get(tracking_uri())
     return {"models": {}, "versions": {}, "log": 0, "waiting": [], **(state or {})}
 
@@ -531,7 +667,8 @@ def model_id_of(digest: str) -> str | None:
 
 
 def _judged(d: Doc, models: dict[str, str]) -> dict[str, tuple[str, str, str]]:
-    """Which model (and dataset) each final metric is about: metric key -> (model id, dataset name, digest); "" is the default.
+    """Which model (and dataset) each final metric is about: metric key -> (model id, dataset name, digest); "" is the
+    default.
 
     A stage that makes a model reports on that model; an evaluating stage on its model inputs: a metric ``LABEL/...`` or
     ``LABEL.metric`` belongs to the input ``....LABEL``."""
@@ -554,16 +691,24 @@ def _judged(d: Doc, models: dict[str, str]) -> dict[str, tuple[str, str, str]]:
 
 
 def _dataset_name(given: dict[str, Any]) -> str:
-    """What a dataset input is called: the name it is published under, which its ref says (its manifest keeps the first one, of the stage that made it)."""
+    """What a dataset input is called: the name it is published under, which its ref says (its manifest keeps the first
+    one, of the stage that made it).
+    """
     kind, _, rest = given["ref"].partition(":")
-    return (rest.partition("@")[0] if kind == "dataset" else "") or (given.get("manifest") or {}).get("name") or Path(given["path"]).name
+    return (
+        (rest.partition("@")[0] if kind == "dataset" else "")
+        or (given.get("manifest") or {}).get("name")
+        or Path(given["path"]).name
+    )
 
 
 def _note_in_record(document: Doc, cursor: dict[str, Any]) -> None:
     path = Path(document["record_path"]) if document.get("record_path") else None
     record = read_json(path, None) if path and not document.get("cached") else None
     if record and record.get("mlflow", {}).get("run_id") != cursor["run_id"]:
-        atomic_write_json(path, {**record, "mlflow": {"run_id": cursor["run_id"], **link(cursor["run_id"], cursor["experiment_id"])}})
+        atomic_write_json(
+            path, {**record, "mlflow": {"run_id": cursor["run_id"], **link(cursor["run_id"], cursor["experiment_id"])}}
+        )
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -653,7 +798,15 @@ def _writable(path: Path) -> bool:
     return os.access(path.parent, os.W_OK)
 
 
-_COLUMN_TYPES = {"string": "string", "double": "double", "float": "float", "bool": "boolean", "int8": "integer", "int32": "integer", "int64": "long"}
+_COLUMN_TYPES = {
+    "string": "string",
+    "double": "double",
+    "float": "float",
+    "bool": "boolean",
+    "int8": "integer",
+    "int32": "integer",
+    "int64": "long",
+}
 
 
 def _schema_of(path: str) -> str | None:
@@ -661,7 +814,14 @@ def _schema_of(path: str) -> str | None:
     manifest = read_json(Path(path) / "manifest.json", None) if "://" not in path else None
     if not manifest or not isinstance(manifest.get("schema"), list):
         return None
-    columns = [{"name": c["name"], "type": _COLUMN_TYPES.get(c["type"], "datetime" if c["type"].startswith("timestamp") else "string"), "required": not c.get("nullable", True)} for c in manifest["schema"]]
+    columns = [
+        {
+            "name": c["name"],
+            "type": _COLUMN_TYPES.get(c["type"], "datetime" if c["type"].startswith("timestamp") else "string"),
+            "required": not c.get("nullable", True),
+        }
+        for c in manifest["schema"]
+    ]
     return json.dumps({"mlflow_colspec": columns})
 
 
@@ -672,8 +832,12 @@ def _split_table(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _title(d: Doc) -> str:
-    """The MLflow run of a stage that ran by itself, apart from others of its kind: `sft · tiny-llama · 199a895c`, which `posttrain show` knows."""
-    given = [str(one.get("given") or one["ref"]) for name in ("model", "data", "prompts") if (one := d["inputs"].get(name))]
+    """The MLflow run of a stage that ran by itself, apart from others of its kind: `sft · tiny-llama · 199a895c`, which
+    `posttrain show` knows.
+    """
+    given = [
+        str(one.get("given") or one["ref"]) for name in ("model", "data", "prompts") if (one := d["inputs"].get(name))
+    ]
     name = [given[0].rstrip("/").rpartition("/")[2].partition("@")[0][:40]] if given else []
     return " · ".join([d["label"], *name, d["key"][:8]])
 

@@ -40,18 +40,28 @@ def read(key: str) -> dict[str, Any] | None:
 
 
 def _here(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The record with the paths of its outputs and of its working directory in this state directory, which may have been moved or copied since it was written: references lead
-    there, and nowhere else."""
+    """The record with the paths of its outputs and of its working directory in this state directory, which may have
+    been moved or copied since it was written: references lead there, and nowhere else."""
     if not record:
         return record
     for output in record["outputs"].values():
-        output["path"] = str(store.model_path(output["digest"])) if output["kind"] == "model" else store.dataset_path(output["name"], output["digest"])
+        output["path"] = (
+            str(store.model_path(output["digest"]))
+            if output["kind"] == "model"
+            else store.dataset_path(output["name"], output["digest"])
+        )
     was = record.get("workdir")
     now = was and str(home.home() / "work" / Path(was).name)
     if was != now and not Path(was).exists() or was != now and Path(now).is_dir():
-        moved = lambda value: now + value[len(was):] if isinstance(value, str) and value.startswith(was + "/") else value
-        record |= {"workdir": now} | {name: moved(record[name]) for name in ("metrics_file", "perf_file") if name in record}
-        record["reports"] = [{name: moved(value) for name, value in report.items()} for report in record.get("reports") or []]
+        moved = lambda value: (
+            now + value[len(was) :] if isinstance(value, str) and value.startswith(was + "/") else value
+        )
+        record |= {"workdir": now} | {
+            name: moved(record[name]) for name in ("metrics_file", "perf_file") if name in record
+        }
+        record["reports"] = [
+            {name: moved(value) for name, value in report.items()} for report in record.get("reports") or []
+        ]
     return record
 
 
@@ -70,7 +80,10 @@ def problems(record: dict[str, Any], *, full: bool = False) -> list[str]:
         path = output["path"]
         good, stat = store.check_output(output["kind"], path, output["digest"], output.get("stat"), full=full)
         if not good:
-            found.append(f"output {name} ({output['ref']}) is missing or was changed at {path}; `posttrain rerun {output['ref']}` makes it again")
+            found.append(
+                f"output {name} ({output['ref']}) is missing or was changed at {path}; `posttrain rerun"
+                f" {output['ref']}` makes it again"
+            )
         elif stat != output.get("stat"):
             output["stat"], changed = stat, True
     if changed and not found:
@@ -88,7 +101,9 @@ def match(prefix: str) -> dict[str, Any] | None:
     """The one record whose key starts with ``prefix`` (None for none; ValueError when several do)."""
     paths = list(home.records_dir().glob(f"{prefix}*.json"))
     if len(paths) > 1:
-        raise ValueError(f"stage key {prefix} is ambiguous; write more digits: {', '.join(p.stem[:16] for p in paths[:5])}")
+        raise ValueError(
+            f"stage key {prefix} is ambiguous; write more digits: {', '.join(p.stem[:16] for p in paths[:5])}"
+        )
     return _here(read_json(paths[0], None)) if paths else None
 
 
@@ -98,7 +113,9 @@ def makers_of(digest: str) -> list[dict[str, Any]]:
 
 
 def digest_of(ref: str) -> str:
-    """Digest of a model or dataset, also of one whose files are gone or damaged while a record names them. Raises StoreError."""
+    """Digest of a model or dataset, also of one whose files are gone or damaged while a record names them. Raises
+    StoreError.
+    """
     try:
         return store.resolve(ref).digest
     except store.StoreError:
@@ -133,8 +150,9 @@ def users_of(digest: str) -> list[dict[str, Any]]:
 
 
 def step_name(record: dict[str, Any], run_id: str | None = None) -> str:
-    """What the flow run ``run_id`` calls the stage of a record, else the run that made it. Where that has several names for it, as trials of a sweep that share it do
-    (``beta-0.1.sft``, ``beta-0.2.sft``), it is what they end in alike (``sft``)."""
+    """What the flow run ``run_id`` calls the stage of a record, else the run that made it. Where that has several names
+    for it, as trials of a sweep that share it do (``beta-0.1.sft``, ``beta-0.2.sft``), it is what they end in alike
+    (``sft``)."""
     for run in dict.fromkeys((run_id, record.get("flow_run"))):
         stages = (read_json(home.runs_dir() / f"{run}.json", None) or {"stages": []})["stages"] if run else []
         names = [entry["label"].split(".") for entry in stages if entry.get("key") == record["key"]]
@@ -157,8 +175,8 @@ def step_name(record: dict[str, Any], run_id: str | None = None) -> str:
 
 @dataclass
 class RunRecord:
-    """One run of a recipe. ``data`` is the JSON on disk: run_id, recipe, config, status, stages (in order of finishing),
-    parent, prefect, owner, started, order (the how manieth run of the state directory), finished, error."""
+    """One run of a recipe. ``data`` is the JSON on disk: run_id, recipe, config, status, stages (in order of
+    finishing), parent, prefect, owner, started, order (the how manieth run of the state directory), finished, error."""
 
     data: dict[str, Any]
 
@@ -172,7 +190,9 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """RUNNING, FINISHED, FAILED, KILLED, WAITING (for people to fill in a task); a run whose process is gone without saying so is KILLED."""
+        """RUNNING, FINISHED, FAILED, KILLED, WAITING (for people to fill in a task); a run whose process is gone
+        without saying so is KILLED.
+        """
         if self.data["status"] == "RUNNING" and not leases.alive(self.data.get("owner")):
             return "KILLED"
         return self.data["status"]
@@ -183,7 +203,12 @@ class RunRecord:
 
     def as_flow_run(self, label: str | None = None) -> dict[str, Any]:
         """The small JSON that ``run_stage(flow_run=...)`` takes."""
-        return {"run_id": self.run_id, "recipe": self.data["recipe"], "label": label, "prefect": self.data.get("prefect") or {}}
+        return {
+            "run_id": self.run_id,
+            "recipe": self.data["recipe"],
+            "label": label,
+            "prefect": self.data.get("prefect") or {},
+        }
 
 
 @contextlib.contextmanager
@@ -193,18 +218,45 @@ def _locked(run_id: str) -> Iterator[None]:
         yield
 
 
-def start_run(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None,
-              identity: str | None = None) -> RunRecord:
-    """Begin a flow run, or continue one: that of a known ``run_id``, else the last one of the same ``identity`` (whatever makes two
-    runs the same: recipe, config, seed, inputs) if it failed, was killed or waits for people. ``flow_runs`` lists the Prefect runs that worked on it."""
+def start_run(
+    recipe: str,
+    config: dict[str, Any],
+    *,
+    run_id: str | None = None,
+    parent: str | None = None,
+    prefect: dict[str, Any] | None = None,
+    identity: str | None = None,
+) -> RunRecord:
+    """Begin a flow run, or continue one: that of a known ``run_id``, else the last one of the same ``identity``
+    (whatever makes two runs the same: recipe, config, seed, inputs) if it failed, was killed or waits for people.
+    ``flow_runs`` lists the Prefect runs that worked on it."""
     with _locked("start"):
         run_id = run_id or time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
         known = read_json(home.runs_dir() / f"{run_id}.json", None) or _unfinished(identity)
-        data = known or {"run_id": run_id, "recipe": recipe, "config": config, "identity": identity, "parent": parent, "stages": [], "started": time.time(), "attempts": 0,
-                         "order": 1 + max((run.data.get("order", 0) for run in all_runs()), default=0)}
-        flow_runs = [*data.get("flow_runs", []), *([prefect["flow_run_id"]] if prefect and prefect.get("flow_run_id") else [])]
-        data.update(status="RUNNING", owner=leases.owner(), prefect=prefect or data.get("prefect") or {}, flow_runs=list(dict.fromkeys(flow_runs)),
-                    finished=None, error=None, attempts=data["attempts"] + 1)
+        data = known or {
+            "run_id": run_id,
+            "recipe": recipe,
+            "config": config,
+            "identity": identity,
+            "parent": parent,
+            "stages": [],
+            "started": time.time(),
+            "attempts": 0,
+            "order": 1 + max((run.data.get("order", 0) for run in all_runs()), default=0),
+        }
+        flow_runs = [
+            *data.get("flow_runs", []),
+            *([prefect["flow_run_id"]] if prefect and prefect.get("flow_run_id") else []),
+        ]
+        data.update(
+            status="RUNNING",
+            owner=leases.owner(),
+            prefect=prefect or data.get("prefect") or {},
+            flow_runs=list(dict.fromkeys(flow_runs)),
+            finished=None,
+            error=None,
+            attempts=data["attempts"] + 1,
+        )
         run = RunRecord(data)
         with _locked(data["run_id"]):
             atomic_write_json(run.path, data)
@@ -218,13 +270,17 @@ def _unfinished(identity: str | None) -> dict[str, Any] | None:
 
 
 def append_stage(run_id: str, entry: dict[str, Any]) -> None:
-    """Add one finished stage to a flow run; an earlier entry of the same label is replaced. ``paid``: whether an attempt of this run executed it, also one that failed later."""
+    """Add one finished stage to a flow run; an earlier entry of the same label is replaced. ``paid``: whether an
+    attempt of this run executed it, also one that failed later.
+    """
     with _locked(run_id):
         path = home.runs_dir() / f"{run_id}.json"
         data = read_json(path, None)
         if data is None:
             return
-        before = next((s for s in data["stages"] if s["label"] == entry["label"] and s.get("key") == entry.get("key")), None)
+        before = next(
+            (s for s in data["stages"] if s["label"] == entry["label"] and s.get("key") == entry.get("key")), None
+        )
         paid = not entry["cached"] or before is not None and before.get("paid", not before["cached"])
         data["stages"] = [s for s in data["stages"] if s["label"] != entry["label"]] + [{**entry, "paid": paid}]
         atomic_write_json(path, data)
@@ -251,15 +307,28 @@ def get_run(run_id: str) -> RunRecord:
     paths = sorted(_run_files(), key=lambda p: _begun(read_json(p, {}) or {}))
     if run_id == "latest" and paths:
         return RunRecord(read_json(paths[-1]))
-    found = [p for p in paths if p.stem.startswith(run_id) or any(one.startswith(run_id) for one in read_json(p, {}).get("flow_runs", []))] if run_id else []
+    found = (
+        [
+            p
+            for p in paths
+            if p.stem.startswith(run_id) or any(one.startswith(run_id) for one in read_json(p, {}).get("flow_runs", []))
+        ]
+        if run_id
+        else []
+    )
     exact = [p for p in found if p.stem == run_id]
     found = exact or found
     if len(found) == 1:
         return RunRecord(read_json(found[0]))
     if found:
         raise store.StoreError(f"run {run_id} is ambiguous; write more of it: {', '.join(p.stem for p in found[:5])}")
-    none = "none yet (stages run by themselves are no runs: see one with `posttrain show KEY`, repeat it with `posttrain stage`)"
-    raise store.StoreError(f"there is no run {run_id!r}; the newest are: {', '.join(p.stem for p in reversed(paths[-5:])) or none}")
+    none = (
+        "none yet (stages run by themselves are no runs: see one with `posttrain show KEY`, repeat it with `posttrain"
+        " stage`)"
+    )
+    raise store.StoreError(
+        f"there is no run {run_id!r}; the newest are: {', '.join(p.stem for p in reversed(paths[-5:])) or none}"
+    )
 
 
 def all_runs() -> list[RunRecord]:
@@ -269,7 +338,9 @@ def all_runs() -> list[RunRecord]:
 
 
 def _begun(data: dict[str, Any]) -> tuple[int, float]:
-    """What runs are in order of: how many began before (a clock that was set back does not make the newest run an old one), the clock where that is not known."""
+    """What runs are in order of: how many began before (a clock that was set back does not make the newest run an old
+    one), the clock where that is not known.
+    """
     return data.get("order", 0), data.get("started", 0)
 
 
@@ -279,7 +350,17 @@ def versions() -> dict[str, str]:
     from importlib import metadata
 
     found = {"python": platform.python_version()}
-    for name in ("posttrain", "torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "prefect", "mlflow"):
+    for name in (
+        "posttrain",
+        "torch",
+        "transformers",
+        "tokenizers",
+        "datasets",
+        "pyarrow",
+        "numpy",
+        "prefect",
+        "mlflow",
+    ):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
@@ -290,7 +371,12 @@ def git_commit(root: Path) -> str:
     import subprocess
 
     try:
-        run = subprocess.run(["git", "-C", os.fspath(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], capture_output=True, text=True, timeout=5)
+        run = subprocess.run(
+            ["git", "-C", os.fspath(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+        )
         return run.stdout.strip() if run.returncode == 0 else ""
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -37,7 +37,9 @@ class ModelName:
 def check_name(name: str) -> str:
     """Return a usable model or dataset name, or raise ValueError saying what a name may hold."""
     if not NAME.match(name or ""):
-        raise ValueError(f"{name!r} cannot be a name; use letters, digits, '-', '_' and '.', starting with a letter or digit")
+        raise ValueError(
+            f"{name!r} cannot be a name; use letters, digits, '-', '_' and '.', starting with a letter or digit"
+        )
     return name
 
 
@@ -71,7 +73,13 @@ def _append(make: Any) -> dict[str, Any]:
             return entries[0]
         handle.seek(0, os.SEEK_END)
         torn = handle.tell() > 0 and path.read_bytes()[-1:] != b"\n"
-        handle.write(("\n" if torn else "") + "".join(json.dumps({**entry, "time": time.time()}, sort_keys=True, ensure_ascii=False) + "\n" for entry in entries))
+        handle.write(
+            ("\n" if torn else "")
+            + "".join(
+                json.dumps({**entry, "time": time.time()}, sort_keys=True, ensure_ascii=False) + "\n"
+                for entry in entries
+            )
+        )
         handle.flush()
         os.fsync(handle.fileno())
     fsync_dir(path.parent)
@@ -104,12 +112,24 @@ def register(name: str, digest: str, *, role: str = "", stage: str = "", key: st
         for version, entry in known.items():
             if entry["digest"] == digest:
                 return {"version": version, "_existing": True, "fresh": False}
-        return {"event": "version", "name": name, "version": max(known, default=0) + 1, "digest": digest, "role": role, "stage": stage, "key": key, "run": run}
+        return {
+            "event": "version",
+            "name": name,
+            "version": max(known, default=0) + 1,
+            "digest": digest,
+            "role": role,
+            "stage": stage,
+            "key": key,
+            "run": run,
+        }
 
     entry = _append(make)
     version = int(entry["version"])
     model = models()[name]
-    if version == max(model.versions) and not any(e["event"] == "alias" and e["alias"] == "candidate" and e["version"] == version for e in model.history):  # new, or ended before this
+    # new, or ended before this
+    if version == max(model.versions) and not any(
+        e["event"] == "alias" and e["alias"] == "candidate" and e["version"] == version for e in model.history
+    ):
         set_alias(name, "candidate", version, reason="newest version")
     return version
 
@@ -126,26 +146,70 @@ def set_alias(name: str, alias: str, version: int | None, *, reason: str = "") -
         before = model.aliases.get(alias)
         if before == version:
             return {"_existing": True}
-        return {"event": "alias", "name": name, "alias": alias, "version": version, "before": before, "reason": reason, "evidence": {}}
+        return {
+            "event": "alias",
+            "name": name,
+            "alias": alias,
+            "version": version,
+            "before": before,
+            "reason": reason,
+            "evidence": {},
+        }
 
     _append(make)
 
 
-def record_decision(name: str, version: int, *, promoted: bool, evidence: dict[str, Any], alias: str = "champion", over: str | None = None) -> str | None:
+def record_decision(
+    name: str,
+    version: int,
+    *,
+    promoted: bool,
+    evidence: dict[str, Any],
+    alias: str = "champion",
+    over: str | None = None,
+) -> str | None:
     """Keep a promotion decision, whichever way it went; a positive one moves the alias.
 
-    over: digest, or its beginning, of the model that the evidence compares with ("": with none in office; None: not checked). Where another one holds the alias by
-    now, the decision says nothing about it: it is kept as ``promoted: false``, the alias stays, and the digest of who holds it is returned.
+    over: digest, or its beginning, of the model that the evidence compares with ("": with none in office; None: not
+    checked). Where another one holds the alias by now, the decision says nothing about it: it is kept as ``promoted:
+    false``, the alias stays, and the digest of who holds it is returned.
     """
+
     def make() -> list[dict[str, Any]]:
         model = lookup(name, version)
         before = model.aliases.get(alias)
         office = model.versions[before]["digest"] if before in model.versions else None
-        unknown = promoted and over is not None and before != version and office is not None and not (over and office.startswith(over))
+        unknown = (
+            promoted
+            and over is not None
+            and before != version
+            and office is not None
+            and not (over and office.startswith(over))
+        )
         moved = promoted and not unknown
-        entries = [{"event": "decision", "name": name, "version": version, "alias": alias, "promoted": moved, "evidence": evidence, **({"office": office} if unknown else {})}]
+        entries = [
+            {
+                "event": "decision",
+                "name": name,
+                "version": version,
+                "alias": alias,
+                "promoted": moved,
+                "evidence": evidence,
+                **({"office": office} if unknown else {}),
+            }
+        ]
         if moved:
-            entries.append({"event": "alias", "name": name, "alias": alias, "version": version, "before": before, "reason": "promoted by its gate", "evidence": evidence})
+            entries.append(
+                {
+                    "event": "alias",
+                    "name": name,
+                    "alias": alias,
+                    "version": version,
+                    "before": before,
+                    "reason": "promoted by its gate",
+                    "evidence": evidence,
+                }
+            )
         return entries
 
     check_name(alias)
@@ -156,7 +220,9 @@ def lookup(name: str, version: int | None = None) -> ModelName:
     """A registered name (checked to have ``version`` when given)."""
     found = models()
     if name not in found:
-        raise RegistryError(f"there is no model named {name!r}; the names are: {', '.join(sorted(found)) or 'none yet'}")
+        raise RegistryError(
+            f"there is no model named {name!r}; the names are: {', '.join(sorted(found)) or 'none yet'}"
+        )
     if version is not None and version not in found[name].versions:
         raise RegistryError(f"model {name} has no version {version}; its versions are {_listed(found[name].versions)}")
     return found[name]
@@ -172,7 +238,10 @@ def digest_of(name: str, selector: str) -> tuple[str, int]:
     elif selector in model.aliases:
         version = model.aliases[selector]
     else:
-        raise RegistryError(f"model {name} has no alias {selector!r}; its aliases are: {', '.join(sorted(model.aliases)) or 'none'}; or write model:{name}/VERSION with {_listed(model.versions)}")
+        raise RegistryError(
+            f"model {name} has no alias {selector!r}; its aliases are: {', '.join(sorted(model.aliases)) or 'none'}; or"
+            f" write model:{name}/VERSION with {_listed(model.versions)}"
+        )
     if version not in model.versions:
         raise RegistryError(f"model {name} has no version {version}; its versions are {_listed(model.versions)}")
     return model.versions[version]["digest"], version

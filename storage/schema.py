@@ -10,6 +10,7 @@ This is the one place that says what a row is (catalogue A.0 and `data.version`)
 Messages are `{"role", "content"}` dicts with optional `name`, `functions`, `function_calls` and
 `tool_call_id`; null fields are dropped before hashing.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -35,11 +36,30 @@ def _struct(**fields: pa.DataType) -> pa.StructType:
 
 
 MESSAGE = _struct(role=STR, content=STR, name=STR, functions=STR, function_calls=STR, tool_call_id=STR)
-GEN = _struct(model_id=STR, checkpoint_id=STR, policy_version=I64, template_id=STR, engine=STR,
-              temperature=F64, top_p=F64, top_k=I32, max_tokens=I32, rng_seed=I64)
-ANN = _struct(annotator_type=STR, annotator_id=STR, judge_id=STR, judge_prompt_id=STR, criteria=STR,
-              principle_ids=pa.list_(STR), confidence=F64, cost_usd=F64, order_swapped=BOOL,
-              annotated_at=TS)
+GEN = _struct(
+    model_id=STR,
+    checkpoint_id=STR,
+    policy_version=I64,
+    template_id=STR,
+    engine=STR,
+    temperature=F64,
+    top_p=F64,
+    top_k=I32,
+    max_tokens=I32,
+    rng_seed=I64,
+)
+ANN = _struct(
+    annotator_type=STR,
+    annotator_id=STR,
+    judge_id=STR,
+    judge_prompt_id=STR,
+    criteria=STR,
+    principle_ids=pa.list_(STR),
+    confidence=F64,
+    cost_usd=F64,
+    order_swapped=BOOL,
+    annotated_at=TS,
+)
 ASPECT_SCORE = _struct(aspect=STR, score=F64, rationale=STR)
 MESSAGES = pa.list_(MESSAGE)
 TEST = _struct(kind=STR, input=STR, expected=STR, code=STR, timeout_s=F64)
@@ -51,108 +71,351 @@ SPAN = _struct(start=I32, end=I32, label=STR, comment=STR)
 
 # name -> (type, nullable)
 _COMMON: list[tuple[str, pa.DataType, bool]] = [
-    ("row_id", STR, False), ("prompt_id", STR, True), ("group_id", STR, False),
-    ("schema", STR, False), ("dataset", STR, False), ("source", STR, False),
-    ("origin", STR, False), ("split", STR, False), ("batch_id", STR, True),
-    ("license", STR, True), ("collected_at", TS, True), ("weight", F64, False),
+    ("row_id", STR, False),
+    ("prompt_id", STR, True),
+    ("group_id", STR, False),
+    ("schema", STR, False),
+    ("dataset", STR, False),
+    ("source", STR, False),
+    ("origin", STR, False),
+    ("split", STR, False),
+    ("batch_id", STR, True),
+    ("license", STR, True),
+    ("collected_at", TS, True),
+    ("weight", F64, False),
     ("extra_json", STR, True),
 ]
 
 # Column lists of each kind; a trailing "?" marks a nullable column.
 _M, _S = MESSAGES, pa.list_(STR)
 _KINDS: dict[str, dict[str, pa.DataType]] = {
-    "demonstrations/1": {"messages": _M, "train_turns": pa.list_(I32), "category?": STR,
-                         "difficulty?": F64, "difficulty_judge?": STR, "kept": BOOL, "gen?": GEN},
-    "prompts/1": {"prompt": _M, "domain?": STR, "category?": STR, "answer?": STR, "answer_type?": STR, "choices?": _S,
-                  "tests?": pa.list_(TEST), "constraints?": pa.list_(CONSTRAINT), "facts?": _S,
-                  "reward_route?": _S, "language?": STR},
-    "comparisons/1": {"prompt": _M, "response_a": _M, "response_b": _M, "label_kind": STR,
-                      "n_points?": I8, "label?": I8, "orientation?": STR, "votes?": _S, "p_a?": F64,
-                      "criteria?": STR, "turn_index?": I32, "gen_a?": GEN, "gen_b?": GEN, "ann?": ANN},
-    "pairs/1": {"prompt": _M, "chosen": _M, "rejected": _M, "chosen_score?": F64,
-                "rejected_score?": F64, "margin?": F64, "strength?": I8, "label_prob?": F64,
-                "pairs_in_group": I32, "rank_gap?": I32, "stage_index?": I32, "turn_index?": I32,
-                "constraint_ids?": _S, "chosen_gen?": GEN, "rejected_gen?": GEN, "ann?": ANN},
-    "rankings/1": {"prompt": _M, "completions": pa.list_(_M), "ranks": pa.list_(I32),
-                   "scores?": pa.list_(F64), "gens?": pa.list_(GEN), "ann?": ANN},
-    "ratings/1": {"prompt": _M, "completion": _M, "score": F64, "scale_min": F64, "scale_max": F64,
-                  "aspects?": pa.list_(ASPECT_SCORE), "critique?": STR, "gen?": GEN, "ann?": ANN},
-    "unpaired/1": {"prompt": _M, "completion": _M, "label": BOOL, "label_kind": STR, "gen?": GEN,
-                   "ann?": ANN},
-    "stepwise/1": {"prompt": _M, "completions": _S, "labels": pa.list_(I8),
-                   "soft_labels?": pa.list_(F64), "separator": STR, "answer?": STR,
-                   "solution_correct?": BOOL, "generation?": I32, "is_quality_control": BOOL,
-                   "ann?": ANN},
-    "segments/1": {"prompt": _M, "chosen": _M, "rejected": _M, "chosen_segments": pa.list_(SEGMENT),
-                   "rejected_segments": pa.list_(SEGMENT), "offset_unit": STR, "tokenizer_hash?": STR},
+    "demonstrations/1": {
+        "messages": _M,
+        "train_turns": pa.list_(I32),
+        "category?": STR,
+        "difficulty?": F64,
+        "difficulty_judge?": STR,
+        "kept": BOOL,
+        "gen?": GEN,
+    },
+    "prompts/1": {
+        "prompt": _M,
+        "domain?": STR,
+        "category?": STR,
+        "answer?": STR,
+        "answer_type?": STR,
+        "choices?": _S,
+        "tests?": pa.list_(TEST),
+        "constraints?": pa.list_(CONSTRAINT),
+        "facts?": _S,
+        "reward_route?": _S,
+        "language?": STR,
+    },
+    "comparisons/1": {
+        "prompt": _M,
+        "response_a": _M,
+        "response_b": _M,
+        "label_kind": STR,
+        "n_points?": I8,
+        "label?": I8,
+        "orientation?": STR,
+        "votes?": _S,
+        "p_a?": F64,
+        "criteria?": STR,
+        "turn_index?": I32,
+        "gen_a?": GEN,
+        "gen_b?": GEN,
+        "ann?": ANN,
+    },
+    "pairs/1": {
+        "prompt": _M,
+        "chosen": _M,
+        "rejected": _M,
+        "chosen_score?": F64,
+        "rejected_score?": F64,
+        "margin?": F64,
+        "strength?": I8,
+        "label_prob?": F64,
+        "pairs_in_group": I32,
+        "rank_gap?": I32,
+        "stage_index?": I32,
+        "turn_index?": I32,
+        "constraint_ids?": _S,
+        "chosen_gen?": GEN,
+        "rejected_gen?": GEN,
+        "ann?": ANN,
+    },
+    "rankings/1": {
+        "prompt": _M,
+        "completions": pa.list_(_M),
+        "ranks": pa.list_(I32),
+        "scores?": pa.list_(F64),
+        "gens?": pa.list_(GEN),
+        "ann?": ANN,
+    },
+    "ratings/1": {
+        "prompt": _M,
+        "completion": _M,
+        "score": F64,
+        "scale_min": F64,
+        "scale_max": F64,
+        "aspects?": pa.list_(ASPECT_SCORE),
+        "critique?": STR,
+        "gen?": GEN,
+        "ann?": ANN,
+    },
+    "unpaired/1": {"prompt": _M, "completion": _M, "label": BOOL, "label_kind": STR, "gen?": GEN, "ann?": ANN},
+    "stepwise/1": {
+        "prompt": _M,
+        "completions": _S,
+        "labels": pa.list_(I8),
+        "soft_labels?": pa.list_(F64),
+        "separator": STR,
+        "answer?": STR,
+        "solution_correct?": BOOL,
+        "generation?": I32,
+        "is_quality_control": BOOL,
+        "ann?": ANN,
+    },
+    "segments/1": {
+        "prompt": _M,
+        "chosen": _M,
+        "rejected": _M,
+        "chosen_segments": pa.list_(SEGMENT),
+        "rejected_segments": pa.list_(SEGMENT),
+        "offset_unit": STR,
+        "tokenizer_hash?": STR,
+    },
     "span_feedback/1": {"prompt": _M, "completion": _M, "spans": pa.list_(SPAN), "critique?": STR},
-    "feedback_events/1": {"event_id": STR, "conversation_id": STR, "prior_response_id": STR,
-                          "action": STR, "payload_json?": STR, "user_hash?": STR, "ts": TS},
+    "feedback_events/1": {
+        "event_id": STR,
+        "conversation_id": STR,
+        "prior_response_id": STR,
+        "action": STR,
+        "payload_json?": STR,
+        "user_hash?": STR,
+        "ts": TS,
+    },
     "text/1": {"text": STR, "domain?": STR, "n_chars": I64},
-    "revisions/1": {"prompt": _M, "original": STR, "critique": STR, "revision": STR,
-                    "principle_id": STR, "round": I32, "gen?": GEN},
-    "principles/1": {"principle_id": STR, "version": STR, "axis": STR, "text": STR,
-                     "critique_request": STR, "revision_request": STR, "comparison_request": STR,
-                     "kind": STR, "active": BOOL},
-    "candidates/1": {"prompt": _M, "prompt_idx": I32, "completion_idx": I32, "completion": _M,
-                     "scores": pa.list_(_struct(source=STR, value=F64)), "reward?": F64,
-                     "correct?": BOOL, "readable?": BOOL, "kept?": BOOL, "rank?": I32,
-                     "drop_reason?": STR, "gen?": GEN},
-    "rollouts/1": {"iteration": I64, "policy_version": I64, "sample_idx": I32,
-                   "prompt_ids": pa.list_(I32), "completion_ids": pa.list_(I32),
-                   "loss_mask": pa.list_(I8), "logp_old": pa.list_(F32), "logp_ref?": pa.list_(F32),
-                   "values?": pa.list_(F32), "token_rewards?": pa.list_(F32),
-                   "advantages?": pa.list_(F32), "reward": F64,
-                   "reward_components": pa.list_(_struct(name=STR, value=F64, weight=F64)),
-                   "reward_tier?": STR, "is_correct?": BOOL, "truncated": BOOL, "terminated": BOOL,
-                   "length": I32, "logp_plain_prompt?": pa.list_(F32), "sampling_prompt_id?": STR,
-                   "logp_rollout?": pa.list_(F32), "is_weights?": pa.list_(F32), "returns?": pa.list_(F32),
-                   "bootstrap_value?": F64, "shaped_reward?": F64, "step_ends?": pa.list_(I32),
-                   "step_rewards?": pa.list_(F64), "step_values?": pa.list_(F64), "tool_mask?": pa.list_(I8),
-                   "turns?": pa.list_(TURN), "finish_reason?": STR, "gen?": GEN},
-    "trajectories/1": {"episode_id": STR, "t": I32, "observation_json": STR, "action_json": STR,
-                       "next_observation_json": STR, "reward": F64, "events": _S,
-                       "reward_tier": STR, "reward_components?": pa.list_(_struct(name=STR, value=F64, weight=F64)),
-                       "logp_behaviour?": F64},
-    "judgements/1": {"item_id": STR, "judge_id": STR, "judge_prompt_id": STR, "order": I8, "raw": STR,
-                     "verdict?": STR, "rating?": F64, "p_a?": F64, "error?": STR, "attempt": I32,
-                     "tokens_in": I64, "tokens_out": I64, "cost_usd": F64, "cache_key": STR},
-    "rubric_items/1": {"category": STR, "item_id": STR, "version": STR, "kind": STR, "criterion": STR,
-                       "omega": F64, "critique_prompt_id?": STR, "scorer_id": STR, "parent_item_id?": STR,
-                       "critique_prompt?": STR, "settings_json?": STR, "generation_prompt?": STR,
-                       "improvement_prompt?": STR},
-    "rubric_scores/1": {"sample_row_id": STR, "item_id": STR, "item_version": STR, "critique?": STR,
-                        "reasoning?": STR, "score?": F64, "confidence?": F64, "scorer_id": STR,
-                        "attempt": I32, "error?": STR, "category?": STR, "omega?": F64, "raw?": STR},
-    "rubric_confidence/1": {"category": STR, "item_id": STR, "item_version": STR, "phi_bar": F64,
-                            "n": I64, "flagged": BOOL},
-    "ref_logps/1": {"ref_chosen_logp": F64, "ref_rejected_logp": F64, "n_chosen": I32,
-                    "n_rejected": I32, "ref_model_hash": STR, "tokenizer_hash": STR,
-                    "template_id": STR},
-    "ref_values/1": {"ref_values": pa.list_(F64), "parts?": pa.list_(I32), "n_tokens": pa.list_(I32),
-                     "ref_model_hash": STR, "tokenizer_hash": STR, "template_id": STR},
-    "teacher_logps/1": {"ids": pa.list_(I32), "mask": pa.list_(I8), "top_k": I32, "temperature": F64,
-                        "teacher_ids": pa.list_(I32), "teacher_logps": pa.list_(F32), "rest_logps": pa.list_(F32),
-                        "teacher_hash": STR, "tokenizer_hash": STR, "template_id": STR, "context_id?": STR},
-    "prompt_stats/1": {"iteration": I64, "n": I32, "mean_reward?": F64, "reward_std?": F64,
-                       "pass_at_1?": F64, "mean_logprob": F64, "kept": BOOL, "drop_reason?": STR},
+    "revisions/1": {
+        "prompt": _M,
+        "original": STR,
+        "critique": STR,
+        "revision": STR,
+        "principle_id": STR,
+        "round": I32,
+        "gen?": GEN,
+    },
+    "principles/1": {
+        "principle_id": STR,
+        "version": STR,
+        "axis": STR,
+        "text": STR,
+        "critique_request": STR,
+        "revision_request": STR,
+        "comparison_request": STR,
+        "kind": STR,
+        "active": BOOL,
+    },
+    "candidates/1": {
+        "prompt": _M,
+        "prompt_idx": I32,
+        "completion_idx": I32,
+        "completion": _M,
+        "scores": pa.list_(_struct(source=STR, value=F64)),
+        "reward?": F64,
+        "correct?": BOOL,
+        "readable?": BOOL,
+        "kept?": BOOL,
+        "rank?": I32,
+        "drop_reason?": STR,
+        "gen?": GEN,
+    },
+    "rollouts/1": {
+        "iteration": I64,
+        "policy_version": I64,
+        "sample_idx": I32,
+        "prompt_ids": pa.list_(I32),
+        "completion_ids": pa.list_(I32),
+        "loss_mask": pa.list_(I8),
+        "logp_old": pa.list_(F32),
+        "logp_ref?": pa.list_(F32),
+        "values?": pa.list_(F32),
+        "token_rewards?": pa.list_(F32),
+        "advantages?": pa.list_(F32),
+        "reward": F64,
+        "reward_components": pa.list_(_struct(name=STR, value=F64, weight=F64)),
+        "reward_tier?": STR,
+        "is_correct?": BOOL,
+        "truncated": BOOL,
+        "terminated": BOOL,
+        "length": I32,
+        "logp_plain_prompt?": pa.list_(F32),
+        "sampling_prompt_id?": STR,
+        "logp_rollout?": pa.list_(F32),
+        "is_weights?": pa.list_(F32),
+        "returns?": pa.list_(F32),
+        "bootstrap_value?": F64,
+        "shaped_reward?": F64,
+        "step_ends?": pa.list_(I32),
+        "step_rewards?": pa.list_(F64),
+        "step_values?": pa.list_(F64),
+        "tool_mask?": pa.list_(I8),
+        "turns?": pa.list_(TURN),
+        "finish_reason?": STR,
+        "gen?": GEN,
+    },
+    "trajectories/1": {
+        "episode_id": STR,
+        "t": I32,
+        "observation_json": STR,
+        "action_json": STR,
+        "next_observation_json": STR,
+        "reward": F64,
+        "events": _S,
+        "reward_tier": STR,
+        "reward_components?": pa.list_(_struct(name=STR, value=F64, weight=F64)),
+        "logp_behaviour?": F64,
+    },
+    "judgements/1": {
+        "item_id": STR,
+        "judge_id": STR,
+        "judge_prompt_id": STR,
+        "order": I8,
+        "raw": STR,
+        "verdict?": STR,
+        "rating?": F64,
+        "p_a?": F64,
+        "error?": STR,
+        "attempt": I32,
+        "tokens_in": I64,
+        "tokens_out": I64,
+        "cost_usd": F64,
+        "cache_key": STR,
+    },
+    "rubric_items/1": {
+        "category": STR,
+        "item_id": STR,
+        "version": STR,
+        "kind": STR,
+        "criterion": STR,
+        "omega": F64,
+        "critique_prompt_id?": STR,
+        "scorer_id": STR,
+        "parent_item_id?": STR,
+        "critique_prompt?": STR,
+        "settings_json?": STR,
+        "generation_prompt?": STR,
+        "improvement_prompt?": STR,
+    },
+    "rubric_scores/1": {
+        "sample_row_id": STR,
+        "item_id": STR,
+        "item_version": STR,
+        "critique?": STR,
+        "reasoning?": STR,
+        "score?": F64,
+        "confidence?": F64,
+        "scorer_id": STR,
+        "attempt": I32,
+        "error?": STR,
+        "category?": STR,
+        "omega?": F64,
+        "raw?": STR,
+    },
+    "rubric_confidence/1": {
+        "category": STR,
+        "item_id": STR,
+        "item_version": STR,
+        "phi_bar": F64,
+        "n": I64,
+        "flagged": BOOL,
+    },
+    "ref_logps/1": {
+        "ref_chosen_logp": F64,
+        "ref_rejected_logp": F64,
+        "n_chosen": I32,
+        "n_rejected": I32,
+        "ref_model_hash": STR,
+        "tokenizer_hash": STR,
+        "template_id": STR,
+    },
+    "ref_values/1": {
+        "ref_values": pa.list_(F64),
+        "parts?": pa.list_(I32),
+        "n_tokens": pa.list_(I32),
+        "ref_model_hash": STR,
+        "tokenizer_hash": STR,
+        "template_id": STR,
+    },
+    "teacher_logps/1": {
+        "ids": pa.list_(I32),
+        "mask": pa.list_(I8),
+        "top_k": I32,
+        "temperature": F64,
+        "teacher_ids": pa.list_(I32),
+        "teacher_logps": pa.list_(F32),
+        "rest_logps": pa.list_(F32),
+        "teacher_hash": STR,
+        "tokenizer_hash": STR,
+        "template_id": STR,
+        "context_id?": STR,
+    },
+    "prompt_stats/1": {
+        "iteration": I64,
+        "n": I32,
+        "mean_reward?": F64,
+        "reward_std?": F64,
+        "pass_at_1?": F64,
+        "mean_logprob": F64,
+        "kept": BOOL,
+        "drop_reason?": STR,
+    },
     "baselines/1": {"b": F64, "n": I32, "policy_version": I64},
-    "group_preferences/1": {"group": STR, "question": STR, "response": STR,
-                            "embedding": pa.list_(F32), "y": F64},
-    "battles/1": {"model_a": STR, "model_b": STR, "outcome_a": F64, "item_id": STR, "judge_id": STR,
-                  "len_a": I32, "len_b": I32, "order": I8},
-    "eval_items/1": {"benchmark": STR, "item_id": STR, "prompt": _M, "target_json": STR, "tags": _S,
-                     "eval_split": STR},
-    "eval_samples/1": {"run_id": STR, "item_id": STR, "sample_idx": I32, "output": STR,
-                       "extracted?": STR, "correct?": BOOL, "format_error": BOOL, "tokens": I32},
-    "eval_scores/1": {"run_id": STR, "benchmark": STR, "metric": STR, "value": F64, "se?": F64,
-                      "n": I64, "config_json": STR},
+    "group_preferences/1": {"group": STR, "question": STR, "response": STR, "embedding": pa.list_(F32), "y": F64},
+    "battles/1": {
+        "model_a": STR,
+        "model_b": STR,
+        "outcome_a": F64,
+        "item_id": STR,
+        "judge_id": STR,
+        "len_a": I32,
+        "len_b": I32,
+        "order": I8,
+    },
+    "eval_items/1": {"benchmark": STR, "item_id": STR, "prompt": _M, "target_json": STR, "tags": _S, "eval_split": STR},
+    "eval_samples/1": {
+        "run_id": STR,
+        "item_id": STR,
+        "sample_idx": I32,
+        "output": STR,
+        "extracted?": STR,
+        "correct?": BOOL,
+        "format_error": BOOL,
+        "tokens": I32,
+    },
+    "eval_scores/1": {
+        "run_id": STR,
+        "benchmark": STR,
+        "metric": STR,
+        "value": F64,
+        "se?": F64,
+        "n": I64,
+        "config_json": STR,
+    },
     "human_tasks/1": {"item_id": STR, "ask": STR, "shown_json": STR, "instructions_version": STR},
-    "objectives/1": {"name": STR, "code": STR, "thought?": STR, "valid": BOOL, "failure?": STR, "proposer": STR, "attempts": I32},
+    "objectives/1": {
+        "name": STR,
+        "code": STR,
+        "thought?": STR,
+        "valid": BOOL,
+        "failure?": STR,
+        "proposer": STR,
+        "attempts": I32,
+    },
     # `at` stays null: a time would make two runs over the same bytes differ. The time of the check
     # is in the stage record.
-    "quarantine/1": {"source_file": STR, "line_no": I64, "raw_json": STR, "codes": _S, "stage": STR,
-                     "at?": TS},
+    "quarantine/1": {"source_file": STR, "line_no": I64, "raw_json": STR, "codes": _S, "stage": STR, "at?": TS},
 }
 
 
@@ -170,8 +433,18 @@ SCHEMAS: dict[str, pa.Schema] = {kind: _build(columns) for kind, columns in _KIN
 CONTENT_COLUMNS: dict[str, tuple[str, ...]] = {
     "demonstrations/1": ("messages", "train_turns"),
     "prompts/1": ("prompt", "answer", "tests", "constraints"),
-    "comparisons/1": ("prompt", "response_a", "response_b", "label_kind", "n_points", "label",
-                      "orientation", "votes", "p_a", "annotator_id"),
+    "comparisons/1": (
+        "prompt",
+        "response_a",
+        "response_b",
+        "label_kind",
+        "n_points",
+        "label",
+        "orientation",
+        "votes",
+        "p_a",
+        "annotator_id",
+    ),
     "pairs/1": ("prompt", "chosen", "rejected"),
     "rankings/1": ("prompt", "completions", "ranks", "annotator_id"),
     "ratings/1": ("prompt", "completion", "score", "aspects", "annotator_id"),
@@ -192,7 +465,16 @@ CONTENT_COLUMNS: dict[str, tuple[str, ...]] = {
     "rubric_confidence/1": ("category", "item_id", "item_version"),
     "ref_logps/1": ("prompt_id", "group_id", "ref_model_hash", "tokenizer_hash", "template_id"),
     "ref_values/1": ("prompt_id", "group_id", "ref_model_hash", "tokenizer_hash", "template_id"),
-    "teacher_logps/1": ("ids", "mask", "top_k", "temperature", "teacher_hash", "tokenizer_hash", "template_id", "context_id"),
+    "teacher_logps/1": (
+        "ids",
+        "mask",
+        "top_k",
+        "temperature",
+        "teacher_hash",
+        "tokenizer_hash",
+        "template_id",
+        "context_id",
+    ),
     "prompt_stats/1": ("prompt_id", "iteration"),
     "baselines/1": ("prompt_id", "policy_version"),
     "group_preferences/1": ("group", "question", "response"),
@@ -255,7 +537,7 @@ def _clean(value: Any) -> Any:
         return value
     if isinstance(value, list):
         if all(type(item) is dict and None not in item.values() for item in value):
-            return value                    # the common case: nothing to drop
+            return value  # the common case: nothing to drop
         return [_clean(item) for item in value]
     if isinstance(value, dict) and "role" in value:
         return clean_message(value)
@@ -296,11 +578,11 @@ def row_id(kind: str, row: dict) -> str:
     for name in columns:
         if name == "annotator_id":
             content[name] = (row.get("ann") or {}).get("annotator_id")
-        elif name == "tests" and row.get(name):     # Parquet gives every test all of its fields, null where it has none
+        elif name == "tests" and row.get(name):  # Parquet gives every test all of its fields, null where it has none
             content[name] = [clean_message(test) for test in row[name]]
         else:
             content[name] = _clean(row.get(name))
-    if full == "comparisons/1" and row.get("criteria"):         # one annotator, two criteria: two rows
+    if full == "comparisons/1" and row.get("criteria"):  # one annotator, two criteria: two rows
         content["criteria"] = row["criteria"]
     if full in _TEXT_ONLY:
         try:
@@ -373,7 +655,7 @@ def prompt_of(kind: str, row: dict) -> list[dict] | None:
     """
     if kind == "demonstrations/1":
         messages, turns = row["messages"], row.get("train_turns") or []
-        return messages[:min(turns)] if turns else messages
+        return messages[: min(turns)] if turns else messages
     column = _PROMPT_COLUMN.get(kind)
     return row.get(column) if column else None
 
@@ -383,8 +665,9 @@ def _defaults(kind: str) -> tuple[tuple[str, Any], ...]:
     return tuple(_DEFAULTS.get(kind, {}).items())
 
 
-def complete_row(kind: str, row: dict, *, dataset: str, source: str, origin: str,
-                 split: str = "train", identity: str | None = None) -> dict:
+def complete_row(
+    kind: str, row: dict, *, dataset: str, source: str, origin: str, split: str = "train", identity: str | None = None
+) -> dict:
     """The row with its common columns filled. Values already in `row` win, except `row_id`.
 
     identity: the row id where the caller has computed it already.
@@ -394,8 +677,7 @@ def complete_row(kind: str, row: dict, *, dataset: str, source: str, origin: str
     Raises SchemaError for an unknown kind.
     """
     schema_of(kind)
-    out = {"schema": kind, "dataset": dataset, "source": source, "origin": origin, "split": split,
-           "weight": 1.0, **row}
+    out = {"schema": kind, "dataset": dataset, "source": source, "origin": origin, "split": split, "weight": 1.0, **row}
     for name, value in _defaults(kind):
         if out.get(name) is None:
             out[name] = value

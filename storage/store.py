@@ -38,7 +38,18 @@ from storage.files import (
 )
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?$")
-UNUSED_WEIGHTS = ["*.onnx", "*.h5", "*.msgpack", "*.gguf", "*.ot", "*.tflite", "*.mlmodel", "onnx/*", "original/*", "openvino/*"]
+UNUSED_WEIGHTS = [
+    "*.onnx",
+    "*.h5",
+    "*.msgpack",
+    "*.gguf",
+    "*.ot",
+    "*.tflite",
+    "*.mlmodel",
+    "onnx/*",
+    "original/*",
+    "openvino/*",
+]
 
 
 class StoreError(LookupError):
@@ -104,15 +115,18 @@ def is_model_dir(path: str) -> bool:
 
 
 def damaged_model(path: Path) -> str | None:
-    """What a model directory lacks at first sight, before a stage starts on it: a readable config.json, the shards that its index names, the end
-    of a safetensors file (None: nothing)."""
+    """What a model directory lacks at first sight, before a stage starts on it: a readable config.json, the shards that
+    its index names, the end of a safetensors file (None: nothing)."""
     for name in ("config.json", "adapter_config.json", "model.safetensors.index.json"):
         if (path / name).is_file() and not isinstance(read_json(path / name, None), dict):
             return f"{name} is not readable JSON"
     shards = sorted(set((read_json(path / "model.safetensors.index.json", {}).get("weight_map") or {}).values()))
     missing = [name for name in shards if not (path / name).is_file()]
     if missing:
-        return f"model.safetensors.index.json names {', '.join(missing[:3])}, which {'are' if len(missing) > 1 else 'is'} not there ({len(missing)} of {len(shards)} files)"
+        return (
+            f"model.safetensors.index.json names {', '.join(missing[:3])}, which {'are' if len(missing) > 1 else 'is'}"
+            f" not there ({len(missing)} of {len(shards)} files)"
+        )
     for file in sorted(path.glob("*.safetensors")):
         with open(file, "rb") as handle:
             head = handle.read(8)
@@ -123,7 +137,11 @@ def damaged_model(path: Path) -> str | None:
                 header = None
         if not isinstance(header, dict):
             return f"{file.name} does not start as a safetensors file does (a Git LFS pointer, or cut off?)"
-        full = 8 + length + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        full = (
+            8
+            + length
+            + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        )
         if file.stat().st_size != full:
             return f"{file.name} has {file.stat().st_size:,} of {full:,} bytes"
     return None
@@ -133,7 +151,8 @@ def damaged_model(path: Path) -> str | None:
 
 
 def resolve(text: str, kind: str | None = None) -> ResolvedInput:
-    """Resolve a reference, path, URL or hub id. ``kind`` is what the caller needs; it decides what a bare directory or id is.
+    """Resolve a reference, path, URL or hub id. ``kind`` is what the caller needs; it decides what a bare directory or
+    id is.
 
     Raises StoreError. A raw data file for a dataset input comes back with kind ``file``: it has to be ingested.
     """
@@ -146,7 +165,12 @@ def resolve(text: str, kind: str | None = None) -> ResolvedInput:
         found = _model_ref(text)
     else:
         found = _path(text, kind)
-    if kind and found.kind != kind and not (kind == "dataset" and found.kind == "file") and not (kind == "file" and found.kind == "dataset"):
+    if (
+        kind
+        and found.kind != kind
+        and not (kind == "dataset" and found.kind == "file")
+        and not (kind == "file" and found.kind == "dataset")
+    ):
         raise StoreError(f"{text} is a {found.kind}, but a {kind} is needed here; {_example(kind)}")
     return found
 
@@ -203,7 +227,10 @@ def _dataset_ref(text: str) -> ResolvedInput:
     if selector == "latest":
         digest = latest_of(name)
         if digest is None:
-            raise StoreError(f"which version of {name} is the latest is not recorded; write dataset:{name}@DIGEST with one of {', '.join(d[:12] for d in known)}")
+            raise StoreError(
+                f"which version of {name} is the latest is not recorded; write dataset:{name}@DIGEST with one of"
+                f" {', '.join(d[:12] for d in known)}"
+            )
     else:
         digest = _only(selector, known, f"dataset {name}", f"dataset:{name}@")
     path = dataset_path(name, digest)
@@ -221,16 +248,23 @@ def _model_ref(text: str) -> ResolvedInput:
     else:
         match = re.fullmatch(r"([^@/]+)(?:@([\w.-]+)|/(\d+))?", body)
         if not match:
-            raise StoreError(f"{text!r} is not a model reference; write model:NAME@ALIAS, model:NAME/VERSION or model:m-DIGEST")
+            raise StoreError(
+                f"{text!r} is not a model reference; write model:NAME@ALIAS, model:NAME/VERSION or model:m-DIGEST"
+            )
         try:
             digest, _ = registry.digest_of(match.group(1), match.group(2) or match.group(3) or "latest")
         except registry.RegistryError as error:
             raise StoreError(str(error)) from None
     path = model_path(digest)
     if not path.is_dir():
-        raise StoreError(f"the files of {text} ({digest[:12]}) are gone from {home.models_dir()}; `posttrain rerun {text}` makes them again")
+        raise StoreError(
+            f"the files of {text} ({digest[:12]}) are gone from {home.models_dir()}; `posttrain rerun {text}` makes"
+            " them again"
+        )
     if (wrong := damaged_model(path)) is not None:
-        raise StoreError(f"the files of {text} at {path} are damaged: {wrong}; `posttrain rerun {text}` makes them again")
+        raise StoreError(
+            f"the files of {text} at {path} are damaged: {wrong}; `posttrain rerun {text}` makes them again"
+        )
     return ResolvedInput("model", str(path), f"model:m-{digest[:12]}", digest)
 
 
@@ -239,15 +273,23 @@ def _only(prefix: str, known: list[str], what: str, form: str) -> str:
     if len(matches) == 1:
         return matches[0]
     if not matches:
-        raise StoreError(f"{what} has nothing with digest {prefix}; there is: {', '.join(form + d[:12] for d in known[:20]) or 'nothing yet'}")
-    raise StoreError(f"digest {prefix} is ambiguous in {what}; write more digits: {', '.join(form + d[:16] for d in matches)}")
+        raise StoreError(
+            f"{what} has nothing with digest {prefix}; there is:"
+            f" {', '.join(form + d[:12] for d in known[:20]) or 'nothing yet'}"
+        )
+    raise StoreError(
+        f"digest {prefix} is ambiguous in {what}; write more digits: {', '.join(form + d[:16] for d in matches)}"
+    )
 
 
 def _path(text: str, kind: str | None) -> ResolvedInput:
     if is_url(text):
         if kind in (None, "dataset") and is_dataset_dir(text):
             return _dataset_dir(text)
-        raise StoreError(f"{text} is not a finished dataset directory (no readable manifest.json there); give a dataset URL, or a local path")
+        raise StoreError(
+            f"{text} is not a finished dataset directory (no readable manifest.json there); give a dataset URL, or a"
+            " local path"
+        )
     path = Path(text.removeprefix("file://")).expanduser()
     if path.exists():
         path = path.absolute()
@@ -262,9 +304,16 @@ def _path(text: str, kind: str | None) -> ResolvedInput:
         if path.is_dir() and not any(path.iterdir()):
             raise StoreError(f"the directory {path} is empty; give a directory with data files, or a file")
         return ResolvedInput("file", str(path), str(path), cached_digest(path))
-    if HUB_ID.match(text) and not text.startswith(".") and not Path(text).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst"):
+    if (
+        HUB_ID.match(text)
+        and not text.startswith(".")
+        and not Path(text).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst")
+    ):
         return _hub(text, kind)
-    raise StoreError(f"{text} does not exist; {_example(kind) if kind else 'write a reference (dataset:..., model:...) or an existing path'}")
+    raise StoreError(
+        f"{text} does not exist;"
+        f" {_example(kind) if kind else 'write a reference (dataset:..., model:...) or an existing path'}"
+    )
 
 
 def _dataset_dir(path: str) -> ResolvedInput:
@@ -282,7 +331,9 @@ def _dataset_dir(path: str) -> ResolvedInput:
 
 
 def _known_by(name: str, kind: str | None) -> str:
-    """``did you mean model:NAME@latest? `` for what is in this home under that name or one like it, else the empty string."""
+    """``did you mean model:NAME@latest? `` for what is in this home under that name or one like it, else the empty
+    string.
+    """
     there = [("model", found) for found in registry.models()] if kind in (None, "model") else []
     there += [("dataset", found) for found in dataset_names()] if kind != "model" else []
     near = difflib.get_close_matches(name, [found for _, found in there], n=3, cutoff=0.5)
@@ -296,7 +347,10 @@ def _hub(text: str, kind: str | None) -> ResolvedInput:
     what = "model" if kind in (None, "model") else "dataset"
     near = _known_by(name, kind)
     if what == "model" and "/" not in text and not revision and registry.models():  # ids of the hub are OWNER/NAME
-        raise StoreError(f"there is no {what if kind else 'model, dataset or run'} {text!r}; {near}{_example('model')} (OWNER/NAME); `posttrain ls models` lists what there is")
+        raise StoreError(
+            f"there is no {what if kind else 'model, dataset or run'} {text!r}; {near}{_example('model')} (OWNER/NAME);"
+            " `posttrain ls models` lists what there is"
+        )
     try:
         from huggingface_hub import HfApi, snapshot_download
 
@@ -306,20 +360,31 @@ def _hub(text: str, kind: str | None) -> ResolvedInput:
             commit = None
         else:
             commit = HfApi().repo_info(name, repo_type=what, revision=revision or None, timeout=15).sha
-        local = snapshot_download(name, repo_type=what, revision=commit or revision or None, ignore_patterns=UNUSED_WEIGHTS if what == "model" else None, local_files_only=commit is None)
+        local = snapshot_download(
+            name,
+            repo_type=what,
+            revision=commit or revision or None,
+            ignore_patterns=UNUSED_WEIGHTS if what == "model" else None,
+            local_files_only=commit is None,
+        )
         commit = commit or Path(local).name  # the cache names a snapshot by its commit
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise StoreError(
-            f"{text} is neither an existing path nor a {what} that can be fetched from the hub; {near}"
-            f"without network, give a local {what} directory{' (with config.json)' if what == 'model' else ' or file'}; with it, check the id, and HF_TOKEN for gated ones "
-            f"(the hub's client: {type(error).__name__}: {reason})"
+            f"{text} is neither an existing path nor a {what} that can be fetched from the hub; {near}without network,"
+            f" give a local {what} directory{' (with config.json)' if what == 'model' else ' or file'}; with it, check"
+            f" the id, and HF_TOKEN for gated ones (the hub's client: {type(error).__name__}: {reason})"
         ) from None
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
-        raise StoreError(f"{text} could not be pinned to a commit; write {name}@COMMIT (40 hexadecimal digits) or give a local directory")
+        raise StoreError(
+            f"{text} could not be pinned to a commit; write {name}@COMMIT (40 hexadecimal digits) or give a local"
+            " directory"
+        )
     if what == "model" and not is_model_dir(local):
         raise StoreError(f"{text} holds no config.json, so it is not a transformers model; {_example('model')}")
-    return ResolvedInput("model" if what == "model" else "file", str(local), f"{name}@{commit}", cached_digest(Path(local)))
+    return ResolvedInput(
+        "model" if what == "model" else "file", str(local), f"{name}@{commit}", cached_digest(Path(local))
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- digests
@@ -331,12 +396,16 @@ def content_digest(path: Path) -> str:
 
 
 def cached_digest(path: Path) -> str:
-    """:func:`content_digest`, read again only when names, sizes or times changed (and never trusted for fresh files)."""
+    """:func:`content_digest`, read again only when names, sizes or times changed (and never trusted for fresh
+    files).
+    """
     return _once(path, "content", lambda: content_digest(path))
 
 
 def unchanged(found: ResolvedInput) -> bool:
-    """Whether what was given as a path has the content that it was resolved with; what lies in the store, or behind a URL, has."""
+    """Whether what was given as a path has the content that it was resolved with; what lies in the store, or behind a
+    URL, has.
+    """
     path = Path(found.path)
     if is_url(found.path) or is_ref(found.ref) or not path.exists():  # one that is gone was read while it was there
         return True
@@ -353,9 +422,18 @@ def _once(path: Path, what: str, compute: Any) -> str:
     if known and known.get("stat") == before:
         return known["digest"]
     digest = compute()
-    newest = max((max(p.stat().st_mtime, p.stat().st_ctime) for p in ([path] if path.is_file() else path.rglob("*")) if p.exists()), default=0.0)
-    if stat_signature(path, changes=True) == before and time.time() - newest > 2.0:  # a younger file could change within its timestamp
-        with contextlib.suppress(OSError):  # a full disk, or a home that may only be read: it is computed again next time
+    newest = max(
+        (
+            max(p.stat().st_mtime, p.stat().st_ctime)
+            for p in ([path] if path.is_file() else path.rglob("*"))
+            if p.exists()
+        ),
+        default=0.0,
+    )
+    # a younger file could change within its timestamp
+    if stat_signature(path, changes=True) == before and time.time() - newest > 2.0:
+        # a full disk, or a home that may only be read: it is computed again next time
+        with contextlib.suppress(OSError):
             atomic_write_json(slot, {"path": str(path), "stat": before, "digest": digest})
     return digest
 
@@ -366,8 +444,8 @@ def _once(path: Path, what: str, compute: Any) -> str:
 def publish_dataset(source: Path, name: str, digest: str | None = None) -> ResolvedInput:
     """Move a finished dataset directory into the store under ``name``; the same digest already there is reused.
 
-    digest: what it is known to have. Then this may be done again after it was interrupted anywhere: where the store has it, nothing is read of ``source``, which may be gone or
-    half removed.
+    digest: what it is known to have. Then this may be done again after it was interrupted anywhere: where the store has
+    it, nothing is read of ``source``, which may be gone or half removed.
     """
     from storage.datasets import open_dataset
 
@@ -433,7 +511,10 @@ def _upload(source: Path, url: str) -> None:
 
     fs, root = fsspec.core.url_to_fs(url)
     fs.makedirs(root, exist_ok=True)
-    files = sorted((p for p in source.iterdir() if p.is_file() and not p.name.startswith(".")), key=lambda p: (p.name == "manifest.json", p.name))
+    files = sorted(
+        (p for p in source.iterdir() if p.is_file() and not p.name.startswith(".")),
+        key=lambda p: (p.name == "manifest.json", p.name),
+    )
     for path in files:
         fs.put_file(str(path), f"{root}/{path.name}")
 
@@ -476,8 +557,8 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def check_output(kind: str, path: str, digest: str, stat: str | None, *, full: bool = False) -> tuple[bool, str | None]:
-    """(whether a published output is there and unchanged, its present stat signature). Content is read only when times or
-    sizes differ from ``stat``, or with ``full``."""
+    """(whether a published output is there and unchanged, its present stat signature). Content is read only when times
+    or sizes differ from ``stat``, or with ``full``."""
     from storage.datasets import DatasetError, open_dataset
 
     if is_url(path):

@@ -11,8 +11,9 @@ missing, so a killed run, a resumed run and a server that was away for a while a
 * reports, the stage record and the log as artifacts; status FINISHED, FAILED or KILLED as it really was.
 
 MLflow is imported on first use, in a background thread, so that nobody waits for it. Default store:
-``sqlite:///HOME/mlflow.db`` with artifacts in ``HOME/mlartifacts``; ``MLFLOW_TRACKING_URI`` wins; ``POSTTRAIN_TRACKING=off``
-turns the projection off. If MLflow cannot be reached the work goes on and :func:`sync` catches up later.
+``sqlite:///HOME/mlflow.db`` with artifacts in ``HOME/mlartifacts``; ``MLFLOW_TRACKING_URI`` wins;
+``POSTTRAIN_TRACKING=off`` turns the projection off. If MLflow cannot be reached the work goes on and :func:`sync`
+catches up later.
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ from typing import Any
 from storage import home
 from storage.files import atomic_write_json, refusal
 from storage.mlflow_database import database_file, make_database
-from storage.outbox import Doc, cursors, document_lock, done_files_of, enabled, files_of, pending, run_id_of, tracking_uri
+from storage.outbox import (
+    Doc,
+    cursors,
+    document_lock,
+    done_files_of,
+    enabled,
+    files_of,
+    pending,
+    run_id_of,
+    tracking_uri,
+)
 from storage.projector import Projector, REGISTRY
 
 POLL_SECONDS = 2.0
@@ -37,8 +48,8 @@ FIRST_SECONDS = 60.0  # how long to wait where the database has to be made first
 
 
 def put(document: Doc) -> None:
-    """Say how things stand with one stage or flow (``unit``); what MLflow lacks of it is sent in the background. Never waits for
-    MLflow: a stage that is being ended has no time for that."""
+    """Say how things stand with one stage or flow (``unit``); what MLflow lacks of it is sent in the background. Never
+    waits for MLflow: a stage that is being ended has no time for that."""
     if not enabled():
         return
     path, cursor = files_of(document["unit"])
@@ -91,7 +102,11 @@ class _Background:
                 self.ended[unit] = (started, error is None)
                 if error and not self.warned:
                     self.warned = True
-                    print(f"MLflow ({tracking_uri()}) could not be told: {error}\nThe work goes on; `posttrain doctor` or the next run sends what is missing.", file=sys.stderr)
+                    print(
+                        f"MLflow ({tracking_uri()}) could not be told: {error}\nThe work goes on; `posttrain doctor` or"
+                        " the next run sends what is missing.",
+                        file=sys.stderr,
+                    )
                 self.condition.notify_all()
 
     def flush(self, unit: str, timeout: float) -> None:
@@ -126,24 +141,31 @@ def poke(unit: str) -> None:
 
 
 def flush(unit: str, timeout: float = 30.0) -> str | None:
-    """Wait until MLflow knows what there is of a unit (at most ``timeout`` seconds); its MLflow run id, None if there is none yet."""
+    """Wait until MLflow knows what there is of a unit (at most ``timeout`` seconds); its MLflow run id, None if there
+    is none yet.
+    """
     if not enabled():
         return None
     if files_of(unit)[0].exists():
         file = database_file(tracking_uri())
-        # a home's first database takes longer than a short stage: without this wait, no run of a few seconds would ever get one made
+        # a home's first database takes longer than a short stage: without this wait, no run of a few seconds would ever
+        # get one made
         _thread().flush(unit, timeout if file is None or file.exists() else max(timeout, FIRST_SECONDS))
     return run_id_of(unit)
 
 
 def flush_registry(timeout: float = 30.0) -> None:
-    """Wait, at most ``timeout`` seconds, until MLflow's model registry shows the versions, aliases and decisions of ours."""
+    """Wait, at most ``timeout`` seconds, until MLflow's model registry shows the versions, aliases and decisions of
+    ours.
+    """
     if enabled():
         _thread().flush(REGISTRY, timeout)
 
 
 def sync(timeout: float = 120.0) -> dict[str, Any]:
-    """Send everything that is still pending, and close the runs of processes that died. Returns {sent, pending, error}."""
+    """Send everything that is still pending, and close the runs of processes that died. Returns {sent, pending,
+    error}.
+    """
     if not enabled():
         return {"sent": 0, "pending": 0, "error": None}
     file = database_file(tracking_uri())

@@ -1,7 +1,8 @@
 """Work directories: what is left of a stage in ``HOME/work/<stage key>``.
 
-While it runs: checkpoints, rollouts, half-written outputs. Once it has finished: its log, curves and reports, which MLflow shows for
-every run that reuses the result. An unfinished stage keeps everything, since the same command continues there.
+While it runs: checkpoints, rollouts, half-written outputs. Once it has finished: its log, curves and reports, which
+MLflow shows for every run that reuses the result. An unfinished stage keeps everything, since the same command
+continues there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def tidy(directory: Path) -> None:
 
 
 def usage() -> list[dict[str, Any]]:
-    """Every work directory: {key, path, finished, busy, bytes, touched (time of the last write), spare (has more than KEPT)}."""
+    """Every work directory: {key, path, finished, busy, bytes, touched (time of the last write), spare (has more than
+    KEPT)}.
+    """
     found = []
     for directory in sorted(home.subdir("work").iterdir()):
         if not directory.is_dir():
@@ -46,7 +49,9 @@ def usage() -> list[dict[str, Any]]:
 
 
 def clean(days: float) -> tuple[int, int]:
-    """Remove the work directories of unfinished stages that nobody wrote to for ``days``: (directories, bytes) removed."""
+    """Remove the work directories of unfinished stages that nobody wrote to for ``days``: (directories, bytes)
+    removed.
+    """
     removed = 0, 0
     for one in usage():
         if one["finished"] or one["busy"] or time.time() - one["touched"] <= days * 86400:

@@ -1,1 +1,3 @@
-"""Where orchestration meets the machine learning: the body shared by all stage tasks, and one Prefect task per stage."""
+"""Where orchestration meets the machine learning: the body shared by all stage tasks, and one Prefect task per
+stage.
+"""

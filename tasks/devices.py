@@ -41,7 +41,9 @@ def wanted_devices() -> int:
     """Devices of a stage that can share its work: ``POSTTRAIN_DEVICES``, else 1."""
     given = os.environ.get("POSTTRAIN_DEVICES") or "1"
     if not given.isdigit() or int(given) < 1:
-        raise ConfigError(f"POSTTRAIN_DEVICES={given!r}: write the number of devices a training stage is to use, 1 or more")
+        raise ConfigError(
+            f"POSTTRAIN_DEVICES={given!r}: write the number of devices a training stage is to use, 1 or more"
+        )
     return int(given)
 
 
@@ -49,7 +51,9 @@ def gpu_slots() -> int:
     """GPU stages that may run at once here: ``POSTTRAIN_GPU_SLOTS``, else one per GPU (0 without any: not limited)."""
     configured = os.environ.get("POSTTRAIN_GPU_SLOTS")
     if configured is not None and not (configured.isdigit() and int(configured) > 0):
-        raise ConfigError(f"POSTTRAIN_GPU_SLOTS={configured!r}: write the number of GPU stages that may run at once, 1 or more")
+        raise ConfigError(
+            f"POSTTRAIN_GPU_SLOTS={configured!r}: write the number of GPU stages that may run at once, 1 or more"
+        )
     return int(configured) if configured else len(cuda_devices())
 
 
@@ -63,7 +67,9 @@ def devices_of(spec: StageSpec, devices: int | None) -> int:
 
 
 def engine_cards(config: StageConfig) -> int:
-    """GPUs that a stage's one process takes: those that vLLM is to split its model over, else 1 (training then uses the first of them)."""
+    """GPUs that a stage's one process takes: those that vLLM is to split its model over, else 1 (training then uses the
+    first of them).
+    """
     options = getattr(config, "engine_options", None) or {}
     count = 1
     for name in ("tensor_parallel_size", "pipeline_parallel_size") if getattr(config, "engine", "") == "vllm" else ():
@@ -71,8 +77,17 @@ def engine_cards(config: StageConfig) -> int:
     return max(1, count)
 
 
-def take_devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[dict[str, Any]], None], engine: int = 1, group: str = "gpu") -> tuple[list[leases.Lease], str, dict[str, str]]:
-    """(slots, device, environment) of a stage process. CPU stages take no slot and see no GPU. engine: :func:`engine_cards`."""
+def take_devices(
+    spec: StageSpec,
+    devices: int,
+    wait: bool,
+    tell: Callable[[dict[str, Any]], None],
+    engine: int = 1,
+    group: str = "gpu",
+) -> tuple[list[leases.Lease], str, dict[str, str]]:
+    """(slots, device, environment) of a stage process. CPU stages take no slot and see no GPU. engine:
+    :func:`engine_cards`.
+    """
     cards = cuda_devices()
     if not spec.gpu:
         return [], "cpu", {"CUDA_VISIBLE_DEVICES": ""}
@@ -80,19 +95,31 @@ def take_devices(spec: StageSpec, devices: int, wait: bool, tell: Callable[[dict
     most, taken = min(total, len(cards)), max(devices, engine)
     if cards and taken > most:
         if engine > devices:
-            raise ConfigError(f"engine_options: vLLM is to split its model over {engine} GPUs, and this machine offers {len(cards)} GPU(s) and {total} slot(s); "
-                              f"write {{tensor_parallel_size: {most}}}")
-        raise ConfigError(f"devices={devices}: this machine offers {len(cards)} GPU(s) and {total} slot(s); write devices={most}")
+            raise ConfigError(
+                f"engine_options: vLLM is to split its model over {engine} GPUs, and this machine offers {len(cards)}"
+                f" GPU(s) and {total} slot(s); write {{tensor_parallel_size: {most}}}"
+            )
+        raise ConfigError(
+            f"devices={devices}: this machine offers {len(cards)} GPU(s) and {total} slot(s); write devices={most}"
+        )
     threads = {}
     if not cards and devices > 1:  # ranks on the CPU share its cores, and one slot
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // devices))}
     if not total:
         return [], "cpu", threads
-    slots = leases.acquire_slots(group, total, taken if cards else 1, apart=len(cards) or None, wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}),
-                                 on_poll=raise_if_stopped)
+    slots = leases.acquire_slots(
+        group,
+        total,
+        taken if cards else 1,
+        apart=len(cards) or None,
+        wait=wait,
+        on_wait=lambda text: tell({"event": "waiting", "text": text}),
+        on_poll=raise_if_stopped,
+    )
     if not cards:
         return slots, "cpu", threads
     chosen = [cards[slot.index % len(cards)] for slot in slots]
     tell({"event": "log", "text": f"GPU slot {', '.join(str(s.index) for s in slots)} (device {', '.join(chosen)})"})
-    return slots, "auto", {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}  # auto: whether torch can use them is known in the stage's process
+    # auto: whether torch can use them is known in the stage's process
+    return slots, "auto", {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}

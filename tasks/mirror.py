@@ -1,8 +1,10 @@
-"""Metrics for a tracker of the user's own beside MLflow: ``POSTTRAIN_MIRROR=module:function`` names what is called with every metric of every stage that runs.
+"""Metrics for a tracker of the user's own beside MLflow: ``POSTTRAIN_MIRROR=module:function`` names what is called with
+every metric of every stage that runs.
 
-``function(run, step, metrics)``: ``run`` is {stage, label, key, run_id, config} (``run_id``: of the recipe's run, None without one), ``metrics`` {name: number}, ``step`` None
-for the final numbers. It is called in the process that started the stage, by a thread of its own, one call at a time: what trains never waits for it. What it raises is told of
-once on stderr and changes nothing. After a killed stage goes on, steps behind its last checkpoint come once more.
+``function(run, step, metrics)``: ``run`` is {stage, label, key, run_id, config} (``run_id``: of the recipe's run, None
+without one), ``metrics`` {name: number}, ``step`` None for the final numbers. It is called in the process that started
+the stage, by a thread of its own, one call at a time: what trains never waits for it. What it raises is told of once on
+stderr and changes nothing. After a killed stage goes on, steps behind its last checkpoint come once more.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: Calls that wait at most, beyond which further ones are left out; seconds that a stage that has ended waits for those that are left.
+#: Calls that wait at most, beyond which further ones are left out; seconds that a stage that has ended waits for those
+#: that are left.
 WAITING, LAST_SECONDS = 10_000, 10.0
 
 
 @contextlib.contextmanager
-def beside(tell: Callable[[dict[str, Any]], None], flow_run: dict[str, Any] | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+def beside(
+    tell: Callable[[dict[str, Any]], None], flow_run: dict[str, Any] | None
+) -> Iterator[Callable[[dict[str, Any]], None]]:
     """``tell``, and what it is told of metrics goes to the user's function, too, until the end of the block."""
     target = os.environ.get("POSTTRAIN_MIRROR")
     if not target:
@@ -48,7 +53,11 @@ def beside(tell: Callable[[dict[str, Any]], None], flow_run: dict[str, Any] | No
                 complain(f"{type(error).__name__}: {error}")
 
     def put(step: int | None, metrics: dict[str, Any]) -> None:
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+        numbers = {
+            name: value
+            for name, value in metrics.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
         try:
             calls.put_nowait((dict(run), step, numbers))
         except queue.Full:

@@ -3,8 +3,9 @@
     HOME/human/<first 16 of the task's digest>/task.csv, README.md     what people get
     HOME/human/<...>/answers.csv (or .jsonl, .parquet)                 the filled file, once it was checked
 
-A run that needs answers ends as WAITING and goes on when it is given again, like one that was killed: nothing is held meanwhile, and a restart of machine or server
-changes nothing. A run of a deployment is suspended in Prefect; *Resume* in its UI asks for the path of the filled file, and the worker goes on with it.
+A run that needs answers ends as WAITING and goes on when it is given again, like one that was killed: nothing is held
+meanwhile, and a restart of machine or server changes nothing. A run of a deployment is suspended in Prefect; *Resume*
+in its UI asks for the path of the filled file, and the worker goes on with it.
 """
 
 from __future__ import annotations
@@ -50,8 +51,12 @@ def export(ref: str) -> Path:
         from stages.human_task import CHOICES
 
         meta = data.manifest["meta"]
-        atomic_write_text(where / "README.md", f"# Task {found.digest[:16]}\n\n{meta['instructions']}\n\nInstructions version {meta['version']}. {len(rows)} items in task.csv; entries of the column "
-                          f"choice: {', '.join(CHOICES[meta['ask']])}. Several people may answer: one line each, with different names in the column annotator.\n")
+        atomic_write_text(
+            where / "README.md",
+            f"# Task {found.digest[:16]}\n\n{meta['instructions']}\n\nInstructions version {meta['version']}."
+            f" {len(rows)} items in task.csv; entries of the column choice: {', '.join(CHOICES[meta['ask']])}. Several"
+            " people may answer: one line each, with different names in the column annotator.\n",
+        )
         lines: list[str] = []
 
         class Lines:
@@ -75,12 +80,20 @@ def open_tasks() -> list[dict[str, Any]]:
     for file in sorted((home.home() / "human").glob("*/task.csv"), key=lambda one: one.stat().st_mtime):
         with open(file, encoding="utf-8", newline="") as handle:
             items = sum(1 for _ in csv.DictReader(handle))
-        rows.append({"task": file.parent.name, "items": items, "answered": any(file.parent.glob("answers.*")), "file": str(file)})
+        rows.append(
+            {
+                "task": file.parent.name,
+                "items": items,
+                "answered": any(file.parent.glob("answers.*")),
+                "file": str(file),
+            }
+        )
     return rows
 
 
 def answer(task: str, file: str | Path) -> dict[str, Any]:
-    """Check a filled file and keep it as the answers to a task (the beginning of its id is enough), in place of earlier ones: ``replaced`` says whose they were, by annotator.
+    """Check a filled file and keep it as the answers to a task (the beginning of its id is enough), in place of earlier
+    ones: ``replaced`` says whose they were, by annotator.
 
     Raises:
         ConfigError: no such task or file, or a line that is no answer.
@@ -90,7 +103,11 @@ def answer(task: str, file: str | Path) -> dict[str, Any]:
     known = [one["task"] for one in open_tasks()]
     matching = [one for one in known if one.startswith(task)]
     if len(matching) != 1:
-        raise ConfigError(f"there is no task {task!r}; the tasks are: {', '.join(known) or 'none'}" if not matching else f"task {task!r} is ambiguous; write more of it: {', '.join(matching)}")
+        raise ConfigError(
+            f"there is no task {task!r}; the tasks are: {', '.join(known) or 'none'}"
+            if not matching
+            else f"task {task!r} is ambiguous; write more of it: {', '.join(matching)}"
+        )
     file, where = Path(file), folder(matching[0])
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; give the filled copy of {where / 'task.csv'}")
@@ -102,13 +119,21 @@ def answer(task: str, file: str | Path) -> dict[str, Any]:
     if not given:
         raise ConfigError(f"{file}: no line is filled in; write an entry into the column choice")
     earlier, now = answers_of(matching[0]), {(item, who) for item, _, who in given}
-    replaced = Counter(who for item, _, who in read_answers(earlier, items) if (item, who) not in now) if earlier else {}
+    replaced = (
+        Counter(who for item, _, who in read_answers(earlier, items) if (item, who) not in now) if earlier else {}
+    )
     suffix = file.suffix if file.suffix in (".jsonl", ".json", ".parquet") else ".csv"
     shutil.copyfile(file, where / ".new")
     for old in where.glob("answers.*"):
         old.unlink()
     (where / ".new").rename(where / f"answers{suffix}")
-    return {"task": matching[0], "items": len(items), "answered": len({item for item, _, _ in given}), "answers": str(where / f"answers{suffix}"), "replaced": dict(replaced)}
+    return {
+        "task": matching[0],
+        "items": len(items),
+        "answered": len({item for item, _, _ in given}),
+        "answers": str(where / f"answers{suffix}"),
+        "replaced": dict(replaced),
+    }
 
 
 def answered(label: str, ref: str) -> str:
@@ -131,7 +156,9 @@ def answered(label: str, ref: str) -> str:
 
 
 def _suspended(label: str, digest: str, file: Path, attempt: int) -> None:
-    """Suspend this flow run until somebody resumes it with the path of a filled file, and take that in; a file that cannot be read is said in the log, and the run waits again."""
+    """Suspend this flow run until somebody resumes it with the path of a filled file, and take that in; a file that
+    cannot be read is said in the log, and the run waits again.
+    """
     from prefect.artifacts import create_markdown_artifact
     from prefect.flow_runs import suspend_flow_run
     from prefect.input import RunInput
@@ -139,12 +166,28 @@ def _suspended(label: str, digest: str, file: Path, attempt: int) -> None:
     from pydantic import Field
 
     class Answers(RunInput):
-        answers: str = Field("", description=f"Path of the filled copy of {file}; empty where `posttrain answer {digest[:16]} FILE` has brought it in.")
+        answers: str = Field(
+            "",
+            description=(
+                f"Path of the filled copy of {file}; empty where `posttrain answer {digest[:16]} FILE` has brought"
+                " it in."
+            ),
+        )
 
     slug = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")  # all that Prefect takes in a key
-    create_markdown_artifact(key=f"people-{slug}", markdown=(file.parent / "README.md").read_text(encoding="utf-8") + f"\nFile: `{file}`. Fill it in, then *Resume* this "
-                             f"run with the path of the filled file, or `posttrain answer {digest[:16]} FILE`.\n")
-    get_run_logger().warning("%s waits for people: fill in %s, then Resume this run with the path of the filled file, or `posttrain answer %s FILE`", label, file, digest[:16])
+    create_markdown_artifact(
+        key=f"people-{slug}",
+        markdown=(file.parent / "README.md").read_text(encoding="utf-8")
+        + f"\nFile: `{file}`. Fill it in, then *Resume* this "
+        f"run with the path of the filled file, or `posttrain answer {digest[:16]} FILE`.\n",
+    )
+    get_run_logger().warning(
+        "%s waits for people: fill in %s, then Resume this run with the path of the filled file, or `posttrain answer"
+        " %s FILE`",
+        label,
+        file,
+        digest[:16],
+    )
     given = suspend_flow_run(wait_for_input=Answers, timeout=None, key=f"{slug}-{digest[:16]}-{attempt}")
     if given is not None and given.answers.strip():
         try:
@@ -162,7 +205,9 @@ def resume(task: str) -> list[str]:
 
     found = []
     with get_client(sync_client=True) as client:
-        for run in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["PAUSED"]}}})):
+        for run in client.read_flow_runs(
+            flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["PAUSED"]}}})
+        ):
             if f"-{task[:16]}-" in str(run.state.state_details.pause_key):
                 client.resume_flow_run(run.id, run_input={"answers": ""})
                 found.append(str(run.id))

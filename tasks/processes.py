@@ -1,9 +1,10 @@
 """Stage processes: how one is started, and how it is ended with everything below it.
 
-A stage that trains or samples is forked from a parent that has imported torch and transformers already (``stages/running/warm.py``): the first of a run
-waits for these imports, the others start at once. One parent serves all stages of this process and ends with it. A stage that needs
-none of that, one whose environment differs from the parent's, and any stage on a system without fork is started as
-``python -m stages SPEC.json``; what a stage computes does not depend on it. ``POSTTRAIN_FORK=0`` starts all of them so.
+A stage that trains or samples is forked from a parent that has imported torch and transformers already
+(``stages/running/warm.py``): the first of a run waits for these imports, the others start at once. One parent serves
+all stages of this process and ends with it. A stage that needs none of that, one whose environment differs from the
+parent's, and any stage on a system without fork is started as ``python -m stages SPEC.json``; what a stage computes
+does not depend on it. ``POSTTRAIN_FORK=0`` starts all of them so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from stages.running import warm
 from stages.running.stopping import GRACE_SECONDS
 from stages.spec import PROJECT_ROOT, library_versions
 
-PER_STAGE = ("POSTTRAIN_", "PREFECT", "MLFLOW_", "CUDA_VISIBLE_DEVICES", "PYTEST_")  # read when a stage runs, not when libraries are imported
+# read when a stage runs, not when libraries are imported
+PER_STAGE = ("POSTTRAIN_", "PREFECT", "MLFLOW_", "CUDA_VISIBLE_DEVICES", "PYTEST_")
 THREADS = "OMP_NUM_THREADS"  # can be changed behind the imports
 
 
@@ -42,8 +44,8 @@ def environment(**more: str) -> dict[str, str]:
 def loaded(given: dict[str, str], *, wait: bool, on_poll: Callable[[], None] | None = None) -> Parent | None:
     """The parent to fork a stage of this :func:`environment` from; None if it is to be started by itself.
 
-    wait: for the libraries to be loaded (the stage needs them anyway); else a parent is taken only where they are. on_poll: called while this
-    waits; may raise.
+    wait: for the libraries to be loaded (the stage needs them anyway); else a parent is taken only where they are.
+    on_poll: called while this waits; may raise.
     """
     parent = _parent(given) if wait else _running
     if parent is None or not parent.serves(given):
@@ -60,7 +62,8 @@ def loaded(given: dict[str, str], *, wait: bool, on_poll: Callable[[], None] | N
 
 
 def start(spec: str, name: str, given: dict[str, str], log: IO[bytes], parent: Parent | None = None) -> Child:
-    """Start the stage of a SPEC.json as the leader of a session of its own; its events are in ``stdout``, all else it says goes to ``log``.
+    """Start the stage of a SPEC.json as the leader of a session of its own; its events are in ``stdout``, all else it
+    says goes to ``log``.
 
     name: the stage's, shown by ``top``. given: its :func:`environment`. parent: what :func:`loaded` gave.
     """
@@ -84,12 +87,19 @@ class Gone(RuntimeError):
 
 
 class Parent:
-    """The owner's side of one ``stages/running/warm.py`` (or of another module that calls its ``serve``). Threads may share it."""
+    """The owner's side of one ``stages/running/warm.py`` (or of another module that calls its ``serve``). Threads may
+    share it.
+    """
 
     def __init__(self, given: dict[str, str], module: str = "stages.running.warm"):
         self._socket, theirs = socket.socketpair()
         self._lock, self._unread, self._ready = threading.Lock(), b"", False
-        self._environment, self._threads, self.owner, self.versions = _fixed(given), given.get(THREADS), os.getpid(), library_versions()
+        self._environment, self._threads, self.owner, self.versions = (
+            _fixed(given),
+            given.get(THREADS),
+            os.getpid(),
+            library_versions(),
+        )
         with theirs:
             self.process = subprocess.Popen([sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=given, cwd=str(PROJECT_ROOT), start_new_session=True)  # fmt: skip
@@ -97,7 +107,9 @@ class Parent:
             warm.send(self._socket, {})
 
     def serves(self, given: dict[str, str]) -> bool:
-        """Whether a process of this environment may be forked from it: what libraries read when they are imported is the same, but for a number of threads."""
+        """Whether a process of this environment may be forked from it: what libraries read when they are imported is
+        the same, but for a number of threads.
+        """
         threads = given.get(THREADS)
         return self._environment == _fixed(given) and (threads == self._threads or (threads or "").isdigit())
 
@@ -109,7 +121,9 @@ class Parent:
             return self._ready
 
     def start(self, request: dict[str, Any], log: IO[bytes], stdout: IO[bytes] | None = None) -> Forked:
-        """Fork a process for ``request`` (``environment`` and what the module's ``run`` reads). stdout: a file for it, else a pipe. Raises Gone."""
+        """Fork a process for ``request`` (``environment`` and what the module's ``run`` reads). stdout: a file for it,
+        else a pipe. Raises Gone.
+        """
         reads, writes = os.pipe() if stdout is None else (None, None)
         try:
             pid = self.ask(request, (writes if stdout is None else stdout.fileno(), log.fileno()))
@@ -183,13 +197,18 @@ _starting = threading.Lock()
 
 
 def _parent(given: dict[str, str]) -> Parent | None:
-    """This process's parent of stages, started if there is none (or it has ended, or holds libraries of which others were installed since: its stages go on, new ones are
-    forked from a new one); None where stages cannot be forked."""
+    """This process's parent of stages, started if there is none (or it has ended, or holds libraries of which others
+    were installed since: its stages go on, new ones are forked from a new one); None where stages cannot be forked."""
     global _running
     if not warm.forks():
         return None
     with _starting:
-        if _running is None or _running.owner != os.getpid() or _running.process.poll() is not None or _running.versions != library_versions():
+        if (
+            _running is None
+            or _running.owner != os.getpid()
+            or _running.process.poll() is not None
+            or _running.versions != library_versions()
+        ):
             _running = Parent(given)
         return _running
 
@@ -202,8 +221,9 @@ def _fixed(given: dict[str, str]) -> dict[str, str]:
 
 
 def kill_tree(child: Child, grace: float | None = None) -> None:
-    """End a stage process and everything below it: SIGTERM, a grace period to save, then SIGKILL. Processes that moved to
-    another parent are found by their session. vLLM's get no SIGTERM: the step under way, which is to be finished, may still need them."""
+    """End a stage process and everything below it: SIGTERM, a grace period to save, then SIGKILL. Processes that moved
+    to another parent are found by their session. vLLM's get no SIGTERM: the step under way, which is to be finished,
+    may still need them."""
     import psutil
 
     grace = float(os.environ.get("POSTTRAIN_GRACE_SECONDS", GRACE_SECONDS)) if grace is None else grace

@@ -25,7 +25,8 @@ def champion(name: str, alias: str = "champion") -> str | None:
 def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "champion") -> dict[str, Any]:
     """Register the candidate, keep the decision with its evidence, move the alias on a positive one. Repeatable.
 
-    A decision that does not know who is in office by now, because another run promoted a model in between, moves nothing and says so.
+    A decision that does not know who is in office by now, because another run promoted a model in between, moves
+    nothing and says so.
 
     Returns {promoted, model, name, alias, version, reasons}.
     """
@@ -39,57 +40,121 @@ def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "cha
     kept = [entry for entry in model.history if entry["event"] == "decision" and entry["version"] == version]
     in_office = model.aliases.get(alias) == version
     if not kept or kept[-1]["evidence"] != decision or promoted != in_office:
-        office = registry.record_decision(name, version, promoted=promoted, evidence=decision, alias=alias, over=(decision.get("champion") or "").removeprefix("model:m-"))
+        office = registry.record_decision(
+            name,
+            version,
+            promoted=promoted,
+            evidence=decision,
+            alias=alias,
+            over=(decision.get("champion") or "").removeprefix("model:m-"),
+        )
         if office is not None:
-            promoted, reasons = False, [f"model:m-{office[:12]} holds model:{name}@{alias} by now, and this decision compared with {decision.get('champion') or 'no champion'}: promote again, so "
-                                        "that it is compared with the one in office.", *reasons]
+            promoted, reasons = (
+                False,
+                [
+                    (
+                        f"model:m-{office[:12]} holds model:{name}@{alias} by now, and this decision compared with"
+                        f" {decision.get('champion') or 'no champion'}: promote again, so that it is compared with the one"
+                        " in office."
+                    ),
+                    *reasons,
+                ],
+            )
     tracking.flush_registry(timeout=10)
-    return {"promoted": promoted, "model": found.ref, "name": name, "alias": alias, "version": version, "reasons": reasons}
+    return {
+        "promoted": promoted,
+        "model": found.ref,
+        "name": name,
+        "alias": alias,
+        "version": version,
+        "reasons": reasons,
+    }
 
 
 def evaluations_of(digest: str) -> list[dict[str, Any]]:
     """Stage records of evaluations that judged a model, newest first."""
-    return [record for record in reversed(records.users_of(digest))
-            if record["stage"] == "evaluate" and record["inputs"].get("model", {}).get("digest") == digest and not records.problems(record)]
+    return [
+        record
+        for record in reversed(records.users_of(digest))
+        if record["stage"] == "evaluate"
+        and record["inputs"].get("model", {}).get("digest") == digest
+        and not records.problems(record)
+    ]
 
 
-def evidence(candidate: str, *, name: str, alias: str, given: Mapping[str, str] = MappingProxyType({}), seed: int = 0, on_event=None) -> dict[str, str]:
-    """Inputs of the `promote` stage for a model: its newest evaluation, and the champion's under the same protocol and by the same
-    reward model, judge and reference (made now if there is none).
+def evidence(
+    candidate: str,
+    *,
+    name: str,
+    alias: str,
+    given: Mapping[str, str] = MappingProxyType({}),
+    seed: int = 0,
+    on_event=None,
+) -> dict[str, str]:
+    """Inputs of the `promote` stage for a model: its newest evaluation, and the champion's under the same protocol and
+    by the same reward model, judge and reference (made now if there is none).
 
-    given: inputs that are taken as they are, ``{input: ref}``; the rest is found for them, so that no champion is passed over because evidence was named.
+    given: inputs that are taken as they are, ``{input: ref}``; the rest is found for them, so that no champion is
+    passed over because evidence was named.
 
-    Raises ConfigError when the candidate was never evaluated on prompts, or nothing is known of the evaluation that was given and there is a champion.
+    Raises ConfigError when the candidate was never evaluated on prompts, or nothing is known of the evaluation that was
+    given and there is a champion.
     """
     from tasks.run import run_stage
 
     found = store.resolve(candidate, "model")
     if "candidate_samples" in given:
-        judged = [record for record in records.makers_of(store.resolve(given["candidate_samples"], "dataset").digest) if record["stage"] == "evaluate"]
+        judged = [
+            record
+            for record in records.makers_of(store.resolve(given["candidate_samples"], "dataset").digest)
+            if record["stage"] == "evaluate"
+        ]
     else:
         judged = [record for record in evaluations_of(found.digest) if "prompts" in record["inputs"]]
         if not judged:
-            raise ConfigError(f"{candidate} has no evaluation yet, so there is no evidence; run: posttrain stage evaluate "
-                              f"--input model={candidate} --input prompts=REF_OR_PATH")
+            raise ConfigError(
+                f"{candidate} has no evaluation yet, so there is no evidence; run: posttrain stage evaluate "
+                f"--input model={candidate} --input prompts=REF_OR_PATH"
+            )
     inputs = {"candidate": found.ref, **(outputs(judged[0], "candidate") if judged else {}), **given}
     office = champion(name, alias)
-    if office is None or store.resolve(office, "model").digest == found.digest or {"champion_samples", "champion_scores"} <= inputs.keys():
+    if (
+        office is None
+        or store.resolve(office, "model").digest == found.digest
+        or {"champion_samples", "champion_scores"} <= inputs.keys()
+    ):
         return inputs
     if not judged:
-        raise ConfigError(f"{given['candidate_samples']} was not made by stage evaluate of this store, so the champion cannot be evaluated likewise; give champion={office}, champion_samples=REF "
-                          f"and champion_scores=REF too, or another --name or --alias than {name}@{alias}")
+        raise ConfigError(
+            f"{given['candidate_samples']} was not made by stage evaluate of this store, so the champion cannot be"
+            f" evaluated likewise; give champion={office}, champion_samples=REF and champion_scores=REF too, or another"
+            f" --name or --alias than {name}@{alias}"
+        )
     mine = judged[0]
-    same = [record for record in evaluations_of(store.resolve(office, "model").digest) if _measured(record) == _measured(mine)]
+    same = [
+        record
+        for record in evaluations_of(store.resolve(office, "model").digest)
+        if _measured(record) == _measured(mine)
+    ]
     if same:
         return {"champion": office, **outputs(same[0], "champion"), **inputs}
     others = {key: given["ref"] for key, given in mine["inputs"].items() if key != "model"}
     result = run_stage("evaluate", {**others, "model": office}, mine["config"], seed=mine["seed"], on_event=on_event)
-    return {"champion": office, "champion_samples": result.outputs["samples"], "champion_scores": result.outputs["scores"], **inputs}
+    return {
+        "champion": office,
+        "champion_samples": result.outputs["samples"],
+        "champion_scores": result.outputs["scores"],
+        **inputs,
+    }
 
 
 def _measured(record: dict[str, Any]) -> tuple:
-    """What an evaluation's numbers depend on besides the model: its protocol, and the inputs that scored the answers."""
-    return record["metrics"].get("protocol_hash"), {name: given["digest"] for name, given in record["inputs"].items() if name != "model"}
+    """What an evaluation's numbers depend on besides the model: its protocol, and the inputs that scored the
+    answers.
+    """
+    return record["metrics"].get("protocol_hash"), {
+        name: given["digest"] for name, given in record["inputs"].items() if name != "model"
+    }
 
 
 def outputs(record: dict[str, Any], role: str) -> dict[str, str]:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def names_of(spec: StageSpec, name_as: str | None) -> dict[str, str]:
-    """Name under which each output is published: ``name_as`` for the first of its kind, ``name_as-<output>`` for others."""
+    """Name under which each output is published: ``name_as`` for the first of its kind, ``name_as-<output>`` for
+    others.
+    """
     found: dict[str, str] = {}
     taken: set[str] = set()
     models = [n for n, o in spec.outputs.items() if o.kind == "model"]
@@ -31,7 +33,16 @@ def names_of(spec: StageSpec, name_as: str | None) -> dict[str, str]:
     return found
 
 
-def publish(p: Prepared, workdir: Path, result: dict[str, Any], label: str, name_as: str | None, started: float, attempt: int, flow_run: dict[str, Any] | None) -> dict[str, Any]:
+def publish(
+    p: Prepared,
+    workdir: Path,
+    result: dict[str, Any],
+    label: str,
+    name_as: str | None,
+    started: float,
+    attempt: int,
+    flow_run: dict[str, Any] | None,
+) -> dict[str, Any]:
     """Verify the outputs, move them into the store (a plan on disk makes that repeatable) and write the record."""
     from storage.datasets import DatasetError, open_dataset
 
@@ -51,12 +62,22 @@ def publish(p: Prepared, workdir: Path, result: dict[str, Any], label: str, name
             try:
                 found = store.publish_dataset(source, names[name], digest)
             except DatasetError:
-                raise StageError(p.spec.name, f"output {name} is neither in the store nor whole at {source}; remove {workdir} and run again", key=p.key) from None
+                raise StageError(
+                    p.spec.name,
+                    f"output {name} is neither in the store nor whole at {source}; remove {workdir} and run again",
+                    key=p.key,
+                ) from None
         else:
-            found = store.publish_model(source, digest) if source.exists() else store.resolve(f"model:m-{digest}", "model")
+            found = (
+                store.publish_model(source, digest) if source.exists() else store.resolve(f"model:m-{digest}", "model")
+            )
         good, stat = store.check_output(found.kind, found.path, digest, None)
         if not good:
-            raise StageError(p.spec.name, f"output {name} at {found.path} does not match its digest; remove {workdir} and run again", key=p.key)
+            raise StageError(
+                p.spec.name,
+                f"output {name} at {found.path} does not match its digest; remove {workdir} and run again",
+                key=p.key,
+            )
         outputs[name] = {"kind": found.kind, "name": names[name], "ref": found.ref, "digest": digest, "path": found.path, "stat": stat, "role": output.get("role") or p.spec.outputs[name].role, "manifest": _manifest_summary(found.manifest)}  # fmt: skip
     finished = time.time()
     record = {
@@ -82,5 +103,20 @@ def _manifest_summary(manifest: dict[str, Any]) -> dict[str, Any]:
 
 def projected(record: dict[str, Any]) -> dict[str, Any]:
     """The part of a record that the MLflow projection shows."""
-    keys = ("outputs", "metrics", "perf", "warnings", "reports", "versions", "metrics_file", "perf_file", "attempts", "resumed_from")
-    return {**{k: record[k] for k in keys}, "record_path": str(records.record_path(record["key"])), "summary": record["metrics"]}
+    keys = (
+        "outputs",
+        "metrics",
+        "perf",
+        "warnings",
+        "reports",
+        "versions",
+        "metrics_file",
+        "perf_file",
+        "attempts",
+        "resumed_from",
+    )
+    return {
+        **{k: record[k] for k in keys},
+        "record_path": str(records.record_path(record["key"])),
+        "summary": record["metrics"],
+    }

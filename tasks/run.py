@@ -1,12 +1,13 @@
 """The body of every stage task, without Prefect: identity, cache, leases, the stage process, publishing.
 
     resolve references -> resolve config -> stage key -> a verified record exists? then it is the answer
-    -> lock of the key -> GPU slot (GPU stages only: `tasks/devices.py`) -> its process (`tasks/processes.py`) -> relay its events
-    -> verify and publish outputs -> stage record, written last and atomically (`tasks/publishing.py`) -> release
+    -> lock of the key -> GPU slot (GPU stages only: `tasks/devices.py`) -> its process (`tasks/processes.py`) -> relay
+    its events -> verify and publish outputs -> stage record, written last and atomically (`tasks/publishing.py`) ->
+    release
 
-Killed at any instant (this process, the stage process, the machine), the next call with the same key continues in the same
-work directory from the last complete checkpoint. ``tasks/stages.py`` wraps this in Prefect tasks; :func:`run_stage` itself
-needs neither Prefect nor a server, and tells everything it has to say through ``on_event``.
+Killed at any instant (this process, the stage process, the machine), the next call with the same key continues in the
+same work directory from the last complete checkpoint. ``tasks/stages.py`` wraps this in Prefect tasks;
+:func:`run_stage` itself needs neither Prefect nor a server, and tells everything it has to say through ``on_event``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, get_args
 
 from stages.registry import get_stage, stage_module_name
-from stages.spec import PROJECT_ROOT, ConfigError, StageConfig, StageSpec, closure_digest, library_versions, parse_config, stage_key
+from stages.spec import (
+    PROJECT_ROOT,
+    ConfigError,
+    StageConfig,
+    StageSpec,
+    closure_digest,
+    library_versions,
+    parse_config,
+    stage_key,
+)
 from storage import home, leases, outbox, records, registry, store, tracking, work
 from storage.files import atomic_write_json, read_json, refusal, sha256_text
 from tasks import mirror, processes
@@ -43,7 +53,8 @@ Event = dict[str, Any]
 @dataclass
 class StageResult:
     """What a stage gave. outputs: name -> pinned reference; paths: name -> directory; metrics: final numbers; perf:
-    ``tokens_per_second``, ``seconds``, ``peak_memory_mib`` where measured (of the run that did the work, also when cached)."""
+    ``tokens_per_second``, ``seconds``, ``peak_memory_mib`` where measured (of the run that did the work, also when
+    cached)."""
 
     stage: str
     key: str
@@ -99,28 +110,43 @@ def run_stage(
 ) -> StageResult:
     """Run one stage, or return what an identical run already gave.
 
-    name: a stage of ``stages/registry.py`` or the module path of one of your own. inputs: name -> reference, path, URL or hub
-    id; raw data files given for a dataset are ingested first. config: settings that differ from the defaults. name_as: name
-    under which outputs are published (default ``<stage>-<output>``). flow_run: ``RunRecord.as_flow_run(label)`` of the run it
-    belongs to. force: run again although a record exists. wait: wait for another process that runs the same key (False:
-    raise LeaseBusy). devices: number of GPUs, or of processes where there is none (each has a rank of its own; default
-    ``POSTTRAIN_DEVICES``, else 1; stages that cannot share their work take one). nodes: this machine among several (``tasks/nodes.py``),
-    each of which has so many.
+    name: a stage of ``stages/registry.py`` or the module path of one of your own. inputs: name -> reference, path, URL
+    or hub id; raw data files given for a dataset are ingested first. config: settings that differ from the defaults.
+    name_as: name under which outputs are published (default ``<stage>-<output>``). flow_run:
+    ``RunRecord.as_flow_run(label)`` of the run it belongs to. force: run again although a record exists. wait: wait for
+    another process that runs the same key (False: raise LeaseBusy). devices: number of GPUs, or of processes where
+    there is none (each has a rank of its own; default ``POSTTRAIN_DEVICES``, else 1; stages that cannot share their
+    work take one). nodes: this machine among several (``tasks/nodes.py``), each of which has so many.
 
     Raises ConfigError (settings or inputs), StoreError (a reference), StageError (the stage itself), LeaseBusy.
     """
     with sigterm_raises(), _refusals_told(name), mirror.beside(_teller(on_event), flow_run) as tell:
         prepared = prepare(name, inputs, config, seed=seed, flow_run=flow_run, on_event=on_event)
         label = (flow_run or {}).get("label") or prepared.spec.name
-        tell({"event": "prepared", "stage": prepared.spec.name, "label": label, "key": prepared.key, "config": prepared.resolved})
+        tell(
+            {
+                "event": "prepared",
+                "stage": prepared.spec.name,
+                "label": label,
+                "key": prepared.key,
+                "config": prepared.resolved,
+            }
+        )
         if nodes is not None and not prepared.spec.parallel:
-            raise ConfigError(f"--nodes {nodes.count}: stage {prepared.spec.name} runs on one device; leave --nodes out")
+            raise ConfigError(
+                f"--nodes {nodes.count}: stage {prepared.spec.name} runs on one device; leave --nodes out"
+            )
         if nodes is not None and nodes.rank > 0:
             return _take_part(prepared, nodes, label, force, tell, devices, wait)
         record = None if force else records.find(prepared.key)
         cached, unit = record is not None, outbox.unit_of(flow_run, label, prepared.key)
         if record is None:
-            with leases.acquire(f"stage-{prepared.key}", wait=wait, on_wait=lambda text: tell({"event": "waiting", "text": text}), on_poll=raise_if_stopped) as lock:
+            with leases.acquire(
+                f"stage-{prepared.key}",
+                wait=wait,
+                on_wait=lambda text: tell({"event": "waiting", "text": text}),
+                on_poll=raise_if_stopped,
+            ) as lock:
                 record = None if force else records.find(prepared.key)  # another process may just have finished it
                 cached = record is not None
                 if record is None:
@@ -156,7 +182,10 @@ def prepare(
             found = _ingest(spec, input_name, text, declared.kinds, seed, flow_run, on_event)
         kind = found.manifest.get("kind")
         if declared.kind == "dataset" and declared.kinds and kind not in declared.kinds:
-            raise ConfigError(f"input {input_name} of stage {spec.name}: {text} holds rows of kind {kind}, but {' or '.join(declared.kinds)} is needed; {_way(text, kind, declared.kinds)}")
+            raise ConfigError(
+                f"input {input_name} of stage {spec.name}: {text} holds rows of kind {kind}, but"
+                f" {' or '.join(declared.kinds)} is needed; {_way(text, kind, declared.kinds)}"
+            )
         resolved_inputs[input_name] = found
     module_name = stage_module_name(name)
     code = closure_digest(module_name, spec.resources)
@@ -170,8 +199,9 @@ def prepare(
 
 
 def _read_as(found: store.ResolvedInput, named: bool) -> str:
-    """What a raw file's name adds to its content. The ending, that of its compression aside, says how the bytes are read, as lines of text or as CSV, and so is part of what was given;
-    the whole name is where the stage writes it into its rows (``named``). Names in a directory are in its digest."""
+    """What a raw file's name adds to its content. The ending, that of its compression aside, says how the bytes are
+    read, as lines of text or as CSV, and so is part of what was given; the whole name is where the stage writes it into
+    its rows (``named``). Names in a directory are in its digest."""
     if found.kind == "file" and named:
         return f"/{Path(found.path).name}"
     if found.kind != "file" or not os.path.isfile(found.path):
@@ -182,12 +212,16 @@ def _read_as(found: store.ResolvedInput, named: bool) -> str:
 
 
 def _from_lineage(spec: StageSpec, given: dict[str, str], config: StageConfig) -> tuple[dict[str, str], StageConfig]:
-    """Inputs and settings with what the lineage says: the training data of a model, and the ancestors of which nothing is known."""
+    """Inputs and settings with what the lineage says: the training data of a model, and the ancestors of which nothing
+    is known.
+    """
     from tasks.training_data import training_data
 
     for name, declared in spec.inputs.items():
         model = given.get(declared.lineage_of) if declared.lineage_of else None
-        if model is not None and not any(given_name == name or given_name.startswith(name + ".") for given_name in given):
+        if model is not None and not any(
+            given_name == name or given_name.startswith(name + ".") for given_name in given
+        ):
             found, outside = training_data(model)
             given = given | {f"{name}.{label}": ref for label, ref in sorted(found.items())}
             config = config.model_copy(update={"outside": outside})
@@ -200,14 +234,25 @@ def _way(text: str, have: str | None, kinds: tuple[str, ...]) -> str:
 
     want = next((kind for kind in kinds if route(have, kind)), None)
     if want is None:
-        return f"{have} cannot be converted to that, so give another dataset (`posttrain ls datasets` shows the kind of each) or raw data"
+        return (
+            f"{have} cannot be converted to that, so give another dataset (`posttrain ls datasets` shows the kind of"
+            " each) or raw data"
+        )
     return f"convert it first: posttrain stage ingest --input data={text} --set kind={want}"
 
 
-def start_flow(recipe: str, config: dict[str, Any], *, run_id: str | None = None, parent: str | None = None, prefect: dict[str, Any] | None = None,
-               identity: str | None = None) -> records.RunRecord:
-    """Begin a flow run (a known ``run_id``, or the ``identity`` of one that did not finish, continues it): its record on disk and its
-    parent run in MLflow. What earlier runs left unsent is sent now, and MLflow runs of processes that died are closed."""
+def start_flow(
+    recipe: str,
+    config: dict[str, Any],
+    *,
+    run_id: str | None = None,
+    parent: str | None = None,
+    prefect: dict[str, Any] | None = None,
+    identity: str | None = None,
+) -> records.RunRecord:
+    """Begin a flow run (a known ``run_id``, or the ``identity`` of one that did not finish, continues it): its record
+    on disk and its parent run in MLflow. What earlier runs left unsent is sent now, and MLflow runs of processes that
+    died are closed."""
     run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect, identity=identity)
     for unit in outbox.pending():
         tracking.poke(unit)
@@ -216,7 +261,9 @@ def start_flow(recipe: str, config: dict[str, Any], *, run_id: str | None = None
 
 
 def finish_flow(run_id: str, status: str, error: str | None = None, *, timeout: float = 60.0) -> str | None:
-    """Close a flow run (FINISHED, FAILED, KILLED or WAITING) and wait, at most ``timeout`` seconds, until MLflow knows; its MLflow run id."""
+    """Close a flow run (FINISHED, FAILED, KILLED or WAITING) and wait, at most ``timeout`` seconds, until MLflow knows;
+    its MLflow run id.
+    """
     records.finish_run(run_id, status, error)
     run = records.get_run(run_id)
     deadline = time.monotonic() + timeout
@@ -231,28 +278,52 @@ def finish_flow(run_id: str, status: str, error: str | None = None, *, timeout: 
 # ---------------------------------------------------------------------------------------------------------------- inputs
 
 
-def _ingest(spec: StageSpec, name: str, text: str, kinds: tuple[str, ...], seed: int, flow_run: dict[str, Any] | None, on_event: Any) -> store.ResolvedInput:
+def _ingest(
+    spec: StageSpec,
+    name: str,
+    text: str,
+    kinds: tuple[str, ...],
+    seed: int,
+    flow_run: dict[str, Any] | None,
+    on_event: Any,
+) -> store.ResolvedInput:
     """Run raw data through the ingest stage, asking for the kind that the input wants."""
     ingest = get_stage("ingest")
     chosen = _matching_kind(ingest, text, kinds)
     if chosen and chosen not in get_args(ingest.Config.model_fields["kind"].annotation):
-        raise ConfigError(f"input {name} of stage {spec.name}: {text} is raw data, and rows of kind {' or '.join(kinds)} are what a stage makes; give its output as dataset:NAME@latest "
-                          "(`posttrain ls datasets` shows the kind of each)")
+        raise ConfigError(
+            f"input {name} of stage {spec.name}: {text} is raw data, and rows of kind {' or '.join(kinds)} are what a"
+            " stage makes; give its output as dataset:NAME@latest (`posttrain ls datasets` shows the kind of each)"
+        )
     settings = {"kind": chosen} if chosen and "kind" in ingest.Config.model_fields else {}
     flow = {**flow_run, "label": f"{flow_run.get('label') or spec.name}.ingest-{name}"} if flow_run else None
-    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text.split("@")[0].rstrip("/")).name.split(".")[0]).strip("-.") or "data"
+    stem = (
+        re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text.split("@")[0].rstrip("/")).name.split(".")[0]).strip("-.") or "data"
+    )
     suffix = f"-{chosen.split('/')[0]}" if chosen else ""
     told = (lambda event: on_event({"label": flow["label"] if flow else "ingest", **event})) if on_event else None
     try:
-        result = run_stage("ingest", {"data": text}, settings, seed=seed, name_as=f"{stem}{suffix}", flow_run=flow, on_event=told)
+        result = run_stage(
+            "ingest", {"data": text}, settings, seed=seed, name_as=f"{stem}{suffix}", flow_run=flow, on_event=told
+        )
     except StageError as error:
         if error.kind != "StageFailure":
             raise
         kind = f" --set kind={chosen}" if chosen else ""
-        raise StageError("ingest", f"{error.message} Settings of ingest are given to it alone: posttrain stage ingest --input data={text}{kind} --name-as {stem}{suffix} --set KEY=VALUE, "
-                         f"then --input {name}=dataset:{stem}{suffix}@latest.", kind=error.kind, log_path=error.log_path, key=error.key) from None
+        raise StageError(
+            "ingest",
+            f"{error.message} Settings of ingest are given to it alone: posttrain stage ingest --input"
+            f" data={text}{kind} --name-as {stem}{suffix} --set KEY=VALUE, then --input"
+            f" {name}=dataset:{stem}{suffix}@latest.",
+            kind=error.kind,
+            log_path=error.log_path,
+            key=error.key,
+        ) from None
     if "data" not in result.outputs:
-        raise ConfigError(f"input {name} of stage {spec.name}: {text} held no row of kind {' or '.join(kinds) or 'any'}; what was quarantined and why: posttrain show {result.outputs.get('quarantine') or result.key}")
+        raise ConfigError(
+            f"input {name} of stage {spec.name}: {text} held no row of kind {' or '.join(kinds) or 'any'}; what was"
+            f" quarantined and why: posttrain show {result.outputs.get('quarantine') or result.key}"
+        )
     return store.resolve(result.outputs["data"], "dataset")
 
 
@@ -269,7 +340,18 @@ def _matching_kind(ingest: Any, text: str, kinds: tuple[str, ...]) -> str | None
 # ------------------------------------------------------------------------------------------------------------ the process
 
 
-def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_run: dict[str, Any] | None, force: bool, tell: Callable[[Event], None], devices: int | None, wait: bool, nodes: Nodes | None) -> tuple[dict[str, Any], str]:
+def _run(
+    p: Prepared,
+    lock: leases.Lease,
+    label: str,
+    name_as: str | None,
+    flow_run: dict[str, Any] | None,
+    force: bool,
+    tell: Callable[[Event], None],
+    devices: int | None,
+    wait: bool,
+    nodes: Nodes | None,
+) -> tuple[dict[str, Any], str]:
     """Run the stage process to its end and publish; returns the new record and the name of its MLflow run."""
     workdir = home.work_dir(p.key)
     old, forced = records.read(p.key), read_json(workdir / "forced.json", {}).get("unit")
@@ -277,7 +359,9 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
         shutil.rmtree(workdir)  # a forced or a damaged result starts afresh; an interrupted forced run continues
         workdir.mkdir(parents=True)
     if force:
-        atomic_write_json(workdir / "forced.json", {"unit": uuid.uuid4().hex[:8]} | read_json(workdir / "forced.json", {}))
+        atomic_write_json(
+            workdir / "forced.json", {"unit": uuid.uuid4().hex[:8]} | read_json(workdir / "forced.json", {})
+        )
     attempt = _attempt(workdir)
     started = time.time()
     unit = outbox.unit_of(flow_run, label, p.key, read_json(workdir / "forced.json", {}).get("unit"))
@@ -289,7 +373,8 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
     }  # fmt: skip
     tracking.put(document)
     slots: list[leases.Lease] = []
-    if flow_run and not str(flow_run.get("recipe", "")).startswith("stage:"):  # a recipe, whose next steps will run, too
+    # a recipe, whose next steps will run, too
+    if flow_run and not str(flow_run.get("recipe", "")).startswith("stage:"):
         processes.expect()
     try:
         try:
@@ -307,7 +392,9 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
     except BaseException as error:
         status = "FAILED" if isinstance(error, Exception) else "KILLED"
         with contextlib.suppress(OSError):  # on a full disk the error itself is what must be told
-            tracking.put({**document, "status": status, "ended": time.time(), "error": str(error)[:4000] or type(error).__name__})
+            tracking.put(
+                {**document, "status": status, "ended": time.time(), "error": str(error)[:4000] or type(error).__name__}
+            )
             tracking.flush(unit, timeout=_tracking_wait())  # else MLflow shows it as running until the next command
         tell({"event": "ended", "status": status, "label": label, "key": p.key})
         raise
@@ -317,14 +404,21 @@ def _run(p: Prepared, lock: leases.Lease, label: str, name_as: str | None, flow_
 
 
 def _refuse_changes(p: Prepared, code: bool = False) -> None:
-    """Raise StageError where an input that lies outside the state directory is another one than the key says, since somebody wrote to it meanwhile; ``code``: or the stage's code
-    (before it is started: while it waited for its turn)."""
+    """Raise StageError where an input that lies outside the state directory is another one than the key says, since
+    somebody wrote to it meanwhile; ``code``: or the stage's code (before it is started: while it waited for its turn).
+    """
     changed = [f"input {name} at {found.path}" for name, found in p.inputs.items() if not store.unchanged(found)]
     if code and closure_digest(p.module, p.spec.resources) != p.code:
         changed.append("its code")
     if changed:
-        raise StageError(p.spec.name, f"{' and '.join(changed)} changed while it {'waited' if code else 'ran'}, so its result would be known by what it was not made of. Give the same command "
-                         f"again, which takes what is there now{'' if code else '; or put the old content back first, and it goes on from what this run has done'}.", kind="StageFailure", key=p.key)
+        raise StageError(
+            p.spec.name,
+            f"{' and '.join(changed)} changed while it {'waited' if code else 'ran'}, so its result would be known by"
+            " what it was not made of. Give the same command again, which takes what is there"
+            f" now{'' if code else '; or put the old content back first, and it goes on from what this run has done'}.",
+            kind="StageFailure",
+            key=p.key,
+        )
 
 
 def _attempt(workdir: Path) -> int:
@@ -346,8 +440,18 @@ def _finished_result(workdir: Path, p: Prepared) -> dict[str, Any] | None:
     return result
 
 
-def _process(p: Prepared, workdir: Path, lock: leases.Lease | None, device: str, devices: int, environment: dict[str, str], unit: str, tell: Callable[[Event], None],
-             nodes: Nodes | None = None, on_poll: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def _process(
+    p: Prepared,
+    workdir: Path,
+    lock: leases.Lease | None,
+    device: str,
+    devices: int,
+    environment: dict[str, str],
+    unit: str,
+    tell: Callable[[Event], None],
+    nodes: Nodes | None = None,
+    on_poll: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Start the stage's process and listen until it ends. Whatever ends this function ends everything it started."""
     if nodes is None:
         return _listen(p, workdir, lock, device, devices, environment, unit, tell)
@@ -372,8 +476,18 @@ def _process(p: Prepared, workdir: Path, lock: leases.Lease | None, device: str,
         nodes.end(workdir, failed)
 
 
-def _listen(p: Prepared, workdir: Path, lock: leases.Lease | None, device: str, devices: int, environment: dict[str, str], unit: str, tell: Callable[[Event], None],
-            nodes: Nodes | None = None, on_poll: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def _listen(
+    p: Prepared,
+    workdir: Path,
+    lock: leases.Lease | None,
+    device: str,
+    devices: int,
+    environment: dict[str, str],
+    unit: str,
+    tell: Callable[[Event], None],
+    nodes: Nodes | None = None,
+    on_poll: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """See :func:`_process`; of several nodes that of one."""
     if nodes is None or nodes.rank == 0:
         (workdir / "publish.json").unlink(missing_ok=True)
@@ -406,7 +520,11 @@ def _listen(p: Prepared, workdir: Path, lock: leases.Lease | None, device: str, 
                     done = event
                 else:
                     if kind in ("log", "warning"):
-                        log.write(f"[{kind}] {event.get('code', '')} {event.get('text', '')}\n".encode("utf-8", "backslashreplace"))
+                        log.write(
+                            f"[{kind}] {event.get('code', '')} {event.get('text', '')}\n".encode(
+                                "utf-8", "backslashreplace"
+                            )
+                        )
                         log.flush()
                     tell(event)
                     if unit:
@@ -427,7 +545,14 @@ def _listen(p: Prepared, workdir: Path, lock: leases.Lease | None, device: str, 
     if error and error.get("type") == "ConfigError":
         raise ConfigError(error["message"])
     if error:
-        raise StageError(p.spec.name, error["message"], kind=error["type"], tail="" if error["type"] in DELIBERATE else error.get("traceback") or tail, log_path=str(log_path), key=p.key)
+        raise StageError(
+            p.spec.name,
+            error["message"],
+            kind=error["type"],
+            tail="" if error["type"] in DELIBERATE else error.get("traceback") or tail,
+            log_path=str(log_path),
+            key=p.key,
+        )
     raise StageError(p.spec.name, _how_it_ended(code), tail=tail, log_path=str(log_path), key=p.key)
 
 
@@ -439,14 +564,21 @@ def _watch(p: Prepared, workdir: Path, nodes: Nodes, more: Callable[[], None]) -
 
 
 def _ended_with(p: Prepared, told: str) -> StageError:
-    return StageError(p.spec.name, f"{told}; this node ended with it, and the same command on every node goes on from the last checkpoint", kind="StageFailure", key=p.key)
+    return StageError(
+        p.spec.name,
+        f"{told}; this node ended with it, and the same command on every node goes on from the last checkpoint",
+        kind="StageFailure",
+        key=p.key,
+    )
 
 
 class _Published(Exception):
     """Node 0 has the result that another node was about to help with."""
 
 
-def _take_part(p: Prepared, nodes: Nodes, label: str, force: bool, tell: Callable[[Event], None], devices: int | None, wait: bool) -> StageResult:
+def _take_part(
+    p: Prepared, nodes: Nodes, label: str, force: bool, tell: Callable[[Event], None], devices: int | None, wait: bool
+) -> StageResult:
     """Node 1 and further: compute beside node 0 (wait for it where it has not begun), and give what it publishes."""
     workdir, before = home.work_dir(p.key), (records.read(p.key) or {}).get("finished") if force else None
 
@@ -460,9 +592,16 @@ def _take_part(p: Prepared, nodes: Nodes, label: str, force: bool, tell: Callabl
 
     if published() is None:
         devices = devices_of(p.spec, devices)
-        slots, device, environment = take_devices(p.spec, devices, wait, tell, engine_cards(p.config), group=f"gpu-node{nodes.rank}")
+        slots, device, environment = take_devices(
+            p.spec, devices, wait, tell, engine_cards(p.config), group=f"gpu-node{nodes.rank}"
+        )
         try:
-            tell({"event": "log", "text": f"node {nodes.rank} of {nodes.count}: joins node 0 at {nodes.address}:{nodes.port}"})
+            tell(
+                {
+                    "event": "log",
+                    "text": f"node {nodes.rank} of {nodes.count}: joins node 0 at {nodes.address}:{nodes.port}",
+                }
+            )
             with contextlib.suppress(_Published):
                 _process(p, workdir, None, device, devices, environment, "", tell, nodes, poll)
         finally:
@@ -479,23 +618,52 @@ def _take_part(p: Prepared, nodes: Nodes, label: str, force: bool, tell: Callabl
     return _told(_result(p, record, refs, paths, label, cached=False), tell)
 
 
-def _result(p: Prepared, record: dict[str, Any], refs: dict[str, str], paths: dict[str, str], label: str, cached: bool) -> StageResult:
+def _result(
+    p: Prepared, record: dict[str, Any], refs: dict[str, str], paths: dict[str, str], label: str, cached: bool
+) -> StageResult:
     """What a record says, its outputs at these references and paths."""
-    return StageResult(stage=p.spec.name, key=p.key, cached=cached, outputs=refs, paths=paths, metrics=record["metrics"], seconds=record["perf"].get("seconds", 0.0), warnings=record["warnings"],
-                       record_path=str(records.record_path(p.key)), perf=record["perf"], label=label, reports=record["reports"], versions=record["versions"])
+    return StageResult(
+        stage=p.spec.name,
+        key=p.key,
+        cached=cached,
+        outputs=refs,
+        paths=paths,
+        metrics=record["metrics"],
+        seconds=record["perf"].get("seconds", 0.0),
+        warnings=record["warnings"],
+        record_path=str(records.record_path(p.key)),
+        perf=record["perf"],
+        label=label,
+        reports=record["reports"],
+        versions=record["versions"],
+    )
 
 
 def _told(result: StageResult, tell: Callable[[Event], None]) -> StageResult:
     """The result, once its end is told."""
-    tell({"event": "cached" if result.cached else "finished", "stage": result.stage, "label": result.label, "key": result.key, "outputs": result.outputs, "metrics": result.metrics,
-          "seconds": result.seconds, "mlflow_run_id": result.mlflow_run_id})
+    tell(
+        {
+            "event": "cached" if result.cached else "finished",
+            "stage": result.stage,
+            "label": result.label,
+            "key": result.key,
+            "outputs": result.outputs,
+            "metrics": result.metrics,
+            "seconds": result.seconds,
+            "mlflow_run_id": result.mlflow_run_id,
+        }
+    )
     return result
 
 
 def _how_it_ended(code: int) -> str:
     if code < 0:
         name = signal.Signals(-code).name
-        more = "; the kernel does that when memory runs out: use a smaller batch, or close other programs" if code == -signal.SIGKILL else ""
+        more = (
+            "; the kernel does that when memory runs out: use a smaller batch, or close other programs"
+            if code == -signal.SIGKILL
+            else ""
+        )
         return f"its process was ended by {name}{more}"
     return f"its process ended with status {code} and no error message"
 
@@ -538,14 +706,30 @@ def _last_line(lines: queue.Queue) -> bytes | None:
     return None
 
 
-def _conclude(p: Prepared, record: dict[str, Any], cached: bool, unit: str, label: str, name_as: str | None, flow_run: dict[str, Any] | None, tell: Callable[[Event], None]) -> StageResult:
+def _conclude(
+    p: Prepared,
+    record: dict[str, Any],
+    cached: bool,
+    unit: str,
+    label: str,
+    name_as: str | None,
+    flow_run: dict[str, Any] | None,
+    tell: Callable[[Event], None],
+) -> StageResult:
     """Register models, note the stage in its flow run, bring MLflow up to date, and build the result."""
     names = names_of(p.spec, name_as)
     refs, paths = {}, {}
     for name, output in record["outputs"].items():
         refs[name], paths[name] = output["ref"], output["path"]
         if output["kind"] == "model":
-            registry.register(names[name], output["digest"], role=output["role"], stage=p.spec.name, key=p.key, run=(flow_run or {}).get("run_id") or "")
+            registry.register(
+                names[name],
+                output["digest"],
+                role=output["role"],
+                stage=p.spec.name,
+                key=p.key,
+                run=(flow_run or {}).get("run_id") or "",
+            )
         elif names[name] != output["name"]:
             again = store.also_as(output["path"], output["digest"], names[name])
             refs[name], paths[name] = again.ref, again.path
@@ -590,14 +774,19 @@ def _teller(on_event: Callable[[Event], Any] | None) -> Callable[[Event], None]:
         except Exception as error:
             if not complained:
                 complained.append(str(error))
-                print(f"a listener of stage events failed ({type(error).__name__}: {error}); the stage goes on", file=sys.stderr)
+                print(
+                    f"a listener of stage events failed ({type(error).__name__}: {error}); the stage goes on",
+                    file=sys.stderr,
+                )
 
     return tell
 
 
 @contextlib.contextmanager
 def _refusals_told(stage: str) -> Iterator[None]:
-    """A full disk or missing rights are no defect of the stage: one sentence that says what to do, in place of a traceback."""
+    """A full disk or missing rights are no defect of the stage: one sentence that says what to do, in place of a
+    traceback.
+    """
     try:
         yield
     except (StageError, ConfigError):

@@ -49,27 +49,45 @@ def stage_task(name: str) -> Task:
     """The Prefect task of a stage; its run is named `stage · label`."""
     gpu = get_stage(name).SPEC.gpu
 
-    def body(inputs: dict[str, str], config: dict[str, Any], seed: int, label: str, name_as: str | None,
-             flow_run: dict[str, Any] | None, force: bool):
+    def body(
+        inputs: dict[str, str],
+        config: dict[str, Any],
+        seed: int,
+        label: str,
+        name_as: str | None,
+        flow_run: dict[str, Any] | None,
+        force: bool,
+    ):
         return _run(name, gpu, inputs, config, seed, label, name_as, flow_run, force)
 
     body.__name__ = name
     body.__doc__ = (get_stage(name).__doc__ or "").strip()
-    return task(body, name=name, task_run_name=name + " · {label}", cache_policy=NO_CACHE, persist_result=False,
-                tags=["posttrain", "gpu"] if gpu else ["posttrain"])
+    return task(
+        body,
+        name=name,
+        task_run_name=name + " · {label}",
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        tags=["posttrain", "gpu"] if gpu else ["posttrain"],
+    )
 
 
 def _run(name, gpu, inputs, config, seed, label, name_as, flow_run, force):
     relay = Relay(label, get_run_logger())
     with gpu_slot() if gpu and not _known(name, inputs, config, seed, flow_run, force, relay) else nullcontext():
-        result = run_stage(name, inputs, config, seed=seed, name_as=name_as, flow_run=flow_run, force=force, on_event=relay)
+        result = run_stage(
+            name, inputs, config, seed=seed, name_as=name_as, flow_run=flow_run, force=force, on_event=relay
+        )
     value = small(result)
     relay.finish(value)
     if not result.cached:
         announce(value, by="stage" if str((flow_run or {}).get("recipe", "")).startswith("stage:") else "recipe")
-    return Completed(name="Cached" if result.cached else "Completed", data=value,
-                     message=f"verified record {result.key[:12]}" if result.cached else None,
-                     state_details=StateDetails(cache_key=result.key))
+    return Completed(
+        name="Cached" if result.cached else "Completed",
+        data=value,
+        message=f"verified record {result.key[:12]}" if result.cached else None,
+        state_details=StateDetails(cache_key=result.key),
+    )
 
 
 def _known(name, inputs, config, seed, flow_run, force, relay) -> bool:
@@ -80,7 +98,9 @@ def _known(name, inputs, config, seed, flow_run, force, relay) -> bool:
 
 @contextmanager
 def gpu_slot():
-    """A slot of the server's `gpu` limit; a server that lives for one run has none. The file lease below it is what cannot be fooled."""
+    """A slot of the server's `gpu` limit; a server that lives for one run has none. The file lease below it is what
+    cannot be fooled.
+    """
     if os.environ.get("POSTTRAIN_EMBEDDED"):
         yield
         return
@@ -91,8 +111,8 @@ def gpu_slot():
 
 
 def close_lost(flow_runs: list[str], current: str) -> None:
-    """End in Prefect what earlier attempts of a run left open when they were killed: nobody else would, and the UI would show them as
-    running for ever. `flow_runs` are all Prefect runs of it, `current` the one that goes on now."""
+    """End in Prefect what earlier attempts of a run left open when they were killed: nobody else would, and the UI
+    would show them as running for ever. `flow_runs` are all Prefect runs of it, `current` the one that goes on now."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
     from prefect.states import Cancelled, Crashed
@@ -100,11 +120,17 @@ def close_lost(flow_runs: list[str], current: str) -> None:
     mine, active = {"id": {"any_": flow_runs}}, {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
     try:
         with get_client(sync_client=True) as client:
-            for lost in client.read_task_runs(flow_run_filter=FlowRunFilter.model_validate(mine), task_run_filter=TaskRunFilter.model_validate(active)):
-                client.set_task_run_state(lost.id, Crashed(message="its process died; a later attempt goes on"), force=True)
+            for lost in client.read_task_runs(
+                flow_run_filter=FlowRunFilter.model_validate(mine), task_run_filter=TaskRunFilter.model_validate(active)
+            ):
+                client.set_task_run_state(
+                    lost.id, Crashed(message="its process died; a later attempt goes on"), force=True
+                )
             for lost in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({**mine, **active})):
                 if str(lost.id) != current:  # not Crashed: that would have it rescheduled beside this one
-                    client.set_flow_run_state(lost.id, Cancelled(message=f"continued by flow run {current}"), force=True)
+                    client.set_flow_run_state(
+                        lost.id, Cancelled(message=f"continued by flow run {current}"), force=True
+                    )
     except Exception as error:  # for the eye only
         get_run_logger().warning("earlier attempts stay open in Prefect: %s", error)
 
@@ -136,8 +162,13 @@ class Relay:
         if now - self.last_metric >= ARTIFACT_SECONDS:
             self.last_metric = now
             values = event.get("metrics") or {}
-            self.logger.info("step %s  %s", event.get("step"), "  ".join(
-                f"{key}={value:.4g}" for key, value in list(values.items())[:8] if isinstance(value, (int, float))))
+            self.logger.info(
+                "step %s  %s",
+                event.get("step"),
+                "  ".join(
+                    f"{key}={value:.4g}" for key, value in list(values.items())[:8] if isinstance(value, (int, float))
+                ),
+            )
 
     def _progress(self, event):
         now = time.monotonic()
@@ -154,9 +185,12 @@ class Relay:
 
         def write():
             if self.artifact is None:
-                self.artifact = create_progress_artifact(progress=percent, key=key_of("progress", self.label), description=told)
+                self.artifact = create_progress_artifact(
+                    progress=percent, key=key_of("progress", self.label), description=told
+                )
             else:
                 update_progress_artifact(self.artifact, progress=percent, description=told)
+
         self._try("progress artifact", write)
 
     def _report(self, event):
@@ -164,8 +198,14 @@ class Relay:
 
         if event.get("markdown"):  # the file that holds the page
             name = event.get("name", "report")
-            self._try("report artifact", lambda: create_markdown_artifact(
-                key=key_of(self.label, name), markdown=Path(event["markdown"]).read_text("utf-8"), description=f"{self.label}: {name.replace('-', ' ')}"))
+            self._try(
+                "report artifact",
+                lambda: create_markdown_artifact(
+                    key=key_of(self.label, name),
+                    markdown=Path(event["markdown"]).read_text("utf-8"),
+                    description=f"{self.label}: {name.replace('-', ' ')}",
+                ),
+            )
 
     def _waiting(self, event):
         self.logger.info(event.get("text", ""))
@@ -181,10 +221,23 @@ class Relay:
         url = outbox.link(value["mlflow_run_id"]).get("url") if value["mlflow_run_id"] else None
         if str(url).startswith("http"):
             self.logger.info("MLflow: %s", url)
-            self._try("link artifact", lambda: create_link_artifact(
-                key=key_of("mlflow", self.label), link=url, link_text=f"{self.label} in MLflow", description=f"{self.label}: curves, figures and parameters in MLflow"))
-        self._try("summary artifact", lambda: create_markdown_artifact(
-            key=key_of("result", self.label), markdown=summary(self.label, value), description=f"{self.label}: outputs, numbers and warnings"))
+            self._try(
+                "link artifact",
+                lambda: create_link_artifact(
+                    key=key_of("mlflow", self.label),
+                    link=url,
+                    link_text=f"{self.label} in MLflow",
+                    description=f"{self.label}: curves, figures and parameters in MLflow",
+                ),
+            )
+        self._try(
+            "summary artifact",
+            lambda: create_markdown_artifact(
+                key=key_of("result", self.label),
+                markdown=summary(self.label, value),
+                description=f"{self.label}: outputs, numbers and warnings",
+            ),
+        )
 
     def _try(self, what: str, action: Callable[[], Any]) -> None:
         """Artifacts are for the eye: a server that is away is told once and never stops training."""
@@ -204,13 +257,22 @@ def key_of(*parts: str) -> str:
 
 def summary(label: str, value: dict) -> str:
     """Markdown of one stage result."""
-    lines = [f"## {label}", "", f"stage `{value['stage']}`, key `{value['key'][:16]}`, "
-             + ("**cached**" if value["cached"] else f"{value['seconds']:.1f} s"), ""]
+    lines = [
+        f"## {label}",
+        "",
+        f"stage `{value['stage']}`, key `{value['key'][:16]}`, "
+        + ("**cached**" if value["cached"] else f"{value['seconds']:.1f} s"),
+        "",
+    ]
     if value["outputs"]:
-        lines += ["| output | ref |", "| --- | --- |"] + [f"| {k} | `{v}` |" for k, v in value["outputs"].items()] + [""]
+        lines += (
+            ["| output | ref |", "| --- | --- |"] + [f"| {k} | `{v}` |" for k, v in value["outputs"].items()] + [""]
+        )
     numbers = {k: v for k, v in value["metrics"].items() if isinstance(v, (int, float))}
     if numbers:
-        lines += ["| metric | value |", "| --- | --- |"] + [f"| {k} | {v:.6g} |" for k, v in sorted(numbers.items())] + [""]
+        lines += (
+            ["| metric | value |", "| --- | --- |"] + [f"| {k} | {v:.6g} |" for k, v in sorted(numbers.items())] + [""]
+        )
     lines += [f"- warning {one.get('code')}: {one.get('text')}" for one in value.get("warnings") or []]
     return "\n".join(lines)
 
@@ -233,8 +295,15 @@ def announce(value: dict, *, by: str) -> None:
             continue
         name, _, digest = rest.partition("@")
         manifest = open_dataset(value["paths"][output]).manifest
-        emit_event("posttrain.dataset.published",
-                   resource={"prefect.resource.id": f"posttrain.dataset.{name}", "prefect.resource.name": name,
-                             "posttrain.stage": value["stage"], "posttrain.output": output,
-                             "posttrain.kind": manifest["kind"], "posttrain.published-by": by},
-                   payload={"ref": ref, "name": name, "digest": digest, "kind": manifest["kind"], "rows": manifest["rows"]})
+        emit_event(
+            "posttrain.dataset.published",
+            resource={
+                "prefect.resource.id": f"posttrain.dataset.{name}",
+                "prefect.resource.name": name,
+                "posttrain.stage": value["stage"],
+                "posttrain.output": output,
+                "posttrain.kind": manifest["kind"],
+                "posttrain.published-by": by,
+            },
+            payload={"ref": ref, "name": name, "digest": digest, "kind": manifest["kind"], "rows": manifest["rows"]},
+        )

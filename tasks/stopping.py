@@ -8,19 +8,29 @@ import threading
 from contextvars import ContextVar
 from typing import Any, Iterator
 
-DELIBERATE = ("StageFailure", "TrainingError")  # a stage refused what it was given: its message says all, and trying again changes nothing
+# a stage refused what it was given: its message says all, and trying again changes nothing
+DELIBERATE = ("StageFailure", "TrainingError")
 
 
 class StageError(RuntimeError):
     """A stage that failed: its own message, the last lines of its log, and where the rest is."""
 
     def __init__(self, stage: str, message: str, *, kind: str = "", tail: str = "", log_path: str = "", key: str = ""):
-        self.stage, self.message, self.kind, self.tail, self.log_path, self.key = stage, message, kind, tail, log_path, key
+        self.stage, self.message, self.kind, self.tail, self.log_path, self.key = (
+            stage,
+            message,
+            kind,
+            tail,
+            log_path,
+            key,
+        )
         text = f"stage {stage} failed: {kind + ': ' if kind and kind not in DELIBERATE else ''}{message}"
         if tail.strip():
             text += "\n  last lines of its log:\n    " + "\n    ".join(tail.strip().splitlines()[-15:])
         if log_path:
-            text += f"\n  whole log: {log_path}" + ("" if kind in DELIBERATE else "\n  run the same command again to continue from the last checkpoint")
+            text += f"\n  whole log: {log_path}" + (
+                "" if kind in DELIBERATE else "\n  run the same command again to continue from the last checkpoint"
+            )
         super().__init__(text)
 
     def __reduce__(self):
@@ -47,12 +57,14 @@ def raise_if_stopped() -> None:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Keep SIGINT and SIGTERM until the end of the block: an exception raised while a process is being started would leave it without
-    anybody who knows of it."""
+    """Keep SIGINT and SIGTERM until the end of the block: an exception raised while a process is being started would
+    leave it without anybody who knows of it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(number))}
+    handlers = {
+        number: handler for number in (signal.SIGINT, signal.SIGTERM) if callable(handler := signal.getsignal(number))
+    }
     came: list[int] = []
     for number in handlers:
         signal.signal(number, lambda signum, frame: came.append(signum))
@@ -68,7 +80,10 @@ def signals_held() -> Iterator[None]:
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
     """Turn SIGTERM into an exception while a stage runs, unless somebody (Prefect) already does."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
         yield
         return
 

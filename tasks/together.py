@@ -1,7 +1,8 @@
 """Independent parts of a run at the same time: arms, trials, seeds, as many as this machine has slots for GPU stages.
 
-Each part runs in a thread of its own, in a copy of the caller's context, so that its stages are tasks of the same Prefect flow run.
-Leases decide which GPU a stage gets. Whatever ends the caller (a cancelled run, Ctrl-C) ends the stage processes of all parts.
+Each part runs in a thread of its own, in a copy of the caller's context, so that its stages are tasks of the same
+Prefect flow run. Leases decide which GPU a stage gets. Whatever ends the caller (a cancelled run, Ctrl-C) ends the
+stage processes of all parts.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ T = TypeVar("T")
 
 
 def at_once() -> int:
-    """How many GPU stages fit this machine at a time: its slots by the devices of each; 1 where there is no GPU and POSTTRAIN_GPU_SLOTS is not set."""
+    """How many GPU stages fit this machine at a time: its slots by the devices of each; 1 where there is no GPU and
+    POSTTRAIN_GPU_SLOTS is not set.
+    """
     return max(1, gpu_slots() // wanted_devices())
 
 
 def together(parts: Sequence[Callable[[], T]], limit: int | None = None) -> list[T]:
     """The parts' results in their order, `limit` parts at a time (default :func:`at_once`; inside a part: one).
 
-    After a part has failed no further one starts, those that run go to their end, and the error of the first in order is raised.
+    After a part has failed no further one starts, those that run go to their end, and the error of the first in order
+    is raised.
     """
     limit = 1 if STOPPED.get() is not None else at_once() if limit is None else limit
     if limit <= 1 or len(parts) <= 1:
@@ -37,7 +41,8 @@ def together(parts: Sequence[Callable[[], T]], limit: int | None = None) -> list
     results: list = [None] * len(parts)
     errors: list[BaseException | None] = [None] * len(parts)
     waiting = [(i, part, copy_context()) for i, part in enumerate(parts)]
-    ends = [threading.Event() for _ in range(min(limit, len(parts)))]  # not Thread.join: once interrupted it takes a running thread for ended
+    # not Thread.join: once interrupted it takes a running thread for ended
+    ends = [threading.Event() for _ in range(min(limit, len(parts)))]
 
     def work(end: threading.Event) -> None:
         try:

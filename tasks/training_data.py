@@ -11,11 +11,12 @@ from storage import lineage, store
 
 
 def training_data(model: str) -> tuple[dict[str, str], list[str]]:
-    """({label: dataset ref}, models brought from outside) of everything in a model's lineage that a model was trained on.
+    """({label: dataset ref}, models brought from outside) of everything in a model's lineage that a model was trained
+    on.
 
-    A label is the dataset's name with the beginning of its digest, and the split that was trained on where the stage's settings say so
-    (``maths-1a2b3c4d.train``). Datasets that only judged (``InputSpec.held_out``) are left out. Where a stage learned from rows without text (captured
-    distributions, rollouts), what these were made of counts.
+    A label is the dataset's name with the beginning of its digest, and the split that was trained on where the stage's
+    settings say so (``maths-1a2b3c4d.train``). Datasets that only judged (``InputSpec.held_out``) are left out. Where a
+    stage learned from rows without text (captured distributions, rollouts), what these were made of counts.
     """
     found: dict[str, str] = {}
     outside: list[str] = []
@@ -42,7 +43,14 @@ def training_data(model: str) -> tuple[dict[str, str], list[str]]:
             for child in maker["inputs"].values():
                 add(child, (maker.get("config") or {}).get("split"))
             return
-        name = re.sub(r"[^A-Za-z0-9_-]+", "-", node["ref"].removeprefix("dataset:").split("@")[0].rstrip("/").rpartition("/")[2]) or "data"
+        name = (
+            re.sub(
+                r"[^A-Za-z0-9_-]+",
+                "-",
+                node["ref"].removeprefix("dataset:").split("@")[0].rstrip("/").rpartition("/")[2],
+            )
+            or "data"
+        )
         found.setdefault(f"{name}-{node['digest'][:8]}" + (f".{split}" if split else ""), node["ref"])
 
     visit(lineage.tree(model))
@@ -54,7 +62,9 @@ def training_data(model: str) -> tuple[dict[str, str], list[str]]:
 
 
 def _judges(stage: str, name: str) -> bool:
-    """Whether an input of a stage is held out from what it trains; False for stages and inputs that are no longer known."""
+    """Whether an input of a stage is held out from what it trains; False for stages and inputs that are no longer
+    known.
+    """
     try:
         return get_stage(stage).SPEC.input_spec(name).held_out
     except ConfigError:

@@ -10,8 +10,9 @@ from tests.serving import serving
 
 @contextlib.contextmanager
 def chat_server(choice=None):
-    """Yields a server: ``choice(body)`` makes the one choice of an answer, the whole answer as bytes, or the HTTP status of a refusal; ``seen`` are the requests' bodies, ``calls`` their (path,
-    Authorization), ``url`` the endpoint, ``most`` the requests that were under way at once, ``usage`` what it says of tokens."""
+    """Yields a server: ``choice(body)`` makes the one choice of an answer, the whole answer as bytes, or the HTTP
+    status of a refusal; ``seen`` are the requests' bodies, ``calls`` their (path, Authorization), ``url`` the endpoint,
+    ``most`` the requests that were under way at once, ``usage`` what it says of tokens."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -30,7 +31,15 @@ def chat_server(choice=None):
             if isinstance(choice, int):
                 self.send_header("Retry-After", "0.2")
             self.end_headers()
-            self.wfile.write(b"no" if isinstance(choice, int) else choice if isinstance(choice, bytes) else json.dumps({"choices": [choice]} | ({"usage": server.usage} if server.usage else {})).encode())
+            self.wfile.write(
+                b"no"
+                if isinstance(choice, int)
+                else (
+                    choice
+                    if isinstance(choice, bytes)
+                    else json.dumps({"choices": [choice]} | ({"usage": server.usage} if server.usage else {})).encode()
+                )
+            )
 
         def log_message(self, *args):
             pass

@@ -24,12 +24,16 @@ def silent(event):
 
 
 def random_value_head(hidden_size: int, seed: int = 1):
-    """A value head that has learned something: with the zeros that critics start from, no gradient reaches the trunk."""
+    """A value head that has learned something: with the zeros that critics start from, no gradient reaches the
+    trunk.
+    """
     import torch
 
     from stages.policy.critics import new_value_head
 
     head = new_value_head(hidden_size)
     with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)) / (hidden_size + 1) ** 0.5)
+        head.weight.copy_(
+            torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)) / (hidden_size + 1) ** 0.5
+        )
     return head

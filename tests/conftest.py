@@ -1,7 +1,8 @@
 """How the suite is spread over processes, and the processes that tests share.
 
-The tests of one file stay together, since they share models; all that speak to the Prefect server share one. Whatever takes longest goes
-first, and alone where it shares nothing, so that no process is left with a long file when the others have finished.
+The tests of one file stay together, since they share models; all that speak to the Prefect server share one. Whatever
+takes longest goes first, and alone where it shares nothing, so that no process is left with a long file when the others
+have finished.
 """
 
 import gc
@@ -12,7 +13,12 @@ import tempfile
 import pytest
 
 SERVERS = ("flows/test_servers.py", "flows/test_browser.py", "flows/test_people.py")
-ALONE = ("training/test_distributed.py", "training/test_resume.py", "training/test_rank_kill.py", "training/test_options.py::test_compiled_forward_trains_alike")
+ALONE = (
+    "training/test_distributed.py",
+    "training/test_resume.py",
+    "training/test_rank_kill.py",
+    "training/test_options.py::test_compiled_forward_trains_alike",
+)
 LONG = ("/training/", "/platform/", "/reward/")
 
 
@@ -24,12 +30,15 @@ def group(nodeid: str) -> str:
 
 
 def pytest_configure(config):
-    """Whatever a test's processes leave behind, killed ones above all, lies in one directory, which goes when the suite ends; pytest keeps its own where it always does."""
+    """Whatever a test's processes leave behind, killed ones above all, lies in one directory, which goes when the suite
+    ends; pytest keeps its own where it always does.
+    """
     if hasattr(config, "workerinput"):  # a process of xdist has the environment of the one that started it
         return
     before, scratch = dict(os.environ), tempfile.mkdtemp(prefix="posttrain-tests-")
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "torchinductor"))  # compiled kernels serve the next suite, too
+    # compiled kernels serve the next suite, too
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "torchinductor"))
     os.environ["TMPDIR"], tempfile.tempdir = scratch, None
 
     def put_back():
@@ -45,13 +54,23 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):  # in one process: as collected
-        items.sort(key=lambda item: 0 if group(item.nodeid) == "servers" else 1 if group(item.nodeid) == item.nodeid else
-                   2 if any(name in item.nodeid for name in LONG) else 3)
+        items.sort(
+            key=lambda item: (
+                0
+                if group(item.nodeid) == "servers"
+                else 1
+                if group(item.nodeid) == item.nodeid
+                else 2
+                if any(name in item.nodeid for name in LONG)
+                else 3
+            )
+        )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    gc.disable()  # what collecting tests imports stays; looking through all of it again and again takes a quarter of that time
+    # what collecting tests imports stays; looking through all of it again and again takes a quarter of that time
+    gc.disable()
     try:
         return (yield)
     finally:
@@ -60,7 +79,8 @@ def pytest_collection(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    # not --dist loadgroup: pytest-xdist 3.8 sets a name that pytest 9.2 no longer reads, and its groups fall apart without a word
+    # not --dist loadgroup: pytest-xdist 3.8 sets a name that pytest 9.2 no longer reads, and its groups fall apart
+    # without a word
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
@@ -72,7 +92,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory):
-    """``forks.run(SPEC.json)``: stages in processes forked from warm parents, on several ranks too (tests/processes.py)."""
+    """``forks.run(SPEC.json)``: stages in processes forked from warm parents, on several ranks too
+    (tests/processes.py).
+    """
     from tests.processes import Forks
 
     return Forks(tmp_path_factory.mktemp("processes"))

@@ -1,4 +1,6 @@
-"""A server with the part of the Hugging Face Hub's interface that uploads go through: real HTTP on this machine, repositories in memory."""
+"""A server with the part of the Hugging Face Hub's interface that uploads go through: real HTTP on this machine,
+repositories in memory.
+"""
 
 import base64
 import contextlib
@@ -14,7 +16,9 @@ USER, TOKEN, READS_ONLY = "me", "hf_writes", "hf_reads"
 
 @contextlib.contextmanager
 def hub_server():
-    """Yields a server: ``url``; ``repos``: {(kind, OWNER/NAME): {"private", "files": {path: bytes}, "commits": [message]}}; ``calls``: (method, path); ``blobs``: what came by LFS."""
+    """Yields a server: ``url``; ``repos``: {(kind, OWNER/NAME): {"private", "files": {path: bytes}, "commits":
+    [message]}}; ``calls``: (method, path); ``blobs``: what came by LFS.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -53,11 +57,27 @@ def hub_server():
                     return self.refuse(403, "You don't have the rights to create a repository under this namespace")
                 if key in server.repos:
                     return self.refuse(409, f"You already created this {key[0]} repo")
-                server.repos[key] = {"private": given.get("visibility") == "private", "files": {".gitattributes": b"*.safetensors lfs\n"}, "commits": []}
+                server.repos[key] = {
+                    "private": given.get("visibility") == "private",
+                    "files": {".gitattributes": b"*.safetensors lfs\n"},
+                    "commits": [],
+                }
                 return self.answer(value={"url": f"{server.url}/{key[1]}", "name": key[1]})
             if path.endswith(".git/info/lfs/objects/batch"):
-                return self.answer(value={"transfer": "basic", "objects": [{"oid": one["oid"], "size": one["size"], "authenticated": True} | ({} if one["oid"] in server.blobs else {
-                    "actions": {"upload": {"href": f"{server.url}/storage/{one['oid']}"}}}) for one in json.loads(body)["objects"]]})
+                return self.answer(
+                    value={
+                        "transfer": "basic",
+                        "objects": [
+                            {"oid": one["oid"], "size": one["size"], "authenticated": True}
+                            | (
+                                {}
+                                if one["oid"] in server.blobs
+                                else {"actions": {"upload": {"href": f"{server.url}/storage/{one['oid']}"}}}
+                            )
+                            for one in json.loads(body)["objects"]
+                        ],
+                    }
+                )
             if path == "/api/validate-yaml":
                 return self.answer(value={"errors": [], "warnings": []})
             repo = self.repo_in(path)
@@ -65,14 +85,38 @@ def hub_server():
                 return self.refuse(404, "Repository not found", X_Error_Code="RepoNotFound")
             what = path.split("/")[5:]
             if not what or what[0] == "revision":
-                return self.answer(value={"id": "/".join(path.split("/")[3:5]), "private": repo["private"], "sha": "0" * 40, "siblings": [], "tags": []})
+                return self.answer(
+                    value={
+                        "id": "/".join(path.split("/")[3:5]),
+                        "private": repo["private"],
+                        "sha": "0" * 40,
+                        "siblings": [],
+                        "tags": [],
+                    }
+                )
             if what[0] == "tree":
-                return self.answer(value=[{"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()} for name, data in sorted(repo["files"].items())])
+                return self.answer(
+                    value=[
+                        {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                        for name, data in sorted(repo["files"].items())
+                    ]
+                )
             if token == READS_ONLY:
                 return self.refuse(403, "Your token has no write access to this repo")
             if what[0] == "preupload":
                 large = lambda name: name.endswith((".safetensors", ".parquet"))  # noqa: E731
-                return self.answer(value={"files": [{"path": f["path"], "uploadMode": "lfs" if large(f["path"]) else "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]})
+                return self.answer(
+                    value={
+                        "files": [
+                            {
+                                "path": f["path"],
+                                "uploadMode": "lfs" if large(f["path"]) else "regular",
+                                "shouldIgnore": False,
+                            }
+                            for f in json.loads(body)["files"]
+                        ]
+                    }
+                )
             if what[0] == "commit":
                 for line in map(json.loads, body.splitlines()):
                     key, value = line["key"], line["value"]
@@ -86,7 +130,13 @@ def hub_server():
                         repo["files"][value["path"]] = data
                     elif key == "deletedFile":
                         del repo["files"][value["path"]]
-                return self.answer(value={"success": True, "commitUrl": f"{server.url}/{'/'.join(path.split('/')[3:5])}/commit/{len(repo['commits'])}", "commitOid": "1" * 40})
+                return self.answer(
+                    value={
+                        "success": True,
+                        "commitUrl": f"{server.url}/{'/'.join(path.split('/')[3:5])}/commit/{len(repo['commits'])}",
+                        "commitOid": "1" * 40,
+                    }
+                )
             self.refuse(404, f"no such thing: {path} {parse_qs(urlsplit(self.path).query)}")
 
         do_GET = do_POST = do_PUT = handle_any

@@ -1,7 +1,9 @@
-"""Closed-form answers on small action sets, against which trainers and losses are tested (KLOPT, da.kl_optimum, da.psipo).
+"""Closed-form answers on small action sets, against which trainers and losses are tested (KLOPT, da.kl_optimum,
+da.psipo).
 
 Everything is exact over an enumerated set of actions; arrays are float64 numpy.
 """
+
 from __future__ import annotations
 
 import numpy as np
@@ -12,17 +14,26 @@ def _f64(x):
 
 
 def kl_optimum(ref, rewards, beta: float) -> dict:
-    """pi* ~ ref exp(r / beta) maximises E[r] - beta KL(pi||ref): Z, pi, kl, expected_reward and the value beta log Z."""
+    """pi* ~ ref exp(r / beta) maximises E[r] - beta KL(pi||ref): Z, pi, kl, expected_reward and the value beta log
+    Z.
+    """
     ref, r = _f64(ref), _f64(rewards)
     weights = ref * np.exp(r / beta)
     Z = weights.sum()
     pi = weights / Z
-    return {"Z": Z, "pi": pi, "objective": beta * np.log(Z), "kl": float((pi * np.log(pi / ref)).sum()),
-            "expected_reward": float(pi @ r)}
+    return {
+        "Z": Z,
+        "pi": pi,
+        "objective": beta * np.log(Z),
+        "kl": float((pi * np.log(pi / ref)).sum()),
+        "expected_reward": float(pi @ r),
+    }
 
 
 def psi_po_optimum(ref, preference, tau: float, psi: str = "identity", mu=None) -> dict:
-    """pi*(y) ~ ref(y) exp(E_{y'~mu} Psi(p(y > y')) / tau); preference[i][j] = P(i > j), mu uniform by default (da.psipo)."""
+    """pi*(y) ~ ref(y) exp(E_{y'~mu} Psi(p(y > y')) / tau); preference[i][j] = P(i > j), mu uniform by default
+    (da.psipo).
+    """
     ref, P = _f64(ref), _f64(preference)
     mu = np.full(len(ref), 1 / len(ref)) if mu is None else _f64(mu)
     if psi == "logit":
@@ -83,7 +94,9 @@ def natural_step(logits, action_values, max_kl: float, damping: float = 0.0) -> 
 
 
 def nash_md_step(policy, ref, preference, tau: float, eta: float):
-    """(mixture, next policy) of tabular Nash-MD: mixture ~ pi^(1 - eta tau) ref^(eta tau), next ~ mixture exp(eta P(y > mixture)) (NASH)."""
+    """(mixture, next policy) of tabular Nash-MD: mixture ~ pi^(1 - eta tau) ref^(eta tau), next ~ mixture exp(eta P(y >
+    mixture)) (NASH).
+    """
     mixture = geometric_mixture(np.log(_f64(policy)), np.log(_f64(ref)), eta * tau)
     weights = mixture * np.exp(eta * (_f64(preference) @ mixture))
     return mixture, weights / weights.sum()

@@ -1,8 +1,10 @@
-"""Stage processes forked from parents that have imported everything: what takes a new interpreter seconds takes these milliseconds.
+"""Stage processes forked from parents that have imported everything: what takes a new interpreter seconds takes these
+milliseconds.
 
-For tests of what a stage writes when it is killed, continued, or shared among ranks. The parents are the product's (``stages/running/warm.py``), but they
-have imported the stages, too, and fork ranks and other functions. Two of them serve in turn, with hash seeds of their own, since processes that must
-agree (ranks, a run and its continuation) must do so whatever the order of their sets is.
+For tests of what a stage writes when it is killed, continued, or shared among ranks. The parents are the product's
+(``stages/running/warm.py``), but they have imported the stages, too, and fork ranks and other functions. Two of them
+serve in turn, with hash seeds of their own, since processes that must agree (ranks, a run and its continuation) must do
+so whatever the order of their sets is.
 """
 
 import gc
@@ -27,7 +29,9 @@ class Process:
         self.log = log
         environment = {**environment, "POSTTRAIN_PARENT_PID": str(os.getpid())}
         with open(log, "wb") as file:
-            self.forked: Forked = parent.start({"target": target, "arguments": arguments, "environment": environment}, file, stdout=file)
+            self.forked: Forked = parent.start(
+                {"target": target, "arguments": arguments, "environment": environment}, file, stdout=file
+            )
         self.poll = self.forked.poll
 
     def kill(self) -> None:
@@ -63,7 +67,10 @@ class Group:
             time.sleep(0.005)
         code = self.poll()
         self.kill()
-        assert code == 0, "\n".join(f"process {i} of {len(self.processes)} ended with {p.poll()}: {p.said()}" for i, p in enumerate(self.processes))
+        assert code == 0, "\n".join(
+            f"process {i} of {len(self.processes)} ended with {p.poll()}: {p.said()}"
+            for i, p in enumerate(self.processes)
+        )
 
     def kill_when(self, reached, seconds: float = 120) -> None:
         """SIGKILL all of them as soon as ``reached()``, looking every few milliseconds; they must not end before."""
@@ -75,25 +82,43 @@ class Group:
 
 
 class Forks:
-    """``start(arguments)`` runs ``target(*arguments)``, a stage unless told otherwise, on one process or on several ranks."""
+    """``start(arguments)`` runs ``target(*arguments)``, a stage unless told otherwise, on one process or on several
+    ranks.
+    """
 
     def __init__(self, folder: Path):
         self.folder, self.parents, self.started = folder, [], 0
 
     def start(self, *arguments: str, target: str = STAGES, ranks: int = 1, **environment: str) -> Group:
         while len(self.parents) < 2:
-            self.parents.append(Parent({**os.environ, "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}, module="tests.processes"))
+            self.parents.append(
+                Parent({**os.environ, "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}, module="tests.processes")
+            )
         common, store = {**os.environ, "OMP_NUM_THREADS": "1", **environment}, None
         if ranks > 1:
             from torch.distributed import TCPStore
 
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held by whoever starts the ranks, as under torchrun
-            common |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            # held by whoever starts the ranks, as under torchrun
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            common |= {
+                "GLOO_SOCKET_IFNAME": "lo",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
         group = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
             self.started += 1
-            group.append(Process(self.parents[self.started % 2], target, [str(a) for a in arguments], {**common, **own}, self.folder / f"{self.started}.log"))
+            group.append(
+                Process(
+                    self.parents[self.started % 2],
+                    target,
+                    [str(a) for a in arguments],
+                    {**common, **own},
+                    self.folder / f"{self.started}.log",
+                )
+            )
         return Group(group, store)
 
     def run(self, *arguments: str, **options) -> None:
@@ -110,7 +135,15 @@ def modules() -> list[str]:
     import stages
 
     own = [m.name for m in pkgutil.walk_packages(stages.__path__, "stages.") if not m.name.endswith("__main__")]
-    return [*warm.LIBRARIES, *own, "torch.distributed.fsdp", "peft", "matplotlib.pyplot", "scipy.stats", "transformers.models.bert.modeling_bert"]
+    return [
+        *warm.LIBRARIES,
+        *own,
+        "torch.distributed.fsdp",
+        "peft",
+        "matplotlib.pyplot",
+        "scipy.stats",
+        "transformers.models.bert.modeling_bert",
+    ]
 
 
 def work(request: dict) -> int:

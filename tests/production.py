@@ -1,4 +1,7 @@
-"""Production code driven with the plain numbers of vectors: tables of logits in place of a network's, letters in place of a tokenizer's pieces."""
+"""Production code driven with the plain numbers of vectors: tables of logits in place of a network's, letters in place
+of a tokenizer's pieces.
+"""
+
 from __future__ import annotations
 
 import pytest
@@ -18,46 +21,66 @@ from stages.rl import Config
 from stages.training import Sums, Trainer
 
 #: ChatML as it is published with models: contents stripped, roles that do not alternate refused.
-CHATML = ("{{ bos_token or '' }}{% set turns = messages[1:] if messages[0]['role'] == 'system' else messages %}"
-          "{% for m in turns %}{% if m['role'] != ('user' if loop.index0 % 2 == 0 else 'assistant') %}"
-          "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% endfor %}"
-          "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>\n' }}{% endfor %}"
-          "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+CHATML = (
+    "{{ bos_token or '' }}{% set turns = messages[1:] if messages[0]['role'] == 'system' else messages %}{% for m in"
+    " turns %}{% if m['role'] != ('user' if loop.index0 % 2 == 0 else 'assistant') %}{{ raise_exception('Conversation"
+    " roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% endfor %}{% for m in messages %}{{"
+    " '<|im_start|>' + m['role'] + '\n' + m['content'] | trim + '<|im_end|>\n' }}{% endfor %}{% if"
+    " add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 # --- conversations -----------------------------------------------------------------------------------------
+
 
 def renderer(template: str, bos: str | None, eos: str, *others: str) -> Renderer:
     """Renderer whose tokenizer has one token per byte, and the given control tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE(vocab={letter: k for k, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: k for k, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=eos, additional_special_tokens=list(others), **({"bos_token": bos} if bos else {}))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=eos,
+        pad_token=eos,
+        additional_special_tokens=list(others),
+        **({"bos_token": bos} if bos else {}),
+    )
     fast.chat_template = template
     return Renderer(fast)
 
 
 def rendered_mask(roles, turns, policy: str) -> list[int]:
-    """0/1 of each token of a conversation given as roles per token and the message that each belongs to (-1: none), rendered by :class:`Renderer`.
+    """0/1 of each token of a conversation given as roles per token and the message that each belongs to (-1: none),
+    rendered by :class:`Renderer`.
 
-    A message is a letter per token of its role; "header" tokens stand before it and "eot" tokens behind it, as its template writes them.
+    A message is a letter per token of its role; "header" tokens stand before it and "eot" tokens behind it, as its
+    template writes them.
     """
     last = max(turns)
     of = [[role for role, turn in zip(roles, turns) if turn == k] for k in range(last + 1)]
     heads, ends = ([row.count(name) for row in of] + [0] * 3 for name in ("header", "eot"))
     said = [[role for role in row if role not in ("header", "eot")] for row in of]
     messages = [{"role": row[0], "content": chr(ord("a") + k % 26) * len(row)} for k, row in enumerate(said)]
-    template = ("{{- '<s>' * %d -}}{%%- set heads = %s -%%}{%%- set ends = %s -%%}{%%- for m in messages -%%}{{- '<h>' * heads[loop.index0] + m['content'] + '</s>' * ends[loop.index0] -}}"
-                "{%%- endfor -%%}{%%- if add_generation_prompt -%%}{{- '<h>' * heads[messages | length] -}}{%%- endif -%%}") % (roles.count("bos"), heads, ends)
+    template = (
+        "{{- '<s>' * %d -}}{%%- set heads = %s -%%}{%%- set ends = %s -%%}{%%- for m in messages -%%}{{- '<h>' *"
+        " heads[loop.index0] + m['content'] + '</s>' * ends[loop.index0] -}}{%%- endfor -%%}{%%- if"
+        " add_generation_prompt -%%}{{- '<h>' * heads[messages | length] -}}{%%- endif -%%}"
+        % (roles.count("bos"), heads, ends)
+    )
     users = [k for k, m in enumerate(messages) if m["role"] == "user"]
-    row = renderer(template, "<s>", "</s>", "<h>").conversation(messages, policy, n_prompt=users[-1] + 1 if users else 0)
+    row = renderer(template, "<s>", "</s>", "<h>").conversation(
+        messages, policy, n_prompt=users[-1] + 1 if users else 0
+    )
     assert len(row.ids) == len(roles)
     return row.mask
 
 
 # --- references and averages -----------------------------------------------------------------------------------
+
 
 class Weights(torch.nn.Module):
     """A model that is one vector."""
@@ -71,7 +94,9 @@ class Weights(torch.nn.Module):
 
 
 def followed(reference, policy, keep: float, times: int = 1) -> list[torch.Tensor]:
-    """The reference after each of ``times`` moves towards a policy that stands still (:func:`stages.models.modeling.move_towards`)."""
+    """The reference after each of ``times`` moves towards a policy that stands still
+    (:func:`stages.models.modeling.move_towards`).
+    """
     moving, still, after = Weights(reference), Weights(policy), []
     for _ in range(times):
         with torch.no_grad():
@@ -81,7 +106,9 @@ def followed(reference, policy, keep: float, times: int = 1) -> list[torch.Tenso
 
 
 def reference_after_steps(reference, policy, steps: int, **settings) -> list[torch.Tensor]:
-    """align's moving reference after each optimizer step, the policy standing still (:class:`stages.direct.direct_alignment.MovingReference`)."""
+    """align's moving reference after each optimizer step, the policy standing still
+    (:class:`stages.direct.direct_alignment.MovingReference`).
+    """
     moving = object.__new__(direct_alignment.MovingReference)  # it else reads its model from a directory
     moving.config, moving.model = align.Config(**settings), Weights(reference)
     still, after = Weights(policy), []
@@ -103,24 +130,31 @@ def averaged(average, policy, decay: float) -> torch.Tensor:
 
 # --- distributions: a table of logits is the hidden states under a head that changes nothing -----------------------
 
+
 def head(logits) -> Head:
     return Head(torch.eye(logits.shape[-1], dtype=logits.dtype), None)
 
 
 def logps_at(logits, targets, temperature: float = 1.0):
     """log softmax(logits / temperature) at ``targets``: logits [..., V], targets [...]."""
-    return token_logps(head(logits), logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), temperature)[0].reshape(targets.shape)
+    return token_logps(head(logits), logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), temperature)[0].reshape(
+        targets.shape
+    )
 
 
 def entropy(logits):
     """Entropy of each distribution, nats: logits [..., V] -> [...]."""
     flat = logits.reshape(-1, logits.shape[-1])
-    return token_logps(head(logits), flat, torch.zeros(len(flat), dtype=torch.long), entropy=True)[1].reshape(logits.shape[:-1])
+    return token_logps(head(logits), flat, torch.zeros(len(flat), dtype=torch.long), entropy=True)[1].reshape(
+        logits.shape[:-1]
+    )
 
 
 def _each(measure, logits, others, mask, *how):
     keep = torch.ones(logits.shape[:-1], dtype=torch.bool) if mask is None else mask.bool()
-    return logits.new_zeros(keep.shape).masked_scatter(keep, measure(head(logits), logits[keep], head(others), others[keep], *how))
+    return logits.new_zeros(keep.shape).masked_scatter(
+        keep, measure(head(logits), logits[keep], head(others), others[keep], *how)
+    )
 
 
 def full_kl(logits, others, mask=None, direction: str = "reverse"):
@@ -136,37 +170,71 @@ def distillation(student, teacher, temperature: float = 1.0, direction: str = "f
 
 # --- one optimizer step ---------------------------------------------------------------------------------------
 
+
 def rows_of(mask, prompts=None, **columns):
-    """(items of an RL step, order of the rows in them): a prompt's responses are one item, all others of one prompt each."""
+    """(items of an RL step, order of the rows in them): a prompt's responses are one item, all others of one prompt
+    each.
+    """
     prompts = list(range(len(mask)) if prompts is None else prompts)
     names = list(dict.fromkeys(prompts))
     groups = [[k for k, of in enumerate(prompts) if of == name] for name in names]
-    items = [make_item(str(name), [0], [[0] * mask.shape[1]] * len(of), [mask[k].int().tolist() for k in of], **{column: [values[k] for k in of] for column, values in columns.items()})
-             for name, of in zip(names, groups)]
+    items = [
+        make_item(
+            str(name),
+            [0],
+            [[0] * mask.shape[1]] * len(of),
+            [mask[k].int().tolist() for k in of],
+            **{column: [values[k] for k in of] for column, values in columns.items()},
+        )
+        for name, of in zip(names, groups)
+    ]
     return items, [k for of in groups for k in of]
 
 
-def step_mean(loss, mask, mode: str, loss_scale_factor: float | None = None, seq_denominator: str = "nonempty", scope: str = "batch", prompts=None):
+def step_mean(
+    loss,
+    mask,
+    mode: str,
+    loss_scale_factor: float | None = None,
+    seq_denominator: str = "nonempty",
+    scope: str = "batch",
+    prompts=None,
+):
     """The mean of a token loss [B, T] that an RL step with these rows takes (AGG)."""
-    objective = PolicyGradient(rl_preset("grpo", aggregation=mode), Config(preset="grpo", loss_scale_factor=loss_scale_factor, seq_denominator=seq_denominator, token_norm_scope=scope))
+    objective = PolicyGradient(
+        rl_preset("grpo", aggregation=mode),
+        Config(
+            preset="grpo", loss_scale_factor=loss_scale_factor, seq_denominator=seq_denominator, token_norm_scope=scope
+        ),
+    )
     items, order = rows_of(mask, prompts)
-    return Sums({"policy": (objective.aggregate(loss[order], mask[order], items), objective.count)}).divided(objective.counts(items))
+    return Sums({"policy": (objective.aggregate(loss[order], mask[order], items), objective.count)}).divided(
+        objective.counts(items)
+    )
 
 
 def rl_update(row, config: dict, items, logps_N, entropy_N=None, values_N=None):
-    """(sums, loss) of an RL update; log-probs, entropies and values of the trained tokens are given in place of a network's."""
+    """(sums, loss) of an RL update; log-probs, entropies and values of the trained tokens are given in place of a
+    network's.
+    """
     hidden = torch.zeros_like(logps_N) if values_N is None else values_N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_update, "hidden_states", lambda model, batch, at: hidden[:, None])
         patch.setattr(policy_update, "head_of", lambda model: None)
         patch.setattr(policy_update, "token_logps", lambda *given: (logps_N, entropy_N))
-        objective = PolicyGradient(row, Config(preset=row.name, log_entropy=entropy_N is not None, **config), value_head=None if values_N is None else torch.nn.Identity())
+        objective = PolicyGradient(
+            row,
+            Config(preset=row.name, log_entropy=entropy_N is not None, **config),
+            value_head=None if values_N is None else torch.nn.Identity(),
+        )
         sums = objective(None, collate(items))
     return sums, sums.divided(objective.counts(items))
 
 
 def response_logps(objective, logps, mask):
-    """What each response is to a method of direct alignment: its summed target log-probs [B], and how many they are [B]."""
+    """What each response is to a method of direct alignment: its summed target log-probs [B], and how many they are
+    [B].
+    """
     items = [make_item(str(k), [0], [[0] * mask.shape[1]], [row.int().tolist()]) for k, row in enumerate(mask)]
     batch = collate(items)
     with pytest.MonkeyPatch.context() as patch:
@@ -176,17 +244,23 @@ def response_logps(objective, logps, mask):
 
 # --- reward heads -----------------------------------------------------------------------------------------------
 
+
 def response_scores(hidden, attention, weight, bias: float = 0.0, pooling: str = "last"):
-    """(scores [B], position of the token that is read [B]) under a linear head, for rows of hidden states padded on either side.
+    """(scores [B], position of the token that is read [B]) under a linear head, for rows of hidden states padded on
+    either side.
 
     Production has no padding: a row is its attended tokens.
     """
     keep = attention.bool()
-    batch = collate([make_item(str(k), [], [[0] * int(row.sum())], [[0] * int(row.sum())]) for k, row in enumerate(keep)])
+    batch = collate(
+        [make_item(str(k), [], [[0] * int(row.sum())], [[0] * int(row.sum())]) for k, row in enumerate(keep)]
+    )
     linear = torch.nn.Linear(len(weight), 1).double()
     linear.weight.data, linear.bias.data = weight[None], torch.tensor([bias], dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward_heads, "states_of", lambda model, batch, at=None: hidden[keep] if at is None else hidden[keep][at])
+        patch.setattr(
+            reward_heads, "states_of", lambda model, batch, at=None: hidden[keep] if at is None else hidden[keep][at]
+        )
         patch.setattr(reward_heads, "score_head", lambda model: linear)
         scores = reward_heads.response_outputs(None, batch, pooling)[:, 0]
     return scores, keep.nonzero()[batch.last_S, 1]

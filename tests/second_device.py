@@ -5,16 +5,20 @@
 
 Its tensors say that they are on ``DEVICE`` and hold CPU tensors. As with CUDA
 
-* an operation on tensors of both devices is an error unless the other one has no dimensions; indices may come from the CPU, NumPy sees none of them, and copies between
-  the two are made with ``.to``;
+* an operation on tensors of both devices is an error unless the other one has no dimensions; indices may come from the
+  CPU, NumPy sees none of them, and copies between the two are made with ``.to``;
 * ``torch.autocast("cuda")`` casts what CUDA's lists name, which are not the CPU's;
 * in the strict mode of ``torch.use_deterministic_algorithms`` what has no deterministic form is refused;
-* a copy that does not block reads pinned memory later, and what it brings to the host is not there before something has waited (:class:`Stream`);
-* a graph replays the operations that were captured, at the addresses that they had (:class:`CUDAGraph`): what would wait for the device is refused while one is captured, so are a second capture,
-  a wait for the whole device by any thread, and the end of another graph; memory that was given back is not there any more, and a pool whose graphs are all gone takes no other.
+* a copy that does not block reads pinned memory later, and what it brings to the host is not there before something has
+  waited (:class:`Stream`);
+* a graph replays the operations that were captured, at the addresses that they had (:class:`CUDAGraph`): what would
+  wait for the device is refused while one is captured, so are a second capture, a wait for the whole device by any
+  thread, and the end of another graph; memory that was given back is not there any more, and a pool whose graphs are
+  all gone takes no other.
 
-For PyTorch's own dispatcher the tensors are of the device type ``lazy``, which it knows and has no kernels for, and whose gradients autograd computes in the calling thread.
-What is not tried: streams beside the current one, kernels and their rounding, how much memory there is, several devices.
+For PyTorch's own dispatcher the tensors are of the device type ``lazy``, which it knows and has no kernels for, and
+whose gradients autograd computes in the calling thread. What is not tried: streams beside the current one, kernels and
+their rounding, how much memory there is, several devices.
 """
 
 from __future__ import annotations
@@ -38,21 +42,132 @@ _BELOW = torch.device("lazy:0")  # what the dispatcher is told
 
 #: Operations whose tensors may be on two devices, and those whose indices may come from the CPU.
 ACROSS = {"aten::_to_copy", "aten::to", "aten::copy_"}
-INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::_index_put_impl_"}
+INDEXED = {
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_unsafe_index",
+    "aten::_unsafe_index_put",
+    "aten::_index_put_impl_",
+}
 #: Operations that wait for the device, since the host needs their numbers or their result's size.
-WAITING = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::unique_dim", "aten::unique_consecutive", "aten::_unique2",
-           "aten::bincount", "aten::repeat_interleave", "aten::histc"}
+WAITING = {
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::_unique2",
+    "aten::bincount",
+    "aten::repeat_interleave",
+    "aten::histc",
+}
 #: Those that refuse the strict mode on CUDA (torch.use_deterministic_algorithms), of floating-point numbers.
-UNORDERED = {"aten::cumsum", "aten::cumsum_", "aten::bincount", "aten::kthvalue", "aten::histc", "aten::median", "aten::_embedding_bag", "aten::put_", "aten::scatter_reduce_",
-             "aten::nll_loss2d_forward", "aten::_ctc_loss"}
-#: ``torch.autocast("cuda")``: what it computes in the lower type, what in float32, and what in the widest type given (torch's docs/source/amp.md; aten/src/ATen/autocast_mode.h).
-LOWER = {"conv1d", "conv2d", "conv3d", "prelu", "addmm", "addmv", "addr", "matmul", "mm", "mv", "linear", "addbmm", "baddbmm", "bmm", "einsum", "chain_matmul", "multi_dot", "vecdot",
-         "scaled_dot_product_attention", "__matmul__", "__rmatmul__"}
-WIDER = {"acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan", "pow", "__pow__", "__rpow__", "softplus", "layer_norm",
-         "group_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss",
-         "margin_ranking_loss", "soft_margin_loss", "triplet_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "prod", "softmax", "log_softmax",
-         "cumprod", "cumsum", "sum", "norm", "vector_norm", "matrix_norm", "cross_entropy"}
-WIDEST = {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sample", "index_put", "tensordot", "scatter_add"}
+UNORDERED = {
+    "aten::cumsum",
+    "aten::cumsum_",
+    "aten::bincount",
+    "aten::kthvalue",
+    "aten::histc",
+    "aten::median",
+    "aten::_embedding_bag",
+    "aten::put_",
+    "aten::scatter_reduce_",
+    "aten::nll_loss2d_forward",
+    "aten::_ctc_loss",
+}
+#: ``torch.autocast("cuda")``: what it computes in the lower type, what in float32, and what in the widest type given
+#: (torch's docs/source/amp.md; aten/src/ATen/autocast_mode.h).
+LOWER = {
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "prelu",
+    "addmm",
+    "addmv",
+    "addr",
+    "matmul",
+    "mm",
+    "mv",
+    "linear",
+    "addbmm",
+    "baddbmm",
+    "bmm",
+    "einsum",
+    "chain_matmul",
+    "multi_dot",
+    "vecdot",
+    "scaled_dot_product_attention",
+    "__matmul__",
+    "__rmatmul__",
+}
+WIDER = {
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow",
+    "__pow__",
+    "__rpow__",
+    "softplus",
+    "layer_norm",
+    "group_norm",
+    "cosine_similarity",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "binary_cross_entropy_with_logits",
+    "dist",
+    "pdist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+    "prod",
+    "softmax",
+    "log_softmax",
+    "cumprod",
+    "cumsum",
+    "sum",
+    "norm",
+    "vector_norm",
+    "matrix_norm",
+    "cross_entropy",
+}
+WIDEST = {
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "vdot",
+    "grid_sample",
+    "index_put",
+    "tensordot",
+    "scatter_add",
+}
 
 
 class There(torch.Tensor):
@@ -64,7 +179,14 @@ class There(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held):
-        return torch.Tensor._make_wrapper_subclass(cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=_BELOW)
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=_BELOW,
+        )
 
     def __init__(self, held):
         self.held = held
@@ -92,11 +214,27 @@ def compute(operation, args, kwargs):
         goes = is_there(wanted[0])
     if there and name not in ACROSS:
         exempt = pytree.tree_leaves(args[1]) if name in INDEXED and isinstance(args[0], There) else []
-        here = [one for one in given if not isinstance(one, There) and one.dim() and not any(one is index for index in exempt)]
+        here = [
+            one
+            for one in given
+            if not isinstance(one, There) and one.dim() and not any(one is index for index in exempt)
+        ]
         if here:
-            raise RuntimeError(f"{name}: tensors on {DEVICE} and on the CPU, of shapes {[tuple(one.shape) for one in there]} and {[tuple(one.shape) for one in here]}")
-    if there and name in UNORDERED and there[0].is_floating_point() and torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
-        raise RuntimeError(f"{name} does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'.")
+            raise RuntimeError(
+                f"{name}: tensors on {DEVICE} and on the CPU, of shapes {[tuple(one.shape) for one in there]} and"
+                f" {[tuple(one.shape) for one in here]}"
+            )
+    if (
+        there
+        and name in UNORDERED
+        and there[0].is_floating_point()
+        and torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    ):
+        raise RuntimeError(
+            f"{name} does not have a deterministic implementation, but you set"
+            " 'torch.use_deterministic_algorithms(True)'."
+        )
     if name == "aten::copy_":
         goes = isinstance(args[0], There)
     if name == "aten::_conj":  # lazily marked tensors would lose the mark here
@@ -107,8 +245,24 @@ def compute(operation, args, kwargs):
     result = operation(*below[0], **below[1])
     if goes and _STREAM.graph is not None:
         _STREAM.graph.keep(operation, *below, result)
-    result = pytree.tree_map(lambda one: one if not isinstance(one, torch.Tensor) else held[id(one)] if id(one) in held else There(one) if goes else one, result)
-    if there and not goes and name in ACROSS and (kwargs.get("non_blocking") or name == "aten::copy_" and len(args) > 2 and args[2]):
+    result = pytree.tree_map(
+        lambda one: (
+            one
+            if not isinstance(one, torch.Tensor)
+            else held[id(one)]
+            if id(one) in held
+            else There(one)
+            if goes
+            else one
+        ),
+        result,
+    )
+    if (
+        there
+        and not goes
+        and name in ACROSS
+        and (kwargs.get("non_blocking") or name == "aten::copy_" and len(args) > 2 and args[2])
+    ):
         _STREAM.brings(args[0] if name == "aten::copy_" else result)
     return result
 
@@ -117,7 +271,7 @@ def _held(one):
     return one.held if isinstance(one, There) else torch.device("cpu") if isinstance(one, torch.device) else one
 
 
-# -- time -----------------------------------------------------------------------------------------------------------------------------
+# -- time --------------------------------------------------------------------------------------------------------------
 
 
 class Stream:
@@ -127,8 +281,10 @@ class Stream:
         self.graph: CUDAGraph | None = None
         self.capturing = None  # the thread that captures it
         self.spoiled = ""  # what has ended the capture, which says so when it is done
-        self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []  # pinned memory that is read later, what it held when it was sent
-        self.coming: list[tuple[torch.Tensor, torch.Tensor]] = []  # memory of the host that is written later, what it will hold
+        # pinned memory that is read later, what it held when it was sent
+        self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # memory of the host that is written later, what it will hold
+        self.coming: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.pinned: dict[int, StorageWeakRef] = {}
 
     def meets(self, name, args, kwargs, there, given, goes) -> None:
@@ -141,12 +297,27 @@ class Stream:
         source = next((one for one in reversed(given) if not isinstance(one, There)), None) if arrives else None
         if arrives and late and self.is_pinned(source):
             self.sent.append((source, source.clone()))
-        waits = name in WAITING or leaves and not late or arrives and not (late and self.is_pinned(source)) or name in INDEXED and any(
-            one.dtype in (torch.bool, torch.uint8) for one in pytree.tree_leaves(args[1]) if isinstance(one, torch.Tensor)) or name == "aten::where" and len(there) < len(given)
+        waits = (
+            name in WAITING
+            or leaves
+            and not late
+            or arrives
+            and not (late and self.is_pinned(source))
+            or name in INDEXED
+            and any(
+                one.dtype in (torch.bool, torch.uint8)
+                for one in pytree.tree_leaves(args[1])
+                if isinstance(one, torch.Tensor)
+            )
+            or name == "aten::where"
+            and len(there) < len(given)
+        )
         if not waits:
             return
         if self.graph is not None and self.capturing is threading.current_thread():
-            raise RuntimeError(f"{name}: operation not permitted when stream is capturing: the host would wait for the device")
+            raise RuntimeError(
+                f"{name}: operation not permitted when stream is capturing: the host would wait for the device"
+            )
         self.wait()
 
     def wait(self) -> None:
@@ -198,9 +369,19 @@ class CUDAGraph:
         before = {one.untyped_storage()._cdata for one in inputs}
         self.own |= {one.untyped_storage()._cdata for one in outputs if one.untyped_storage()._cdata not in before}
         self.kept += [one.untyped_storage() for one in outputs if one.untyped_storage()._cdata in self.own]
-        if outputs and all(one.untyped_storage()._cdata in before for one in outputs) and not operation._schema.is_mutable:
+        if (
+            outputs
+            and all(one.untyped_storage()._cdata in before for one in outputs)
+            and not operation._schema.is_mutable
+        ):
             return  # views, which are addresses and no work
-        self.steps.append((operation, *(pytree.tree_map(self._address, part) for part in (args, kwargs)), [self._address(one) for one in outputs]))
+        self.steps.append(
+            (
+                operation,
+                *(pytree.tree_map(self._address, part) for part in (args, kwargs)),
+                [self._address(one) for one in outputs],
+            )
+        )
 
     def __del__(self):
         if _STREAM.graph is not None and _STREAM.graph is not self and _STREAM.capturing is threading.current_thread():
@@ -210,13 +391,19 @@ class CUDAGraph:
         if not isinstance(one, torch.Tensor):
             return one
         reference = StorageWeakRef(one.untyped_storage())
-        strong = one.untyped_storage() if reference.cdata in self.own or one.untyped_storage()._cdata in self.own else None
-        return SimpleNamespace(reference=reference, strong=strong, place=(one.storage_offset(), one.size(), one.stride()), dtype=one.dtype)
+        strong = (
+            one.untyped_storage() if reference.cdata in self.own or one.untyped_storage()._cdata in self.own else None
+        )
+        return SimpleNamespace(
+            reference=reference, strong=strong, place=(one.storage_offset(), one.size(), one.stride()), dtype=one.dtype
+        )
 
     def replay(self) -> None:
         for operation, args, kwargs, outputs in self.steps:
             result = operation(*pytree.tree_map(self._tensor, args), **pytree.tree_map(self._tensor, kwargs))
-            for found, place in zip((one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)), outputs):
+            for found, place in zip(
+                (one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)), outputs
+            ):
                 target = self._tensor(place)
                 if target.data_ptr() != found.data_ptr():
                     target.copy_(found)
@@ -225,7 +412,13 @@ class CUDAGraph:
     def _tensor(one):
         if not isinstance(one, SimpleNamespace):
             return one
-        storage = one.strong if one.strong is not None else None if one.reference.expired() else torch.UntypedStorage._new_with_weak_ptr(one.reference.cdata)
+        storage = (
+            one.strong
+            if one.strong is not None
+            else None
+            if one.reference.expired()
+            else torch.UntypedStorage._new_with_weak_ptr(one.reference.cdata)
+        )
         if storage is None:
             raise RuntimeError("a graph reads memory that was given back after it was captured")
         return torch.empty(0, dtype=one.dtype).set_(storage, *one.place)
@@ -251,7 +444,7 @@ def graph(made, pool=None, stream=None, capture_error_mode="global", **more):
         raise RuntimeError(f"operation failed due to a previous error during capture: {_STREAM.spoiled}")
 
 
-# -- what is said in Python ---------------------------------------------------------------------------------------------------------------
+# -- what is said in Python --------------------------------------------------------------------------------------------
 
 
 class Places(TorchDispatchMode):
@@ -268,8 +461,9 @@ def _below(one):
 
 
 class Makers(TorchFunctionMode):
-    """Devices are told to the dispatcher by its own name. Tensors made of Python's numbers are made on the CPU first, and read there: PyTorch asks no dispatch mode about either,
-    nor about storages. And autocast, and the masks that attention takes."""
+    """Devices are told to the dispatcher by its own name. Tensors made of Python's numbers are made on the CPU first,
+    and read there: PyTorch asks no dispatch mode about either, nor about storages. And autocast, and the masks that
+    attention takes."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -280,11 +474,17 @@ class Makers(TorchFunctionMode):
         if any(isinstance(one, (str, torch.device)) for one in args):
             args = tuple(map(_below, args))
         device = kwargs.get("device")
-        if function in (torch.tensor, torch.as_tensor, torch.asarray) and device is not None and torch.device(device).type == "lazy":
+        if (
+            function in (torch.tensor, torch.as_tensor, torch.asarray)
+            and device is not None
+            and torch.device(device).type == "lazy"
+        ):
             return function(*args, **{**kwargs, "device": None}).to(device)
         if function is torch.Tensor.new_tensor and isinstance(args[0], There):
             return args[0].held.new_tensor(*args[1:], **kwargs).to(_BELOW)
-        if function in (torch.Tensor.tolist, torch.Tensor.untyped_storage, torch.Tensor.data_ptr) and isinstance(args[0], There):
+        if function in (torch.Tensor.tolist, torch.Tensor.untyped_storage, torch.Tensor.data_ptr) and isinstance(
+            args[0], There
+        ):
             if function is torch.Tensor.tolist:
                 _STREAM.meets("aten::item", args, {}, [args[0]], [args[0]], False)
             return function(args[0].held)
@@ -295,12 +495,17 @@ class Makers(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             return _STREAM.pin(function(*args, **{**kwargs, "pin_memory": False}))
         name = getattr(function, "__name__", "")
-        if torch.is_autocast_enabled("cuda") and (name in LOWER or name in WIDER or name in WIDEST or name == "binary_cross_entropy"):
+        if torch.is_autocast_enabled("cuda") and (
+            name in LOWER or name in WIDER or name in WIDEST or name == "binary_cross_entropy"
+        ):
             args, kwargs = _cast(name, args, kwargs)
         if function is torch.nn.functional.scaled_dot_product_attention and isinstance(args[0], There):
             query, mask = args[0], kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             if mask is not None and mask.dtype not in (torch.bool, query.dtype):
-                raise RuntimeError(f"Expected attn_mask dtype to be bool or to match query dtype, but got {mask.dtype} and {query.dtype}")
+                raise RuntimeError(
+                    f"Expected attn_mask dtype to be bool or to match query dtype, but got {mask.dtype} and"
+                    f" {query.dtype}"
+                )
         return function(*args, **kwargs)
 
 
@@ -312,7 +517,11 @@ def _within(context):
 
 def _cast(name, args, kwargs):
     """The arguments as CUDA's autocast gives them on."""
-    floats = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, There) and one.is_floating_point() and one.dtype != torch.float64]
+    floats = [
+        one
+        for one in pytree.tree_leaves((args, kwargs))
+        if isinstance(one, There) and one.is_floating_point() and one.dtype != torch.float64
+    ]
     if not floats:
         return args, kwargs
     if name == "binary_cross_entropy":
@@ -358,14 +567,37 @@ def _pretend(monkeypatch) -> None:
     """What torch.cuda answers where there is a device."""
     memory = lambda device=None: _index(device) or 2**28
     answers = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": lambda: None, "init": lambda: None, "device_count": lambda: 1, "current_device": lambda: 0,
-        "set_device": _set_device, "device": lambda device: nullcontext(_index(device)), "synchronize": _waited, "empty_cache": lambda: None, "ipc_collect": lambda: None,
-        "memory_allocated": memory, "max_memory_allocated": memory, "memory_reserved": memory, "max_memory_reserved": memory, "reset_peak_memory_stats": lambda device=None: None,
-        "mem_get_info": lambda device=None: _index(device) or (MEMORY - 2**30, MEMORY), "get_device_name": lambda device=None: "second device", "_initialized": True,
-        "get_device_properties": lambda device=None: SimpleNamespace(name="second device", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132),
-        "get_device_capability": lambda device=None: (9, 0), "is_bf16_supported": lambda including_emulation=True: True, "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state), "is_current_stream_capturing": lambda: _STREAM.graph is not None, "CUDAGraph": CUDAGraph, "graph": graph,
-        "graph_pool_handle": Pool, "_is_in_bad_fork": lambda: False,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _set_device,
+        "device": lambda device: nullcontext(_index(device)),
+        "synchronize": _waited,
+        "empty_cache": lambda: None,
+        "ipc_collect": lambda: None,
+        "memory_allocated": memory,
+        "max_memory_allocated": memory,
+        "memory_reserved": memory,
+        "max_memory_reserved": memory,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "mem_get_info": lambda device=None: _index(device) or (MEMORY - 2**30, MEMORY),
+        "get_device_name": lambda device=None: "second device",
+        "_initialized": True,
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            name="second device", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132
+        ),
+        "get_device_capability": lambda device=None: (9, 0),
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+        "is_current_stream_capturing": lambda: _STREAM.graph is not None,
+        "CUDAGraph": CUDAGraph,
+        "graph": graph,
+        "graph_pool_handle": Pool,
+        "_is_in_bad_fork": lambda: False,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
@@ -386,17 +618,35 @@ def second_device(monkeypatch):
             started(thread)
 
     _pretend(monkeypatch)
-    monkeypatch.setattr(sys.modules[torch.optim.Adam.__module__], "_device_dtype_check_for_fused", lambda *given, **options: None)
+    monkeypatch.setattr(
+        sys.modules[torch.optim.Adam.__module__], "_device_dtype_check_for_fused", lambda *given, **options: None
+    )
     monkeypatch.setattr(threading.Thread, "run", run)
     again = recomputed._recomputation_hook
-    monkeypatch.setattr(recomputed, "_recomputation_hook", lambda *given: _within(again(*given)))  # autograd calls what is recomputed for backward without the mode
-    monkeypatch.setattr(torch.inference_mode, "__enter__", lambda mode: setattr(mode, "graph", torch.no_grad()) or mode.graph.__enter__())  # its tensors take no out=
+    # autograd calls what is recomputed for backward without the mode
+    monkeypatch.setattr(recomputed, "_recomputation_hook", lambda *given: _within(again(*given)))
+    # its tensors take no out=
+    monkeypatch.setattr(
+        torch.inference_mode,
+        "__enter__",
+        lambda mode: setattr(mode, "graph", torch.no_grad()) or mode.graph.__enter__(),
+    )
     monkeypatch.setattr(torch.inference_mode, "__exit__", lambda mode, *error: mode.graph.__exit__(*error))
-    # torch makes no object of this class within a dispatch mode; on a device without kernels of its own it becomes this mask
-    monkeypatch.setattr(stages.models.lean, "causal_lower_right", lambda queries, keys: torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries))
+    # torch makes no object of this class within a dispatch mode; on a device without kernels of its own it becomes this
+    # mask
+    monkeypatch.setattr(
+        stages.models.lean,
+        "causal_lower_right",
+        lambda queries, keys: torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries),
+    )
     for name in ("_shared", "_given_up"):
         monkeypatch.setattr(cuda, name, False)
-    before = dict(AttentionInterface._global_mapping), torch.backends.cuda.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        dict(AttentionInterface._global_mapping),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     _STREAM = Stream()
     try:
         with Makers(), Places():

@@ -1,7 +1,9 @@
-"""Settings of the training stages in combination: axes read off the schemas, covering arrays over them, tiny runs in float64, and what a run must agree with.
+"""Settings of the training stages in combination: axes read off the schemas, covering arrays over them, tiny runs in
+float64, and what a run must agree with.
 
-A setting enters by itself: every Literal with all its values, every flag with both, every number with its default and another that its bounds allow. :data:`VALUES` says more where
-the schema cannot (texts, lists, numbers that mean something at a tiny size), :data:`LEFT_OUT` why a setting has one value only.
+A setting enters by itself: every Literal with all its values, every flag with both, every number with its default and
+another that its bounds allow. :data:`VALUES` says more where the schema cannot (texts, lists, numbers that mean
+something at a tiny size), :data:`LEFT_OUT` why a setting has one value only.
 """
 
 from __future__ import annotations
@@ -29,42 +31,127 @@ from stages.spec import ConfigError
 from tests.architectures import BASE, MODELS, build
 from tests.common import assistant, silent, user
 
-LOW = "rounds, so that no two computations agree to the last digits (tests/training/test_frozen.py, test_quantised.py, test_options.py)"
+LOW = (
+    "rounds, so that no two computations agree to the last digits (tests/training/test_frozen.py, test_quantised.py,"
+    " test_options.py)"
+)
 #: Settings that keep their default here, and why.
 LEFT_OUT = {
-    "device_memory_gib": "cannot change a result", "memory_check": "cannot change a result", "max_nonfinite_steps": "read after a non-finite step only",
-    "sharding": "of several devices (tests/training/test_distributed.py)", "compute_dtype": LOW, "frozen_dtype": LOW, "save_dtype": LOW,
-    "chat_template": "names a file (tests/training/test_chat_template.py)", "chat_template_digest": "filled in by itself", "chat_template_kwargs": "variables of a template",
-    "also": "losses in sum (tests/training/test_align_terms.py)", "split": "names other rows", "outcome_token": "names a token", "step_separator": "a text of the rows", "label_words": "words of a tokenizer",
-    "eval_prompts": "of the input reward_model", "eval_completion_length": "of the input reward_model", "replay_fraction": "of the input replay", "drift_alarm": "of the input previous",
-    "stage_index": "picks rows", "init_head": "of a reward model that goes on", "spoiled_by": "names probes", "probe_pairs": "a measurement after training"}
+    "device_memory_gib": "cannot change a result",
+    "memory_check": "cannot change a result",
+    "max_nonfinite_steps": "read after a non-finite step only",
+    "sharding": "of several devices (tests/training/test_distributed.py)",
+    "compute_dtype": LOW,
+    "frozen_dtype": LOW,
+    "save_dtype": LOW,
+    "chat_template": "names a file (tests/training/test_chat_template.py)",
+    "chat_template_digest": "filled in by itself",
+    "chat_template_kwargs": "variables of a template",
+    "also": "losses in sum (tests/training/test_align_terms.py)",
+    "split": "names other rows",
+    "outcome_token": "names a token",
+    "step_separator": "a text of the rows",
+    "label_words": "words of a tokenizer",
+    "eval_prompts": "of the input reward_model",
+    "eval_completion_length": "of the input reward_model",
+    "replay_fraction": "of the input replay",
+    "drift_alarm": "of the input previous",
+    "stage_index": "picks rows",
+    "init_head": "of a reward model that goes on",
+    "spoiled_by": "names probes",
+    "probe_pairs": "a measurement after training",
+}
 #: Values of settings by stage (or of all, ``""``), the first the one that most runs have.
 VALUES: dict[tuple[str, str], list] = {
-    ("", "learning_rate"): [1e-3, 1e-2], ("", "batch_size"): [5, 3, 64], ("", "num_train_epochs"): [1.0, 1.5], ("", "max_steps"): [4, None, 1], ("", "max_length"): [512, 72],
-    ("", "max_tokens_per_micro_batch"): [4096, 90], ("", "lora_rank"): [0, 3], ("", "lora_targets"): ["all-linear", "q_proj,v_proj"], ("", "lora_exclude"): ["", "o_proj"],
-    ("", "lora_modules_to_save"): ["", "lm_head"], ("", "eval_every"): [0, 2], ("", "eval_rows"): [512, 3, 0], ("", "select_by"): [None, "loss"], ("", "early_stopping_patience"): [0, 1],
-    ("", "optimizer"): ["adamw", "sgd", "adafactor", "muon"], ("", "momentum"): [None, 0.9], ("", "forward"): ["auto", "own", "model"], ("", "max_grad_norm"): [1.0, 0.01], ("", "warmup_steps"): [None, 0, 2],
-    ("", "router_aux_loss_coef"): [None, 0.02, 0.0], ("", "lora_dropout"): [0.0, 0.2], ("", "weight_decay"): [0.0, 0.1], ("", "ema_decay"): [0.0, 0.7],
-    ("sft", "eval_every"): [0, 2, "epoch"], ("sft", "neftune_noise_alpha"): [None, 5.0], ("sft", "self_paced_threshold"): [None, 5.7], ("sft", "self_paced_threshold_end"): [None, 8.0],
-    ("sft", "unlikelihood_window"): [32, 2], ("sft", "loss_scale_factor"): [None, 20.0],
-    ("align", "beta"): [None, 0.3], ("align", "options"): [{}, {"nll_on_prompt": True}, {"aligned": True}, {"label_smoothing": 0.2}, {"desirable_weight": 1.4}, {"momentum": 0.5}, {"average": True}], ("align", "reference_interval"): [512, 2],
-    ("align", "ld_alpha"): [None, 0.4], ("align", "nll_coef"): [None, 0.5], ("align", "logp_reduction"): [None, "mean", "sum"], ("align", "nll_reduction"): [None, "seq-mean", "seq-sum", "token-mean"],
-    ("distill", "eval_every"): [0, 2, "epoch"], ("distill", "context"): [None, "be brief"], ("distill", "distillation_temperature"): [1.0, 2.0], ("distill", "lmbda"): [0.5, 1.0],
-    ("distill", "sampling_temperature"): [0.9, 1e-6], ("distill", "max_completion_length"): [128, 6],
-    ("reward_model", "attributes"): [[], ["help", "truth"]], ("reward_model", "attribute_weights"): [[], [0.7, 0.3]], ("reward_model", "top_ranks"): [None, 2], ("reward_model", "last_layers"): [2, 1],
+    ("", "learning_rate"): [1e-3, 1e-2],
+    ("", "batch_size"): [5, 3, 64],
+    ("", "num_train_epochs"): [1.0, 1.5],
+    ("", "max_steps"): [4, None, 1],
+    ("", "max_length"): [512, 72],
+    ("", "max_tokens_per_micro_batch"): [4096, 90],
+    ("", "lora_rank"): [0, 3],
+    ("", "lora_targets"): ["all-linear", "q_proj,v_proj"],
+    ("", "lora_exclude"): ["", "o_proj"],
+    ("", "lora_modules_to_save"): ["", "lm_head"],
+    ("", "eval_every"): [0, 2],
+    ("", "eval_rows"): [512, 3, 0],
+    ("", "select_by"): [None, "loss"],
+    ("", "early_stopping_patience"): [0, 1],
+    ("", "optimizer"): ["adamw", "sgd", "adafactor", "muon"],
+    ("", "momentum"): [None, 0.9],
+    ("", "forward"): ["auto", "own", "model"],
+    ("", "max_grad_norm"): [1.0, 0.01],
+    ("", "warmup_steps"): [None, 0, 2],
+    ("", "router_aux_loss_coef"): [None, 0.02, 0.0],
+    ("", "lora_dropout"): [0.0, 0.2],
+    ("", "weight_decay"): [0.0, 0.1],
+    ("", "ema_decay"): [0.0, 0.7],
+    ("sft", "eval_every"): [0, 2, "epoch"],
+    ("sft", "neftune_noise_alpha"): [None, 5.0],
+    ("sft", "self_paced_threshold"): [None, 5.7],
+    ("sft", "self_paced_threshold_end"): [None, 8.0],
+    ("sft", "unlikelihood_window"): [32, 2],
+    ("sft", "loss_scale_factor"): [None, 20.0],
+    ("align", "beta"): [None, 0.3],
+    ("align", "options"): [
+        {},
+        {"nll_on_prompt": True},
+        {"aligned": True},
+        {"label_smoothing": 0.2},
+        {"desirable_weight": 1.4},
+        {"momentum": 0.5},
+        {"average": True},
+    ],
+    ("align", "reference_interval"): [512, 2],
+    ("align", "ld_alpha"): [None, 0.4],
+    ("align", "nll_coef"): [None, 0.5],
+    ("align", "logp_reduction"): [None, "mean", "sum"],
+    ("align", "nll_reduction"): [None, "seq-mean", "seq-sum", "token-mean"],
+    ("distill", "eval_every"): [0, 2, "epoch"],
+    ("distill", "context"): [None, "be brief"],
+    ("distill", "distillation_temperature"): [1.0, 2.0],
+    ("distill", "lmbda"): [0.5, 1.0],
+    ("distill", "sampling_temperature"): [0.9, 1e-6],
+    ("distill", "max_completion_length"): [128, 6],
+    ("reward_model", "attributes"): [[], ["help", "truth"]],
+    ("reward_model", "attribute_weights"): [[], [0.7, 0.3]],
+    ("reward_model", "top_ranks"): [None, 2],
+    ("reward_model", "last_layers"): [2, 1],
 }
 #: What a run also differs in; the model first. ``data`` names a variant of the rows.
 MODELS_HERE = ("llama", "llama tied", "qwen3", "gemma2", "olmoe", "gpt-neox", "gpt2")
-ADDED: dict[str, dict[str, list]] = {"sft": {"model": list(MODELS_HERE), "data": ["demonstrations/1", "text/1"]}, "align": {"model": list(MODELS_HERE), "given": ["nothing", "reference"]},
-                                     "distill": {"model": list(MODELS_HERE), "given": ["teacher", "nothing"], "data": ["demonstrations/1", "teacher_logps/1"]},
-                                     "reward_model": {"model": [*MODELS_HERE, "bert"]}}
+ADDED: dict[str, dict[str, list]] = {
+    "sft": {"model": list(MODELS_HERE), "data": ["demonstrations/1", "text/1"]},
+    "align": {"model": list(MODELS_HERE), "given": ["nothing", "reference"]},
+    "distill": {
+        "model": list(MODELS_HERE),
+        "given": ["teacher", "nothing"],
+        "data": ["demonstrations/1", "teacher_logps/1"],
+    },
+    "reward_model": {"model": [*MODELS_HERE, "bert"]},
+}
 TOP_K = 6
 #: Kind of rows by objective of a reward model, and by what a direct method reads.
-REWARD_ROWS = {"kwise_pairs": "rankings/1", "plackett_luce": "rankings/1", "pointwise_bce": "unpaired/1", "orm": "unpaired/1", "regression": "ratings/1", "value": "ratings/1", "prm": "stepwise/1"}
-DIRECT_ROWS = {"pairs": "pairs/1", "conditions": "pairs/1", "unpaired": "unpaired/1", "rankings": "rankings/1", "segments": "segments/1"}
+REWARD_ROWS = {
+    "kwise_pairs": "rankings/1",
+    "plackett_luce": "rankings/1",
+    "pointwise_bce": "unpaired/1",
+    "orm": "unpaired/1",
+    "regression": "ratings/1",
+    "value": "ratings/1",
+    "prm": "stepwise/1",
+}
+DIRECT_ROWS = {
+    "pairs": "pairs/1",
+    "conditions": "pairs/1",
+    "unpaired": "unpaired/1",
+    "rankings": "rankings/1",
+    "segments": "segments/1",
+}
 
 
-# -- axes --------------------------------------------------------------------------------------------------------------------
+# -- axes --------------------------------------------------------------------------------------------------------------
+
 
 def values_of(stage: str, name: str, field) -> list:
     """The values of a setting in the sweep; one value: it is not swept."""
@@ -79,7 +166,9 @@ def values_of(stage: str, name: str, field) -> list:
         return [default, *(c for c in choices if c != default)]
     kind = next((t for t in _types(field.annotation) if t in (int, float)), None)
     if kind is None:
-        raise LookupError(f"{stage}.{name}: {field.annotation} says no values; name some in VALUES, or say in LEFT_OUT why it has one")
+        raise LookupError(
+            f"{stage}.{name}: {field.annotation} says no values; name some in VALUES, or say in LEFT_OUT why it has one"
+        )
     return [default, _another(kind, default, field.metadata)]
 
 
@@ -116,12 +205,17 @@ def axes(stage: str) -> dict[str, list]:
     return {name: values for name, values in found.items() if len(values) > 1}
 
 
-# -- covering arrays ---------------------------------------------------------------------------------------------------------
+# -- covering arrays ---------------------------------------------------------------------------------------------------
+
 
 def settings_of(stage: str, combination: dict) -> dict:
     """The configuration of a combination: what is not the schema's default."""
     fields = get_stage(stage).SPEC.config.model_fields
-    return {name: value for name, value in combination.items() if name in fields and value != fields[name].get_default(call_default_factory=True)}
+    return {
+        name: value
+        for name, value in combination.items()
+        if name in fields and value != fields[name].get_default(call_default_factory=True)
+    }
 
 
 def refused(stage: str, combination: dict) -> str | None:
@@ -135,7 +229,9 @@ def refused(stage: str, combination: dict) -> str | None:
             DirectAlignment(made, combination["given"] == "reference")
         if stage == "distill":
             captured = combination["data"] == "teacher_logps/1"
-            if captured and (combination["given"] == "teacher" or made.method != "logit" or made.train_on != "all_assistant"):
+            if captured and (
+                combination["given"] == "teacher" or made.method != "logit" or made.train_on != "all_assistant"
+            ):
                 raise ValueError("data, given, train_on: the teacher was asked already; write method=logit")
             if made.tail != "bucket" and (not captured or made.direction != "forward"):
                 raise ValueError("data, direction: the whole vocabulary has no tail; write tail=bucket")
@@ -151,7 +247,11 @@ def refused(stage: str, combination: dict) -> str | None:
             from stages.reward_models.reward_objectives import refuse_unread
 
             refuse_unread("bt" if made.objective == "auto" else made.objective, made)
-        if stage == "sft" and combination["data"] == "text/1" and (combination["train_on"] != "full" or combination["curriculum"] == "difficulty"):
+        if (
+            stage == "sft"
+            and combination["data"] == "text/1"
+            and (combination["train_on"] != "full" or combination["curriculum"] == "difficulty")
+        ):
             raise ValueError("plain text: write train_on=full, curriculum=none")
         if combination["forward"] == "own" and combination["model"] in ("gpt2", "gpt-neox", "bert"):
             raise ValueError("forward, model: unknown to our forward")
@@ -165,7 +265,9 @@ def refused(stage: str, combination: dict) -> str | None:
 
 
 def repaired(stage: str, combination: dict, pinned: set[str], all_axes: dict, rng, tries: int = 25) -> dict | str:
-    """A combination with the pinned values that is taken, settings named in refusals put back one by one or changed; else the last refusal."""
+    """A combination with the pinned values that is taken, settings named in refusals put back one by one or changed;
+    else the last refusal.
+    """
     combination, said = dict(combination), ""
     for _ in range(tries):
         said = refused(stage, combination)
@@ -176,7 +278,9 @@ def repaired(stage: str, combination: dict, pinned: set[str], all_axes: dict, rn
         written = {n: v for n, v in re.findall(r"write (\w+)=([\w.-]+)", said) if n in named}
         if changed and (not written or rng.random() < 0.7):
             name = changed[rng.integers(len(changed))]
-            combination[name] = all_axes[name][0] if rng.random() < 0.7 else all_axes[name][rng.integers(len(all_axes[name]))]
+            combination[name] = (
+                all_axes[name][0] if rng.random() < 0.7 else all_axes[name][rng.integers(len(all_axes[name]))]
+            )
         elif named:
             name = named[rng.integers(len(named))]
             combination[name] = all_axes[name][rng.integers(len(all_axes[name]))]
@@ -188,17 +292,26 @@ def repaired(stage: str, combination: dict, pinned: set[str], all_axes: dict, rn
 
 
 def covering(stage: str, rng, limit: int, busy: float = 0.25) -> tuple[list[dict], dict]:
-    """(combinations that together hold as many pairs of values as ``limit`` of them can, {pair: refusal} of those that no combination was found for).
+    """(combinations that together hold as many pairs of values as ``limit`` of them can, {pair: refusal} of those that
+    no combination was found for).
 
     busy: share of the settings that are drawn, the others keep their first value.
     """
     all_axes = axes(stage)
     names = list(all_axes)
-    open_pairs = {((a, i), (b, j)) for a, b in itertools.combinations(names, 2) for i in range(len(all_axes[a])) for j in range(len(all_axes[b]))}
+    open_pairs = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(all_axes[a]))
+        for j in range(len(all_axes[b]))
+    }
     found, impossible = [], {}
 
     def of(combination):
-        at = [(n, next(i for i, v in enumerate(all_axes[n]) if v == combination[n] and type(v) is type(combination[n]))) for n in names]
+        at = [
+            (n, next(i for i, v in enumerate(all_axes[n]) if v == combination[n] and type(v) is type(combination[n])))
+            for n in names
+        ]
         return {(x, y) for x, y in itertools.combinations(at, 2)}
 
     while open_pairs and len(found) < limit:
@@ -207,10 +320,15 @@ def covering(stage: str, rng, limit: int, busy: float = 0.25) -> tuple[list[dict
         for _ in range(4):
             pair = listed[rng.integers(len(listed))]
             pinned = {n: all_axes[n][i] for n, i in pair}
-            drawn = {n: values[rng.integers(len(values))] if rng.random() < busy else values[0] for n, values in all_axes.items()} | pinned
+            drawn = {
+                n: values[rng.integers(len(values))] if rng.random() < busy else values[0]
+                for n, values in all_axes.items()
+            } | pinned
             made = repaired(stage, drawn, set(pinned), all_axes, rng)
             if isinstance(made, str):
-                made = repaired(stage, {n: values[0] for n, values in all_axes.items()} | pinned, set(pinned), all_axes, rng)
+                made = repaired(
+                    stage, {n: values[0] for n, values in all_axes.items()} | pinned, set(pinned), all_axes, rng
+                )
             if isinstance(made, str):
                 impossible[pair] = made
                 open_pairs.discard(pair)
@@ -223,10 +341,13 @@ def covering(stage: str, rng, limit: int, busy: float = 0.25) -> tuple[list[dict
     return found, impossible
 
 
-# -- rows and models ---------------------------------------------------------------------------------------------------------
+# -- rows and models ---------------------------------------------------------------------------------------------------
+
 
 def rows_of(kind: str, n: int = 18) -> list[dict]:
-    """Rows of uneven length, several turns, system messages, weights, ties, equal texts and probabilities; every third is for validation."""
+    """Rows of uneven length, several turns, system messages, weights, ties, equal texts and probabilities; every third
+    is for validation.
+    """
     from storage.schema import complete_row
 
     words = "two plus what is answer four or so the fine hm".split()
@@ -247,29 +368,88 @@ def rows_of(kind: str, n: int = 18) -> list[dict]:
         return {1: 2.0, 2: 0.5, 3: 0.0 if i == 13 else 1.0}.get(i % 5, 1.0)
 
     def aspects(i):
-        return [{"aspect": "help", "score": 1.0 + i % 5}, *([{"aspect": "truth", "score": 2.0 + i % 3}] if i % 4 else [])]
+        return [
+            {"aspect": "help", "score": 1.0 + i % 5},
+            *([{"aspect": "truth", "score": 2.0 + i % 3}] if i % 4 else []),
+        ]
 
     def segments(text, i):
         middle = text.index(" ") + 1
-        return [{"start": 0, "end": middle, "scores": [{"aspect": "a", "score": 0.1 + 0.1 * (i % 5)}]}, {"start": middle, "end": len(text), "scores": [{"aspect": "a", "score": 0.9}]}]
+        return [
+            {"start": 0, "end": middle, "scores": [{"aspect": "a", "score": 0.1 + 0.1 * (i % 5)}]},
+            {"start": middle, "end": len(text), "scores": [{"aspect": "a", "score": 0.9}]},
+        ]
 
     def demonstration(i):
-        messages = [*prompt(i), *assistant(said(i, 3))] + ([*user("go on"), *assistant(said(i, 4, 5))] if i % 3 == 0 else [])
-        return {"messages": messages, "train_turns": [k for k, m in enumerate(messages) if m["role"] == "assistant"][-1 if i % 6 == 0 else 0:], "extra_json": json.dumps({"difficulty": 1.0 + i % 4})}
+        messages = [*prompt(i), *assistant(said(i, 3))] + (
+            [*user("go on"), *assistant(said(i, 4, 5))] if i % 3 == 0 else []
+        )
+        return {
+            "messages": messages,
+            "train_turns": [k for k, m in enumerate(messages) if m["role"] == "assistant"][-1 if i % 6 == 0 else 0 :],
+            "extra_json": json.dumps({"difficulty": 1.0 + i % 4}),
+        }
 
     make = {
         "demonstrations/1": demonstration,
         "text/1": lambda i: {"text": " ".join(said(i, k) for k in range(4)), "n_chars": 1},
-        "pairs/1": lambda i: {"prompt": prompt(i), "chosen": assistant(said(i, 3)), "rejected": assistant(said(i, 3 if i == 7 else 4, 16)), "margin": 0.2 * (i % 3), "label_prob": {4: 0.5, 5: None}.get(i, 0.6 + 0.02 * i),
-                              "chosen_score": 2.0 + 0.1 * i, "rejected_score": 2.4 if i % 6 == 4 else 1.0, "rank_gap": 1 + i % 3, "stage_index": i % 2},
-        "unpaired/1": lambda i: {"prompt": prompt(i // 2), "completion": assistant(said(i, 3)), "label": i % 2 == 0, "label_kind": "thumbs"},
-        "rankings/1": lambda i: {"prompt": prompt(i), "completions": [assistant(said(i, k)) for k in range(3, 6 + i % 2)], "ranks": [2, 1, 3, 3][:3 + i % 2], "scores": [0.6, 0.9, 0.2, 0.2][:3 + i % 2]},
-        "ratings/1": lambda i: {"prompt": prompt(i), "completion": assistant(said(i, 3)), "score": 1.0 + i % 5, "scale_min": 1.0, "scale_max": 5.0, "aspects": aspects(i), "ann": {"annotator_id": "ab"[i % 2]}},
-        "stepwise/1": lambda i: {"prompt": prompt(i), "completions": [said(i, k, 4) for k in range(3, 6)], "labels": [[1, 1, 0], [1, -1, 1], [0, 1, 1]][i % 3]},
-        "segments/1": lambda i: {"prompt": prompt(i), "chosen": assistant("well " + said(i, 3)), "rejected": assistant("no " + said(i, 4)), "offset_unit": "char",
-                                 "chosen_segments": segments("well " + said(i, 3), i), "rejected_segments": segments("no " + said(i, 4), i + 1)},
+        "pairs/1": lambda i: {
+            "prompt": prompt(i),
+            "chosen": assistant(said(i, 3)),
+            "rejected": assistant(said(i, 3 if i == 7 else 4, 16)),
+            "margin": 0.2 * (i % 3),
+            "label_prob": {4: 0.5, 5: None}.get(i, 0.6 + 0.02 * i),
+            "chosen_score": 2.0 + 0.1 * i,
+            "rejected_score": 2.4 if i % 6 == 4 else 1.0,
+            "rank_gap": 1 + i % 3,
+            "stage_index": i % 2,
+        },
+        "unpaired/1": lambda i: {
+            "prompt": prompt(i // 2),
+            "completion": assistant(said(i, 3)),
+            "label": i % 2 == 0,
+            "label_kind": "thumbs",
+        },
+        "rankings/1": lambda i: {
+            "prompt": prompt(i),
+            "completions": [assistant(said(i, k)) for k in range(3, 6 + i % 2)],
+            "ranks": [2, 1, 3, 3][: 3 + i % 2],
+            "scores": [0.6, 0.9, 0.2, 0.2][: 3 + i % 2],
+        },
+        "ratings/1": lambda i: {
+            "prompt": prompt(i),
+            "completion": assistant(said(i, 3)),
+            "score": 1.0 + i % 5,
+            "scale_min": 1.0,
+            "scale_max": 5.0,
+            "aspects": aspects(i),
+            "ann": {"annotator_id": "ab"[i % 2]},
+        },
+        "stepwise/1": lambda i: {
+            "prompt": prompt(i),
+            "completions": [said(i, k, 4) for k in range(3, 6)],
+            "labels": [[1, 1, 0], [1, -1, 1], [0, 1, 1]][i % 3],
+        },
+        "segments/1": lambda i: {
+            "prompt": prompt(i),
+            "chosen": assistant("well " + said(i, 3)),
+            "rejected": assistant("no " + said(i, 4)),
+            "offset_unit": "char",
+            "chosen_segments": segments("well " + said(i, 3), i),
+            "rejected_segments": segments("no " + said(i, 4), i + 1),
+        },
     }[kind]
-    return [complete_row(kind, {**make(i), "weight": weight(i)}, dataset="made", source="s", origin="human", split="validation" if i % 3 == 2 else "train") for i in range(n)]
+    return [
+        complete_row(
+            kind,
+            {**make(i), "weight": weight(i)},
+            dataset="made",
+            source="s",
+            origin="human",
+            split="validation" if i % 3 == 2 else "train",
+        )
+        for i in range(n)
+    ]
 
 
 class World:
@@ -290,13 +470,19 @@ class World:
             if seed:
                 with torch.no_grad():
                     for i, parameter in enumerate(made.parameters()):
-                        parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed + i)))
+                        parameter.add_(
+                            0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed + i))
+                        )
             made.save_pretrained(self._made[key])
             self.tokenizer.save_pretrained(self._made[key])
             if name == "bert":
                 end = self.tokenizer.eos_token
                 tokenizer = transformers.AutoTokenizer.from_pretrained(self._made[key])
-                tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"<|endoftext|> $A {end}", pair=f"<|endoftext|> $A {end} $B:1 {end}:1", special_tokens=[("<|endoftext|>", 0), (end, self.tokenizer.eos_token_id)])
+                tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+                    single=f"<|endoftext|> $A {end}",
+                    pair=f"<|endoftext|> $A {end} $B:1 {end}:1",
+                    special_tokens=[("<|endoftext|>", 0), (end, self.tokenizer.eos_token_id)],
+                )
                 tokenizer.save_pretrained(self._made[key])
         return self._made[key]
 
@@ -314,7 +500,12 @@ class World:
         workdir = self.root / f"captured-{Path(teacher).name}-{temperature:g}"
         if not workdir.exists():
             with float64():
-                run("capture", {"top_k": TOP_K, "distillation_temperature": temperature}, {"model": teacher, "data": self.data("demonstrations/1")}, workdir)
+                run(
+                    "capture",
+                    {"top_k": TOP_K, "distillation_temperature": temperature},
+                    {"model": teacher, "data": self.data("demonstrations/1")},
+                    workdir,
+                )
         return str(workdir / "out/captured")
 
     def inputs(self, stage: str, combination: dict) -> dict[str, str]:
@@ -332,7 +523,9 @@ class World:
         else:
             kind = REWARD_ROWS.get(combination["objective"], "pairs/1")
         found = {"model": self.model(combination["model"]), "data": self.data(kind)}
-        return found | ({"reference": self.model(combination["model"], 1)} if combination.get("given") == "reference" else {})
+        return found | (
+            {"reference": self.model(combination["model"], 1)} if combination.get("given") == "reference" else {}
+        )
 
 
 def architecture(name: str, tokenizer):
@@ -340,7 +533,11 @@ def architecture(name: str, tokenizer):
     ids = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
     if family == "GPT2":
         torch.manual_seed(3)
-        made = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=1024, resid_pdrop=0.1, **ids))
+        made = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=1024, resid_pdrop=0.1, **ids
+            )
+        )
         with torch.no_grad():
             for parameter in made.parameters():
                 parameter.mul_(4.0) if parameter.ndim >= 2 else parameter.add_(0.1 * torch.randn_like(parameter))
@@ -352,12 +549,21 @@ def architecture(name: str, tokenizer):
 
 def bert(tokenizer):
     torch.manual_seed(3)
-    config = transformers.BertConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=1024, pad_token_id=tokenizer.pad_token_id,
-                                     initializer_range=0.2)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=1024,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+    )
     return transformers.BertModel(config)
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------------
+# -- runs --------------------------------------------------------------------------------------------------------------
+
 
 @contextlib.contextmanager
 def float64():
@@ -389,8 +595,24 @@ def run(stage: str, settings: dict, inputs: dict, workdir: Path, kill_after: int
     """A stage run in this process; ``kill_after``: it ends as soon as that many checkpoints are written."""
     from stages.harness import Stage
 
-    given = {k: {"kind": "model" if k in ("model", "reference", "reward_model", "teacher") else "dataset", "path": v, "ref": k, "digest": f"digest-{Path(v).name}"} for k, v in inputs.items()}
-    spec = {"stage": stage, "key": "sweep", "config": settings, "seed": seed, "device": "cpu", "inputs": given, "workdir": str(workdir)}
+    given = {
+        k: {
+            "kind": "model" if k in ("model", "reference", "reward_model", "teacher") else "dataset",
+            "path": v,
+            "ref": k,
+            "digest": f"digest-{Path(v).name}",
+        }
+        for k, v in inputs.items()
+    }
+    spec = {
+        "stage": stage,
+        "key": "sweep",
+        "config": settings,
+        "seed": seed,
+        "device": "cpu",
+        "inputs": given,
+        "workdir": str(workdir),
+    }
     save, done = Stage.save_checkpoint, []
 
     def counted(self, *args, **more):
@@ -409,13 +631,24 @@ def run(stage: str, settings: dict, inputs: dict, workdir: Path, kill_after: int
 def weights(workdir: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {key: value for file in sorted((workdir / "out/model").glob("*.safetensors")) for key, value in load_file(file).items()}
+    return {
+        key: value
+        for file in sorted((workdir / "out/model").glob("*.safetensors"))
+        for key, value in load_file(file).items()
+    }
 
 
 def metrics(workdir: Path) -> list[dict]:
     """Logged rows: {"step": number, **metrics}, texts ("nan") as numbers."""
     file = workdir / "metrics.jsonl"
-    return [{"step": row["step"], **{k: float(v) for k, v in row["metrics"].items()}} for row in map(json.loads, file.read_text().splitlines())] if file.exists() else []
+    return (
+        [
+            {"step": row["step"], **{k: float(v) for k, v in row["metrics"].items()}}
+            for row in map(json.loads, file.read_text().splitlines())
+        ]
+        if file.exists()
+        else []
+    )
 
 
 def ranked(stage: str, settings: str, inputs: str, workdir: str) -> None:

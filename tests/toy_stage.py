@@ -20,7 +20,11 @@ class Config(StageConfig):
 SPEC = StageSpec(
     name="toy",
     config=Config,
-    inputs={"text": InputSpec("file", required=False, doc="any file"), "data": InputSpec("dataset", required=False), "model": InputSpec("model", required=False)},
+    inputs={
+        "text": InputSpec("file", required=False, doc="any file"),
+        "data": InputSpec("dataset", required=False),
+        "model": InputSpec("model", required=False),
+    },
     outputs={"model": OutputSpec("model", role="policy"), "data": OutputSpec("dataset")},
 )
 
@@ -47,7 +51,11 @@ def run(stage):
             time.sleep(stage.config.sleep)
         if (step + 1) % stage.config.save_every == 0:
             value = position
-            stage.save_checkpoint(step + 1, {"n": step + 1}, {"position": repr(value).encode(), "extra": lambda p: p.write_text("x" * 1000)})
+            stage.save_checkpoint(
+                step + 1,
+                {"n": step + 1},
+                {"position": repr(value).encode(), "extra": lambda p: p.write_text("x" * 1000)},
+            )
     writer.close({"steps": stage.config.steps})
     stage.report("walk", markdown="# walk\n", table=[{"steps": stage.config.steps}])
     with stage.output_model("model", role="policy") as folder:
@@ -60,4 +68,6 @@ def row(step, position):
     """One text row."""
     from storage.schema import complete_row
 
-    return complete_row("text/1", {"text": f"step {step} at {position!r}"}, dataset="toy", source="toy", origin="verifier")
+    return complete_row(
+        "text/1", {"text": f"step {step} at {position!r}"}, dataset="toy", source="toy", origin="verifier"
+    )

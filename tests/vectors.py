@@ -19,6 +19,7 @@ may equal them. Vectors that need a data file which is not there are skipped and
 Output: one line per failing vector, last line `N passed, M failed, K unmapped`. Exit code 1 on failures, 2 if a file
 cannot be read.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -155,7 +156,9 @@ def check(expected: dict, got: dict, tolerance: float) -> str | None:
             continue
         same = key.removeprefix("wrong_").removesuffix("_WRONG")
         # the trap is compared with the value of the same name, else with everything of its shape that was computed
-        candidates = {same: got[same]} if same in got else {k: v for k, v in got.items() if k in right and not is_trap(k)}
+        candidates = (
+            {same: got[same]} if same in got else {k: v for k, v in got.items() if k in right and not is_trap(k)}
+        )
         for name, value in candidates.items():
             value = value[0] if key == "must_not_equal_first" and isinstance(value, list) else value
             if name in right and difference(right[name], bad, tolerance) is None:
@@ -170,8 +173,13 @@ def candidates(name, vector, named, by_method):
     if name in named:
         return [(named[name], True)]
     keys = set(vector.get("inputs", {}))
-    ranked = sorted(((not wanted <= keys, len(wanted ^ keys), i) for i, (method, wanted, _) in enumerate(by_method)
-                     if method == vector.get("method") and (wanted & keys or not wanted)))
+    ranked = sorted(
+        (
+            (not wanted <= keys, len(wanted ^ keys), i)
+            for i, (method, wanted, _) in enumerate(by_method)
+            if method == vector.get("method") and (wanted & keys or not wanted)
+        )
+    )
     out = []
     for loose, _, i in ranked:
         if all(by_method[i][2] is not adapter for adapter, _ in out):
@@ -218,7 +226,9 @@ def run_file(path, named, by_method, show_unmapped: bool = False) -> dict[str, l
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.vectors", description="Check vector files against the project's functions.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.vectors", description="Check vector files against the project's functions."
+    )
     parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument("--unmapped", action="store_true", help="also print the vectors that no adapter covers")
     options = parser.parse_args(argv)
@@ -229,7 +239,10 @@ def main(argv=None) -> int:
         try:
             results = run_file(path, named, by_method, options.unmapped)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"{path}: not a vectors file ({type(error).__name__}: {error}); it must be JSON of the form {{name: {{method, inputs, params, expected}}}}")
+            print(
+                f"{path}: not a vectors file ({type(error).__name__}: {error}); it must be JSON of the form {{name:"
+                " {method, inputs, params, expected}}"
+            )
             return 2
         for status, names in results.items():
             total[status] += len(names)

@@ -3,9 +3,9 @@
     prompt | turn 1 | observation | turn 2 | observation | ... | turn K
              mask 1   mask 0        mask 1                       mask 1
 
-The policy's tokens are kept as they were sampled, with their log-probs; what the environment says is rendered by the chat template once,
-tokenised, and inserted between them. Nothing is tokenised twice, so the trainer sees the very sequence that the sampler saw. Trajectories
-go turn by turn together, and each ends for one of these reasons:
+The policy's tokens are kept as they were sampled, with their log-probs; what the environment says is rendered by the
+chat template once, tokenised, and inserted between them. Nothing is tokenised twice, so the trainer sees the very
+sequence that the sampler saw. Trajectories go turn by turn together, and each ends for one of these reasons:
 
 ``goal``        the environment verified that the task is solved       ``turn_limit``  max_turns, truncated
 ``stop``        the policy ended it (a final answer, a stop action)    ``length``      no room for more tokens, truncated
@@ -41,16 +41,26 @@ class Trajectory:
     turns: list[dict] = field(default_factory=list)
     finish: str | None = None
     failure: str | None = None
-    limit: int = 0  # tokens after the prompt at most: max_completion_length, or fewer where the model has no positions for them
+    # tokens after the prompt at most: max_completion_length, or fewer where the model has no positions for them
+    limit: int = 0
 
     def say(self, completion, room: int) -> None:
-        """A turn of the policy, ``stages.decoding.sampler.Completion``, with ``room`` tokens left. One that was cut short of them (max_turn_length) is
-        closed for it and acted on as it stands."""
+        """A turn of the policy, ``stages.decoding.sampler.Completion``, with ``room`` tokens left. One that was cut
+        short of them (max_turn_length) is closed for it and acted on as it stands."""
         start = len(self.ids)
         self.ids += list(completion.ids)
         self.logps += [float(v) for v in completion.logps]
         self.tool_mask += [0] * len(completion.ids)
-        self.turns.append({"start": start, "end": len(self.ids), "text": completion.text, "observation": "", "reward": 0.0, "events": []})
+        self.turns.append(
+            {
+                "start": start,
+                "end": len(self.ids),
+                "text": completion.text,
+                "observation": "",
+                "reward": 0.0,
+                "events": [],
+            }
+        )
         if completion.finish_reason == "length" and len(completion.ids) >= room:
             self.finish = "length"
 
@@ -61,8 +71,20 @@ class Trajectory:
         self.tool_mask += [1] * len(ids)
 
     def sample(self) -> Sample:
-        return Sample(self.task, self.prompt_ids, self.index, self.ids, self.logps, self.finish or "length", self.turns[-1]["text"] if self.turns else "",
-                      tool_mask=self.tool_mask, turns=self.turns, failure=self.failure, environment_seed=self.environment_seed, seed=self.seed)
+        return Sample(
+            self.task,
+            self.prompt_ids,
+            self.index,
+            self.ids,
+            self.logps,
+            self.finish or "length",
+            self.turns[-1]["text"] if self.turns else "",
+            tool_mask=self.tool_mask,
+            turns=self.turns,
+            failure=self.failure,
+            environment_seed=self.environment_seed,
+            seed=self.seed,
+        )
 
 
 class Agent:
@@ -70,35 +92,66 @@ class Agent:
 
     def __init__(self, config, renderer):
         self.config, self.renderer = config, renderer
-        self.pool = EnvironmentPool(config.environment, config.environment_options, EnvironmentLimits(
-            config.environment_timeout_s, config.environment_memory_mib, config.environment_workers, config.environment_network))
+        self.pool = EnvironmentPool(
+            config.environment,
+            config.environment_options,
+            EnvironmentLimits(
+                config.environment_timeout_s,
+                config.environment_memory_mib,
+                config.environment_workers,
+                config.environment_network,
+            ),
+        )
         self.seconds: list[float] = []  # of every step of an environment since the last latency()
 
     def latency(self) -> dict[str, float]:
-        """Mean and longest wall seconds of the environments' answers since the last call; a measurement, no metric that repeats."""
+        """Mean and longest wall seconds of the environments' answers since the last call; a measurement, no metric that
+        repeats.
+        """
         found, self.seconds = self.seconds, []
-        return {"environment_step_seconds": sum(found) / len(found), "environment_step_seconds_max": max(found)} if found else {}
+        return (
+            {"environment_step_seconds": sum(found) / len(found), "environment_step_seconds_max": max(found)}
+            if found
+            else {}
+        )
 
     def close(self) -> None:
         self.pool.close()
 
     def sample(self, sampler, rows, params, seeds, prefixes=None) -> list[list[Sample]]:
-        """Trajectories of each ``(task row, _)``; ``seeds[i]`` lists those of task i, and the first one is its environment's.
+        """Trajectories of each ``(task row, _)``; ``seeds[i]`` lists those of task i, and the first one is its
+        environment's.
 
-        ``params.max_new_tokens`` bounds the tokens of a whole trajectory, observations included. ``prefixes[i]``: a Sample whose turns are
-        taken first, its actions played again in a fresh environment (VINEPPO). Several ranks share the tasks.
+        ``params.max_new_tokens`` bounds the tokens of a whole trajectory, observations included. ``prefixes[i]``: a
+        Sample whose turns are taken first, its actions played again in a fresh environment (VINEPPO). Several ranks
+        share the tasks.
         """
         mine = range(ranks.rank(), len(rows), ranks.world_size())
-        made = self._play(sampler, [rows[i][0] for i in mine], params, [seeds[i] for i in mine], None if prefixes is None else [prefixes[i] for i in mine])
+        made = self._play(
+            sampler,
+            [rows[i][0] for i in mine],
+            params,
+            [seeds[i] for i in mine],
+            None if prefixes is None else [prefixes[i] for i in mine],
+        )
         found = {i: [t.sample() for t in group] for i, group in zip(mine, made)}
         everyone = {i: group for part in ranks.gather(found) for i, group in part.items()}
         return [everyone[i] for i in range(len(rows))]
 
     def _play(self, sampler, tasks, params, seeds, prefixes) -> list[list[Trajectory]]:
-        worlds = [seed_for(own[0], "agent", "environment") for own in seeds] if prefixes is None else [p.environment_seed for p in prefixes]
-        groups = [[Trajectory(task, g, seed, world) for g, seed in enumerate(own)] for task, own, world in zip(tasks, seeds, worlds)]
+        worlds = (
+            [seed_for(own[0], "agent", "environment") for own in seeds]
+            if prefixes is None
+            else [p.environment_seed for p in prefixes]
+        )
+        groups = [
+            [Trajectory(task, g, seed, world) for g, seed in enumerate(own)]
+            for task, own, world in zip(tasks, seeds, worlds)
+        ]
         everyone = [t for group in groups for t in group]
-        episodes, first = self.pool.reset([plain_task(t.task) for t in everyone], [t.environment_seed for t in everyone])
+        episodes, first = self.pool.reset(
+            [plain_task(t.task) for t in everyone], [t.environment_seed for t in everyone]
+        )
         episode_of = dict(zip(map(id, everyone), episodes))
         for trajectory, seen in zip(everyone, first):
             if seen.error:
@@ -114,14 +167,18 @@ class Agent:
             trajectory.limit = room_after(sampler, trajectory.prompt_ids, params.max_new_tokens)
             if trajectory.limit < 1 and trajectory.failure is None:
                 trajectory.finish = "failure"
-                trajectory.failure = f"the first messages have {len(trajectory.prompt_ids)} tokens, all that the model has positions for"
+                trajectory.failure = (
+                    f"the first messages have {len(trajectory.prompt_ids)} tokens, all that the model has positions for"
+                )
                 trajectory.prompt_ids = self.renderer.prompt_ids(trajectory.task["prompt"])
         with remembering(sampler):
             for turn in range(self.config.max_turns):
                 live = [t for t in everyone if t.finish is None and len(t.turns) == turn]
                 self._turn(sampler, live, params)
                 acting = [t for t in live if t.finish is None]
-                for trajectory, seen in zip(acting, self.pool.step([episode_of[id(t)] for t in acting], [t.turns[-1]["text"] for t in acting])):
+                for trajectory, seen in zip(
+                    acting, self.pool.step([episode_of[id(t)] for t in acting], [t.turns[-1]["text"] for t in acting])
+                ):
                     self._observe(trajectory, seen)
         self.pool.end(episodes)
         return groups
@@ -135,7 +192,9 @@ class Agent:
         prompts = [own[0].prompt_ids + own[0].ids for own in requests.values()]
         seeds = [[seed_for(t.seed, "agent", "turn", len(t.turns)) for t in own] for own in requests.values()]
         rooms = [min(limit, own[0].limit - len(own[0].ids)) for own in requests.values()]
-        for own, completions in zip(requests.values(), sample_with_room(sampler, prompts, params, seeds, rooms) if prompts else []):
+        for own, completions in zip(
+            requests.values(), sample_with_room(sampler, prompts, params, seeds, rooms) if prompts else []
+        ):
             for trajectory, completion in zip(own, completions):
                 trajectory.say(completion, trajectory.limit - len(trajectory.ids))
 
@@ -154,14 +213,18 @@ class Agent:
         else:
             messages = self._shown(seen.messages)
             turn["observation"] = json.dumps(messages, ensure_ascii=False)
-            ids = self.renderer.observation_ids(messages, bool(trajectory.ids) and trajectory.ids[-1] == self.renderer.turn_end_id)
+            ids = self.renderer.observation_ids(
+                messages, bool(trajectory.ids) and trajectory.ids[-1] == self.renderer.turn_end_id
+            )
             if len(trajectory.ids) + len(ids) >= trajectory.limit:  # nothing could be said after it
                 trajectory.finish = "length"
             else:
                 trajectory.hear(ids)
 
     def _shown(self, messages) -> list[dict]:
-        """Messages as the template gets them: under ``observation_role``, those of the same role joined where that is user."""
+        """Messages as the template gets them: under ``observation_role``, those of the same role joined where that is
+        user.
+        """
         out: list[dict] = []
         for message in messages:
             if message["role"] == "tool" and self.config.observation_role == "user":
@@ -175,15 +238,29 @@ class Agent:
     def _replay(self, groups, prefixes, episode_of) -> None:
         """Bring every trajectory to the end of its prefix, by playing the prefix's actions in its own environment."""
         for depth in range(max((len(p.turns) for p in prefixes), default=0)):
-            acting = [(t, p.turns[depth]) for group, p in zip(groups, prefixes) for t in group if t.finish is None and depth < len(p.turns)]
-            for (trajectory, turn), seen in zip(acting, self.pool.step([episode_of[id(t)] for t, _ in acting], [turn["text"] for _, turn in acting])):
+            acting = [
+                (t, p.turns[depth])
+                for group, p in zip(groups, prefixes)
+                for t in group
+                if t.finish is None and depth < len(p.turns)
+            ]
+            for (trajectory, turn), seen in zip(
+                acting, self.pool.step([episode_of[id(t)] for t, _ in acting], [turn["text"] for _, turn in acting])
+            ):
                 if seen.error:  # a time-out, say, costs its own continuation
                     trajectory.finish, trajectory.failure = "failure", seen.error
                     continue
-                again = seen.reward, list(seen.events), seen.done or json.dumps(self._shown(seen.messages), ensure_ascii=False)
+                again = (
+                    seen.reward,
+                    list(seen.events),
+                    seen.done or json.dumps(self._shown(seen.messages), ensure_ascii=False),
+                )
                 if again != (turn["reward"], turn["events"], turn["observation"]):
-                    raise ValueError(f"the environment does not repeat what it did: turn {depth + 1} of a task led to {again!r:.200} where it had led to "
-                                     f"{(turn['reward'], turn['events'], turn['observation'])!r:.200}, so nothing can be continued from there; make it a function of (task, seed, actions)")
+                    raise ValueError(
+                        f"the environment does not repeat what it did: turn {depth + 1} of a task led to {again!r:.200}"
+                        f" where it had led to {(turn['reward'], turn['events'], turn['observation'])!r:.200}, so"
+                        " nothing can be continued from there; make it a function of (task, seed, actions)"
+                    )
         for group, prefix in zip(groups, prefixes):
             for trajectory in group:
                 trajectory.prompt_ids, trajectory.ids = list(prefix.prompt_ids), list(prefix.ids)
@@ -192,17 +269,27 @@ class Agent:
 
 
 def prefix_of(sample: Sample, turns: int) -> Sample:
-    """A trajectory up to the observation that follows its first ``turns`` turns: what a Monte-Carlo continuation starts from (VINEPPO)."""
+    """A trajectory up to the observation that follows its first ``turns`` turns: what a Monte-Carlo continuation starts
+    from (VINEPPO).
+    """
     end = sample.turns[turns]["start"]
-    return replace(sample, ids=sample.ids[:end], logps=sample.logps[:end], tool_mask=sample.tool_mask[:end], turns=sample.turns[:turns])
+    return replace(
+        sample,
+        ids=sample.ids[:end],
+        logps=sample.logps[:end],
+        tool_mask=sample.tool_mask[:end],
+        turns=sample.turns[:turns],
+    )
 
 
 def same_start(group: list[Trajectory]) -> None:
     """The trajectories of a group share one prompt; an environment that starts them differently is refused."""
     starts = [t.prompt_ids for t in group if t.failure is None]
     if any(ids != starts[0] for ids in starts):
-        raise ValueError("the environment's reset gave different messages for one task and seed, so its trajectories cannot be compared; "
-                         "make reset a function of (task, seed)")
+        raise ValueError(
+            "the environment's reset gave different messages for one task and seed, so its trajectories cannot be"
+            " compared; make reset a function of (task, seed)"
+        )
     for trajectory in group:
         if starts:
             trajectory.prompt_ids = list(starts[0])
@@ -214,23 +301,39 @@ def plain_task(row: dict) -> dict:
 
 
 def agent_metrics(samples: Sequence[Sample], components: Sequence = ()) -> dict[str, float]:
-    """What people who debug agents look at: success, turns, reward per turn, tool errors, why trajectories ended, and of the reward ``components`` of kind
-    milestones how many milestones a trajectory reached, and which share of the trajectories reached each."""
+    """What people who debug agents look at: success, turns, reward per turn, tool errors, why trajectories ended, and
+    of the reward ``components`` of kind milestones how many milestones a trajectory reached, and which share of the
+    trajectories reached each."""
     turns = [t for s in samples for t in s.turns or []]
     calls = [e for t in turns for e in t["events"] if e.startswith(("tool:", "error:"))]
     n = max(len(samples), 1)
-    out = {f"agent/finish_{reason}": sum(s.finish_reason == reason for s in samples) / n for reason in ("goal", "stop", "turn_limit", "length", "failure")}
+    out = {
+        f"agent/finish_{reason}": sum(s.finish_reason == reason for s in samples) / n
+        for reason in ("goal", "stop", "turn_limit", "length", "failure")
+    }
     paid = [r for s in samples for r in s.turn_rewards or ()]
     if paid:
         out["agent/reward_per_turn"] = sum(paid) / len(paid)
     for component in (c for c in components if c.kind == "milestones"):
         milestones = component.milestones or milestones_of()
-        reached = [name for s in samples for now in milestones_by_turn([t["events"] for t in s.turns or []], milestones) for name in now]
+        reached = [
+            name
+            for s in samples
+            for now in milestones_by_turn([t["events"] for t in s.turns or []], milestones)
+            for name in now
+        ]
         out[f"agent/{component.name}"] = len(reached) / n
-        out |= {f"agent/{component.name}/{re.sub(r'[^0-9A-Za-z_./ -]', '_', name)}": reached.count(name) / n for name in milestones}
-    return out | {"agent/success": sum(succeeded(s) for s in samples) / n, "agent/turns": len(turns) / n,
-                  "agent/calls": sum(e.startswith("tool:") for e in calls) / n, "agent/errors": sum(e.startswith("error:") for e in calls) / n,
-                  "agent/tool_token_share": sum(sum(s.tool_mask) for s in samples) / max(sum(len(s.ids) for s in samples), 1)}
+        out |= {
+            f"agent/{component.name}/{re.sub(r'[^0-9A-Za-z_./ -]', '_', name)}": reached.count(name) / n
+            for name in milestones
+        }
+    return out | {
+        "agent/success": sum(succeeded(s) for s in samples) / n,
+        "agent/turns": len(turns) / n,
+        "agent/calls": sum(e.startswith("tool:") for e in calls) / n,
+        "agent/errors": sum(e.startswith("error:") for e in calls) / n,
+        "agent/tool_token_share": sum(sum(s.tool_mask) for s in samples) / max(sum(len(s.ids) for s in samples), 1),
+    }
 
 
 def succeeded(sample: Sample) -> bool:
@@ -241,7 +344,11 @@ def succeeded(sample: Sample) -> bool:
 def turn_counts(sample: Sample) -> dict[str, int]:
     """Turns, calls that a tool answered and calls that failed, of one trajectory."""
     events = [e for t in sample.turns for e in t["events"]]
-    return {"turns": len(sample.turns), "tool_calls": sum(e.startswith("tool:") for e in events), "tool_errors": sum(e.startswith("error:") for e in events)}
+    return {
+        "turns": len(sample.turns),
+        "tool_calls": sum(e.startswith("tool:") for e in events),
+        "tool_errors": sum(e.startswith("error:") for e in events),
+    }
 
 
 def transcript(sample: Sample) -> list[dict]:
@@ -254,23 +361,49 @@ def transcript(sample: Sample) -> list[dict]:
 
 
 def turn_components(sample: Sample, turn: int) -> list[dict]:
-    """What components say of one turn: those that score turns, and at the last turn all others; weight times value sums to the turn's reward."""
+    """What components say of one turn: those that score turns, and at the last turn all others; weight times value sums
+    to the turn's reward.
+    """
     if sample.turn_parts is None or sample.turn_rewards is None:
         return []
     last = turn == len(sample.turns) - 1
-    return [{"name": name, "value": float(sample.turn_parts[name][turn] if name in sample.turn_parts else sample.parts[name]), "weight": weight}
-            for name, weight in sample.weights.items() if last or name in sample.turn_parts]
+    return [
+        {
+            "name": name,
+            "value": float(sample.turn_parts[name][turn] if name in sample.turn_parts else sample.parts[name]),
+            "weight": weight,
+        }
+        for name, weight in sample.weights.items()
+        if last or name in sample.turn_parts
+    ]
 
 
 def trajectory_rows(sample: Sample, episode_id: str) -> list[dict]:
-    """``trajectories/1`` rows (without common columns): one per turn, observation and next observation as JSON messages."""
+    """``trajectories/1`` rows (without common columns): one per turn, observation and next observation as JSON
+    messages.
+    """
     rows, before = [], json.dumps(sample.prompt["prompt"], ensure_ascii=False, default=str)
     for t, turn in enumerate(sample.turns):
-        own = [v for v, tool in zip(sample.logps[turn["start"]:turn["end"]], sample.tool_mask[turn["start"]:turn["end"]]) if not tool]
+        own = [
+            v
+            for v, tool in zip(sample.logps[turn["start"] : turn["end"]], sample.tool_mask[turn["start"] : turn["end"]])
+            if not tool
+        ]
         after = turn["observation"] or "[]"
         said = json.dumps({"role": "assistant", "content": turn["text"]}, ensure_ascii=False)
-        rows.append({"episode_id": episode_id, "t": t, "observation_json": before, "action_json": said,
-                     "next_observation_json": after, "reward": float((sample.turn_rewards or [0.0] * len(sample.turns))[t]), "events": list(turn["events"]),
-                     "reward_tier": sample.tier or "unrouted", "reward_components": turn_components(sample, t), "logp_behaviour": float(sum(own))})
+        rows.append(
+            {
+                "episode_id": episode_id,
+                "t": t,
+                "observation_json": before,
+                "action_json": said,
+                "next_observation_json": after,
+                "reward": float((sample.turn_rewards or [0.0] * len(sample.turns))[t]),
+                "events": list(turn["events"]),
+                "reward_tier": sample.tier or "unrouted",
+                "reward_components": turn_components(sample, t),
+                "logp_behaviour": float(sum(own)),
+            }
+        )
         before = after
     return rows

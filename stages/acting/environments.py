@@ -5,15 +5,16 @@
         def reset(self, task: dict, seed: int) -> list[dict]                     # the messages an episode starts with
         def step(self, action: str) -> (messages, reward, done, events)          # what the policy's text led to
 
-``task`` is a ``prompts/1`` row. An environment is a function of (task, seed, actions): the trajectories of a group start from the
-same messages. ``messages`` are shown to the policy before its next turn, normally ``{"role": "tool", "content": ...}``; ``events`` are
-strings: what happened, for rewards and metrics. ``goal_verified`` says that the task is solved, ``error:WHY`` that a call failed
-(a failure is an observation, not an exception), ``NAME:2/4`` that two of four were done.
+``task`` is a ``prompts/1`` row. An environment is a function of (task, seed, actions): the trajectories of a group
+start from the same messages. ``messages`` are shown to the policy before its next turn, normally ``{"role": "tool",
+"content": ...}``; ``events`` are strings: what happened, for rewards and metrics. ``goal_verified`` says that the task
+is solved, ``error:WHY`` that a call failed (a failure is an observation, not an exception), ``NAME:2/4`` that two of
+four were done.
 
-Processes. One host per pool imports the environment once and forks a child per episode: a child that hangs, crashes or eats memory is
-killed and costs its own trajectory; one whose episode ended well serves another, with an environment of its own. Children have limits on
-memory, file size and open files, no network unless asked for, and die with the host, which dies with the stage. Nothing but the standard
-library is imported here, so that a host starts at once.
+Processes. One host per pool imports the environment once and forks a child per episode: a child that hangs, crashes or
+eats memory is killed and costs its own trajectory; one whose episode ended well serves another, with an environment of
+its own. Children have limits on memory, file size and open files, no network unless asked for, and die with the host,
+which dies with the stage. Nothing but the standard library is imported here, so that a host starts at once.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class EnvironmentFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class EnvironmentLimits:
-    """timeout_s: wall seconds per reset or step. memory_mib: address space of an episode. workers: episodes that compute at a time
-    (0 = one per core). network: whether an episode may open sockets."""
+    """timeout_s: wall seconds per reset or step. memory_mib: address space of an episode. workers: episodes that
+    compute at a time (0 = one per core). network: whether an episode may open sockets."""
 
     timeout_s: float = 10.0
     memory_mib: int = 1024
@@ -59,8 +60,8 @@ class EnvironmentLimits:
 
 @dataclass(frozen=True)
 class Observation:
-    """Answer of an environment to a reset or a step, after so many wall ``seconds``; ``error`` is set when the episode's process failed, and nothing else
-    counts then."""
+    """Answer of an environment to a reset or a step, after so many wall ``seconds``; ``error`` is set when the
+    episode's process failed, and nothing else counts then."""
 
     messages: tuple = ()
     reward: float = 0.0
@@ -71,16 +72,21 @@ class Observation:
 
 
 def path_of(name: str) -> str:
-    """"module:Class" of an environment's name; raises ValueError that says what to write."""
+    """ "module:Class" of an environment's name; raises ValueError that says what to write."""
     if ":" in name:
         return name
     if name not in ENVIRONMENTS:
-        raise ValueError(f"there is no environment {name!r}; write one of {', '.join(ENVIRONMENTS)} (in rl also debate), or module:Class of your own")
+        raise ValueError(
+            f"there is no environment {name!r}; write one of {', '.join(ENVIRONMENTS)} (in rl also debate), or"
+            " module:Class of your own"
+        )
     return ENVIRONMENTS[name]
 
 
 class EnvironmentPool:
-    """Episodes of one kind of environment. ``reset`` opens some, ``step`` advances some, ``close`` ends some (or all, and the host)."""
+    """Episodes of one kind of environment. ``reset`` opens some, ``step`` advances some, ``close`` ends some (or all,
+    and the host).
+    """
 
     def __init__(self, name: str, options: dict | None = None, limits: EnvironmentLimits = EnvironmentLimits()):
         self.path, self.options, self.limits = path_of(name), dict(options or {}), limits
@@ -96,7 +102,9 @@ class EnvironmentPool:
         """(episode ids, first observations) of new episodes."""
         ids = list(range(self.next_id, self.next_id + len(tasks)))
         self.next_id += len(tasks)
-        return ids, self._ask([{"id": i, "op": "reset", "task": t, "seed": int(s)} for i, t, s in zip(ids, tasks, seeds)])
+        return ids, self._ask(
+            [{"id": i, "op": "reset", "task": t, "seed": int(s)} for i, t, s in zip(ids, tasks, seeds)]
+        )
 
     def step(self, ids: list[int], actions: list[str]) -> list[Observation]:
         """What each episode's action led to."""
@@ -127,13 +135,35 @@ class EnvironmentPool:
         read, write_fd = os.pipe()
         home = self.directory.name
         paths = [os.path.abspath(p) for p in sys.path]
-        environment = {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
-                       "PYTHONPATH": os.pathsep.join(paths)}
-        about = json.dumps({"path": self.path, "options": self.options, "timeout_s": self.limits.timeout_s, "memory": self.limits.memory_mib << 20,
-                            "workers": self.limits.workers or len(os.sched_getaffinity(0)), "network": self.limits.network})
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": home,
+            "TMPDIR": home,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+        about = json.dumps(
+            {
+                "path": self.path,
+                "options": self.options,
+                "timeout_s": self.limits.timeout_s,
+                "memory": self.limits.memory_mib << 20,
+                "workers": self.limits.workers or len(os.sched_getaffinity(0)),
+                "network": self.limits.network,
+            }
+        )
         with open(os.path.join(home, "host.log"), "wb") as log:
-            self.process = subprocess.Popen([sys.executable, "-m", "stages.acting.environments", str(read_fd), str(write_fd), about], pass_fds=(read_fd, write_fd),
-                                            stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=home, env=environment, start_new_session=True)
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "stages.acting.environments", str(read_fd), str(write_fd), about],
+                pass_fds=(read_fd, write_fd),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=home,
+                env=environment,
+                start_new_session=True,
+            )
         os.close(read_fd)
         os.close(write_fd)
         self.requests, self.replies = os.fdopen(write, "w", encoding="utf-8"), os.fdopen(read, "r", encoding="utf-8")
@@ -172,16 +202,24 @@ class EnvironmentPool:
                 raise EnvironmentFailure(f"the host of environment {self.path} ended{self._log()}")
             reply = json.loads(line)
             seconds = reply.get("seconds", 0.0)
-            found[reply["id"]] = Observation(error=reply["error"], seconds=seconds) if reply.get("error") else Observation(
-                tuple(reply["messages"]), reply["reward"], reply["done"], tuple(reply["events"]), seconds=seconds)
+            found[reply["id"]] = (
+                Observation(error=reply["error"], seconds=seconds)
+                if reply.get("error")
+                else Observation(
+                    tuple(reply["messages"]), reply["reward"], reply["done"], tuple(reply["events"]), seconds=seconds
+                )
+            )
         writer.join()
         return [found[r["id"]] for r in requests]
 
 
 # ------------------------------------------------------------------------------------------------------------ the host process
 
+
 def well_formed(text: Any) -> str:
-    """As text that can be tokenised and stored: a lone half of a surrogate pair (``json.loads('"\\ud83d"')``, ``errors="surrogateescape"``) becomes U+FFFD."""
+    """As text that can be tokenised and stored: a lone half of a surrogate pair (``json.loads('"\\ud83d"')``,
+    ``errors="surrogateescape"``) becomes U+FFFD.
+    """
     return str(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -194,15 +232,21 @@ def plain_reply(answer: Any, op: str) -> dict:
     except (TypeError, ValueError):
         raise TypeError(f"step must return (messages, reward, done, events), not {answer!r:.80}") from None
     try:
-        messages = [{well_formed(k): None if v is None else well_formed(v) for k, v in dict(m).items()} for m in messages]
+        messages = [
+            {well_formed(k): None if v is None else well_formed(v) for k, v in dict(m).items()} for m in messages
+        ]
     except (TypeError, ValueError):
-        raise TypeError(f"{op} must return a list of messages such as {{'role': 'tool', 'content': 'text'}}, not {messages!r:.80}") from None
+        raise TypeError(
+            f"{op} must return a list of messages such as {{'role': 'tool', 'content': 'text'}}, not {messages!r:.80}"
+        ) from None
     if any("role" not in m for m in messages) or (op == "reset" and not messages):
         raise TypeError(f"{op} must return messages such as {{'role': 'user', 'content': 'text'}}, not {answer!r:.80}")
     if isinstance(done, str):
         raise TypeError(f"step must return done as True or False, not the text {done!r:.80}")
     if events is None or isinstance(events, (str, bytes)):
-        raise TypeError(f"step must return events as a list of strings such as ['goal_verified'] or [], not {events!r:.80}")
+        raise TypeError(
+            f"step must return events as a list of strings such as ['goal_verified'] or [], not {events!r:.80}"
+        )
     try:
         reward = float(reward)
     except (TypeError, ValueError):
@@ -234,12 +278,15 @@ def _episode(made, read_fd: int, write_fd: int, memory: int, options: dict) -> N
                 reply = plain_reply(environment.step(request["action"]), "step")
             data = json.dumps(reply)
         except MemoryError:
-            environment, data = None, json.dumps({"error": f"memory limit of {memory >> 20} MiB (environment_memory_mib)"})
+            environment, data = (
+                None,
+                json.dumps({"error": f"memory limit of {memory >> 20} MiB (environment_memory_mib)"}),
+            )
         except BaseException as error:
             data = json.dumps({"error": well_formed(f"{type(error).__name__}: {str(error)[:300]}")})
         data = data.encode() + b"\n"
         while data:
-            data = data[os.write(write_fd, data):]
+            data = data[os.write(write_fd, data) :]
 
 
 class _Host:
@@ -249,14 +296,14 @@ class _Host:
         self.made, self.about, self.read_fd, self.write_fd = made, about, read_fd, write_fd
         self.children: dict[int, tuple[int, int, int]] = {}  # episode -> (pid, its requests, its replies)
         self.waiting: collections.deque[dict] = collections.deque()
-        self.running: dict[int, float] = {}                  # episode -> deadline
+        self.running: dict[int, float] = {}  # episode -> deadline
         self.buffers: dict[int, bytes] = {}
-        self.idle: list[tuple[int, int, int]] = []           # processes whose episode was ended without a failure
+        self.idle: list[tuple[int, int, int]] = []  # processes whose episode was ended without a failure
 
     def reply(self, episode: int, **values) -> None:
         data = (json.dumps({"id": episode, **values}) + "\n").encode()
         while data:
-            data = data[os.write(self.write_fd, data):]
+            data = data[os.write(self.write_fd, data) :]
 
     def serve(self) -> None:
         buffer = b""
@@ -280,7 +327,9 @@ class _Host:
             now = time.monotonic()
             for episode in [e for e, deadline in self.running.items() if deadline <= now]:
                 self.kill(episode)
-                self.reply(episode, error=f"time-out after {self.about['timeout_s']:g} s", seconds=self.about["timeout_s"])
+                self.reply(
+                    episode, error=f"time-out after {self.about['timeout_s']:g} s", seconds=self.about["timeout_s"]
+                )
 
     def dispatch(self, request: dict) -> None:
         episode = request["id"]
@@ -300,7 +349,7 @@ class _Host:
         data = json.dumps(request).encode() + b"\n"
         try:
             while data:
-                data = data[os.write(self.children[episode][1], data):]
+                data = data[os.write(self.children[episode][1], data) :]
         except BrokenPipeError:
             self.gone(episode)
 
@@ -336,7 +385,9 @@ class _Host:
         self.reply(episode, error=reason or f"crashed ({how})")
 
     def kill(self, episode: int, grace: float = 0.0) -> int:
-        """End an episode's process and everything it started; its wait status (0 where there is none). ``grace``: seconds for one that is ending by itself."""
+        """End an episode's process and everything it started; its wait status (0 where there is none). ``grace``:
+        seconds for one that is ending by itself.
+        """
         self.running.pop(episode, None)
         self.buffers.pop(episode, None)
         pid, requests, replies = self.children.pop(episode, (0, -1, -1))

@@ -2,13 +2,16 @@
 
 Three engines behind one interface (`prefill`, `decode`), chosen by `make_decoder`:
 
-* `LeanDecoder`: its own forward over the model's weights for the families of `stages.models.layers` with plain or fixed-table
-  rotary embeddings. Fused qkv and gate/up weights, rotation as one complex product, in-place KV writes,
-  KV views bounded by the longest live row. Weights are read again at every `refresh()` (RL changes them).
-* `GenericDecoder`: any Hugging Face decoder-only model with full and window attention, through its own forward with a slot cache and a 4D mask.
-* `WholeDecoder`: any other (state-space, linear and chunked attention, convolutions, ALiBi): every token costs a forward of the whole rows.
+* `LeanDecoder`: its own forward over the model's weights for the families of `stages.models.layers` with plain or
+  fixed-table rotary embeddings. Fused qkv and gate/up weights, rotation as one complex product, in-place KV writes, KV
+  views bounded by the longest live row. Weights are read again at every `refresh()` (RL changes them).
+* `GenericDecoder`: any Hugging Face decoder-only model with full and window attention, through its own forward with a
+  slot cache and a 4D mask.
+* `WholeDecoder`: any other (state-space, linear and chunked attention, convolutions, ALiBi): every token costs a
+  forward of the whole rows.
 
-Either computes in the model's own type, or in another (`dtype`): then from its own copy of the weights, which `refresh` brings up to date.
+Either computes in the model's own type, or in another (`dtype`): then from its own copy of the weights, which `refresh`
+brings up to date.
 
 Shapes: S slots, n live slots (always the first n), C columns of KV storage, L <= C columns in use, H query heads,
 K key/value heads, G = H / K, D head size, B prompts prefilled together, T their padded length, V vocabulary.
@@ -30,8 +33,25 @@ from stages.models import banded
 from stages.models.adapters import merged
 from stages.models.experts import Mixture, mixed
 from stages.models.frozen import LOW, arithmetic, is_kept, released
-from stages.models.layers import (ACTIVATIONS, FAMILIES, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, logit_scaling, odd_layers, rope_limit,
-                           rotary_tables, turned_rows, turns, windows_of)
+from stages.models.layers import (
+    ACTIVATIONS,
+    FAMILIES,
+    Family,
+    Layer,
+    embedding_scales,
+    epsilon_of,
+    family_of,
+    gain_of,
+    interleave,
+    layers_of,
+    logit_scaling,
+    odd_layers,
+    rope_limit,
+    rotary_tables,
+    turned_rows,
+    turns,
+    windows_of,
+)
 from stages.models.products import Packed, prefers_onednn
 from stages.models.quantised import dense
 
@@ -50,8 +70,8 @@ class CannotStep(DecoderError):
 
 @dataclass
 class Past:
-    """KV of the tokens with which the B rows of a prefill begin and which are not computed again: keys[l], values[l] [B, K, P, D], of row j the
-    first lengths[j] columns. One row stands for any number of rows that begin alike."""
+    """KV of the tokens with which the B rows of a prefill begin and which are not computed again: keys[l], values[l]
+    [B, K, P, D], of row j the first lengths[j] columns. One row stands for any number of rows that begin alike."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -63,7 +83,11 @@ class Past:
         longest = max(n for _, _, n in rows)
 
         def stacked(which: int) -> list[torch.Tensor]:
-            return [torch.stack([F.pad(row[which][layer][:, : row[2]], (0, 0, 0, longest - row[2])) for row in rows]) for layer in range(len(rows[0][which]))]
+            return [
+                torch.stack([F.pad(row[which][layer][:, : row[2]], (0, 0, 0, longest - row[2])) for row in rows])
+                for layer in range(len(rows[0][which]))
+            ]
+
         return cls(stacked(0), stacked(1), [n for _, _, n in rows])
 
     def expanded(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,19 +103,22 @@ class Past:
         return torch.tensor(self.lengths, device=device)[:, None] + torch.arange(width, device=device)
 
     def seen(self, width: int, device, window: int | None = None) -> torch.Tensor:
-        """Which of the P + width columns each of so many tokens that follow sees, bool [B, 1, width, P + width]. window: how many at most."""
+        """Which of the P + width columns each of so many tokens that follow sees, bool [B, 1, width, P + width].
+        window: how many at most.
+        """
         columns = self.keys[0].shape[2]
         at = self.positions(width, device)
         old = torch.arange(columns, device=device).expand(len(self.lengths), -1)
-        held = torch.cat([old.masked_fill(old >= at[:, :1], columns + width), at], 1)[:, None, None]  # position of every column, past all where it is padding
+        # position of every column, past all where it is padding
+        held = torch.cat([old.masked_fill(old >= at[:, :1], columns + width), at], 1)[:, None, None]
         own = at[:, None, :, None]
         return held <= own if window is None else (held <= own) & (held > own - window)
 
 
 @dataclass
 class Prefilled:
-    """KV of B prompts and the logits of their last token. keys[l], values[l]: [B, K, T, D]; logits [B, V] float32. past: what they begin with,
-    which is not among the T columns."""
+    """KV of B prompts and the logits of their last token. keys[l], values[l]: [B, K, T, D]; logits [B, V] float32.
+    past: what they begin with, which is not among the T columns."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -100,7 +127,9 @@ class Prefilled:
 
 
 def _fill(into, prefilled: Prefilled, at: int, row: int, length: int, skip: int = 0) -> None:
-    """Put `length` tokens of a prefilled row, those after its first `skip`, into the first columns of place `at`. into: keys and values [places, K, C, D] per layer."""
+    """Put `length` tokens of a prefilled row, those after its first `skip`, into the first columns of place `at`. into:
+    keys and values [places, K, C, D] per layer.
+    """
     past, known = prefilled.past, 0
     if past is not None:
         source_at = row if len(past.lengths) > 1 else 0
@@ -112,10 +141,12 @@ def _fill(into, prefilled: Prefilled, at: int, row: int, length: int, skip: int 
 
 
 class Trunks:
-    """What several slots begin with, kept once and attended to together: a prompt of which several completions are sampled, or a beginning of all prompts.
+    """What several slots begin with, kept once and attended to together: a prompt of which several completions are
+    sampled, or a beginning of all prompts.
 
-    A trunk has a seat; a slot that begins with it has a lane of that seat, and its own columns hold what comes after. Only for engines with
-    ``attends_in_trunks``. Shapes: A seats and R lanes in use, P columns in use, n slots; keys and values [seats, K, columns, D] per layer.
+    A trunk has a seat; a slot that begins with it has a lane of that seat, and its own columns hold what comes after.
+    Only for engines with ``attends_in_trunks``. Shapes: A seats and R lanes in use, P columns in use, n slots; keys and
+    values [seats, K, columns, D] per layer.
     """
 
     def __init__(self, like: Prefilled, seats: int, columns: int):
@@ -136,8 +167,11 @@ class Trunks:
         self.in_order = len(seats) == self.seats * self.rows and bool((self.place[1:] > self.place[:-1]).all())
         self.known = self.length[seats]
         self.columns = int(self.known.max())
-        self.mask = torch.zeros(len(seats), 1, 1, self.columns, dtype=self.keys[0].dtype, device=seats.device).masked_fill_(
-            (torch.arange(self.columns, device=seats.device) >= self.known[:, None])[:, None, None], self.closed)
+        self.mask = torch.zeros(
+            len(seats), 1, 1, self.columns, dtype=self.keys[0].dtype, device=seats.device
+        ).masked_fill_(
+            (torch.arange(self.columns, device=seats.device) >= self.known[:, None])[:, None, None], self.closed
+        )
 
     def scores(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """q [n, K, G, D] against the slots' own trunks, [n, K, G, P]; what is past a trunk's end is closed."""
@@ -154,13 +188,25 @@ class Trunks:
     def _seated(self, x: torch.Tensor) -> torch.Tensor:
         """[n, K, G, X] -> [A * K, R * G, X]; empty lanes hold zeros."""
         _, heads, group, width = x.shape
-        full = x if self.in_order else x.new_zeros(self.seats * self.rows, heads, group, width).index_copy_(0, self.place, x)
-        return full.view(self.seats, self.rows, heads, group, width).transpose(1, 2).reshape(self.seats * heads, self.rows * group, width)
+        full = (
+            x
+            if self.in_order
+            else x.new_zeros(self.seats * self.rows, heads, group, width).index_copy_(0, self.place, x)
+        )
+        return (
+            full.view(self.seats, self.rows, heads, group, width)
+            .transpose(1, 2)
+            .reshape(self.seats * heads, self.rows * group, width)
+        )
 
     def _unseated(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The reverse, [n, K, G, X]."""
         _, heads, group, _ = like.shape
-        full = x.view(self.seats, heads, self.rows, group, -1).transpose(1, 2).reshape(self.seats * self.rows, heads, group, -1)
+        full = (
+            x.view(self.seats, heads, self.rows, group, -1)
+            .transpose(1, 2)
+            .reshape(self.seats * self.rows, heads, group, -1)
+        )
         return full if self.in_order else full[self.place]
 
 
@@ -206,13 +252,15 @@ def max_positions(model) -> int | None:
 
 
 def make_decoder(model, lean: bool | None = None, dtype: torch.dtype | None = None):
-    """The engine for a model. lean: None picks, True insists (error with the reason), False takes the generic one. dtype: what it computes in,
-    None for the weights' own type."""
+    """The engine for a model. lean: None picks, True insists (error with the reason), False takes the generic one.
+    dtype: what it computes in, None for the weights' own type."""
     reason = why_not_lean(model) if lean is not False else "asked for the generic engine"
     if reason is None:
         return LeanDecoder(bare(model), dtype)
     if lean:
-        raise DecoderError(f"the lean engine does not take this model ({reason}): write lean=None to let the sampler choose")
+        raise DecoderError(
+            f"the lean engine does not take this model ({reason}): write lean=None to let the sampler choose"
+        )
     try:
         return GenericDecoder(bare(model), dtype)
     except CannotStep as error:
@@ -246,7 +294,10 @@ class GenericDecoder:
         self.refuse_length = rope_refusal(model)
         types = set(getattr(config, "layer_types", None) or ())
         if types - {"full_attention", "sliding_attention"}:
-            raise CannotStep(f"{type(model).__name__} has layers {sorted(types)}, of which only full and sliding attention keep keys and values")
+            raise CannotStep(
+                f"{type(model).__name__} has layers {sorted(types)}, of which only full and sliding attention keep keys"
+                " and values"
+            )
         window = getattr(config, "sliding_window", None)
         if window is not None and (not types or "sliding_attention" in types):
             self.window = int(window)
@@ -266,41 +317,64 @@ class GenericDecoder:
     def check_length(self, total: int) -> None:
         self.refuse_length(total)
         if self.limit is not None and total > self.limit:
-            raise DecoderError(f"{type(self.model).__name__} has windows of its own kind ({self.limit} tokens) and rows reach {total} tokens: keep prompt + max_new_tokens <= {self.limit} or "
-                               "use the vLLM engine")
+            raise DecoderError(
+                f"{type(self.model).__name__} has windows of its own kind ({self.limit} tokens) and rows reach {total}"
+                f" tokens: keep prompt + max_new_tokens <= {self.limit} or use the vLLM engine"
+            )
 
     @torch.inference_mode()
     def _try(self) -> None:
         """Two rows of different length, two steps further, against the model's own forward of each by itself."""
-        device, vocabulary = self.source.get_input_embeddings().weight.device, self.source.get_input_embeddings().weight.shape[0]
+        device, vocabulary = (
+            self.source.get_input_embeddings().weight.device,
+            self.source.get_input_embeddings().weight.shape[0],
+        )
         rows = [[(7 * i + 3) % vocabulary for i in range(n)] for n in (5, 3)]
         ids = torch.tensor([row + [0] * (5 - len(row)) for row in rows], device=device)
         training = self.source.training
         self.source.eval()
         try:
-            alone = torch.stack([self.source(input_ids=torch.tensor([row + [1, 2]], device=device), use_cache=False).logits[0, -1] for row in rows]).float()
+            alone = torch.stack(
+                [
+                    self.source(input_ids=torch.tensor([row + [1, 2]], device=device), use_cache=False).logits[0, -1]
+                    for row in rows
+                ]
+            ).float()
             prefilled = self.prefill(ids, torch.tensor([5, 3], device=device))
             kv = SlotKV(prefilled, 2, 7)
             for slot, row in enumerate(rows):
                 kv.load(slot, prefilled, slot, len(row))
             for step, token in enumerate((1, 2)):
-                found = self.decode(kv, torch.full((2,), token, device=device), torch.tensor([5, 3], device=device) + step, [(0, 2, 6 + step)])
+                found = self.decode(
+                    kv,
+                    torch.full((2,), token, device=device),
+                    torch.tensor([5, 3], device=device) + step,
+                    [(0, 2, 6 + step)],
+                )
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise CannotStep(f"{type(self.source).__name__} takes no keys and values of rows of different length ({str(error)[:200]})") from error
+            raise CannotStep(
+                f"{type(self.source).__name__} takes no keys and values of rows of different length"
+                f" ({str(error)[:200]})"
+            ) from error
         finally:
             self.source.train(training)
         if (found - alone).norm() > (1e-3 if alone.dtype == self.source.dtype else 5e-2) * alone.norm():
-            raise CannotStep(f"{type(self.source).__name__} gives rows of different length that are decoded together other log-probs than each by itself")
+            raise CannotStep(
+                f"{type(self.source).__name__} gives rows of different length that are decoded together other log-probs"
+                " than each by itself"
+            )
 
     def _masks(self, full, sliding):
-        """The attention mask as the model takes it: one, or one per kind of layer. sliding: within the window, None: there is none."""
+        """The attention mask as the model takes it: one, or one per kind of layer. sliding: within the window, None:
+        there is none.
+        """
         if sliding is None:
             return full
         return {"full_attention": full, "sliding_attention": sliding} if self.types else sliding
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Past | None = None) -> Prefilled:
-        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: what the rows begin with, neither in ids
-        nor in the KV returned."""
+        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: what the rows begin
+        with, neither in ids nor in the KV returned."""
         from transformers.cache_utils import DynamicCache
 
         (count, width), cache, known = ids.shape, DynamicCache(), 0
@@ -313,7 +387,10 @@ class GenericDecoder:
 
             def mask(window):
                 seen = past.seen(width, ids.device, window).expand(count, -1, -1, -1)
-                return torch.zeros(seen.shape, dtype=past.keys[0].dtype, device=ids.device).masked_fill_(~seen, torch.finfo(past.keys[0].dtype).min)
+                return torch.zeros(seen.shape, dtype=past.keys[0].dtype, device=ids.device).masked_fill_(
+                    ~seen, torch.finfo(past.keys[0].dtype).min
+                )
+
             extra["attention_mask"] = self._masks(mask(None), None if self.window is None else mask(self.window))
         last = lengths - 1
         if self.keep_logits:
@@ -321,7 +398,9 @@ class GenericDecoder:
         out = self.model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **extra)
         logits = out.logits[torch.arange(count, device=ids.device), last].float()
         own = (lambda kv: kv[:, :, known:].clone()) if known else (lambda kv: kv)
-        return Prefilled([own(layer.keys) for layer in cache.layers], [own(layer.values) for layer in cache.layers], logits, past)
+        return Prefilled(
+            [own(layer.keys) for layer in cache.layers], [own(layer.values) for layer in cache.layers], logits, past
+        )
 
     def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds) -> torch.Tensor:
         """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32.
@@ -334,15 +413,22 @@ class GenericDecoder:
         if self.window is not None:
             old = torch.arange(longest, device=tokens.device) <= (columns - self.window)[:, None]
             sliding = mask.masked_fill(old[:, None, None], kv.closed)
-        out = self.model(input_ids=tokens[:, None], position_ids=columns[:, None], use_cache=True,
-                         past_key_values=_slot_cache(kv, rows, columns, longest), attention_mask=self._masks(mask, sliding))
+        out = self.model(
+            input_ids=tokens[:, None],
+            position_ids=columns[:, None],
+            use_cache=True,
+            past_key_values=_slot_cache(kv, rows, columns, longest),
+            attention_mask=self._masks(mask, sliding),
+        )
         return out.logits[:, -1].float()
 
 
 class WholeDecoder:
-    """Any causal model, without keys and values: what is kept of a row are its token ids, and every step computes the live rows whole, padded at their ends.
+    """Any causal model, without keys and values: what is kept of a row are its token ids, and every step computes the
+    live rows whole, padded at their ends.
 
-    A token's cost grows with its row's length; the log-probs are those of the model's own forward. ``reason``: why there is no faster engine.
+    A token's cost grows with its row's length; the log-probs are those of the model's own forward. ``reason``: why
+    there is no faster engine.
     """
 
     wants_blocks = attends_in_trunks = replayable = False
@@ -364,21 +450,29 @@ class WholeDecoder:
 
     def _logits(self, ids: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] float32 at positions last [B] of rows ids [B, T]."""
-        more = {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)} if self.takes_positions else {}
+        more = (
+            {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids)}
+            if self.takes_positions
+            else {}
+        )
         if self.keep_logits:
             more["logits_to_keep"], last = torch.unique(last, return_inverse=True)
         out = self.model(input_ids=ids, use_cache=False, **more)
         return out.logits[torch.arange(len(ids), device=ids.device), last].float()
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Past | None = None) -> Prefilled:
-        """As :meth:`GenericDecoder.prefill`; the "keys" of its one layer are ids, [B, 1, T, 1] in float64, which holds them exactly."""
+        """As :meth:`GenericDecoder.prefill`; the "keys" of its one layer are ids, [B, 1, T, 1] in float64, which holds
+        them exactly.
+        """
         whole, last = ids, lengths - 1
         if past is not None:
             known = torch.tensor(past.lengths, device=ids.device).expand(len(ids))
             before = past.expanded_ids(len(ids))
             at = torch.arange(before.shape[1] + ids.shape[1], device=ids.device)[None]
             own = ids.gather(1, (at - known[:, None]).clamp(0, ids.shape[1] - 1))
-            whole = torch.where(at < known[:, None], before.gather(1, at.clamp(max=before.shape[1] - 1).expand(len(ids), -1)), own)
+            whole = torch.where(
+                at < known[:, None], before.gather(1, at.clamp(max=before.shape[1] - 1).expand(len(ids), -1)), own
+            )
             last = known + lengths - 1
         return Prefilled([ids[:, None, :, None].double()], [], self._logits(whole, last), past)
 
@@ -396,8 +490,12 @@ def rope_refusal(model) -> Callable[[int], None]:
 
     def check(total: int) -> None:
         if limit is not None and total > limit[1]:
-            raise DecoderError(f"{type(model).__name__} has {limit[0]} rotary embeddings, which past {limit[1]} tokens differ with the longest row of a batch, and rows reach {total}: "
-                               f"keep prompt + max_new_tokens <= {limit[1]}, or give the model's config a fixed rope_type such as yarn")
+            raise DecoderError(
+                f"{type(model).__name__} has {limit[0]} rotary embeddings, which past {limit[1]} tokens differ with the"
+                f" longest row of a batch, and rows reach {total}: keep prompt + max_new_tokens <= {limit[1]}, or give"
+                " the model's config a fixed rope_type such as yarn"
+            )
+
     return check
 
 
@@ -448,25 +546,36 @@ def why_not_lean(model) -> str | None:
     model = bare(model)
     if type(model).__name__ not in _LEAN or not type(model).__module__.startswith("transformers."):
         return f"{type(model).__name__} is not one of {', '.join(sorted(_LEAN))}"
-    if len({p.dtype for p in model.parameters()} - ({LOW} if is_kept(model) else set())) != 1 or len({p.device for p in model.parameters()}) != 1:
+    if (
+        len({p.dtype for p in model.parameters()} - ({LOW} if is_kept(model) else set())) != 1
+        or len({p.device for p in model.parameters()}) != 1
+    ):
         return "parameters of several dtypes or devices"
     if any(module._forward_hooks or module._forward_pre_hooks for module in (model, *model.lm_head.modules())):
         return "forward hooks"
 
     def refuses(linear) -> str | None:
         return None if linear_weight(linear) is not None else f"a {type(linear).__name__} in place of a linear layer"
+
     return odd_layers(model.model, refuses) or refuses(model.lm_head)
 
 
 def linear_weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """(weight [out, in], bias) of a linear layer, with active LoRA updates merged into a copy; None if it is neither."""
+    """(weight [out, in], bias) of a linear layer, with active LoRA updates merged into a copy; None if it is
+    neither.
+    """
     if type(linear) is nn.Linear:
         return dense(linear.weight), linear.bias
     base = getattr(linear, "base_layer", None)
     if type(base) is not nn.Linear or not hasattr(linear, "get_delta_weight") or not hasattr(linear, "lora_A"):
         return None
-    others = set(getattr(linear, "lora_variant", None) or {}) - set(getattr(linear, "lora_magnitude_vector", None) or {})  # than DoRA
-    if any(a in others for a in linear.active_adapters) or any(getattr(b, "bias", None) is not None for b in linear.lora_B.values()):
+    # than DoRA
+    others = set(getattr(linear, "lora_variant", None) or {}) - set(
+        getattr(linear, "lora_magnitude_vector", None) or {}
+    )
+    if any(a in others for a in linear.active_adapters) or any(
+        getattr(b, "bias", None) is not None for b in linear.lora_B.values()
+    ):
         return None
     if linear.disable_adapters or linear.merged:
         return (dense(base.weight), base.bias) if linear.disable_adapters != linear.merged else None
@@ -476,7 +585,8 @@ def linear_weight(linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
 class _Product:
     """x -> x W^T + b for one or several stacked weights (concatenated outputs).
 
-    On the CPU the stacked weight is kept as [in, out], with few rows the faster one of MKL's products, or laid out for oneDNN where that is faster still.
+    On the CPU the stacked weight is kept as [in, out], with few rows the faster one of MKL's products, or laid out for
+    oneDNN where that is faster still.
     """
 
     def __init__(self, parts, dtype: torch.dtype):
@@ -513,21 +623,44 @@ class _Product:
 class _Layer:
     """Fused weights of one decoder layer (``layers.Layer``) in the type that is computed in."""
 
-    def __init__(self, layer: Layer, family: Family, act: str, heads: int, groups: int, head_dim: int, turned: int | None, dtype: torch.dtype, wide: torch.dtype):
+    def __init__(
+        self,
+        layer: Layer,
+        family: Family,
+        act: str,
+        heads: int,
+        groups: int,
+        head_dim: int,
+        turned: int | None,
+        dtype: torch.dtype,
+        wide: torch.dtype,
+    ):
         """wide: type that weights are changed in (scaled) before they are rounded to dtype."""
         paired = lambda x, count: interleave(x, count, turned=turned)
-        self.act, self.window, self.cap, self.turn, self.residual = act, layer.window, layer.cap, layer.turn, layer.residual
+        self.act, self.window, self.cap, self.turn, self.residual = (
+            act,
+            layer.window,
+            layer.cap,
+            layer.turn,
+            layer.residual,
+        )
         q, k, v = _parted(layer.qkv, [heads * head_dim, groups * head_dim, groups * head_dim])
         pair = lambda wb, count: tuple(None if x is None else paired(x, count) for x in wb)
-        if layer.q_norm is None:  # the scale of the scores is folded into the queries: their norm weight, or their projection
+        # the scale of the scores is folded into the queries: their norm weight, or their projection
+        if layer.q_norm is None:
             q = tuple(None if x is None else x.to(wide) * layer.scale for x in q)
         self.qkv = _Product([pair(q, heads), pair(k, groups), v], dtype)
         self.out = _Product([linear_weight(layer.out)], dtype)
         gain = lambda norm: None if norm is None else gain_of(norm, family).to(dtype)
-        self.norm1, self.after1, self.norm2, self.after2 = map(gain, (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp))
+        self.norm1, self.after1, self.norm2, self.after2 = map(
+            gain, (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
+        )
         self.qk_norm = self.q_norm = self.k_norm = None
         if family.head_norm == "head":
-            q_norm, k_norm = paired(gain_of(layer.q_norm, family), 1) * layer.scale, paired(gain_of(layer.k_norm, family), 1)
+            q_norm, k_norm = (
+                paired(gain_of(layer.q_norm, family), 1) * layer.scale,
+                paired(gain_of(layer.k_norm, family), 1),
+            )
             self.qk_norm = torch.cat([q_norm.expand(heads, -1), k_norm.expand(groups, -1)]).to(dtype)
         elif family.head_norm == "whole":
             self.q_norm = (paired(gain_of(layer.q_norm, family), heads) * layer.scale).to(dtype)
@@ -544,7 +677,9 @@ class _Layer:
 
 
 def _parted(linears, sizes) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """:func:`linear_weight` of linear layers that belong together, also where one layer holds all of them, ``sizes`` rows each."""
+    """:func:`linear_weight` of linear layers that belong together, also where one layer holds all of them, ``sizes``
+    rows each.
+    """
     if len(linears) == len(sizes):
         return [linear_weight(linear) for linear in linears]
     weight, bias = linear_weight(linears[0])
@@ -552,7 +687,9 @@ def _parted(linears, sizes) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
 
 
 class LeanDecoder:
-    """The forward of a family of ``stages.models.layers`` over the model's own weights, with as few operations per step as torch allows."""
+    """The forward of a family of ``stages.models.layers`` over the model's own weights, with as few operations per step
+    as torch allows.
+    """
 
     def __init__(self, model, dtype: torch.dtype | None = None):
         self.model, self.asked = model, dtype
@@ -576,18 +713,23 @@ class LeanDecoder:
 
     @property
     def wants_blocks(self) -> bool:
-        """On the CPU in full precision attention runs block by block, each over its own length; elsewhere in one call."""
+        """On the CPU in full precision attention runs block by block, each over its own length; elsewhere in one
+        call.
+        """
         return self.device.type == "cpu" and self.dtype == self.wide
 
     @property
     def attends_in_trunks(self) -> bool:
-        """Whether what several slots begin with need not be in each of them: where attention is composed here, and over all that stands before, as it is."""
+        """Whether what several slots begin with need not be in each of them: where attention is composed here, and over
+        all that stands before, as it is.
+        """
         return self.wants_blocks and all(self._window(window) is None and cap is None for window, cap in self.reach)
 
     @property
     def replayable(self) -> bool:
-        """Whether a step of fixed shapes may be captured and replayed (``stages.decoding.replay``): on CUDA, where launching a step's kernels takes longer than
-        what they compute. How many tokens an expert gets is no fixed shape."""
+        """Whether a step of fixed shapes may be captured and replayed (``stages.decoding.replay``): on CUDA, where
+        launching a step's kernels takes longer than what they compute. How many tokens an expert gets is no fixed
+        shape."""
         return self.device.type == "cuda" and not self.has_experts
 
     @torch.inference_mode()
@@ -600,7 +742,10 @@ class LeanDecoder:
         self.embedding = weight.to(self.dtype)
         family = family_of(core)
         act = ACTIVATIONS[getattr(core.config, family.activation)]
-        self.layers = [_Layer(layer, family, act, self.heads, self.groups, self.head_dim, turned_rows(core), self.dtype, wide) for layer in layers_of(core)]
+        self.layers = [
+            _Layer(layer, family, act, self.heads, self.groups, self.head_dim, turned_rows(core), self.dtype, wide)
+            for layer in layers_of(core)
+        ]
         for layer in self.layers:
             layer.window = self._window(layer.window)
         self.windows = {layer.window for layer in self.layers}
@@ -610,11 +755,16 @@ class LeanDecoder:
         head = linear_weight(self.model.lm_head)
         self.head = _Product([(self.embedding if head[0] is weight else head[0], head[1])], self.dtype)
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.frequencies = {name: (frequencies.to(self.device, torch.float32), scale) for name, (frequencies, scale) in rotary_tables(core).items()}
+        self.frequencies = {
+            name: (frequencies.to(self.device, torch.float32), scale)
+            for name, (frequencies, scale) in rotary_tables(core).items()
+        }
         self.tables, self.positions = {}, 0
 
     def rotations(self, longest: int) -> dict[str, torch.Tensor]:
-        """exp(i * position * frequency) * attention scaling, [>= longest, D / 2] complex (angles in float32 as HF), by the layers' kinds."""
+        """exp(i * position * frequency) * attention scaling, [>= longest, D / 2] complex (angles in float32 as HF), by
+        the layers' kinds.
+        """
         if self.positions < longest:
             self.positions = max(longest, 2 * self.positions)
             self.tables = {}
@@ -631,9 +781,15 @@ class LeanDecoder:
         return x
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMS norm over the last dimension. torch composes it of many operations on the CPU; a norm, an addcmul and two products do."""
+        """RMS norm over the last dimension. torch composes it of many operations on the CPU; a norm, an addcmul and two
+        products do.
+        """
         if not self.wants_blocks:
-            return F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight) if weight.dim() > 1 else F.rms_norm(x, weight.shape, weight, eps)
+            return (
+                F.rms_norm(x, weight.shape[-1:], None, eps).mul_(weight)
+                if weight.dim() > 1
+                else F.rms_norm(x, weight.shape, weight, eps)
+            )
         if eps not in self.floor:
             self.floor[eps] = torch.full((), eps, dtype=self.dtype)
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -642,12 +798,17 @@ class LeanDecoder:
     def _project(self, layer: _Layer, x: torch.Tensor, rotations: dict[str, torch.Tensor]):
         """x [m, hidden], rotations: [m, 1, D / 2] complex each -> q [m, H, D], k [m, K, D] (rotated), v [m, K, D]."""
         both = self.heads + self.groups
-        qkv = layer.qkv(x if layer.norm1 is None else self._norm(x, layer.norm1, self.eps)).view(x.shape[0], -1, self.head_dim)
+        qkv = layer.qkv(x if layer.norm1 is None else self._norm(x, layer.norm1, self.eps)).view(
+            x.shape[0], -1, self.head_dim
+        )
         qk, v = qkv[:, :both], qkv[:, both:]
         if layer.qk_norm is not None:
             qk = self._norm(qk, layer.qk_norm, self.eps)
         elif layer.q_norm is not None:
-            parts = (self._norm(part.flatten(1), gain, self.eps) for part, gain in ((qk[:, : self.heads], layer.q_norm), (qk[:, self.heads :], layer.k_norm)))
+            parts = (
+                self._norm(part.flatten(1), gain, self.eps)
+                for part, gain in ((qk[:, : self.heads], layer.q_norm), (qk[:, self.heads :], layer.k_norm))
+            )
             qk = torch.cat(list(parts), 1).view(x.shape[0], both, self.head_dim)
         rotation = rotations.get(layer.turn)
         if rotation is None:
@@ -669,7 +830,9 @@ class LeanDecoder:
         gate, up = layer.gate_up(normed).chunk(2, -1)
         return self._added(x, layer.down, layer.activate(gate).mul_(up), layer.after2, layer.residual)
 
-    def _added(self, x: torch.Tensor, product: _Product, given: torch.Tensor, after: torch.Tensor | None, residual: float) -> torch.Tensor:
+    def _added(
+        self, x: torch.Tensor, product: _Product, given: torch.Tensor, after: torch.Tensor | None, residual: float
+    ) -> torch.Tensor:
         """x + residual * norm(product(given))."""
         if after is None and residual == 1.0:
             return product(given, x)
@@ -677,18 +840,25 @@ class LeanDecoder:
         return torch.add(x, found if after is None else self._norm(found, after, self.eps), alpha=residual)
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, past: Past | None = None) -> Prefilled:
-        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: what the rows begin with, neither in ids
-        nor in the KV returned."""
+        """ids [B, T] int64 right-padded, lengths [B] int64 -> their KV and last-token logits. past: what the rows begin
+        with, neither in ids nor in the KV returned."""
         count, width = ids.shape
         if past is None:
-            masks, rotation = {}, {name: table[:width].repeat(count, 1)[:, None] for name, table in self.rotations(width).items()}
+            masks, rotation = (
+                {},
+                {name: table[:width].repeat(count, 1)[:, None] for name, table in self.rotations(width).items()},
+            )
         else:
             masks, positions = {}, past.positions(width, ids.device).expand(count, -1).reshape(-1)
-            rotation = {name: table[positions][:, None] for name, table in self.rotations(max(past.lengths) + width).items()}
+            rotation = {
+                name: table[positions][:, None] for name, table in self.rotations(max(past.lengths) + width).items()
+            }
         x = self._embedded(ids.reshape(-1))
         keys, values = [], []
         for index, layer in enumerate(self.layers):
-            q, k, v = (t.reshape(count, width, -1, self.head_dim).transpose(1, 2) for t in self._project(layer, x, rotation))
+            q, k, v = (
+                t.reshape(count, width, -1, self.head_dim).transpose(1, 2) for t in self._project(layer, x, rotation)
+            )
             keys.append(k)
             values.append(v)
             if past is not None:
@@ -714,12 +884,19 @@ class LeanDecoder:
             logits = logits * self.logit_scale
         return logits if not self.logit_cap else self.logit_cap * torch.tanh(logits / self.logit_cap)
 
-    def decode(self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, bounds, trunks: Trunks | None = None,
-               table: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def decode(
+        self,
+        kv: SlotKV,
+        tokens: torch.Tensor,
+        columns: torch.Tensor,
+        bounds,
+        trunks: Trunks | None = None,
+        table: dict[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Append tokens [n] at columns [n] of slots 0..n-1; next-token logits [n, V] float32.
 
-        bounds: runs of slots (first, end, columns in use) that attend together, each over its own columns. trunks: arranged for these slots.
-        table: :meth:`rotations` to use, at least as long as the rows."""
+        bounds: runs of slots (first, end, columns in use) that attend together, each over its own columns. trunks:
+        arranged for these slots. table: :meth:`rotations` to use, at least as long as the rows."""
         n, k_heads, d = tokens.shape[0], self.groups, self.head_dim
         longest = max(width for _, _, width in bounds)
         rows = torch.arange(n, device=tokens.device)
@@ -727,11 +904,22 @@ class LeanDecoder:
         open_ = [kv.mask[first:end, None, None, :width] for first, end, width in bounds]
         masks_of = {}
         for window in self.windows:
-            masks_of[window] = open_ if window is None or window >= longest else [
-                mask.masked_fill(torch.arange(mask.shape[-1], device=tokens.device) <= (columns[first:end] - window)[:, None, None, None], kv.closed)
-                for mask, (first, end, _) in zip(open_, bounds)]
-        cells = ((rows * (k_heads * kv.columns) + columns)[:, None]
-                 + torch.arange(k_heads, device=tokens.device) * kv.columns).view(-1)
+            masks_of[window] = (
+                open_
+                if window is None or window >= longest
+                else [
+                    mask.masked_fill(
+                        torch.arange(mask.shape[-1], device=tokens.device)
+                        <= (columns[first:end] - window)[:, None, None, None],
+                        kv.closed,
+                    )
+                    for mask, (first, end, _) in zip(open_, bounds)
+                ]
+            )
+        cells = (
+            (rows * (k_heads * kv.columns) + columns)[:, None]
+            + torch.arange(k_heads, device=tokens.device) * kv.columns
+        ).view(-1)
         positions = columns if trunks is None else columns + trunks.known
         if table is None:
             table = self.rotations(longest if trunks is None else longest + trunks.columns)
@@ -749,18 +937,32 @@ class LeanDecoder:
                 parts, far = [], []
                 for (first, end, width), mask in zip(bounds, masks):
                     span = slice(first * k_heads, end * k_heads)
-                    scores = torch.bmm(q[span], keys[span, :width].transpose(1, 2)).view(end - first, k_heads, -1, width)
-                    scores = (scores if layer.cap is None else scores.div_(layer.cap).tanh_().mul_(layer.cap)).add_(mask)
-                    weights = torch.softmax(scores if before is None else torch.cat([before[first:end], scores], -1), -1)
+                    scores = torch.bmm(q[span], keys[span, :width].transpose(1, 2)).view(
+                        end - first, k_heads, -1, width
+                    )
+                    scores = (scores if layer.cap is None else scores.div_(layer.cap).tanh_().mul_(layer.cap)).add_(
+                        mask
+                    )
+                    weights = torch.softmax(
+                        scores if before is None else torch.cat([before[first:end], scores], -1), -1
+                    )
                     if before is not None:
                         far.append(weights[..., :-width])
                         weights = weights[..., -width:]
                     parts.append(torch.bmm(weights.reshape((end - first) * k_heads, -1, width), values[span, :width]))
                 attended = torch.cat(parts) if len(parts) > 1 else parts[0]
                 if before is not None:
-                    attended = attended.view(n, k_heads, -1, d) + trunks.mix(index, torch.cat(far) if len(far) > 1 else far[0])
+                    attended = attended.view(n, k_heads, -1, d) + trunks.mix(
+                        index, torch.cat(far) if len(far) > 1 else far[0]
+                    )
             else:
-                attended = banded.scores_to_values(q.reshape(n, k_heads, -1, d), keys[:n, :, :longest], values[:n, :, :longest], masks[0], 1.0, layer.cap)
+                attended = banded.scores_to_values(
+                    q.reshape(n, k_heads, -1, d),
+                    keys[:n, :, :longest],
+                    values[:n, :, :longest],
+                    masks[0],
+                    1.0,
+                    layer.cap,
+                )
             x = self._finish(layer, x, attended.reshape(n, -1))
         return self._logits(x)
-

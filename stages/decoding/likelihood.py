@@ -1,4 +1,6 @@
-"""Log-probabilities of given responses under a policy: KL to a reference on samples, likelihood and implicit scores of pairs."""
+"""Log-probabilities of given responses under a policy: KL to a reference on samples, likelihood and implicit scores of
+pairs.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from collections.abc import Sequence
 
 
 def response_logps(model, items: Sequence, max_tokens: int, device: str) -> list[list[list[float]]]:
-    """Per item, per response, the float32 log-probs of its target tokens (temperature 1, no filters), in the items' order.
+    """Per item, per response, the float32 log-probs of its target tokens (temperature 1, no filters), in the items'
+    order.
 
     Args:
         model: causal LM. items: :class:`stages.batching.Item` with prompt, responses and masks.
@@ -26,21 +29,31 @@ def response_logps(model, items: Sequence, max_tokens: int, device: str) -> list
 
 
 def prompted_logps(model, items: Sequence, max_tokens: int, device: str) -> list[list[list[float]]]:
-    """:func:`response_logps` of a whole model in this process, a long beginning that prompts share (the examples of a few-shot evaluation) computed once where the
-    responses are single tokens, as letters are."""
+    """:func:`response_logps` of a whole model in this process, a long beginning that prompts share (the examples of a
+    few-shot evaluation) computed once where the responses are single tokens, as letters are."""
     found = next_token_logps(model, items, device)
-    others = iter(response_logps(model, [item for i, item in enumerate(items) if i not in found], max_tokens, device) if len(found) < len(items) else ())
+    others = iter(
+        response_logps(model, [item for i, item in enumerate(items) if i not in found], max_tokens, device)
+        if len(found) < len(items)
+        else ()
+    )
     return [found[i] if i in found else next(others) for i in range(len(items))]
 
 
 def next_token_logps(model, items: Sequence, device: str) -> dict[int, list[list[float]]]:
-    """Index -> log-prob of each response, of the items whose responses are single tokens and whose prompts begin like others'."""
+    """Index -> log-prob of each response, of the items whose responses are single tokens and whose prompts begin like
+    others'.
+    """
     import torch
 
     from stages.decoding.decoders import DecoderError, make_decoder
     from stages.decoding.prefixes import prefilled_groups, shared_beginnings
 
-    short = [i for i, item in enumerate(items) if len(item.prompt) and all(len(r) == 1 and m.all() for r, m in zip(item.responses, item.masks))]
+    short = [
+        i
+        for i, item in enumerate(items)
+        if len(item.prompt) and all(len(r) == 1 and m.all() for r, m in zip(item.responses, item.masks))
+    ]
     prompts = {i: items[i].prompt.tolist() for i in sorted(short, key=lambda i: -len(items[i].prompt))}
     groups = [group for group in shared_beginnings(prompts, list(prompts)) if group[1]]
     if not groups:
@@ -54,14 +67,18 @@ def next_token_logps(model, items: Sequence, device: str) -> dict[int, list[list
     model.eval()
     with torch.inference_mode():
         decoder.refresh()
-        for indices, prefilled in prefilled_groups(decoder, prompts, groups, len(items), lambda x: torch.from_numpy(x).to(device)):
+        for indices, prefilled in prefilled_groups(
+            decoder, prompts, groups, len(items), lambda x: torch.from_numpy(x).to(device)
+        ):
             for i, logps in zip(indices, torch.log_softmax(prefilled.logits, -1)):
                 found[i] = [[logps[int(r[0])].item()] for r in items[i].responses]
     return found
 
 
 def response_ranks(model, items: Sequence, max_tokens: int, device: str) -> list[list[list[int]]]:
-    """Per item, per response, the rank of each target token among the vocabulary: 1 + number of strictly larger logits (float32), so ties share the better rank."""
+    """Per item, per response, the rank of each target token among the vocabulary: 1 + number of strictly larger logits
+    (float32), so ties share the better rank.
+    """
     import torch
 
     from stages.batching import per_response
@@ -83,6 +100,6 @@ def response_ranks(model, items: Sequence, max_tokens: int, device: str) -> list
 
 
 def sampled_kl(policy: Sequence[float], reference: Sequence[float]) -> float:
-    """KL(policy || reference) of one sampled response, nats, estimated as sum log pi - log ref over its tokens (k1, unbiased
-    for samples at temperature 1)."""
+    """KL(policy || reference) of one sampled response, nats, estimated as sum log pi - log ref over its tokens (k1,
+    unbiased for samples at temperature 1)."""
     return sum(policy) - sum(reference)

@@ -1,7 +1,7 @@
 """What prompts begin with and need not compute: beginnings that they share, and rows that they continue.
 
-* `shared_beginnings`: the examples of a few-shot evaluation, a long system message, the tools of an agent, a judge's rubric have the
-  same keys and values in all prompts that begin with them; they are computed once.
+* `shared_beginnings`: the examples of a few-shot evaluation, a long system message, the tools of an agent, a judge's
+  rubric have the same keys and values in all prompts that begin with them; they are computed once.
 * `KeptRows`: the turn of an agent or a debater continues a row whose keys and values were computed in the turns before.
 
 `prefilled_groups` and `prefilled_continuing` prefill prompts so, batch by batch.
@@ -20,7 +20,8 @@ from stages.decoding.decoders import Past, Prefilled
 from stages.models.memory import KEPT_BYTES
 
 PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
-PREFILL_COLUMNS = 16384  # KV columns that one prefill batch attends to, a beginning that its rows share counted for each
+# KV columns that one prefill batch attends to, a beginning that its rows share counted for each
+PREFILL_COLUMNS = 16384
 MIN_SHARED = 64  # tokens; a shorter beginning (a chat template's head) is not worth a forward pass of its own
 MIN_SAVED = 256  # tokens that a group's prompts need not compute
 
@@ -28,8 +29,9 @@ MIN_SAVED = 256  # tokens that a group's prompts need not compute
 def shared_beginnings(prompts: Sequence[Sequence[int]], order: Sequence[int]) -> list[tuple[list[int], int]]:
     """Groups of prompts and how many first tokens each group shares, 0 where that is not worth it.
 
-    order: indices of prompts; each group keeps it, and groups come by their first member. Every prompt has at least one token after
-    what it shares. One level: a group's beginning is computed whole, also where another group begins in part like it.
+    order: indices of prompts; each group keeps it, and groups come by their first member. Every prompt has at least one
+    token after what it shares. One level: a group's beginning is computed whole, also where another group begins in
+    part like it.
     """
     arrays = {i: np.asarray(prompts[i]) for i in order}
     groups: list[tuple[list[int], int]] = []
@@ -43,7 +45,11 @@ def shared_beginnings(prompts: Sequence[Sequence[int]], order: Sequence[int]) ->
                 continue
         groups.append(([i], len(prompts[i]) - 1))
     place = {i: at for at, i in enumerate(order)}
-    worth = [(sorted(members, key=place.get), shared) for members, shared in groups if (len(members) - 1) * shared >= MIN_SAVED]
+    worth = [
+        (sorted(members, key=place.get), shared)
+        for members, shared in groups
+        if (len(members) - 1) * shared >= MIN_SAVED
+    ]
     grouped = {i for members, _ in worth for i in members}
     alone = [i for i in order if i not in grouped]
     return sorted(worth + ([(alone, 0)] if alone else []), key=lambda group: place[group[0][0]])
@@ -96,11 +102,13 @@ class KeptRows:
             del self.rows[at]
 
     def longest(self, prompt: Sequence[int]) -> tuple[Kept, int] | None:
-        """The row that has most of a prompt's first tokens, and how many of them (not the last, whose logits are wanted); None where too few."""
+        """The row that has most of a prompt's first tokens, and how many of them (not the last, whose logits are
+        wanted); None where too few.
+        """
         prompt = list(prompt)
         at = bisect_left(self.rows, prompt, key=lambda one: one.ids)
         own = np.asarray(prompt[:-1])
-        found = [(alike(own, np.asarray(row.ids)), row) for row in self.rows[max(at - 1, 0): at + 1]]
+        found = [(alike(own, np.asarray(row.ids)), row) for row in self.rows[max(at - 1, 0) : at + 1]]
         known, row = max(found, key=lambda pair: pair[0], default=(0, None))
         return (row, known) if known >= MIN_SHARED else None
 
@@ -108,7 +116,9 @@ class KeptRows:
 # ------------------------------------------------------------------------------------------------ prefill
 
 
-def prefilled_groups(decoder, prompts, groups: Sequence[tuple[list[int], int]], most: int, send: Callable) -> Iterator[tuple[list[int], Prefilled]]:
+def prefilled_groups(
+    decoder, prompts, groups: Sequence[tuple[list[int], int]], most: int, send: Callable
+) -> Iterator[tuple[list[int], Prefilled]]:
     """(indices, their prefill) of the prompts of :func:`shared_beginnings`' groups, computed as asked for.
 
     most: rows of a batch. send: numpy array -> tensor on the decoder's device.
@@ -125,7 +135,9 @@ def prefilled_groups(decoder, prompts, groups: Sequence[tuple[list[int], int]], 
             members = members[rows:]
 
 
-def prefilled_continuing(decoder, prompts, continued: dict[int, tuple[Kept, int]], most: int, send: Callable) -> Iterator[tuple[list[int], Prefilled]]:
+def prefilled_continuing(
+    decoder, prompts, continued: dict[int, tuple[Kept, int]], most: int, send: Callable
+) -> Iterator[tuple[list[int], Prefilled]]:
     """The same of prompts that continue kept rows. continued: prompt -> its row, and for how many tokens."""
     left = list(continued)
     while left:
@@ -136,7 +148,7 @@ def prefilled_continuing(decoder, prompts, continued: dict[int, tuple[Kept, int]
             if take and ((len(take) + 1) * width > PREFILL_TOKENS or (len(take) + 1) * longest > PREFILL_COLUMNS):
                 break
             take.append(i)
-        left = left[len(take):]
+        left = left[len(take) :]
         past = Past.of([(row.keys, row.values, n) for row, n in map(continued.__getitem__, take)])
         yield take, _prefill(decoder, [prompts[i][n:] for i, n in zip(take, past.lengths)], past, send)
 

@@ -13,9 +13,10 @@ What a caller may rely on:
 * Log-probs are those of the sampled distribution in float32 (temperature and filters included).
 * Weights are read at every `generate` call, so an optimizer step between calls is seen.
 
-Nothing is computed twice: a prompt is prefilled once, whatever its number of completions, and so is a long beginning that prompts share, or a row
-of an earlier call that a prompt continues (``remembering``, ``stages.decoding.prefixes``). On the CPU what several rows begin with is also kept and attended to
-once (``decoders.Trunks``). Prompts are prefilled together, sorted by length; a finished row's slot is given to the next waiting row before the next step.
+Nothing is computed twice: a prompt is prefilled once, whatever its number of completions, and so is a long beginning
+that prompts share, or a row of an earlier call that a prompt continues (``remembering``, ``stages.decoding.prefixes``).
+On the CPU what several rows begin with is also kept and attended to once (``decoders.Trunks``). Prompts are prefilled
+together, sorted by length; a finished row's slot is given to the next waiting row before the next step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from stages.verification.verifiers import TAGS
 
 __all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingParams", "check_request", "text_of"]
 
-MIN_TRUNK = 48  # prompt tokens per completion that need not be kept and read again, where prompts of several completions are kept once
+# prompt tokens per completion that need not be kept and read again, where prompts of several completions are kept once
+MIN_TRUNK = 48
 COLUMN_STEP = 128  # KV columns are added in multiples of this
 BLOCK = 16  # slots that share one attention length; longer rows are kept in earlier blocks
 
@@ -52,10 +54,11 @@ class SamplerError(ValueError):
 class Completion:
     """One row of what an engine returns (``stages.decoding.engines``).
 
-    ids: sampled tokens, a sampled stop token included. logps: natural log-prob of each under the sampled distribution, float32; None
-    where the engine does not give them. finish_reason: "eos" (stop id) | "stop" (stop string) | "length" (max_new_tokens) | "error".
-    text: decoded ids (:func:`text_of`) without the stop token, cut before a stop string. reencoded: the engine returned
-    text only and ``ids`` are its encoding, which need not be what was sampled. error: why an "error" row has no tokens."""
+    ids: sampled tokens, a sampled stop token included. logps: natural log-prob of each under the sampled distribution,
+    float32; None where the engine does not give them. finish_reason: "eos" (stop id) | "stop" (stop string) | "length"
+    (max_new_tokens) | "error". text: decoded ids (:func:`text_of`) without the stop token, cut before a stop string.
+    reencoded: the engine returned text only and ``ids`` are its encoding, which need not be what was sampled. error:
+    why an "error" row has no tokens."""
 
     ids: list[int]
     logps: list[float] | None
@@ -71,13 +74,23 @@ class Sampler:
     max_batch is the number of slots (rows decoded together). device moves the model there first (None: where it is).
     tokenizer may be None when no text is wanted (text is then "" and stop_strings are refused).
     lean: None picks the fast engine when it computes the same function, False forces the model's own forward.
-    dtype: what it computes in (weights, KV and products), None for the weights' own type; in another one its log-probs are not the trainer's.
-    As an engine (``stages.decoding.engines.Engine``) it reads the model's own parameters, so there are no weights to push and nothing to wake.
+    dtype: what it computes in (weights, KV and products), None for the weights' own type; in another one its log-probs
+    are not the trainer's. As an engine (``stages.decoding.engines.Engine``) it reads the model's own parameters, so
+    there are no weights to push and nothing to wake.
     """
 
     weights, shares_weights, reencodes = "input", True, False
 
-    def __init__(self, model, tokenizer, *, max_batch: int = 64, device=None, lean: bool | None = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        max_batch: int = 64,
+        device=None,
+        lean: bool | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         if max_batch < 1:
             raise SamplerError(f"max_batch={max_batch}: write at least 1")
         self.model = model.to(device) if device is not None else model
@@ -115,7 +128,9 @@ class Sampler:
 
     @contextmanager
     def remembering(self):
-        """While this lasts and the weights stay as they are, finished rows are kept and prompts that continue one do not compute it again."""
+        """While this lasts and the weights stay as they are, finished rows are kept and prompts that continue one do
+        not compute it again.
+        """
         self.kept = KeptRows()
         try:
             yield
@@ -123,8 +138,14 @@ class Sampler:
             self.kept = None
 
     def _check(self, prompts, params, seeds) -> None:
-        check_request(prompts, params, seeds, vocabulary=self.model.get_input_embeddings().weight.shape[0], positions=max_positions(self.model),
-                      tokenizer=self.tokenizer)
+        check_request(
+            prompts,
+            params,
+            seeds,
+            vocabulary=self.model.get_input_embeddings().weight.shape[0],
+            positions=max_positions(self.model),
+            tokenizer=self.tokenizer,
+        )
 
     def update(self, directory: str, weights: str) -> None:
         """Nothing to do: weights are read at every ``generate``."""
@@ -147,30 +168,42 @@ def check_request(prompts, params: SamplingParams, seeds, *, vocabulary: int, po
         raise SamplerError("stop_strings and bad_words need text: give the Sampler a tokenizer or use stop_ids")
     unseen = unseen_tokens(tokenizer) if params.stop_strings else {}
     for stop, token in ((s, t) for s in params.stop_strings for t in unseen if t in s):
-        raise SamplerError(f"stop string {stop!r} holds the special token {token!r}, which the text of a completion is without, so it would never be found: write {token!r} alone in a stage's "
-                           f"stop_strings, which makes it a stop token, or the text around it without it")
+        raise SamplerError(
+            f"stop string {stop!r} holds the special token {token!r}, which the text of a completion is without, so it"
+            f" would never be found: write {token!r} alone in a stage's stop_strings, which makes it a stop token, or"
+            " the text around it without it"
+        )
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             bos = getattr(tokenizer, "bos_token_id", None)
             hint = f"[{bos}] (the tokenizer's bos token)" if bos is not None else "at least one token id"
-            raise SamplerError(f"prompt {i} is empty, so there is nothing to condition on: write {hint} or drop the row")
+            raise SamplerError(
+                f"prompt {i} is empty, so there is nothing to condition on: write {hint} or drop the row"
+            )
         if min(prompt) < 0 or max(prompt) >= vocabulary:
-            raise SamplerError(f"prompt {i} holds token id {max(prompt) if min(prompt) >= 0 else min(prompt)}, outside the model's "
-                               f"vocabulary of {vocabulary}: encode it with the model's own tokenizer")
+            raise SamplerError(
+                f"prompt {i} holds token id {max(prompt) if min(prompt) >= 0 else min(prompt)}, outside the model's "
+                f"vocabulary of {vocabulary}: encode it with the model's own tokenizer"
+            )
         if positions is not None and len(prompt) + params.max_new_tokens > positions:
             raise SamplerError(
-                f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, together over the model's "
-                f"{positions} positions: shorten the prompt to {max(positions - params.max_new_tokens, 0)} tokens or write "
-                f"max_new_tokens <= {max(positions - len(prompt), 0)}")
+                f"prompt {i} has {len(prompt)} tokens and max_new_tokens is {params.max_new_tokens}, together over the"
+                f" model's {positions} positions: shorten the prompt to {max(positions - params.max_new_tokens, 0)}"
+                f" tokens or write max_new_tokens <= {max(positions - len(prompt), 0)}"
+            )
     for name, ids in (("stop_ids", params.stop_ids), ("logit_bias", [i for i, _ in params.logit_bias])):
         bad = [i for i in ids if not 0 <= i < vocabulary]
         if bad:
-            raise SamplerError(f"{name} {sorted(bad)} are outside the model's vocabulary of {vocabulary}: "
-                               "use the ids of the model's own tokenizer")
+            raise SamplerError(
+                f"{name} {sorted(bad)} are outside the model's vocabulary of {vocabulary}: "
+                "use the ids of the model's own tokenizer"
+            )
 
 
 class Seats:
-    """Where rows sit in :class:`stages.decoding.decoders.Trunks`: a seat per trunk in use, a lane of it per row, always the lowest free ones."""
+    """Where rows sit in :class:`stages.decoding.decoders.Trunks`: a seat per trunk in use, a lane of it per row, always
+    the lowest free ones.
+    """
 
     def __init__(self):
         self.of: dict[tuple, int] = {}  # trunk -> seat
@@ -209,7 +242,8 @@ class _Run:
         order = sorted((i for i in range(len(prompts)) if len(seeds[i])), key=lambda i: (-len(prompts[i]), i))
         self.kept = sampler.kept
         found = {i: self.kept.longest(prompts[i]) for i in order} if self.kept is not None else {}
-        self.continued = {i: row for i, row in found.items() if row is not None}  # prompt -> the row it continues, and for how many tokens
+        # prompt -> the row it continues, and for how many tokens
+        self.continued = {i: row for i, row in found.items() if row is not None}
         continuing = list(self.continued)
         groups = shared_beginnings(prompts, [i for i in order if i not in self.continued])
         order = continuing + [i for members, _ in groups for i in members]
@@ -217,8 +251,10 @@ class _Run:
         self.trunks: Trunks | None = None
         self.seats = Seats()
         slots, width = min(sampler.max_batch, total), params.max_new_tokens
-        self.batches = chain(prefilled_continuing(self.decoder, prompts, self.continued, slots, self._send),
-                             prefilled_groups(self.decoder, prompts, groups, slots, self._send))
+        self.batches = chain(
+            prefilled_continuing(self.decoder, prompts, self.continued, slots, self._send),
+            prefilled_groups(self.decoder, prompts, groups, slots, self._send),
+        )
         self.queue = [(i, g, int(s)) for i in order for g, s in enumerate(seeds[i])]
         self.next_row = 0
         self.prefilled: dict[int, tuple[Prefilled, int]] = {}
@@ -238,7 +274,8 @@ class _Run:
         self.out_ids = np.zeros((slots, width), np.int64)
         self.out_logps = np.zeros((slots, width), np.float32)
         longest = max(map(len, prompts)) if params.repetition_penalty != 1.0 else 0
-        self.prompt = np.zeros((slots, longest), np.int64)  # a slot's prompt, where it is read again (repetition penalty)
+        # a slot's prompt, where it is read again (repetition penalty)
+        self.prompt = np.zeros((slots, longest), np.int64)
         self.prompt_length = np.zeros(slots, np.int64)
         self.stops = np.zeros(sampler.model.get_input_embeddings().weight.shape[0], bool)  # of the vocabulary
         self.stops[list(params.stop_ids)] = True
@@ -260,15 +297,26 @@ class _Run:
             if longest > self.kv.columns:
                 self.kv.grow(self._columns(longest))
             if self.replayed is None:
-                found = self.decoder.decode(self.kv, self._send(self.token[: self.live]), self._send(self.length[: self.live]), bounds, *self._trunks())
+                found = self.decoder.decode(
+                    self.kv,
+                    self._send(self.token[: self.live]),
+                    self._send(self.length[: self.live]),
+                    bounds,
+                    *self._trunks(),
+                )
             else:
-                found = self.replayed(self.kv, self.token[: self.live], self.length[: self.live], self.uniform[rows, self.count[: self.live]])
+                found = self.replayed(
+                    self.kv,
+                    self.token[: self.live],
+                    self.length[: self.live],
+                    self.uniform[rows, self.count[: self.live]],
+                )
             self.length[: self.live] += 1
             free = self._sample(found, rows) if isinstance(found, torch.Tensor) else self._take(*found, rows)
 
     def _trunk_lengths(self, groups, seeds) -> dict[int, int]:
-        """Of every prompt, how many first tokens its rows attend to in a trunk (``decoders.Trunks``): what all prompts begin with, else the whole
-        prompt where several completions are sampled and enough is saved, else none."""
+        """Of every prompt, how many first tokens its rows attend to in a trunk (``decoders.Trunks``): what all prompts
+        begin with, else the whole prompt where several completions are sampled and enough is saved, else none."""
         order = [i for members, _ in groups for i in members]
         if self.kept is not None or not self.decoder.attends_in_trunks:
             return dict.fromkeys(range(len(self.prompts)), 0)
@@ -350,7 +398,19 @@ class _Run:
     def _move(self, source: int, target: int) -> None:
         """A live row to another slot, its KV and its books."""
         self.kv.move(source, target, int(self.length[source]))
-        for x in (self.row, self.length, self.count, self.token, self.uniform, self.out_ids, self.out_logps, self.prompt, self.prompt_length, self.seat, self.lane):
+        for x in (
+            self.row,
+            self.length,
+            self.count,
+            self.token,
+            self.uniform,
+            self.out_ids,
+            self.out_logps,
+            self.prompt,
+            self.prompt_length,
+            self.seat,
+            self.lane,
+        ):
             x[target] = x[source]
 
     def _prefill(self) -> None:
@@ -396,8 +456,15 @@ class _Run:
         """Draw one token per slot from logits [len(slots), V]; harvest finished rows; returns their slots."""
         params, count = self.params, self.count[slots]
         if params.processed:
-            logits = processed_logits(logits, params, self._send(self.out_ids[slots]), self._send(count), self._send(self.prompt[slots]),
-                                      self._send(self.prompt_length[slots]), self.bad_ids)
+            logits = processed_logits(
+                logits,
+                params,
+                self._send(self.out_ids[slots]),
+                self._send(count),
+                self._send(self.prompt[slots]),
+                self._send(self.prompt_length[slots]),
+                self.bad_ids,
+            )
         token, logp = sample_step(logits, self._send(self.uniform[slots, count]), params)
         return self._take(token.cpu().numpy(), logp.cpu().numpy(), slots)
 
@@ -425,9 +492,16 @@ class _Run:
 
     def _refuse_nothing(self, slot: int) -> None:
         """A slot's logits leave nothing to draw from: they are no numbers, or all tokens are banned."""
-        banned = " Or bad_words, min_tokens and logit processors together ban every token: leave some out." if self.params.processed else ""
-        raise SamplerError(f"the model gives no probabilities for token {self.count[slot] + 1} after prompt {self.row[slot, 0]}: its logits are not finite. Look for weights that are not "
-                           f"(a training that diverged, a damaged copy), compute in float32 where a half type overflows, or write a temperature that is 0 or not as small.{banned}")
+        banned = (
+            " Or bad_words, min_tokens and logit processors together ban every token: leave some out."
+            if self.params.processed
+            else ""
+        )
+        raise SamplerError(
+            f"the model gives no probabilities for token {self.count[slot] + 1} after prompt {self.row[slot, 0]}: its"
+            " logits are not finite. Look for weights that are not (a training that diverged, a damaged copy), compute"
+            f" in float32 where a half type overflows, or write a temperature that is 0 or not as small.{banned}"
+        )
 
     def _harvest(self, slot: int, reason: str) -> None:
         i, g = self.row[slot]
@@ -447,31 +521,53 @@ class _Run:
 def tag_ids(tokenizer) -> set[int]:
     """Ids of the tags of a response's parts (``verifiers.TAGS``) that are special tokens, which decoding would drop."""
     found = {tag: tokenizer.convert_tokens_to_ids(tag) for tag in TAGS}
-    return {i for tag, i in found.items() if i is not None and tokenizer.convert_ids_to_tokens(i) == tag and not tokenizer.decode([i], skip_special_tokens=True)}
+    return {
+        i
+        for tag, i in found.items()
+        if i is not None
+        and tokenizer.convert_ids_to_tokens(i) == tag
+        and not tokenizer.decode([i], skip_special_tokens=True)
+    }
 
 
 def special_ids(tokenizer) -> set[int]:
     """Ids of all special tokens, also of those without a role (reserved ones)."""
-    return {*(getattr(tokenizer, "all_special_ids", ()) or ()), *(i for i, token in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items() if token.special)}
+    return {
+        *(getattr(tokenizer, "all_special_ids", ()) or ()),
+        *(i for i, token in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items() if token.special),
+    }
 
 
 def unseen_tokens(tokenizer) -> dict[str, int]:
     """Special tokens that texts are without (:func:`text_of`), and their ids."""
     tags = tag_ids(tokenizer)
-    return {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if (token.special or i in tokenizer.all_special_ids) and i not in tags and str(token)}
+    return {
+        str(token): i
+        for i, token in tokenizer.added_tokens_decoder.items()
+        if (token.special or i in tokenizer.all_special_ids) and i not in tags and str(token)
+    }
 
 
 def text_of(tokenizer, ids, tags: set[int] | None = None) -> str:
-    """Decoded ids without special tokens other than the tags of thought and answer, which rewards and views read. tags: :func:`tag_ids`, where it is known."""
+    """Decoded ids without special tokens other than the tags of thought and answer, which rewards and views read. tags:
+    :func:`tag_ids`, where it is known.
+    """
     tags = tag_ids(tokenizer) if tags is None else tags
     if not tags.intersection(ids):
         return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     special = special_ids(tokenizer) - tags
-    return tokenizer.decode([t for t in ids if t not in special], skip_special_tokens=False, clean_up_tokenization_spaces=False, spaces_between_special_tokens=False)
+    return tokenizer.decode(
+        [t for t in ids if t not in special],
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+        spaces_between_special_tokens=False,
+    )
 
 
 class DerivedText:
-    """Text of completions and their stop strings. While sampling, only rows whose new token could end a stop string are decoded."""
+    """Text of completions and their stop strings. While sampling, only rows whose new token could end a stop string are
+    decoded.
+    """
 
     def __init__(self, tokenizer, params: SamplingParams):
         self.tokenizer, self.stops, self.min_tokens = tokenizer, params.stop_strings, params.min_tokens
@@ -485,7 +581,9 @@ class DerivedText:
         return text_of(self.tokenizer, ids, self.tags)
 
     def of(self, ids: list[int], begun: int = 0) -> str:
-        """Text of a completion, cut before its first stop string. begun: how many tokens it began with; no stop string ends among them."""
+        """Text of a completion, cut before its first stop string. begun: how many tokens it began with; no stop string
+        ends among them.
+        """
         if self.tokenizer is None:
             return ""
         text = self.decode(ids)
@@ -493,8 +591,8 @@ class DerivedText:
         return text[: min(cuts)] if cuts else text
 
     def ended(self, begun: list[int], new: list[int], reason: str) -> tuple[list[int], str]:
-        """A completion of tokens that were given and new ones that an engine drew behind them, and how it ended: also at a stop string that begins among the given
-        ones, where the engine, which sees the new ones alone, went on."""
+        """A completion of tokens that were given and new ones that an engine drew behind them, and how it ended: also
+        at a stop string that begins among the given ones, where the engine, which sees the new ones alone, went on."""
         ids = begun + new
         if self.stops and new and self._cuts(self.decode(ids), ids, len(begun)):
             for n in range(len(begun) + 1, len(ids) + 1):
@@ -503,18 +601,25 @@ class DerivedText:
         return ids, reason
 
     def trimmed(self, ids: list[int], reason: str) -> tuple[list[int], str]:
-        """A completion of an engine that looks for stop strings in a text of its own, and how it ended: cut behind the first token after which this text holds one."""
+        """A completion of an engine that looks for stop strings in a text of its own, and how it ended: cut behind the
+        first token after which this text holds one.
+        """
         found, stopped = self.ended([], ids[:-1] if reason in ("eos", "stop") else ids, "")
         return (found, "stop") if stopped else (ids, reason)
 
     def shows_tags(self) -> bool:
         """Whether a stop string holds a tag that is a special token: text without special tokens never has it."""
-        return any(tag in stop for tag in (self.tokenizer.convert_ids_to_tokens(i) for i in self.tags) for stop in self.stops)
+        return any(
+            tag in stop for tag in (self.tokenizer.convert_ids_to_tokens(i) for i in self.tags) for stop in self.stops
+        )
 
     def _cuts(self, text: str, ids: list[int], begun: int = 0) -> list[int]:
-        """Where stop strings begin that count: those that end after the first min_tokens tokens, and after those that the completion began with."""
+        """Where stop strings begin that count: those that end after the first min_tokens tokens, and after those that
+        the completion began with.
+        """
         first = max(self.min_tokens, begun)
-        before = len(commonprefix([self.decode(ids[:first]), text])) if first else 0  # which may end inside of a character
+        # which may end inside of a character
+        before = len(commonprefix([self.decode(ids[:first]), text])) if first else 0
         return [at for at in (text.find(s, max(0, before - len(s) + 1) if first else 0) for s in self.stops) if at >= 0]
 
     def _may_end(self, token: int) -> bool:

@@ -1,9 +1,9 @@
 """Per-step sampling transforms: pure functions of (logits, uniforms, params), vectorised over rows.
 
 Everything here is row-independent, so a completion cannot depend on which rows it shared a batch with.
-Order of the transforms: bad words, min tokens, logit bias, repetition, frequency and presence penalty, further logit processors,
-temperature, top-k, top-p (over the top-k survivors, renormalised), min-p.
-Log-probs are natural logs in float32 of the distribution that was really sampled (renormalised after the filters).
+Order of the transforms: bad words, min tokens, logit bias, repetition, frequency and presence penalty, further logit
+processors, temperature, top-k, top-p (over the top-k survivors, renormalised), min-p. Log-probs are natural logs in
+float32 of the distribution that was really sampled (renormalised after the filters).
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class SamplingParams:
     min_tokens      no stop id and no stop string ends a completion before it has this many tokens
     logit_bias      (token id, number added to its logit) pairs, or a mapping; -100 bans, 100 forces (OpenAI)
     bad_words       strings whose last token is impossible after their first ones, among the generated tokens
-    repetition_penalty  > 0; logits of tokens in prompt or completion divided by it where positive, multiplied where negative (CTRL,
+    repetition_penalty  > 0; logits of tokens in prompt or completion divided by it where positive, multiplied where
+    negative (CTRL,
                     Keskar et al. 2019)
-    frequency_penalty, presence_penalty  subtracted per occurrence, and once, from the logits of generated tokens (OpenAI)
-    logit_processors  callables (logits [n, V] float32, generated [n, T] int64, counts [n] int64) -> logits [n, V];
+    frequency_penalty, presence_penalty  subtracted per occurrence, and once, from the logits of generated tokens
+    (OpenAI) logit_processors  callables (logits [n, V] float32, generated [n, T] int64, counts [n] int64) -> logits [n,
+    V];
                     row i has counts[i] generated tokens in generated[i, :counts[i]]; must be row-independent
     """
 
@@ -60,7 +62,7 @@ class SamplingParams:
     def __post_init__(self):
         object.__setattr__(self, "stop_ids", frozenset(int(i) for i in self.stop_ids))
         if isinstance(self.stop_strings, str):
-            raise ValueError(f'stop_strings is a tuple of strings: write stop_strings=({self.stop_strings!r},)')
+            raise ValueError(f"stop_strings is a tuple of strings: write stop_strings=({self.stop_strings!r},)")
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         object.__setattr__(self, "logit_processors", tuple(self.logit_processors))
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
@@ -83,11 +85,18 @@ class SamplingParams:
         if any(not isinstance(s, str) or not s.strip() for s in self.bad_words):
             raise ValueError("bad_words holds an empty or non-string entry: remove it")
         if not 0 <= self.min_tokens <= self.max_new_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens}: write a number from 0 to max_new_tokens={self.max_new_tokens}")
+            raise ValueError(
+                f"min_tokens={self.min_tokens}: write a number from 0 to max_new_tokens={self.max_new_tokens}"
+            )
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise ValueError(f"repetition_penalty={self.repetition_penalty}: write a positive number; 1.0 turns it off")
-        if not all(math.isfinite(v) for v in (self.frequency_penalty, self.presence_penalty, *(v for _, v in self.logit_bias))):
-            raise ValueError("frequency_penalty, presence_penalty and logit_bias are finite numbers: write 0.0 to turn one off, -100 to ban a token")
+        if not all(
+            math.isfinite(v) for v in (self.frequency_penalty, self.presence_penalty, *(v for _, v in self.logit_bias))
+        ):
+            raise ValueError(
+                "frequency_penalty, presence_penalty and logit_bias are finite numbers: write 0.0 to turn one off, -100"
+                " to ban a token"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -100,8 +109,15 @@ class SamplingParams:
     @property
     def processed(self) -> bool:
         """Whether logits are changed before temperature and filters."""
-        return bool(self.min_tokens or self.logit_bias or self.bad_words or self.repetition_penalty != 1.0 or self.frequency_penalty
-                    or self.presence_penalty or self.logit_processors)
+        return bool(
+            self.min_tokens
+            or self.logit_bias
+            or self.bad_words
+            or self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.logit_processors
+        )
 
     @property
     def plain(self) -> bool:
@@ -129,7 +145,9 @@ def uniforms(seeds: Sequence[int], count: int, start: int = 0) -> np.ndarray:
 
 
 def token_counts(ids: torch.Tensor, lengths: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """How often each token occurs in the first lengths[i] ids of row i: ids [n, T] int64, lengths [n] -> [n, V] float32."""
+    """How often each token occurs in the first lengths[i] ids of row i: ids [n, T] int64, lengths [n] -> [n, V]
+    float32.
+    """
     live = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     return torch.zeros(ids.shape[0], vocabulary, device=ids.device).scatter_add_(1, ids, live.float())
 
@@ -145,12 +163,19 @@ def bad_word_ids(tokenizer, words: Sequence[str]) -> list[list[int]]:
     return found
 
 
-def processed_logits(logits: torch.Tensor, params: SamplingParams, generated: torch.Tensor, counts: torch.Tensor, prompts: torch.Tensor | None = None,
-                     prompt_lengths: torch.Tensor | None = None, bad_ids: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+def processed_logits(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    generated: torch.Tensor,
+    counts: torch.Tensor,
+    prompts: torch.Tensor | None = None,
+    prompt_lengths: torch.Tensor | None = None,
+    bad_ids: Sequence[Sequence[int]] = (),
+) -> torch.Tensor:
     """Logits [n, V] after params' bans, biases and penalties, float32; ``logits`` is left as it is.
 
-    generated [n, T] int64 with counts [n] tokens each; prompts [n, P] int64 with prompt_lengths [n] (repetition penalty only);
-    bad_ids: token sequences of ``params.bad_words``.
+    generated [n, T] int64 with counts [n] tokens each; prompts [n, P] int64 with prompt_lengths [n] (repetition penalty
+    only); bad_ids: token sequences of ``params.bad_words``.
     """
     z = logits.float().clone()
     for *head, last in bad_ids:
@@ -158,7 +183,9 @@ def processed_logits(logits: torch.Tensor, params: SamplingParams, generated: to
             z[:, last] = -math.inf
         elif len(head) <= generated.shape[1]:
             at = counts[:, None] - len(head) + torch.arange(len(head), device=z.device)
-            hit = (counts >= len(head)) & (generated.gather(1, at.clamp(min=0)) == torch.tensor(head, device=z.device)).all(1)
+            hit = (counts >= len(head)) & (
+                generated.gather(1, at.clamp(min=0)) == torch.tensor(head, device=z.device)
+            ).all(1)
             z[hit, last] = -math.inf
     if params.min_tokens and params.stop_ids:
         early = (counts < params.min_tokens).nonzero()[:, 0]

@@ -1,11 +1,12 @@
 """Direct-alignment losses beyond DPO, per pair [B], on sequence log-probs.
 
-Common form on pairs: f(policy_chosen, policy_rejected, ref_chosen, ref_rejected, *, beta, ...) with S (sums) or M (means)
-of token log-probs as the method's row in stages/algorithms.py says; reference values are None for reference-free
-methods. h_w = policy - reference of the chosen response, h_l of the rejected one, u = beta (h_w - h_l).
-On single responses: f(logratio, label, *, beta, ...) [B]. On the K responses of one prompt, best first:
-f(policy, ref, lengths, *, beta, ...) of [K] tensors, one value per prompt.
+Common form on pairs: f(policy_chosen, policy_rejected, ref_chosen, ref_rejected, *, beta, ...) with S (sums) or M
+(means) of token log-probs as the method's row in stages/algorithms.py says; reference values are None for
+reference-free methods. h_w = policy - reference of the chosen response, h_l of the rejected one, u = beta (h_w - h_l).
+On single responses: f(logratio, label, *, beta, ...) [B]. On the K responses of one prompt, best first: f(policy, ref,
+lengths, *, beta, ...) of [K] tensors, one value per prompt.
 """
+
 from __future__ import annotations
 
 import math
@@ -25,12 +26,12 @@ def _h_difference(policy_chosen, policy_rejected, ref_chosen, ref_rejected):
 
 
 def f_divergence_score(log_ratio, kind: str = "reverse_kl", alpha: float = 0.5):
-    """f'(pi/ref) of a response up to a constant, from its log pi/ref (f-DPO, Wang et al. 2023): what takes the place of the
-    log-ratio where a loss reads differences of implicit rewards. Same shape; 0 at policy = reference.
+    """f'(pi/ref) of a response up to a constant, from its log pi/ref (f-DPO, Wang et al. 2023): what takes the place of
+    the log-ratio where a loss reads differences of implicit rewards. Same shape; 0 at policy = reference.
 
-    reverse_kl log t; forward_kl 1 - 1/t; js_divergence log(2t / (1 + t)); alpha_divergence (t^(alpha-1) - 1) / (alpha - 1), which is forward_kl at
-    alpha 0 and reverse_kl at 1. Powers are continued by their tangent where the exponent passes LOG_RATIO_CLAMP nats, so that neither values nor gradients overflow
-    and a response far off still gets one.
+    reverse_kl log t; forward_kl 1 - 1/t; js_divergence log(2t / (1 + t)); alpha_divergence (t^(alpha-1) - 1) / (alpha -
+    1), which is forward_kl at alpha 0 and reverse_kl at 1. Powers are continued by their tangent where the exponent
+    passes LOG_RATIO_CLAMP nats, so that neither values nor gradients overflow and a response far off still gets one.
 
     Raises:
         ValueError: another name.
@@ -38,13 +39,16 @@ def f_divergence_score(log_ratio, kind: str = "reverse_kl", alpha: float = 0.5):
     if kind == "js_divergence":
         return math.log(2.0) + F.logsigmoid(log_ratio)
     if kind not in ("reverse_kl", "forward_kl", "alpha_divergence"):
-        raise ValueError(f"f_divergence_type={kind!r} is not known; write reverse_kl, forward_kl, js_divergence or alpha_divergence")
+        raise ValueError(
+            f"f_divergence_type={kind!r} is not known; write reverse_kl, forward_kl, js_divergence or alpha_divergence"
+        )
     power = {"reverse_kl": 0.0, "forward_kl": -1.0}.get(kind, alpha - 1.0)
     if abs(power) < 1e-6:
         return log_ratio
     exponent = power * log_ratio
     tangent = math.expm1(LOG_RATIO_CLAMP) + math.exp(LOG_RATIO_CLAMP) * (exponent - LOG_RATIO_CLAMP)
-    return torch.where(exponent > LOG_RATIO_CLAMP, tangent, torch.expm1(exponent.clamp(max=LOG_RATIO_CLAMP))) / power  # a sum of both would lose float32's digits
+    # a sum of both would lose float32's digits
+    return torch.where(exponent > LOG_RATIO_CLAMP, tangent, torch.expm1(exponent.clamp(max=LOG_RATIO_CLAMP))) / power
 
 
 def ipo_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_prob=None):
@@ -84,8 +88,14 @@ def discovered_losses(h, *, beta: float = 0.05) -> dict:
     """The family E[f(beta rho)], rho = h: logistic, hinge, square, exponential, padll, cell (da.discopop)."""
     u = beta * h
     logistic, exponential = F.softplus(-u), torch.exp((-u).clamp(max=80.0))
-    return {"logistic": logistic, "hinge": F.relu(1 - u), "square": (1 - u) ** 2, "exponential": exponential,
-            "padll": torch.where(h < 0, 0.45 * logistic, 0.9 * logistic), "cell": 0.5 * logistic + 0.5 * exponential}
+    return {
+        "logistic": logistic,
+        "hinge": F.relu(1 - u),
+        "square": (1 - u) ** 2,
+        "exponential": exponential,
+        "padll": torch.where(h < 0, 0.45 * logistic, 0.9 * logistic),
+        "cell": 0.5 * logistic + 0.5 * exponential,
+    }
 
 
 def discovered_loss(pc, pr, rc, rr, *, beta: float = 0.05, member: str = "padll"):
@@ -97,13 +107,17 @@ def discovered_loss(pc, pr, rc, rr, *, beta: float = 0.05, member: str = "padll"
 
 
 def policy_focused_loss(pc, pr, rc, rr, *, beta: float = 0.05):
-    """PFL: half the logistic loss of u where the policy by itself ranks chosen above rejected, S_w > S_l, else twice the hinge loss (da.discopop; Lu et al. 2024)."""
+    """PFL: half the logistic loss of u where the policy by itself ranks chosen above rejected, S_w > S_l, else twice
+    the hinge loss (da.discopop; Lu et al. 2024).
+    """
     u = beta * _h_difference(pc, pr, rc, rr)
     return torch.where(pc > pr, 0.5 * F.softplus(-u), 2.0 * F.relu(1 - u))
 
 
 def adaptive_quantile_loss(pc, pr, rc, rr, *, beta: float = 0.05, mean_h):
-    """AQL: q logistic + (1 - q) hinge of u, q = sigma(-beta (h - m)), m = 0.5 + 0.01 (sigma(mean h) - 0.5), the mean over the whole step, detached (da.discopop; Lu et al. 2024)."""
+    """AQL: q logistic + (1 - q) hinge of u, q = sigma(-beta (h - m)), m = 0.5 + 0.01 (sigma(mean h) - 0.5), the mean
+    over the whole step, detached (da.discopop; Lu et al. 2024).
+    """
     h = _h_difference(pc, pr, rc, rr)
     q = torch.sigmoid(-beta * (h - (0.5 + 0.01 * (torch.sigmoid(mean_h) - 0.5))))
     return q * F.softplus(-beta * h) + (1 - q) * F.relu(1 - beta * h)
@@ -151,8 +165,9 @@ def exo_pair_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_smoothing: float =
     h_w, h_l = _h(pc, pr, rc, rr)
     u = beta * (h_w - h_l)
     eps = torch.as_tensor(label_smoothing, dtype=u.dtype)
-    return (torch.sigmoid(u) * (F.logsigmoid(u) - torch.log1p(-eps))
-            + torch.sigmoid(-u) * (F.logsigmoid(-u) - torch.log(eps)))
+    return torch.sigmoid(u) * (F.logsigmoid(u) - torch.log1p(-eps)) + torch.sigmoid(-u) * (
+        F.logsigmoid(-u) - torch.log(eps)
+    )
 
 
 def r_dpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, length_chosen, length_rejected, alpha: float = 0.05):
@@ -167,21 +182,28 @@ def aot_unpaired_loss(h_chosen, h_rejected, *, beta: float = 0.1, label_smoothin
 
 
 def aot_matches(h_chosen, h_rejected):
-    """(rejected log-ratio of equal rank for each chosen one, chosen log-ratio of equal rank for each rejected one) [B]."""
+    """(rejected log-ratio of equal rank for each chosen one, chosen log-ratio of equal rank for each rejected one)
+    [B].
+    """
     order_w, order_l = torch.argsort(h_chosen, stable=True), torch.argsort(h_rejected, stable=True)
     for_chosen, for_rejected = torch.empty_like(h_chosen), torch.empty_like(h_rejected)
     for_chosen[order_w], for_rejected[order_l] = h_rejected[order_l], h_chosen[order_w]
     return for_chosen, for_rejected
 
 
-def aot_matched_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_smoothing: float = 0.0, matched_rejected, matched_chosen):
-    """aot_unpaired_loss taken apart by rows: each side against the detached value it is matched with over the whole step.
+def aot_matched_loss(
+    pc, pr, rc, rr, *, beta: float = 0.1, label_smoothing: float = 0.0, matched_rejected, matched_chosen
+):
+    """aot_unpaired_loss taken apart by rows: each side against the detached value it is matched with over the whole
+    step.
 
-    A matched pair occurs in two rows, so values are halved; gradients are those of the whole, since each side moves in one
-    of the two only.
+    A matched pair occurs in two rows, so values are halved; gradients are those of the whole, since each side moves in
+    one of the two only.
     """
     h_w, h_l = _h(pc, pr, rc, rr)
-    both = soft_bce(beta * (h_w - matched_rejected), 1 - label_smoothing) + soft_bce(beta * (matched_chosen - h_l), 1 - label_smoothing)
+    both = soft_bce(beta * (h_w - matched_rejected), 1 - label_smoothing) + soft_bce(
+        beta * (matched_chosen - h_l), 1 - label_smoothing
+    )
     return both - 0.5 * both.detach()
 
 
@@ -193,9 +215,11 @@ def equal_ranks(values, others):
 
 
 def aot_paired_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_smoothing: float = 0.0, matched_margin):
-    """Logistic on S_pi(y_w) - S_pi(y_l) less the reference's difference of equal rank over the whole step (AOT, Melnyk et al. 2024, paired).
+    """Logistic on S_pi(y_w) - S_pi(y_l) less the reference's difference of equal rank over the whole step (AOT, Melnyk
+    et al. 2024, paired).
 
-    The reference's values of the row itself are not read: ``matched_margin`` is another row's, as :func:`equal_ranks` says.
+    The reference's values of the row itself are not read: ``matched_margin`` is another row's, as :func:`equal_ranks`
+    says.
     """
     return soft_bce(beta * (pc - pr - matched_margin), 1 - label_smoothing)
 
@@ -203,18 +227,34 @@ def aot_paired_loss(pc, pr, rc, rr, *, beta: float = 0.1, label_smoothing: float
 def wpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, mean_chosen, mean_rejected):
     """DPO weighted by the detached length-normalised probability of both responses, exp(M_w + M_l) (da.relatives, WPO).
 
-    Option ``aligned``: M is less the mean of log sum_v pi(v)^2, so that a response as likely as one the policy would draw weighs 1 (Zhou et al. 2024).
+    Option ``aligned``: M is less the mean of log sum_v pi(v)^2, so that a response as likely as one the policy would
+    draw weighs 1 (Zhou et al. 2024).
     """
     weight = torch.exp(mean_chosen + mean_rejected).detach()
     return weight * F.softplus(-beta * _h_difference(pc, pr, rc, rr))
 
 
-def mdpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, h_corrupted, delta: float = 0.0, conditional_weight: float = 1.0,
-              anchor_weight: float = 1.0):
-    """DPO + conditional + anchor (da.mdpo): h_corrupted is the chosen response's log-ratio under the corrupted prompt."""
+def mdpo_loss(
+    pc,
+    pr,
+    rc,
+    rr,
+    *,
+    beta: float = 0.1,
+    h_corrupted,
+    delta: float = 0.0,
+    conditional_weight: float = 1.0,
+    anchor_weight: float = 1.0,
+):
+    """DPO + conditional + anchor (da.mdpo): h_corrupted is the chosen response's log-ratio under the corrupted
+    prompt.
+    """
     h_w, h_l = _h(pc, pr, rc, rr)
-    return (F.softplus(-beta * (h_w - h_l)) + conditional_weight * F.softplus(-beta * (h_w - h_corrupted))
-            + anchor_weight * F.softplus(-(beta * h_w - delta)))
+    return (
+        F.softplus(-beta * (h_w - h_l))
+        + conditional_weight * F.softplus(-beta * (h_w - h_corrupted))
+        + anchor_weight * F.softplus(-(beta * h_w - delta))
+    )
 
 
 def reference_free_loss(pc, pr, rc=None, rr=None, *, beta: float = 0.1):
@@ -236,7 +276,9 @@ def alphapo_reward(mean_logp, *, beta: float = 2.0, alpha: float = 0.25):
 
 def alphapo_loss(pc, pr, rc=None, rr=None, *, beta: float = 2.0, simpo_gamma: float = 0.5, alpha: float = 0.25):
     """-log sigma(r_w - r_l - gamma) with the shaped reward (da.alphapo)."""
-    return F.softplus(-(alphapo_reward(pc, beta=beta, alpha=alpha) - alphapo_reward(pr, beta=beta, alpha=alpha) - simpo_gamma))
+    return F.softplus(
+        -(alphapo_reward(pc, beta=beta, alpha=alpha) - alphapo_reward(pr, beta=beta, alpha=alpha) - simpo_gamma)
+    )
 
 
 def log_odds(mean_logp, clamp_max: float = -1e-6):
@@ -246,7 +288,9 @@ def log_odds(mean_logp, clamp_max: float = -1e-6):
 
 
 def orpo_loss(pc, pr, rc=None, rr=None, *, beta: float = 0.1):
-    """lambda * -log sigma(log odds_w - log odds_l), lambda = beta; the NLL of the chosen response is added outside (da.orpo)."""
+    """lambda * -log sigma(log odds_w - log odds_l), lambda = beta; the NLL of the chosen response is added outside
+    (da.orpo).
+    """
     return beta * F.softplus(-(log_odds(pc) - log_odds(pr)))
 
 
@@ -263,7 +307,9 @@ def kto_loss(logratio, z0, label, *, beta: float = 0.1, desirable_weight=1.0, un
 
 
 def bco_loss(logratio, label, *, beta: float = 0.1, delta: float = 0.0):
-    """-log sigma(r - delta) of a desirable row, -log sigma(-(r - delta)) of another, r = beta logratio (da.bco, unpaired)."""
+    """-log sigma(r - delta) of a desirable row, -log sigma(-(r - delta)) of another, r = beta logratio (da.bco,
+    unpaired).
+    """
     r = beta * logratio - delta
     return F.softplus(torch.where(label.bool(), -r, r))
 
@@ -274,12 +320,16 @@ def apo_zero_unpaired_loss(logratio, label, *, beta: float = 0.1):
 
 
 def weighted_mean(values, weights):
-    """Mean of values [B] by the weights of their rows; a row of weight 0 counts nothing, and the mean of such rows alone is 0 (section 0)."""
+    """Mean of values [B] by the weights of their rows; a row of weight 0 counts nothing, and the mean of such rows
+    alone is 0 (section 0).
+    """
     return (values * weights).sum() / weights.sum().clamp(min=1e-12)
 
 
 def kto_reference_point(mismatched_logratios, weights=None):
-    """z0 = max(0, mean over the batch), detached: mean first, clamp after (da.kto). ``weights`` [B] of the rows; by default all count alike."""
+    """z0 = max(0, mean over the batch), detached: mean first, clamp after (da.kto). ``weights`` [B] of the rows; by
+    default all count alike.
+    """
     ratios = mismatched_logratios.detach()
     return (ratios.mean() if weights is None else weighted_mean(ratios, weights)).clamp(min=0.0)
 
@@ -303,7 +353,9 @@ def odpo_offset(score_chosen, score_rejected, alpha: float = 1.0, offset_fn: str
     return alpha * (torch.log(gap) if offset_fn == "log" else gap)
 
 
-def odpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, offset=0.0, score_gap=None, alpha: float = 1.0, offset_fn: str = "log"):
+def odpo_loss(
+    pc, pr, rc, rr, *, beta: float = 0.1, offset=0.0, score_gap=None, alpha: float = 1.0, offset_fn: str = "log"
+):
     """-log sigma(u - offset), the offset given or alpha f(score gap) (da.odpo, Amini et al. 2024)."""
     if score_gap is not None:
         offset = odpo_offset(score_gap, torch.zeros_like(score_gap), alpha, offset_fn)
@@ -352,12 +404,14 @@ def two_d_dpo_arguments(segments_chosen, segments_rejected, weight_chosen, weigh
 
 def two_d_dpo_loss(segments_chosen, segments_rejected, weight_chosen, weight_rejected, *, beta: float = 0.1):
     """-sum over paired segments of log sigma of :func:`two_d_dpo_arguments`, one pair of responses (da.2d_dpo)."""
-    return F.softplus(-two_d_dpo_arguments(segments_chosen, segments_rejected, weight_chosen, weight_rejected, beta=beta)).sum()
+    return F.softplus(
+        -two_d_dpo_arguments(segments_chosen, segments_rejected, weight_chosen, weight_rejected, beta=beta)
+    ).sum()
 
 
 def segment_sums(token_values, starts, lengths):
     """Sums over half-open spans [start, start+length) (da.2d_dpo)."""
-    return torch.stack([token_values[s:s + n].sum() for s, n in zip(starts, lengths)])
+    return torch.stack([token_values[s : s + n].sum() for s, n in zip(starts, lengths)])
 
 
 def unlikelihood_loss(logps):

@@ -1,8 +1,8 @@
 """Preference data of every kind as training items of direct alignment: pairs, labelled responses, rankings, segments.
 
-An item is a prompt with its responses, in the order that the method's loss expects: chosen, rejected; one labelled response;
-K responses best first; or, for the conditional term of mDPO, three whole conversations. What truncation makes identical, what
-has no trained token and what lacks a value that the loss needs never reaches a loss and is counted.
+An item is a prompt with its responses, in the order that the method's loss expects: chosen, rejected; one labelled
+response; K responses best first; or, for the conditional term of mDPO, three whole conversations. What truncation makes
+identical, what has no trained token and what lacks a value that the loss needs never reaches a loss and is counted.
 """
 
 from __future__ import annotations
@@ -10,12 +10,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-KIND = {"pairs": "pairs/1", "conditions": "pairs/1", "unpaired": "unpaired/1", "rankings": "rankings/1", "segments": "segments/1"}
+KIND = {
+    "pairs": "pairs/1",
+    "conditions": "pairs/1",
+    "unpaired": "unpaired/1",
+    "rankings": "rankings/1",
+    "segments": "segments/1",
+}
 
 
-def rows_as(dataset, split: str, kind: str, dropped: dict[str, int] | None = None, stage_index: int | None = None) -> Iterator[dict]:
-    """Rows of a split as rows of ``kind``, converted by the rules of ingestion where the dataset is of another kind; what gives no row is counted
-    into ``dropped``, by reason. ``stage_index``: of the pairs of a curriculum those of this stage only, taken before they are converted.
+def rows_as(
+    dataset, split: str, kind: str, dropped: dict[str, int] | None = None, stage_index: int | None = None
+) -> Iterator[dict]:
+    """Rows of a split as rows of ``kind``, converted by the rules of ingestion where the dataset is of another kind;
+    what gives no row is counted into ``dropped``, by reason. ``stage_index``: of the pairs of a curriculum those of
+    this stage only, taken before they are converted.
 
     Raises:
         ValueError: there is no such conversion.
@@ -30,10 +39,19 @@ def rows_as(dataset, split: str, kind: str, dropped: dict[str, int] | None = Non
     have, options = dataset.kind, Config()
     path = conversions.route(have, kind)
     if path is None:
-        raise ValueError(f"this method trains on {kind}, and {have} cannot become that; give data of kind {kind}"
-                         + (", or choose a method for pairs, such as dpo" if kind == "segments/1" else " (stage ingest makes it from raw files)"))
+        raise ValueError(
+            f"this method trains on {kind}, and {have} cannot become that; give data of kind {kind}"
+            + (
+                ", or choose a method for pairs, such as dpo"
+                if kind == "segments/1"
+                else " (stage ingest makes it from raw files)"
+            )
+        )
     if stage_index is not None and have != "pairs/1":
-        raise ConfigError(f"stage_index={stage_index} takes the pairs of one stage of a curriculum, and {have} has no column stage_index; give the output of stage curriculum, or leave stage_index out")
+        raise ConfigError(
+            f"stage_index={stage_index} takes the pairs of one stage of a curriculum, and {have} has no column"
+            " stage_index; give the output of stage curriculum, or leave stage_index out"
+        )
     rows, lost = dataset.iter_rows(split=split), Counter()
     if stage_index is not None:
         rows = (row for row in rows if row["stage_index"] == stage_index)
@@ -53,7 +71,12 @@ def rows_as(dataset, split: str, kind: str, dropped: dict[str, int] | None = Non
                 found, reasons, refused = conversions.grouped(a, b, group, options)
                 made += found
                 lost.update(Counter(refused.values()) | Counter(reasons))
-        rows = [complete_row(b, row, dataset=dataset.name, source=row.get("source") or dataset.name, origin="conversion", split=split) for row in made]
+        rows = [
+            complete_row(
+                b, row, dataset=dataset.name, source=row.get("source") or dataset.name, origin="conversion", split=split
+            )
+            for row in made
+        ]
     if dropped is not None:
         for reason, n in lost.items():
             dropped[reason] = dropped.get(reason, 0) + n
@@ -74,7 +97,9 @@ class Encoder:
         self.renderer, self.method, self.config, self.rng, self.targets = renderer, method, config, rng, targets
         self.formatting = frozenset()
         if config.mask_formatting:
-            self.formatting = renderer.stop_ids | {i for i, token in renderer.tokenizer.added_tokens_decoder.items() if token.special}
+            self.formatting = renderer.stop_ids | {
+                i for i, token in renderer.tokenizer.added_tokens_decoder.items() if token.special
+            }
         self.dropped = Counter({"truncated": 0, "identical_after_truncation": 0, "no_target": 0})
 
     def __call__(self, dataset, split: str, limit: int | None = None) -> list:
@@ -96,7 +121,9 @@ class Encoder:
             return items, self.dropped
 
         counted = self.dropped
-        rows = rows_as(dataset, split, KIND[self.method.data], counted, self.config.stage_index if split == "train" else None)
+        rows = rows_as(
+            dataset, split, KIND[self.method.data], counted, self.config.stage_index if split == "train" else None
+        )
         items, dropped = items_of(rows, of, expected=dataset.rows_of(split), limit=limit)
         self.dropped = counted
         self.dropped.update(dropped)
@@ -112,12 +139,18 @@ class Encoder:
         from stages.pairs import cut, identical, trim
 
         encoded = [self.renderer.completion_ids(prompt_messages, c) for c in completions]
-        prompt, responses, was_cut = cut(encoded[0][0], [(ids, mask) for _, ids, mask in encoded], self.config.max_length)
+        prompt, responses, was_cut = cut(
+            encoded[0][0], [(ids, mask) for _, ids, mask in encoded], self.config.max_length
+        )
         self.dropped["truncated"] += was_cut
-        compared = responses[:2] if self.method.data == "pairs" else responses  # a target answer may well be the chosen one
+        # a target answer may well be the chosen one
+        compared = responses[:2] if self.method.data == "pairs" else responses
         if same := identical([ids for ids, _ in compared], was_cut):
             return self._drop(same)
-        responses = [trim(ids, [0 if i in self.formatting else m for i, m in zip(ids, mask)] if self.formatting else mask) for ids, mask in responses]
+        responses = [
+            trim(ids, [0 if i in self.formatting else m for i, m in zip(ids, mask)] if self.formatting else mask)
+            for ids, mask in responses
+        ]
         if not all(sum(mask) for _, mask in responses):
             return self._drop("no_target")
         return prompt, responses
@@ -126,12 +159,20 @@ class Encoder:
         from stages.batching import make_item, row_weight
 
         weight = row_weight(row)
-        if self.method.statistic.startswith("sorted"):  # matching is between all rows of a step, so one row cannot count more than another, but it may be left out
+        # matching is between all rows of a step, so one row cannot count more than another, but it may be left out
+        if self.method.statistic.startswith("sorted"):
             if not weight:
                 return self._drop("weight_0")
             weight, extra["unread_weight"] = 1.0, weight
-        return make_item(row["row_id"], prompt, [ids for ids, _ in responses], [mask for _, mask in responses], weight=weight,
-                         prompt_id=row.get("prompt_id"), **extra)
+        return make_item(
+            row["row_id"],
+            prompt,
+            [ids for ids, _ in responses],
+            [mask for _, mask in responses],
+            weight=weight,
+            prompt_id=row.get("prompt_id"),
+            **extra,
+        )
 
     def _pairs(self, row, more=()):
         gap = score_gap(row)
@@ -147,7 +188,8 @@ class Encoder:
         encoded = self._encode(row["prompt"], completions)
         if encoded is None:
             return None
-        if self.config.options.get("nll_on_prompt"):  # a third response: prompt and chosen answer, every token of it a target
+        # a third response: prompt and chosen answer, every token of it a target
+        if self.config.options.get("nll_on_prompt"):
             prompt, (chosen, rejected) = encoded
             whole = [(list(prompt) + list(ids), [0] * len(prompt) + list(mask)) for ids, mask in (chosen, rejected)]
             encoded = [], [*whole, (whole[0][0], [1] * len(whole[0][0]))]
@@ -174,7 +216,12 @@ class Encoder:
         if encoded is None:
             return None
         rewards = [float(-ranks[i]) if scores is None else float(scores[i]) for i in order]
-        return self._item(row, *encoded, rewards=rewards, win_prob=win_probabilities(self.config.win_probability, [ranks[i] for i in order], rewards))
+        return self._item(
+            row,
+            *encoded,
+            rewards=rewards,
+            win_prob=win_probabilities(self.config.win_probability, [ranks[i] for i in order], rewards),
+        )
 
     def _segments(self, row):
         encoded = self._encode(row["prompt"], [row["chosen"], row["rejected"]])
@@ -182,17 +229,30 @@ class Encoder:
             return None
         sides = []
         for (ids, mask), segments in zip(encoded[1], (row["chosen_segments"], row["rejected_segments"])):
-            spans = token_spans(self.renderer, ids, segments) if row["offset_unit"] == "char" else [(s["start"], s["end"]) for s in segments]
-            sides.append([(start, min(end, len(ids)), sum(a["score"] for a in s["scores"]) / max(len(s["scores"]), 1))
-                          for (start, end), s in zip(spans, segments) if start < min(end, len(ids)) and any(mask[start:end])])
+            spans = (
+                token_spans(self.renderer, ids, segments)
+                if row["offset_unit"] == "char"
+                else [(s["start"], s["end"]) for s in segments]
+            )
+            sides.append(
+                [
+                    (start, min(end, len(ids)), sum(a["score"] for a in s["scores"]) / max(len(s["scores"]), 1))
+                    for (start, end), s in zip(spans, segments)
+                    if start < min(end, len(ids)) and any(mask[start:end])
+                ]
+            )
         if self.config.segment_pairing == "top_chosen_vs_bottom_rejected":
             sides = [sorted(sides[0], key=lambda s: -s[2]), sorted(sides[1], key=lambda s: s[2])]
         paired = min(map(len, sides))
         self.dropped["unpaired_segments"] += abs(len(sides[0]) - len(sides[1]))
         if not paired:
             return self._drop("no_segment")
-        return self._item(row, *encoded, segments=[[(a, b) for a, b, _ in side[:paired]] for side in sides],
-                          segment_weights=[[w for _, _, w in side[:paired]] for side in sides])
+        return self._item(
+            row,
+            *encoded,
+            segments=[[(a, b) for a, b, _ in side[:paired]] for side in sides],
+            segment_weights=[[w for _, _, w in side[:paired]] for side in sides],
+        )
 
     def _conditions(self, row):
         """Three conversations in one item: chosen, rejected, and chosen behind the corrupted prompt."""
@@ -200,16 +260,21 @@ class Encoder:
         if encoded is None:
             return None
         prompt, responses = encoded
-        messages = corrupt(row["prompt"], self.config.corruption, self.config.corruption_share, self.rng("corrupt", row["row_id"]))
+        messages = corrupt(
+            row["prompt"], self.config.corruption, self.config.corruption_share, self.rng("corrupt", row["row_id"])
+        )
         if messages is None:
             return self._drop("prompt_too_short_to_corrupt")
-        other = self.renderer.prompt_ids(messages)[-max(1, self.config.max_length - len(responses[0][0])):]
-        whole = [(list(p) + list(ids), [0] * len(p) + list(mask)) for p, (ids, mask) in
-                 ((prompt, responses[0]), (prompt, responses[1]), (other, responses[0]))]
+        other = self.renderer.prompt_ids(messages)[-max(1, self.config.max_length - len(responses[0][0])) :]
+        whole = [
+            (list(p) + list(ids), [0] * len(p) + list(mask))
+            for p, (ids, mask) in ((prompt, responses[0]), (prompt, responses[1]), (other, responses[0]))
+        ]
         return self._item(row, [], whole)
 
     def _mismatch(self, items, split: str) -> None:
-        """Give every item, as ``extra["mismatched"]``, its prompt with the response of a fixed row that has another prompt (``da.kto``).
+        """Give every item, as ``extra["mismatched"]``, its prompt with the response of a fixed row that has another
+        prompt (``da.kto``).
 
         The pairing is fixed so that the reference's log-probs of it can be cached.
         """
@@ -219,11 +284,21 @@ class Encoder:
         order = self.rng("mismatched", split).permutation(len(items))
         for at, i in enumerate(order):
             item = items[i]
-            partner = next((items[order[(at + step) % len(items)]] for step in range(1, len(items))
-                            if items[order[(at + step) % len(items)]].extra["prompt_id"] != item.extra["prompt_id"]), None)
+            partner = next(
+                (
+                    items[order[(at + step) % len(items)]]
+                    for step in range(1, len(items))
+                    if items[order[(at + step) % len(items)]].extra["prompt_id"] != item.extra["prompt_id"]
+                ),
+                None,
+            )
             if partner is not None:
-                prompt, [(ids, mask)], _ = cut(item.prompt, [(partner.responses[0], partner.masks[0])], self.config.max_length)
-                item.extra["mismatched"] = make_item(f"{item.row_id}~{partner.row_id}", prompt, [ids], [mask], prompt_id=item.extra["prompt_id"])
+                prompt, [(ids, mask)], _ = cut(
+                    item.prompt, [(partner.responses[0], partner.masks[0])], self.config.max_length
+                )
+                item.extra["mismatched"] = make_item(
+                    f"{item.row_id}~{partner.row_id}", prompt, [ids], [mask], prompt_id=item.extra["prompt_id"]
+                )
 
 
 def score_gap(row: dict) -> float | None:
@@ -236,7 +311,8 @@ def score_gap(row: dict) -> float | None:
 def win_probabilities(mode: str, ranks, scores) -> list[float]:
     """P(y beats another response of the prompt), averaged over the others (``da.sppo``).
 
-    ``ranks``: 1, 1/2 or 0 by rank; ``bradley_terry``: sigma of score differences; ``scores``: the scores are these probabilities.
+    ``ranks``: 1, 1/2 or 0 by rank; ``bradley_terry``: sigma of score differences; ``scores``: the scores are these
+    probabilities.
 
     Raises:
         ValueError: a score is no probability with mode ``scores``.
@@ -245,7 +321,10 @@ def win_probabilities(mode: str, ranks, scores) -> list[float]:
 
     if mode == "scores":
         if any(not 0.0 <= s <= 1.0 for s in scores):
-            raise ValueError(f"win_probability=scores needs scores in [0, 1], but a row has {scores}; write win_probability=bradley_terry for rewards")
+            raise ValueError(
+                f"win_probability=scores needs scores in [0, 1], but a row has {scores}; write"
+                " win_probability=bradley_terry for rewards"
+            )
         return list(scores)
 
     def beats(i, j):
@@ -258,15 +337,22 @@ def win_probabilities(mode: str, ranks, scores) -> list[float]:
 
 
 def corrupt(messages: list[dict], mode: str, share: float, rng) -> list[dict] | None:
-    """The prompt with its last message spoiled: parts dropped or shuffled, or its end cut off (``da.mdpo``, text analogue).
+    """The prompt with its last message spoiled: parts dropped or shuffled, or its end cut off (``da.mdpo``, text
+    analogue).
 
     Parts are paragraphs, else sentences, else words. None when there are fewer than two.
     """
     import re
 
     text = messages[-1]["content"]
-    separator, parts = next(((s, p) for s, p in (("\n\n", text.split("\n\n")), (" ", re.split(r"(?<=[.!?])\s+", text)), (" ", text.split()))
-                             if len(p) > 1), (" ", [text]))
+    separator, parts = next(
+        (
+            (s, p)
+            for s, p in (("\n\n", text.split("\n\n")), (" ", re.split(r"(?<=[.!?])\s+", text)), (" ", text.split()))
+            if len(p) > 1
+        ),
+        (" ", [text]),
+    )
     if len(parts) < 2:
         return None
     n = min(len(parts) - 1, max(1, round(share * len(parts))))
@@ -274,7 +360,7 @@ def corrupt(messages: list[dict], mode: str, share: float, rng) -> list[dict] | 
         gone = set(rng.choice(len(parts), size=n, replace=False).tolist())
         kept = [part for i, part in enumerate(parts) if i not in gone]
     elif mode == "truncate":
-        kept = parts[:len(parts) - n]
+        kept = parts[: len(parts) - n]
     else:
         order = rng.permutation(len(parts))
         kept = [parts[i] for i in (order if (order != range(len(parts))).any() else order[::-1])]
@@ -282,7 +368,9 @@ def corrupt(messages: list[dict], mode: str, share: float, rng) -> list[dict] | 
 
 
 def token_spans(renderer, ids, segments) -> list[tuple[int, int]]:
-    """Half-open token spans of half-open character spans of a response: a token belongs where its first character is (``data.segments``)."""
+    """Half-open token spans of half-open character spans of a response: a token belongs where its first character is
+    (``data.segments``).
+    """
     ends = [len(renderer.decode(ids[: i + 1])) for i in range(len(ids))]
     starts = [0, *ends[:-1]]
     spans = []

@@ -1,4 +1,5 @@
-"""Evaluation metrics as plain functions on records and strings (catalogue section D), on top of ``stages.measures.statistics``.
+"""Evaluation metrics as plain functions on records and strings (catalogue section D), on top of
+``stages.measures.statistics``.
 
 ``scores``        from stored samples (``eval_samples/1``) to metrics with confidence intervals and paired tests
 ``protocol``      what must be equal before two scores may be compared

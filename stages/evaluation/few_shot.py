@@ -1,13 +1,17 @@
-"""What is shown before a question: examples of a dataset with their answers (few_shot, few_shot_cot), and how a question is written under a reading.
+"""What is shown before a question: examples of a dataset with their answers (few_shot, few_shot_cot), and how a
+question is written under a reading.
 
-The examples of an item are the first ``few_shot`` of a seeded permutation of the examples' split, the same for all items (of a category, with
-``few_shot_by=category``). No example is a row of the evaluated split, or shares prompt, group or question with one. ``few_shot_orders`` permutations give as many
-prompts per item, and the spread of the scores over them says what choice and order of the examples decide (eval.kshot_order).
+The examples of an item are the first ``few_shot`` of a seeded permutation of the examples' split, the same for all
+items (of a category, with ``few_shot_by=category``). No example is a row of the evaluated split, or shares prompt,
+group or question with one. ``few_shot_orders`` permutations give as many prompts per item, and the spread of the scores
+over them says what choice and order of the examples decide (eval.kshot_order).
 
-``system`` stands before all of it, the same for every prompt: with examples this is an arm that is aligned by its prompt alone, without training (eval.urial:
-a system text and three restyled examples; eval.hhh_prompt: fourteen conversations).
+``system`` stands before all of it, the same for every prompt: with examples this is an arm that is aligned by its
+prompt alone, without training (eval.urial: a system text and three restyled examples; eval.hhh_prompt: fourteen
+conversations).
 
-With ``prompt_template=chat`` an example is a user turn and an assistant turn; with ``none`` the whole is one text of blocks "Question: ... Answer: ...".
+With ``prompt_template=chat`` an example is a user turn and an assistant turn; with ``none`` the whole is one text of
+blocks "Question: ... Answer: ...".
 """
 
 from __future__ import annotations
@@ -19,11 +23,17 @@ from stages.verification.choices import asked, is_choice, question_of, stated
 
 
 class Shots:
-    """The examples of one evaluation. ``show(row, reading)`` is what the model reads; ``facts`` what the protocol records."""
+    """The examples of one evaluation. ``show(row, reading)`` is what the model reads; ``facts`` what the protocol
+    records.
+    """
 
     def __init__(self, stage, evaluated):
         self.config = stage.config
-        self.k, self.orders, self.template = self.config.few_shot, self.config.few_shot_orders, self.config.prompt_template
+        self.k, self.orders, self.template = (
+            self.config.few_shot,
+            self.config.few_shot_orders,
+            self.config.prompt_template,
+        )
         self.facts: dict | str = "none"
         self._drawn: dict[tuple[int, str], list[dict]] = {}
         if self.k:
@@ -36,10 +46,15 @@ class Shots:
         config, source = self.config, "examples" if stage.has("examples") else "prompts"
         data = stage.dataset(source)
         if data.digest == evaluated.digest and config.few_shot_split == config.split:
-            raise ConfigError(f"evaluate: few_shot would show rows of the evaluated split {config.split!r}; write few_shot_split=train (or another split of {data.name}), "
-                              "or give --input examples=OTHER_DATA")
+            raise ConfigError(
+                f"evaluate: few_shot would show rows of the evaluated split {config.split!r}; write"
+                f" few_shot_split=train (or another split of {data.name}), or give --input examples=OTHER_DATA"
+            )
         if self.template not in ("chat", "none"):
-            raise ConfigError(f"evaluate: prompt_template={self.template} is a prompt without examples; write few_shot=0, or prompt_template=none or chat")
+            raise ConfigError(
+                f"evaluate: prompt_template={self.template} is a prompt without examples; write few_shot=0, or"
+                " prompt_template=none or chat"
+            )
         taken = {key for row in evaluated.iter_rows(split=config.split) for key in _identities(row)}
         rows, left_out, unusable = [], 0, 0
         for row in data.iter_rows(split=config.few_shot_split):
@@ -51,7 +66,11 @@ class Shots:
             else:
                 rows.append(row)
         if left_out:
-            stage.warn("examples_left_out", f"{left_out} examples are left out because they are in the evaluated split, too. Look at how the data was split; its scores may not be generalisation.")
+            stage.warn(
+                "examples_left_out",
+                f"{left_out} examples are left out because they are in the evaluated split, too. Look at how the data"
+                " was split; its scores may not be generalisation.",
+            )
         groups = defaultdict(list)
         for row in rows:
             groups[(row.get("category") or "") if config.few_shot_by == "category" else ""].append(row)
@@ -61,10 +80,21 @@ class Shots:
                 self._drawn[order, name] = [part[i] for i in picked]
         if config.few_shot_by == "any" and len(rows) < self.k:
             there = ", ".join(f"{name} ({n})" for name, n in (data.manifest.get("splits") or {}).items())
-            raise ConfigError(f"evaluate: few_shot={self.k}, but split {config.few_shot_split!r} of {data.name} has {len(rows)} usable examples ({unusable} without an answer, {left_out} "
-                              f"that are evaluated); its splits: {there or 'none'}. Write few_shot_split=NAME, a smaller few_shot, or give --input examples=DATA")
-        self.facts = {"k": self.k, "examples": data.digest, "split": config.few_shot_split, "by": config.few_shot_by, "solutions": config.few_shot_solutions,
-                      "orders": self.orders, "seed": stage.seed, "forms": source_of("stages.evaluation.few_shot")}
+            raise ConfigError(
+                f"evaluate: few_shot={self.k}, but split {config.few_shot_split!r} of {data.name} has {len(rows)}"
+                f" usable examples ({unusable} without an answer, {left_out} that are evaluated); its splits:"
+                f" {there or 'none'}. Write few_shot_split=NAME, a smaller few_shot, or give --input examples=DATA"
+            )
+        self.facts = {
+            "k": self.k,
+            "examples": data.digest,
+            "split": config.few_shot_split,
+            "by": config.few_shot_by,
+            "solutions": config.few_shot_solutions,
+            "orders": self.orders,
+            "seed": stage.seed,
+            "forms": source_of("stages.evaluation.few_shot"),
+        }
 
     def of(self, row: dict) -> list[dict]:
         """The examples before a row. Raises ConfigError where its category has too few."""
@@ -75,25 +105,44 @@ class Shots:
         name = (row.get("category") or "") if self.config.few_shot_by == "category" else ""
         found = self._drawn.get((row.get("order", 0), name), [])
         if len(found) < self.k:
-            raise ConfigError(f"evaluate: few_shot={self.k} with few_shot_by=category, but category {name!r} has {len(found)} examples in split {self.config.few_shot_split!r}; "
-                              f"write few_shot={max(1, len(found))}, few_shot_by=any, or give --input examples=DATA with more")
+            raise ConfigError(
+                f"evaluate: few_shot={self.k} with few_shot_by=category, but category {name!r} has {len(found)}"
+                f" examples in split {self.config.few_shot_split!r}; write few_shot={max(1, len(found))},"
+                " few_shot_by=any, or give --input examples=DATA with more"
+            )
         return found
 
     def show(self, row: dict, reading: str = "generation") -> list[dict] | str:
-        """The prompt of a row: messages (``prompt_template=chat``), else text. Raises ConfigError where an example cannot be shown so."""
+        """The prompt of a row: messages (``prompt_template=chat``), else text. Raises ConfigError where an example
+        cannot be shown so.
+        """
         from stages.generation import PROMPT_TEMPLATES
         from stages.spec import ConfigError
 
         examples, chat = self.of(row), self.template == "chat"
         answers = [answer_of(example, reading, self.config.few_shot_solutions) for example in examples]
         if None in answers:
-            raise ConfigError(f"evaluate: multiple_choice={reading} shows examples with choices, and {examples[answers.index(None)]['dataset']} has some without; write few_shot=0, "
-                              "or give --input examples=MULTIPLE_CHOICE_DATA")
+            raise ConfigError(
+                f"evaluate: multiple_choice={reading} shows examples with choices, and"
+                f" {examples[answers.index(None)]['dataset']} has some without; write few_shot=0, or give --input"
+                " examples=MULTIPLE_CHOICE_DATA"
+            )
         if chat:
             opening = [message for message in row["prompt"] if message["role"] == "system"]
             if self.config.system:
-                opening = [{"role": "system", "content": "\n\n".join([self.config.system, *(message["content"] or "" for message in opening)])}]
-            turns = [turn for example, answer in zip(examples, answers) for turn in [*_asking(example, reading), {"role": "assistant", "content": answer}]]
+                opening = [
+                    {
+                        "role": "system",
+                        "content": "\n\n".join(
+                            [self.config.system, *(message["content"] or "" for message in opening)]
+                        ),
+                    }
+                ]
+            turns = [
+                turn
+                for example, answer in zip(examples, answers)
+                for turn in [*_asking(example, reading), {"role": "assistant", "content": answer}]
+            ]
             return [*opening, *turns, *_asking(row, reading)]
         if reading == "generation" and not examples:
             return self._behind_system(PROMPT_TEMPLATES[self.template].replace("{question}", _said(row, reading, chat)))
@@ -119,8 +168,9 @@ def as_prompt(row: dict) -> dict:
 
 
 def answer_of(row: dict, reading: str, solutions: bool) -> str | None:
-    """How an example is answered: under ``generation`` by its worked solution where it has one and ``solutions`` asks for it, else by its answer in the form that
-    its verifier reads. None where it has no answer, or no choices for a reading of choices."""
+    """How an example is answered: under ``generation`` by its worked solution where it has one and ``solutions`` asks
+    for it, else by its answer in the form that its verifier reads. None where it has no answer, or no choices for a
+    reading of choices."""
     from stages.verification.verifiers import BadGold
 
     extra = json.loads(row["extra_json"]) if row.get("extra_json") else {}
@@ -136,12 +186,23 @@ def answer_of(row: dict, reading: str, solutions: bool) -> str | None:
     if isinstance(solution, str) and solution.strip():
         return solution
     answer = row.get("answer")
-    form = {"integer": "#### {}", "number": "#### {}", "latex": "\\boxed{{{}}}", "mc": "Therefore, the answer is ({})."}.get(row.get("answer_type") or "text", "{}")
-    return None if answer is None else form.format(answer.strip().strip("()") if row.get("answer_type") == "mc" else answer)
+    form = {
+        "integer": "#### {}",
+        "number": "#### {}",
+        "latex": "\\boxed{{{}}}",
+        "mc": "Therefore, the answer is ({}).",
+    }.get(row.get("answer_type") or "text", "{}")
+    return (
+        None
+        if answer is None
+        else form.format(answer.strip().strip("()") if row.get("answer_type") == "mc" else answer)
+    )
 
 
 def _identities(row: dict) -> set[str]:
-    """What makes two rows the same question: prompt, group, or the text that asks, whatever its options, case and white space."""
+    """What makes two rows the same question: prompt, group, or the text that asks, whatever its options, case and white
+    space.
+    """
     from storage.schema import normalise_text
 
     text = question_of(row) if is_choice(row) else row["prompt"][-1].get("content") or "" if row["prompt"] else ""
@@ -164,7 +225,8 @@ def _block(row: dict, reading: str) -> str:
 
 
 def spread(records: list[dict], metrics: tuple[str, ...]) -> list[dict]:
-    """Rows {metric, order 0, order 1, ..., mean, min, max, spread, std}: each metric under each order of the examples (eval.kshot_order); empty for one order.
+    """Rows {metric, order 0, order 1, ..., mean, min, max, spread, std}: each metric under each order of the examples
+    (eval.kshot_order); empty for one order.
 
     std over orders has ddof 1.
     """
@@ -180,6 +242,15 @@ def spread(records: list[dict], metrics: tuple[str, ...]) -> list[dict]:
         found = [item_values([r for r in records if r.get("order") == order], metric) for order in orders]
         if all(found):
             values = [float(np.mean([value for value, _ in one.values()])) for one in found]
-            rows.append({"metric": metric, **{f"order {order}": value for order, value in zip(orders, values)}, "mean": float(np.mean(values)), "min": min(values), "max": max(values),
-                         "spread": max(values) - min(values), "std": float(np.std(values, ddof=1))})
+            rows.append(
+                {
+                    "metric": metric,
+                    **{f"order {order}": value for order, value in zip(orders, values)},
+                    "mean": float(np.mean(values)),
+                    "min": min(values),
+                    "max": max(values),
+                    "spread": max(values) - min(values),
+                    "std": float(np.std(values, ddof=1)),
+                }
+            )
     return rows

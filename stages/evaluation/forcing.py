@@ -1,9 +1,11 @@
 """Budget forcing: how long a model thinks, set from outside (eval.test_time_compute; Muennighoff et al. 2025, s1).
 
-``think_max``  a thought that is not closed within so many tokens is closed by ``</think>``, and the answer follows; 0 is no thinking at all.
-``think_min``  a thought that would be closed before so many tokens goes on instead: its end is taken away and ``Wait`` put there, ``think_waits`` times at most.
+``think_max``  a thought that is not closed within so many tokens is closed by ``</think>``, and the answer follows; 0
+is no thinking at all. ``think_min``  a thought that would be closed before so many tokens goes on instead: its end is
+taken away and ``Wait`` put there, ``think_waits`` times at most.
 
-A thought begins where the answer does, or where the template has opened it, and ends at the first ``</think>``. What is put in counts as tokens of the answer.
+A thought begins where the answer does, or where the template has opened it, and ends at the first ``</think>``. What is
+put in counts as tokens of the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def span(tokenizer, ids) -> tuple[int, int] | None:
     if at < 0:
         return None
     behind = _first(lambda n: END in text(n), len(ids))
-    begun = _first(lambda n: len(text(n)) > at, len(ids)) - 1  # the token that holds its first character is not before it
+    # the token that holds its first character is not before it
+    begun = _first(lambda n: len(text(n)) > at, len(ids)) - 1
     return begun, behind
 
 
@@ -39,7 +42,8 @@ def _first(holds, most: int) -> int:
 
 
 def forced(config, sampler, renderer, rows, groups, params, seed_of) -> list[list]:
-    """The samples ``groups`` of ``rows`` with their thoughts as long as the settings say; each has ``forced`` {"waits", "closed"} then.
+    """The samples ``groups`` of ``rows`` with their thoughts as long as the settings say; each has ``forced`` {"waits",
+    "closed"} then.
 
     Args:
         seed_of: (row, sample's index, how often it was continued) -> seed.
@@ -71,7 +75,11 @@ def forced(config, sampler, renderer, rows, groups, params, seed_of) -> list[lis
         chosen = {}
         for i, sample in enumerate(samples):
             found = span(tokenizer, sample.ids) if sample.error is None else None
-            if sample.error is None and (found is None or found[0] > config.think_max) and config.think_max + len(end_ids) < params.max_new_tokens:
+            if (
+                sample.error is None
+                and (found is None or found[0] > config.think_max)
+                and config.think_max + len(end_ids) < params.max_new_tokens
+            ):
                 thought = [t for t in sample.ids[: config.think_max] if t not in params.stop_ids]
                 told[i]["closed"] = True
                 chosen[i] = thought + end_ids

@@ -9,43 +9,60 @@ def read_of(sample, component=None) -> str:
 
 
 def parse(row: dict, text: str, component=None) -> tuple[bool | None, bool | None, str | None]:
-    """(right by strict extraction, right by flexible extraction, extracted answer) of a row with a checkable answer; all ``None``
-    for other rows. Both readings are reported, because formatting alone can move a score (section D.0). ``component``: the
-    configured verifier, whose choice of verifier, view and tolerance counts here too."""
+    """(right by strict extraction, right by flexible extraction, extracted answer) of a row with a checkable answer;
+    all ``None`` for other rows. Both readings are reported, because formatting alone can move a score (section D.0).
+    ``component``: the configured verifier, whose choice of verifier, view and tolerance counts here too."""
     from stages.verification.verifiers import VERIFIERS, BadGold, verifier_of, view
 
     if row.get("answer") is None:
         return None, None, None
     try:
-        verify = VERIFIERS[verifier_of(row) if component is None or component.verifier == "auto" else component.verifier]
-        seen, rel_tol = view(text, component.view if component else "answer_only"), component.rel_tol if component else 0.0
+        verify = VERIFIERS[
+            verifier_of(row) if component is None or component.verifier == "auto" else component.verifier
+        ]
+        seen, rel_tol = (
+            view(text, component.view if component else "answer_only"),
+            (component.rel_tol if component else 0.0),
+        )
         strict, extracted = verify(row, seen, False, rel_tol)
         return strict, bool(strict or verify(row, seen, True, rel_tol)[0]), extracted
     except BadGold:
         return None, None, None
 
 
-def parse_all(answers: list[tuple[dict, str] | None], component=None) -> list[tuple[bool | None, bool | None, str | None]]:
-    """:func:`parse` of each (row, text), all ``None`` for no answer; where ``component`` says symbolic, an answer that both readings call wrong may yet be proved right."""
+def parse_all(
+    answers: list[tuple[dict, str] | None], component=None
+) -> list[tuple[bool | None, bool | None, str | None]]:
+    """:func:`parse` of each (row, text), all ``None`` for no answer; where ``component`` says symbolic, an answer that
+    both readings call wrong may yet be proved right.
+    """
     from stages.reward.scorers import symbolically
     from stages.verification.verifiers import VERIFIERS, verifier_of, view
 
     found = [(None, None, None) if one is None else parse(*one, component) for one in answers]
     if component is None or not component.symbolic:
         return found
-    strict = symbolically(component, [({}, None) if read[0] is not False else (one[0], read[2]) for one, read in zip(answers, found)])
+    strict = symbolically(
+        component, [({}, None) if read[0] is not False else (one[0], read[2]) for one, read in zip(answers, found)]
+    )
     found = [(True, True, read[2]) if proved else read for read, proved in zip(found, strict)]
 
     def loosely(row: dict, text: str) -> str | None:
-        return VERIFIERS[verifier_of(row) if component.verifier == "auto" else component.verifier](row, view(text, component.view), True, component.rel_tol)[1]
+        return VERIFIERS[verifier_of(row) if component.verifier == "auto" else component.verifier](
+            row, view(text, component.view), True, component.rel_tol
+        )[1]
 
-    flexible = symbolically(component, [({}, None) if read[1] is not False else (one[0], loosely(*one)) for one, read in zip(answers, found)])
+    flexible = symbolically(
+        component,
+        [({}, None) if read[1] is not False else (one[0], loosely(*one)) for one, read in zip(answers, found)],
+    )
     return [(read[0], True, read[2]) if proved else read for read, proved in zip(found, flexible)]
 
 
 def constraint_verdicts(row: dict, text: str, component=None) -> dict | None:
-    """Which instructions of a row with constraints an answer follows (eval.ifeval): {"strict": [...], "loose": [...]}, {"unscorable": why} where one cannot
-    be checked, None for other rows. ``component``: the configured component of kind constraints, whose view counts here too; without one, a thought is no part of the answer."""
+    """Which instructions of a row with constraints an answer follows (eval.ifeval): {"strict": [...], "loose": [...]},
+    {"unscorable": why} where one cannot be checked, None for other rows. ``component``: the configured component of
+    kind constraints, whose view counts here too; without one, a thought is no part of the answer."""
     import json
 
     from stages.measures.suites import ifeval_loose_variants
@@ -54,10 +71,14 @@ def constraint_verdicts(row: dict, text: str, component=None) -> dict | None:
     if not row.get("constraints"):
         return None
     seen = view(text, component.view if component else "answer_only")
-    passes = lambda one, reading: check_constraint(*one, reading) and bool(reading.strip())  # an empty answer follows nothing
+    # an empty answer follows nothing
+    passes = lambda one, reading: check_constraint(*one, reading) and bool(reading.strip())
     try:
         asked = [(one["id"], json.loads(one["kwargs_json"] or "{}")) for one in row["constraints"]]
-        return {"strict": [passes(one, seen) for one in asked], "loose": [any(passes(one, reading) for reading in ifeval_loose_variants(seen)) for one in asked]}
+        return {
+            "strict": [passes(one, seen) for one in asked],
+            "loose": [any(passes(one, reading) for reading in ifeval_loose_variants(seen)) for one in asked],
+        }
     except (BadGold, ValueError) as error:
         return {"unscorable": str(error)}
 

@@ -1,8 +1,9 @@
 """Two halves of the held-out prompts: one to choose a model on, one to test the choice on.
 
-The best of several models on some prompts is partly the luckiest one there, so a test on the same prompts is too kind to
-it. `compare` names the best model on the *selection* half; the promotion gate tests it on the *confirmation* half. A prompt's half
-is a hash of its group, the same in every evaluation and every run, so that nothing that belongs together is cut.
+The best of several models on some prompts is partly the luckiest one there, so a test on the same prompts is too kind
+to it. `compare` names the best model on the *selection* half; the promotion gate tests it on the *confirmation* half. A
+prompt's half is a hash of its group, the same in every evaluation and every run, so that nothing that belongs together
+is cut.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ def part(records: Sequence[dict], which: str) -> list[dict]:
 
 
 def choose(records: Mapping[str, Sequence[dict]], metric: str) -> tuple[str | None, dict[str, float], int]:
-    """(best model, value of each model, number of items) of a metric on the items of the selection half that all models have scored.
+    """(best model, value of each model, number of items) of a metric on the items of the selection half that all models
+    have scored.
 
-    The first of equals wins; a model without any value takes no part; None when no model has one. Less is better for the
-    metrics of ``scores.LOWER_IS_BETTER``. Raises ValueError for a metric that has no value per item.
+    The first of equals wins; a model without any value takes no part; None when no model has one. Less is better for
+    the metrics of ``scores.LOWER_IS_BETTER``. Raises ValueError for a metric that has no value per item.
     """
     values = {name: found for name, rows in records.items() if (found := item_values(part(rows, "selection"), metric))}
     if not values:

@@ -1,8 +1,10 @@
-"""Held-out text under a policy: loss per token, perplexity, bits per byte (eval.perplexity, and the loss of eval.alignment_tax).
+"""Held-out text under a policy: loss per token, perplexity, bits per byte (eval.perplexity, and the loss of
+eval.alignment_tax).
 
-Every token of a text is predicted once, from those before it in its window; windows have ``max_length`` tokens, and each begins with the last token of the one
-before. The first token is predicted from the begin token, or from the end token (the border of documents) where the tokenizer has none; that token is not
-predicted itself. The sums are over the whole set: sum nll / tokens, exp of it, and sum nll / (ln 2 * UTF-8 bytes), which alone compares different tokenizers.
+Every token of a text is predicted once, from those before it in its window; windows have ``max_length`` tokens, and
+each begins with the last token of the one before. The first token is predicted from the begin token, or from the end
+token (the border of documents) where the tokenizer has none; that token is not predicted itself. The sums are over the
+whole set: sum nll / tokens, exp of it, and sum nll / (ln 2 * UTF-8 bytes), which alone compares different tokenizers.
 """
 
 from __future__ import annotations
@@ -12,12 +14,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-DENOMINATORS = {"lm_loss": "tokens", "perplexity": "tokens", "bits_per_byte": "bytes"}  # metric -> what its sum of nll is divided by
-HEADLINES = {"lm_loss": "-log p per token of held-out text, nats", "perplexity": "exp of that", "bits_per_byte": "-log2 p per UTF-8 byte of held-out text"}
+# metric -> what its sum of nll is divided by
+DENOMINATORS = {"lm_loss": "tokens", "perplexity": "tokens", "bits_per_byte": "bytes"}
+HEADLINES = {
+    "lm_loss": "-log p per token of held-out text, nats",
+    "perplexity": "exp of that",
+    "bits_per_byte": "-log2 p per UTF-8 byte of held-out text",
+}
 
 
 def windows(ids: Sequence[int], start: int, max_length: int) -> list[tuple[list[int], list[int]]]:
-    """(one token of context, the tokens it precedes) of every window: all of ``ids`` in order, each once; context and tokens are at most ``max_length``."""
+    """(one token of context, the tokens it precedes) of every window: all of ``ids`` in order, each once; context and
+    tokens are at most ``max_length``.
+    """
     size = max_length - 1
     return [([start] if at == 0 else [ids[at - 1]], list(ids[at : at + size])) for at in range(0, len(ids), size)]
 
@@ -86,7 +95,8 @@ def metrics_of(records: Sequence[dict]) -> dict:
 
 
 def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, confidence: float) -> dict:
-    """Difference candidate - champion on the texts that both scored, in the form of ``scores.paired``; the error is that of a difference of ratios of sums.
+    """Difference candidate - champion on the texts that both scored, in the form of ``scores.paired``; the error is
+    that of a difference of ratios of sums.
 
     Raises ValueError without a shared text, and for a metric per token where two tokenizers cut the texts differently.
     """
@@ -95,29 +105,52 @@ def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, con
     from stages.evaluation.scores import cluster_of
     from stages.measures import statistics
 
-    sides = [{r["item_id"]: r for r in records if r["mode"] == "text_loss" and r["tokens"]} for records in (candidate, champion)]
+    sides = [
+        {r["item_id"]: r for r in records if r["mode"] == "text_loss" and r["tokens"]}
+        for records in (candidate, champion)
+    ]
     shared = [item for item in sides[0] if item in sides[1]]
     if not shared:
-        raise ValueError(f"the two evaluations share no scored item for {metric!r}: evaluate both on the same texts and split")
+        raise ValueError(
+            f"the two evaluations share no scored item for {metric!r}: evaluate both on the same texts and split"
+        )
     a, b = ([side[item] for item in shared] for side in sides)
     if DENOMINATORS[metric] == "tokens" and any(x["tokens"] != y["tokens"] for x, y in zip(a, b)):
-        raise ValueError(f"{metric} is per token, and the two models cut the texts into different tokens; compare bits_per_byte")
+        raise ValueError(
+            f"{metric} is per token, and the two models cut the texts into different tokens; compare bits_per_byte"
+        )
     (left, moves_a), (right, moves_b) = _influence(a, metric), _influence(b, metric)
     clusters = [cluster_of(r) for r in a]
     difference, se, n = left - right, _error(moves_a - moves_b, clusters), len(set(clusters))
     half = None if se is None else NormalDist().inv_cdf(0.5 + confidence / 2) * se
     each = [value_of(x, metric) - value_of(y, metric) for x, y in zip(a, b)]
     apart = len(sides[0].keys() ^ sides[1].keys())
-    return {"metric": metric, "candidate": left, "champion": right, "difference": difference, "se": se, "low": None if half is None else difference - half,
-            "high": None if half is None else difference + half, "confidence": confidence, "n": n, "items": len(shared),
-            "p_value": None if se is None else statistics.normal_tail(difference / se) if se > 0 else float(difference == 0),
-            "better": sum(value > 0 for value in each), "worse": sum(value < 0 for value in each),
-            "candidate_missing": sum(item not in sides[0] for item in sides[1]) / len(sides[1]) or None,
-            "champion_missing": sum(item not in sides[1] for item in sides[0]) / len(sides[0]) or None,
-            "note": f"{apart} items are scored in only one of the two evaluations and are left out" if apart else None}
+    return {
+        "metric": metric,
+        "candidate": left,
+        "champion": right,
+        "difference": difference,
+        "se": se,
+        "low": None if half is None else difference - half,
+        "high": None if half is None else difference + half,
+        "confidence": confidence,
+        "n": n,
+        "items": len(shared),
+        "p_value": (
+            None if se is None else statistics.normal_tail(difference / se) if se > 0 else float(difference == 0)
+        ),
+        "better": sum(value > 0 for value in each),
+        "worse": sum(value < 0 for value in each),
+        "candidate_missing": sum(item not in sides[0] for item in sides[1]) / len(sides[1]) or None,
+        "champion_missing": sum(item not in sides[1] for item in sides[0]) / len(sides[0]) or None,
+        "note": f"{apart} items are scored in only one of the two evaluations and are left out" if apart else None,
+    }
 
 
 def perplexity(token_nll: Sequence[float], n_bytes: int) -> dict:
     """exp(mean nll in nats) and bits per UTF-8 byte = sum nll / (ln 2 * bytes) (eval.perplexity)."""
     nll = math.fsum(token_nll)
-    return {"token_perplexity": ratio("perplexity", nll, len(token_nll)), "bits_per_byte": ratio("bits_per_byte", nll, n_bytes)}
+    return {
+        "token_perplexity": ratio("perplexity", nll, len(token_nll)),
+        "bits_per_byte": ratio("bits_per_byte", nll, n_bytes),
+    }

@@ -1,7 +1,8 @@
 """MT-Bench: questions of several turns, each answer rated 1 to 10 by a judge (eval.mt_bench; Zheng et al. 2023).
 
-Prompts are questions with a column ``turns`` (ingestion keeps it in ``extra_json``). A later turn follows the policy's own answers, token for
-token. Math, reasoning and coding are rated beside the question's ``reference`` answers. A rating that cannot be read is missing: in no mean, and counted.
+Prompts are questions with a column ``turns`` (ingestion keeps it in ``extra_json``). A later turn follows the policy's
+own answers, token for token. Math, reasoning and coding are rated beside the question's ``reference`` answers. A rating
+that cannot be read is missing: in no mean, and counted.
 """
 
 from __future__ import annotations
@@ -18,15 +19,26 @@ from stages.measures import suites
 TEMPERATURES = {"writing": 0.7, "roleplay": 0.7, "stem": 0.1, "humanities": 0.1}
 GUIDED = ("math", "reasoning", "coding")
 
-_SCALE = ("{task} First explain your opinion in a few sentences. Then end strictly with the rating, a whole number from 1 to 10 in double brackets, for example [[5]].")
+_SCALE = (
+    "{task} First explain your opinion in a few sentences. Then end strictly with the rating, a whole number from 1 to"
+    " 10 in double brackets, for example [[5]]."
+)
 TASK = "Rate the answer to the last message of the question; earlier messages are what it has to follow."
-GUIDED_TASK = "Rate whether the answer to the last message of the question is right and helpful: compare it with the reference answer and name its mistakes."
-AGAIN = "\n\nYour last reply could not be read: it held no rating from 1 to 10, or two different ones. Reply again, and end strictly with the rating as [[5]]."
+GUIDED_TASK = (
+    "Rate whether the answer to the last message of the question is right and helpful: compare it with the reference"
+    " answer and name its mistakes."
+)
+AGAIN = (
+    "\n\nYour last reply could not be read: it held no rating from 1 to 10, or two different ones. Reply again, and end"
+    " strictly with the rating as [[5]]."
+)
 
 
 @dataclass
 class Talk:
-    """A question on its way: ``ids`` is what the next turn is sampled from, ``messages`` what a judge reads before an answer, without thoughts."""
+    """A question on its way: ``ids`` is what the next turn is sampled from, ``messages`` what a judge reads before an
+    answer, without thoughts.
+    """
 
     row: dict
     turns: list[str]
@@ -52,8 +64,10 @@ def check(rows: Sequence[dict]) -> None:
     from stages.spec import ConfigError
 
     if not any(len(questions_of(row)[0]) > 1 for row in rows):
-        raise ConfigError("evaluate: mt_bench asks questions of several turns, and no prompt has a second one; give MT-Bench's question file, or prompts with a column turns "
-                          "(a list of what each turn asks), or leave mt_bench out")
+        raise ConfigError(
+            "evaluate: mt_bench asks questions of several turns, and no prompt has a second one; give MT-Bench's"
+            " question file, or prompts with a column turns (a list of what each turn asks), or leave mt_bench out"
+        )
 
 
 def temperature_of(row: dict, settings: MTBench) -> float:
@@ -68,13 +82,23 @@ def request(talk: Talk, turn: int, answer: str) -> str:
     context = QUESTION.format(context=quoted(transcript(talk.messages[: len(talk.row["prompt"]) + 2 * turn])))
     reference = ""
     if talk.row.get("category") in GUIDED and turn < len(talk.references) and talk.references[turn]:
-        told = "\n\n".join(f"To message {k + 1}: {one}" if turn else one for k, one in enumerate(talk.references[: turn + 1]) if one)
+        told = "\n\n".join(
+            f"To message {k + 1}: {one}" if turn else one for k, one in enumerate(talk.references[: turn + 1]) if one
+        )
         reference = f"\n\n[Reference answer]\n{quoted(told)}\n[End of reference answer]"
-    return context + reference + ONE.format(a=quoted(answer)) + "\n\n" + _SCALE.format(task=GUIDED_TASK if reference else TASK)
+    return (
+        context
+        + reference
+        + ONE.format(a=quoted(answer))
+        + "\n\n"
+        + _SCALE.format(task=GUIDED_TASK if reference else TASK)
+    )
 
 
 def answers(plan, part: Sequence[tuple[dict, list[int]]]) -> list[dict]:
-    """``eval_samples/1`` rows of one chunk of questions: mode ``turn``, a row per turn, with ``rating`` and what the judge wrote."""
+    """``eval_samples/1`` rows of one chunk of questions: mode ``turn``, a row per turn, with ``rating`` and what the
+    judge wrote.
+    """
     from stages.decoding.engines import make_engine
     from stages.generation import Sample, sample_groups, sampling_params, warn_of_failures
     from stages.reward.judge import parse_rating
@@ -85,32 +109,64 @@ def answers(plan, part: Sequence[tuple[dict, list[int]]]) -> list[dict]:
     params = sampling_params(config, plan.renderer)
     talks = [Talk(row, *questions_of(row), ids, list(row["prompt"])) for row, ids in part]
     for turn in range(max(len(talk.turns) for talk in talks)):
-        asked = [talk for talk in talks if turn < len(talk.turns) and not talk.stopped and (turn == 0 or _ask_next(plan, talk, turn))]
+        asked = [
+            talk
+            for talk in talks
+            if turn < len(talk.turns) and not talk.stopped and (turn == 0 or _ask_next(plan, talk, turn))
+        ]
         for temperature in sorted({temperature_of(talk.row, settings) for talk in asked}):
             group = [talk for talk in asked if temperature_of(talk.row, settings) == temperature]
-            drawn = replace(params, temperature=temperature, **({} if temperature else {"top_p": 1.0, "top_k": 0, "min_p": 0.0}))
-            made = sample_groups(sampler, [(talk.row, talk.ids) for talk in group], drawn, [[stage.seed_for("mt_bench", talk.row["row_id"], turn)] for talk in group])
+            drawn = replace(
+                params, temperature=temperature, **({} if temperature else {"top_p": 1.0, "top_k": 0, "min_p": 0.0})
+            )
+            made = sample_groups(
+                sampler,
+                [(talk.row, talk.ids) for talk in group],
+                drawn,
+                [[stage.seed_for("mt_bench", talk.row["row_id"], turn)] for talk in group],
+            )
             for talk, (sample,) in zip(group, made):
                 talk.answers.append(sample)
                 talk.stopped = sample.error
         warn_of_failures(stage, sampler, [talk.answers[turn] for talk in asked])
     said = [(talk, turn, sample) for talk in talks for turn, sample in enumerate(talk.answers) if sample.error is None]
     judge = plan._once("mt_bench", lambda: settings.load("mt_bench", stage.inputs, stage.device))
-    found = settings.ask(judge, [request(talk, turn, view(sample.seen, "answer_only")) for talk, turn, sample in said], parse_rating, AGAIN)
+    found = settings.ask(
+        judge,
+        [request(talk, turn, view(sample.seen, "answer_only")) for talk, turn, sample in said],
+        parse_rating,
+        AGAIN,
+    )
     ratings = {(id(talk), turn): one for (talk, turn, _), one in zip(said, found)}
     rows = []
     for talk in talks:
         for turn, question in enumerate(talk.turns):
-            sample = talk.answers[turn] if turn < len(talk.answers) else Sample(talk.row, talk.ids, 0, [], None, "error", "", error=talk.stopped)
+            sample = (
+                talk.answers[turn]
+                if turn < len(talk.answers)
+                else Sample(talk.row, talk.ids, 0, [], None, "error", "", error=talk.stopped)
+            )
             rating, judgement = ratings.get((id(talk), turn), (None, None))
-            extra = {"mode": "turn", "turn": turn + 1, "finish": sample.finish_reason, "category": talk.row.get("category"), "prompt": question, "rating": rating,
-                     "judgement": judgement, "temperature": temperature_of(talk.row, settings), "reencoded": sample.reencoded or None, "error": sample.error}
+            extra = {
+                "mode": "turn",
+                "turn": turn + 1,
+                "finish": sample.finish_reason,
+                "category": talk.row.get("category"),
+                "prompt": question,
+                "rating": rating,
+                "judgement": judgement,
+                "temperature": temperature_of(talk.row, settings),
+                "reencoded": sample.reencoded or None,
+                "error": sample.error,
+            }
             rows.append(plan._row(talk.row, "turn", turn, sample.text, len(sample.ids), extra))
     return rows
 
 
 def _ask_next(plan, talk: Talk, turn: int) -> bool:
-    """Put the last answer and the next question behind what was sampled; False, and why, where the model has no positions left."""
+    """Put the last answer and the next question behind what was sampled; False, and why, where the model has no
+    positions left.
+    """
     from stages.verification.verifiers import view
 
     sample = talk.answers[-1]
@@ -119,7 +175,10 @@ def _ask_next(plan, talk: Talk, turn: int) -> bool:
     closed = bool(sample.ids) and sample.ids[-1] == plan.renderer.turn_end_id
     talk.ids = [*sample.prompt_ids, *sample.ids, *plan.renderer.observation_ids([question], closed)]
     if plan.positions is not None and len(talk.ids) + plan.config.max_completion_length > plan.positions:
-        talk.stopped = f"turn {turn + 1}: {len(talk.ids)} tokens of question and answers leave no room for max_completion_length={plan.config.max_completion_length} in {plan.positions} positions"
+        talk.stopped = (
+            f"turn {turn + 1}: {len(talk.ids)} tokens of question and answers leave no room for"
+            f" max_completion_length={plan.config.max_completion_length} in {plan.positions} positions"
+        )
     return not talk.stopped
 
 
@@ -130,13 +189,21 @@ def protocol(plan) -> dict:
 
     if plan.config.mt_bench is None:
         return {}
-    return {"mt_bench": plan.config.mt_bench.model_dump(mode="json", exclude={"timeout_s"}) | {"template": sha256_text("".join((QUESTION, ONE, _SCALE, TASK, GUIDED_TASK, AGAIN)))[:12]}}
+    return {
+        "mt_bench": (
+            plan.config.mt_bench.model_dump(mode="json", exclude={"timeout_s"})
+            | {"template": sha256_text("".join((QUESTION, ONE, _SCALE, TASK, GUIDED_TASK, AGAIN)))[:12]}
+        )
+    }
 
 
-# -- metrics ----------------------------------------------------------------------------------------------------------------
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
 
 def metrics(records: Sequence[dict], seed: int = 0) -> dict[str, Metric]:
-    """``mt_bench`` (mean over all rated turns), ``mt_bench/turn=N``, ``mt_bench/category=NAME``, ``mt_bench_missing_rate``; and length and truncation of the answers."""
+    """``mt_bench`` (mean over all rated turns), ``mt_bench/turn=N``, ``mt_bench/category=NAME``,
+    ``mt_bench_missing_rate``; and length and truncation of the answers.
+    """
     turns = [r for r in records if r["mode"] == "turn"]
     if not turns:
         return {}
@@ -175,23 +242,38 @@ def table(metrics: dict[str, Metric], records: Sequence[dict]) -> list[dict]:
             continue
         row = {"category": category or "all"}
         for number in sorted({r["turn"] for r in turns}):
-            own = [r["rating"] for r in turns if r["turn"] == number and (not category or r.get("category") == category) and r.get("rating") is not None]
+            own = [
+                r["rating"]
+                for r in turns
+                if r["turn"] == number
+                and (not category or r.get("category") == category)
+                and r.get("rating") is not None
+            ]
             row[f"turn {number}"] = sum(own) / len(own) if own else None
         rows.append(row | {"mean": whole.value, "low": whole.low, "high": whole.high, "rated": whole.n})
     return rows
 
 
 def warn(stage, records: Sequence[dict], rows: Sequence[dict]) -> None:
-    """Say which ratings are missing and why, and how many questions that are rated by a reference have none. ``rows``: the prompts."""
+    """Say which ratings are missing and why, and how many questions that are rated by a reference have none. ``rows``:
+    the prompts.
+    """
     turns = [r for r in records if r["mode"] == "turn"]
     if not turns:
         return
     lost = [r for r in turns if r.get("rating") is None]
     if lost:
         why = [r.get("error") or "the judge's answer held no rating from 1 to 10, or two" for r in lost]
-        stage.warn("ratings_missing", f"{len(lost)} of {len(turns)} turns have no rating and are in no mean; most often: {max(why, key=why.count)}.")
+        stage.warn(
+            "ratings_missing",
+            f"{len(lost)} of {len(turns)} turns have no rating and are in no mean; most often:"
+            f" {max(why, key=why.count)}.",
+        )
     asked = [questions_of(row) for row in rows if row.get("category") in GUIDED]
     bare = sum(len(references) < len(questions) or not all(references) for questions, references in asked)
     if bare:
-        stage.warn("references_missing", f"{bare} of {len(asked)} questions of {', '.join(GUIDED)} lack the reference answer of a turn, which is then rated without. Add a column "
-                   "reference with an answer per turn.")
+        stage.warn(
+            "references_missing",
+            f"{bare} of {len(asked)} questions of {', '.join(GUIDED)} lack the reference answer of a turn, which is"
+            " then rated without. Add a column reference with an answer per turn.",
+        )

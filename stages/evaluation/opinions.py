@@ -1,7 +1,9 @@
-"""Whose opinions a model has (eval.group_alignment; OpinionQA, Santurkar et al. 2023; GlobalOpinionQA, Durmus et al. 2023).
+"""Whose opinions a model has (eval.group_alignment; OpinionQA, Santurkar et al. 2023; GlobalOpinionQA, Durmus et al.
+2023).
 
-Questions with choices and without a right answer bring how groups of people answer them: ``groups`` {name: share of each choice}. The model's shares are its probabilities
-over the letters. Choices in an order: 1 - Wasserstein distance / (choices - 1), with unit steps; without one (``ordinal`` false): 1 - Jensen-Shannon distance (base 2).
+Questions with choices and without a right answer bring how groups of people answer them: ``groups`` {name: share of
+each choice}. The model's shares are its probabilities over the letters. Choices in an order: 1 - Wasserstein distance /
+(choices - 1), with unit steps; without one (``ordinal`` false): 1 - Jensen-Shannon distance (base 2).
 """
 
 from __future__ import annotations
@@ -28,8 +30,14 @@ def wrong(groups: Mapping, choices: int) -> str | None:
     """Why these are no shares of so many choices; None where they are."""
     for name, shares in groups.items():
         if not isinstance(shares, (list, tuple)) or len(shares) != choices:
-            return f"group {name!r} has {len(shares) if isinstance(shares, (list, tuple)) else 'no'} shares for {choices} choices"
-        if any(isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 <= x < math.inf for x in shares) or not sum(shares) > 0:
+            return (
+                f"group {name!r} has {len(shares) if isinstance(shares, (list, tuple)) else 'no'} shares for {choices}"
+                " choices"
+            )
+        if (
+            any(isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 <= x < math.inf for x in shares)
+            or not sum(shares) > 0
+        ):
             return f"the shares of group {name!r} are not numbers of 0 or more with a sum"
     return None if groups else "there are no groups"
 
@@ -45,7 +53,9 @@ def alignment(p: Sequence[float], q: Sequence[float], ordinal: bool) -> float:
 
 
 def metrics(records: Sequence[Mapping], seed: int) -> dict:
-    """``group_alignment/group=NAME`` over the questions that the group answered, and ``group_alignment``, the mean over groups."""
+    """``group_alignment/group=NAME`` over the questions that the group answered, and ``group_alignment``, the mean over
+    groups.
+    """
     from stages.evaluation.scores import Metric, average, cluster_of
 
     found: dict[str, list[tuple[float, str]]] = defaultdict(list)
@@ -53,5 +63,10 @@ def metrics(records: Sequence[Mapping], seed: int) -> dict:
         if r["mode"] == "letter" and r.get("groups") and r.get("probabilities"):
             for name, shares in r["groups"].items():
                 found[name].append((alignment(r["probabilities"], shares, r["ordinal"]), cluster_of(r)))
-    each = {f"group_alignment/group={name}": average(*map(list, zip(*values)), seed) for name, values in sorted(found.items())}
-    return ({"group_alignment": Metric(float(np.mean([m.value for m in each.values()])), len(each))} if each else {}) | each
+    each = {
+        f"group_alignment/group={name}": average(*map(list, zip(*values)), seed)
+        for name, values in sorted(found.items())
+    }
+    return (
+        {"group_alignment": Metric(float(np.mean([m.value for m in each.values()])), len(each))} if each else {}
+    ) | each

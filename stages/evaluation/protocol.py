@@ -12,8 +12,20 @@ from collections.abc import Mapping
 from stages.spec import ConfigError, module_file
 from storage.files import canonical_json, sha256_text
 
-GRADERS = ("stages.reward.rewards", "stages.reward.scorers", "stages.reward.programs", "stages.reward.components", "stages.reward.verdicts",
-           "stages.verification.verifiers", "stages.running.sandbox", "stages.running.tested", "stages.verification.more_constraints", "stages.reward.remote_rewards", "stages.verification.symbolic", "stages.verification.units")
+GRADERS = (
+    "stages.reward.rewards",
+    "stages.reward.scorers",
+    "stages.reward.programs",
+    "stages.reward.components",
+    "stages.reward.verdicts",
+    "stages.verification.verifiers",
+    "stages.running.sandbox",
+    "stages.running.tested",
+    "stages.verification.more_constraints",
+    "stages.reward.remote_rewards",
+    "stages.verification.symbolic",
+    "stages.verification.units",
+)
 
 
 class ProtocolError(ConfigError):
@@ -42,9 +54,11 @@ def differences(a: Mapping, b: Mapping) -> dict[str, tuple]:
 
 
 def scored_with(metric: str, meta: Mapping) -> set[str]:
-    """Names of the inputs that measured a metric of an evaluation: with other ones its values do not compare. ``meta``: its protocol and scorers.
+    """Names of the inputs that measured a metric of an evaluation: with other ones its values do not compare. ``meta``:
+    its protocol and scorers.
 
-    Each reward component names its own; `reward` and `best_of_*` stand for the input reward_model, `kl_*` for the reference, `mt_bench` and refusals for the judge that was asked.
+    Each reward component names its own; `reward` and `best_of_*` stand for the input reward_model, `kl_*` for the
+    reference, `mt_bench` and refusals for the judge that was asked.
     """
     protocol, given = meta.get("protocol") or {}, meta.get("scorers") or {}
     graders = {grader["name"]: grader for grader in protocol.get("graders") or ()}
@@ -56,11 +70,18 @@ def scored_with(metric: str, meta: Mapping) -> set[str]:
     if stem in ("reward", "greedy_reward") or stem.startswith("best_of_"):
         return {"reward_model"}
     if stem.startswith("judge_accuracy") or stem == "first_side_win_rate":
-        return set().union(*(_inputs_of(grader, graders, given) for grader in graders.values() if grader["kind"] == "debate"))
-    asked = {"mt_bench": ("mt_bench",), "over_refusal_rate": ("refusal_judge",)}.get(stem, ("refusal_judge",) if stem.startswith("refusal_") else ())
+        return set().union(
+            *(_inputs_of(grader, graders, given) for grader in graders.values() if grader["kind"] == "debate")
+        )
+    asked = {"mt_bench": ("mt_bench",), "over_refusal_rate": ("refusal_judge",)}.get(
+        stem, ("refusal_judge",) if stem.startswith("refusal_") else ()
+    )
     if settings := next((protocol[name] for name in asked if protocol.get(name)), None):
         return set() if settings.get("endpoint") else {settings.get("input", "judge")}
-    by_likelihood = stem.startswith("pair_") or stem == "mean_margin" or (stem == "accuracy" and "prompts" not in protocol)  # of pairs, by a policy
+    # of pairs, by a policy
+    by_likelihood = (
+        stem.startswith("pair_") or stem == "mean_margin" or (stem == "accuracy" and "prompts" not in protocol)
+    )
     return {"reference"} if stem.startswith("kl_") or (by_likelihood and protocol.get("target") == "policy") else set()
 
 
@@ -68,27 +89,47 @@ def _inputs_of(grader: Mapping, graders: Mapping[str, Mapping], given: Mapping) 
     """Inputs that a reward component's value depends on (``stages.reward.rewards.model_input``)."""
     kind, named = grader.get("kind"), grader.get("input") or "reward_model"
     if grader.get("tier"):  # what an earlier tier settles, a later one never sees
-        return set().union(*(_inputs_of({**other, "tier": ""}, graders, given) for other in graders.values() if other.get("tier")))
+        return set().union(
+            *(_inputs_of({**other, "tier": ""}, graders, given) for other in graders.values() if other.get("tier"))
+        )
     if kind in ("judge", "debate"):
         return set() if grader.get("endpoint") else {"judge" if named == "reward_model" and "judge" in given else named}
     if kind == "majority" and grader.get("votes_of") in graders:
         return _inputs_of(graders[grader["votes_of"]], graders, given)
     own = {"group_preference": "group_preference", "icdpo": "model"}.get(kind, "") if named == "reward_model" else named
-    return {"model": {named}, "rubric": {"rubric", "judge", "reward_model", "gold"}, "group_preference": {own, "context"}, "icdpo": {own, "demonstrations"}}.get(kind, set())
+    return {
+        "model": {named},
+        "rubric": {"rubric", "judge", "reward_model", "gold"},
+        "group_preference": {own, "context"},
+        "icdpo": {own, "demonstrations"},
+    }.get(kind, set())
 
 
 def differing_inputs(metric: str, metas: Mapping[str, Mapping]) -> list[str]:
     """Inputs of ``scored_with`` that are not the same in all evaluations."""
     digests = [{**(meta.get("scorers") or {}), "model": meta.get("model")} for meta in metas.values()]
-    return sorted(name for name in set().union(*(scored_with(metric, meta) for meta in metas.values())) if len({found.get(name) for found in digests}) > 1)
+    return sorted(
+        name
+        for name in set().union(*(scored_with(metric, meta) for meta in metas.values()))
+        if len({found.get(name) for found in digests}) > 1
+    )
 
 
 def require_same_scorers(metric: str | None, metas: Mapping[str, Mapping]) -> None:
-    """Raise :class:`ProtocolError` where a metric was measured by another reward model, judge, rubric (GRAPE-OPS) or reference in some evaluations."""
+    """Raise :class:`ProtocolError` where a metric was measured by another reward model, judge, rubric (GRAPE-OPS) or
+    reference in some evaluations.
+    """
     if apart := differing_inputs(metric or "", metas):
-        raise ProtocolError(f"{metric} was measured with different inputs {', '.join(apart)} for {' and '.join(name or 'the first' for name in metas)}, so its values do not compare; "
-                            + ("its component reads the answers with the very model that is judged; " if "model" in apart else "evaluate all models with the same ones, or ")
-                            + "write another metric")
+        raise ProtocolError(
+            f"{metric} was measured with different inputs {', '.join(apart)} for"
+            f" {' and '.join(name or 'the first' for name in metas)}, so its values do not compare; "
+            + (
+                "its component reads the answers with the very model that is judged; "
+                if "model" in apart
+                else "evaluate all models with the same ones, or "
+            )
+            + "write another metric"
+        )
 
 
 def require_same(evaluations: Mapping[str, Mapping], *, what: str = "protocol") -> None:
@@ -97,9 +138,11 @@ def require_same(evaluations: Mapping[str, Mapping], *, what: str = "protocol") 
     for name, protocol in items[1:]:
         differing = differences(items[0][1], protocol)
         if differing:
-            fields = "; ".join(f"{field}: {a!r} for {items[0][0]}, {b!r} for {name}" for field, (a, b) in differing.items())
+            fields = "; ".join(
+                f"{field}: {a!r} for {items[0][0]}, {b!r} for {name}" for field, (a, b) in differing.items()
+            )
             raise ProtocolError(
-                f"{items[0][0]} and {name} were evaluated under different {what}s ({fields}). "
-                "Scores are only compared on the same prompts, template and sampling: run the evaluate stage again for one "
-                "of them with the other's prompts and settings."
+                f"{items[0][0]} and {name} were evaluated under different {what}s ({fields}). Scores are only compared"
+                " on the same prompts, template and sampling: run the evaluate stage again for one of them with the"
+                " other's prompts and settings."
             )

@@ -2,8 +2,9 @@
 per-item values that paired tests need. Pure functions of sample records.
 
 A *record* is one row of ``eval_samples/1`` with its ``extra_json`` unpacked (:func:`records_of`):
-item_id, prompt_id, group_id, sample_idx, mode ("sample" | "greedy" | "chosen" | "rejected" | "probe:..." | "transform:..."), output, extracted, correct, format_error,
-tokens, finish, reward, kl, category, difficulty, prompt (text), unscorable.
+item_id, prompt_id, group_id, sample_idx, mode ("sample" | "greedy" | "chosen" | "rejected" | "probe:..." |
+"transform:..."), output, extracted, correct, format_error, tokens, finish, reward, kl, category, difficulty, prompt
+(text), unscorable.
 """
 
 from __future__ import annotations
@@ -25,10 +26,29 @@ from stages.verification.verifiers import as_rational, normalise_math
 
 BOOTSTRAP_SEED = 0  # one for all stages, so that a number has the same interval wherever it is shown
 LOWER_IS_BETTER = (
-    "truncation_rate", "format_error_rate", "unscorable_rate", "kl_reference", "length_mean", "repetition_3", "log_loss",
-    "ece", "tie_rate", "stock_phrase_rate", "tool_errors", "environment_failure_rate", "fooled_rate", "changed_rate",
-    "mc_letter_brier", "lm_loss", "perplexity", "bits_per_byte", "over_refusal_rate", "refusal_unequal_pairs", "mt_bench_missing_rate",
-    "constraints_unscorable_rate", "refusal_unclassified_rate",
+    "truncation_rate",
+    "format_error_rate",
+    "unscorable_rate",
+    "kl_reference",
+    "length_mean",
+    "repetition_3",
+    "log_loss",
+    "ece",
+    "tie_rate",
+    "stock_phrase_rate",
+    "tool_errors",
+    "environment_failure_rate",
+    "fooled_rate",
+    "changed_rate",
+    "mc_letter_brier",
+    "lm_loss",
+    "perplexity",
+    "bits_per_byte",
+    "over_refusal_rate",
+    "refusal_unequal_pairs",
+    "mt_bench_missing_rate",
+    "constraints_unscorable_rate",
+    "refusal_unclassified_rate",
 )
 
 
@@ -43,13 +63,42 @@ class Metric:
     high: float | None = None
 
 
-def score_row(run_id: str, benchmark: str, metric: str, value: float, se: float | None, n: int, *, config: dict, source: str, origin: str = "conversion", detail: dict | None = None) -> dict:
-    """A finished ``eval_scores/1`` row. ``config``, how it was measured, is its ``config_json``; ``detail`` its ``extra_json``."""
+def score_row(
+    run_id: str,
+    benchmark: str,
+    metric: str,
+    value: float,
+    se: float | None,
+    n: int,
+    *,
+    config: dict,
+    source: str,
+    origin: str = "conversion",
+    detail: dict | None = None,
+) -> dict:
+    """A finished ``eval_scores/1`` row. ``config``, how it was measured, is its ``config_json``; ``detail`` its
+    ``extra_json``.
+    """
     from storage.files import canonical_json
     from storage.schema import complete_row
 
-    row = {"run_id": run_id, "benchmark": benchmark, "metric": metric, "value": float(value), "se": se, "n": int(n), "config_json": canonical_json(config)}
-    return complete_row("eval_scores/1", row if detail is None else {**row, "extra_json": canonical_json(detail)}, dataset=benchmark, source=source, origin=origin, split="test")
+    row = {
+        "run_id": run_id,
+        "benchmark": benchmark,
+        "metric": metric,
+        "value": float(value),
+        "se": se,
+        "n": int(n),
+        "config_json": canonical_json(config),
+    }
+    return complete_row(
+        "eval_scores/1",
+        row if detail is None else {**row, "extra_json": canonical_json(detail)},
+        dataset=benchmark,
+        source=source,
+        origin=origin,
+        split="test",
+    )
 
 
 def known(detail: dict) -> dict:
@@ -58,8 +107,15 @@ def known(detail: dict) -> dict:
 
 
 def lower_is_better(name: str) -> bool:
-    """Direction of a metric: True where less is better (name up to the first '/', whoever scored: ``pair_log_loss`` as ``log_loss``)."""
-    return name.split("/")[0].removeprefix("pair_") in LOWER_IS_BETTER or name.endswith("/unscorable_fraction") or name.startswith("perturbed/") and "/gap" in name
+    """Direction of a metric: True where less is better (name up to the first '/', whoever scored: ``pair_log_loss`` as
+    ``log_loss``).
+    """
+    return (
+        name.split("/")[0].removeprefix("pair_") in LOWER_IS_BETTER
+        or name.endswith("/unscorable_fraction")
+        or name.startswith("perturbed/")
+        and "/gap" in name
+    )
 
 
 def records_of(rows: Iterable[dict]) -> list[dict]:
@@ -67,12 +123,21 @@ def records_of(rows: Iterable[dict]) -> list[dict]:
     records = []
     for row in rows:
         extra = json.loads(row["extra_json"]) if row.get("extra_json") else {}
-        records.append({**{name: extra.get(name) for name in ("mode", "finish", "reward", "kl", "category", "difficulty", "prompt", "unscorable")},
-                        **extra, **{key: value for key, value in row.items() if key != "extra_json"}})
+        records.append(
+            {
+                **{
+                    name: extra.get(name)
+                    for name in ("mode", "finish", "reward", "kl", "category", "difficulty", "prompt", "unscorable")
+                },
+                **extra,
+                **{key: value for key, value in row.items() if key != "extra_json"},
+            }
+        )
     return records
 
 
-# -- values per item ------------------------------------------------------------------------------------------------------
+# -- values per item ---------------------------------------------------------------------------------------------------
+
 
 def _flag(value) -> float | None:
     return None if value is None else float(value)
@@ -105,22 +170,34 @@ _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
     "pair_accuracy": (_PAIRS, lambda r: _flag(r["correct"])),
     "mean_margin": (_PAIRS, lambda r: _flag(r.get("margin"))),
     "reward": (_SAMPLED, lambda r: _flag(r["reward"])),
-    "reward_cut_penalised": (_SAMPLED, lambda r: None if r["reward"] is None else CUT_REWARD if cut(r) else float(r["reward"])),
+    "reward_cut_penalised": (
+        _SAMPLED,
+        lambda r: None if r["reward"] is None else CUT_REWARD if cut(r) else float(r["reward"]),
+    ),
     "greedy_reward": (_GREEDY, lambda r: _flag(r["reward"])),
     "length_mean": (_SAMPLED, lambda r: float(r["tokens"])),
     "truncation_rate": (_SAMPLED, lambda r: float(cut(r))),
     "stop_rate": (_SAMPLED, lambda r: float(r["finish"] in ("eos", "stop", "goal"))),
     "format_error_rate": (_SAMPLED, lambda r: float(bool(r["format_error"]))),
     "kl_reference": (_SAMPLED, lambda r: _flag(r["kl"])),
-    "turns": (_SAMPLED, lambda r: _flag(r.get("turns"))),            # of trajectories in an environment, as the next three
+    # of trajectories in an environment, as the next three
+    "turns": (_SAMPLED, lambda r: _flag(r.get("turns"))),
     "tool_calls": (_SAMPLED, lambda r: _flag(r.get("tool_calls"))),
     "tool_errors": (_SAMPLED, lambda r: _flag(r.get("tool_errors"))),
-    "environment_failure_rate": (_SAMPLED, lambda r: None if r.get("turns") is None else float(r["finish"] == "failure")),
-    "judge_accuracy": (_SAMPLED, lambda r: _flag(r.get("won")) if r.get("right") else None),  # of debates, as the next two
+    "environment_failure_rate": (
+        _SAMPLED,
+        lambda r: None if r.get("turns") is None else float(r["finish"] == "failure"),
+    ),
+    # of debates, as the next two
+    "judge_accuracy": (_SAMPLED, lambda r: _flag(r.get("won")) if r.get("right") else None),
     "judge_accuracy_without": (_SAMPLED, lambda r: _flag(r.get("won_without")) if r.get("right") else None),
     "first_side_win_rate": (_SAMPLED, lambda r: _flag(r.get("won")) if r.get("seat") == 0 else None),
     **multiple_choice.values(),
-    **{name: (("text_loss",), lambda r, name=name: held_out_text.value_of(r, name)) for name in held_out_text.DENOMINATORS},  # of each text alone
+    # of each text alone
+    **{
+        name: (("text_loss",), lambda r, name=name: held_out_text.value_of(r, name))
+        for name in held_out_text.DENOMINATORS
+    },
     "over_refusal_rate": (_SAMPLED, lambda r: refused(r) if r.get("safety") == "safe" else None),
     "refusal_rate_unsafe": (_SAMPLED, lambda r: refused(r) if r.get("safety") == "unsafe" else None),
     "mt_bench": (("turn",), lambda r: _flag(r.get("rating"))),
@@ -128,24 +205,31 @@ _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
 
 
 def item_values(records: Sequence[dict], metric: str) -> dict[str, tuple[float, str]]:
-    """{item_id: (mean over the item's samples, cluster)} of a metric; items without a value are absent. Items of one cluster (:func:`cluster_of`)
-    are not independent.
+    """{item_id: (mean over the item's samples, cluster)} of a metric; items without a value are absent. Items of one
+    cluster (:func:`cluster_of`) are not independent.
 
-    ``accuracy`` is avg@k (of a reward model: the pair is ordered right); ``pass_at_4`` etc. are estimated per item; ``reward/gold``
-    is the value of the reward component named gold. Greedy samples stand in where nothing was sampled.
+    ``accuracy`` is avg@k (of a reward model: the pair is ordered right); ``pass_at_4`` etc. are estimated per item;
+    ``reward/gold`` is the value of the reward component named gold. Greedy samples stand in where nothing was sampled.
     """
     if metric.startswith("pass_at_"):
         k = int(metric.removeprefix("pass_at_"))
         grouped = _values(records, "accuracy")
-        found = {item: (sampling.pass_at_k(len(v), round(sum(v)), k), cluster) for item, (v, cluster) in grouped.items()}
+        found = {
+            item: (sampling.pass_at_k(len(v), round(sum(v)), k), cluster) for item, (v, cluster) in grouped.items()
+        }
         return {item: pair for item, pair in found.items() if pair[0] is not None}
     if metric not in _VALUES and not metric.startswith("reward/"):
-        raise ValueError(f"no per-item values for metric {metric!r}: write one of {', '.join(_VALUES)}, reward/NAME with a reward component, or pass_at_K with a number")
+        raise ValueError(
+            f"no per-item values for metric {metric!r}: write one of {', '.join(_VALUES)}, reward/NAME with a reward"
+            " component, or pass_at_K with a number"
+        )
     return {item: (float(np.mean(values)), cluster) for item, (values, cluster) in _values(records, metric).items()}
 
 
 def cluster_of(record: dict) -> str:
-    """What an item belongs to and is not independent of: the passage or near-duplicates of its group, else its prompt (eval.statistics)."""
+    """What an item belongs to and is not independent of: the passage or near-duplicates of its group, else its prompt
+    (eval.statistics).
+    """
     return record.get("group_id") or record.get("prompt_id") or record["item_id"]
 
 
@@ -156,12 +240,19 @@ def _values(records: Sequence[dict], metric: str) -> dict[str, tuple[list[float]
     mode = next((name for name in modes if name in present), None)
     grouped: dict[str, tuple[list[float], str]] = {}
     for record in records:
-        if record["mode"] == mode and not record.get("error") and (value := read(record)) is not None and math.isfinite(value):  # of a request that failed there is no answer
+        # of a request that failed there is no answer
+        if (
+            record["mode"] == mode
+            and not record.get("error")
+            and (value := read(record)) is not None
+            and math.isfinite(value)
+        ):
             grouped.setdefault(record["item_id"], ([], cluster_of(record)))[0].append(value)
     return grouped
 
 
-# -- intervals --------------------------------------------------------------------------------------------------------------
+# -- intervals ---------------------------------------------------------------------------------------------------------
+
 
 def standard_error(values: Sequence[float], clusters: Sequence[str]) -> float | None:
     """Over items (ddof 1); where a cluster has several items, the clustered error. ``None`` for a single cluster."""
@@ -175,8 +266,8 @@ def standard_error(values: Sequence[float], clusters: Sequence[str]) -> float | 
 def share(values: Sequence[float], clusters: Sequence[str] | None = None) -> Metric:
     """A rate in [0, 1] with a Wilson interval at the effective sample size p(1-p)/se^2.
 
-    That is the plain Wilson interval for one sample per prompt; with several samples per prompt or items per cluster their
-    correlation counts, and the interval never leaves [0, 1].
+    That is the plain Wilson interval for one sample per prompt; with several samples per prompt or items per cluster
+    their correlation counts, and the interval never leaves [0, 1].
     """
     names = list(clusters) if clusters is not None else [str(i) for i in range(len(values))]
     mean, se = float(np.mean(values)), standard_error(values, names)
@@ -191,13 +282,18 @@ def share(values: Sequence[float], clusters: Sequence[str] | None = None) -> Met
 
 def average(values: Sequence[float], clusters: Sequence[str], seed: int = BOOTSTRAP_SEED) -> Metric:
     """A mean of unbounded values over items, with a percentile bootstrap interval over clusters of them."""
-    low, high = statistics.bootstrap_ci(values, n=1000, seed=seed, clusters=clusters) if len(set(clusters)) > 1 else (None, None)
+    low, high = (
+        statistics.bootstrap_ci(values, n=1000, seed=seed, clusters=clusters)
+        if len(set(clusters)) > 1
+        else (None, None)
+    )
     return Metric(float(np.mean(values)), len(values), standard_error(values, clusters), _maybe(low), _maybe(high))
 
 
 def weighted(parts: Sequence[tuple[float, Metric]], value: float | None = None, constant: float = 0.0) -> Metric:
-    """sum of weight * rate + ``constant`` of independent rates, with the interval that theirs give (MOVER, Zou and Donner 2008): like theirs it is never empty
-    and, for weights that sum to 1, never leaves [0, 1]. ``value``: the sum, where it is known more exactly."""
+    """sum of weight * rate + ``constant`` of independent rates, with the interval that theirs give (MOVER, Zou and
+    Donner 2008): like theirs it is never empty and, for weights that sum to 1, never leaves [0, 1]. ``value``: the sum,
+    where it is known more exactly."""
     middle = constant + sum(w * m.value for w, m in parts) if value is None else value
     down = math.sqrt(sum((w * (m.value - (m.low if w > 0 else m.high))) ** 2 for w, m in parts))
     up = math.sqrt(sum((w * ((m.high if w > 0 else m.low) - m.value)) ** 2 for w, m in parts))
@@ -210,18 +306,43 @@ def _maybe(value) -> float | None:
     return None if value is None else float(value)
 
 
-# -- a policy's metrics -------------------------------------------------------------------------------------------------------
+# -- a policy's metrics ------------------------------------------------------------------------------------------------
+
 
 def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str, Metric]:
-    """Every metric of a policy evaluation that its samples support (eval.avg_at_k, pass_at_k, best_of_n, diversity, ...)."""
+    """Every metric of a policy evaluation that its samples support (eval.avg_at_k, pass_at_k, best_of_n, diversity,
+    ...).
+    """
     metrics: dict[str, Metric] = {}
-    any_cut = any(cut(r) for r in records if r["mode"] in _SAMPLED)  # where none is, the two figures about cut answers are those without them
-    for name in ("accuracy", *["accuracy_cut_wrong"] * any_cut, "greedy_accuracy", "flexible_accuracy", "stop_rate", "truncation_rate", "format_error_rate",
-                 "judge_accuracy", "judge_accuracy_without", "first_side_win_rate", "environment_failure_rate"):
+    # where none is, the two figures about cut answers are those without them
+    any_cut = any(cut(r) for r in records if r["mode"] in _SAMPLED)
+    for name in (
+        "accuracy",
+        *["accuracy_cut_wrong"] * any_cut,
+        "greedy_accuracy",
+        "flexible_accuracy",
+        "stop_rate",
+        "truncation_rate",
+        "format_error_rate",
+        "judge_accuracy",
+        "judge_accuracy_without",
+        "first_side_win_rate",
+        "environment_failure_rate",
+    ):
         found = item_values(records, name)
         if found:
             metrics[name] = share(*map(list, zip(*found.values())))
-    for name in ("reward", *["reward_cut_penalised"] * any_cut, "greedy_reward", "length_mean", "kl_reference", "turns", "tool_calls", "tool_errors", *_components(records)):
+    for name in (
+        "reward",
+        *["reward_cut_penalised"] * any_cut,
+        "greedy_reward",
+        "length_mean",
+        "kl_reference",
+        "turns",
+        "tool_calls",
+        "tool_errors",
+        *_components(records),
+    ):
         found = item_values(records, name)
         if found:
             metrics[name] = average(*map(list, zip(*found.values())), seed)
@@ -240,15 +361,22 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
             metrics[f"maj_at_{k_max}"] = share(*map(list, zip(*voted)))
         if k_max > 1:  # how much more k samples know than one does: by the best of them, and by their vote
             plain, clusters = zip(*item_values(records, "accuracy").values())
-            for name, better in ((f"pass_at_{k_max}", [value for value, _ in item_values(records, f"pass_at_{k_max}").values()]), (f"maj_at_{k_max}", [value for value, _ in voted])):
+            for name, better in (
+                (f"pass_at_{k_max}", [value for value, _ in item_values(records, f"pass_at_{k_max}").values()]),
+                (f"maj_at_{k_max}", [value for value, _ in voted]),
+            ):
                 if better:
-                    metrics[f"self_consistency_gap/{name}"] = average([b - a for a, b in zip(plain, better, strict=True)], list(clusters), seed)
+                    metrics[f"self_consistency_gap/{name}"] = average(
+                        [b - a for a, b in zip(plain, better, strict=True)], list(clusters), seed
+                    )
         unscorable = [float(r["correct"] is None) for r in sampled]
         if any(unscorable):
             metrics["unscorable_rate"] = Metric(float(np.mean(unscorable)), len(unscorable))
     failed = [failures(r.get("parts") or {}, r.get("unscorable")) for r in sampled]
     for name in sorted({name for one in failed for name in one}):
-        metrics[f"reward/{name}/unscorable_fraction"] = Metric(float(np.mean([name in one for one in failed])), len(failed))
+        metrics[f"reward/{name}/unscorable_fraction"] = Metric(
+            float(np.mean([name in one for one in failed])), len(failed)
+        )
     sampled = [r for r in sampled if not r.get("error")]
     if not sampled:
         return metrics
@@ -256,7 +384,11 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
     for record in sampled:
         by_item[record["item_id"]].append(record)
     for n in (1, 2):
-        values = [v for group in by_item.values() if (v := text.distinct_n([text.words_of(r["output"]) for r in group], n)) is not None]
+        values = [
+            v
+            for group in by_item.values()
+            if (v := text.distinct_n([text.words_of(r["output"]) for r in group], n)) is not None
+        ]
         if values:
             metrics[f"distinct_{n}"] = Metric(float(np.mean(values)), len(values))
     repeats = [v for r in sampled if (v := text.repetition_n(text.words_of(r["output"]), 3)) is not None]
@@ -270,7 +402,11 @@ def _components(records: Sequence[dict]) -> list[str]:
     """``reward/NAME`` of every reward component that says more than the verdict does."""
     names = sorted({name for r in records for name in r.get("parts") or ()})
     value = lambda r, name: (r.get("parts") or {}).get(name)
-    return [f"reward/{name}" for name in names if any(value(r, name) is not None and value(r, name) != _flag(r["correct"]) for r in records)]
+    return [
+        f"reward/{name}"
+        for name in names
+        if any(value(r, name) is not None and value(r, name) != _flag(r["correct"]) for r in records)
+    ]
 
 
 def powers(limit: int) -> list[int]:
@@ -279,57 +415,81 @@ def powers(limit: int) -> list[int]:
 
 
 def answer_class(extracted: str) -> Hashable:
-    """What answers have in common that are one vote: their exact value where they are numbers, else their normal form (eval.maj_at_k)."""
+    """What answers have in common that are one vote: their exact value where they are numbers, else their normal form
+    (eval.maj_at_k).
+    """
     plain = normalise_math(extracted)
     number = as_rational(plain)
     return plain if number is None else number
 
 
 def by_votes(sampled: Sequence[dict], k: int, seed: int = BOOTSTRAP_SEED) -> list[tuple[float, str]]:
-    """(is the most frequent answer of ``k`` right, over all k-subsets of an item's answers; cluster) per item. All right answers are one class, ties are
-    shared, no vote is wrong. Empty without extraction."""
+    """(is the most frequent answer of ``k`` right, over all k-subsets of an item's answers; cluster) per item. All
+    right answers are one class, ties are shared, no vote is wrong. Empty without extraction."""
     groups: dict[str, list[dict]] = defaultdict(list)
     for record in sampled:
         if record["correct"] is not None:
             groups[record["item_id"]].append(record)
     if not any(r["extracted"] is not None for group in groups.values() for r in group):
         return []
-    right, rng = "right", np.random.Generator(np.random.Philox(key=seed))  # wrong answers are pairs, so none is called this
-    votes = lambda r: None if r["extracted"] is None else right if r["correct"] else ("wrong", answer_class(r["extracted"]))
-    return [(sampling.maj_at_k([votes(r) for r in group], right, k, rng=rng), cluster_of(group[0])) for group in groups.values()]
+    # wrong answers are pairs, so none is called this
+    right, rng = "right", np.random.Generator(np.random.Philox(key=seed))
+    votes = lambda r: (
+        None if r["extracted"] is None else right if r["correct"] else ("wrong", answer_class(r["extracted"]))
+    )
+    return [
+        (sampling.maj_at_k([votes(r) for r in group], right, k, rng=rng), cluster_of(group[0]))
+        for group in groups.values()
+    ]
 
 
 def best_of_n_metrics(groups: Iterable[Sequence[dict]]) -> dict[str, Metric]:
-    """Verifier accuracy of the sample that the reward model ranks first, n = 2, 4, ... (rm.overopt), one that was cut by no_eos_reward, as ``rejection`` chooses."""
+    """Verifier accuracy of the sample that the reward model ranks first, n = 2, 4, ... (rm.overopt), one that was cut
+    by no_eos_reward, as ``rejection`` chooses.
+    """
     usable = [g for g in groups if len(g) > 1 and all(r["reward"] is not None and r["correct"] is not None for r in g)]
     if not usable:
         return {}
     metrics, rank = {}, _VALUES["reward_cut_penalised"][1]
     for n in powers(min(map(len, usable))):
         if n > 1:
-            gold = [selection.best_of_n_estimate([rank(r) for r in g], n, [float(r["correct"]) for r in g]) for g in usable]
+            gold = [
+                selection.best_of_n_estimate([rank(r) for r in g], n, [float(r["correct"]) for r in g]) for g in usable
+            ]
             metrics[f"best_of_{n}_accuracy"] = share(gold, [cluster_of(g[0]) for g in usable])
     return metrics
 
 
 def ifeval_metrics(sampled: Sequence[dict]) -> dict[str, Metric]:
-    """The four accuracies on prompts with constraints: all of a prompt's, or each for itself, strict and loose (eval.ifeval), and the share that cannot be checked."""
+    """The four accuracies on prompts with constraints: all of a prompt's, or each for itself, strict and loose
+    (eval.ifeval), and the share that cannot be checked.
+    """
     asked = [r for r in sampled if r.get("constraints")]
     checked = [r for r in asked if "strict" in r["constraints"]]
-    metrics = {} if len(checked) == len(asked) else {"constraints_unscorable_rate": Metric((len(asked) - len(checked)) / len(asked), len(asked))}
+    metrics = (
+        {}
+        if len(checked) == len(asked)
+        else {"constraints_unscorable_rate": Metric((len(asked) - len(checked)) / len(asked), len(asked))}
+    )
     if not checked:
         return metrics
-    values = suites.ifeval_accuracies(*([r["constraints"][reading] for r in checked] for reading in ("strict", "loose")))
+    values = suites.ifeval_accuracies(
+        *([r["constraints"][reading] for r in checked] for reading in ("strict", "loose"))
+    )
     for reading in ("strict", "loose"):
         name, found = f"prompt_level_{reading}_acc", item_values(checked, f"prompt_level_{reading}_acc")
         metrics[name] = replace(share(*map(list, zip(*found.values()))), value=values[name])
         each = [(float(met), cluster_of(r)) for r in checked for met in r["constraints"][reading]]
-        metrics[f"inst_level_{reading}_acc"] = replace(share(*map(list, zip(*each))), value=values[f"inst_level_{reading}_acc"])
+        metrics[f"inst_level_{reading}_acc"] = replace(
+            share(*map(list, zip(*each))), value=values[f"inst_level_{reading}_acc"]
+        )
     return metrics
 
 
 def by_group(records: Sequence[dict], field: str) -> list[dict]:
-    """Table of accuracies (of answers and of choices read by likelihood), reward and length per value of ``category`` or ``difficulty``."""
+    """Table of accuracies (of answers and of choices read by likelihood), reward and length per value of ``category``
+    or ``difficulty``.
+    """
     groups: dict[str, list[dict]] = defaultdict(list)
     for record in records:
         if record.get(field) is not None:
@@ -369,27 +529,50 @@ def flatten(metrics: dict[str, Metric]) -> dict[str, float]:
 
 
 def all_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str, Metric]:
-    """Every metric of an evaluation's samples: answers to prompts, pairs (``pair_`` where a policy scored them), probes."""
+    """Every metric of an evaluation's samples: answers to prompts, pairs (``pair_`` where a policy scored them),
+    probes.
+    """
     every, records = records, originals(records)
     answered = [r for r in records if r["mode"] in ("sample", "greedy")]
     implicit = any(r["mode"] == "chosen" and r.get("logp") is not None for r in records)
     metrics = policy_metrics(answered, seed) if answered else {}
     prefix = "pair_" if implicit else ""
-    metrics |= pair_metrics(records, seed, prefix) | probe_metrics(records)[0] | _suites(records, seed, prefix) | _changed(every)
-    metrics |= multiple_choice.metrics_of(records, seed) | opinions.metrics(records, seed) | bbq.metrics(records, seed) | held_out_text.metrics_of(records)
+    metrics |= (
+        pair_metrics(records, seed, prefix)
+        | probe_metrics(records)[0]
+        | _suites(records, seed, prefix)
+        | _changed(every)
+    )
+    metrics |= (
+        multiple_choice.metrics_of(records, seed)
+        | opinions.metrics(records, seed)
+        | bbq.metrics(records, seed)
+        | held_out_text.metrics_of(records)
+    )
     return metrics | multiple_choice.macro(records, ("accuracy", "greedy_accuracy", *multiple_choice.RATES))
 
 
 def _suites(records: Sequence[dict], seed: int, prefix: str) -> dict[str, Metric]:
-    """Metrics of the suites that have a module of their own; each is empty where the samples are none of its business."""
+    """Metrics of the suites that have a module of their own; each is empty where the samples are none of its
+    business.
+    """
     from stages.evaluation import best_of, compute, mt_bench, refusals, rewardbench, shift, signs
 
-    return (rewardbench.metrics(records, prefix) | best_of.metrics(records, seed, prefix) | refusals.metrics(records) | mt_bench.metrics(records, seed) | signs.metrics(records) | shift.metrics(records)
-            | compute.metrics(records))
+    return (
+        rewardbench.metrics(records, prefix)
+        | best_of.metrics(records, seed, prefix)
+        | refusals.metrics(records)
+        | mt_bench.metrics(records, seed)
+        | signs.metrics(records)
+        | shift.metrics(records)
+        | compute.metrics(records)
+    )
 
 
 def originals(records: Sequence[dict]) -> list[dict]:
-    """The records without those of perturbed forms, which are in no number but their own (``stages.evaluation.perturbed``)."""
+    """The records without those of perturbed forms, which are in no number but their own
+    (``stages.evaluation.perturbed``).
+    """
     return [r for r in records if not r.get("perturbation")]
 
 
@@ -399,13 +582,15 @@ def _changed(records: Sequence[dict]) -> dict[str, Metric]:
     return perturbed.metrics(records)
 
 
-# -- pairs: reward models, and policies as implicit scorers --------------------------------------------------------------------
+# -- pairs: reward models, and policies as implicit scorers ------------------------------------------------------------
+
 
 def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: str = "") -> dict[str, Metric]:
     """Metrics of a scorer on held-out pairs (rm.eval): ``chosen`` records carry the margin d = r_chosen - r_rejected.
 
-    accuracy is strict (ties wrong); intervals by bootstrap over prompts (or their groups), Wilson's where all are right or all wrong; ECE of max(sigmoid(d), 1 - sigmoid(d)) in 10 bins.
-    ``prefix`` names the metrics of a policy's implicit scores (``pair_``).
+    accuracy is strict (ties wrong); intervals by bootstrap over prompts (or their groups), Wilson's where all are right
+    or all wrong; ECE of max(sigmoid(d), 1 - sigmoid(d)) in 10 bins. ``prefix`` names the metrics of a policy's implicit
+    scores (``pair_``).
     """
     chosen = [r for r in records if r["mode"] == "chosen"]
     if not chosen:
@@ -415,7 +600,11 @@ def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: st
     prompts, clusters = [r.get("prompt_id") or r["item_id"] for r in chosen], [cluster_of(r) for r in chosen]
     correct = [float(d > 0) for d in margins]
     found = {
-        "accuracy": average(correct, clusters, seed) if (bounds := statistics.certain(correct, clusters)) is None else Metric(correct[0], len(correct), 0.0 if len(set(clusters)) > 1 else None, *bounds),
+        "accuracy": (
+            average(correct, clusters, seed)
+            if (bounds := statistics.certain(correct, clusters)) is None
+            else Metric(correct[0], len(correct), 0.0 if len(set(clusters)) > 1 else None, *bounds)
+        ),
         "tie_rate": Metric(float((margins == 0).mean()), len(chosen)),
         "accuracy_ties_half": Metric(float(((margins > 0) + 0.5 * (margins == 0)).mean()), len(chosen)),
         "mean_margin": average(margins.tolist(), clusters, seed),
@@ -427,7 +616,8 @@ def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: st
     found["length_difference"] = Metric(float((lengths[:, 0] - lengths[:, 1]).mean()), len(chosen))
     flat = scores.ravel(), lengths.ravel()
     correlations = {
-        "score_length_pearson": statistics.pearson(*flat), "score_length_spearman": reward_model.spearman(*flat),
+        "score_length_pearson": statistics.pearson(*flat),
+        "score_length_spearman": reward_model.spearman(*flat),
         "score_length_within_prompt": statistics.within_group_correlation(*flat, np.repeat(prompts, 2)),
     }
     found |= {name: Metric(value, scores.size) for name, value in correlations.items() if not math.isnan(value)}
@@ -448,8 +638,8 @@ def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: st
 def probe_metrics(records: Sequence[dict]) -> tuple[dict[str, Metric], list[dict]]:
     """Fooled rate per probe and changed decisions per transform, with the table for the report.
 
-    ``probe:NAME`` records are compared with their pair's chosen answer; ``transform:NAME:chosen`` / ``:rejected`` with its decision.
-    Where one of the two has no score, the comparison is left out and counted in the table.
+    ``probe:NAME`` records are compared with their pair's chosen answer; ``transform:NAME:chosen`` / ``:rejected`` with
+    its decision. Where one of the two has no score, the comparison is left out and counted in the table.
     """
     score = lambda r: r["reward"] if r is not None and r["reward"] is not None and math.isfinite(r["reward"]) else None
     clean = {r["item_id"]: r for r in records if r["mode"] == "chosen"}
@@ -463,34 +653,59 @@ def probe_metrics(records: Sequence[dict]) -> tuple[dict[str, Metric], list[dict
             which, _, side = name.rpartition(":")
             changed[which][record["item_id"]][side] = score(record)
     checks = [(f"probe: {name}", pairs) for name, pairs in sorted(probes.items())]
-    checks += [(f"transform: {name}", [(clean[item]["margin"] if item in clean else None, sides.get("chosen"), sides.get("rejected")) for item, sides in items.items()])
-               for name, items in sorted(changed.items())]
+    checks += [
+        (
+            f"transform: {name}",
+            [
+                (clean[item]["margin"] if item in clean else None, sides.get("chosen"), sides.get("rejected"))
+                for item, sides in items.items()
+            ],
+        )
+        for name, items in sorted(changed.items())
+    ]
     metrics, table = {}, []
     for check, every in checks:
         found = [values for values in every if None not in values]
-        row = {"check": check, "n": len(found)} | ({"without a score": len(every) - len(found)} if len(found) < len(every) else {})
+        row = {"check": check, "n": len(found)} | (
+            {"without a score": len(every) - len(found)} if len(found) < len(every) else {}
+        )
         kind, _, name = check.partition(": ")
         if found and kind == "probe":
             result = reward_model.fooled_rate(found)
             metrics[f"fooled_rate/{name}"] = Metric(result["fooled_rate"], len(found))
             row |= {"fooled or changed": result["fooled_rate"], "mean gap": result["mean_gap"]}
         elif found:
-            result = reward_model.transform_robustness([float(margin > 0) for margin, _, _ in found], [float(a > b) for _, a, b in found])
+            result = reward_model.transform_robustness(
+                [float(margin > 0) for margin, _, _ in found], [float(a > b) for _, a, b in found]
+            )
             metrics[f"changed_rate/{name}"] = Metric(result["changed"], len(found))
-            row |= {"fooled or changed": result["changed"], "accuracy before": result["acc_original"], "accuracy after": result["acc_transformed"]}
+            row |= {
+                "fooled or changed": result["changed"],
+                "accuracy before": result["acc_original"],
+                "accuracy after": result["acc_transformed"],
+            }
         table.append(row)
     return metrics, table
 
 
-# -- paired comparison ------------------------------------------------------------------------------------------------------------
+# -- paired comparison -------------------------------------------------------------------------------------------------
 
-def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, confidence: float = 0.95, seed: int = BOOTSTRAP_SEED) -> dict:
+
+def paired(
+    candidate: Sequence[dict],
+    champion: Sequence[dict],
+    metric: str,
+    confidence: float = 0.95,
+    seed: int = BOOTSTRAP_SEED,
+) -> dict:
     """Difference candidate - champion on the same items.
 
-    Returns {"difference", "se", "low", "high", "p_value", "n", "items", "better", "worse", "candidate", "champion", "candidate_missing",
-    "champion_missing"}: means over the ``items`` that both have a value of, in ``n`` independent clusters (prompts, or groups of them); interval
-    by bootstrap over clusters, p-value two-sided normal on the paired (clustered) error, or, where all clusters differ by the same and leave no error, that of the
-    exact sign test; McNemar's exact test added for one yes/no answer per cluster. ``*_missing``: share of the other's values that this side lacks, None where it lacks none.
+    Returns {"difference", "se", "low", "high", "p_value", "n", "items", "better", "worse", "candidate", "champion",
+    "candidate_missing", "champion_missing"}: means over the ``items`` that both have a value of, in ``n`` independent
+    clusters (prompts, or groups of them); interval by bootstrap over clusters, p-value two-sided normal on the paired
+    (clustered) error, or, where all clusters differ by the same and leave no error, that of the exact sign test;
+    McNemar's exact test added for one yes/no answer per cluster. ``*_missing``: share of the other's values that this
+    side lacks, None where it lacks none.
     """
     candidate, champion = originals(candidate), originals(champion)
     if metric in held_out_text.DENOMINATORS:
@@ -498,18 +713,44 @@ def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, con
     a, b = item_values(candidate, metric), item_values(champion, metric)
     shared = [item for item in a if item in b]
     if not shared:
-        raise ValueError(f"the two evaluations share no scored item for {metric!r}: evaluate both on the same prompts and split")
+        raise ValueError(
+            f"the two evaluations share no scored item for {metric!r}: evaluate both on the same prompts and split"
+        )
     apart = len(a.keys() ^ b.keys())
     left, right = (np.array([found[item][0] for item in shared]) for found in (a, b))
     clusters = [a[item][1] for item in shared]
     differences, n = left - right, len(set(clusters))
     mean, se = float(differences.mean()), standard_error(differences, clusters)
-    low, high = statistics.bootstrap_ci(differences, n=2000, seed=seed, level=confidence, clusters=clusters) if n > 1 else (None, None)
+    low, high = (
+        statistics.bootstrap_ci(differences, n=2000, seed=seed, level=confidence, clusters=clusters)
+        if n > 1
+        else (None, None)
+    )
     result = {
-        "metric": metric, "candidate": float(left.mean()), "champion": float(right.mean()), "difference": mean, "se": se,
-        "low": low, "high": high, "confidence": confidence, "n": n, "items": len(shared),
-        "p_value": None if se is None else statistics.normal_tail(mean / se) if se > 1e-12 else 1.0 if mean == 0 else statistics.mcnemar_exact(n, 0),
-        "better": int((differences > 0).sum()), "worse": int((differences < 0).sum()), **_missing(candidate, champion, metric),
+        "metric": metric,
+        "candidate": float(left.mean()),
+        "champion": float(right.mean()),
+        "difference": mean,
+        "se": se,
+        "low": low,
+        "high": high,
+        "confidence": confidence,
+        "n": n,
+        "items": len(shared),
+        "p_value": (
+            None
+            if se is None
+            else (
+                statistics.normal_tail(mean / se)
+                if se > 1e-12
+                else 1.0
+                if mean == 0
+                else statistics.mcnemar_exact(n, 0)
+            )
+        ),
+        "better": int((differences > 0).sum()),
+        "worse": int((differences < 0).sum()),
+        **_missing(candidate, champion, metric),
         "note": f"{apart} items are scored in only one of the two evaluations and are left out" if apart else None,
     }
     if n == len(shared) and set(left) | set(right) <= {0.0, 1.0}:
@@ -519,7 +760,14 @@ def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, con
 
 def _missing(candidate: Sequence[dict], champion: Sequence[dict], metric: str) -> dict[str, float | None]:
     """Share of the other side's values (one per answer, not per item) that a side has none of."""
-    counts = [{item: len(values) for item, (values, _) in _values(records, "accuracy" if metric.startswith("pass_at_") else metric).items()}
-              for records in (candidate, champion)]
-    lacking = lambda own, other: sum(max(0, n - own.get(item, 0)) for item, n in other.items()) / sum(other.values()) or None
+    counts = [
+        {
+            item: len(values)
+            for item, (values, _) in _values(records, "accuracy" if metric.startswith("pass_at_") else metric).items()
+        }
+        for records in (candidate, champion)
+    ]
+    lacking = lambda own, other: (
+        sum(max(0, n - own.get(item, 0)) for item, n in other.items()) / sum(other.values()) or None
+    )
     return {"candidate_missing": lacking(*counts), "champion_missing": lacking(*counts[::-1])}

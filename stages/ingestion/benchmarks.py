@@ -15,13 +15,21 @@ from stages.verification.choices import question_of
 
 
 def benchmark_index(stage) -> tuple[DecontaminationIndex | None, dict[str, int]]:
-    """(index of the inputs `benchmarks`, or None with decontaminate=off; {benchmark/file: rows in which no prompt could be read})."""
+    """(index of the inputs `benchmarks`, or None with decontaminate=off; {benchmark/file: rows in which no prompt could
+    be read}).
+    """
     config, given = stage.config, stage.many("benchmarks")
     if config.decontaminate == "off":
         return None, {}
     if not given:
-        raise ConfigError("stage ingest: decontaminate needs evaluation sets; give benchmarks.NAME=PATH for each, or set decontaminate=off")
-    index, skips = DecontaminationIndex(config.decontaminate_n, config.decontaminate, config.decontaminate_threshold), {}
+        raise ConfigError(
+            "stage ingest: decontaminate needs evaluation sets; give benchmarks.NAME=PATH for each, or set"
+            " decontaminate=off"
+        )
+    index, skips = (
+        DecontaminationIndex(config.decontaminate_n, config.decontaminate, config.decontaminate_threshold),
+        {},
+    )
     for label, item in given.items():
         try:
             files = find_files(item.path)
@@ -37,15 +45,20 @@ def benchmark_index(stage) -> tuple[DecontaminationIndex | None, dict[str, int]]
                     index.add(text, later=turn > 0)
                 skipped += not texts
             if len(index) == before:
-                raise ConfigError(f"stage ingest, input benchmarks.{label}: no readable prompt was found in {source.name}; give files with a prompt, question, "
-                                  "instruction, problem or text column (a pattern such as DIR/*.jsonl picks some of a directory)")
+                raise ConfigError(
+                    f"stage ingest, input benchmarks.{label}: no readable prompt was found in {source.name}; give files"
+                    " with a prompt, question, instruction, problem or text column (a pattern such as DIR/*.jsonl"
+                    " picks some of a directory)"
+                )
             if skipped:
                 skips[f"{label}/{source.name}"] = skipped
     return index, skips
 
 
 def asked_of(row: dict, adapter: Adapter | None) -> list[str]:
-    """What a row of an evaluation set asks, turn by turn: its turns, what the adapter makes of it, or the text of the column that looks like it."""
+    """What a row of an evaluation set asks, turn by turn: its turns, what the adapter makes of it, or the text of the
+    column that looks like it.
+    """
     turns = row.get("turns")
     if isinstance(turns, list) and (texts := [text for text in turns if isinstance(text, str) and text.strip()]):
         return texts
@@ -53,13 +66,26 @@ def asked_of(row: dict, adapter: Adapter | None) -> list[str]:
     try:
         kind, native, _ = adapter(row) if adapter is not None else ("text/1", {"text": ""}, None)
         texts = [native["text"]] if kind == "text/1" else user_turns(conversions.prompt_row(kind, native)["prompt"])
-        texts = [*texts[:-1], question_of(native)] if native.get("choices") else texts  # asked with other options, it is the same question
+        # asked with other options, it is the same question
+        texts = [*texts[:-1], question_of(native)] if native.get("choices") else texts
     except (Bad, RecursionError, OverflowError):
         pass
     for name in ("prompt", *_ASKED, "text", "messages"):
         if any(text.strip() for text in texts):
             break
         value = row.get(name)
-        texts = [value] if isinstance(value, str) else [text for item in value if isinstance(item, dict) and item.get("role") in ("user", None) for text in
-                                                        rules.texts_of(item.get("content"))] if isinstance(value, list) else []
+        texts = (
+            [value]
+            if isinstance(value, str)
+            else (
+                [
+                    text
+                    for item in value
+                    if isinstance(item, dict) and item.get("role") in ("user", None)
+                    for text in rules.texts_of(item.get("content"))
+                ]
+                if isinstance(value, list)
+                else []
+            )
+        )
     return [text for text in texts if text.strip()]

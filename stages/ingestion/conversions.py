@@ -4,6 +4,7 @@ A row-wise converter takes one row and gives any number of rows. A grouped conve
 of one prompt (staged on disk by the stage) and gives rows. Both keep prompt_id and group_id, write
 `origin=conversion`, list the input row ids in extra_json and count what they drop by reason.
 """
+
 from __future__ import annotations
 
 import json
@@ -18,20 +19,45 @@ from stages.pairs import is_tie
 from storage.schema import prompt_id, row_id
 
 ROWWISE = {
-    ("comparisons/1", "pairs/1"), ("rankings/1", "pairs/1"), ("pairs/1", "demonstrations/1"),
-    ("rankings/1", "demonstrations/1"), ("ratings/1", "unpaired/1"), ("stepwise/1", "unpaired/1"),
-    ("demonstrations/1", "demonstrations/1"), ("segments/1", "pairs/1"),
+    ("comparisons/1", "pairs/1"),
+    ("rankings/1", "pairs/1"),
+    ("pairs/1", "demonstrations/1"),
+    ("rankings/1", "demonstrations/1"),
+    ("ratings/1", "unpaired/1"),
+    ("stepwise/1", "unpaired/1"),
+    ("demonstrations/1", "demonstrations/1"),
+    ("segments/1", "pairs/1"),
 }
 GROUPED = {
-    ("ratings/1", "rankings/1"), ("ratings/1", "pairs/1"), ("unpaired/1", "pairs/1"), ("pairs/1", "unpaired/1"),
-    ("pairs/1", "rankings/1"), ("ratings/1", "demonstrations/1"),
+    ("ratings/1", "rankings/1"),
+    ("ratings/1", "pairs/1"),
+    ("unpaired/1", "pairs/1"),
+    ("pairs/1", "unpaired/1"),
+    ("pairs/1", "rankings/1"),
+    ("ratings/1", "demonstrations/1"),
 }
 # Where the matrix has no direct rule but two rules follow each other.
-CHAINS = {("comparisons/1", "demonstrations/1"): "pairs/1", ("comparisons/1", "unpaired/1"): "pairs/1",
-          ("comparisons/1", "rankings/1"): "pairs/1", ("rankings/1", "unpaired/1"): "pairs/1"}
-WITH_PROMPT = ("pairs/1", "comparisons/1", "rankings/1", "ratings/1", "unpaired/1", "stepwise/1", "demonstrations/1",
-               "segments/1", "span_feedback/1", "candidates/1", "revisions/1")
-ANY_GAP = math.ulp(0.0)         # the smallest difference of two scores: whatever the scale, one of its steps is not below it
+CHAINS = {
+    ("comparisons/1", "demonstrations/1"): "pairs/1",
+    ("comparisons/1", "unpaired/1"): "pairs/1",
+    ("comparisons/1", "rankings/1"): "pairs/1",
+    ("rankings/1", "unpaired/1"): "pairs/1",
+}
+WITH_PROMPT = (
+    "pairs/1",
+    "comparisons/1",
+    "rankings/1",
+    "ratings/1",
+    "unpaired/1",
+    "stepwise/1",
+    "demonstrations/1",
+    "segments/1",
+    "span_feedback/1",
+    "candidates/1",
+    "revisions/1",
+)
+# the smallest difference of two scores: whatever the scale, one of its steps is not below it
+ANY_GAP = math.ulp(0.0)
 _CARRIED = ("prompt_id", "group_id", "split", "source", "batch_id", "license", "weight", "collected_at")
 
 
@@ -56,7 +82,7 @@ def reachable(have: str) -> list[str]:
 def _derived(kind: str, row: dict, new: dict, sources: list[tuple[str, dict]] | None = None) -> dict:
     """`new` with provenance: carried common columns, origin and the ids of its input rows."""
     carried = {name: row[name] for name in _CARRIED if row.get(name) is not None}
-    ids = [item.get("row_id") or row_id(k, item) for k, item in (sources or [(kind, row)])]
+    ids = [item.get("row_id") or row_id(k, item) for k, item in sources or [(kind, row)]]
     extra = {"from": kind, "row_ids": ids, **new.pop("_kept", {})}
     return {**carried, "origin": "conversion", "extra_json": canonical_bytes(extra).decode(), **new}
 
@@ -72,7 +98,9 @@ def comparison_to_pair(row: dict, options) -> dict:
         winner, strength, _ = pairing.likert(row["label"], row["n_points"], row.get("orientation") or "low_is_a")
         p_a = {"A": 1.0, "B": 0.0, "tie": 0.5}[winner]
         if options.soft_label == "linear":
-            p_a = pairing.likert_probability(row["label"], row["n_points"], row.get("orientation") or "low_is_a", options.soft_label_eps)
+            p_a = pairing.likert_probability(
+                row["label"], row["n_points"], row.get("orientation") or "low_is_a", options.soft_label_eps
+            )
     elif kind in ("votes", "choice"):
         p_a = pairing.votes(row["votes"])["p_a"]
     else:
@@ -81,12 +109,24 @@ def comparison_to_pair(row: dict, options) -> dict:
     if not kept:
         raise Bad("all_tied")
     a, b = ("response_b", "response_a") if winner == "B" else ("response_a", "response_b")
-    out = {"prompt": row["prompt"], "chosen": row[a], "rejected": row[b], "strength": strength,
-           "ann": row.get("ann"), "turn_index": row.get("turn_index"),
-           "chosen_gen": row.get("gen_" + a[-1]), "rejected_gen": row.get("gen_" + b[-1]), "pairs_in_group": 1,
-           "_first_won": None if winner == "tie" else winner == "A"}
-    soft = options.soft_label == "prob" or (options.soft_label == "auto" and kind == "prob") or \
-        (options.soft_label == "linear" and kind == "likert") or winner == "tie"
+    out = {
+        "prompt": row["prompt"],
+        "chosen": row[a],
+        "rejected": row[b],
+        "strength": strength,
+        "ann": row.get("ann"),
+        "turn_index": row.get("turn_index"),
+        "chosen_gen": row.get("gen_" + a[-1]),
+        "rejected_gen": row.get("gen_" + b[-1]),
+        "pairs_in_group": 1,
+        "_first_won": None if winner == "tie" else winner == "A",
+    }
+    soft = (
+        options.soft_label == "prob"
+        or (options.soft_label == "auto" and kind == "prob")
+        or (options.soft_label == "linear" and kind == "likert")
+        or winner == "tie"
+    )
     if soft:
         out["label_prob"] = probability
     if options.margin_mode.startswith("llama2"):
@@ -114,9 +154,18 @@ def _ranking_to_pairs(row: dict, options, draw, gaps) -> list[dict]:
         raise Bad("all_tied" if len(set(ranks)) <= 1 and len(ranks) > 1 else "no_pair")
     out = []
     for i, j, stage, gap in staged:
-        new = {"prompt": row["prompt"], "chosen": row["completions"][i], "rejected": row["completions"][j],
-               "pairs_in_group": len(staged), "weight": row.get("weight", 1.0) / len(staged), "rank_gap": gap,
-               "stage_index": stage, "ann": row.get("ann"), "chosen_gen": gens[i], "rejected_gen": gens[j]}
+        new = {
+            "prompt": row["prompt"],
+            "chosen": row["completions"][i],
+            "rejected": row["completions"][j],
+            "pairs_in_group": len(staged),
+            "weight": row.get("weight", 1.0) / len(staged),
+            "rank_gap": gap,
+            "stage_index": stage,
+            "ann": row.get("ann"),
+            "chosen_gen": gens[i],
+            "rejected_gen": gens[j],
+        }
         if scores:
             new |= {"chosen_score": scores[i], "rejected_score": scores[j]}
             if by_score:
@@ -128,7 +177,9 @@ def _ranking_to_pairs(row: dict, options, draw, gaps) -> list[dict]:
 
 
 def rank_gaps(ranks: list[int]) -> set[int]:
-    """Rank gaps between the items of a ranking. Those of all rankings give the stages of pair_mode rank_gap (`data.curriculum`)."""
+    """Rank gaps between the items of a ranking. Those of all rankings give the stages of pair_mode rank_gap
+    (`data.curriculum`).
+    """
     return {gap for gap, _ in pairing.rank_gap_stages(ranks)}
 
 
@@ -137,8 +188,13 @@ def finish_pair(row: dict, options) -> dict:
     grade = row.pop("_grade", None)
     if options.margin_mode == "none" or row.get("margin") is not None:
         return row
-    gap = pairing.margin(options.margin_mode, strength=row.get("strength"), grade=grade,
-                         chosen_score=row.get("chosen_score"), rejected_score=row.get("rejected_score"))
+    gap = pairing.margin(
+        options.margin_mode,
+        strength=row.get("strength"),
+        grade=grade,
+        chosen_score=row.get("chosen_score"),
+        rejected_score=row.get("rejected_score"),
+    )
     if gap is not None:
         if options.margin_mode == "score_diff" and not gap > 0:
             raise Bad("all_tied" if gap == 0 else "score_inconsistent")
@@ -155,13 +211,23 @@ def unroll_demonstration(row: dict, options) -> list[dict]:
     if options.multiturn == "keep":
         return [row]
     trained = set(row["train_turns"])
-    roles = [message["role"] if message["role"] != "assistant" or index in trained else "context"
-             for index, message in enumerate(row["messages"])]
+    roles = [
+        message["role"] if message["role"] != "assistant" or index in trained else "context"
+        for index, message in enumerate(row["messages"])
+    ]
     balance = "per_conversation" if options.balance == "per_conversation" else "none"
     samples = pairing.unroll(roles, options.multiturn, balance)
-    kept = {name: value for name, value in row.items() if name not in ("row_id", "prompt_id")}     # these are of the whole conversation
-    return [{**kept, "messages": row["messages"][:target + 1], "train_turns": [target],
-             "weight": row.get("weight", 1.0) * weight} for target, weight in samples]
+    # these are of the whole conversation
+    kept = {name: value for name, value in row.items() if name not in ("row_id", "prompt_id")}
+    return [
+        {
+            **kept,
+            "messages": row["messages"][: target + 1],
+            "train_turns": [target],
+            "weight": row.get("weight", 1.0) * weight,
+        }
+        for target, weight in samples
+    ]
 
 
 def prompt_row(kind: str, row: dict) -> dict:
@@ -169,7 +235,7 @@ def prompt_row(kind: str, row: dict) -> dict:
     if kind == "demonstrations/1":
         messages = row["messages"]
         end = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
-        return {"prompt": messages[:end + 1]}
+        return {"prompt": messages[: end + 1]}
     out = {"prompt": row["prompt"]}
     if row.get("answer") is not None:
         out["answer"] = row["answer"]
@@ -202,16 +268,39 @@ def rowwise(have: str, want: str, row: dict, options, draw=None, gaps: set[int] 
         return [_derived(have, row, _as_demonstration(row["prompt"], row["completions"][best]))]
     if (have, want) == ("ratings/1", "unpaired/1"):
         if options.threshold is None:
-            raise ValueError("ratings become unpaired rows only with a threshold; set `threshold` (label = score >= threshold)")
+            raise ValueError(
+                "ratings become unpaired rows only with a threshold; set `threshold` (label = score >= threshold)"
+            )
         if options.dead_band and abs(row["score"] - options.threshold) < options.dead_band:
             raise Bad("all_tied")
-        return [_derived(have, row, {"prompt": row["prompt"], "completion": row["completion"], "gen": row.get("gen"),
-                                     "label": row["score"] >= options.threshold, "label_kind": "threshold"})]
+        return [
+            _derived(
+                have,
+                row,
+                {
+                    "prompt": row["prompt"],
+                    "completion": row["completion"],
+                    "gen": row.get("gen"),
+                    "label": row["score"] >= options.threshold,
+                    "label_kind": "threshold",
+                },
+            )
+        ]
     if (have, want) == ("stepwise/1", "unpaired/1"):
         label = -1 not in row["labels"] and row.get("solution_correct") is not False
         text = row.get("separator", "\n\n").join(row["completions"])
-        return [_derived(have, row, {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": text}],
-                                     "label": label, "label_kind": "correctness"})]
+        return [
+            _derived(
+                have,
+                row,
+                {
+                    "prompt": row["prompt"],
+                    "completion": [{"role": "assistant", "content": text}],
+                    "label": label,
+                    "label_kind": "correctness",
+                },
+            )
+        ]
     raise ValueError(f"no conversion from {have} to {want}; {have} can become {', '.join(reachable(have))}")
 
 
@@ -225,7 +314,9 @@ def _key(messages: list[dict]) -> str:
     return prompt_id([{**message, "content": (message.get("content") or "").strip()} for message in messages])
 
 
-def grouped(have: str, want: str, rows: list[dict], options, draw=None) -> tuple[list[dict], dict[str, int], dict[int, str]]:
+def grouped(
+    have: str, want: str, rows: list[dict], options, draw=None
+) -> tuple[list[dict], dict[str, int], dict[int, str]]:
     """(rows out, dropped by reason, code of each input row, by index, of which nothing came because of a tie).
 
     rows: all rows of kind `have` with one prompt, in input order.
@@ -239,20 +330,30 @@ def _weight(rows: list[dict]) -> float:
 
 
 def _by_rater(rows: list[dict]) -> list[dict[str, tuple[float, list[int]]]]:
-    """{completion: (score, indices of its rows)} of each rater, criterion and scale: scores of different ones are not comparable (`data.margin`).
+    """{completion: (score, indices of its rows)} of each rater, criterion and scale: scores of different ones are not
+    comparable (`data.margin`).
 
     A completion that one rater scored twice has the mean score.
     """
     raters: dict[tuple, dict[str, list[int]]] = {}
     for index, row in enumerate(rows):
         ann = row.get("ann") or {}
-        rater = (*(ann.get(name) for name in ("annotator_id", "judge_id", "criteria")), row.get("scale_min"), row.get("scale_max"))
+        rater = (
+            *(ann.get(name) for name in ("annotator_id", "judge_id", "criteria")),
+            row.get("scale_min"),
+            row.get("scale_max"),
+        )
         raters.setdefault(rater, {}).setdefault(_key(row["completion"]), []).append(index)
-    return [{key: (fmean(rows[index]["score"] for index in found), found) for key, found in rated.items()} for rated in raters.values()]
+    return [
+        {key: (fmean(rows[index]["score"] for index in found), found) for key, found in rated.items()}
+        for rated in raters.values()
+    ]
 
 
 def _votes(raters: list[dict], a: str, b: str, least: float) -> tuple[float, list[tuple[float, dict]]]:
-    """(share that prefers completion a to b, [(how much, rater)] of who scored both): one vote per rater, a smaller gap than `least` is a tie."""
+    """(share that prefers completion a to b, [(how much, rater)] of who scored both): one vote per rater, a smaller gap
+    than `least` is a tie.
+    """
     gaps = [(rated[a][0] - rated[b][0], rated) for rated in raters if a in rated and b in rated]
     labels = ["A" if gap >= least else "B" if -gap >= least else "tie" for gap, _ in gaps]
     return pairing.votes(labels)["p_a"] if gaps else 0.5, gaps
@@ -262,22 +363,33 @@ def _ratings_to_ranking(have, rows, options, draw):
     """One ranking per rater; where that has no order, its rows are refused."""
     out, lost = [], {}
     for rated in _by_rater(rows):
-        scores, indices = [score for score, _ in rated.values()], [index for _, found in rated.values() for index in found]
+        scores, indices = (
+            [score for score, _ in rated.values()],
+            [index for _, found in rated.values() for index in found],
+        )
         if len(set(scores)) < 2:
             lost |= dict.fromkeys(indices, "no_pair" if len(scores) < 2 else "all_tied")
             continue
         kept = [rows[found[0]] for _, found in rated.values()]
-        new = {"prompt": rows[0]["prompt"], "completions": [row["completion"] for row in kept], "ranks": pairing.ranks_from_scores(scores), "scores": scores,
-               "gens": [row.get("gen") for row in kept] if any(row.get("gen") for row in kept) else None,
-               "weight": _weight([rows[index] for index in indices]), "ann": kept[0].get("ann")}
+        new = {
+            "prompt": rows[0]["prompt"],
+            "completions": [row["completion"] for row in kept],
+            "ranks": pairing.ranks_from_scores(scores),
+            "scores": scores,
+            "gens": [row.get("gen") for row in kept] if any(row.get("gen") for row in kept) else None,
+            "weight": _weight([rows[index] for index in indices]),
+            "ann": kept[0].get("ann"),
+        }
         out.append(_derived(have, kept[0], new, [(have, rows[index]) for index in indices]))
     return out, {}, lost
 
 
 def _ratings_to_pairs(have, rows, options, draw):
-    """Pairs inside the scores of one rater. Where several scored the same two completions, the majority decides (`data.aggregate`).
+    """Pairs inside the scores of one rater. Where several scored the same two completions, the majority decides
+    (`data.aggregate`).
 
-    The scores are then those of one of the majority, the one with the median gap: scores of several people are never averaged.
+    The scores are then those of one of the majority, the one with the median gap: scores of several people are never
+    averaged.
     """
     least = options.min_margin or ANY_GAP
     raters, asked = _by_rater(rows), {}
@@ -286,7 +398,11 @@ def _ratings_to_pairs(have, rows, options, draw):
         if options.pair_mode == "all":
             made = [(i, j) for i, j, _ in pairing.ratings_pairs(scores, least)]
         else:
-            made = [(i, j) for i, j in pairing.ranking_pairs(pairing.ranks_from_scores(scores), options.pair_mode, draw) if scores[i] - scores[j] >= least]
+            made = [
+                (i, j)
+                for i, j in pairing.ranking_pairs(pairing.ranks_from_scores(scores), options.pair_mode, draw)
+                if scores[i] - scores[j] >= least
+            ]
         for i, j in made:
             asked.setdefault(frozenset((keys[i], keys[j])), (keys[i], keys[j]))
     pairs, tied = [], 0
@@ -300,24 +416,40 @@ def _ratings_to_pairs(have, rows, options, draw):
         agreeing = sorted(gap for gap, _ in gaps if gap >= least)
         middle = agreeing[(len(agreeing) - 1) // 2]
         pairs.append((a, b, p_a, next(rated for gap, rated in gaps if gap == middle), [rated for _, rated in gaps]))
-    pairs = pairs[:options.max_pairs_per_prompt]
+    pairs = pairs[: options.max_pairs_per_prompt]
     out = []
     for a, b, p_a, rated, voters in pairs:
         chosen, rejected = rows[rated[a][1][0]], rows[rated[b][1][0]]
         behind = [rows[index] for voter in voters for key in (a, b) for index in voter[key][1]]
-        out.append(_derived(have, chosen, {
-            "prompt": chosen["prompt"], "chosen": chosen["completion"], "rejected": rejected["completion"],
-            "chosen_score": rated[a][0], "rejected_score": rated[b][0],
-            "margin": rated[a][0] - rated[b][0] if options.margin_mode == "score_diff" else None,
-            "label_prob": p_a if options.soft_label == "prob" and len(voters) > 1 else None,
-            "pairs_in_group": len(pairs), "weight": _weight(behind) / len(pairs), "chosen_gen": chosen.get("gen"), "rejected_gen": rejected.get("gen"),
-            "ann": chosen.get("ann") if len(voters) == 1 else None}, [(have, row) for row in behind]))
+        out.append(
+            _derived(
+                have,
+                chosen,
+                {
+                    "prompt": chosen["prompt"],
+                    "chosen": chosen["completion"],
+                    "rejected": rejected["completion"],
+                    "chosen_score": rated[a][0],
+                    "rejected_score": rated[b][0],
+                    "margin": rated[a][0] - rated[b][0] if options.margin_mode == "score_diff" else None,
+                    "label_prob": p_a if options.soft_label == "prob" and len(voters) > 1 else None,
+                    "pairs_in_group": len(pairs),
+                    "weight": _weight(behind) / len(pairs),
+                    "chosen_gen": chosen.get("gen"),
+                    "rejected_gen": rejected.get("gen"),
+                    "ann": chosen.get("ann") if len(voters) == 1 else None,
+                },
+                [(have, row) for row in behind],
+            )
+        )
     dropped = {"tied_votes": tied} if tied else {}
     return out, dropped if out else {**dropped, "no_pair": 1}, {} if out else dict.fromkeys(range(len(rows)), "no_pair")
 
 
 def _ratings_to_demonstrations(have, rows, options, draw):
-    """The completion that wins most often against the others under the raters who scored both, then the one with the highest mean score."""
+    """The completion that wins most often against the others under the raters who scored both, then the one with the
+    highest mean score.
+    """
     raters, scores, first = _by_rater(rows), {}, {}
     for row in rows:
         key = _key(row["completion"])
@@ -332,7 +464,11 @@ def _ratings_to_demonstrations(have, rows, options, draw):
     if options.threshold is not None and fmean(scores[best]) < options.threshold:
         return [], {"below_threshold": 1}, {}
     others = sum(_key(row["completion"]) != best for row in rows)
-    return [_derived(have, first[best], _as_demonstration(first[best]["prompt"], first[best]["completion"]))], {"not_best": others} if others else {}, {}
+    return (
+        [_derived(have, first[best], _as_demonstration(first[best]["prompt"], first[best]["completion"]))],
+        {"not_best": others} if others else {},
+        {},
+    )
 
 
 def _unpaired_to_pairs(have, rows, options, draw):
@@ -342,9 +478,23 @@ def _unpaired_to_pairs(have, rows, options, draw):
     usable = [row for row in rows if len(labels[_key(row["completion"])]) == 1]
     good, bad = [row for row in usable if row["label"]], [row for row in usable if not row["label"]]
     pairs = pairing.unpaired_to_pairs(good, bad, options.max_pairs_per_prompt)
-    out = [_derived(have, a, {"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"],
-                              "pairs_in_group": len(pairs), "weight": _weight([a, b]) / len(pairs), "chosen_gen": a.get("gen"),
-                              "rejected_gen": b.get("gen")}, [(have, a), (have, b)]) for a, b in pairs]
+    out = [
+        _derived(
+            have,
+            a,
+            {
+                "prompt": a["prompt"],
+                "chosen": a["completion"],
+                "rejected": b["completion"],
+                "pairs_in_group": len(pairs),
+                "weight": _weight([a, b]) / len(pairs),
+                "chosen_gen": a.get("gen"),
+                "rejected_gen": b.get("gen"),
+            },
+            [(have, a), (have, b)],
+        )
+        for a, b in pairs
+    ]
     dropped = {"conflict": len(rows) - len(usable)} if len(usable) < len(rows) else {}
     if not out:
         dropped["no_pair"] = 1
@@ -363,13 +513,21 @@ def _pairs_to_unpaired(have, rows, options, draw):
             keys.append(key)
         triples.append(("", keys[0], keys[1]))
     made, conflicts = pairing.pairs_to_unpaired(triples, options.on_conflict)
-    out = [_derived(have, texts[key][1], {"prompt": rows[0]["prompt"], "completion": texts[key][0], "label": label,
-                                          "label_kind": "converted"}) for _, key, label in made]
+    out = [
+        _derived(
+            have,
+            texts[key][1],
+            {"prompt": rows[0]["prompt"], "completion": texts[key][0], "label": label, "label_kind": "converted"},
+        )
+        for _, key, label in made
+    ]
     return out, ({"conflict": len(conflicts)} if conflicts else {}), lost
 
 
 def _pairs_to_ranking(have, rows, options, draw):
-    """Topological order if the wins are acyclic (one level per depth), else Bradley-Terry scores, l2 0.1. Tied answers have one rank."""
+    """Topological order if the wins are acyclic (one level per depth), else Bradley-Terry scores, l2 0.1. Tied answers
+    have one rank.
+    """
     from stages.ingestion.curation import bradley_terry
 
     items: list[list[dict]] = []
@@ -384,7 +542,7 @@ def _pairs_to_ranking(have, rows, options, draw):
         (ties if is_tie(row) else wins).append((index[_key(row["chosen"])], index[_key(row["rejected"])]))
     if not wins:
         return [], {"all_tied": 1}, dict.fromkeys(range(len(rows)), "all_tied")
-    same = list(range(len(items)))      # the first of the answers that are tied with each
+    same = list(range(len(items)))  # the first of the answers that are tied with each
     for a, b in ties:
         same = [same[a] if other == same[b] else other for other in same]
     depth = _depths(len(items), [(same[winner], same[loser]) for winner, loser in wins])
@@ -415,7 +573,10 @@ def _depths(n: int, wins: list[tuple[int, int]]) -> list[int] | None:
 
 
 _GROUPED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("ratings/1", "rankings/1"): _ratings_to_ranking, ("ratings/1", "pairs/1"): _ratings_to_pairs,
-    ("ratings/1", "demonstrations/1"): _ratings_to_demonstrations, ("unpaired/1", "pairs/1"): _unpaired_to_pairs,
-    ("pairs/1", "unpaired/1"): _pairs_to_unpaired, ("pairs/1", "rankings/1"): _pairs_to_ranking,
+    ("ratings/1", "rankings/1"): _ratings_to_ranking,
+    ("ratings/1", "pairs/1"): _ratings_to_pairs,
+    ("ratings/1", "demonstrations/1"): _ratings_to_demonstrations,
+    ("unpaired/1", "pairs/1"): _unpaired_to_pairs,
+    ("pairs/1", "unpaired/1"): _pairs_to_unpaired,
+    ("pairs/1", "rankings/1"): _pairs_to_ranking,
 }

@@ -10,9 +10,9 @@ from storage.schema import complete_row
 
 SAMPLES_PER_CODE = 3
 
-LONG_PROMPT = 50_000                # characters; a warning only
+LONG_PROMPT = 50_000  # characters; a warning only
 
-RAW_LIMIT = 1 << 20                 # characters of a refused row that quarantine keeps
+RAW_LIMIT = 1 << 20  # characters of a refused row that quarantine keeps
 
 
 class Counts:
@@ -34,7 +34,8 @@ class Counts:
         self.damaged_files: dict[str, str] = dict(state.get("damaged_files", {}))
         self.native: dict[str, int] = dict(state.get("native", {}))
         self.labels: dict[str, int] = dict(state.get("labels", {}))
-        self.steps: dict[str, list[int]] = {key: list(value) for key, value in state.get("steps", {}).items()}     # numbers seen as step labels, by file
+        # numbers seen as step labels, by file
+        self.steps: dict[str, list[int]] = {key: list(value) for key, value in state.get("steps", {}).items()}
         self.scores_against: int = state.get("scores_against", 0)
         self.cut_prompts: int = state.get("cut_prompts", 0)
         self.reasoning: dict[str, int] = dict(state.get("reasoning", {}))
@@ -63,10 +64,17 @@ class Counts:
 
 
 def quarantine_row(source: str, record: Record, codes: Iterable[str], *, dataset: str, origin: str) -> dict:
-    """A complete quarantine/1 row: where the refused one was, what it said (cut at RAW_LIMIT characters) and why it was refused."""
+    """A complete quarantine/1 row: where the refused one was, what it said (cut at RAW_LIMIT characters) and why it was
+    refused.
+    """
     raw = record.raw if record.raw is not None else canonical_bytes(record.row)
     text = raw.decode("utf-8", "backslashreplace")
     if len(text) > RAW_LIMIT:
         text = text[:RAW_LIMIT] + f"... ({len(text)} characters)"
-    return complete_row("quarantine/1", {"source_file": source, "line_no": record.line, "raw_json": text, "codes": list(codes), "stage": "ingest"},
-                        dataset=dataset, source=source, origin=origin)
+    return complete_row(
+        "quarantine/1",
+        {"source_file": source, "line_no": record.line, "raw_json": text, "codes": list(codes), "stage": "ingest"},
+        dataset=dataset,
+        source=source,
+        origin=origin,
+    )

@@ -2,6 +2,7 @@
 
 Catalogue: data.split, data.dedup, data.decontam, data.bias_audit, data.agreement, data.ifd.
 """
+
 from __future__ import annotations
 
 import hashlib
@@ -20,7 +21,7 @@ HALVES_SALT, GENERATED_SALT = "rm-halves", "generated-validation"
 
 def split_position(group_id: str, salt: str) -> float:
     """u in [0, 1): first 16 hex of sha256(salt + ":" + group_id) over 2^64 (`data.split`)."""
-    return int.from_bytes(hashlib.sha256(f"{salt}:{group_id}".encode()).digest()[:8], "big") / 2 ** 64
+    return int.from_bytes(hashlib.sha256(f"{salt}:{group_id}".encode()).digest()[:8], "big") / 2**64
 
 
 def split_of(group_id: str, salt: str, fractions: dict[str, float]) -> str:
@@ -41,8 +42,8 @@ def half_of(group_id: str, salt: str = HALVES_SALT) -> str:
 def generated_splits(rows: Iterable[dict], validation_fraction: float) -> dict[str, str]:
     """Split of each prompt that rows were generated for: that of its rows, the held-out one where they disagree.
 
-    A share of the training groups becomes the validation split where nothing is in it, by a salt of its own: under that of the ingest stage all
-    training groups have low positions, which leaves none for it.
+    A share of the training groups becomes the validation split where nothing is in it, by a salt of its own: under that
+    of the ingest stage all training groups have low positions, which leaves none for it.
     """
     splits, groups = {}, {}
     for row in rows:
@@ -52,7 +53,10 @@ def generated_splits(rows: Iterable[dict], validation_fraction: float) -> dict[s
     if "validation" in splits.values():
         return splits
     fractions = {"train": 1.0 - validation_fraction, "validation": validation_fraction}
-    return {name: split_of(groups[name], GENERATED_SALT, fractions) if split == "train" else split for name, split in splits.items()}
+    return {
+        name: split_of(groups[name], GENERATED_SALT, fractions) if split == "train" else split
+        for name, split in splits.items()
+    }
 
 
 # -- near duplicates --------------------------------------------------------------------------------
@@ -67,7 +71,7 @@ def word_tokens(text: str) -> list[str]:
 def shingles(text: str, k: int = 5, unit: str = "word") -> set:
     """k-shingles of the normalised text: of whitespace words, or of characters."""
     items = normalise_text(text).split() if unit == "word" else normalise_text(text)
-    return {tuple(items[i:i + k]) if unit == "word" else items[i:i + k] for i in range(len(items) - k + 1)}
+    return {tuple(items[i : i + k]) if unit == "word" else items[i : i + k] for i in range(len(items) - k + 1)}
 
 
 def jaccard(left: set, right: set) -> float:
@@ -80,7 +84,9 @@ _PRIME = 4_294_967_311  # the first one above 2^32
 
 
 class MinHash:
-    """MinHash signatures in bands for a Jaccard threshold (128 permutations by default): the smallest (a h + b) mod p over the items' hashes h, for random a and b."""
+    """MinHash signatures in bands for a Jaccard threshold (128 permutations by default): the smallest (a h + b) mod p
+    over the items' hashes h, for random a and b.
+    """
 
     def __init__(self, threshold: float = 0.8, permutations: int = 128, seed: int = 0x5EED):
         import numpy as np
@@ -91,25 +97,41 @@ class MinHash:
         self._b = rng.integers(0, 1 << 32, permutations, dtype=np.uint64)
         # Rows per band r so that (1/bands)^(1/r) lies just under the threshold: few misses, and the
         # exact Jaccard that follows removes the false candidates.
-        self.rows = max((r for r in range(1, permutations + 1) if permutations % r == 0
-                         and (r / permutations) ** (1 / r) <= threshold), default=1)
+        self.rows = max(
+            (
+                r
+                for r in range(1, permutations + 1)
+                if permutations % r == 0 and (r / permutations) ** (1 / r) <= threshold
+            ),
+            default=1,
+        )
         self.bands = permutations // self.rows
 
     def keys(self, items: set) -> list[bytes]:
         """One 16-byte key per band; two texts that share a key are candidates."""
         np = self._np
-        hashes = np.array([int.from_bytes(hashlib.blake2b(repr(item).encode(), digest_size=4).digest(), "big")
-                           for item in items], dtype=np.uint64)
-        mixed = (self._a[:, None] * hashes[None, :] + self._b[:, None]) % np.uint64(_PRIME)     # below 2^64 before the modulus
+        hashes = np.array(
+            [int.from_bytes(hashlib.blake2b(repr(item).encode(), digest_size=4).digest(), "big") for item in items],
+            dtype=np.uint64,
+        )
+        # below 2^64 before the modulus
+        mixed = (self._a[:, None] * hashes[None, :] + self._b[:, None]) % np.uint64(_PRIME)
         signature = mixed.min(axis=1)
-        return [hashlib.blake2b(band.to_bytes(4, "big") + signature[band * self.rows:(band + 1) * self.rows].tobytes(),
-                                digest_size=16).digest() for band in range(self.bands)]
+        return [
+            hashlib.blake2b(
+                band.to_bytes(4, "big") + signature[band * self.rows : (band + 1) * self.rows].tobytes(), digest_size=16
+            ).digest()
+            for band in range(self.bands)
+        ]
 
 
 # -- decontamination --------------------------------------------------------------------------------
 def ngrams(tokens: Sequence[str] | str, n: int) -> list:
     """All n-grams in order; none where there are fewer than n tokens."""
-    return [tuple(tokens[i:i + n]) if not isinstance(tokens, str) else tokens[i:i + n] for i in range(len(tokens) - n + 1)]
+    return [
+        tuple(tokens[i : i + n]) if not isinstance(tokens, str) else tokens[i : i + n]
+        for i in range(len(tokens) - n + 1)
+    ]
 
 
 class DecontaminationIndex:
@@ -134,7 +156,9 @@ class DecontaminationIndex:
         return word_tokens(text) if self.unit == "word" else list(normalise_text(text))
 
     def add(self, text: str, later: bool = False) -> None:
-        """Index one evaluation text. A short `later` turn of a conversation ("Why?") only meets training prompts that are nothing else."""
+        """Index one evaluation text. A short `later` turn of a conversation ("Why?") only meets training prompts that
+        are nothing else.
+        """
         tokens, item = self.tokens(text), len(self._lengths)
         self._lengths.append(len(tokens))
         if len(tokens) < self.n:
@@ -146,7 +170,9 @@ class DecontaminationIndex:
         return len(self._lengths)
 
     def check(self, *turns: str) -> bool:
-        """True if the training text, or the user turns of one conversation together, are contaminated; remembers each evaluation item's best coverage."""
+        """True if the training text, or the user turns of one conversation together, are contaminated; remembers each
+        evaluation item's best coverage.
+        """
         spots: dict[int, set[int]] = {}
         hit = False
         for tokens in map(self.tokens, turns):
@@ -154,7 +180,14 @@ class DecontaminationIndex:
                 for item, start in self._where.get(gram, ()):
                     spots.setdefault(item, set()).update(range(start, start + self.n))
             if len(tokens) < self.n:
-                found = (*self._short.get(tuple(tokens), ()), *(self._short_later.get(tuple(tokens), ()) if len(turns) == 1 else ())) if tokens else ()
+                found = (
+                    (
+                        *self._short.get(tuple(tokens), ()),
+                        *(self._short_later.get(tuple(tokens), ()) if len(turns) == 1 else ()),
+                    )
+                    if tokens
+                    else ()
+                )
                 for item in found:
                     self.any_hit.add(item)
                     self.best[item] = Fraction(1)
@@ -170,9 +203,13 @@ class DecontaminationIndex:
         """Evaluation items in total, with any shared n-gram, over the threshold, mean coverage."""
         total = len(self._lengths)
         over = sum(score > self.threshold for score in self.best.values())
-        return {"eval_rows": total, "eval_rows_with_any_ngram": len(self.any_hit), "eval_rows_over_threshold": over,
-                "contamination_rate": (over if self.mode == "coverage" else len(self.any_hit)) / total if total else 0.0,
-                "mean_coverage": math.fsum(map(float, self.best.values())) / total if total else 0.0}
+        return {
+            "eval_rows": total,
+            "eval_rows_with_any_ngram": len(self.any_hit),
+            "eval_rows_over_threshold": over,
+            "contamination_rate": (over if self.mode == "coverage" else len(self.any_hit)) / total if total else 0.0,
+            "mean_coverage": math.fsum(map(float, self.best.values())) / total if total else 0.0,
+        }
 
 
 # -- bias audit -------------------------------------------------------------------------------------
@@ -189,21 +226,40 @@ def has_markdown(text: str) -> bool:
 
 _LISTS = re.compile(r"^\s*(?:[-*+]|\d+[.)])\s+\S", re.M)
 _HEADING = re.compile(r"^#{1,6} ", re.M)
-_EMOJI = re.compile("[\U0001F300-\U0001FAFF\u2600-\u27BF]")
-_REFUSES = re.compile(r"\b(?:i (?:can't|cannot|can not|won't|will not)|i'm (?:sorry, but|not able to|unable to)|i am (?:sorry, but|not able to|unable to)|as an ai\b)")
-_STOCK = ("as an ai language model", "certainly!", "great question", "it's important to note", "i hope this helps", "delve into")
+_EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u27bf]")
+_REFUSES = re.compile(
+    r"\b(?:i (?:can't|cannot|can not|won't|will not)|i'm (?:sorry, but|not able to|unable to)|i am (?:sorry, but|not"
+    r" able to|unable to)|as an ai\b)"
+)
+_STOCK = (
+    "as an ai language model",
+    "certainly!",
+    "great question",
+    "it's important to note",
+    "i hope this helps",
+    "delve into",
+)
 _OPINION = re.compile(r"\b(?:i (?:think|believe|feel)|in my (?:opinion|view)|i'm (?:sure|convinced))\b")
-_AGREES = re.compile(r"\b(?:i (?:completely |totally |fully )?agree|you(?:'re| are) (?:absolutely |completely |quite )?right|absolutely[!,.]|great point|good point)")
+_AGREES = re.compile(
+    r"\b(?:i (?:completely |totally |fully )?agree|you(?:'re| are) (?:absolutely |completely |quite"
+    r" )?right|absolutely[!,.]|great point|good point)"
+)
 _MARKS: dict[str, Callable[[str, str], bool]] = {  # name -> (text, the same in lower case) has it
-    "markdown": lambda text, low: has_markdown(text), "list": lambda text, low: bool(_LISTS.search(text)), "heading": lambda text, low: bool(_HEADING.search(text)),
-    "code": lambda text, low: "```" in text, "emoji": lambda text, low: not text.isascii() and bool(_EMOJI.search(text)),
-    "refusal": lambda text, low: bool(_REFUSES.search(low[:300])), "stock_phrase": lambda text, low: any(phrase in low for phrase in _STOCK),
+    "markdown": lambda text, low: has_markdown(text),
+    "list": lambda text, low: bool(_LISTS.search(text)),
+    "heading": lambda text, low: bool(_HEADING.search(text)),
+    "code": lambda text, low: "```" in text,
+    "emoji": lambda text, low: not text.isascii() and bool(_EMOJI.search(text)),
+    "refusal": lambda text, low: bool(_REFUSES.search(low[:300])),
+    "stock_phrase": lambda text, low: any(phrase in low for phrase in _STOCK),
 }
 KEPT_PREFIXES, SHOWN_PREFIXES, LONGEST_PREFIX = 20_000, 10, 3
 
 
 def script_name(text: str) -> str:
-    """Most frequent script among the first hundred letters (latin, cyrillic, cjk ...); none where there is no letter."""
+    """Most frequent script among the first hundred letters (latin, cyrillic, cjk ...); none where there is no
+    letter.
+    """
     if text[:400].isascii():
         return "latin" if any(map(str.isalpha, text[:400])) else "none"
     found = Counter(unicodedata.name(letter, "?").split()[0] for letter in [c for c in text[:400] if c.isalpha()][:100])
@@ -213,12 +269,29 @@ def script_name(text: str) -> str:
 class BiasAudit:
     """Running sums over chosen/rejected texts: bounded memory, JSON-able state (`data.bias_audit`).
 
-    Prefixes are the first one to three words in lower case; the first ``KEPT_PREFIXES`` different ones are counted. Quantiles of the length difference are
-    of counts per character up to 100 and per ten beyond.
+    Prefixes are the first one to three words in lower case; the first ``KEPT_PREFIXES`` different ones are counted.
+    Quantiles of the length difference are of counts per character up to 100 and per ten beyond.
     """
 
-    FIELDS = ("pairs", "chars", "words", "longer_chars", "longer_words", "equal_chars", "cross_model", "with_models", "first_won", "labelled_in_order",
-              "gap", "gap_gap", "gap_won", "opinions", "agrees_chosen", "agrees_rejected", *(f"{mark}_{side}" for mark in _MARKS for side in ("chosen", "rejected")))
+    FIELDS = (
+        "pairs",
+        "chars",
+        "words",
+        "longer_chars",
+        "longer_words",
+        "equal_chars",
+        "cross_model",
+        "with_models",
+        "first_won",
+        "labelled_in_order",
+        "gap",
+        "gap_gap",
+        "gap_won",
+        "opinions",
+        "agrees_chosen",
+        "agrees_rejected",
+        *(f"{mark}_{side}" for mark in _MARKS for side in ("chosen", "rejected")),
+    )
 
     def __init__(self, state: dict | None = None):
         state = state or {}
@@ -231,13 +304,27 @@ class BiasAudit:
 
     def state(self) -> dict:
         """What a checkpoint keeps."""
-        return {"sums": dict(self.sums), "models": {side: dict(count) for side, count in self.models.items()},
-                "gaps": {str(gap): n for gap, n in self.gaps.items()}, "strengths": {str(one): n for one, n in self.strengths.items()}, "prefixes": self.prefixes, "scripts": dict(self.scripts)}
+        return {
+            "sums": dict(self.sums),
+            "models": {side: dict(count) for side, count in self.models.items()},
+            "gaps": {str(gap): n for gap, n in self.gaps.items()},
+            "strengths": {str(one): n for one, n in self.strengths.items()},
+            "prefixes": self.prefixes,
+            "scripts": dict(self.scripts),
+        }
 
-    def add(self, chosen: str, rejected: str, models: tuple[str | None, str | None] = (None, None), *, prompt: str = "", first_won: bool | None = None,
-            strength: int | None = None) -> None:
-        """Count one pair of texts; lengths are of the stripped texts, in code points and in words. first_won: whether the label preferred the answer that
-        was shown first, where the source says which one was."""
+    def add(
+        self,
+        chosen: str,
+        rejected: str,
+        models: tuple[str | None, str | None] = (None, None),
+        *,
+        prompt: str = "",
+        first_won: bool | None = None,
+        strength: int | None = None,
+    ) -> None:
+        """Count one pair of texts; lengths are of the stripped texts, in code points and in words. first_won: whether
+        the label preferred the answer that was shown first, where the source says which one was."""
         sums, a, b = self.sums, chosen.strip(), rejected.strip()
         split = a.split(), b.split()
         chars, words = len(a) - len(b), len(split[0]) - len(split[1])
@@ -264,7 +351,13 @@ class BiasAudit:
             sums["agrees_rejected"] += bool(_AGREES.search(low[1][:300]))
         if first_won is not None:
             gap = chars if first_won else -chars  # of the answer shown first
-            for name, value in (("labelled_in_order", 1), ("first_won", first_won), ("gap", gap), ("gap_gap", gap * gap), ("gap_won", gap * first_won)):
+            for name, value in (
+                ("labelled_in_order", 1),
+                ("first_won", first_won),
+                ("gap", gap),
+                ("gap_gap", gap * gap),
+                ("gap_won", gap * first_won),
+            ):
                 sums[name] += value
         if strength is not None:
             self.strengths[strength] += 1
@@ -280,27 +373,47 @@ class BiasAudit:
         n = self.sums["pairs"]
         if not n:
             return {}
-        out = {"pairs": n, "char_diff_mean": self.sums["chars"] / n, "word_diff_mean": self.sums["words"] / n,
-               **{f"char_diff_p{int(100 * q)}": self._quantile(q) for q in (0.1, 0.5, 0.9)},
-               "share_chosen_longer_chars": self.sums["longer_chars"] / n, "share_equal_chars": self.sums["equal_chars"] / n,
-               "share_chosen_longer_words": self.sums["longer_words"] / n,
-               **{f"{mark}_rate_{side}": self.sums[f"{mark}_{side}"] / n for mark in _MARKS for side in ("chosen", "rejected")}}
+        out = {
+            "pairs": n,
+            "char_diff_mean": self.sums["chars"] / n,
+            "word_diff_mean": self.sums["words"] / n,
+            **{f"char_diff_p{int(100 * q)}": self._quantile(q) for q in (0.1, 0.5, 0.9)},
+            "share_chosen_longer_chars": self.sums["longer_chars"] / n,
+            "share_equal_chars": self.sums["equal_chars"] / n,
+            "share_chosen_longer_words": self.sums["longer_words"] / n,
+            **{
+                f"{mark}_rate_{side}": self.sums[f"{mark}_{side}"] / n
+                for mark in _MARKS
+                for side in ("chosen", "rejected")
+            },
+        }
         found = self.prefix_bias()
         if found:
             out["max_prefix_z"] = max((row["z"] for row in found), key=abs)
         if ordered := self.sums["labelled_in_order"]:
             out |= {"first_position_rate": self.sums["first_won"] / ordered}
-            spread = (self.sums["gap_gap"] - self.sums["gap"] ** 2 / ordered) * self.sums["first_won"] * (1 - self.sums["first_won"] / ordered)
+            spread = (
+                (self.sums["gap_gap"] - self.sums["gap"] ** 2 / ordered)
+                * self.sums["first_won"]
+                * (1 - self.sums["first_won"] / ordered)
+            )
             if spread > 0:
-                out["length_label_correlation"] = (self.sums["gap_won"] - self.sums["gap"] * self.sums["first_won"] / ordered) / math.sqrt(spread)
+                out["length_label_correlation"] = (
+                    self.sums["gap_won"] - self.sums["gap"] * self.sums["first_won"] / ordered
+                ) / math.sqrt(spread)
         if opinions := self.sums["opinions"]:
-            out |= {"prompts_with_opinion": opinions, "agreement_rate_chosen": self.sums["agrees_chosen"] / opinions,
-                    "agreement_rate_rejected": self.sums["agrees_rejected"] / opinions}
+            out |= {
+                "prompts_with_opinion": opinions,
+                "agreement_rate_chosen": self.sums["agrees_chosen"] / opinions,
+                "agreement_rate_rejected": self.sums["agrees_rejected"] / opinions,
+            }
         out |= {f"script_{name}": self.scripts[name] / n for name in sorted(self.scripts)}
         out |= {f"strength_{one}": self.strengths[one] for one in sorted(self.strengths)}
         if self.sums["with_models"]:
-            out |= {"max_model_imbalance": source_share(self.models["chosen"], self.models["rejected"])["max_imbalance"],
-                    "pairs_cross_model": self.sums["cross_model"]}
+            out |= {
+                "max_model_imbalance": source_share(self.models["chosen"], self.models["rejected"])["max_imbalance"],
+                "pairs_cross_model": self.sums["cross_model"],
+            }
         return out
 
     def _quantile(self, q: float) -> int:
@@ -313,28 +426,45 @@ class BiasAudit:
         return 0
 
     def prefix_bias(self) -> list[dict]:
-        """The prefixes that tell chosen from rejected answers best, by |z| of their log-odds: {"prefix", "chosen", "rejected", "log_odds_ratio", "se", "z"}.
-        Where longer prefixes have the same counts, the longest stands for them."""
+        """The prefixes that tell chosen from rejected answers best, by |z| of their log-odds: {"prefix", "chosen",
+        "rejected", "log_odds_ratio", "se", "z"}. Where longer prefixes have the same counts, the longest stands for
+        them."""
         n = self.sums["pairs"]
-        covered = {prefix.rpartition(" ")[0] for prefix, counts in self.prefixes.items() if counts == self.prefixes.get(prefix.rpartition(" ")[0])}
-        rows = [{"prefix": prefix, "chosen": won, "rejected": lost, **prefix_log_odds(won, n, lost, n)} for prefix, (won, lost) in self.prefixes.items()
-                if won + lost >= 5 and prefix not in covered]
+        covered = {
+            prefix.rpartition(" ")[0]
+            for prefix, counts in self.prefixes.items()
+            if counts == self.prefixes.get(prefix.rpartition(" ")[0])
+        }
+        rows = [
+            {"prefix": prefix, "chosen": won, "rejected": lost, **prefix_log_odds(won, n, lost, n)}
+            for prefix, (won, lost) in self.prefixes.items()
+            if won + lost >= 5 and prefix not in covered
+        ]
         return sorted(rows, key=lambda row: (-abs(row["z"]), row["prefix"]))[:SHOWN_PREFIXES]
 
     def warnings(self) -> list[str]:
         """What a reward model would learn instead of quality; thresholds are the catalogue's choices."""
         report, out = self.report(), []
         if report.get("share_chosen_longer_chars", 0) > 0.6:
-            out.append(f"the chosen answer is longer in {report['share_chosen_longer_chars']:.1%} of the pairs (more than 60%): a reward "
-                       "model will learn length; balance the pairs or use a length-debiased reward")
+            out.append(
+                f"the chosen answer is longer in {report['share_chosen_longer_chars']:.1%} of the pairs (more than"
+                " 60%): a reward model will learn length; balance the pairs or use a length-debiased reward"
+            )
         if report.get("max_model_imbalance", 0) > 0.3:
-            out.append(f"one model's share differs by {report['max_model_imbalance']:.2f} between chosen and rejected (more than 0.3): a "
-                       "reward model will learn that model's style")
+            out.append(
+                f"one model's share differs by {report['max_model_imbalance']:.2f} between chosen and rejected (more"
+                " than 0.3): a reward model will learn that model's style"
+            )
         telling = [row for row in self.prefix_bias() if abs(row["z"]) > 3]
         if telling:
-            out.append("beginnings of answers tell chosen from rejected ones (|z| above 3): " + ", ".join(
-                f"{row['prefix']!r} {row['chosen']} times chosen, {row['rejected']} times rejected" for row in telling[:3]) +
-                       "; a reward model will learn them; balance these pairs")
+            out.append(
+                "beginnings of answers tell chosen from rejected ones (|z| above 3): "
+                + ", ".join(
+                    f"{row['prefix']!r} {row['chosen']} times chosen, {row['rejected']} times rejected"
+                    for row in telling[:3]
+                )
+                + "; a reward model will learn them; balance these pairs"
+            )
         return out
 
 
@@ -343,11 +473,17 @@ def source_share(chosen: Counter | Iterable[str], rejected: Counter | Iterable[s
     won, lost = Counter(chosen), Counter(rejected)
     n_won, n_lost = sum(won.values()), sum(lost.values())
     models = sorted(set(won) | set(lost))
-    return {"win_share": {m: won[m] / (won[m] + lost[m]) for m in models},
-            "max_imbalance": max((abs(won[m] / n_won - lost[m] / n_lost) for m in models), default=0.0) if n_won and n_lost else 0.0}
+    return {
+        "win_share": {m: won[m] / (won[m] + lost[m]) for m in models},
+        "max_imbalance": (
+            max((abs(won[m] / n_won - lost[m] / n_lost) for m in models), default=0.0) if n_won and n_lost else 0.0
+        ),
+    }
 
 
-def prefix_log_odds(chosen_with: int, n_chosen: int, rejected_with: int, n_rejected: int, smoothing: float = 0.5) -> dict:
+def prefix_log_odds(
+    chosen_with: int, n_chosen: int, rejected_with: int, n_rejected: int, smoothing: float = 0.5
+) -> dict:
     """Haldane-Anscombe log-odds ratio of a prefix in chosen against rejected, its error and z."""
     a, b = chosen_with + smoothing, n_chosen - chosen_with + smoothing
     c, d = rejected_with + smoothing, n_rejected - rejected_with + smoothing
@@ -365,16 +501,24 @@ def cohen_kappa(confusion: Sequence[Sequence[float]]) -> dict:
     rows = [math.fsum(row) / n for row in confusion]
     columns = [math.fsum(column) / n for column in zip(*confusion)]
     expected = math.fsum(a * b for a, b in zip(rows, columns))
-    return {"p_observed": observed, "p_expected": expected, "kappa": (observed - expected) / (1 - expected) if expected != 1 else None}
+    return {
+        "p_observed": observed,
+        "p_expected": expected,
+        "kappa": (observed - expected) / (1 - expected) if expected != 1 else None,
+    }
 
 
 def fleiss_kappa(counts: Sequence[Sequence[int]], times: Sequence[int] | None = None) -> dict:
-    """P_bar, P_e, kappa of an items x categories table with the same number of raters per item, rows counted ``times`` (default once); None without items or with one rater,
-    and kappa where P_e = 1. Raises ValueError where the raters differ in number."""
+    """P_bar, P_e, kappa of an items x categories table with the same number of raters per item, rows counted ``times``
+    (default once); None without items or with one rater, and kappa where P_e = 1. Raises ValueError where the raters
+    differ in number."""
     times = [1] * len(counts) if times is None else times
     n, items = sum(counts[0]) if counts else 0, sum(times)
     if any(sum(row) != n for row in counts):
-        raise ValueError("Fleiss's kappa takes items with the same number of labels; leave the others out, or take krippendorff_alpha")
+        raise ValueError(
+            "Fleiss's kappa takes items with the same number of labels; leave the others out, or take"
+            " krippendorff_alpha"
+        )
     if n < 2 or not items:
         return {"P_bar": None, "P_e": None, "kappa": None}
     p_bar = math.fsum(t * (sum(v * v for v in row) - n) / (n * (n - 1)) for row, t in zip(counts, times)) / items
@@ -382,8 +526,12 @@ def fleiss_kappa(counts: Sequence[Sequence[int]], times: Sequence[int] | None = 
     return {"P_bar": p_bar, "P_e": p_e, "kappa": (p_bar - p_e) / (1 - p_e) if p_e != 1 else None}
 
 
-def krippendorff_alpha(units: Sequence[Sequence], metric: str = "nominal", times: Sequence[int] | None = None) -> float | None:
-    """alpha = 1 - D_o/D_e over units of labels, counted ``times`` (default once); units with fewer than two labels are dropped. None where D_e = 0 or no unit is left."""
+def krippendorff_alpha(
+    units: Sequence[Sequence], metric: str = "nominal", times: Sequence[int] | None = None
+) -> float | None:
+    """alpha = 1 - D_o/D_e over units of labels, counted ``times`` (default once); units with fewer than two labels are
+    dropped. None where D_e = 0 or no unit is left.
+    """
     pairs: Counter = Counter()
     for unit, t in zip(units, [1] * len(units) if times is None else times):
         if len(unit) >= 2:
@@ -402,7 +550,9 @@ def krippendorff_alpha(units: Sequence[Sequence], metric: str = "nominal", times
         return float(a != b) if metric == "nominal" else float(a - b) ** 2
 
     observed = math.fsum(float(value) * distance(a, b) for (a, b), value in pairs.items()) / float(n)
-    expected = math.fsum(float(totals[a] * totals[b]) * distance(a, b) for a in totals for b in totals) / float(n * (n - 1))
+    expected = math.fsum(float(totals[a] * totals[b]) * distance(a, b) for a in totals for b in totals) / float(
+        n * (n - 1)
+    )
     return 1 - observed / expected if expected else None
 
 
@@ -413,7 +563,7 @@ def bradley_terry(n: int, wins: Sequence[tuple[int, int]], l2: float = 0.1, step
     theta = np.zeros(n)
     winners, losers = np.array([w for w, _ in wins]), np.array([loser for _, loser in wins])
     for _ in range(steps):
-        p = 1 / (1 + np.exp(theta[winners] - theta[losers]))       # P(the loser wins)
+        p = 1 / (1 + np.exp(theta[winners] - theta[losers]))  # P(the loser wins)
         gradient, hessian = -l2 * theta, -l2 * np.eye(n)
         np.add.at(gradient, winners, p)
         np.add.at(gradient, losers, -p)

@@ -13,9 +13,20 @@ import orjson
 from stages.ingestion.rules import Bad, role_codes
 from stages.ingestion.sources import canonical_bytes
 
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-             "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "system": "system",
-             "tool": "tool", "function_response": "tool", "observation": "tool", "function_call": "assistant"}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+    "function_call": "assistant",
+}
 
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "response_a", "response_b")
 
@@ -34,18 +45,19 @@ def to_message(item: Any) -> dict:
         speaker = item["from"]
         role = SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else None
         content = item.get("value")
-        if speaker == "function_call":      # the call stands in the value (LLaMA-Factory)
+        if speaker == "function_call":  # the call stands in the value (LLaMA-Factory)
             item, content = {**item, "function_calls": content}, None
-    if role == "function":                  # what answers the older form of one call
+    if role == "function":  # what answers the older form of one call
         role = "tool"
     calls = item.get("function_calls")
     if calls is None and item.get("tool_calls"):
         calls = "\n".join(canonical_bytes(call).decode() for call in listed(item["tool_calls"]))
-    if calls is None and item.get("function_call"):         # the older form of one call
+    if calls is None and item.get("function_call"):  # the older form of one call
         calls = canonical_bytes(item["function_call"]).decode()
-    if isinstance(content, list):           # parts of multimodal APIs: only text can be kept
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-                 for part in content]
+    if isinstance(content, list):  # parts of multimodal APIs: only text can be kept
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
         if not all(isinstance(part, str) for part in parts):
             raise Bad("wrong_type")
         content = "".join(parts)
@@ -98,7 +110,8 @@ def to_prompt(value: Any, system: Any = None) -> list[dict]:
 
 
 def fold_system(row: dict, how: str) -> None:
-    """Put the system message that opens a row's `messages` or `prompt` before the first user message (``merge``), or leave it out (``drop``), in place.
+    """Put the system message that opens a row's `messages` or `prompt` before the first user message (``merge``), or
+    leave it out (``drop``), in place.
 
     Where no user message follows, a merged one becomes a user message. One with tool definitions stays.
     """
@@ -125,14 +138,23 @@ def tools_text(value: Any) -> str | None:
             listed = orjson.loads(value)
         except orjson.JSONDecodeError:
             return None
-    if not isinstance(listed, list) or not listed or not all(isinstance(tool, dict) and isinstance((tool.get("function") if isinstance(tool.get("function"), dict) else tool).get("name"), str)
-                                                             for tool in listed):
+    if (
+        not isinstance(listed, list)
+        or not listed
+        or not all(
+            isinstance(tool, dict)
+            and isinstance((tool.get("function") if isinstance(tool.get("function"), dict) else tool).get("name"), str)
+            for tool in listed
+        )
+    ):
         return None
     return value if isinstance(value, str) else canonical_bytes(value).decode()
 
 
 def give_tools(row: dict, tools: str) -> None:
-    """Put tool definitions into the system message of a row's `messages` or `prompt`, in place; without one, an empty one is made."""
+    """Put tool definitions into the system message of a row's `messages` or `prompt`, in place; without one, an empty
+    one is made.
+    """
     for column in ("messages", "prompt"):
         messages = row.get(column)
         if not messages:
@@ -146,7 +168,9 @@ def give_tools(row: dict, tools: str) -> None:
 
 
 def calls_to_text(row: dict) -> None:
-    """Write the tools and calls of all messages of a row into their texts, in place, for chat templates that show neither (`tools.in_text`)."""
+    """Write the tools and calls of all messages of a row into their texts, in place, for chat templates that show
+    neither (`tools.in_text`).
+    """
     from stages.acting.tools import BadCall, in_text
 
     try:
@@ -175,8 +199,10 @@ def hh_transcript(text: str) -> list[dict]:
     parts = HH_TURN.split(text)
     if len(parts) < 3 or parts[0].strip():
         raise Bad("parse_error")
-    return [{"role": "user" if parts[i] == "Human" else "assistant", "content": parts[i + 1].strip()}
-            for i in range(1, len(parts), 2)]
+    return [
+        {"role": "user" if parts[i] == "Human" else "assistant", "content": parts[i + 1].strip()}
+        for i in range(1, len(parts), 2)
+    ]
 
 
 def hh_pair(chosen: str, rejected: str) -> tuple[dict, set[str]]:
@@ -200,7 +226,7 @@ def implicit_strings(chosen: str, rejected: str) -> tuple[str, str, str]:
     if chosen == rejected:
         return chosen, "", ""
     low, high = 0, min(len(chosen), len(rejected))
-    while low < high:                       # binary search: slices compare quickly
+    while low < high:  # binary search: slices compare quickly
         middle = (low + high + 1) // 2
         if chosen[:middle] == rejected[:middle]:
             low = middle
@@ -250,7 +276,7 @@ def whole_number(value: Any) -> int | None:
     number = optional_number(value)
     if number is None:
         return None
-    if number != int(number) or not 0 <= number < 2 ** 31:
+    if number != int(number) or not 0 <= number < 2**31:
         raise Bad("bad_label")
     return int(number)
 
@@ -279,11 +305,24 @@ def to_time(value: Any) -> str | None:
 
 def annotation_of(row: dict) -> dict:
     """`ann` of a row that names its annotator or criteria, else nothing."""
-    name = next((row[column] for column in ("annotator_id", "annotator") if isinstance(row.get(column), (str, int)) and row[column] != ""), None)
+    name = next(
+        (
+            row[column]
+            for column in ("annotator_id", "annotator")
+            if isinstance(row.get(column), (str, int)) and row[column] != ""
+        ),
+        None,
+    )
     criteria = row.get("criteria") if isinstance(row.get("criteria"), str) and row["criteria"] else None
     if name is None and criteria is None:
         return {}
-    return {"ann": {"annotator_type": "human"} | ({} if name is None else {"annotator_id": str(name)}) | ({} if criteria is None else {"criteria": criteria})}
+    return {
+        "ann": (
+            {"annotator_type": "human"}
+            | ({} if name is None else {"annotator_id": str(name)})
+            | ({} if criteria is None else {"criteria": criteria})
+        )
+    }
 
 
 def to_label(value: Any) -> bool:
@@ -293,7 +332,9 @@ def to_label(value: Any) -> bool:
     if value is None:
         raise Bad("missing_column")
     if isinstance(value, str):
-        value = {"true": 1, "1": 1, "1.0": 1, "yes": 1, "false": 0, "0": 0, "0.0": 0, "no": 0}.get(value.strip().lower(), value)
+        value = {"true": 1, "1": 1, "1.0": 1, "yes": 1, "false": 0, "0": 0, "0.0": 0, "no": 0}.get(
+            value.strip().lower(), value
+        )
     if isinstance(value, (int, float)) and value in (0, 1):
         return bool(value)
     raise Bad("wrong_type" if isinstance(value, (list, dict)) else "bad_label")
@@ -316,8 +357,11 @@ def check_answer(answer: str | None, answer_type: str | None) -> None:
     if answer is None:
         return
     text = answer.strip()
-    good = {"integer": lambda: re.fullmatch(r"[+-]?[\d,]+", text), "number": lambda: NUMBER.fullmatch(text),
-            "mc": lambda: re.fullmatch(r"\(?[A-Za-z0-9]\)?", text)}.get(answer_type, lambda: text)
+    good = {
+        "integer": lambda: re.fullmatch(r"[+-]?[\d,]+", text),
+        "number": lambda: NUMBER.fullmatch(text),
+        "mc": lambda: re.fullmatch(r"\(?[A-Za-z0-9]\)?", text),
+    }.get(answer_type, lambda: text)
     if answer_type not in (None, "integer", "number", "latex", "text", "mc") or not good():
         raise Bad("verifier_spec_invalid")
 
@@ -350,7 +394,9 @@ def plain_fields(row: dict, *names: str) -> dict:
 
 
 def one_of(value: Any) -> Any:
-    """The element of a list of one, as newer rows write verifiers and ground truths; Bad(verifier_spec_invalid) of more: a row has one verifier."""
+    """The element of a list of one, as newer rows write verifiers and ground truths; Bad(verifier_spec_invalid) of
+    more: a row has one verifier.
+    """
     if isinstance(value, list) and len(value) != 1:
         raise Bad("verifier_spec_invalid")
     return value[0] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
 """Which format a file has, and the reading of its rows.
 
-`detect` looks at the first rows of a file and names its format, an `Adapter` renames the columns of a row and reads it as
-that format (`adapters.FORMATS`).
+`detect` looks at the first rows of a file and names its format, an `Adapter` renames the columns of a row and reads it
+as that format (`adapters.FORMATS`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from stages.ingestion import best_of as lists
 from stages.ingestion import choices as mc
 from stages.ingestion import programs as code
 from stages.ingestion.adapters import FORMATS, TEXT_COLUMNS, harmful_list, is_qa
-from stages.ingestion.fields import HH_TURN, MESSAGE_COLUMNS, SHAREGPT_ROLES, calls_to_text, give_tools, literal_of, plain, to_number, to_time, tools_text
+from stages.ingestion.fields import (
+    HH_TURN,
+    MESSAGE_COLUMNS,
+    SHAREGPT_ROLES,
+    calls_to_text,
+    give_tools,
+    literal_of,
+    plain,
+    to_number,
+    to_time,
+    tools_text,
+)
 from stages.ingestion.pairing import EVENT_MAP
 from stages.ingestion.rules import Bad
 from stages.ingestion.sources import canonical_bytes, split_named
@@ -43,18 +54,89 @@ _ASKED = ("instruction", "question", "query", "problem", "input")
 _COMMON = ("batch_id", "license", "group_id", "weight", "split", "collected_at")
 
 # Columns that hold lists, written as JSON in CSV files.
-_LISTS = frozenset(("labels", "ranks", "scores", "completions", "votes", "turns", "train_turns", "tests", "constraints", "instruction_id_list", "kwargs", "facts",
-                    "reward_route", "choices", "options", "endings", "mc1_targets", "test_list", "test_imports", "chosen_segments", "rejected_segments", "aspects", "models", "soft_labels", "constraint_ids"))
+_LISTS = frozenset(
+    (
+        "labels",
+        "ranks",
+        "scores",
+        "completions",
+        "votes",
+        "turns",
+        "train_turns",
+        "tests",
+        "constraints",
+        "instruction_id_list",
+        "kwargs",
+        "facts",
+        "reward_route",
+        "choices",
+        "options",
+        "endings",
+        "mc1_targets",
+        "test_list",
+        "test_imports",
+        "chosen_segments",
+        "rejected_segments",
+        "aspects",
+        "models",
+        "soft_labels",
+        "constraint_ids",
+    )
+)
 
-_MESSAGE_KEYS = frozenset(("role", "content", "from", "value", "name", "tool_call_id", "functions", "tools", "function_calls", "tool_calls", "function_call"))
+_MESSAGE_KEYS = frozenset(
+    (
+        "role",
+        "content",
+        "from",
+        "value",
+        "name",
+        "tool_call_id",
+        "functions",
+        "tools",
+        "function_calls",
+        "tool_calls",
+        "function_call",
+    )
+)
 
-ALIASES = {"trl": "auto", "likert": "comparisons", "sharegpt": "messages", "prompt_only": "prompts",
-           "language_modeling": "text", "alpaca": "instruction", "implicit": "preference"}
+ALIASES = {
+    "trl": "auto",
+    "likert": "comparisons",
+    "sharegpt": "messages",
+    "prompt_only": "prompts",
+    "language_modeling": "text",
+    "alpaca": "instruction",
+    "implicit": "preference",
+}
 
 # Kind of the rows of a format, for files of which no sampled row can be read.
-_KINDS = {"alpaca_eval": "comparisons/1", "best_of": "rankings/1", "segments": "segments/1", "hh": "pairs/1", "preference": "pairs/1", "comparisons": "comparisons/1", "stepwise": "stepwise/1",
-          "rankings": "rankings/1", "unpaired": "unpaired/1", "events": "unpaired/1", "ratings": "ratings/1", "rlvr": "prompts/1", "messages": "demonstrations/1", "prompt_completion": "demonstrations/1",
-          "programs": "prompts/1", "multiple_choice": "prompts/1", "harmful": "prompts/1", "gsm8k": "prompts/1", "math": "prompts/1", "qa": "demonstrations/1", "instruction": "demonstrations/1", "turns": "prompts/1", "prompts": "prompts/1", "text": "text/1"}
+_KINDS = {
+    "alpaca_eval": "comparisons/1",
+    "best_of": "rankings/1",
+    "segments": "segments/1",
+    "hh": "pairs/1",
+    "preference": "pairs/1",
+    "comparisons": "comparisons/1",
+    "stepwise": "stepwise/1",
+    "rankings": "rankings/1",
+    "unpaired": "unpaired/1",
+    "events": "unpaired/1",
+    "ratings": "ratings/1",
+    "rlvr": "prompts/1",
+    "messages": "demonstrations/1",
+    "prompt_completion": "demonstrations/1",
+    "programs": "prompts/1",
+    "multiple_choice": "prompts/1",
+    "harmful": "prompts/1",
+    "gsm8k": "prompts/1",
+    "math": "prompts/1",
+    "qa": "demonstrations/1",
+    "instruction": "demonstrations/1",
+    "turns": "prompts/1",
+    "prompts": "prompts/1",
+    "text": "text/1",
+}
 
 
 def kind_of(name: str, wanted: str = "auto") -> str:
@@ -73,7 +155,9 @@ def _format_of(row: dict) -> str | None:
     for name, (_, required, _) in FORMATS.items():
         if name == "best_of" and not lists.is_best_of(row):
             continue
-        if name == "hh" and not ("prompt" not in keys and isinstance(row.get("chosen"), str) and HH_TURN.match(row["chosen"])):
+        if name == "hh" and not (
+            "prompt" not in keys and isinstance(row.get("chosen"), str) and HH_TURN.match(row["chosen"])
+        ):
             continue
         if name == "events" and row.get("action") not in EVENT_MAP:
             continue
@@ -95,7 +179,11 @@ def _format_of(row: dict) -> str | None:
             continue
         if name == "math" and "problem" in keys and "solution" not in keys and "answer" in keys:  # AIME
             return name
-        if name == "math" and "answer" not in keys and not (isinstance(row.get("solution"), str) and "boxed" in row["solution"]):
+        if (
+            name == "math"
+            and "answer" not in keys
+            and not (isinstance(row.get("solution"), str) and "boxed" in row["solution"])
+        ):
             continue
         if all(_has(keys, column) for column in required):
             return name
@@ -114,7 +202,8 @@ def detect(rows: list[dict]) -> str | None:
 def rename(row: dict, column_map: dict[str, str]) -> dict:
     """The row with our names: column_map is {our name: source name}; dotted source names go inside structs."""
     taken = set(column_map.values())
-    out = {name: value for name, value in row.items() if name not in taken}        # all at once: two columns may change places
+    # all at once: two columns may change places
+    out = {name: value for name, value in row.items() if name not in taken}
     for ours, theirs in column_map.items():
         if theirs in row:
             out[ours] = row[theirs]
@@ -128,11 +217,14 @@ def rename(row: dict, column_map: dict[str, str]) -> dict:
 
 
 class Adapter:
-    """Reads rows of one format. options: the stage's config (kind, scales, column_map ...). `published.adapter_of` makes the one of a file."""
+    """Reads rows of one format. options: the stage's config (kind, scales, column_map ...). `published.adapter_of`
+    makes the one of a file.
+    """
 
     def __init__(self, name: str, options, records: Callable | None = None):
         self.name = name
-        #: records of the source -> those that this adapter reads; for published datasets in columns of their own (`published.py`)
+        #: records of the source -> those that this adapter reads; for published datasets in columns of their own
+        #: (`published.py`)
         self.records = records or iter
         self._read, required, more = FORMATS[name]
         self._used = frozenset(required) | frozenset(more) | frozenset(_COMMON)
@@ -141,10 +233,19 @@ class Adapter:
         self._lists = sorted(self._used & _LISTS)
         self._messages = [column for column in MESSAGE_COLUMNS if column in self._used]
         self.unknown_splits: set[str] = set()
-        self._tools = name not in ("messages", "text")      # those of conversations are read with their turns
+        self._tools = name not in ("messages", "text")  # those of conversations are read with their turns
         if self._tools:
             self._used |= {"tools"}
-        self._asks = name in ("best_of", "segments", "preference", "comparisons", "stepwise", "rankings", "unpaired", "ratings")
+        self._asks = name in (
+            "best_of",
+            "segments",
+            "preference",
+            "comparisons",
+            "stepwise",
+            "rankings",
+            "unpaired",
+            "ratings",
+        )
 
     def __call__(self, row: dict) -> tuple[str, dict, set]:
         """(kind, row, codes). Raises Bad. What the schema has no column for goes to extra_json."""
@@ -162,7 +263,8 @@ class Adapter:
                     row = row | {name: orjson.loads(row[name])}
                 except orjson.JSONDecodeError:
                     pass
-        if isinstance(row.get("messages"), str) and "messages" in self._messages:       # a list that was written as text
+        # a list that was written as text
+        if isinstance(row.get("messages"), str) and "messages" in self._messages:
             row = row | {"messages": literal_of(row["messages"], "wrong_type")}
         if self._asks and row.get("prompt") is None and "prompt" not in self._map:
             row = _with_question(row)
@@ -196,14 +298,16 @@ class Adapter:
                 if out[key] < 0:
                     raise Bad("bad_label")
             elif key == "split" or key == "collected_at":
-                read = to_time(value) if key == "collected_at" else split_named(value) if isinstance(value, str) else None
+                read = (
+                    to_time(value) if key == "collected_at" else split_named(value) if isinstance(value, str) else None
+                )
                 if read is None:
                     extra[key] = value
                     if key == "split" and len(self.unknown_splits) < 8:
                         self.unknown_splits.add(str(value)[:40])
                 else:
                     out[key] = read
-            elif isinstance(value, float) and math.isnan(value):        # how pandas writes null
+            elif isinstance(value, float) and math.isnan(value):  # how pandas writes null
                 continue
             elif isinstance(value, (str, int, float)) and not isinstance(value, bool):
                 out[key] = plain(value)
@@ -215,29 +319,44 @@ class Adapter:
             out["extra_json"] = canonical_bytes(extra).decode("utf-8")
         return kind, out, codes
 
-
     def _with_reasoning(self, row: dict, counted: dict[str, int]) -> dict:
-        """The row with the reasoning of assistant messages before their text, between <think> and </think> (`synth.cold_start`), as chat templates of models that reason read it.
+        """The row with the reasoning of assistant messages before their text, between <think> and </think>
+        (`synth.cold_start`), as chat templates of models that reason read it.
 
         ``counted``: how many messages had some that was ``written``, and ``left`` beside the text.
         """
+
         def thinking(item):
-            if isinstance(item, list):              # a completion of several messages
+            if isinstance(item, list):  # a completion of several messages
                 return [thinking(part) for part in item]
-            if not isinstance(item, dict) or len(item) < 3 or item.get("role", SHAREGPT_ROLES.get(str(item.get("from")))) != "assistant":
+            if (
+                not isinstance(item, dict)
+                or len(item) < 3
+                or item.get("role", SHAREGPT_ROLES.get(str(item.get("from")))) != "assistant"
+            ):
                 return item
             name = next((name for name in _REASONING if item.get(name)), None)
             text = "content" if "role" in item else "value"
             said = item.get(text)
-            if name is None or isinstance(said, str) and "</think>" in said:    # none, or it is there already
+            if name is None or isinstance(said, str) and "</think>" in said:  # none, or it is there already
                 return item
-            if self._options.reasoning == "drop" or not isinstance(item[name], str) or not isinstance(said, (str, type(None))):
+            if (
+                self._options.reasoning == "drop"
+                or not isinstance(item[name], str)
+                or not isinstance(said, (str, type(None)))
+            ):
                 counted["left"] += 1
                 return item
             counted["written"] += 1
-            return {key: value for key, value in item.items() if key != name} | {text: f"<think>\n{item[name].strip()}\n</think>\n\n" + (said or "").lstrip("\n")}
+            return {key: value for key, value in item.items() if key != name} | {
+                text: f"<think>\n{item[name].strip()}\n</think>\n\n" + (said or "").lstrip("\n")
+            }
 
-        changes = {column: [thinking(item) for item in row[column]] for column in (*self._messages, "completions") if isinstance(row.get(column), list)}
+        changes = {
+            column: [thinking(item) for item in row[column]]
+            for column in (*self._messages, "completions")
+            if isinstance(row.get(column), list)
+        }
         return {**row, **changes} if any(counted.values()) else row
 
     def _unread(self, row: dict) -> dict:
@@ -246,19 +365,36 @@ class Adapter:
         for column in self._messages:
             messages = row.get(column)
             if isinstance(messages, list):
-                fields = {str(index): more for index, item in enumerate(messages) if isinstance(item, dict) and len(item) > 2
-                          and (more := {key: value for key, value in item.items() if key not in _MESSAGE_KEYS and value is not None})}
+                fields = {
+                    str(index): more
+                    for index, item in enumerate(messages)
+                    if isinstance(item, dict)
+                    and len(item) > 2
+                    and (
+                        more := {
+                            key: value for key, value in item.items() if key not in _MESSAGE_KEYS and value is not None
+                        }
+                    )
+                }
                 if fields:
                     found[column] = fields
         return found
 
 
 def _with_question(row: dict) -> dict:
-    """The row with its question as `prompt`, where a column of another name asks it: in the implicit form the answers begin with it themselves."""
+    """The row with its question as `prompt`, where a column of another name asks it: in the implicit form the answers
+    begin with it themselves.
+    """
     for side in ("chosen", "rejected"):
         answer = row.get(side)
-        if isinstance(answer, str) and HH_TURN.match(answer) or isinstance(answer, list) and answer and isinstance(answer[0], dict) \
-                and answer[0].get("role", answer[0].get("from")) in ("user", "system", "human"):
+        if (
+            isinstance(answer, str)
+            and HH_TURN.match(answer)
+            or isinstance(answer, list)
+            and answer
+            and isinstance(answer[0], dict)
+            and answer[0].get("role", answer[0].get("from")) in ("user", "system", "human")
+        ):
             return row
     asked = next((name for name in _ASKED if row.get(name) is not None or (name in row and name != "input")), None)
     if asked is None:

@@ -11,9 +11,11 @@ Settled = tuple[list[dict], dict[str, int], dict[int, str]]
 
 
 def settle(kinds: list[str], rows: list[dict], want: str, config, draw: Callable[[int], int], signals: bool) -> Settled:
-    """(rows out, dropped by reason, {index of an input row: why nothing came of it}) of the rows of one group, each of its kind in ``kinds``.
+    """(rows out, dropped by reason, {index of an input row: why nothing came of it}) of the rows of one group, each of
+    its kind in ``kinds``.
 
-    want: kind of the rows out. draw: a random number below n. signals: labelled completions may be signals of a product, of which one per answer counts.
+    want: kind of the rows out. draw: a random number below n. signals: labelled completions may be signals of a
+    product, of which one per answer counts.
     """
     kept, gone = votes.settle_events(rows) if signals and kinds[0] == "unpaired/1" else (range(len(rows)), {})
     out, reasons, lost = _settle([kinds[index] for index in kept], [rows[index] for index in kept], want, config, draw)
@@ -43,7 +45,11 @@ def _settle_comparisons(kinds: list[str], rows: list[dict], want: str, config, d
         items.setdefault(votes.item_key(row) if kind == "comparisons/1" else index, []).append(index)
     pairs, owners, lost, merged = [], [], {}, 0
     for indices in items.values():
-        made, gone = votes.settle_comparisons([rows[index] for index in indices], config) if kinds[indices[0]] == "comparisons/1" else ([rows[indices[0]]], {})
+        made, gone = (
+            votes.settle_comparisons([rows[index] for index in indices], config)
+            if kinds[indices[0]] == "comparisons/1"
+            else ([rows[indices[0]]], {})
+        )
         pairs += made
         owners += [indices] * len(made)
         lost |= {indices[index]: code for index, code in gone.items()}

@@ -13,32 +13,95 @@ from stages.ingestion.counts import Counts
 from stages.ingestion.formats import Adapter, known_columns, rename
 from stages.ingestion.published import adapter_of
 from stages.ingestion.rules import Bad
-from stages.ingestion.sources import EXTENSIONS, PACKED_ENDINGS, Reading, Record, SourceError, SourceFile, find_files, head_rows, parse_json, split_named
+from stages.ingestion.sources import (
+    EXTENSIONS,
+    PACKED_ENDINGS,
+    Reading,
+    Record,
+    SourceError,
+    SourceFile,
+    find_files,
+    head_rows,
+    parse_json,
+    split_named,
+)
 from stages.spec import ConfigError
 from storage.datasets import Dataset, DatasetError, open_dataset
 
-HELD_OUT = ("validation", "test")    # splits of a dataset of ours that halves leaves as they are
+HELD_OUT = ("validation", "test")  # splits of a dataset of ours that halves leaves as they are
 
 # Columns beside demonstrations that say how good the answer is, and beside prompts that hold one.
-_JUDGED = ("label", "labels", "score", "scores", "rating", "reward", "rank", "preference", "is_safe", "safe", "is_correct", "correct", "correctness", "helpfulness", "quality", "overall_score",
-           "thumbs", "feedback", "upvotes")
+_JUDGED = (
+    "label",
+    "labels",
+    "score",
+    "scores",
+    "rating",
+    "reward",
+    "rank",
+    "preference",
+    "is_safe",
+    "safe",
+    "is_correct",
+    "correct",
+    "correctness",
+    "helpfulness",
+    "quality",
+    "overall_score",
+    "thumbs",
+    "feedback",
+    "upvotes",
+)
 
-_ANSWERS = ("answers", "correct_answer", "ground_truth", "solution", "final_answer", "expected_answer", "reference_answer", "reference", "target", "gold", "label", "output", "response", "completion")
+_ANSWERS = (
+    "answers",
+    "correct_answer",
+    "ground_truth",
+    "solution",
+    "final_answer",
+    "expected_answer",
+    "reference_answer",
+    "reference",
+    "target",
+    "gold",
+    "label",
+    "output",
+    "response",
+    "completion",
+)
 
 # Columns that a question is about.
-_ABOUT = ("context", "contexts", "passage", "passages", "document", "documents", "article", "story", "paragraph", "paragraphs", "table", "history")
+_ABOUT = (
+    "context",
+    "contexts",
+    "passage",
+    "passages",
+    "document",
+    "documents",
+    "article",
+    "story",
+    "paragraph",
+    "paragraphs",
+    "table",
+    "history",
+)
 
 # Columns of pictures and sounds.
 _SHOWN = ("image", "images", "video", "videos", "audio", "audios")
 
 # Columns that hold several answers, by their whole name or by its beginning and a number or letter.
-_SEVERAL = re.compile(r"(?:responses|completions|candidates|generations|outputs)|(?:response|completion|candidate|generation|output|answer)_?(?:[0-9]|[a-d])", re.IGNORECASE)
+_SEVERAL = re.compile(
+    r"(?:responses|completions|candidates|generations|outputs)|(?:response|completion|candidate|generation|output|answer)_?(?:[0-9]|[a-d])",
+    re.IGNORECASE,
+)
 
-_PREFERRED = {"comparisons/1": "pairs/1"}       # what `kind: auto` makes of a kind
+_PREFERRED = {"comparisons/1": "pairs/1"}  # what `kind: auto` makes of a kind
 
 
 class InputData:
-    """What is read. Either ``dataset`` or ``files`` is given; ``name`` is what the rows' column `dataset` says, ``kind`` the kind of rows that is wanted."""
+    """What is read. Either ``dataset`` or ``files`` is given; ``name`` is what the rows' column `dataset` says,
+    ``kind`` the kind of rows that is wanted.
+    """
 
     def __init__(self, stage):
         self.stage, self.config, self.path = stage, stage.config, stage.path("data")
@@ -53,29 +116,51 @@ class InputData:
                 raise ConfigError(f"stage ingest, input data: {error}") from None
         for name, default in (("system_prompts", "keep"), ("reasoning", "think"), ("tool_calls", "keep")):
             if self.dataset is not None and getattr(self.config, name) != default:
-                raise ConfigError(f"stage ingest: {name} changes rows as they are read from files, and the input is a dataset already; ingest its files with it")
+                raise ConfigError(
+                    f"stage ingest: {name} changes rows as they are read from files, and the input is a dataset"
+                    " already; ingest its files with it"
+                )
         self.name = self.config.dataset or (self.dataset.name if self.dataset else _stem(self.path))
         self._check_mapped()
         self.kind = self._wanted_kind()
-        if self.config.aspect_weights and (native := self.dataset.kind if self.dataset else native_kind(self.path, self.config)) != "ratings/1":
-            raise ConfigError(f"stage ingest: aspect_weights makes scores of the aspects of ratings, and the data holds {native or 'no known rows'}; leave it out")
+        if (
+            self.config.aspect_weights
+            and (native := self.dataset.kind if self.dataset else native_kind(self.path, self.config)) != "ratings/1"
+        ):
+            raise ConfigError(
+                "stage ingest: aspect_weights makes scores of the aspects of ratings, and the data holds"
+                f" {native or 'no known rows'}; leave it out"
+            )
         self.file_splits = {file.name: file.split for file in self.files if file.split}
 
     # -- what it is -----------------------------------------------------------------------------------
     def _check_mapped(self) -> None:
-        """Refuse a setting that names a column which is in no row: what it was for would be read from elsewhere, or not at all."""
+        """Refuse a setting that names a column which is in no row: what it was for would be read from elsewhere, or not
+        at all.
+        """
         missing, seen = dict(self.config.columns()) if self.files else {}, set()
-        for count in (64, 2_000):       # few rows nearly always do
+        for count in (64, 2_000):  # few rows nearly always do
             for source in self.files if missing else ():
                 for row in head_rows(source, count):
                     seen.update(row)
-                    missing = {ours: theirs for ours, theirs in missing.items() if theirs not in row and ("." not in theirs or ours not in rename(
-                        {key: value for key, value in row.items() if key != ours}, {ours: theirs}))}
+                    missing = {
+                        ours: theirs
+                        for ours, theirs in missing.items()
+                        if theirs not in row
+                        and (
+                            "." not in theirs
+                            or ours
+                            not in rename({key: value for key, value in row.items() if key != ours}, {ours: theirs})
+                        )
+                    }
         if missing and seen:
             ours, theirs = next(iter(missing.items()))
             near = difflib.get_close_matches(theirs, sorted(seen), 1)
-            raise ConfigError(f"stage ingest: {ours} is to be read from the column {theirs!r} (column_map or {ours}_column), which is in no row{f'; did you mean {near[0]!r}?' if near else '.'} "
-                              f"Columns found: {', '.join(sorted(seen)[:40])}")
+            raise ConfigError(
+                f"stage ingest: {ours} is to be read from the column {theirs!r} (column_map or {ours}_column), which is"
+                f" in no row{f'; did you mean {near[0]!r}?' if near else '.'} Columns found:"
+                f" {', '.join(sorted(seen)[:40])}"
+            )
 
     def _wanted_kind(self) -> str:
         if self.config.kind != "auto":
@@ -85,24 +170,44 @@ class InputData:
         found = native_kind(self.path, self.config)
         if found is None:
             if all(source.size == 0 or not head_rows(source, 1) for source in self.files):
-                return "text/1"         # nothing readable: all of it goes to quarantine
+                return "text/1"  # nothing readable: all of it goes to quarantine
             raise ConfigError("stage ingest: the columns of the data fit no known format. " + self.columns_hint())
         return _PREFERRED.get(found, found)
 
     def columns_hint(self) -> str:
         """The columns that files have, and how to say which is which."""
         seen = sorted({key for source in self.files[:3] for row in head_rows(source, 8) for key in row})[:40]
-        inside = next((name for source in self.files[:3] for row in head_rows(source, 2) for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)), None)
-        inside = f"If the rows are those in {inside}: jq -c '.{inside}[]' FILE > NEW.jsonl. " if inside and len(seen) < 4 else ""
+        inside = next(
+            (
+                name
+                for source in self.files[:3]
+                for row in head_rows(source, 2)
+                for name, value in row.items()
+                if isinstance(value, list) and value and isinstance(value[0], dict)
+            ),
+            None,
+        )
+        inside = (
+            f"If the rows are those in {inside}: jq -c '.{inside}[]' FILE > NEW.jsonl. "
+            if inside and len(seen) < 4
+            else ""
+        )
         if any("\0" in name for name in seen):
             inside = "The file looks like UTF-16 without its mark: iconv -f utf-16le -t utf-8 FILE > NEW. "
-        return (f"Columns found: {', '.join(seen) or 'none'}. {inside}Name them with column_map={{our column: source column}} (or prompt_column, "
-                f"chosen_column ...) or set format. Formats and their columns: {known_columns()}")
+        return (
+            f"Columns found: {', '.join(seen) or 'none'}. {inside}Name them with column_map={{our column: source"
+            " column} (or prompt_column, chosen_column ...) or set format. Formats and their columns:"
+            f" {known_columns()}"
+        )
 
     def named(self, *columns: str) -> list[SourceFile]:
         """Files whose first rows have one of these columns of ours."""
         named = {column: self.config.column_map.get(column, column) for column in columns}
-        return [source for source in self.files if any(rename(row, named).get(column) not in (None, "") for row in head_rows(source) for column in columns)]
+        return [
+            source
+            for source in self.files
+            if any(rename(row, named).get(column) not in (None, "") for row in head_rows(source) for column in columns)
+        ]
 
     def holds_out(self) -> bool:
         """Whether the input has held-out rows of its own: then it keeps its splits."""
@@ -121,7 +226,9 @@ class InputData:
 
     # -- reading it -----------------------------------------------------------------------------------
     def records(self, counts: Counts) -> Iterator[tuple[str, Adapter | None, Record]]:
-        """(source name, adapter, record) over the whole input; notes formats and damage in ``counts``, warns of what is not read, and tells the progress."""
+        """(source name, adapter, record) over the whole input; notes formats and damage in ``counts``, warns of what is
+        not read, and tells the progress.
+        """
         if self.dataset is not None:
             total = self.dataset.num_rows
             for number, row in enumerate(self.dataset.iter_rows(), 1):
@@ -142,8 +249,12 @@ class InputData:
                 counts.damaged_files[source.name] = reading.damage
                 self.stage.warn("damaged_file", f"{source.name}: {reading.damage}; the readable part was kept")
             if adapter is not None and adapter.unknown_splits:
-                self.stage.warn("unknown_split", f"{source.name}: the column split says {', '.join(sorted(adapter.unknown_splits))}, which names no split (train, validation, test); "
-                                "those rows were placed like rows without one. column_map.split=COLUMN names another column")
+                self.stage.warn(
+                    "unknown_split",
+                    f"{source.name}: the column split says {', '.join(sorted(adapter.unknown_splits))}, which names no"
+                    " split (train, validation, test); those rows were placed like rows without one."
+                    " column_map.split=COLUMN names another column",
+                )
             done += source.size
         self.stage.progress(total, total, counts.told())
 
@@ -171,36 +282,78 @@ class InputData:
         counts.formats[source.name] = adapter.name
         self._tell_unread(source, adapter)
         if self.config.event_map and adapter.name != "events":
-            raise ConfigError(f"stage ingest: event_map says what the signals of a product mean, and {source.name} is read as {adapter.name}; rows with prompt, response and action are signals "
-                              "(format=events), else leave event_map out")
+            raise ConfigError(
+                f"stage ingest: event_map says what the signals of a product mean, and {source.name} is read as"
+                f" {adapter.name}; rows with prompt, response and action are signals (format=events), else leave"
+                " event_map out"
+            )
         return adapter
 
     def _tell_unread(self, source: SourceFile, adapter: Adapter) -> None:
-        """Warn of columns that say which answers are good, or what the answer is, where the rows are read as something that has no place for it."""
+        """Warn of columns that say which answers are good, or what the answer is, where the rows are read as something
+        that has no place for it.
+        """
         kinds, beside, answered = set(), {}, False
         for record in adapter.records(Record(line, None, row, None) for line, row in enumerate(head_rows(source), 1)):
             try:
-                kind, row, _ = adapter(record.row) if record.row is not None and record.code is None else (None, {}, None)
+                kind, row, _ = (
+                    adapter(record.row) if record.row is not None and record.code is None else (None, {}, None)
+                )
                 extra = json.loads(row.get("extra_json") or "{}")
             except (Bad, RecursionError, OverflowError):
                 continue
             kinds.add(kind)
             answered = answered or any(row.get(name) for name in ("answer", "tests", "constraints"))
             beside.update((name, value) for name, value in extra.items() if value not in (None, "", []))
-        if kinds <= {"demonstrations/1", "prompts/1"} and self.kind in kinds and (found := [name for name in beside if name in _ABOUT]):
-            self.stage.warn("unread_context", f"the questions of {source.name} are read without {' and '.join(found)}, which may be what they are about; write it into the question, or pay no "
-                            "attention where it is not")
+        if (
+            kinds <= {"demonstrations/1", "prompts/1"}
+            and self.kind in kinds
+            and (found := [name for name in beside if name in _ABOUT])
+        ):
+            self.stage.warn(
+                "unread_context",
+                f"the questions of {source.name} are read without {' and '.join(found)}, which may be what they are"
+                " about; write it into the question, or pay no attention where it is not",
+            )
         if found := [name for name in beside if name in _SHOWN]:
-            self.stage.warn("unread_images", f"{source.name} has {' and '.join(found)}, and every stage works on texts alone: the model will answer without seeing them. Leave out the rows that need them; "
-                            "where the texts stand alone, drop the column")
+            self.stage.warn(
+                "unread_images",
+                f"{source.name} has {' and '.join(found)}, and every stage works on texts alone: the model will answer"
+                " without seeing them. Leave out the rows that need them; where the texts stand alone, drop the"
+                " column",
+            )
         if kinds == {"prompts/1"} and (found := [name for name in beside if _SEVERAL.fullmatch(name)]):
-            self.stage.warn("unread_answers", f"{source.name} is read as prompts alone, but has {' and '.join(found[:4])}: where these are a model's answers, name them as a format has them: response_a, "
-                            "response_b and preference (column_map={response_a: ...}, comparisons), completions and scores (rankings), or chosen and rejected (pairs)")
-        if kinds == {"demonstrations/1"} and (found := [name for name, value in beside.items() if name in _JUDGED and not isinstance(value, (list, dict))]):
-            self.stage.warn("unread_label", f"{source.name} is read as demonstrations, of which every answer is trained on alike, but has {' and '.join(found)}: score_column={found[0]} reads it as "
-                            f"a rating, label_column={found[0]} as right or wrong; if it is neither, all is well")
-        elif kinds == {"prompts/1"} and self.kind == "prompts/1" and not answered and (found := [name for name, value in beside.items() if name in _ANSWERS and not isinstance(value, (list, dict))]):
-            self.stage.warn("unread_answer", f"the prompts of {source.name} have no answer that a verifier could check, but the file has {' and '.join(found)}: answer_column={found[0]} reads it")
+            self.stage.warn(
+                "unread_answers",
+                f"{source.name} is read as prompts alone, but has {' and '.join(found[:4])}: where these are a model's"
+                " answers, name them as a format has them: response_a, response_b and preference"
+                " (column_map={response_a: ...}, comparisons), completions and scores (rankings), or chosen and"
+                " rejected (pairs)",
+            )
+        if kinds == {"demonstrations/1"} and (
+            found := [name for name, value in beside.items() if name in _JUDGED and not isinstance(value, (list, dict))]
+        ):
+            self.stage.warn(
+                "unread_label",
+                f"{source.name} is read as demonstrations, of which every answer is trained on alike, but has"
+                f" {' and '.join(found)}: score_column={found[0]} reads it as a rating, label_column={found[0]} as"
+                " right or wrong; if it is neither, all is well",
+            )
+        elif (
+            kinds == {"prompts/1"}
+            and self.kind == "prompts/1"
+            and not answered
+            and (
+                found := [
+                    name for name, value in beside.items() if name in _ANSWERS and not isinstance(value, (list, dict))
+                ]
+            )
+        ):
+            self.stage.warn(
+                "unread_answer",
+                f"the prompts of {source.name} have no answer that a verifier could check, but the file has"
+                f" {' and '.join(found)}: answer_column={found[0]} reads it",
+            )
 
 
 def parsed(record: Record) -> dict | None:
@@ -212,5 +365,5 @@ def _stem(path: str) -> str:
     name = Path(path.rstrip("/")).name
     for suffix in (*PACKED_ENDINGS, *EXTENSIONS):
         if name.lower().endswith(suffix):
-            name = name[:-len(suffix)]
+            name = name[: -len(suffix)]
     return name.strip("*?[]") or "data"

@@ -31,9 +31,14 @@ class NearDuplicates:
         if group and not self.complete:
             for table in ("bands", "texts"):
                 self.db.execute(f"DROP TABLE IF EXISTS {table}")
-        self.db.execute("CREATE TABLE IF NOT EXISTS bands (key BLOB, seq INTEGER, PRIMARY KEY (key, seq)) WITHOUT ROWID")
+        self.db.execute(
+            "CREATE TABLE IF NOT EXISTS bands (key BLOB, seq INTEGER, PRIMARY KEY (key, seq)) WITHOUT ROWID"
+        )
         # count: how often the text came; name: the smallest group id of the cluster that it is the root of
-        self.db.execute("CREATE TABLE IF NOT EXISTS texts (seq INTEGER PRIMARY KEY, digest BLOB, text TEXT, parent INTEGER, count INTEGER, name TEXT)")
+        self.db.execute(
+            "CREATE TABLE IF NOT EXISTS texts (seq INTEGER PRIMARY KEY, digest BLOB, text TEXT, parent INTEGER, count"
+            " INTEGER, name TEXT)"
+        )
         self.db.execute("CREATE INDEX IF NOT EXISTS by_digest ON texts (digest)")
         if keep_below is not None and not group:
             self.db.execute("DELETE FROM bands WHERE seq >= ?", (keep_below,))
@@ -57,7 +62,10 @@ class NearDuplicates:
         return out
 
     def _add(self, seq: int, text: str, keys: list[bytes]) -> None:
-        self.db.execute("INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, 1, ?)", (seq, self._digest(text), text, seq, group_id(text)))
+        self.db.execute(
+            "INSERT OR REPLACE INTO texts VALUES (?, ?, ?, ?, 1, ?)",
+            (seq, self._digest(text), text, seq, group_id(text)),
+        )
         self.db.executemany("INSERT OR IGNORE INTO bands VALUES (?, ?)", [(key, seq) for key in keys])
 
     def first(self, seq: int, text: str) -> bool:
@@ -83,11 +91,18 @@ class NearDuplicates:
     def join(self, seq: int, text: str) -> None:
         """Add a text to the clusters (connected components); texts that are equal after normalisation are one."""
         text = normalise_text(text)
-        if not text or self.db.execute("UPDATE texts SET count = count + 1 WHERE digest = ?", (self._digest(text),)).rowcount:
+        if (
+            not text
+            or self.db.execute("UPDATE texts SET count = count + 1 WHERE digest = ?", (self._digest(text),)).rowcount
+        ):
             return
         items = curation.shingles(text)
         keys = self.minhash.keys(items) if items else []
-        roots = sorted({self._root(match) for match in self._matches(text, items, keys)} | {seq}) if self._add(seq, text, keys) is None else []
+        roots = (
+            sorted({self._root(match) for match in self._matches(text, items, keys)} | {seq})
+            if self._add(seq, text, keys) is None
+            else []
+        )
         for root in roots[1:]:
             self.db.execute("UPDATE texts SET parent = ? WHERE seq = ?", (roots[0], root))
         if len(roots) > 1:
@@ -101,12 +116,18 @@ class NearDuplicates:
 
     def cluster_of(self, text: str) -> str | None:
         """Group id of a text's cluster, or None if it is alone."""
-        found = self.db.execute("SELECT seq FROM texts WHERE digest = ?", (self._digest(normalise_text(text)),)).fetchone()
+        found = self.db.execute(
+            "SELECT seq FROM texts WHERE digest = ?", (self._digest(normalise_text(text)),)
+        ).fetchone()
         if found is None:
             return None
         root = self._root(found[0])
         count, name = self.db.execute("SELECT count, name FROM texts WHERE seq = ?", (root,)).fetchone()
-        alone = root == found[0] and count == 1 and self.db.execute("SELECT count(*) FROM texts WHERE parent = ?", (root,)).fetchone()[0] == 1
+        alone = (
+            root == found[0]
+            and count == 1
+            and self.db.execute("SELECT count(*) FROM texts WHERE parent = ?", (root,)).fetchone()[0] == 1
+        )
         return None if alone else name
 
     def clusters(self) -> int:
@@ -125,5 +146,7 @@ class NearDuplicates:
 
 
 def group_id(text: str) -> str | None:
-    """Id of the rows with this normalised text: the prompt id of a prompt that says just this; None (the row's own prompt id) without text."""
+    """Id of the rows with this normalised text: the prompt id of a prompt that says just this; None (the row's own
+    prompt id) without text.
+    """
     return prompt_id([{"role": "user", "content": text}]) if text else None

@@ -4,6 +4,7 @@ Pure functions on numbers and indices; the rows around them are made in conversi
 (chosen index, rejected index). Catalogue: data.likert, data.binarise, data.aggregate, data.ranking,
 data.margin, data.ratings, data.unpaired, data.correctness_pairs, data.curriculum, data.multiturn.
 """
+
 from __future__ import annotations
 
 import math
@@ -59,8 +60,7 @@ def votes(labels: Sequence[str], strengths: Sequence[float] | None = None) -> di
     twice = 2 * clean.count("A") + clean.count("tie")
     winner = "tie" if twice == len(clean) else "A" if twice > len(clean) else "B"
     agreeing = [s for vote, s in zip(clean, strengths or ()) if vote == winner]
-    return {"winner": winner, "p_a": twice / (2 * len(clean)),
-            "strength": median(agreeing) if agreeing else None}
+    return {"winner": winner, "p_a": twice / (2 * len(clean)), "strength": median(agreeing) if agreeing else None}
 
 
 def binarise(p_a: float, tie_policy: str = "drop") -> tuple[str, float | None, bool]:
@@ -77,8 +77,14 @@ def binarise(p_a: float, tie_policy: str = "drop") -> tuple[str, float | None, b
     return ("A", p_a, True) if p_a > 0.5 else ("B", 1 - p_a, True)
 
 
-def margin(mode: str, *, strength: int | None = None, grade: str | None = None,
-           chosen_score: float | None = None, rejected_score: float | None = None) -> float | None:
+def margin(
+    mode: str,
+    *,
+    strength: int | None = None,
+    grade: str | None = None,
+    chosen_score: float | None = None,
+    rejected_score: float | None = None,
+) -> float | None:
     """Margin of a pair, or None where the mode has nothing to go by (`data.margin`).
 
     score_diff: chosen - rejected (0 is a tie, which the caller drops). llama2_small / llama2_large:
@@ -107,8 +113,15 @@ def check_ranks(ranks, n: int) -> list[int]:
     if not isinstance(ranks, (list, tuple)) or len(ranks) != n:
         raise Bad("bad_rank")
     for rank in ranks:
-        if isinstance(rank, bool) or not isinstance(rank, (int, float)) or rank != rank or rank < 0 \
-                or rank in (math.inf,) or rank != int(rank) or rank >= 2 ** 31:
+        if (
+            isinstance(rank, bool)
+            or not isinstance(rank, (int, float))
+            or rank != rank
+            or rank < 0
+            or rank in (math.inf,)
+            or rank != int(rank)
+            or rank >= 2**31
+        ):
             raise Bad("bad_rank")
     return [int(rank) for rank in ranks]
 
@@ -119,8 +132,9 @@ def ranks_from_scores(scores: Sequence[float]) -> list[int]:
     return [levels[score] for score in scores]
 
 
-def ranking_pairs(ranks: Sequence[int], mode: str = "all",
-                  draw: Callable[[int], int] | None = None) -> list[tuple[int, int]]:
+def ranking_pairs(
+    ranks: Sequence[int], mode: str = "all", draw: Callable[[int], int] | None = None
+) -> list[tuple[int, int]]:
     """Pairs (chosen, rejected) of one ranking, 0 = best, ties give no pair (`data.ranking`).
 
     Order: by rank of chosen, then rank of rejected, then index. Modes: all, best_vs_rest,
@@ -145,12 +159,14 @@ def ranking_pairs(ranks: Sequence[int], mode: str = "all",
             raise ValueError("pair_mode best_vs_random needs a random draw")
         rest = [j for j in order if ranks[j] > best]
         return [(order[0], rest[draw(len(rest))])]
-    raise ValueError(f"unknown pair_mode {mode!r}; write all, best_vs_rest, best_worst, adjacent, "
-                     "best_vs_random or rank_gap")
+    raise ValueError(
+        f"unknown pair_mode {mode!r}; write all, best_vs_rest, best_worst, adjacent, best_vs_random or rank_gap"
+    )
 
 
-def rank_gap_stages(ranks: Sequence[int], anchor: str | None = None,
-                    order: str = "large_gap_first") -> list[tuple[int, list[tuple[int, int]]]]:
+def rank_gap_stages(
+    ranks: Sequence[int], anchor: str | None = None, order: str = "large_gap_first"
+) -> list[tuple[int, list[tuple[int, int]]]]:
     """[(rank gap, pairs)] in curriculum order, largest gap (easiest) first (`data.curriculum`).
 
     anchor="best": only pairs with the best response.
@@ -171,8 +187,7 @@ def ratings_pairs(scores: Sequence[float], min_margin: float) -> list[tuple[int,
     """
     if not min_margin > 0:
         raise ValueError("min_margin must be positive; write the smallest step of the scale, such as 1")
-    found = [(i, j, a - b) for i, a in enumerate(scores) for j, b in enumerate(scores)
-             if a > b and a - b >= min_margin]
+    found = [(i, j, a - b) for i, a in enumerate(scores) for j, b in enumerate(scores) if a > b and a - b >= min_margin]
     return sorted(found, key=lambda item: (-item[2], item[0], item[1]))
 
 
@@ -180,8 +195,10 @@ def overall_scores(aspects: Sequence[Sequence[float]], weights: Sequence[float] 
     """Weighted mean of the aspects of each completion; weights sum to 1 (default equal)."""
     if weights is not None and abs(sum(weights) - 1) > 1e-9:
         raise Bad("weight_sum")
-    return [sum(w * s for w, s in zip(weights, row)) if weights is not None else math.fsum(row) / len(row)
-            for row in aspects]
+    return [
+        sum(w * s for w, s in zip(weights, row)) if weights is not None else math.fsum(row) / len(row)
+        for row in aspects
+    ]
 
 
 # -- unpaired ---------------------------------------------------------------------------------------
@@ -217,8 +234,9 @@ def unpaired_to_pairs(desirable: Sequence, undesirable: Sequence, limit: int | N
     return pairs
 
 
-def lambda_band(n_desirable: int, n_undesirable: int, lambda_u: float = 1.0,
-                band: Sequence[float] = LAMBDA_BAND) -> tuple[float, float] | None:
+def lambda_band(
+    n_desirable: int, n_undesirable: int, lambda_u: float = 1.0, band: Sequence[float] = LAMBDA_BAND
+) -> tuple[float, float] | None:
     """Range of lambda_D that keeps lambda_D n_D / (lambda_U n_U) inside the band (KTO); None if n_D = 0."""
     if not n_desirable:
         return None
@@ -265,15 +283,20 @@ def unroll(roles: Sequence[str], policy: str = "all_turns", balance: str = "none
 # -- product signals ----------------------------------------------------------------------------------
 # Shipped map of product signals: label or "pair", and weight (`data.implicit`).
 EVENT_MAP: dict[str, tuple[bool | str, float]] = {
-    "thumbs_up": (True, 1.0), "thumbs_down": (False, 1.0), "regenerate": (False, 0.5),
-    "close_tab": (False, 0.25), "angry_followup": (False, 0.5), "copy": (True, 0.5),
+    "thumbs_up": (True, 1.0),
+    "thumbs_down": (False, 1.0),
+    "regenerate": (False, 0.5),
+    "close_tab": (False, 0.25),
+    "angry_followup": (False, 0.5),
+    "copy": (True, 0.5),
     "edit": ("pair", 1.0),
 }
-EXPLICIT = frozenset(("thumbs_up", "thumbs_down", "edit"))      # said on purpose; all others are behaviour
+EXPLICIT = frozenset(("thumbs_up", "thumbs_down", "edit"))  # said on purpose; all others are behaviour
 
 
 def event(action: str, more: dict[str, float] | None = None) -> tuple[bool | str, float]:
-    """(label or "pair", weight) of a product signal (`data.implicit`). more: signed weights of other signals, below 0 for a bad answer; 0 leaves a signal out.
+    """(label or "pair", weight) of a product signal (`data.implicit`). more: signed weights of other signals, below 0
+    for a bad answer; 0 leaves a signal out.
 
     Raises Bad(bad_label) for an unknown one, Bad(ignored_event) for one with weight 0.
     """
@@ -287,7 +310,9 @@ def event(action: str, more: dict[str, float] | None = None) -> tuple[bool | str
 
 
 def last_event(explicit: Sequence[bool], times: Sequence) -> int:
-    """Index of the signal that counts among all of one response: explicit beats implicit, then the last one (`data.implicit`). times: comparable, or None where unknown (then input order)."""
+    """Index of the signal that counts among all of one response: explicit beats implicit, then the last one
+    (`data.implicit`). times: comparable, or None where unknown (then input order).
+    """
     among = [index for index, said in enumerate(explicit) if said] or range(len(explicit))
     if any(times[index] is None for index in among):
         return among[-1]

@@ -69,14 +69,20 @@ class Ingestion:
 
     # -- what survives a kill -------------------------------------------------------------------------
     def _resume(self) -> dict[str, Any]:
-        """Open outputs, scratch files and counts as the last checkpoint left them; its state, empty where the run starts."""
+        """Open outputs, scratch files and counts as the last checkpoint left them; its state, empty where the run
+        starts.
+        """
         stage = self.stage
         found = stage.checkpoints.latest()
         state = found.state if found else {}
         self.data = stage.writer("data", self.kind)
         self.quarantine = stage.writer("quarantine", "quarantine/1")
-        self.seen = SeenRows(stage.workdir / "ingest.sqlite", state.get("position") if found else None, state.get("group") if state.get("phase") == "group" else None)
-        if not self.seen.valid:                 # the scratch file is behind: start again
+        self.seen = SeenRows(
+            stage.workdir / "ingest.sqlite",
+            state.get("position") if found else None,
+            state.get("group") if state.get("phase") == "group" else None,
+        )
+        if not self.seen.valid:  # the scratch file is behind: start again
             state = {}
             self.data.truncate(0)
             self.quarantine.truncate(0)
@@ -96,19 +102,34 @@ class Ingestion:
         self.seen.commit(self.position)
         if self.near:
             self.near.commit()
-        state: dict[str, Any] = {"phase": phase, "position": self.position, "group": group, "step": self.step, "counts": self.counts.state(),
-                                 "bias": self.bias.state()}
+        state: dict[str, Any] = {
+            "phase": phase,
+            "position": self.position,
+            "group": group,
+            "step": self.step,
+            "counts": self.counts.state(),
+            "bias": self.bias.state(),
+        }
         if self.benchmarks is not None:
-            state["decontam"] = {"any_hit": sorted(self.benchmarks.any_hit), "best": {str(k): str(v) for k, v in self.benchmarks.best.items()}}
+            state["decontam"] = {
+                "any_hit": sorted(self.benchmarks.any_hit),
+                "best": {str(k): str(v) for k, v in self.benchmarks.best.items()},
+            }
         self.stage.save_checkpoint(self.step, state)
 
     # -- passes before the first row is placed --------------------------------------------------------
     def _near_duplicates(self, resumed: bool) -> NearDuplicates | None:
-        """Near duplicates as far as they are known. Their groups are found in a pass of its own: a later row may join two of them."""
+        """Near duplicates as far as they are known. Their groups are found in a pass of its own: a later row may join
+        two of them.
+        """
         if self.config.near_duplicates == "off":
             return None
-        near = NearDuplicates(self.config.near_threshold, self.stage.workdir / "near.sqlite", group=self.config.near_duplicates == "group",
-                              keep_below=self.position if resumed else None)
+        near = NearDuplicates(
+            self.config.near_threshold,
+            self.stage.workdir / "near.sqlite",
+            group=self.config.near_duplicates == "group",
+            keep_below=self.position if resumed else None,
+        )
         if near.group and not near.complete:
             for seq, kind, native in self.input.readable_rows():
                 near.join(seq, self._group_text(kind, native))
@@ -117,7 +138,12 @@ class Ingestion:
 
     def _rank_gaps(self) -> set[int]:
         """The rank gaps of all rankings: a gap is the same stage in every one of them (`data.curriculum`)."""
-        return {gap for _, kind, native in self.input.readable_rows() if kind == "rankings/1" for gap in conversions.rank_gaps(native["ranks"])}
+        return {
+            gap
+            for _, kind, native in self.input.readable_rows()
+            if kind == "rankings/1"
+            for gap in conversions.rank_gaps(native["ranks"])
+        }
 
     # -- phase 1: one row after the other -------------------------------------------------------------
     def _read(self, start: int) -> None:
@@ -147,14 +173,16 @@ class Ingestion:
             if path is None:
                 raise self._impossible(source, kind)
             if self.input.dataset is None:
-                codes |= rules.row_codes(kind, native, record.raw, min_chars=self.config.min_chars, max_chars=self.config.max_chars)
+                codes |= rules.row_codes(
+                    kind, native, record.raw, min_chars=self.config.min_chars, max_chars=self.config.max_chars
+                )
                 self.counts.long_prompts += rules.messages_chars(native.get("prompt") or ()) > LONG_PROMPT
                 if codes:
                     return self._refuse(source, record, codes)
             self._place(seq, source, record.line, kind, native, path)
         except Bad as bad:
             self._refuse(source, record, bad.codes)
-        except (RecursionError, OverflowError):         # absurdly nested or large values
+        except (RecursionError, OverflowError):  # absurdly nested or large values
             self._refuse(source, record, ("wrong_type",))
 
     def _adapted(self, source: str, adapter: Adapter | None, row: dict) -> tuple[str, dict, set[str]]:
@@ -162,8 +190,10 @@ class Ingestion:
         dataset, counts = self.input.dataset, self.counts
         if dataset is not None:
             kind, native, codes = dataset.kind, row, set()
-            if self.config.aspect_weights:      # another score makes another row
-                native = {key: value for key, value in row.items() if key != "row_id"} | {"score": weighted(row.get("aspects"), self.config.aspect_weights)}
+            if self.config.aspect_weights:  # another score makes another row
+                native = {key: value for key, value in row.items() if key != "row_id"} | {
+                    "score": weighted(row.get("aspects"), self.config.aspect_weights)
+                }
             if self.near is not None and self.near.group:
                 native["group_id"] = self.near.cluster_of(self._group_text(kind, native)) or native.get("group_id")
             return kind, native, codes
@@ -195,9 +225,11 @@ class Ingestion:
 
     def _impossible(self, source: str, kind: str) -> ConfigError:
         name = source if len(self.input.files) > 1 else None
-        return ConfigError(f"stage ingest: {name or 'the data'} holds {kind} rows, which cannot become {self.kind}; set kind to one of "
-                           f"{', '.join(conversions.reachable(kind))}, or give other data"
-                           + (f" (files='...' reads some of the files, without {name})" if name else ""))
+        return ConfigError(
+            f"stage ingest: {name or 'the data'} holds {kind} rows, which cannot become {self.kind}; set kind to one of"
+            f" {', '.join(conversions.reachable(kind))}, or give other data"
+            + (f" (files='...' reads some of the files, without {name})" if name else "")
+        )
 
     def _place(self, seq: int, source: str, line: int, kind: str, row: dict, path: list[str]) -> None:
         """Contamination and duplicates, then conversion of one good row. Raises Bad."""
@@ -210,21 +242,33 @@ class Ingestion:
             for label in labels:
                 self.seen.label(*label, slices, seq)
         annotated = kind == "comparisons/1" and bool((row.get("ann") or {}).get("annotator_id"))
-        signal = kind == "unpaired/1" and self.input.dataset is None and votes.is_event(row)      # of several the last counts
+        # of several the last counts
+        signal = kind == "unpaired/1" and self.input.dataset is None and votes.is_event(row)
         key, is_row_id, answers = None, False, ()
         if self.config.deduplicate != "off" and not (signal or self._votes(kind, path, annotated)):
             key, is_row_id, answers = self._first_of_its_key(kind, row)
-        if self.near is not None and not self.near.group and not self.near.first(seq, "\n".join(rules.asked(kind, row))):
+        if (
+            self.near is not None
+            and not self.near.group
+            and not self.near.first(seq, "\n".join(rules.asked(kind, row)))
+        ):
             raise Bad("near_duplicate")
         if kind == "comparisons/1":
             self.counts.labels[_label(row)] = self.counts.labels.get(_label(row), 0) + 1
         rows, have, meets = self._converted(seq, kind, row, path, annotated)
         voting = (self.config.contradictions in ("drop_both", "keep_as_votes") and kind == have == "pairs/1") or (
-            have == self.kind == "unpaired/1" and not meets and (signal or self.config.deduplicate != "off"))
+            have == self.kind == "unpaired/1" and not meets and (signal or self.config.deduplicate != "off")
+        )
         if voting and meets:
-            raise ConfigError(f"stage ingest: contradictions={self.config.contradictions} cannot be combined with the conversion to "
-                              f"{self.kind}; make pairs first (kind=pairs/1), then convert that dataset")
-        if self.flagging and have == "pairs/1" and ((kind == "pairs/1" and key is None) or (kind == "comparisons/1" and not annotated)):
+            raise ConfigError(
+                f"stage ingest: contradictions={self.config.contradictions} cannot be combined with the conversion to "
+                f"{self.kind}; make pairs first (kind=pairs/1), then convert that dataset"
+            )
+        if (
+            self.flagging
+            and have == "pairs/1"
+            and ((kind == "pairs/1" and key is None) or (kind == "comparisons/1" and not annotated))
+        ):
             # Comparisons, and runs without deduplication, have no key of the pair yet.
             if self.seen.has(tagged(reversed_id(rows[0]))):
                 raise Bad("contradicts_row")
@@ -234,10 +278,18 @@ class Ingestion:
                 self.seen.add(one, seq)
         self.counts.native[kind] = self.counts.native.get(kind, 0) + 1
         if meets or voting:
-            by_prompt = not voting and ("pairs/1" if have == "comparisons/1" else have, self.kind) in conversions.GROUPED
+            by_prompt = (
+                not voting and ("pairs/1" if have == "comparisons/1" else have, self.kind) in conversions.GROUPED
+            )
             for index, item in enumerate(rows):
-                group = hashlib.sha256(prompt_id(item["prompt"]).encode()).digest()[:16] if by_prompt else votes.item_key(item)
-                self.seen.stage(group, seq, index, {"row": item, "kind": have, "source": source, "line": line, "seq": seq})
+                group = (
+                    hashlib.sha256(prompt_id(item["prompt"]).encode()).digest()[:16]
+                    if by_prompt
+                    else votes.item_key(item)
+                )
+                self.seen.stage(
+                    group, seq, index, {"row": item, "kind": have, "source": source, "line": line, "seq": seq}
+                )
             self.counts.rows_staged += 1
             return
         self.counts.rows_kept += 1
@@ -247,14 +299,20 @@ class Ingestion:
 
     def _votes(self, kind: str, path: list[str], annotated: bool) -> bool:
         """Whether equal labels of an item are votes, which are counted, and no duplicates."""
-        if self.config.contradictions == "keep_as_votes" and (kind == "pairs/1" == self.kind or (kind == "comparisons/1" and "pairs/1" in path and not annotated)):
+        if self.config.contradictions == "keep_as_votes" and (
+            kind == "pairs/1" == self.kind or (kind == "comparisons/1" and "pairs/1" in path and not annotated)
+        ):
             return True
         return self.config.on_conflict == "majority" and kind == "unpaired/1" == self.kind
 
     def _first_of_its_key(self, kind: str, row: dict) -> tuple[bytes, bool, tuple[bytes, ...]]:
-        """:func:`identity` of a row that was not seen before, nor a pair's reverse where that is flagged, and the keys of its gold answer. Raises Bad."""
+        """:func:`identity` of a row that was not seen before, nor a pair's reverse where that is flagged, and the keys
+        of its gold answer. Raises Bad.
+        """
         key, is_row_id = identity(kind, row, self.config.deduplicate)
-        answers = gold_keys(key, row) if kind == "prompts/1" and self.flagging and self.config.deduplicate == "auto" else ()
+        answers = (
+            gold_keys(key, row) if kind == "prompts/1" and self.flagging and self.config.deduplicate == "auto" else ()
+        )
         if self.flagging and kind == "pairs/1":
             found = self.seen.any_of(key, bytes.fromhex(reversed_id(row)))
             if found is not None:
@@ -264,15 +322,28 @@ class Ingestion:
             raise Bad("contradicts_row" if other else "duplicate_row")
         return key, is_row_id, answers
 
-    def _converted(self, seq: int, kind: str, row: dict, path: list[str], annotated: bool) -> tuple[list[dict], str, bool]:
-        """(rows, their kind, whether they are to meet others in phase 2): one row, as far on its way to the wanted kind as it goes by itself. Raises Bad."""
-        if kind == "comparisons/1" and "pairs/1" in path and self.config.contradictions != "off" and (annotated or not self.flagging):
-            return [row], kind, True            # the labels of an item meet in phase 2
+    def _converted(
+        self, seq: int, kind: str, row: dict, path: list[str], annotated: bool
+    ) -> tuple[list[dict], str, bool]:
+        """(rows, their kind, whether they are to meet others in phase 2): one row, as far on its way to the wanted kind
+        as it goes by itself. Raises Bad.
+        """
+        if (
+            kind == "comparisons/1"
+            and "pairs/1" in path
+            and self.config.contradictions != "off"
+            and (annotated or not self.flagging)
+        ):
+            return [row], kind, True  # the labels of an item meet in phase 2
         rows, have = [row], kind
         for want in path[1:] or [kind]:
             if (have, want) in conversions.GROUPED:
                 return rows, have, True
-            rows = [new for item in rows for new in conversions.rowwise(have, want, item, self.config, self._draw(seq), self.gaps)]
+            rows = [
+                new
+                for item in rows
+                for new in conversions.rowwise(have, want, item, self.config, self._draw(seq), self.gaps)
+            ]
             have = want
         return rows, have, False
 
@@ -286,7 +357,14 @@ class Ingestion:
         for gid, staged in self.seen.groups(after):
             items = [item for _, item in staged]
             kinds = [item["kind"] for item in items]
-            rows_out, reasons, lost = grouping.settle(kinds, [item["row"] for item in items], self.kind, self.config, self._draw(gid), signals=self.input.dataset is None)
+            rows_out, reasons, lost = grouping.settle(
+                kinds,
+                [item["row"] for item in items],
+                self.kind,
+                self.config,
+                self._draw(gid),
+                signals=self.input.dataset is None,
+            )
             self.counts.drop({reason: count for reason, count in reasons.items() if count})
             kept = {item["seq"] for item in items} - {items[index]["seq"] for index in lost}
             for index, code in lost.items():
@@ -303,8 +381,12 @@ class Ingestion:
         self.stage.progress(total, total, f"{total:,} groups")
 
     # -- writing --------------------------------------------------------------------------------------
-    def _write(self, rows: list[dict], source: str, seq: int, row_identity: str | None = None, once: bool = False) -> None:
-        """Complete rows and write them. seq: their input position, or their group's number. once: converted rows, which another input row may become, too."""
+    def _write(
+        self, rows: list[dict], source: str, seq: int, row_identity: str | None = None, once: bool = False
+    ) -> None:
+        """Complete rows and write them. seq: their input position, or their group's number. once: converted rows, which
+        another input row may become, too.
+        """
         out, made = [], set()
         for row in rows:
             if self.kind == "prompts/1" and once and self.config.deduplicate != "off":
@@ -328,11 +410,13 @@ class Ingestion:
     def _complete(self, row: dict, source: str, seq: int, row_identity: str | None) -> dict:
         """The row with ids, split and origin; a dataset of ours keeps its other columns."""
         for holder, name in ((row, "collected_at"), (row.get("ann") or {}, "annotated_at")):
-            if isinstance(holder.get(name), str):           # as text it can be put aside
+            if isinstance(holder.get(name), str):  # as text it can be put aside
                 holder[name] = datetime.fromisoformat(holder[name])
         if self.input.dataset is not None and self.input.dataset.kind == self.kind and "row_id" in row:
             return row if self.splits.stays(row["split"]) else {**row, "split": self.splits.of(row)}
-        origin = row.get("origin") or ("ai" if (row.get("ann") or {}).get("annotator_type") == "ai" else self.config.origin)
+        origin = row.get("origin") or (
+            "ai" if (row.get("ann") or {}).get("annotator_type") == "ai" else self.config.origin
+        )
         messages = prompt_of(self.kind, row)
         if messages is not None:
             row["prompt_id"] = prompt_id(messages)
@@ -352,8 +436,14 @@ class Ingestion:
             if row.get("chosen_score") is not None and row.get("rejected_score") is not None:
                 self.counts.scores_against += row["chosen_score"] < row["rejected_score"]
             gens = [(row.get(f"{side}_gen") or {}).get("model_id") for side in ("chosen", "rejected")]
-            self.bias.add(_said(row["chosen"]), _said(row["rejected"]), (gens[0], gens[1]), prompt=_said(row["prompt"]) if row["prompt"] else "",
-                          first_won=first_won, strength=row.get("strength"))
+            self.bias.add(
+                _said(row["chosen"]),
+                _said(row["rejected"]),
+                (gens[0], gens[1]),
+                prompt=_said(row["prompt"]) if row["prompt"] else "",
+                first_won=first_won,
+                strength=row.get("strength"),
+            )
         elif self.kind == "unpaired/1":
             key = "desirable" if row["label"] else "undesirable"
             self.counts.labels[key] = self.counts.labels.get(key, 0) + 1
@@ -361,7 +451,9 @@ class Ingestion:
     def _refuse(self, source: str, record: Record, codes: Iterable[str]) -> None:
         codes = sorted(set(codes))
         self.counts.refused(source, record.line, codes)
-        self.quarantine.write([quarantine_row(source, record, codes, dataset=self.input.name, origin=self.config.origin)])
+        self.quarantine.write(
+            [quarantine_row(source, record, codes, dataset=self.input.name, origin=self.config.origin)]
+        )
 
     def _account(self) -> None:
         account.conclude(self)

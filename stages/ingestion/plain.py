@@ -1,7 +1,9 @@
 """Rows of a data file as they are, for stages that compare what is there: read in any known format, but not curated.
 
-The ingest stage refuses rows that teach nothing: identical answers, repeated rows, empty texts. An evaluation must count them (two equal answers are a tie).
+The ingest stage refuses rows that teach nothing: identical answers, repeated rows, empty texts. An evaluation must
+count them (two equal answers are a tie).
 """
+
 from __future__ import annotations
 
 from collections import Counter
@@ -9,7 +11,8 @@ from collections.abc import Iterator
 
 
 def read_rows(stage, name: str, kinds: tuple[str, ...], refused: Counter) -> Iterator[tuple[str, dict]]:
-    """(kind, row) of the dataset, file or directory behind a stage input; rows that no reader understands are counted in `refused` by reason.
+    """(kind, row) of the dataset, file or directory behind a stage input; rows that no reader understands are counted
+    in `refused` by reason.
 
     Raises ConfigError: rows of another kind than `kinds`, or a file of no known format.
     """
@@ -53,4 +56,13 @@ def read_rows(stage, name: str, kinds: tuple[str, ...], refused: Counter) -> Ite
             elif kind not in kinds:
                 raise ConfigError(wrong.format(f"{source.name}, whose rows are {kind}"))
             else:
-                yield kind, complete_row(kind, native, dataset=source.name.split(".")[0], source=native.get("source") or source.name, origin="ai")
+                yield (
+                    kind,
+                    complete_row(
+                        kind,
+                        native,
+                        dataset=source.name.split(".")[0],
+                        source=native.get("source") or source.name,
+                        origin="ai",
+                    ),
+                )

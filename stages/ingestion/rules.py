@@ -3,6 +3,7 @@
 A rule returns codes, never raises; several codes of one row are sorted alphabetically. Texts are
 compared exactly after strip: no case folding, because case can be the very thing that was labelled.
 """
+
 from __future__ import annotations
 
 import json
@@ -14,17 +15,33 @@ ROLES = frozenset(("system", "user", "assistant", "tool"))
 CODES = {
     "parse_error": "the row cannot be read (broken JSON or CSV, a key twice in one object, truncated file)",
     "missing_column": "a required column is absent or null",
-    "wrong_type": "a column has a value of another type, such as a text where messages or a list are expected, or bytes (offset_unit is char or token)",
-    "bad_label": "a label outside its scale (label_prob is P(chosen preferred), 0.5 to 1: swap the answers below that; orientation is low_is_a or high_is_a; train_turns and "
-                 "weight must leave an assistant turn to train; signals of a product that are not known have a weight in event_map)",
-    "scale_unknown": "a number as the label of A or B whose meaning is not said: write n_points=5 for a scale where 1 = A much better, or label_map='{\"1\": \"A\", \"2\": \"B\"}'",
-    "label_unsaid": "two labels that need not agree: write label_column=NAME for the one that counts, for PKU-SafeRLHF label_column=better_response_id (more helpful) or "
-                    "label_column=safer_response_id (safer)",
+    "wrong_type": (
+        "a column has a value of another type, such as a text where messages or a list are expected, or bytes"
+        " (offset_unit is char or token)"
+    ),
+    "bad_label": (
+        "a label outside its scale (label_prob is P(chosen preferred), 0.5 to 1: swap the answers below that;"
+        " orientation is low_is_a or high_is_a; train_turns and weight must leave an assistant turn to train; signals"
+        " of a product that are not known have a weight in event_map)"
+    ),
+    "scale_unknown": (
+        "a number as the label of A or B whose meaning is not said: write n_points=5 for a scale where 1 = A much"
+        ' better, or label_map=\'{"1": "A", "2": "B"}\''
+    ),
+    "label_unsaid": (
+        "two labels that need not agree: write label_column=NAME for the one that counts, for PKU-SafeRLHF"
+        " label_column=better_response_id (more helpful) or label_column=safer_response_id (safer)"
+    ),
     "no_final_answer": "a question without an answer to check: a proof is asked for, or no answer was found",
-    "orphan_message": "a message whose parent is not in its tree (the messages of a tree must follow each other: sort the file by message_tree_id)",
+    "orphan_message": (
+        "a message whose parent is not in its tree (the messages of a tree must follow each other: sort the file by"
+        " message_tree_id)"
+    ),
     "left_out_message": "a message that was deleted or failed its review, or that follows such a one",
     "ignored_event": "a product signal that event_map gives the weight 0",
-    "superseded_event": "another signal about the same answer counts: explicit ones (thumbs, edits) before behaviour, then the last one",
+    "superseded_event": (
+        "another signal about the same answer counts: explicit ones (thumbs, edits) before behaviour, then the last one"
+    ),
     "missing_aspect": "a rating without an aspect that aspect_weights weighs",
     "bad_rank": "ranks are not non-negative integers, one per completion",
     "empty_prompt": "nothing is left of the prompt after strip",
@@ -45,30 +62,58 @@ CODES = {
     "too_short": "a completion with fewer characters than min_chars",
     "no_pair": "a ranking or rating group that yields no pair",
     "all_tied": "a tie, which tie_policy drops",
-    "verifier_spec_invalid": "its own verifier does not mark the answer right (write answer_type=text, or repair it), tests or constraints are empty, a constraint has an "
-                             "unknown id or wrong arguments, reward_route names no reward component, or a timeout_s is not positive",
-    "choice_unknown": "the answer names none of the choices, or could mean two of them (write a letter; choice_base=1 where numbers count from 1), or there are not 2 to 26 "
-                      "choices with text",
+    "verifier_spec_invalid": (
+        "its own verifier does not mark the answer right (write answer_type=text, or repair it), tests or constraints"
+        " are empty, a constraint has an unknown id or wrong arguments, reward_route names no reward component, or a"
+        " timeout_s is not positive"
+    ),
+    "choice_unknown": (
+        "the answer names none of the choices, or could mean two of them (write a letter; choice_base=1 where numbers"
+        " count from 1), or there are not 2 to 26 choices with text"
+    ),
     "score_inconsistent": "the overall score contradicts its aspects or scale",
     "weight_sum": "weights that do not sum to 1",
     "span_out_of_range": "a span outside its text",
     "segments_overlap": "segments that overlap or are not sorted",
     "step_label_length": "not one label per step",
     "duplicate_row": "the same content was already seen (the first row is kept)",
-    "contradicts_row": "an earlier row has the same answers with the labels reversed; for labelled completions, another row has the other label (on_conflict=majority "
-                       "lets them vote); for prompts, an earlier row has another answer, which is kept (deduplicate=exact keeps both)",
+    "contradicts_row": (
+        "an earlier row has the same answers with the labels reversed; for labelled completions, another row has the"
+        " other label (on_conflict=majority lets them vote); for prompts, an earlier row has another answer, which is"
+        " kept (deduplicate=exact keeps both)"
+    ),
     "quality_control": "a row that screens annotators and is no training data; kind=stepwise/1 keeps it, marked",
     "contaminated": "the prompt overlaps with an evaluation set",
     "near_duplicate": "a near copy of an earlier row (only if near_duplicates is keep_first)",
 }
 # Columns that are a row's content: what two rows have alike where they are the same.
-CONTENT = {"pairs/1": ("prompt", "chosen", "rejected"), "comparisons/1": ("prompt", "response_a", "response_b"),
-           "demonstrations/1": ("messages",), "prompts/1": ("prompt", "answer"), "rankings/1": ("prompt", "completions"),
-           "ratings/1": ("prompt", "completion"), "unpaired/1": ("prompt", "completion"), "stepwise/1": ("prompt", "completions"),
-           "segments/1": ("prompt", "chosen", "rejected"), "text/1": ("text",)}
+CONTENT = {
+    "pairs/1": ("prompt", "chosen", "rejected"),
+    "comparisons/1": ("prompt", "response_a", "response_b"),
+    "demonstrations/1": ("messages",),
+    "prompts/1": ("prompt", "answer"),
+    "rankings/1": ("prompt", "completions"),
+    "ratings/1": ("prompt", "completion"),
+    "unpaired/1": ("prompt", "completion"),
+    "stepwise/1": ("prompt", "completions"),
+    "segments/1": ("prompt", "chosen", "rejected"),
+    "text/1": ("text",),
+}
 # Left out by a policy or a conversion rather than damaged: they do not count towards
 # max_quarantine_fraction.
-POLICY_CODES = frozenset(("all_tied", "no_pair", "contaminated", "near_duplicate", "quality_control", "no_final_answer", "ignored_event", "superseded_event", "left_out_message"))
+POLICY_CODES = frozenset(
+    (
+        "all_tied",
+        "no_pair",
+        "contaminated",
+        "near_duplicate",
+        "quality_control",
+        "no_final_answer",
+        "ignored_event",
+        "superseded_event",
+        "left_out_message",
+    )
+)
 # Answers that every verifier of their type reads as themselves, the usual ones: short texts without marks, and numbers.
 _PLAIN = {True: re.compile(r"[+-]?\d{1,300}(\.\d{1,50})?"), False: re.compile(r"\w[\w ]{0,200}")}
 # Of IFEval, but without a checker here: such prompts are kept, and their constraints cannot be scored.
@@ -141,7 +186,10 @@ def stripped(messages: list[dict]) -> list[dict]:
     """The messages with each content stripped, as equality sees them; the same list where there is nothing to strip."""
     if all((text := message.get("content") or "") == text.strip() for message in messages):
         return messages
-    return [{**message, "content": message["content"].strip()} if message.get("content") else message for message in messages]
+    return [
+        {**message, "content": message["content"].strip()} if message.get("content") else message
+        for message in messages
+    ]
 
 
 def prompt_codes(prompt: list[dict]) -> set[str]:
@@ -160,8 +208,7 @@ def completion_codes(prompt: list[dict], completion: list[dict]) -> set[str]:
     if completion and completion[-1].get("role") != "assistant":
         codes.add("last_not_assistant")
     if prompt:
-        codes.update(_role_codes(tuple(m.get("role") for m in prompt) +
-                                 tuple(m.get("role") for m in completion)))
+        codes.update(_role_codes(tuple(m.get("role") for m in prompt) + tuple(m.get("role") for m in completion)))
     return codes
 
 
@@ -171,8 +218,11 @@ def pair_codes(prompt: list[dict], chosen: list[dict], rejected: list[dict]) -> 
     Equal answers are reported as such; that they may also be empty is then beside the point unless
     the text itself is missing.
     """
-    if len(prompt) == len(chosen) == len(rejected) == 1 and prompt[0]["role"] == "user" and \
-            chosen[0]["role"] == rejected[0]["role"] == "assistant":        # the common case
+    if (
+        len(prompt) == len(chosen) == len(rejected) == 1
+        and prompt[0]["role"] == "user"
+        and chosen[0]["role"] == rejected[0]["role"] == "assistant"
+    ):  # the common case
         said, a, b = ((side[0].get("content") or "").strip() for side in (prompt, chosen, rejected))
         if said and a and b and a != b:
             return []
@@ -184,10 +234,19 @@ def pair_codes(prompt: list[dict], chosen: list[dict], rejected: list[dict]) -> 
 
 
 def verifiable_codes(row: dict) -> set[str]:
-    """`verifier_spec_invalid` unless the row's verifier marks its own answer right, its constraints run, and its reward routes exist (`data.prompts`)."""
+    """`verifier_spec_invalid` unless the row's verifier marks its own answer right, its constraints run, and its reward
+    routes exist (`data.prompts`).
+    """
     answer, named = row.get("answer"), row.get("extra_json") if '"verifier"' in (row.get("extra_json") or "") else None
-    good = answer is None or (named is None and _PLAIN[row.get("answer_type") in ("integer", "number")].fullmatch(answer) is not None and row.get("answer_type") != "mc") or \
-        _answer_holds(answer, row.get("answer_type"), named)
+    good = (
+        answer is None
+        or (
+            named is None
+            and _PLAIN[row.get("answer_type") in ("integer", "number")].fullmatch(answer) is not None
+            and row.get("answer_type") != "mc"
+        )
+        or _answer_holds(answer, row.get("answer_type"), named)
+    )
     good = good and all(_constraint_runs(item["id"], item["kwargs_json"]) for item in row.get("constraints") or ())
     if good and row.get("reward_route"):
         from stages.reward.scorers import RULES
@@ -332,4 +391,8 @@ def user_turns(messages: list[dict]) -> list[str]:
 
 def asked(kind: str, row: dict) -> list[str]:
     """User turns of a row's prompt, or of its whole conversation (the text itself of text rows)."""
-    return [row["text"]] if kind == "text/1" else user_turns(row["messages"] if kind == "demonstrations/1" else row["prompt"])
+    return (
+        [row["text"]]
+        if kind == "text/1"
+        else user_turns(row["messages"] if kind == "demonstrations/1" else row["prompt"])
+    )

@@ -4,6 +4,7 @@ One SQLite file in the stage's work directory. It commits together with the stag
 resume everything at or after the checkpoint's input position is forgotten, so a killed ingest
 repeats exactly what it had not finished.
 """
+
 from __future__ import annotations
 
 import sqlite3
@@ -12,8 +13,7 @@ from typing import Iterator
 
 import orjson
 
-
-ROWS_PER_SEQ = 4096            # room for the rows that one input row expands to
+ROWS_PER_SEQ = 4096  # room for the rows that one input row expands to
 
 
 def of_group(rows: int, gid: int) -> int:
@@ -43,7 +43,13 @@ class SeenRows:
                 self.valid, self.db = False, self._connect()
             else:
                 keys = resume_at if after_group is None else of_group(resume_at, after_group + 1)
-                for table, first in (("seen", keys), ("splits", keys), ("labels", resume_at), ("groups", resume_at * ROWS_PER_SEQ), ("staged", resume_at * ROWS_PER_SEQ)):
+                for table, first in (
+                    ("seen", keys),
+                    ("splits", keys),
+                    ("labels", resume_at),
+                    ("groups", resume_at * ROWS_PER_SEQ),
+                    ("staged", resume_at * ROWS_PER_SEQ),
+                ):
                     self.db.execute(f"DELETE FROM {table} WHERE seq >= ?", (first,))
         self._insert = "INSERT OR IGNORE INTO seen VALUES (?, ?)"
 
@@ -51,13 +57,18 @@ class SeenRows:
         db = sqlite3.connect(self.path, isolation_level=None)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
-        db.execute("PRAGMA cache_size=-32768")      # 32 MiB, whatever the number of rows
+        db.execute("PRAGMA cache_size=-32768")  # 32 MiB, whatever the number of rows
         db.execute("CREATE TABLE IF NOT EXISTS seen (key BLOB PRIMARY KEY, seq INTEGER) WITHOUT ROWID")
         db.execute("CREATE TABLE IF NOT EXISTS groups (key BLOB PRIMARY KEY, gid INTEGER, seq INTEGER) WITHOUT ROWID")
-        db.execute("CREATE TABLE IF NOT EXISTS staged (gid INTEGER, seq INTEGER, row BLOB, "
-                   "PRIMARY KEY (gid, seq)) WITHOUT ROWID")
+        db.execute(
+            "CREATE TABLE IF NOT EXISTS staged (gid INTEGER, seq INTEGER, row BLOB, "
+            "PRIMARY KEY (gid, seq)) WITHOUT ROWID"
+        )
         db.execute("CREATE TABLE IF NOT EXISTS splits (key BLOB PRIMARY KEY, split TEXT, seq INTEGER) WITHOUT ROWID")
-        db.execute("CREATE TABLE IF NOT EXISTS labels (item BLOB, annotator TEXT, category TEXT, number REAL, slices BLOB, seq INTEGER, PRIMARY KEY (item, annotator)) WITHOUT ROWID")
+        db.execute(
+            "CREATE TABLE IF NOT EXISTS labels (item BLOB, annotator TEXT, category TEXT, number REAL, slices BLOB, seq"
+            " INTEGER, PRIMARY KEY (item, annotator)) WITHOUT ROWID"
+        )
         db.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER)")
         db.execute("BEGIN")
         return db
@@ -110,11 +121,16 @@ class SeenRows:
 
     def label(self, item: bytes, annotator: str, category: str, number: float, slices: dict, seq: int) -> None:
         """Remember what an annotator said of an item; the first time counts."""
-        self.db.execute("INSERT OR IGNORE INTO labels VALUES (?, ?, ?, ?, ?, ?)", (item, annotator, category, number, orjson.dumps(slices), seq))
+        self.db.execute(
+            "INSERT OR IGNORE INTO labels VALUES (?, ?, ?, ?, ?, ?)",
+            (item, annotator, category, number, orjson.dumps(slices), seq),
+        )
 
     def labels(self) -> Iterator[tuple[bytes, str, str, float, dict]]:
         """(item, annotator, category, number, slices) of all labels, those of an item together."""
-        for *label, slices in self.db.execute("SELECT item, annotator, category, number, slices FROM labels ORDER BY item, annotator"):
+        for *label, slices in self.db.execute(
+            "SELECT item, annotator, category, number, slices FROM labels ORDER BY item, annotator"
+        ):
             yield *label, orjson.loads(slices)
 
     def count_groups(self) -> int:

@@ -5,6 +5,7 @@ JSON line still to be parsed or None, the parsed row or None, and a quarantine c
 cannot be read becomes one record with a code; what can be read around it is kept. Readers hold one
 line (or one Arrow batch) at a time.
 """
+
 from __future__ import annotations
 
 import bz2
@@ -23,17 +24,22 @@ from typing import Any, Iterator, NamedTuple
 
 import orjson
 
-MAX_LINE_BYTES = 64 << 20          # a longer line is no row
-MAX_CSV_RECORD_LINES = 2_000       # an unclosed quote is given up after so many lines
+MAX_LINE_BYTES = 64 << 20  # a longer line is no row
+MAX_CSV_RECORD_LINES = 2_000  # an unclosed quote is given up after so many lines
 EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _PACKED = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"BZh", "bzip2"), (b"\xfd7zXZ\x00", "xz"))
 PACKED_ENDINGS = (".gz", ".zst", ".bz2", ".xz")
-_MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 _NOT_DATA = {"dataset_info.json", "state.json", "dataset_dict.json", "manifest.json", "dataset_infos.json"}
 _SPLIT = re.compile(r"(?:^|[/_.-])(train|validation|valid|val|dev|test|rm_a|rm_b)(?=[-_./]|$)")
 _SPLIT_NAMES = {"valid": "validation", "val": "validation", "dev": "validation"}
 _DIGITS = bytes.maketrans(b"123456789.", b"0000000000")
-_LONG_NUMBER = b"0" * 20            # more digits than a 64-bit integer or a float holds, with or without a point
+_LONG_NUMBER = b"0" * 20  # more digits than a 64-bit integer or a float holds, with or without a point
 
 
 class Record(NamedTuple):
@@ -44,8 +50,8 @@ class Record(NamedTuple):
 
 
 class SourceFile(NamedTuple):
-    """One file of the input. name: how it is called in quarantine rows; format: jsonl, json, csv ...; packed: gzip, zstd, bzip2, xz or nothing; split: the one that its name
-    says, where the files of an input are of several."""
+    """One file of the input. name: how it is called in quarantine rows; format: jsonl, json, csv ...; packed: gzip,
+    zstd, bzip2, xz or nothing; split: the one that its name says, where the files of an input are of several."""
 
     path: Path
     name: str
@@ -73,22 +79,34 @@ def find_files(path: str, only: str | None = None) -> list[SourceFile]:
         if (root / "dataset_dict.json").exists() or (root / "state.json").exists():
             found = [item for item in _saved_dataset(root) if only is None or fnmatch.fnmatch(item.name, only)]
             if not found:
-                raise SourceError(f"the saved dataset {path} holds no Arrow file that matches {only!r}; write for example files='train/*'")
+                raise SourceError(
+                    f"the saved dataset {path} holds no Arrow file that matches {only!r}; write for example"
+                    " files='train/*'"
+                )
             return _with_splits(found)
-        found = [item for item in sorted(root.rglob("*")) if item.is_file() and _is_data(item)
-                 and not any(part.startswith(".") for part in item.relative_to(root).parts)
-                 and (only is None or fnmatch.fnmatch(item.relative_to(root).as_posix(), only))]
+        found = [
+            item
+            for item in sorted(root.rglob("*"))
+            if item.is_file()
+            and _is_data(item)
+            and not any(part.startswith(".") for part in item.relative_to(root).parts)
+            and (only is None or fnmatch.fnmatch(item.relative_to(root).as_posix(), only))
+        ]
         if not found:
-            raise SourceError(f"the directory {path} holds no data file{f' that matches {only!r}' if only else ''}; put files ending in "
-                              f"{', '.join(EXTENSIONS)} (also .gz, .zst, .bz2, .xz) there, or give a file")
+            raise SourceError(
+                f"the directory {path} holds no data file{f' that matches {only!r}' if only else ''}; put files ending"
+                f" in {', '.join(EXTENSIONS)} (also .gz, .zst, .bz2, .xz) there, or give a file"
+            )
         return _with_splits([_describe(item, item.relative_to(root).as_posix()) for item in found])
     if any(mark in path for mark in "*?["):
         found = [Path(item) for item in sorted(glob.glob(path, recursive=True)) if Path(item).is_file()]
         if not found:
             raise SourceError(f"no file matches {path}; check the pattern (quote it in the shell)")
         return _with_splits([_describe(item, item.name) for item in found])
-    raise SourceError(f"{path} is neither a file, a directory nor a pattern; give the path of a JSON "
-                      "Lines, CSV or Parquet file, of a directory of such files, or a hub id such as owner/name")
+    raise SourceError(
+        f"{path} is neither a file, a directory nor a pattern; give the path of a JSON "
+        "Lines, CSV or Parquet file, of a directory of such files, or a hub id such as owner/name"
+    )
 
 
 def split_named(text: str) -> str | None:
@@ -98,7 +116,9 @@ def split_named(text: str) -> str | None:
 
 
 def _with_splits(files: list[SourceFile]) -> list[SourceFile]:
-    """The files with the splits that their names or folders say; none where all say the same: there is nothing to keep apart."""
+    """The files with the splits that their names or folders say; none where all say the same: there is nothing to keep
+    apart.
+    """
     splits = [split_named(Path(file.name).name) or split_named(file.name) for file in files]
     return [file._replace(split=split) for file, split in zip(files, splits)] if len(set(splits)) > 1 else files
 
@@ -122,9 +142,12 @@ def _describe(path: Path, name: str) -> SourceFile:
         start = next(iter(_Blocks(SourceFile(path, name, kind, packed, 0))), b"")
         if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
             kind = "json"
-        elif suffix == ".json" and start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{" and \
-                start.removeprefix(b"\xef\xbb\xbf").lstrip()[1:2] in (b"\n", b"\r"):
-            kind = "json"               # one indented object
+        elif (
+            suffix == ".json"
+            and start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"{"
+            and start.removeprefix(b"\xef\xbb\xbf").lstrip()[1:2] in (b"\n", b"\r")
+        ):
+            kind = "json"  # one indented object
     return SourceFile(path, name, kind, packed, path.stat().st_size)
 
 
@@ -153,10 +176,13 @@ def _saved_dataset(root: Path) -> list[SourceFile]:
     for folder in folders:
         state = json.loads((folder / "state.json").read_text("utf-8")) if (folder / "state.json").exists() else {}
         if state.get("_indices_data_files"):
-            raise SourceError(f"{folder} was saved with an index mapping (after select, shuffle or filter); "
-                              "call .flatten_indices() before save_to_disk")
-        names = [item["filename"] for item in state.get("_data_files", [])] or \
-            [item.name for item in sorted(folder.glob("*.arrow"))]
+            raise SourceError(
+                f"{folder} was saved with an index mapping (after select, shuffle or filter); "
+                "call .flatten_indices() before save_to_disk"
+            )
+        names = [item["filename"] for item in state.get("_data_files", [])] or [
+            item.name for item in sorted(folder.glob("*.arrow"))
+        ]
         files += [_describe(folder / name, (folder / name).relative_to(root).as_posix()) for name in names]
     if not files:
         raise SourceError(f"{root} looks like a save_to_disk directory but names no Arrow file; save it again")
@@ -172,7 +198,9 @@ class _Blocks:
         self.source, self.damage, self.done = source, None, 0
 
     def __iter__(self) -> Iterator[bytes]:
-        """Blocks of the unpacked file as UTF-8; a file that begins with the byte order mark of UTF-16 or UTF-32 is decoded."""
+        """Blocks of the unpacked file as UTF-8; a file that begins with the byte order mark of UTF-16 or UTF-32 is
+        decoded.
+        """
         decoder = None
         for index, block in enumerate(self._unpacked()):
             if index == 0 and (coding := next((name for mark, name in _MARKS if block.startswith(mark)), None)):
@@ -209,7 +237,7 @@ class _Blocks:
             while block := handle.read(1 << 15):
                 self.done += len(block)
                 while block:
-                    if unpacker.eof:                    # members may follow each other
+                    if unpacker.eof:  # members may follow each other
                         if not block.strip(b"\0"):
                             break
                         unpacker = zlib.decompressobj(31)
@@ -235,7 +263,7 @@ class _Blocks:
         out = bytearray()
         try:
             for index in range(len(block)):
-                out += unpacker.decompress(block[index:index + 1])
+                out += unpacker.decompress(block[index : index + 1])
         except zlib.error:
             pass
         return bytes(out)
@@ -266,8 +294,9 @@ def _lines(blocks: _Blocks) -> Iterator[tuple[int, bytes, bool]]:
 # -- formats ----------------------------------------------------------------------------------------
 def parse_json(raw: bytes) -> tuple[dict | None, str | None]:
     """(row, code) of one JSON line. Python's parser has the second word: it knows NaN and lone
-    surrogates, which orjson refuses, so that they get the right code; it reads numbers exactly of which orjson makes floats; and it sees a key that comes twice in an object,
-    of whose values every parser keeps one and says nothing: such a row is no row."""
+    surrogates, which orjson refuses, so that they get the right code; it reads numbers exactly of which orjson makes
+    floats; and it sees a key that comes twice in an object, of whose values every parser keeps one and says nothing:
+    such a row is no row."""
     value, again = None, _LONG_NUMBER in raw.translate(_DIGITS)
     if not again:
         try:
@@ -308,7 +337,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict:
 
 def _object(value: Any) -> tuple[dict | None, str | None]:
     """A row: an object, or a conversation that is written as the list of its messages alone."""
-    if isinstance(value, list) and value and all(isinstance(item, dict) and ("from" in item or "role" in item) for item in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) and ("from" in item or "role" in item) for item in value)
+    ):
         value = {"messages": value}
     return (value, None) if isinstance(value, dict) else (None, "wrong_type")
 
@@ -318,7 +351,7 @@ def _exact(text: str) -> float | Decimal:
     value = float(text)
     try:
         return value if len(text) < 18 or Decimal(repr(value)) == Decimal(text) else Decimal(text)
-    except ArithmeticError:             # an exponent beyond all numbers
+    except ArithmeticError:  # an exponent beyond all numbers
         return value
 
 
@@ -346,7 +379,7 @@ def _read_txt(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
 
 def _read_json(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
     """A JSON array of objects (or one object), element by element; numbers count elements."""
-    twice: list[int] = []           # an error in the middle of an element would look like one that may go on
+    twice: list[int] = []  # an error in the middle of an element would look like one that may go on
 
     def counted(pairs: list[tuple[str, Any]]) -> dict:
         found = dict(pairs)
@@ -378,7 +411,13 @@ def _read_json(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
                     return
             else:
                 row, code = (None, "parse_error") if twice else _checked(value)
-                raw = None if row else buffer[:end].encode("utf-8", "backslashreplace") if twice else canonical_bytes(value)
+                raw = (
+                    None
+                    if row
+                    else buffer[:end].encode("utf-8", "backslashreplace")
+                    if twice
+                    else canonical_bytes(value)
+                )
                 number, buffer, tried = number + 1, buffer[end:], 0
                 yield Record(number, raw, row, code)
                 continue
@@ -420,7 +459,7 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
     csv.field_size_limit(MAX_LINE_BYTES)
     header: list[str] | None = None
     lines = _lines(blocks)
-    waiting: list[tuple[int, bytes, bool]] = []         # lines given back by an unclosed quote
+    waiting: list[tuple[int, bytes, bool]] = []  # lines given back by an unclosed quote
 
     def parse(group: list[tuple[int, bytes, bool]]) -> list[str] | str:
         try:
@@ -441,7 +480,7 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
         if not item[2]:
             yield Record(item[0], item[1], None, "parse_error")
             continue
-        if item[1].count(b'"') % 2:                     # a quote is open: look for its end
+        if item[1].count(b'"') % 2:  # a quote is open: look for its end
             odd = True
             while odd and len(group) < MAX_CSV_RECORD_LINES:
                 more = waiting.pop(0) if waiting else next(lines, None)
@@ -457,7 +496,8 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
         elif not item[1] or item[1].isspace():
             continue
         else:
-            if header is None and delimiter == "," and b"," not in item[1]:         # as spreadsheets of some languages write them
+            # as spreadsheets of some languages write them
+            if header is None and delimiter == "," and b"," not in item[1]:
                 delimiter = ";" if b";" in item[1] else "\t" if b"\t" in item[1] else ","
             fields = parse(group)
         raw = b"\n".join(line for _, line, _ in group)
@@ -476,7 +516,9 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
 
 
 def _cell(value: str) -> Any:
-    """A CSV cell: JSON lists of messages are parsed, all else stays text (an answer may be JSON); the adapter parses the columns that hold lists."""
+    """A CSV cell: JSON lists of messages are parsed, all else stays text (an answer may be JSON); the adapter parses
+    the columns that hold lists.
+    """
     if value[:1] == "[" and value[-1:] == "]" and "{" in value:
         try:
             found = orjson.loads(value)
@@ -557,8 +599,15 @@ def _read_arrow(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
         yield Record(number + 1, b"", None, "parse_error")
 
 
-_READERS = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "tsv": _read_csv,
-            "txt": _read_txt, "parquet": _read_parquet, "arrow": _read_arrow}
+_READERS = {
+    "jsonl": _read_jsonl,
+    "json": _read_json,
+    "csv": _read_csv,
+    "tsv": _read_csv,
+    "txt": _read_txt,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+}
 
 
 class Reading:
@@ -595,4 +644,14 @@ def head_rows(source: SourceFile, count: int = 64, look: int = 2_000) -> list[di
     return rows
 
 
-__all__ = ["Reading", "Record", "SourceError", "SourceFile", "canonical_bytes", "find_files", "head_rows", "parse_json", "split_named"]
+__all__ = [
+    "Reading",
+    "Record",
+    "SourceError",
+    "SourceFile",
+    "canonical_bytes",
+    "find_files",
+    "head_rows",
+    "parse_json",
+    "split_named",
+]

@@ -23,7 +23,9 @@ def reward_at(points: Sequence[tuple[float, float]], budget: float) -> float | N
 
 
 def area(points: Sequence[tuple[float, float]], end: float) -> float | None:
-    """Mean over KL from the least of these points to ``end`` of the best reward within that KL: the frontier as stairs. None for a single KL."""
+    """Mean over KL from the least of these points to ``end`` of the best reward within that KL: the frontier as stairs.
+    None for a single KL.
+    """
     frontier = [(kl, reward) for kl, reward in suites.kl_frontier(points) if kl <= end]
     if not frontier or end <= frontier[0][0]:
         return None
@@ -34,5 +36,13 @@ def area(points: Sequence[tuple[float, float]], end: float) -> float | None:
 def table(points: Mapping[str, tuple[float, float]], metric: str) -> list[dict]:
     """Rows by KL: {model, KL, metric, on the frontier, best at this KL or less}."""
     best = of(points)
-    return [{"model": name or "model", "kl": kl, metric: reward, "on the frontier": name in best, f"best {metric} at this KL or less": reward_at(list(points.values()), kl)}
-            for name, (kl, reward) in sorted(points.items(), key=lambda one: one[1])]
+    return [
+        {
+            "model": name or "model",
+            "kl": kl,
+            metric: reward,
+            "on the frontier": name in best,
+            f"best {metric} at this KL or less": reward_at(list(points.values()), kl),
+        }
+        for name, (kl, reward) in sorted(points.items(), key=lambda one: one[1])
+    ]

@@ -40,15 +40,17 @@ def fit(d: Sequence[float], gold: Sequence[float], form: str = "bon") -> tuple[f
     """Least-squares (alpha, beta); needs at least two different positive distances."""
     points = np.asarray(d, dtype=float)
     if len({value for value in points.tolist() if value > 0}) < 2:
-        raise ValueError("fitting an over-optimisation curve needs two or more different distances d > 0; add checkpoints")
+        raise ValueError(
+            "fitting an over-optimisation curve needs two or more different distances d > 0; add checkpoints"
+        )
     design = np.stack([points, -_column(points, form)], axis=1)
     alpha, beta = np.linalg.lstsq(design, np.asarray(gold, dtype=float), rcond=None)[0]
     return float(alpha), float(beta)
 
 
 def divergence(train: Sequence[float], held_out: Sequence[float], *, min_drop: float = 0.05, patience: int = 3) -> dict:
-    """First evaluation at which the held-out score has been ``min_drop`` or more below its running maximum ``patience`` times
-    in a row while the train score is at or above its value at that maximum.
+    """First evaluation at which the held-out score has been ``min_drop`` or more below its running maximum ``patience``
+    times in a row while the train score is at or above its value at that maximum.
 
     Returns {"peak_index", "detected_index" (None if never), "diverged"}; patience 0 or 1 means the first such point.
     """
@@ -57,7 +59,11 @@ def divergence(train: Sequence[float], held_out: Sequence[float], *, min_drop: f
         if score > held_out[peak_index]:
             peak_index, run = index, 0
             continue
-        fallen = index > peak_index and held_out[peak_index] - score >= min_drop - 1e-12 and train[index] >= train[peak_index]
+        fallen = (
+            index > peak_index
+            and held_out[peak_index] - score >= min_drop - 1e-12
+            and train[index] >= train[peak_index]
+        )
         run = run + 1 if fallen else 0
         if fallen and run >= max(1, patience):
             return {"peak_index": peak_index, "detected_index": index, "diverged": True}

@@ -29,8 +29,12 @@ def win_rate(verdicts: Sequence[str]) -> dict:
         raise ValueError("win rate needs at least one judged item; every verdict is an error")
     mean, se = statistics.mean_se(outcomes)
     return {
-        "win_rate": mean, "se": se, "wins_only": outcomes.count(1.0) / len(outcomes), "tie_rate": outcomes.count(0.5) / len(outcomes),
-        "n": len(outcomes), "errors": len(verdicts) - len(outcomes),
+        "win_rate": mean,
+        "se": se,
+        "wins_only": outcomes.count(1.0) / len(outcomes),
+        "tie_rate": outcomes.count(0.5) / len(outcomes),
+        "n": len(outcomes),
+        "errors": len(verdicts) - len(outcomes),
     }
 
 
@@ -78,7 +82,9 @@ def arena_hard_wins(verdict: str, strong_weight: float = 3) -> tuple[float, floa
     return table[verdict]
 
 
-def elo(battles: Sequence[tuple[str, str, float]], *, k: float = 4, scale: float = 400, base: float = 10, init: float = 1000) -> dict[str, float]:
+def elo(
+    battles: Sequence[tuple[str, str, float]], *, k: float = 4, scale: float = 400, base: float = 10, init: float = 1000
+) -> dict[str, float]:
     """Online Elo over (a, b, outcome of a) in the given order. Order dependent: see :func:`elo_median`."""
     ratings: dict[str, float] = {}
     for a, b, outcome in battles:
@@ -88,7 +94,9 @@ def elo(battles: Sequence[tuple[str, str, float]], *, k: float = 4, scale: float
     return ratings
 
 
-def elo_median(battles: Sequence[tuple[str, str, float]], rng: np.random.Generator, rounds: int = 100, **settings) -> dict[str, float]:
+def elo_median(
+    battles: Sequence[tuple[str, str, float]], rng: np.random.Generator, rounds: int = 100, **settings
+) -> dict[str, float]:
     """Median online Elo of each player over ``rounds`` random orders of the battles."""
     runs = [elo([battles[i] for i in rng.permutation(len(battles))], **settings) for _ in range(rounds)]
     return {name: float(np.median([run[name] for run in runs])) for name in sorted(runs[0])} if runs else {}
@@ -163,11 +171,19 @@ def bradley_terry(win_matrix, *, l2: float | None = None, max_iterations: int = 
     return BradleyTerry(scores, False, ridge)
 
 
-def item_ranking(names: Sequence[str], wins_IKK: np.ndarray, rng: np.random.Generator, rounds: int = 1000, baseline: str | None = None) -> list[dict]:
-    """Players by strength, best first, on the Elo scale, with 95% intervals by resampling items (``eval.bradley_terry``).
+def item_ranking(
+    names: Sequence[str],
+    wins_IKK: np.ndarray,
+    rng: np.random.Generator,
+    rounds: int = 1000,
+    baseline: str | None = None,
+) -> list[dict]:
+    """Players by strength, best first, on the Elo scale, with 95% intervals by resampling items
+    (``eval.bradley_terry``).
 
-    wins_IKK: of each item, the wins of each player over each other, ties half to both. With a ``baseline`` also ``win_rate``, the probability that a player
-    beats it, with its interval (``eval.arena_hard``). ``l2`` is the ridge of the fit: above 0 where an optimum is infinite.
+    wins_IKK: of each item, the wins of each player over each other, ties half to both. With a ``baseline`` also
+    ``win_rate``, the probability that a player beats it, with its interval (``eval.arena_hard``). ``l2`` is the ridge
+    of the fit: above 0 where an optimum is infinite.
     """
     fitted = bradley_terry(wins_IKK.sum(0))
     draws = np.empty((rounds, len(names)))
@@ -176,26 +192,45 @@ def item_ranking(names: Sequence[str], wins_IKK: np.ndarray, rng: np.random.Gene
         draws[r] = bradley_terry(np.tensordot(counts, wins_IKK, 1)).scores
     low, high = np.percentile(ELO_PER_NAT * draws + 1000.0, [2.5, 97.5], axis=0)
     games = (wins_IKK + wins_IKK.transpose(0, 2, 1) > 0).sum((0, 2))
-    rows = [{"player": name, "elo": float(fitted.elo_scale[i]), "low": float(low[i]), "high": float(high[i]), "games": int(games[i]), "l2": fitted.l2} for i, name in enumerate(names)]
+    rows = [
+        {
+            "player": name,
+            "elo": float(fitted.elo_scale[i]),
+            "low": float(low[i]),
+            "high": float(high[i]),
+            "games": int(games[i]),
+            "l2": fitted.l2,
+        }
+        for i, name in enumerate(names)
+    ]
     if baseline is not None:
         at = list(names).index(baseline)
         against = np.percentile(_sigmoid(draws - draws[:, [at]]), [2.5, 97.5], axis=0)
         for i, row in enumerate(rows):
-            row |= {"win_rate": fitted.probability(i, at), "win_rate_low": float(against[0, i]), "win_rate_high": float(against[1, i])}
+            row |= {
+                "win_rate": fitted.probability(i, at),
+                "win_rate_low": float(against[0, i]),
+                "win_rate_high": float(against[1, i]),
+            }
     return sorted(rows, key=lambda row: -row["elo"])
 
 
 def length_controlled_win_rate(
-    len_model: Sequence[float], len_baseline: Sequence[float], preference: Sequence[float],
-    difficulty: Sequence[float] | None = None, *, l2: float = 0.0, max_iterations: int = 200,
+    len_model: Sequence[float],
+    len_baseline: Sequence[float],
+    preference: Sequence[float],
+    difficulty: Sequence[float] | None = None,
+    *,
+    l2: float = 0.0,
+    max_iterations: int = 200,
 ) -> dict:
     """AlpacaEval 2.0's length-controlled win rate (Dubois et al. 2024; eval.alpacaeval_lc).
 
     Fits logit p = theta + phi * tanh(dlen / std(dlen)) [+ psi * difficulty] to soft preferences of the model over the
-    baseline by cross-entropy, then sets the length term to zero. Lengths in characters, std with ddof 1, rates in [0, 1].
-    ``l2`` is a ridge on phi and psi for separable data. Equal lengths everywhere leave phi undetermined: it is 0.
-    ``suspicious`` marks a control that moved the rate further than length can explain: LC < min(w - w/4, w - 10) or
-    LC > max(w + (100-w)/4, w + 10), w = raw rate in percent.
+    baseline by cross-entropy, then sets the length term to zero. Lengths in characters, std with ddof 1, rates in [0,
+    1]. ``l2`` is a ridge on phi and psi for separable data. Equal lengths everywhere leave phi undetermined: it is 0.
+    ``suspicious`` marks a control that moved the rate further than length can explain: LC < min(w - w/4, w - 10) or LC
+    > max(w + (100-w)/4, w + 10), w = raw rate in percent.
     """
     y = np.asarray(preference, dtype=float)
     if y.min(initial=0.0) < 0 or y.max(initial=1.0) > 1:
@@ -210,21 +245,37 @@ def length_controlled_win_rate(
     if np.ptp(hard) > 0:
         names.append("psi")
         columns.append(hard)
-    weights, converged = _soft_logistic(np.stack(columns, axis=1), y, np.array([0.0] + [l2] * (len(names) - 1)), max_iterations)
+    weights, converged = _soft_logistic(
+        np.stack(columns, axis=1), y, np.array([0.0] + [l2] * (len(names) - 1)), max_iterations
+    )
     fitted = {"phi": 0.0, "psi": 0.0, **dict(zip(names, weights.tolist()))}
     controlled = float(np.mean(_sigmoid(fitted["theta"] + fitted["psi"] * hard)))
     raw, percent = 100 * float(y.mean()), 100 * controlled
     return {
-        "raw_win_rate": float(y.mean()), "lc_win_rate": controlled, "std_dlen": spread, "converged": converged, **fitted,
-        "se": statistics.mean_se(y)[1], "n": len(y),
-        "mean_len_model": float(np.mean(len_model)), "mean_len_baseline": float(np.mean(len_baseline)),
+        "raw_win_rate": float(y.mean()),
+        "lc_win_rate": controlled,
+        "std_dlen": spread,
+        "converged": converged,
+        **fitted,
+        "se": statistics.mean_se(y)[1],
+        "n": len(y),
+        "mean_len_model": float(np.mean(len_model)),
+        "mean_len_baseline": float(np.mean(len_baseline)),
         "suspicious": bool(percent < min(raw - raw / 4, raw - 10) or percent > max(raw + (100 - raw) / 4, raw + 10)),
     }
 
 
-def style_controlled_win_rate(counts_a: Sequence[dict[str, float]], counts_b: Sequence[dict[str, float]], preference: Sequence[float], *, l2: float = 0.0, max_iterations: int = 200) -> dict:
-    """Win rate of A over B as if their answers had the same style: sigma(theta) of logit p = theta + sum_k w_k z_k, z_k the features of :func:`style_feature` of each count
-    (``eval.judge_bias``). Every battle is taken from both sides, so that the features have mean zero and only differences between the answers count.
+def style_controlled_win_rate(
+    counts_a: Sequence[dict[str, float]],
+    counts_b: Sequence[dict[str, float]],
+    preference: Sequence[float],
+    *,
+    l2: float = 0.0,
+    max_iterations: int = 200,
+) -> dict:
+    """Win rate of A over B as if their answers had the same style: sigma(theta) of logit p = theta + sum_k w_k z_k, z_k
+    the features of :func:`style_feature` of each count (``eval.judge_bias``). Every battle is taken from both sides, so
+    that the features have mean zero and only differences between the answers count.
 
     ``coefficients``: what a standard deviation of each feature is worth, in nats; features that never differ have none.
     """
@@ -237,11 +288,23 @@ def style_controlled_win_rate(counts_a: Sequence[dict[str, float]], counts_b: Se
             names.append(name)
             columns.append(z)
     sides = np.concatenate([np.ones_like(y), -np.ones_like(y)])
-    weights, converged = _soft_logistic(np.stack([sides, *columns], axis=1), np.concatenate([y, 1 - y]), np.array([0.0] + [2 * l2] * len(names)), max_iterations)
-    return {"win_rate": float(_sigmoid(weights[0])), "coefficients": dict(zip(names, weights[1:].tolist())), "converged": converged, "n": len(y)}
+    weights, converged = _soft_logistic(
+        np.stack([sides, *columns], axis=1),
+        np.concatenate([y, 1 - y]),
+        np.array([0.0] + [2 * l2] * len(names)),
+        max_iterations,
+    )
+    return {
+        "win_rate": float(_sigmoid(weights[0])),
+        "coefficients": dict(zip(names, weights[1:].tolist())),
+        "converged": converged,
+        "n": len(y),
+    }
 
 
-def _soft_logistic(design: np.ndarray, y: np.ndarray, ridge: np.ndarray, max_iterations: int) -> tuple[np.ndarray, bool]:
+def _soft_logistic(
+    design: np.ndarray, y: np.ndarray, ridge: np.ndarray, max_iterations: int
+) -> tuple[np.ndarray, bool]:
     """Newton fit of P = sigmoid(X w) to soft labels with a ridge per column; (weights, converged)."""
     weights = np.zeros(design.shape[1])
 
@@ -258,7 +321,8 @@ def _soft_logistic(design: np.ndarray, y: np.ndarray, ridge: np.ndarray, max_ite
         while size > 1e-10 and loss(weights - size * step) > start + 1e-12 * abs(start):
             size /= 2
         weights = weights - size * step
-        if np.abs(weights).max() > 1e3 or np.abs(design @ weights).max() > SATURATED:  # separable: the optimum is at infinity
+        # separable: the optimum is at infinity
+        if np.abs(weights).max() > 1e3 or np.abs(design @ weights).max() > SATURATED:
             break
         if np.abs(size * step).max() < 1e-12:
             return weights, True
@@ -266,10 +330,15 @@ def _soft_logistic(design: np.ndarray, y: np.ndarray, ridge: np.ndarray, max_ite
 
 
 def instruction_difficulty(
-    preferences: dict[str, Sequence[float]], length_differences: dict[str, Sequence[float]], *, l2: float = 1.0, iterations: int = 50,
+    preferences: dict[str, Sequence[float]],
+    length_differences: dict[str, Sequence[float]],
+    *,
+    l2: float = 1.0,
+    iterations: int = 50,
 ) -> np.ndarray:
     """Difficulty of each instruction from several models' judgements: gamma_i of
-    logit p_mi = theta_m + phi_m tanh(dlen_mi / std) + gamma_i, with a ridge ``l2`` on gamma, fitted by alternating Newton steps.
+    logit p_mi = theta_m + phi_m tanh(dlen_mi / std) + gamma_i, with a ridge ``l2`` on gamma, fitted by alternating
+    Newton steps.
 
     Rows are instructions in one common order for all models. Mean zero.
     """
@@ -279,7 +348,9 @@ def instruction_difficulty(
     for name in names:
         delta = np.asarray(length_differences[name], dtype=float)
         spread = delta.std(ddof=1)
-        terms.append(np.stack([np.ones_like(delta), np.tanh(delta / spread) if spread > 0 else np.zeros_like(delta)], axis=1))
+        terms.append(
+            np.stack([np.ones_like(delta), np.tanh(delta / spread) if spread > 0 else np.zeros_like(delta)], axis=1)
+        )
     weights, gamma = np.zeros((len(names), 2)), np.zeros(y.shape[1])
 
     def probability(m: int) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""Metrics from several samples per problem (eval.pass_at_k, eval.avg_at_k, eval.maj_at_k). Best-of-n is in ``stages.selection``."""
+"""Metrics from several samples per problem (eval.pass_at_k, eval.avg_at_k, eval.maj_at_k). Best-of-n is in
+``stages.selection``.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _vote_value(answers: Sequence[Hashable | None], gold: Hashable) -> float:
     return (gold in leaders) / len(leaders)
 
 
-def maj_at_k(answers: Sequence[Hashable | None], gold: Hashable, k: int, *, rng: np.random.Generator | None = None) -> float | None:
+def maj_at_k(
+    answers: Sequence[Hashable | None], gold: Hashable, k: int, *, rng: np.random.Generator | None = None
+) -> float | None:
     """Expected accuracy of the majority of ``k`` of the given answers, over all k-subsets.
 
     Beyond 20,000 subsets, 1,000 of them are drawn from ``rng`` (which is then required). ``None`` when k > n.

@@ -23,7 +23,10 @@ def mc_letter(letter_loglik: Sequence[float], gold: int) -> dict:
 
 
 def mc_answer_text(
-    loglik: Sequence[float], choices: Sequence[str], n_tokens: Sequence[int], gold: int,
+    loglik: Sequence[float],
+    choices: Sequence[str],
+    n_tokens: Sequence[int],
+    gold: int,
     uncond_loglik: Sequence[float] | None = None,
 ) -> dict:
     """Multiple choice by log-likelihood of the answer text (eval.mc_answer_text) under every normalisation.
@@ -48,14 +51,17 @@ def mc_answer_text(
 
 def ifeval_accuracies(strict: Sequence[Sequence[int]], loose: Sequence[Sequence[int]]) -> dict:
     """Prompt-level (all instructions) and instruction-level (pooled) accuracy, strict and loose (eval.ifeval)."""
+
     def levels(rows: Sequence[Sequence[int]]) -> tuple[float, float]:
         pooled = [value for row in rows for value in row]
         return sum(all(row) for row in rows) / len(rows), sum(map(bool, pooled)) / len(pooled)
 
     (strict_prompt, strict_inst), (loose_prompt, loose_inst) = levels(strict), levels(loose)
     return {
-        "prompt_level_strict_acc": strict_prompt, "inst_level_strict_acc": strict_inst,
-        "prompt_level_loose_acc": loose_prompt, "inst_level_loose_acc": loose_inst,
+        "prompt_level_strict_acc": strict_prompt,
+        "inst_level_strict_acc": strict_inst,
+        "prompt_level_loose_acc": loose_prompt,
+        "inst_level_loose_acc": loose_inst,
     }
 
 
@@ -68,7 +74,9 @@ def ifeval_loose_variants(response: str) -> list[str]:
 
 
 def mt_bench(scores: Mapping[str, Sequence[float | None]], missing: float | None = -1) -> dict:
-    """Mean rating per turn and over all (question, turn); failed ratings are left out and counted (eval.mt_bench). Questions may have different numbers of turns."""
+    """Mean rating per turn and over all (question, turn); failed ratings are left out and counted (eval.mt_bench).
+    Questions may have different numbers of turns.
+    """
     rows = list(scores.values())
     turns = [[row[t] for row in rows if t < len(row) and row[t] != missing] for t in range(max(map(len, rows)))]
     kept = [value for turn in turns for value in turn]
@@ -76,10 +84,14 @@ def mt_bench(scores: Mapping[str, Sequence[float | None]], missing: float | None
     return {**means, "overall": float(np.mean(kept)) if kept else None, "n_missing": sum(map(len, rows)) - len(kept)}
 
 
-def alignment_tax(before: Mapping[str, float], after: Mapping[str, float], se: Mapping[str, float] | None = None) -> dict:
+def alignment_tax(
+    before: Mapping[str, float], after: Mapping[str, float], se: Mapping[str, float] | None = None
+) -> dict:
     """after - before per benchmark, and which fell (beyond 2 paired standard errors where ``se`` is given)."""
     if set(before) != set(after):
-        raise ValueError(f"before and after name different benchmarks: {sorted(set(before) ^ set(after))}; give both for each")
+        raise ValueError(
+            f"before and after name different benchmarks: {sorted(set(before) ^ set(after))}; give both for each"
+        )
     delta = {name: after[name] - before[name] for name in before}
     return {
         "delta": delta,
@@ -99,8 +111,10 @@ def refusal_asymmetry(view_a: Sequence[int], view_b: Sequence[int]) -> dict:
     """Refusal rates on mirrored prompts and the share of pairs treated differently (eval.refusal_neutrality)."""
     a, b = np.asarray(view_a, dtype=float), np.asarray(view_b, dtype=float)
     return {
-        "rate_A": float(a.mean()), "rate_B": float(b.mean()),
-        "abs_difference": float(abs(a.mean() - b.mean())), "unequal_pairs": float((a != b).mean()),
+        "rate_A": float(a.mean()),
+        "rate_B": float(b.mean()),
+        "abs_difference": float(abs(a.mean() - b.mean())),
+        "unequal_pairs": float((a != b).mean()),
     }
 
 
@@ -119,22 +133,32 @@ def perturbed_gap(original: Sequence[int], perturbed: Sequence[int]) -> dict:
     """Accuracy lost when the items are perturbed, with flips both ways (eval.perturbed)."""
     a, b = np.asarray(original, dtype=float), np.asarray(perturbed, dtype=float)
     return {
-        "acc_original": float(a.mean()), "acc_perturbed": float(b.mean()), "gap": float(a.mean() - b.mean()),
-        "flip_down": int(((a == 1) & (b == 0)).sum()), "flip_up": int(((a == 0) & (b == 1)).sum()),
+        "acc_original": float(a.mean()),
+        "acc_perturbed": float(b.mean()),
+        "gap": float(a.mean() - b.mean()),
+        "flip_down": int(((a == 1) & (b == 0)).sum()),
+        "flip_up": int(((a == 0) & (b == 1)).sum()),
     }
 
 
 def trace_error(final_correct: Sequence[int], has_wrong_step: Sequence[int]) -> dict:
     """Wrong finals, and wrong steps among right finals (Uesato et al. 2022); ``None`` when no final is right."""
     final, wrong = np.asarray(final_correct, dtype=bool), np.asarray(has_wrong_step, dtype=bool)
-    return {"final_answer_error": float((~final).mean()), "trace_error": float(wrong[final].mean()) if final.any() else None}
+    return {
+        "final_answer_error": float((~final).mean()),
+        "trace_error": float(wrong[final].mean()) if final.any() else None,
+    }
 
 
-def accuracy_vs_budget(tokens: Sequence[Sequence[int]], correct: Sequence[Sequence[int]], budgets: Sequence[int]) -> list[float]:
+def accuracy_vs_budget(
+    tokens: Sequence[Sequence[int]], correct: Sequence[Sequence[int]], budgets: Sequence[int]
+) -> list[float]:
     """mean[correct and tokens <= budget] for each budget: a sample that is too long is wrong."""
     lengths = [value for row in tokens for value in row]
     right = [value for row in correct for value in row]
-    return [float(np.mean([bool(c) and t <= budget for t, c in zip(lengths, right, strict=True)])) for budget in budgets]
+    return [
+        float(np.mean([bool(c) and t <= budget for t, c in zip(lengths, right, strict=True)])) for budget in budgets
+    ]
 
 
 def h4_mean(arc: float, hellaswag: float, mmlu: float, truthfulqa: float) -> float:
@@ -164,7 +188,9 @@ def rewardbench_section(accuracy: Mapping[str, float], counts: Mapping[str, int]
     return sum(accuracy[name] * counts[name] for name in accuracy) / sum(counts[name] for name in accuracy)
 
 
-def rewardbench_total(sections: Mapping[str, float], prior_sets: float | None = None, prior_weight: float = 0.5) -> dict:
+def rewardbench_total(
+    sections: Mapping[str, float], prior_sets: float | None = None, prior_weight: float = 0.5
+) -> dict:
     """Plain mean of the sections, and with prior sets at ``prior_weight`` (divisor sections + weight)."""
     total = sum(sections.values())
     result = {"score_core": total / len(sections)}
@@ -180,5 +206,3 @@ def kl_frontier(points: Sequence[Sequence[float]]) -> list[list[float]]:
         if not frontier or reward > frontier[-1][1]:
             frontier.append([kl, reward])
     return frontier
-
-

@@ -10,14 +10,24 @@ from functools import lru_cache
 import numpy as np
 
 STOCK_PHRASES = (
-    "As an AI language model", "As a large language model", "Certainly!", "I apologize", "I'm sorry", "I cannot",
-    "Great question", "It's important to note", "I hope this helps", "delve into",
+    "As an AI language model",
+    "As a large language model",
+    "Certainly!",
+    "I apologize",
+    "I'm sorry",
+    "I cannot",
+    "Great question",
+    "It's important to note",
+    "I hope this helps",
+    "delve into",
 )
 REFLECTION_WORDS = ("wait", "re-evaluate", "let me check", "aha")
 
 
 #: Characters of scripts that put no space between words: Thai to Khmer, kana, ideographs.
-_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+_UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 
 
 def words_of(text: str) -> list[str]:
@@ -60,14 +70,36 @@ def reflection_counts(texts: Sequence[str], words: Sequence[str] = REFLECTION_WO
     return {"count": counts, "share_with_any": sum(count > 0 for count in counts) / len(counts) if counts else 0.0}
 
 
-_NO_SCRIPT = ("GREEK", "MATHEMATICAL", "DOUBLE-STRUCK", "SCRIPT", "BLACK-LETTER", "MICRO", "FEMININE", "MASCULINE", "MODIFIER", "KATAKANA-HIRAGANA", "SUPERSCRIPT", "OHM", "KELVIN", "ANGSTROM",
-              "PLANCK", "EULER", "ALEF", "BET", "GIMEL", "DALET", "INFORMATION")
+_NO_SCRIPT = (
+    "GREEK",
+    "MATHEMATICAL",
+    "DOUBLE-STRUCK",
+    "SCRIPT",
+    "BLACK-LETTER",
+    "MICRO",
+    "FEMININE",
+    "MASCULINE",
+    "MODIFIER",
+    "KATAKANA-HIRAGANA",
+    "SUPERSCRIPT",
+    "OHM",
+    "KELVIN",
+    "ANGSTROM",
+    "PLANCK",
+    "EULER",
+    "ALEF",
+    "BET",
+    "GIMEL",
+    "DALET",
+    "INFORMATION",
+)
 
 
 @lru_cache(maxsize=65536)
 def script_of(character: str) -> str:
-    """First word of a letter's Unicode name (LATIN, CYRILLIC, CJK ...), of letters in full or half width the next one; empty for everything else, for GREEK and the letters of formulas and
-    units, and for the sign of a long vowel that both scripts of Japanese have."""
+    """First word of a letter's Unicode name (LATIN, CYRILLIC, CJK ...), of letters in full or half width the next one;
+    empty for everything else, for GREEK and the letters of formulas and units, and for the sign of a long vowel that
+    both scripts of Japanese have."""
     names = unicodedata.name(character, "").split(" ") if character.isalpha() else [""]
     found = names[1] if names[0] in ("FULLWIDTH", "HALFWIDTH") else {"IDEOGRAPHIC": "CJK"}.get(names[0], names[0])
     return "" if found in _NO_SCRIPT else found
@@ -80,8 +112,12 @@ def scripts(text: str) -> set[str]:
 
 
 def special_character_rate(text: str) -> float:
-    """Share of characters that no keyboard writes: control, private, unassigned and replacement characters, emoji and other pictures; 0 for an empty text."""
-    odd = [c for c in set(text) if c not in "\n\t\r" and (unicodedata.category(c) in ("Cc", "Cf", "Co", "Cn", "Cs", "So"))]
+    """Share of characters that no keyboard writes: control, private, unassigned and replacement characters, emoji and
+    other pictures; 0 for an empty text.
+    """
+    odd = [
+        c for c in set(text) if c not in "\n\t\r" and (unicodedata.category(c) in ("Cc", "Cf", "Co", "Cn", "Cs", "So"))
+    ]
     return sum(map(text.count, odd)) / max(1, len(text))
 
 
@@ -91,14 +127,17 @@ def levenshtein(a: str, b: str) -> int:
         a, b = b, a
     codes, steps = np.array([ord(c) for c in b], np.int64), np.arange(len(b) + 1)
     row = steps
-    for i, left in enumerate(a, start=1):  # insertions of a whole row at once: row[j] = min over k <= j of made[k] + (j - k)
+    # insertions of a whole row at once: row[j] = min over k <= j of made[k] + (j - k)
+    for i, left in enumerate(a, start=1):
         made = np.concatenate(([i], np.minimum(row[1:] + 1, row[:-1] + (codes != ord(left)))))
         row = np.minimum.accumulate(made - steps) + steps
     return int(row[-1])
 
 
 def rouge_l(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict:
-    """Longest common subsequence of two token lists and its F1 (harmonic mean of LCS / len of either); 0 where one is empty (``synth.self_instruct``)."""
+    """Longest common subsequence of two token lists and its F1 (harmonic mean of LCS / len of either); 0 where one is
+    empty (``synth.self_instruct``).
+    """
     row = [0] * (len(right) + 1)
     for a in left:
         before = 0  # of the row above, one to the left

@@ -1,7 +1,8 @@
-"""LoRA through peft: wrapping a model before training, the base model under it, and writing it out merged, the adapter beside it.
+"""LoRA through peft: wrapping a model before training, the base model under it, and writing it out merged, the adapter
+beside it.
 
-Catalogue ``peft.lora`` (Hu et al. 2021): a frozen weight W is trained as W + (alpha / r) B A; B starts at 0, so the first step's
-model is the base model, and switching the adapter off gives the reference policy back (``LORA-RL``).
+Catalogue ``peft.lora`` (Hu et al. 2021): a frozen weight W is trained as W + (alpha / r) B A; B starts at 0, so the
+first step's model is the base model, and switching the adapter off gives the reference policy back (``LORA-RL``).
 """
 
 from __future__ import annotations
@@ -36,9 +37,18 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
     from peft import LoraConfig, get_peft_model
 
     targets = config.lora_targets if config.lora_targets == "all-linear" else names_in(config.lora_targets)
-    settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha or 2 * config.lora_rank, lora_dropout=config.lora_dropout, bias="none", use_rslora=config.lora_rslora,
-                          use_dora=config.lora_dora, target_modules=targets, exclude_modules=names_in(config.lora_exclude) or None,
-                          modules_to_save=whole_modules(model, config) or None, task_type=task)
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha or 2 * config.lora_rank,
+        lora_dropout=config.lora_dropout,
+        bias="none",
+        use_rslora=config.lora_rslora,
+        use_dora=config.lora_dora,
+        target_modules=targets,
+        exclude_modules=names_in(config.lora_exclude) or None,
+        modules_to_save=whole_modules(model, config) or None,
+        task_type=task,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed % 2**63)
         try:
@@ -50,23 +60,43 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
 
             if "ParamWrapper" in str(error):  # peft's adapter on a parameter of several experts
                 less = "lora_dropout=0" if config.lora_dropout else "lora_dora=false"
-                raise ModelError(f"lora_targets={config.lora_targets!r} takes the experts of {type(model).__name__}, whose adapters have no {'dropout' if config.lora_dropout else 'DoRA'}; write "
-                                 f"lora_targets=q_proj,k_proj,v_proj,o_proj (or other layers outside of the experts), or {less}. peft says: {error}") from error
-            linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))} - {"base_layer", "default"})
-            raise ModelError(f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or some of: {', '.join(linear)}. "
-                             f"peft says: {error}") from error
+                raise ModelError(
+                    f"lora_targets={config.lora_targets!r} takes the experts of {type(model).__name__}, whose adapters"
+                    f" have no {'dropout' if config.lora_dropout else 'DoRA'}; write"
+                    f" lora_targets=q_proj,k_proj,v_proj,o_proj (or other layers outside of the experts), or {less}."
+                    f" peft says: {error}"
+                ) from error
+            linear = sorted(
+                {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))}
+                - {"base_layer", "default"}
+            )
+            raise ModelError(
+                f"lora_targets={config.lora_targets!r} fits no layer of {type(model).__name__}; write all-linear or"
+                f" some of: {', '.join(linear)}. peft says: {error}"
+            ) from error
     output, embedding = adapted.get_output_embeddings(), adapted.get_input_embeddings()
-    if output is not None and (hasattr(output, "base_layer") or hasattr(embedding, "base_layer")) and output.weight is embedding.weight:
+    if (
+        output is not None
+        and (hasattr(output, "base_layer") or hasattr(embedding, "base_layer"))
+        and output.weight is embedding.weight
+    ):
         from stages.models.modeling import ModelError
 
-        raise ModelError(f"lora_targets={config.lora_targets!r} names the {'output layer' if hasattr(output, 'base_layer') else 'embedding'}, and {type(model).__name__} has one weight for the "
-                         "embedding and the output layer, so an adapter on one of them cannot be merged; leave it out, or write all-linear (which does)")
+        raise ModelError(
+            f"lora_targets={config.lora_targets!r} names the"
+            f" {'output layer' if hasattr(output, 'base_layer') else 'embedding'}, and {type(model).__name__} has one"
+            " weight for the embedding and the output layer, so an adapter on one of them cannot be merged; leave it"
+            " out, or write all-linear (which does)"
+        )
     if config.lora_dropout:
         if output is not None and hasattr(output, "base_layer"):
             from stages.models.modeling import ModelError
 
-            raise ModelError(f"lora_targets={config.lora_targets!r} names the output layer, whose adapter is added to its weight before the logits are computed, so that lora_dropout has no place; "
-                             "leave it out (all-linear does), or write lora_dropout=0")
+            raise ModelError(
+                f"lora_targets={config.lora_targets!r} names the output layer, whose adapter is added to its weight"
+                " before the logits are computed, so that lora_dropout has no place; leave it out (all-linear does),"
+                " or write lora_dropout=0"
+            )
         dropout.put_into(adapted, config.lora_dropout, seed)
     return adapted
 
@@ -77,7 +107,8 @@ def names_in(text: str) -> list[str]:
 
 
 def whole_modules(model, config) -> list[str]:
-    """The names of ``lora_modules_to_save``, once such modules are there and hold their weights, of which peft makes the trained copies.
+    """The names of ``lora_modules_to_save``, once such modules are there and hold their weights, of which peft makes
+    the trained copies.
 
     Raises:
         ModelError: no module of that name, or one that shares its weight with another.
@@ -86,22 +117,38 @@ def whole_modules(model, config) -> list[str]:
 
     if not (wanted := names_in(config.lora_modules_to_save)):
         return []
-    found = {name: [module for path, module in model.named_modules() if path.rsplit(".", 1)[-1] == name] for name in wanted}
+    found = {
+        name: [module for path, module in model.named_modules() if path.rsplit(".", 1)[-1] == name] for name in wanted
+    }
     for name in wanted:
         if not found[name] or not any(True for module in found[name] for _ in module.parameters()):
-            known = sorted({path.rsplit(".", 1)[-1] for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None})
-            raise ModelError(f"lora_modules_to_save names {name!r}, and {type(model).__name__} has no such module with weights; write some of: {', '.join(known)}")
+            known = sorted(
+                {
+                    path.rsplit(".", 1)[-1]
+                    for path, module in model.named_modules()
+                    if next(module.parameters(recurse=False), None) is not None
+                }
+            )
+            raise ModelError(
+                f"lora_modules_to_save names {name!r}, and {type(model).__name__} has no such module with weights;"
+                f" write some of: {', '.join(known)}"
+            )
     pending.fill(model, [module for modules in found.values() for module in modules])
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     chosen = {module for modules in found.values() for module in modules}
     if output is not None and output.weight is embedding.weight and chosen & {output, embedding}:
-        raise ModelError(f"lora_modules_to_save={config.lora_modules_to_save!r}: {type(model).__name__} has one weight for the embedding and the output layer, which cannot be trained in one of them; "
-                         "leave them out, or train all weights (lora_rank=0)")
+        raise ModelError(
+            f"lora_modules_to_save={config.lora_modules_to_save!r}: {type(model).__name__} has one weight for the"
+            " embedding and the output layer, which cannot be trained in one of them; leave them out, or train all"
+            " weights (lora_rank=0)"
+        )
     return wanted
 
 
 def output_weight(output) -> torch.Tensor:
-    """The LM head's weight ``[V, H]``, with the product of its LoRA adapter on top where it has one; differentiable in both factors."""
+    """The LM head's weight ``[V, H]``, with the product of its LoRA adapter on top where it has one; differentiable in
+    both factors.
+    """
     if not hasattr(output, "lora_A"):
         return output.weight
     weight = output.base_layer.weight
@@ -110,14 +157,18 @@ def output_weight(output) -> torch.Tensor:
 
 
 def merged(layer, weight: torch.Tensor, read=lambda factor: factor) -> torch.Tensor:
-    """The weight of a layer under its active adapters, W + (alpha / r) B A, as the layer stores it; differentiable in both factors. ``read`` is put between it and what
-    the adapters hold. Of DoRA each row of that has the length that is trained, m; the length it is divided by has no gradient (Liu et al. 2024, section 4.3)."""
+    """The weight of a layer under its active adapters, W + (alpha / r) B A, as the layer stores it; differentiable in
+    both factors. ``read`` is put between it and what the adapters hold. Of DoRA each row of that has the length that is
+    trained, m; the length it is divided by has no gradient (Liu et al. 2024, section 4.3)."""
     turned = getattr(layer, "fan_in_fan_out", False)
     for adapter in layer.active_adapters:
         if adapter in layer.lora_A:
             delta = _update(layer, adapter, read)
         else:
-            delta = layer.scaling[adapter] * (read(layer.lora_embedding_B[adapter]) @ read(layer.lora_embedding_A[adapter])).t()
+            delta = (
+                layer.scaling[adapter]
+                * (read(layer.lora_embedding_B[adapter]) @ read(layer.lora_embedding_A[adapter])).t()
+            )
         weight = weight + (delta.t() if turned else delta)
         if adapter in (getattr(layer, "lora_magnitude_vector", None) or {}):
             lengths = torch.linalg.norm(weight.detach(), dim=0 if turned else 1)
@@ -127,17 +178,28 @@ def merged(layer, weight: torch.Tensor, read=lambda factor: factor) -> torch.Ten
 
 
 def _update(layer, adapter: str, read) -> torch.Tensor:
-    """What an adapter adds to its layer's weight, (alpha / r) B A, of stacked experts (peft's ``ParamWrapper``) one by one; ``read`` is put between it and the factors."""
-    a, b, experts = read(layer.lora_A[adapter].weight), read(layer.lora_B[adapter].weight), getattr(layer, "num_experts", 1)
+    """What an adapter adds to its layer's weight, (alpha / r) B A, of stacked experts (peft's ``ParamWrapper``) one by
+    one; ``read`` is put between it and the factors.
+    """
+    a, b, experts = (
+        read(layer.lora_A[adapter].weight),
+        read(layer.lora_B[adapter].weight),
+        getattr(layer, "num_experts", 1),
+    )
     if experts == 1:
         return layer.scaling[adapter] * (b @ a)
-    stacked = torch.einsum("ore,eri->eoi", b.unflatten(1, (-1, experts)), a.unflatten(0, (experts, -1))) * layer.scaling[adapter]
+    stacked = (
+        torch.einsum("ore,eri->eoi", b.unflatten(1, (-1, experts)), a.unflatten(0, (experts, -1)))
+        * layer.scaling[adapter]
+    )
     return stacked if layer._did_swap_in_out_features else stacked.transpose(1, 2)
 
 
 @contextlib.contextmanager
 def switched_off(model):
-    """The model without its adapter inside the block. Nothing else changes: peft's own switch also sets ``requires_grad``."""
+    """The model without its adapter inside the block. Nothing else changes: peft's own switch also sets
+    ``requires_grad``.
+    """
     layers = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True
@@ -149,8 +211,8 @@ def switched_off(model):
 
 
 class AdapterOff:
-    """The base model under a LoRA adapter: a frozen reference that holds no weights of its own. Valid where the adapter was fresh
-    when training started and the reference is the model it was put on."""
+    """The base model under a LoRA adapter: a frozen reference that holds no weights of its own. Valid where the adapter
+    was fresh when training started and the reference is the model it was put on."""
 
     def __init__(self, model):
         self.model = model
@@ -164,13 +226,17 @@ class AdapterOff:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The base model's own weights."""
-        return ((name, p) for name, p in self.model.get_base_model().named_parameters() if ".lora_" not in name and ".modules_to_save." not in name)
+        return (
+            (name, p)
+            for name, p in self.model.get_base_model().named_parameters()
+            if ".lora_" not in name and ".modules_to_save." not in name
+        )
 
 
 @torch.no_grad()
 def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in the plain model, value) of every weight, an adapter merged in and shards gathered, one after the other; every rank must
-    ask where the model is sharded."""
+    """(name in the plain model, value) of every weight, an adapter merged in and shards gathered, one after the other;
+    every rank must ask where the model is sharded."""
     base = model.get_base_model() if is_adapted(model) else model
     for plain, name, parameter in plain_names(model):
         value, layer = quantised.dense(sharding.whole(parameter)), _adapted_layer(base, name)
@@ -182,8 +248,8 @@ def plain_parameters(model) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def rounding(model, dtype: torch.dtype) -> float | None:
-    """How far rounding the merged matrices to ``dtype`` moves them, as a share of how far their adapter moved them (norms over all of them); None without an
-    adapter. Every rank must ask where the model is sharded."""
+    """How far rounding the merged matrices to ``dtype`` moves them, as a share of how far their adapter moved them
+    (norms over all of them); None without an adapter. Every rank must ask where the model is sharded."""
     if not is_adapted(model):
         return None
     base, lost, moved = model.get_base_model(), 0.0, 0.0
@@ -196,7 +262,9 @@ def rounding(model, dtype: torch.dtype) -> float | None:
 
 
 def _adapted_layer(base, name: str):
-    """The layer whose adapter changes this parameter; None where there is none. Adapters on several parameters of one module stand one inside the other."""
+    """The layer whose adapter changes this parameter; None where there is none. Adapters on several parameters of one
+    module stand one inside the other.
+    """
     path, _, kind = name.rpartition(".base_layer.")
     while path:
         layer = base.get_submodule(path)
@@ -207,7 +275,9 @@ def _adapted_layer(base, name: str):
 
 
 def plain_names(model) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
-    """(name in the plain model, name under the adapter, parameter) of every weight that the plain model has, tied ones once."""
+    """(name in the plain model, name under the adapter, parameter) of every weight that the plain model has, tied ones
+    once.
+    """
     base = model.get_base_model() if is_adapted(model) else model
     for name, parameter in base.named_parameters():
         if ".lora_" not in name and ".original_module." not in name:  # peft keeps the untrained copy of a reward head
@@ -216,19 +286,29 @@ def plain_names(model) -> Iterator[tuple[str, str, torch.nn.Parameter]]:
 
 @torch.no_grad()
 def save_adapter(model, directory: str | Path, base: str | None = None) -> None:
-    """Write the adapter under ``directory/adapter`` (peft's own format), if there is one. Rank 0 writes; every rank must call where it is sharded.
+    """Write the adapter under ``directory/adapter`` (peft's own format), if there is one. Rank 0 writes; every rank
+    must call where it is sharded.
 
     ``base`` is noted in the adapter as the model it belongs to.
     """
     if not is_adapted(model):
         return
-    state = {name: sharding.whole(p) for name, p in model.named_parameters() if ".lora_" in name or ".modules_to_save." in name}
+    state = {
+        name: sharding.whole(p)
+        for name, p in model.named_parameters()
+        if ".lora_" in name or ".modules_to_save." in name
+    }
     if ranks.rank() != 0:
         return
     for settings in model.peft_config.values():
         settings.base_model_name_or_path = base
-    model.save_pretrained(Path(directory, ADAPTER_FOLDER), state_dict=state, safe_serialization=True, save_embedding_layers=False)
+    model.save_pretrained(
+        Path(directory, ADAPTER_FOLDER), state_dict=state, safe_serialization=True, save_embedding_layers=False
+    )
     Path(directory, ADAPTER_FOLDER, "README.md").unlink(missing_ok=True)
     file = Path(directory, ADAPTER_FOLDER, "adapter_config.json")  # peft writes its sets in any order
-    written = {k: sorted(v) if isinstance(v, list) and all(isinstance(x, str) for x in v) else v for k, v in json.loads(file.read_text()).items()}
+    written = {
+        k: sorted(v) if isinstance(v, list) and all(isinstance(x, str) for x in v) else v
+        for k, v in json.loads(file.read_text()).items()
+    }
     file.write_text(json.dumps(written, sort_keys=True, indent=1) + "\n")

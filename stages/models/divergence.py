@@ -1,14 +1,14 @@
 """Divergence of a student's next-token distribution from a teacher's over the whole vocabulary, chunk by chunk.
 
-Legend: N positions, V vocabulary, p the teacher's distribution, q the student's, both at temperature T. Values are nats per
-position, times T^2 so that the gradient's size does not depend on T (Hinton et al. 2015). Directions:
+Legend: N positions, V vocabulary, p the teacher's distribution, q the student's, both at temperature T. Values are nats
+per position, times T^2 so that the gradient's size does not depend on T (Hinton et al. 2015). Directions:
 
 ``forward``  KL(p || q)                               gradient in the student's logits: T (q - p)
 ``reverse``  KL(q || p)
 ``jsd``      b KL(p || M) + (1 - b) KL(q || M), M = b p + (1 - b) q   (Agarwal et al. 2024; b -> 0 is forward / b, b -> 1 reverse)
 
-Catalogue ``kd.logit``, ``kd.context``, ``kd.onpolicy``; the exact KL of RL (KL-FULL) is :func:`exact_kl`. Of a teacher that is only known by
-its K most likely tokens, :func:`topk_divergence`.
+Catalogue ``kd.logit``, ``kd.context``, ``kd.onpolicy``; the exact KL of RL (KL-FULL) is :func:`exact_kl`. Of a teacher
+that is only known by its K most likely tokens, :func:`topk_divergence`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,17 @@ from stages.models.modeling import Head, head_chunks, precise
 DIRECTIONS = ("forward", "reverse", "jsd")
 
 
-def divergence(student: Head, hidden_NH, teacher: Head, teacher_hidden_NK, direction: str = "forward", temperature: float = 1.0, jsd_beta: float = 0.5):
-    """Per-position divergence ``[N]``, float32 or better; differentiable in the student's hidden states, weight and bias.
+def divergence(
+    student: Head,
+    hidden_NH,
+    teacher: Head,
+    teacher_hidden_NK,
+    direction: str = "forward",
+    temperature: float = 1.0,
+    jsd_beta: float = 0.5,
+):
+    """Per-position divergence ``[N]``, float32 or better; differentiable in the student's hidden states, weight and
+    bias.
 
     Args:
         teacher_hidden_NK: hidden states of the teacher at the same targets; no gradient flows there.
@@ -32,47 +41,83 @@ def divergence(student: Head, hidden_NH, teacher: Head, teacher_hidden_NK, direc
     if direction not in DIRECTIONS:
         raise ValueError(f"direction={direction!r}; write one of {', '.join(DIRECTIONS)}")
     if direction == "jsd" and not 0 < jsd_beta < 1:
-        raise ValueError(f"jsd_beta={jsd_beta}; write a number between 0 and 1, or direction=forward (0) or reverse (1)")
+        raise ValueError(
+            f"jsd_beta={jsd_beta}; write a number between 0 and 1, or direction=forward (0) or reverse (1)"
+        )
     if student.weight.shape[0] != teacher.weight.shape[0]:
-        raise ValueError(f"the student's vocabulary has {student.weight.shape[0]} entries, the teacher's {teacher.weight.shape[0]}; distillation on logits needs the same "
-                         "tokenizer and vocabulary (sequence-level distillation does not: run sft on the teacher's answers)")
-    return _Divergence.apply(hidden_NH, student.weight, student.bias, teacher_hidden_NK.detach(), student, teacher, direction, float(temperature), float(jsd_beta))
+        raise ValueError(
+            f"the student's vocabulary has {student.weight.shape[0]} entries, the teacher's {teacher.weight.shape[0]};"
+            " distillation on logits needs the same tokenizer and vocabulary (sequence-level distillation does not:"
+            " run sft on the teacher's answers)"
+        )
+    return _Divergence.apply(
+        hidden_NH,
+        student.weight,
+        student.bias,
+        teacher_hidden_NK.detach(),
+        student,
+        teacher,
+        direction,
+        float(temperature),
+        float(jsd_beta),
+    )
 
 
 def exact_kl(head: Head, hidden_NH, other: Head, other_hidden_NK, temperature: float = 1.0, direction: str = "reverse"):
-    """Exact KL over the vocabulary per position ``[N]``, nats: ``reverse`` KL(model||other), ``forward`` KL(other||model) (KL-FULL).
+    """Exact KL over the vocabulary per position ``[N]``, nats: ``reverse`` KL(model||other), ``forward``
+    KL(other||model) (KL-FULL).
 
     :func:`divergence` without its factor T^2.
     """
-    return divergence(head, hidden_NH, other, other_hidden_NK, direction, temperature) / temperature ** 2
+    return divergence(head, hidden_NH, other, other_hidden_NK, direction, temperature) / temperature**2
 
 
 TAILS = ("bucket", "renormalise", "drop")
 
 
-def topk_divergence(logq_NK, rest_q_N, logp_NK, rest_p_N, direction: str = "forward", temperature: float = 1.0, jsd_beta: float = 0.5, tail: str = "bucket"):
-    """Per-position divergence ``[N]`` from a teacher known by its K most likely tokens (``kd.logit`` topk, ``kd.context``).
+def topk_divergence(
+    logq_NK,
+    rest_q_N,
+    logp_NK,
+    rest_p_N,
+    direction: str = "forward",
+    temperature: float = 1.0,
+    jsd_beta: float = 0.5,
+    tail: str = "bucket",
+):
+    """Per-position divergence ``[N]`` from a teacher known by its K most likely tokens (``kd.logit`` topk,
+    ``kd.context``).
 
     Args:
-        logq_NK, rest_q_N: the student's log-probabilities of the teacher's K tokens and log of the mass of all others, both at ``temperature``
-            (:func:`stages.models.modeling.column_logps`). logp_NK, rest_p_N: the same of the teacher; no gradient flows there.
-        tail: ``bucket``: the others are one class of both, never more than the divergence over the whole vocabulary; ``renormalise``: the teacher over its K
-            tokens, the student over the whole vocabulary; ``drop``: the K terms alone.
+        logq_NK, rest_q_N: the student's log-probabilities of the teacher's K tokens and log of the mass of all others,
+            both at ``temperature`` (:func:`stages.models.modeling.column_logps`). logp_NK, rest_p_N: the same of the
+            teacher; no gradient flows there.
+        tail: ``bucket``: the others are one class of both, never more than the divergence over the whole vocabulary;
+            ``renormalise``: the teacher over its K tokens, the student over the whole vocabulary; ``drop``: the K terms
+            alone.
 
     Raises:
         ValueError: unknown direction or tail, or a direction that needs the bucket.
     """
     if direction not in DIRECTIONS or tail not in TAILS:
-        raise ValueError(f"direction={direction!r} tail={tail!r}; write one of {', '.join(DIRECTIONS)} and one of {', '.join(TAILS)}")
+        raise ValueError(
+            f"direction={direction!r} tail={tail!r}; write one of {', '.join(DIRECTIONS)} and one of {', '.join(TAILS)}"
+        )
     if tail != "bucket" and direction != "forward":
-        raise ValueError(f"direction={direction} weighs tokens by the student, whose mass outside of the teacher's {logp_NK.shape[-1]} counts too; write "
-                         f"tail=bucket, or direction=forward")
+        raise ValueError(
+            f"direction={direction} weighs tokens by the student, whose mass outside of the teacher's"
+            f" {logp_NK.shape[-1]} counts too; write tail=bucket, or direction=forward"
+        )
     logp_NK, rest_p_N = logp_NK.detach(), rest_p_N.detach()
-    if tail == "bucket":  # a rest without mass (K = V) is far below every number: exp gives 0, and the clamp no gradient
-        logq, logp = (torch.cat([logs, rest.clamp(min=-1e4)[:, None]], -1) for logs, rest in ((logq_NK, rest_q_N), (logp_NK, rest_p_N)))
+    # a rest without mass (K = V) is far below every number: exp gives 0, and the clamp no gradient
+    if tail == "bucket":
+        logq, logp = (
+            torch.cat([logs, rest.clamp(min=-1e4)[:, None]], -1)
+            for logs, rest in ((logq_NK, rest_q_N), (logp_NK, rest_p_N))
+        )
     else:
         logq, logp = logq_NK, logp_NK - (logp_NK.logsumexp(-1, keepdim=True) if tail == "renormalise" else 0.0)
-    return _values(logq, logp, direction, jsd_beta) * temperature ** 2
+    return _values(logq, logp, direction, jsd_beta) * temperature**2
 
 
 class _Divergence(torch.autograd.Function):
@@ -81,7 +126,10 @@ class _Divergence(torch.autograd.Function):
         out = hidden.new_empty(hidden.shape[0], dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         wide, theirs = student.widened(), teacher.widened()
         for rows in head_chunks(hidden.shape[0], weight):
-            out[rows] = _values(*_logs(wide, hidden[rows], theirs, teacher_hidden[rows], temperature), direction, beta) * temperature ** 2
+            out[rows] = (
+                _values(*_logs(wide, hidden[rows], theirs, teacher_hidden[rows], temperature), direction, beta)
+                * temperature**2
+            )
         ctx.save_for_backward(hidden, weight, bias, teacher_hidden)
         ctx.settings = student, teacher, direction, temperature, beta
         return out
@@ -120,8 +168,10 @@ class _Divergence(torch.autograd.Function):
 
 def _logs(student, hidden, teacher, teacher_hidden, temperature):
     """(log q, log p) [n, V]."""
-    return (torch.log_softmax(precise(student.logits(hidden)) / temperature, -1),
-            torch.log_softmax(precise(teacher.logits(teacher_hidden)).to(precise(hidden).dtype) / temperature, -1))
+    return (
+        torch.log_softmax(precise(student.logits(hidden)) / temperature, -1),
+        torch.log_softmax(precise(teacher.logits(teacher_hidden)).to(precise(hidden).dtype) / temperature, -1),
+    )
 
 
 def _mixture(logp, logq, beta):

@@ -1,7 +1,9 @@
-"""``lora_dropout``: dropout on what a LoRA adapter reads (peft's meaning), with masks that are a function of (seed, optimizer step, row, response, position, layer, feature).
+"""``lora_dropout``: dropout on what a LoRA adapter reads (peft's meaning), with masks that are a function of (seed,
+optimizer step, row, response, position, layer, feature).
 
-So they do not depend on micro-batches, packing, ranks, resuming, or who computes the layers, and nothing is kept for backward, which makes them again. A mask is there while a
-:class:`stages.training.Trainer` computes gradients and nowhere else: references, old log-probs, validation and samplers have no dropout.
+So they do not depend on micro-batches, packing, ranks, resuming, or who computes the layers, and nothing is kept for
+backward, which makes them again. A mask is there while a :class:`stages.training.Trainer` computes gradients and
+nowhere else: references, old log-probs, validation and samplers have no dropout.
 
 A prompt that several responses share is one row: its tokens have the same masks for all of them.
 """
@@ -39,6 +41,7 @@ def mixed_numpy(z: np.ndarray) -> np.ndarray:
 
 def mixed_(z: torch.Tensor) -> torch.Tensor:
     """:func:`mixed_numpy` of an int64 tensor that is read as uint64, in place."""
+
     def shifted(bits: int) -> torch.Tensor:
         return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
@@ -48,8 +51,8 @@ def mixed_(z: torch.Tensor) -> torch.Tensor:
 
 
 class Places:
-    """Where the tokens stand that are computed: shared by the adapter's layers. ``step``: of the optimizer, None outside of training steps; ``keys``: a number for each token of the
-    rows that a model's own code computes."""
+    """Where the tokens stand that are computed: shared by the adapter's layers. ``step``: of the optimizer, None
+    outside of training steps; ``keys``: a number for each token of the rows that a model's own code computes."""
 
     def __init__(self, seed: int):
         self.seed, self.step, self.keys = seed, None, None
@@ -98,7 +101,10 @@ class Dropped(nn.Module):
             return x
         flat = x.reshape(-1, x.shape[-1])
         if len(flat) != len(places.keys):
-            raise RuntimeError(f"lora_dropout: a layer reads {len(flat)} tokens where {len(places.keys)} are computed; leave it out of lora_targets (lora_exclude), or write lora_dropout=0")
+            raise RuntimeError(
+                f"lora_dropout: a layer reads {len(flat)} tokens where {len(places.keys)} are computed; leave it out of"
+                " lora_targets (lora_exclude), or write lora_dropout=0"
+            )
         return (flat * self.mask(places.keys, flat.shape[1], x.dtype)).view_as(x)
 
     def extra_repr(self) -> str:

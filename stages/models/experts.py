@@ -1,9 +1,12 @@
-"""Mixtures of experts as their models compute them (Mixtral, Qwen3-MoE, OLMoE): every token by its k experts, no token dropped.
+"""Mixtures of experts as their models compute them (Mixtral, Qwen3-MoE, OLMoE): every token by its k experts, no token
+dropped.
 
-Tokens are put in the order of their experts, so that each expert is one product of all its tokens, and back into their own; a token's k results are added
-in the order of its router's choice. So what else is in the micro-batch cannot change a number beyond the rounding of a product, and nothing is padded.
+Tokens are put in the order of their experts, so that each expert is one product of all its tokens, and back into their
+own; a token's k results are added in the order of its router's choice. So what else is in the micro-batch cannot change
+a number beyond the rounding of a product, and nothing is padded.
 
-Shapes: N tokens, M hidden size, E experts, k of them per token, I intermediate size of one; gate_up [E, 2 I, M] (gate above up), down [E, M, I].
+Shapes: N tokens, M hidden size, E experts, k of them per token, I intermediate size of one; gate_up [E, 2 I, M] (gate
+above up), down [E, M, I].
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from torch.autograd import Function
 
 @dataclass(frozen=True)
 class Mixture:
-    """A router's and its experts' weights: router [E, M]; ``together``: the k weights of a token are made to add up to 1."""
+    """A router's and its experts' weights: router [E, M]; ``together``: the k weights of a token are made to add up to
+    1.
+    """
 
     router: torch.Tensor
     gate_up: torch.Tensor
@@ -27,7 +32,14 @@ class Mixture:
 
     @classmethod
     def of(cls, router, experts) -> Mixture:
-        return cls(router.weight, experts.gate_up_proj, experts.down_proj, router.top_k, getattr(router, "norm_topk_prob", True))  # Mixtral's always does
+        # Mixtral's always does
+        return cls(
+            router.weight,
+            experts.gate_up_proj,
+            experts.down_proj,
+            router.top_k,
+            getattr(router, "norm_topk_prob", True),
+        )
 
     def to(self, dtype: torch.dtype) -> Mixture:
         return replace(self, router=self.router.to(dtype), gate_up=self.gate_up.to(dtype), down=self.down.to(dtype))
@@ -39,14 +51,20 @@ def logits(x, mixture: Mixture) -> torch.Tensor:
 
 
 def chosen(x, mixture: Mixture) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights [N, k] in float32 or better, experts [N, k]) of tokens x [N, M]: the k likeliest of a softmax over all experts. Differentiable in x and the router."""
-    probabilities = torch.softmax(scores := logits(x, mixture), -1, dtype=torch.float64 if scores.dtype == torch.float64 else torch.float32)
+    """(weights [N, k] in float32 or better, experts [N, k]) of tokens x [N, M]: the k likeliest of a softmax over all
+    experts. Differentiable in x and the router.
+    """
+    probabilities = torch.softmax(
+        scores := logits(x, mixture), -1, dtype=torch.float64 if scores.dtype == torch.float64 else torch.float32
+    )
     weights, experts = torch.topk(probabilities, mixture.k, -1)
     return (weights / weights.sum(-1, keepdim=True) if mixture.together else weights), experts
 
 
 def routed(logits_NE, k: int, weights_N):
-    """(sums over tokens of the softmax's probabilities [E], tokens per expert [E], both weighted with weights_N) of router logits [N, E]; float32 or better. Differentiable in the first."""
+    """(sums over tokens of the softmax's probabilities [E], tokens per expert [E], both weighted with weights_N) of
+    router logits [N, E]; float32 or better. Differentiable in the first.
+    """
     wide = torch.promote_types(logits_NE.dtype, torch.float32)
     probabilities = torch.softmax(logits_NE, -1, dtype=wide)
     weights = weights_N.to(wide)
@@ -56,7 +74,9 @@ def routed(logits_NE, k: int, weights_N):
 
 
 class _Order:
-    """Tokens by expert: ``places`` [N k] of a token and choice in expert order, ``spans``: (expert, slice of that order) of the experts that have any."""
+    """Tokens by expert: ``places`` [N k] of a token and choice in expert order, ``spans``: (expert, slice of that
+    order) of the experts that have any.
+    """
 
     def __init__(self, experts, count: int):
         flat = experts.reshape(-1)
@@ -74,7 +94,9 @@ class _Order:
 
 
 class Mix(Function):
-    """x [N, M] in the type of the products, weights [N, k] in that of the result -> [N, M], the experts' results by their weights. All experts are gated by SiLU."""
+    """x [N, M] in the type of the products, weights [N, k] in that of the result -> [N, M], the experts' results by
+    their weights. All experts are gated by SiLU.
+    """
 
     @staticmethod
     def forward(ctx, x, weights, experts, gate_up, down):
@@ -92,7 +114,11 @@ class Mix(Function):
     def backward(ctx, grad):
         x, weights, pre, gate_up, down = ctx.saved_tensors
         order, low, half = ctx.order, x.dtype, gate_up.shape[1] // 2
-        sorted_x, upper, share = x[order.tokens], grad.to(low)[order.tokens], weights.reshape(-1)[order.places, None].to(low)
+        sorted_x, upper, share = (
+            x[order.tokens],
+            grad.to(low)[order.tokens],
+            weights.reshape(-1)[order.places, None].to(low),
+        )
         wanted = ctx.needs_input_grad
         grad_gate_up = torch.zeros_like(gate_up) if wanted[3] else None
         grad_down = torch.zeros_like(down) if wanted[4] else None

@@ -1,14 +1,15 @@
-"""What a decoder layer computes, read off a Hugging Face model's own modules: the one description under the training forward (`stages.models.lean`) and the
-sampler's decoder (`stages.decoding.decoders`).
+"""What a decoder layer computes, read off a Hugging Face model's own modules: the one description under the training
+forward (`stages.models.lean`) and the sampler's decoder (`stages.decoding.decoders`).
 
 With x the residual stream [tokens, M], every layer of a known family is
 
     x <- x + r * after_attention(W_o attention(turn(norm_q(W_q h)), turn(norm_k(W_k h)), W_v h)),   h = before_attention(x)
     x <- x + r * after_mlp(W_down(act(W_gate h) * W_up h)),                                         h = before_mlp(x)
 
-where any of the norms may be missing, an attention may see a window only or cap its scores (cap * tanh(score / cap)), the rotation may be that of the
-layer's kind or missing, fused weights are read in parts, and experts may stand in the place of the MLP. :data:`FAMILIES` says where a family keeps its
-norms and what its config means; whatever else a config asks for that is not computed, :func:`odd_layers` names.
+where any of the norms may be missing, an attention may see a window only or cap its scores (cap * tanh(score / cap)),
+the rotation may be that of the layer's kind or missing, fused weights are read in parts, and experts may stand in the
+place of the MLP. :data:`FAMILIES` says where a family keeps its norms and what its config means; whatever else a config
+asks for that is not computed, :func:`odd_layers` names.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class Family:
         norms: see :data:`PRE`.
         plus_one: a norm's gain is 1 + its weight.
         head_norm: what q and k are normalised over: nothing, each ``head``, or the ``whole`` projection.
-        window: which layers see ``config.sliding_window`` only: none, all, or those of the ``types`` "sliding_attention".
+        window: which layers see ``config.sliding_window`` only: none, all, or those of the ``types``
+            "sliding_attention".
         turns: rotary tables per layer type instead of one.
         activation: the config's name for it.
         caps: whether scores are capped as the config says.
         partly: whether less than a head may be rotated (its first rows).
-        paired: whether the rows of a head that are rotated together stand next to each other, not half a rotation apart.
+        paired: whether the rows of a head that are rotated together stand next to each other, not half a rotation
+            apart.
     """
 
     stack: str
@@ -63,13 +66,28 @@ FAMILIES = {
     "qwen2": Family("Qwen2Model", window="types"),
     "qwen3": Family("Qwen3Model", head_norm="head", window="types"),
     "gemma": Family("GemmaModel", plus_one=True),
-    "gemma2": Family("Gemma2Model", norms=BOTH, plus_one=True, window="types", activation="hidden_activation", caps=True),
-    "gemma3_text": Family("Gemma3TextModel", norms=BOTH, plus_one=True, head_norm="head", window="types", turns=True, activation="hidden_activation"),
+    "gemma2": Family(
+        "Gemma2Model", norms=BOTH, plus_one=True, window="types", activation="hidden_activation", caps=True
+    ),
+    "gemma3_text": Family(
+        "Gemma3TextModel",
+        norms=BOTH,
+        plus_one=True,
+        head_norm="head",
+        window="types",
+        turns=True,
+        activation="hidden_activation",
+    ),
     "olmo2": Family("Olmo2Model", norms=POST, head_norm="whole"),
     "olmo3": Family("Olmo3Model", norms=POST, head_norm="whole", window="types", turns=True),
     "phi3": Family("Phi3Model", window="all", partly=True),
     "glm": Family("GlmModel", partly=True, paired=True),
-    "glm4": Family("Glm4Model", norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"), partly=True, paired=True),
+    "glm4": Family(
+        "Glm4Model",
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        partly=True,
+        paired=True,
+    ),
     "granite": Family("GraniteModel"),
     "smollm3": Family("SmolLM3Model", window="types"),
     "seed_oss": Family("SeedOssModel"),
@@ -77,7 +95,10 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3MoeModel", head_norm="head", window="all"),
     "olmoe": Family("OlmoeModel", head_norm="whole"),
 }
-KNOWN = "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, OLMo2, OLMo3, Phi3, GLM, GLM-4, Granite, SmolLM3, Seed-OSS, Mixtral, Qwen3-MoE or OLMoE"
+KNOWN = (
+    "Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, OLMo2, OLMo3, Phi3, GLM, GLM-4, Granite, SmolLM3, Seed-OSS,"
+    " Mixtral, Qwen3-MoE or OLMoE"
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +106,8 @@ class Layer:
     """One layer's modules and constants, in the notation of the module's text.
 
     Args:
-        qkv: the linear layers of q, k and v, or one that holds all three one below the other; ``gate_up`` alike; None where there are experts.
+        qkv: the linear layers of q, k and v, or one that holds all three one below the other; ``gate_up`` alike; None
+            where there are experts.
         window: how many tokens up to itself a token sees, None: all.
         cap: of the attention scores, None: none.
         turn: key of the layer's rotary table (:func:`rotary_tables`), None: q and k are not rotated.
@@ -116,13 +138,30 @@ class Layer:
 
     @property
     def norms(self) -> tuple[nn.Module, ...]:
-        return tuple(n for n in (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.q_norm, self.k_norm) if n is not None)
+        return tuple(
+            n
+            for n in (
+                self.before_attention,
+                self.after_attention,
+                self.before_mlp,
+                self.after_mlp,
+                self.q_norm,
+                self.k_norm,
+            )
+            if n is not None
+        )
 
 
 def family_of(core) -> Family | None:
     """The family of a decoder stack; None where it is not exactly a known class of transformers."""
     family = FAMILIES.get(getattr(getattr(core, "config", None), "model_type", None))
-    return family if family is not None and type(core).__name__ == family.stack and type(core).__module__.startswith("transformers.") else None
+    return (
+        family
+        if family is not None
+        and type(core).__name__ == family.stack
+        and type(core).__module__.startswith("transformers.")
+        else None
+    )
 
 
 def layers_of(core) -> list[Layer]:
@@ -136,12 +175,31 @@ def layers_of(core) -> list[Layer]:
         sliding = family.window == "all" or family.window == "types" and types[i] == "sliding_attention"
         experts = getattr(mlp, "experts", None)
         fused = getattr(attention, "qkv_proj", None)
-        pair = None if experts is not None else (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
-        found.append(Layer(*(None if name is None else getattr(layer, name) for name in family.norms),
-                           (fused,) if fused is not None else (attention.q_proj, attention.k_proj, attention.v_proj),
-                           getattr(attention, "q_norm", None), getattr(attention, "k_norm", None), attention.o_proj, pair, None if experts is not None else mlp.down_proj,
-                           None if experts is None else mlp.gate, experts, attention.scaling, window if sliding else None, config.attn_logit_softcapping if family.caps else None,
-                           None if not getattr(attention, "use_rope", True) else types[i] if family.turns else "", getattr(layer, "residual_multiplier", 1.0)))
+        pair = (
+            None
+            if experts is not None
+            else (mlp.gate_up_proj,)
+            if hasattr(mlp, "gate_up_proj")
+            else (mlp.gate_proj, mlp.up_proj)
+        )
+        found.append(
+            Layer(
+                *(None if name is None else getattr(layer, name) for name in family.norms),
+                (fused,) if fused is not None else (attention.q_proj, attention.k_proj, attention.v_proj),
+                getattr(attention, "q_norm", None),
+                getattr(attention, "k_norm", None),
+                attention.o_proj,
+                pair,
+                None if experts is not None else mlp.down_proj,
+                None if experts is None else mlp.gate,
+                experts,
+                attention.scaling,
+                window if sliding else None,
+                config.attn_logit_softcapping if family.caps else None,
+                None if not getattr(attention, "use_rope", True) else types[i] if family.turns else "",
+                getattr(layer, "residual_multiplier", 1.0),
+            )
+        )
     return found
 
 
@@ -159,13 +217,16 @@ def rotary_tables(core) -> dict[str, tuple]:
     rotary = core.rotary_emb
     if not family_of(core).turns:
         return {"": (rotary.inv_freq, float(getattr(rotary, "attention_scaling", 1.0)))}
-    return {name: (getattr(rotary, f"{name}_inv_freq"), float(getattr(rotary, f"{name}_attention_scaling"))) for name in rotary.layer_types}
+    return {
+        name: (getattr(rotary, f"{name}_inv_freq"), float(getattr(rotary, f"{name}_attention_scaling")))
+        for name in rotary.layer_types
+    }
 
 
 def interleave(weight: torch.Tensor, heads: int, back: bool = False, turned: int | None = None) -> torch.Tensor:
     """Rows of each head reordered from (first halves, second halves) to (first, second) pairs, so that the rotation of
-    pair i is one complex product; `back` undoes it. Dot products of queries and keys do not change. weight [heads * D, ...]; turned: how many
-    first rows of a head to reorder, None: all (:func:`turned_rows`)."""
+    pair i is one complex product; `back` undoes it. Dot products of queries and keys do not change. weight [heads * D,
+    ...]; turned: how many first rows of a head to reorder, None: all (:func:`turned_rows`)."""
     tail = weight.shape[1:]
     halves = (-1, 2) if back else (2, -1)
     if turned == 0:
@@ -186,7 +247,9 @@ def turned_rows(core) -> int | None:
 
 
 def turns(angles: torch.Tensor, scale: float, head_dim: int) -> torch.Tensor:
-    """exp(i * angle) * scale for angles [..., R], as complex [..., D / 2]; what a rotation of less than the head leaves is multiplied with 1."""
+    """exp(i * angle) * scale for angles [..., R], as complex [..., D / 2]; what a rotation of less than the head leaves
+    is multiplied with 1.
+    """
     turn = torch.complex(angles.cos() * scale, angles.sin() * scale)
     left = head_dim // 2 - turn.shape[-1]
     return torch.cat([turn, turn.new_ones(*turn.shape[:-1], left)], -1) if left else turn
@@ -199,26 +262,39 @@ def logit_scaling(config) -> tuple[float, float | None]:
 
 
 def embedding_scales(core) -> tuple[torch.Tensor | None, float]:
-    """What embeddings are multiplied with by the embedding itself (None: nothing), and behind it; between them noise is added."""
+    """What embeddings are multiplied with by the embedding itself (None: nothing), and behind it; between them noise is
+    added.
+    """
     return getattr(core.embed_tokens, "embed_scale", None), float(getattr(core, "embedding_multiplier", 1.0))
 
 
 def rope_limit(config) -> tuple[str, int] | None:
-    """(rotary type, positions) of a text config whose rotary table is another one for batches with a longer row than that; None where there is one table.
+    """(rotary type, positions) of a text config whose rotary table is another one for batches with a longer row than
+    that; None where there is one table.
 
-    Past it a token's hidden state depends on what else is computed with it and on what comes after it, so there is no one log-probability to train on.
+    Past it a token's hidden state depends on what else is computed with it and on what comes after it, so there is no
+    one log-probability to train on.
     """
     given = getattr(config, "rope_parameters", None) or {}
     for one in given.values() if given and all(isinstance(v, dict) for v in given.values()) else [given]:
         kind = one.get("rope_type", "default")
         if kind in GROWING_ROPE:
-            return kind, int(one.get("original_max_position_embeddings") if kind == "longrope" else config.max_position_embeddings)
+            return kind, int(
+                one.get("original_max_position_embeddings") if kind == "longrope" else config.max_position_embeddings
+            )
     return None
 
 
 def windows_of(config) -> dict[str, int]:
     """What a text config says about windows and chunks of attention, in tokens."""
-    return {name: n for name, n in config.to_dict().items() if ("window" in name or "chunk" in name) and not name.endswith(("_layers", "_pattern")) and type(n) is int and n > 0}
+    return {
+        name: n
+        for name, n in config.to_dict().items()
+        if ("window" in name or "chunk" in name)
+        and not name.endswith(("_layers", "_pattern"))
+        and type(n) is int
+        and n > 0
+    }
 
 
 def odd_layers(core, refuses: Callable) -> str | None:
@@ -230,13 +306,20 @@ def odd_layers(core, refuses: Callable) -> str | None:
     if family is None:
         return f"{type(core).__name__} is not a {KNOWN} decoder"
     config, rotary = core.config, core.rotary_emb
-    kinds = rotary.rope_type.values() if isinstance(getattr(rotary, "rope_type", None), dict) else [getattr(rotary, "rope_type", "default")]
+    kinds = (
+        rotary.rope_type.values()
+        if isinstance(getattr(rotary, "rope_type", None), dict)
+        else [getattr(rotary, "rope_type", "default")]
+    )
     for kind in kinds:
         if kind not in FIXED_ROPE | GROWING_ROPE:
             return f"rotary type {kind!r}"
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"layers of the types {sorted(set(config.layer_types))}"
-    if family.window == "none" and (getattr(config, "sliding_window", None) is not None or "sliding_attention" in (getattr(config, "layer_types", None) or ())):
+    if family.window == "none" and (
+        getattr(config, "sliding_window", None) is not None
+        or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    ):
         return "a sliding window"
     if getattr(config, "use_bidirectional_attention", None):
         return "attention in both directions"
@@ -245,7 +328,9 @@ def odd_layers(core, refuses: Callable) -> str | None:
     activation = ACTIVATIONS.get(getattr(config, family.activation))
     if activation is None or activation != "silu" and any(hasattr(layer.mlp, "experts") for layer in core.layers):
         return f"activation {getattr(config, family.activation)!r}"
-    if type(core.embed_tokens) is not nn.Embedding and not type(core.embed_tokens).__name__.endswith("TextScaledWordEmbedding"):
+    if type(core.embed_tokens) is not nn.Embedding and not type(core.embed_tokens).__name__.endswith(
+        "TextScaledWordEmbedding"
+    ):
         return f"a {type(core.embed_tokens).__name__} in place of the embedding"
     for module in core.modules():
         if module._forward_hooks or module._forward_pre_hooks:
@@ -253,15 +338,24 @@ def odd_layers(core, refuses: Callable) -> str | None:
     if len(core.layers) != config.num_hidden_layers:
         return f"{len(core.layers)} layers where the config says {config.num_hidden_layers}"
     width = core.layers[0].self_attn.head_dim
-    if width % 2 or any(frequencies.shape[0] * 2 > width or frequencies.shape[0] * 2 < width and not family.partly for frequencies, _ in rotary_tables(core).values()):
+    if width % 2 or any(
+        frequencies.shape[0] * 2 > width or frequencies.shape[0] * 2 < width and not family.partly
+        for frequencies, _ in rotary_tables(core).values()
+    ):
         return "partial rotary embeddings"
     epsilon = epsilon_of(core.norm)
     for layer in layers_of(core):
         if (layer.q_norm is not None) != (family.head_norm is not None):
             return "norms of queries and keys that are not the family's"
-        if layer.experts is not None and (type(layer.experts).__name__ != family.stack.removesuffix("Model") + "Experts" or getattr(layer.experts, "is_transposed", False)):
+        if layer.experts is not None and (
+            type(layer.experts).__name__ != family.stack.removesuffix("Model") + "Experts"
+            or getattr(layer.experts, "is_transposed", False)
+        ):
             return f"a {type(layer.experts).__name__} in place of the experts"
-        if layer.router is not None and type(layer.router).__name__ != family.stack.removesuffix("Model") + "TopKRouter":
+        if (
+            layer.router is not None
+            and type(layer.router).__name__ != family.stack.removesuffix("Model") + "TopKRouter"
+        ):
             return f"a {type(layer.router).__name__} in place of the router"
         if any(epsilon_of(norm) != epsilon for norm in layer.norms):
             return "norms with different epsilons"

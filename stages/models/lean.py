@@ -1,16 +1,19 @@
-"""The training forward of the families of `stages.models.layers` (Llama, Mistral, Qwen, Gemma, OLMo, Phi-3, Granite, SmolLM3, Mixtral ...), over the Hugging Face model's own parameters.
+"""The training forward of the families of `stages.models.layers` (Llama, Mistral, Qwen, Gemma, OLMo, Phi-3, Granite,
+SmolLM3, Mixtral ...), over the Hugging Face model's own parameters.
 
-`why_not` says whether it computes exactly a given model; `states` gives the last hidden states of a flat micro-batch. Compared
-with the model's own forward:
+`why_not` says whether it computes exactly a given model; `states` gives the last hidden states of a flat micro-batch.
+Compared with the model's own forward:
 
-* tokens are flat, without padding; a prompt shared by several responses is computed once, and in long groups responses (on a GPU: packs of
-  short ones) are not multiplied with each other; attention runs over blocks of whole items, so what else is in the micro-batch cannot change a number beyond the rounding of one dot product;
-* each layer saves its input, q/k/v, the attention's output and gate/up, and recomputes norms and activations in backward,
-  chunk by chunk in the processor's cache;
+* tokens are flat, without padding; a prompt shared by several responses is computed once, and in long groups responses
+  (on a GPU: packs of short ones) are not multiplied with each other; attention runs over blocks of whole items, so what
+  else is in the micro-batch cannot change a number beyond the rounding of one dot product;
+* each layer saves its input, q/k/v, the attention's output and gate/up, and recomputes norms and activations in
+  backward, chunk by chunk in the processor's cache;
 * the last layer's MLP and the final norm run only on positions that are read;
 * float64 is float64 throughout (the model's own norms round to float32), so invariance can be tested to 1e-12;
 * LoRA products (peft) are taken apart: frozen weights get no gradient product;
-* windows and capped scores go band by band (`stages.models.banded`), tokens of a mixture expert by expert (`stages.models.experts`).
+* windows and capped scores go band by band (`stages.models.banded`), tokens of a mixture expert by expert
+  (`stages.models.experts`).
 
 Shapes: U tokens of the micro-batch, N positions read, M hidden size, H query heads, K key/value heads, D head size,
 I intermediate size. Every function here has its backward written out and is checked against autograd by the tests.
@@ -31,18 +34,35 @@ from torch.utils.checkpoint import checkpoint
 from stages.models import banded
 from stages.models.dropout import Dropped
 from stages.models.experts import Mixture, logits, mixed, routed
-from stages.models.layers import ACTIVATIONS, Family, Layer, embedding_scales, epsilon_of, family_of, gain_of, interleave, layers_of, odd_layers, rotary_tables, turned_rows, turns
+from stages.models.layers import (
+    ACTIVATIONS,
+    Family,
+    Layer,
+    embedding_scales,
+    epsilon_of,
+    family_of,
+    gain_of,
+    interleave,
+    layers_of,
+    odd_layers,
+    rotary_tables,
+    turned_rows,
+    turns,
+)
 from stages.models.quantised import dense, is_quantised
 from stages.models.quantised import product as multiplied
 
-#: Tokens that go through a layer at a time on the CPU: few, so that elementwise work finds them in cache, but enough for fast matrix products.
+#: Tokens that go through a layer at a time on the CPU: few, so that elementwise work finds them in cache, but enough
+#: for fast matrix products.
 CHUNK = 1024
 #: Tokens of short items that attend in one call, behind a mask, instead of one call each.
 BLOCK = {"cpu": 256, "cuda": 2048}
 
 
 def core_of(model) -> nn.Module:
-    """The decoder stack (embedding, layers, norm) inside a causal LM, a sequence classifier or a peft wrapper of one."""
+    """The decoder stack (embedding, layers, norm) inside a causal LM, a sequence classifier or a peft wrapper of
+    one.
+    """
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         model = model.get_base_model()
     named = (getattr(model, name, None) for name in (getattr(model, "base_model_prefix", ""), "model") if name)
@@ -51,15 +71,17 @@ def core_of(model) -> nn.Module:
 
 def why_not(model) -> str | None:
     """None when `states` computes exactly this model's forward, else the reason it does not."""
+
     def refuses(linear) -> str | None:
         try:
             product(linear)
         except TypeError as error:
             return str(error)
+
     return odd_layers(core_of(model), refuses)
 
 
-# -- linear layers, plain or with LoRA --------------------------------------------------------------------------------------
+# -- linear layers, plain or with LoRA ---------------------------------------------------------------------------------
 
 Product = tuple  # (weight [out, in], bias [out] | None, lora_A [r, in] | None, lora_B [out, r] | None, LoRA's scale)
 
@@ -68,7 +90,8 @@ def product(linear) -> Product:
     """What a linear layer computes: x W^T + b, and scale * (x A^T) B^T of its one active LoRA adapter.
 
     Raises:
-        TypeError: another kind of layer, or an adapter this forward does not know (several at once, DoRA, dropout of another kind, bias in B).
+        TypeError: another kind of layer, or an adapter this forward does not know (several at once, DoRA, dropout of
+            another kind, bias in B).
     """
     if type(linear) is nn.Linear:
         return linear.weight, linear.bias, None, None, 1.0
@@ -80,7 +103,8 @@ def product(linear) -> Product:
         raise TypeError("a merged adapter; unmerge it, or load the merged model")
     if not active:
         return base.weight, base.bias, None, None, 1.0
-    name = active[0]  # looked at where it is switched off, too: a model is computed by the same code with and without its adapter
+    # looked at where it is switched off, too: a model is computed by the same code with and without its adapter
+    name = active[0]
     if len(active) > 1 or name in (getattr(linear, "lora_variant", None) or {}) or linear.lora_B[name].bias is not None:
         raise TypeError("several adapters at once, or a LoRA variant")
     if not isinstance(linear.lora_dropout[name], nn.Identity | Dropped) and linear.lora_dropout[name].p > 0:
@@ -91,7 +115,9 @@ def product(linear) -> Product:
 
 
 def parted(linears, sizes) -> list[Product]:
-    """The products of linear layers that belong together (q, k and v; gate and up), also where one layer holds all of them, ``sizes`` rows each."""
+    """The products of linear layers that belong together (q, k and v; gate and up), also where one layer holds all of
+    them, ``sizes`` rows each.
+    """
     if len(linears) == len(sizes):
         return [product(linear) for linear in linears]
     weight, bias, a, b, scale = product(linears[0])
@@ -100,10 +126,19 @@ def parted(linears, sizes) -> list[Product]:
 
 
 def dropped(linears, count: int, keys_U) -> tuple | None:
-    """(keys_U, the dropout of each of ``count`` products of these layers); None outside of training steps or without dropout."""
+    """(keys_U, the dropout of each of ``count`` products of these layers); None outside of training steps or without
+    dropout.
+    """
     if keys_U is None:
         return None
-    found = [linear.lora_dropout[linear.active_adapters[0]] if hasattr(linear, "lora_dropout") and not linear.disable_adapters else None for linear in linears]
+    found = [
+        (
+            linear.lora_dropout[linear.active_adapters[0]]
+            if hasattr(linear, "lora_dropout") and not linear.disable_adapters
+            else None
+        )
+        for linear in linears
+    ]
     found = [d if isinstance(d, Dropped) else None for d in found]
     return keys_U, found if len(found) == count else found * count
 
@@ -121,7 +156,7 @@ def _flat(products) -> list:
 def _cast(tensors, dtype) -> list[tuple]:
     """Flat tensors back to one (W, b, A, B) per product, in the type the matrix products run in."""
     cast = [None if t is None else dense(t).to(dtype) for t in tensors]
-    return [tuple(cast[i:i + 4]) for i in range(0, len(cast), 4)]
+    return [tuple(cast[i : i + 4]) for i in range(0, len(cast), 4)]
 
 
 def _multiply(x, part, scale: float, out=None, mask=None):
@@ -184,11 +219,15 @@ def _normalised(x, gain, eps: float):
 
 
 def _normalised_back(grad, hat, rstd, gain, grad_gain):
-    """Gradient of `_normalised` with respect to x, where hat = x * rstd; adds the gain's gradient to `grad_gain` when it is not None."""
+    """Gradient of `_normalised` with respect to x, where hat = x * rstd; adds the gain's gradient to `grad_gain` when
+    it is not None.
+    """
     both = grad * hat
     if grad_gain is not None:
         grad_gain += both.sum(0)
-    shared = (both @ gain).mul_(1.0 / hat.shape[-1])[..., None] if gain.ndim == 1 else both.mul_(gain).mean(-1, keepdim=True)
+    shared = (
+        (both @ gain).mul_(1.0 / hat.shape[-1])[..., None] if gain.ndim == 1 else both.mul_(gain).mean(-1, keepdim=True)
+    )
     return (grad * gain).addcmul_(hat, shared, value=-1).mul_(rstd)
 
 
@@ -199,8 +238,9 @@ def _chunks(n: int, device) -> list[slice]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the layers share: head counts, type of the matrix products, their epsilon; r and the MLP's activation (``stages.models.layers``),
-    whether q and k are normalised over their whole projections, and how many rows of a head are put in pairs (``layers.turned_rows``)."""
+    """What the layers share: head counts, type of the matrix products, their epsilon; r and the MLP's activation
+    (``stages.models.layers``), whether q and k are normalised over their whole projections, and how many rows of a head
+    are put in pairs (``layers.turned_rows``)."""
 
     heads: int
     groups: int
@@ -219,18 +259,27 @@ class Shape:
         return F.silu(gate) if self.act == "silu" else F.gelu(gate, approximate="tanh")
 
     def activate_back(self, grad, gate):
-        return torch.ops.aten.silu_backward(grad, gate) if self.act == "silu" else torch.ops.aten.gelu_backward(grad, gate, approximate="tanh")
+        return (
+            torch.ops.aten.silu_backward(grad, gate)
+            if self.act == "silu"
+            else torch.ops.aten.gelu_backward(grad, gate, approximate="tanh")
+        )
 
     def head_norms(self, q_gain, k_gain) -> list[tuple[slice, tuple, torch.Tensor]]:
         """What is normalised together of q and k [u, (H + K) D]: (columns, their shape, gains in pair order)."""
         a, b = self.heads * self.head_dim, (self.heads + self.groups) * self.head_dim
         if self.whole:
-            return [(slice(0, a), (a,), self.paired(q_gain, self.heads)), (slice(a, b), (b - a,), self.paired(k_gain, self.groups))]
+            return [
+                (slice(0, a), (a,), self.paired(q_gain, self.heads)),
+                (slice(a, b), (b - a,), self.paired(k_gain, self.groups)),
+            ]
         return [(slice(0, b), (self.heads + self.groups, self.head_dim), _head_gains(q_gain, k_gain, self))]
 
 
 class _Project(Function):
-    """x [U, M] -> rotated q, k and plain v, [U, (H + 2K) D]: norm (None: there is none), three products, norms of q and k, rotation (None: there is none)."""
+    """x [U, M] -> rotated q, k and plain v, [U, (H + 2K) D]: norm (None: there is none), three products, norms of q and
+    k, rotation (None: there is none).
+    """
 
     @staticmethod
     def forward(ctx, x, gain, q_gain, k_gain, turn, shape, scales, drops, *tensors):
@@ -283,7 +332,9 @@ class _Project(Function):
                     heads = raw[rows, columns].unflatten(1, parts_of).to(x.dtype)
                     incoming = qk[:, columns].reshape(heads.shape).to(x.dtype)
                     head_rstd = _inverse_rms(heads, shape.eps)
-                    parts_of_qk.append(_normalised_back(incoming, heads * head_rstd, head_rstd, gains, grads).flatten(1).to(shape.low))
+                    parts_of_qk.append(
+                        _normalised_back(incoming, heads * head_rstd, head_rstd, gains, grads).flatten(1).to(shape.low)
+                    )
                 qk = parts_of_qk[0] if len(parts_of_qk) == 1 else torch.cat(parts_of_qk, 1)
             dx = None
             for k, incoming in enumerate((qk[:, :a], qk[:, a:], grad[rows, b:])):
@@ -295,7 +346,9 @@ class _Project(Function):
                     sums.sums[i] = shape.paired(sums.sums[i], count, back=True)
         q_grad = k_grad = None
         if raw is not None and shape.whole:
-            q_grad, k_grad = (shape.paired(grads, count, back=True) for grads, count in zip(grad_gains, (shape.heads, shape.groups)))
+            q_grad, k_grad = (
+                shape.paired(grads, count, back=True) for grads, count in zip(grad_gains, (shape.heads, shape.groups))
+            )
         elif raw is not None:
             q_grad = shape.paired(grad_gains[0][: shape.heads].sum(0), 1, back=True) if wants[2] else None
             k_grad = shape.paired(grad_gains[0][shape.heads :].sum(0), 1, back=True) if wants[3] else None
@@ -305,12 +358,19 @@ class _Project(Function):
 def _turned(part, heads: int, shape: Shape):
     """A q or k product with the rows of each head in pairs, so that the rotation is one complex product."""
     weight, bias, a, b = part
-    return shape.paired(weight, heads), None if bias is None else shape.paired(bias, heads), a, None if b is None else shape.paired(b, heads)
+    return (
+        shape.paired(weight, heads),
+        None if bias is None else shape.paired(bias, heads),
+        a,
+        None if b is None else shape.paired(b, heads),
+    )
 
 
 def _head_gains(q_gain, k_gain, shape):
     """[H + K, D]: the head norms' gains in pair order."""
-    return torch.cat([shape.paired(q_gain, 1).expand(shape.heads, -1), shape.paired(k_gain, 1).expand(shape.groups, -1)])
+    return torch.cat(
+        [shape.paired(q_gain, 1).expand(shape.heads, -1), shape.paired(k_gain, 1).expand(shape.groups, -1)]
+    )
 
 
 def _rotated(qk, turn, wide: torch.dtype):
@@ -320,7 +380,9 @@ def _rotated(qk, turn, wide: torch.dtype):
 
 
 class _Finish(Function):
-    """x [N, M], attended [N, H D] -> x + attended W_o, and on top of that the gated MLP of its norm; with the norms that follow each where there are any."""
+    """x [N, M], attended [N, H D] -> x + attended W_o, and on top of that the gated MLP of its norm; with the norms
+    that follow each where there are any.
+    """
 
     @staticmethod
     def forward(ctx, x, attended, after_gain, gain, last_gain, shape, scales, drops, *tensors):
@@ -332,7 +394,14 @@ class _Finish(Function):
         joined = _Kept.of(x, after_gain, shape)
         finished = _Kept.of(x, last_gain, shape)
         for rows in _chunks(x.shape[0], x.device):
-            h = torch.add(x[rows], joined.normed(_multiply(attended[rows], out_part, scales[0], mask=_mask(drops, 0, rows, attended)), rows), alpha=shape.residual, out=middle[rows])
+            h = torch.add(
+                x[rows],
+                joined.normed(
+                    _multiply(attended[rows], out_part, scales[0], mask=_mask(drops, 0, rows, attended)), rows
+                ),
+                alpha=shape.residual,
+                out=middle[rows],
+            )
             normed = h
             if gain is not None:
                 normed, rstd[rows] = _normalised(h, gain, shape.eps)
@@ -340,7 +409,12 @@ class _Finish(Function):
             gate = _multiply(normed, gate_part, scales[1], out=gate_up[rows, :wide], mask=_mask(drops, 1, rows, normed))
             up = _multiply(normed, up_part, scales[2], out=gate_up[rows, wide:], mask=_mask(drops, 2, rows, normed))
             inner = shape.activate(gate).mul_(up)
-            torch.add(h, finished.normed(_multiply(inner, down_part, scales[3], mask=_mask(drops, 3, rows, inner)), rows), alpha=shape.residual, out=out[rows])
+            torch.add(
+                h,
+                finished.normed(_multiply(inner, down_part, scales[3], mask=_mask(drops, 3, rows, inner)), rows),
+                alpha=shape.residual,
+                out=out[rows],
+            )
         ctx.save_for_backward(attended, middle, rstd, gate_up, gain, *joined.tensors, *finished.tensors, *tensors)
         ctx.settings = shape, scales, drops
         return out
@@ -355,32 +429,58 @@ class _Finish(Function):
         wants = ctx.needs_input_grad
         sums = _Gradients(tensors, wants[8:])
         grad_x, grad_attended = torch.empty_like(middle), torch.empty_like(attended)
-        grad_after, grad_gain, grad_last = (torch.zeros_like(g) if wanted else None for g, wanted in zip((joined.gain, gain, finished.gain), wants[2:5]))
+        grad_after, grad_gain, grad_last = (
+            torch.zeros_like(g) if wanted else None for g, wanted in zip((joined.gain, gain, finished.gain), wants[2:5])
+        )
         for rows in _chunks(middle.shape[0], middle.device):
             upper = grad[rows]
             gate, up = gate_up[rows, :wide], gate_up[rows, wide:]
             active = shape.activate(gate)
-            inner = sums.back(3, finished.back(upper, rows, grad_last).to(shape.low), active * up, parts[3], scales[3], mask=_mask(drops, 3, rows, active))
+            inner = sums.back(
+                3,
+                finished.back(upper, rows, grad_last).to(shape.low),
+                active * up,
+                parts[3],
+                scales[3],
+                mask=_mask(drops, 3, rows, active),
+            )
             grad_up = active.mul_(inner)
             grad_gate = shape.activate_back(inner.mul_(up), gate)
             hat = middle[rows] if gain is None else middle[rows] * rstd[rows]
             normed = (hat if gain is None else hat * gain).to(shape.low)
             dx = sums.back(1, grad_gate, normed, parts[1], scales[1], mask=_mask(drops, 1, rows, normed))
             dx = sums.back(2, grad_up, normed, parts[2], scales[2], into=dx, mask=_mask(drops, 2, rows, normed))
-            h = torch.add(upper, dx if gain is None else _normalised_back(dx.to(middle.dtype), hat, rstd[rows], gain, grad_gain), out=grad_x[rows])
-            grad_attended[rows] = sums.back(0, joined.back(h, rows, grad_after).to(shape.low), attended[rows], parts[0], scales[0], mask=_mask(drops, 0, rows, attended))
+            h = torch.add(
+                upper,
+                dx if gain is None else _normalised_back(dx.to(middle.dtype), hat, rstd[rows], gain, grad_gain),
+                out=grad_x[rows],
+            )
+            grad_attended[rows] = sums.back(
+                0,
+                joined.back(h, rows, grad_after).to(shape.low),
+                attended[rows],
+                parts[0],
+                scales[0],
+                mask=_mask(drops, 0, rows, attended),
+            )
         return (grad_x, grad_attended, grad_after, grad_gain, grad_last, None, None, None, *sums.done())
 
 
 class _Kept:
-    """What a norm behind a product keeps for backward: the product [N, M] and its 1 / rms [N, 1]. Without a gain it does nothing."""
+    """What a norm behind a product keeps for backward: the product [N, M] and its 1 / rms [N, 1]. Without a gain it
+    does nothing.
+    """
 
     def __init__(self, shape: Shape, gain, product, rstd):
         self.shape, self.gain, self.product, self.rstd = shape, gain, product, rstd
 
     @classmethod
     def of(cls, x, gain, shape: Shape) -> _Kept:
-        return cls(shape, gain, *((None, None) if gain is None else (torch.empty_like(x, dtype=shape.low), x.new_empty(x.shape[0], 1))))
+        return cls(
+            shape,
+            gain,
+            *((None, None) if gain is None else (torch.empty_like(x, dtype=shape.low), x.new_empty(x.shape[0], 1))),
+        )
 
     @property
     def tensors(self) -> tuple:
@@ -399,16 +499,20 @@ class _Kept:
             grad = grad * self.shape.residual
         if self.gain is None:
             return grad
-        return _normalised_back(grad, self.product[rows].to(self.rstd.dtype) * self.rstd[rows], self.rstd[rows], self.gain, grad_gain)
+        return _normalised_back(
+            grad, self.product[rows].to(self.rstd.dtype) * self.rstd[rows], self.rstd[rows], self.gain, grad_gain
+        )
 
 
-# -- the stack --------------------------------------------------------------------------------------------------------------
+# -- the stack ---------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive tokens that attend among themselves: causally, behind an additive mask [T, T], or as one prompt and its responses, where (almost) nothing is
-    computed between responses: ``tree`` (prompt length, response lengths) on the CPU, ``packs`` (prompt length, :class:`Pack` s) on other devices, ``bands``
-    (prompt length, response lengths) where a token sees a window only or scores are capped."""
+    """Consecutive tokens that attend among themselves: causally, behind an additive mask [T, T], or as one prompt and
+    its responses, where (almost) nothing is computed between responses: ``tree`` (prompt length, response lengths) on
+    the CPU, ``packs`` (prompt length, :class:`Pack` s) on other devices, ``bands`` (prompt length, response lengths)
+    where a token sees a window only or scores are capped."""
 
     length: int
     mask: torch.Tensor | None = None
@@ -419,7 +523,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Pack:
-    """Consecutive responses of a prompt that attend in one call, over it and each over itself; ``owner`` [length] says which one a token is of, None where there is one."""
+    """Consecutive responses of a prompt that attend in one call, over it and each over itself; ``owner`` [length] says
+    which one a token is of, None where there is one.
+    """
 
     length: int
     owner: torch.Tensor | None
@@ -428,8 +534,8 @@ class Pack:
 def blocks(segments, device, dtype, window: int | None = None, in_bands: bool = False) -> list[Block]:
     """Attention blocks of a flat micro-batch.
 
-    segments: per item (prompt length, response lengths), in the tokens' order; a response sees its prompt and itself, ``window`` tokens at most.
-    in_bands: whether attention is that of :mod:`stages.models.banded`.
+    segments: per item (prompt length, response lengths), in the tokens' order; a response sees its prompt and itself,
+    ``window`` tokens at most. in_bands: whether attention is that of :mod:`stages.models.banded`.
     """
     limit = BLOCK.get(device.type, 256)
     groups: list[list] = []
@@ -451,7 +557,14 @@ def blocks(segments, device, dtype, window: int | None = None, in_bands: bool = 
         if len(group) == 1 and (len(group[0][1]) == 1 or length == group[0][0]):
             found.append(Block(length))
             continue
-        if len(group) == 1 and length > limit and group[0][0] and device.type == "cpu" and 2 * _tree_size(*group[0]) < length * length and _keeps_sums():
+        if (
+            len(group) == 1
+            and length > limit
+            and group[0][0]
+            and device.type == "cpu"
+            and 2 * _tree_size(*group[0]) < length * length
+            and _keeps_sums()
+        ):
             found.append(Block(length, tree=(group[0][0], tuple(r for r in group[0][1] if r))))
             continue
         if len(group) == 1 and length > limit and device.type != "cpu":
@@ -464,23 +577,36 @@ def blocks(segments, device, dtype, window: int | None = None, in_bands: bool = 
         item, k = torch.tensor(owner, device=device), torch.tensor(branch, device=device)
         open_ = (item[:, None] == item) & ((k == 0) | (k[:, None] == k))
         if window is not None:
-            at = torch.tensor([i for p, responses in group for i in (*range(p), *(p + j for r in responses for j in range(r)))], device=device)
+            at = torch.tensor(
+                [i for p, responses in group for i in (*range(p), *(p + j for r in responses for j in range(r)))],
+                device=device,
+            )
             open_ &= at[:, None] - at < window
-        found.append(Block(length, torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(~open_.tril_(), float("-inf"))))
+        found.append(
+            Block(
+                length,
+                torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(~open_.tril_(), float("-inf")),
+            )
+        )
     return found
 
 
 def packed(prompt: int, responses, limit: int, device) -> Block:
-    """One long item in packs: as many responses in each as a mask of at most ``limit`` x ``limit`` elements takes, what a block of short items has; a longer one
-    alone, which needs none."""
+    """One long item in packs: as many responses in each as a mask of at most ``limit`` x ``limit`` elements takes, what
+    a block of short items has; a longer one alone, which needs none."""
     packs: list[list[int]] = []
     for length in filter(None, responses):
         if packs and (together := sum(packs[-1]) + length) * (prompt + together) <= limit * limit:
             packs[-1].append(length)
         else:
             packs.append([length])
-    owners = [None if len(pack) == 1 else torch.repeat_interleave(torch.arange(len(pack)), torch.tensor(pack)).to(device) for pack in packs]
-    return Block(prompt + sum(responses), packs=(prompt, tuple(Pack(sum(pack), owner) for pack, owner in zip(packs, owners))))
+    owners = [
+        None if len(pack) == 1 else torch.repeat_interleave(torch.arange(len(pack)), torch.tensor(pack)).to(device)
+        for pack in packs
+    ]
+    return Block(
+        prompt + sum(responses), packs=(prompt, tuple(Pack(sum(pack), owner) for pack, owner in zip(packs, owners)))
+    )
 
 
 def _tree_size(prompt: int, responses) -> int:
@@ -493,36 +619,50 @@ _flash_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backwar
 
 
 @functools.cache
-@torch.inference_mode(False)  # the first to ask may be computing without gradients, and everyone must get the same answer
+# the first to ask may be computing without gradients, and everyone must get the same answer
+@torch.inference_mode(False)
 def _keeps_sums() -> bool:
-    """Whether torch's CPU attention gives its log-sums and takes those of a larger sum in backward, as :class:`_Tree` needs (tried once)."""
+    """Whether torch's CPU attention gives its log-sums and takes those of a larger sum in backward, as :class:`_Tree`
+    needs (tried once).
+    """
     try:
         q, k, v = (torch.sin(torch.arange(12.0) * f).view(1, 1, 6, 2) for f in (1, 2, 3))
         parts = [_flash(q, k[:, :, at], v[:, :, at], 0.0, False, scale=0.5) for at in (slice(0, 2), slice(2, 6))]
         out, sums = _joined(*parts)
-        grads = [_flash_back(q, q, k[:, :, at], v[:, :, at], out, sums, 0.0, False, scale=0.5) for at in (slice(0, 2), slice(2, 6))]
+        grads = [
+            _flash_back(q, q, k[:, :, at], v[:, :, at], out, sums, 0.0, False, scale=0.5)
+            for at in (slice(0, 2), slice(2, 6))
+        ]
         with torch.enable_grad():
             leaves = [t.clone().requires_grad_() for t in (q, k, v)]
             whole = torch.softmax(leaves[0] @ leaves[1].mT * 0.5, -1) @ leaves[2]
             wanted = torch.autograd.grad(whole, leaves, q)
         got = (grads[0][0] + grads[1][0], *(torch.cat([a, b], 2) for a, b in zip(grads[0][1:], grads[1][1:])))
-        return torch.allclose(out, whole, atol=1e-5) and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, wanted))
+        return torch.allclose(out, whole, atol=1e-5) and all(
+            torch.allclose(a, b, atol=1e-5) for a, b in zip(got, wanted)
+        )
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):
         return False
 
 
 def _joined(one, other):
-    """Attention over two sets of keys from that over each: outputs [..., T, D] with their log-sums [..., T] -> the same of both."""
+    """Attention over two sets of keys from that over each: outputs [..., T, D] with their log-sums [..., T] -> the same
+    of both.
+    """
     (a, la), (b, lb) = one, other
     both = torch.logaddexp(la, lb)
-    return torch.addcmul(a * (la - both).exp()[..., None].to(a.dtype), b, (lb - both).exp()[..., None].to(b.dtype)), both
+    return (
+        torch.addcmul(a * (la - both).exp()[..., None].to(a.dtype), b, (lb - both).exp()[..., None].to(b.dtype)),
+        both,
+    )
 
 
 class _Tree(Function):
     """Attention of one prompt and its responses: qkv [U, (H + 2K) D] -> [U, H D].
 
-    A response's attention over the prompt and over itself are two sums joined by their log-sums, so the prompt is read once for all
-    responses and no response is multiplied with another. Backward is that of each sum, given the joined output and log-sum.
+    A response's attention over the prompt and over itself are two sums joined by their log-sums, so the prompt is read
+    once for all responses and no response is multiplied with another. Backward is that of each sum, given the joined
+    output and log-sum.
     """
 
     @staticmethod
@@ -540,14 +680,23 @@ class _Tree(Function):
     @staticmethod
     def _heads(qkv, shape):
         """q, k, v as [1, H, U, D], keys and values repeated for their queries."""
-        q, k, v = (t.transpose(0, 1)[None] for t in qkv.view(qkv.shape[0], -1, shape.head_dim).split([shape.heads, shape.groups, shape.groups], 1))
-        return (q, *(t if shape.heads == shape.groups else t.repeat_interleave(shape.heads // shape.groups, 1) for t in (k, v)))
+        q, k, v = (
+            t.transpose(0, 1)[None]
+            for t in qkv.view(qkv.shape[0], -1, shape.head_dim).split([shape.heads, shape.groups, shape.groups], 1)
+        )
+        return (
+            q,
+            *(
+                t if shape.heads == shape.groups else t.repeat_interleave(shape.heads // shape.groups, 1)
+                for t in (k, v)
+            ),
+        )
 
     @staticmethod
     def _run(x, run):
         """[1, H, U, ...] -> [responses, H, length, ...] of one run, a view."""
         at, n, length = run
-        return x[0, :, at:at + n * length].unflatten(1, (n, length)).transpose(0, 1)
+        return x[0, :, at : at + n * length].unflatten(1, (n, length)).transpose(0, 1)
 
     @staticmethod
     def forward(ctx, qkv, tree, shape, scale):
@@ -555,7 +704,9 @@ class _Tree(Function):
         q, k, v = _Tree._heads(qkv, shape)
         out = qkv.new_empty(qkv.shape[0], shape.heads, shape.head_dim)
         view = out.transpose(0, 1)[None]
-        sums = torch.empty(1, shape.heads, qkv.shape[0], dtype=torch.float64 if qkv.dtype == torch.float64 else torch.float32)
+        sums = torch.empty(
+            1, shape.heads, qkv.shape[0], dtype=torch.float64 if qkv.dtype == torch.float64 else torch.float32
+        )
         view[:, :, :p], sums[:, :, :p] = _flash(q[:, :, :p], k[:, :, :p], v[:, :, :p], 0.0, True, scale=scale)
         over_prompt = _flash(q[:, :, p:], k[:, :, :p], v[:, :, :p], 0.0, False, scale=scale)
         for run in _Tree._parts(tree):
@@ -574,12 +725,23 @@ class _Tree(Function):
         tree, shape, scale = ctx.settings
         p = tree[0]
         q, k, v = _Tree._heads(qkv, shape)
-        grad, out = (t.view(len(qkv), shape.heads, shape.head_dim).transpose(0, 1)[None] for t in (grad.contiguous(), out))
+        grad, out = (
+            t.view(len(qkv), shape.heads, shape.head_dim).transpose(0, 1)[None] for t in (grad.contiguous(), out)
+        )
         gq, gk, gv = (torch.empty_like(q) for _ in range(3))
         prompt = slice(0, p)
 
         def back(queries, causal):
-            return _flash_back(*(t[:, :, queries] for t in (grad, q)), k[:, :, prompt], v[:, :, prompt], out[:, :, queries], sums[:, :, queries], 0.0, causal, scale=scale)
+            return _flash_back(
+                *(t[:, :, queries] for t in (grad, q)),
+                k[:, :, prompt],
+                v[:, :, prompt],
+                out[:, :, queries],
+                sums[:, :, queries],
+                0.0,
+                causal,
+                scale=scale,
+            )
 
         gq[:, :, :p], own_k, own_v = back(prompt, True)
         gq[:, :, p:], their_k, their_v = back(slice(p, None), False)
@@ -611,7 +773,9 @@ def _attend(qkv, plan: list[Block], shape: Shape, layer: Layer):
 
 
 def _split(queries, keys, shape: Shape):
-    """q [1, H, t, D] of qkv [t, (H + 2K) D], k and v [1, H, T, D] of qkv [T, (H + 2K) D], repeated for their queries."""
+    """q [1, H, t, D] of qkv [t, (H + 2K) D], k and v [1, H, T, D] of qkv [T, (H + 2K) D], repeated for their
+    queries.
+    """
     sizes = [shape.heads, shape.groups, shape.groups]
     q, k, v = (t.transpose(0, 1)[None] for t in keys.view(len(keys), -1, shape.head_dim).split(sizes, 1))
     if queries is not keys:
@@ -622,7 +786,9 @@ def _split(queries, keys, shape: Shape):
 
 
 def _sdpa(queries, keys, mask, shape: Shape, scale: float, cap: float | None = None):
-    """The queries of qkv [t, (H + 2K) D] over the keys and values of qkv [T, (H + 2K) D]: [t, H D], causally without a mask."""
+    """The queries of qkv [t, (H + 2K) D] over the keys and values of qkv [T, (H + 2K) D]: [t, H D], causally without a
+    mask.
+    """
     q, k, v = _split(queries, keys, shape)
     if cap is not None:
         out = banded.scores_to_values(q, k, v, mask, scale, cap)
@@ -632,23 +798,38 @@ def _sdpa(queries, keys, mask, shape: Shape, scale: float, cap: float | None = N
 
 
 def _by_bands(qkv, prompt: int, responses: tuple[int, ...], shape: Shape, layer: Layer) -> list:
-    """Attention of one prompt and its responses, qkv [U, (H + 2K) D] -> parts of [U, H D]: each over what it sees of the prompt and of itself."""
+    """Attention of one prompt and its responses, qkv [U, (H + 2K) D] -> parts of [U, H D]: each over what it sees of
+    the prompt and of itself.
+    """
     before, *parts = qkv.split([prompt, *responses])
-    reach = before if layer.window is None else before[max(0, prompt - layer.window + 1):]
-    pairs = ([(before, before)] if prompt else []) + [(part, torch.cat([reach, part]) if len(reach) else part) for part in parts if len(part)]
-    return [banded.attended(*_split(queries, keys, shape), layer.window, layer.scale, layer.cap)[0].transpose(0, 1).reshape(len(queries), -1) for queries, keys in pairs]
+    reach = before if layer.window is None else before[max(0, prompt - layer.window + 1) :]
+    pairs = ([(before, before)] if prompt else []) + [
+        (part, torch.cat([reach, part]) if len(reach) else part) for part in parts if len(part)
+    ]
+    return [
+        banded.attended(*_split(queries, keys, shape), layer.window, layer.scale, layer.cap)[0]
+        .transpose(0, 1)
+        .reshape(len(queries), -1)
+        for queries, keys in pairs
+    ]
 
 
 def _by_packs(qkv, prompt: int, packs: tuple[Pack, ...], shape: Shape, scale: float) -> list:
-    """Attention of one prompt and its responses, qkv [U, (H + 2K) D] -> parts of [U, H D]: the prompt causally, then pack after pack over it and itself.
+    """Attention of one prompt and its responses, qkv [U, (H + 2K) D] -> parts of [U, H D]: the prompt causally, then
+    pack after pack over it and itself.
 
-    Nothing of a pack is kept for backward, which puts the prompt before it again: the copies would be as many prompts as there are packs.
+    Nothing of a pack is kept for backward, which puts the prompt before it again: the copies would be as many prompts
+    as there are packs.
     """
     before, *parts = qkv.split([prompt, *(pack.length for pack in packs)])
     outs = [_sdpa(before, before, None, shape, scale)] if prompt else []
     for part, pack in zip(parts, packs):
         if qkv.requires_grad:
-            outs.append(checkpoint(_over_prompt, before, part, pack, shape, scale, use_reentrant=False, preserve_rng_state=False))
+            outs.append(
+                checkpoint(
+                    _over_prompt, before, part, pack, shape, scale, use_reentrant=False, preserve_rng_state=False
+                )
+            )
         else:
             outs.append(_over_prompt(before, part, pack, shape, scale))
     return outs
@@ -664,7 +845,19 @@ def _over_prompt(before, part, pack: Pack, shape: Shape, scale: float):
     return _sdpa(part, torch.cat([before, part]), mask, shape, scale)
 
 
-def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | None = None, recompute: bool = False, noise_UH=None, watch=None, weights_U=None, keys_U=None):
+def states(
+    model,
+    ids_U,
+    positions_U,
+    segments,
+    at_N=None,
+    dtype: torch.dtype | None = None,
+    recompute: bool = False,
+    noise_UH=None,
+    watch=None,
+    weights_U=None,
+    keys_U=None,
+):
     """Last hidden states after the final norm, [N, M] at the flat positions `at_N` (all of them without it).
 
     Args:
@@ -672,15 +865,32 @@ def states(model, ids_U, positions_U, segments, at_N=None, dtype: torch.dtype | 
         dtype: type of the matrix products (bfloat16: residuals, norms and their gradients stay in the weights' type).
         recompute: keep only each layer's input and compute the rest again in backward.
         noise_UH: added to the tokens' embeddings (NEFTune).
-        watch, weights_U: who is told what the routers choose (``stages.models.balance.Watch``), and how often each token counts there.
+        watch, weights_U: who is told what the routers choose (``stages.models.balance.Watch``), and how often each
+            token counts there.
         keys_U: of the tokens' dropout masks (``stages.models.dropout``), None: there is none.
     """
     core = core_of(model)
     family, layers = family_of(core), layers_of(core)
-    weight, config = core.embed_tokens.weight, core.config  # like all matrices the weight may be kept in a narrower type than the model's own, which is that of the norms (stages.models.frozen)
-    shape = Shape(config.num_attention_heads, config.num_key_value_heads, core.layers[0].self_attn.head_dim, epsilon_of(core.norm), dtype or core.norm.weight.dtype,
-                  layers[0].residual, ACTIVATIONS[getattr(config, family.activation)], family.head_norm == "whole", turned_rows(core))
-    turned = {name: _turns(positions_U, frequencies.to(weight.device, torch.float32), scale, shape.head_dim, core.norm.weight.dtype) for name, (frequencies, scale) in rotary_tables(core).items()}
+    # like all matrices the weight may be kept in a narrower type than the model's own, which is that of the norms
+    # (stages.models.frozen)
+    weight, config = core.embed_tokens.weight, core.config
+    shape = Shape(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        core.layers[0].self_attn.head_dim,
+        epsilon_of(core.norm),
+        dtype or core.norm.weight.dtype,
+        layers[0].residual,
+        ACTIVATIONS[getattr(config, family.activation)],
+        family.head_norm == "whole",
+        turned_rows(core),
+    )
+    turned = {
+        name: _turns(
+            positions_U, frequencies.to(weight.device, torch.float32), scale, shape.head_dim, core.norm.weight.dtype
+        )
+        for name, (frequencies, scale) in rotary_tables(core).items()
+    }
     longest = max((prompt + max(responses, default=0) for prompt, responses in segments), default=0)
     plans = {}
     for layer in layers:
@@ -729,20 +939,32 @@ def _reach(layer: Layer, longest: int) -> tuple[int | None, float | None]:
 def _layer(layer: Layer, family: Family, x, turn, plan, shape: Shape, at, weights_U=None, keys_U=None):
     """A layer's output; with weights_U, what :func:`stages.models.experts.routed` gives of all its tokens behind it."""
     into = parted(layer.qkv, [n * shape.head_dim for n in (shape.heads, shape.groups, shape.groups)])
-    qkv = _Project.apply(x, *(gain_of(norm, family) for norm in (layer.before_attention, layer.q_norm, layer.k_norm)), turn, shape, [p[4] for p in into], dropped(layer.qkv, 3, keys_U), *_flat(into))
+    qkv = _Project.apply(
+        x,
+        *(gain_of(norm, family) for norm in (layer.before_attention, layer.q_norm, layer.k_norm)),
+        turn,
+        shape,
+        [p[4] for p in into],
+        dropped(layer.qkv, 3, keys_U),
+        *_flat(into),
+    )
     attended = _attend(qkv, plan, shape, layer)
     every = x, attended, keys_U
     if at is not None:
         x, attended, keys_U = x[at], attended[at], None if keys_U is None else keys_U[at]
     gains = [gain_of(norm, family) for norm in (layer.after_attention, layer.before_mlp, layer.after_mlp)]
     if layer.experts is not None:
+
         def routed_from(h):
             return F.rms_norm(h, h.shape[-1:], gains[1].to(x.dtype), shape.eps)
 
         mixture = Mixture.of(layer.router, layer.experts)
+
         def joined(x, attended, keys_U):
             drops = dropped((layer.out,), 1, keys_U)
-            return x + _linear(attended, product(layer.out), shape.low, _mask(drops, 0, slice(None), attended)).to(x.dtype)
+            return x + _linear(attended, product(layer.out), shape.low, _mask(drops, 0, slice(None), attended)).to(
+                x.dtype
+            )
 
         h = joined(x, attended, keys_U)
         out = h + mixed(routed_from(h), mixture, shape.low)
@@ -752,13 +974,18 @@ def _layer(layer: Layer, family: Family, x, turn, plan, shape: Shape, at, weight
             h = joined(*every)
         return out, *routed(logits(routed_from(h).to(shape.low), mixture), mixture.k, weights_U)
     outof = [product(layer.out), *parted(layer.gate_up, [layer.down.in_features] * 2), product(layer.down)]
-    drops = [dropped(linears, count, keys_U) for linears, count in (((layer.out,), 1), (layer.gate_up, 2), ((layer.down,), 1))]
+    drops = [
+        dropped(linears, count, keys_U)
+        for linears, count in (((layer.out,), 1), (layer.gate_up, 2), ((layer.down,), 1))
+    ]
     drops = None if keys_U is None else (keys_U, [own for _, part in drops for own in part])
     return _Finish.apply(x, attended, *gains, shape, [p[4] for p in outof], drops, *_flat(outof))
 
 
 def _linear(x, part: Product, low: torch.dtype, mask=None):
-    """x [u, in] through a product -> [u, out], differentiable by autograd; ``mask`` [u, in] is the adapter's dropout."""
+    """x [u, in] through a product -> [u, out], differentiable by autograd; ``mask`` [u, in] is the adapter's
+    dropout.
+    """
     bias, a, b = (None if t is None else t.to(low) for t in part[1:4])
     y = multiplied(x, part[0], bias) if is_quantised(part[0]) else F.linear(x, part[0].to(low), bias)
     return y if a is None else y + part[4] * F.linear(F.linear(x if mask is None else x * mask, a), b)

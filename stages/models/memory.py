@@ -1,12 +1,14 @@
 """How much memory a training stage needs, before it loads anything (catalogue ``ops.memory``).
 
-    weights, gradients and Adam moments are known from shapes: what they alone need and the device has not is refused (:func:`check`)
+    weights, gradients and Adam moments are known from shapes: what they alone need and the device has not is refused
+        (:func:`check`)
     KV cache and logits are upper bounds: where they would not fit besides, that is a warning
     activations are tried, on the dearest micro-batch (``stages/preflight.py``)
 
-A stage declares which models it holds (``StageSpec.roles``). Master weights are float32, so a trained parameter takes 4 bytes, its gradient 4 and AdamW's
-moments 8, 16 in all as in mixed precision (2 + 2 + 4 + 8); a frozen one takes 4, or 2 where it is a matrix that is kept in bfloat16, or about
-half a byte in 4 bits (``frozen_dtype``). Imports no torch: ``posttrain run --dry-run`` asks, too.
+A stage declares which models it holds (``StageSpec.roles``). Master weights are float32, so a trained parameter takes 4
+bytes, its gradient 4 and AdamW's moments 8, 16 in all as in mixed precision (2 + 2 + 4 + 8); a frozen one takes 4, or 2
+where it is a matrix that is kept in bfloat16, or about half a byte in 4 bits (``frozen_dtype``). Imports no torch:
+``posttrain run --dry-run`` asks, too.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ from stages.spec import ConfigError
 from storage.files import read_json
 
 TRAINED, FROZEN, KEPT = 16, 4, 2  # bytes per parameter; KEPT: frozen in bfloat16
-NF4_BLOCK, NF4_DOUBLE_BLOCK = 64, 256  # weights in 4 bits that share a scale, and scales that share one under double quantisation (stages.models.quantised)
+# weights in 4 bits that share a scale, and scales that share one under double quantisation (stages.models.quantised)
+NF4_BLOCK, NF4_DOUBLE_BLOCK = 64, 256
 GIB = 2**30
 SAMPLING = "policy that samples"
-#: What the built-in engine holds while it samples: keys and values, and the weights as it multiplies with them (stacked, an adapter merged in, in ``sampling_dtype``).
+#: What the built-in engine holds while it samples: keys and values, and the weights as it multiplies with them
+#: (stacked, an adapter merged in, in ``sampling_dtype``).
 SAMPLED = "KV cache and sampling weights"
 #: Elements of log-probabilities that the LM head keeps for backward at most, whatever the vocabulary.
 HEAD_KEEP_ELEMENTS = 1 << 25
-#: Elements of logits that the LM head computes at a time on a GPU, and the bytes that each takes meanwhile: in two types, log-probability, probability.
+#: Elements of logits that the LM head computes at a time on a GPU, and the bytes that each takes meanwhile: in two
+#: types, log-probability, probability.
 HEAD_CHUNK_ON_GPU, HEAD_CHUNK_BYTES = 1 << 27, 14
-#: Of finished rows that turns may continue; a constant, since what is kept decides over the last bits of what is computed.
+#: Of finished rows that turns may continue; a constant, since what is kept decides over the last bits of what is
+#: computed.
 KEPT_BYTES = 2 << 30
 
 
@@ -48,7 +54,8 @@ class Role:
         before: only until training starts (a reference whose log-probs are then cached).
         sharded: split over the devices under ``sharding=full``.
         headless: without the output layer (critics and reward models read hidden states).
-        moves: not trained, but written to while training goes on (a reference that follows the policy), so that it stays float32.
+        moves: not trained, but written to while training goes on (a reference that follows the policy), so that it
+            stays float32.
     """
 
     name: str
@@ -63,8 +70,8 @@ class Role:
 
 @dataclass(frozen=True)
 class Shape:
-    """Parameters of a model directory; ``matrices``: {name: (rows, columns)} of its weight matrices; ``config``: its text config; ``low``: the matrices that are stored
-    in bfloat16."""
+    """Parameters of a model directory; ``matrices``: {name: (rows, columns)} of its weight matrices; ``config``: its
+    text config; ``low``: the matrices that are stored in bfloat16."""
 
     parameters: int
     matrices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -72,7 +79,9 @@ class Shape:
     low: frozenset[str] = frozenset()
 
     def frozen_bytes(self, how: str) -> int:
-        """Of the model as a frozen one, its matrices kept as ``frozen_dtype=how`` says; routers and experts, and Gemma's scaled embedding, are no plain layers and stay float32."""
+        """Of the model as a frozen one, its matrices kept as ``frozen_dtype=how`` says; routers and experts, and
+        Gemma's scaled embedding, are no plain layers and stay float32.
+        """
         scaled = str(self.config.get("model_type", "")).startswith("gemma")
         total = FROZEN * self.parameters
         for name, (rows, columns) in self.matrices.items():
@@ -89,7 +98,7 @@ class Shape:
         layers: dict[str, int] = {}
         for name, (rows, columns) in self.matrices.items():
             if (found := re.search(r"\.\d+\.", name)) and not outside_layers(name):
-                layers[name[:found.end()]] = layers.get(name[:found.end()], 0) + rows * columns
+                layers[name[: found.end()]] = layers.get(name[: found.end()], 0) + rows * columns
         return max(layers.values(), default=0)
 
 
@@ -100,7 +109,9 @@ def nf4_bytes(count: int, how: str) -> int:
 
 
 def shape_of(path: str | Path) -> Shape | None:
-    """Read from the headers of the safetensors files alone; of other weights from their size. None where there are none."""
+    """Read from the headers of the safetensors files alone; of other weights from their size. None where there are
+    none.
+    """
     folder, matrices, parameters, low = Path(path), {}, 0, set()
     config = read_json(folder / "config.json", {})
     files = [f for f in sorted(folder.rglob("*.safetensors")) if "adapter" not in f.relative_to(folder).parts]
@@ -123,7 +134,9 @@ def shape_of(path: str | Path) -> Shape | None:
 
 
 def lora_parameters(shape: Shape, config) -> int:
-    """rank * (rows + columns) of every matrix that gets an adapter: all but embeddings and output layer, or those named; rows more with DoRA; and matrices trained whole."""
+    """rank * (rows + columns) of every matrix that gets an adapter: all but embeddings and output layer, or those
+    named; rows more with DoRA; and matrices trained whole.
+    """
     listed = lambda text: text.replace(" ", "").split(",")
     named = None if config.lora_targets == "all-linear" else listed(config.lora_targets)
     total = 0
@@ -139,17 +152,26 @@ def lora_parameters(shape: Shape, config) -> int:
 
 
 def trained_bytes(config, shape: Shape, role: Role, adapter: int | None) -> int:
-    """Weights, gradients and optimizer state of what is trained of a model: all of it, or an adapter of so many parameters. A critic's optimizer is AdamW."""
+    """Weights, gradients and optimizer state of what is trained of a model: all of it, or an adapter of so many
+    parameters. A critic's optimizer is AdamW.
+    """
     if not role.trained:
         return 0
-    count, optimizer = shape.parameters if adapter is None else adapter, "adamw" if role.whole else getattr(config, "optimizer", "adamw")
+    count, optimizer = (
+        shape.parameters if adapter is None else adapter,
+        ("adamw" if role.whole else getattr(config, "optimizer", "adamw")),
+    )
     if optimizer == "sgd":
         return (8 + (4 if config.momentum else 0)) * count
     if optimizer == "adafactor":
         in_matrices = sum(rows * columns for rows, columns in shape.matrices.values())
         return 8 * count + 4 * (sum(rows + columns for rows, columns in shape.matrices.values()) + count - in_matrices)
     if optimizer == "muon":
-        layers = sum(rows * columns for name, (rows, columns) in shape.matrices.items() if not outside_layers(name)) if adapter is None else adapter
+        layers = (
+            sum(rows * columns for name, (rows, columns) in shape.matrices.items() if not outside_layers(name))
+            if adapter is None
+            else adapter
+        )
         return state_bytes([count], []) - 4 * layers
     return state_bytes([count], [])
 
@@ -164,7 +186,9 @@ def frozen_dtype(config) -> str:
     return getattr(config, "frozen_dtype", "auto")
 
 
-def state_bytes(trained: Collection[int], frozen: Collection[int], bytes_trained: int = TRAINED, bytes_frozen: int = FROZEN) -> int:
+def state_bytes(
+    trained: Collection[int], frozen: Collection[int], bytes_trained: int = TRAINED, bytes_frozen: int = FROZEN
+) -> int:
     """Weights, gradients and optimizer of models with these numbers of parameters."""
     return bytes_trained * sum(trained) + bytes_frozen * sum(frozen)
 
@@ -201,67 +225,142 @@ class Need:
     def told(self, device: int | None) -> str:
         more = " or ".join(f"{shown(size)} of {name}" for name, size in self.caches.items())
         held = ", ".join(f"{row['model']} {shown(row['bytes'])}" for row in self.rows)
-        return f"{shown(self.states)} for weights, gradients and optimizer ({held})" + (f" + at most {more}" if more else "") + ("" if device is None else f", of {shown(device)}")
+        return (
+            f"{shown(self.states)} for weights, gradients and optimizer ({held})"
+            + (f" + at most {more}" if more else "")
+            + ("" if device is None else f", of {shown(device)}")
+        )
 
 
-def need(roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devices: int = 1, device: str = "cpu") -> Need:
-    """What these roles need on each of ``devices`` devices of the kind ``device``; models whose shape is not known are named as missing."""
+def need(
+    roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devices: int = 1, device: str = "cpu"
+) -> Need:
+    """What these roles need on each of ``devices`` devices of the kind ``device``; models whose shape is not known are
+    named as missing.
+    """
     rows, during, before = [], 0, 0
     lora, sharded = getattr(config, "lora_rank", 0), getattr(config, "sharding", "none") == "full" and devices > 1
-    if sharded and not any(r.name == SAMPLING for r in roles) and getattr(config, "engine", "") == "builtin" and hasattr(config, "num_generations"):
-        roles = [*roles, Role(SAMPLING, "model")]  # what is sharded cannot be sampled from (stages.models.sharding.Acting)
+    if (
+        sharded
+        and not any(r.name == SAMPLING for r in roles)
+        and getattr(config, "engine", "") == "builtin"
+        and hasattr(config, "num_generations")
+    ):
+        # what is sharded cannot be sampled from (stages.models.sharding.Acting)
+        roles = [*roles, Role(SAMPLING, "model")]
     for role in roles:
         shape = shapes.get(role.source)
         if shape is None:
             continue
         if role.headless:
-            shape = replace(shape, parameters=shape.parameters - sum(a * b for name, (a, b) in shape.matrices.items() if name == "lm_head.weight"),
-                            matrices={name: size for name, size in shape.matrices.items() if name != "lm_head.weight"})
+            shape = replace(
+                shape,
+                parameters=shape.parameters
+                - sum(a * b for name, (a, b) in shape.matrices.items() if name == "lm_head.weight"),
+                matrices={name: size for name, size in shape.matrices.items() if name != "lm_head.weight"},
+            )
         share = devices if sharded and role.sharded else 1
         adapter = lora_parameters(shape, config) if lora and role.trained and not role.whole else None
         trained = 0 if not role.trained else shape.parameters if adapter is None else adapter
         changes = role.moves or role.whole or not lora and (role.trained or role.name == SAMPLING)
         held = FROZEN * shape.parameters if changes else shape.frozen_bytes(frozen_dtype(config))
-        extra = 0 if role.whole or not role.trained else trained * 4 * (bool(getattr(config, "ema_decay", 0)) + bool(getattr(config, "select_by", None)))
-        size = (trained_bytes(config, shape, role, adapter) + (held if not role.trained or adapter is not None else 0) + extra) // share
+        extra = (
+            0
+            if role.whole or not role.trained
+            else trained * 4 * (bool(getattr(config, "ema_decay", 0)) + bool(getattr(config, "select_by", None)))
+        )
+        size = (
+            trained_bytes(config, shape, role, adapter)
+            + (held if not role.trained or adapter is not None else 0)
+            + extra
+        ) // share
         weights = held // share
         during += 0 if role.before else size
         before += weights if role.before or role.trained else 0
-        rows.append({"model": role.name, "parameters": shape.parameters, "trained": trained, "held": weights, "bytes": weights if role.before else size} | ({"while": "before training"} if role.before else {}))
-    return Need(rows, max(during, before), caches_of(config, shapes.get("model"), device), sorted({r.source for r in roles if shapes.get(r.source) is None}))
+        rows.append(
+            {
+                "model": role.name,
+                "parameters": shape.parameters,
+                "trained": trained,
+                "held": weights,
+                "bytes": weights if role.before else size,
+            }
+            | ({"while": "before training"} if role.before else {})
+        )
+    return Need(
+        rows,
+        max(during, before),
+        caches_of(config, shapes.get("model"), device),
+        sorted({r.source for r in roles if shapes.get(r.source) is None}),
+    )
 
 
 def together(config) -> tuple[int, str]:
-    """Tokens that go through a model at a time at most, of those that it is trained on, and the setting that bounds them: one answer is never split."""
+    """Tokens that go through a model at a time at most, of those that it is trained on, and the setting that bounds
+    them: one answer is never split.
+    """
     answer = getattr(config, "longest_completion", getattr(config, "max_completion_length", 0))
-    return max((config.max_tokens_per_micro_batch, "max_tokens_per_micro_batch"), (answer, "max_completion_length"), (getattr(config, "max_length", 0), "max_length"))
+    return max(
+        (config.max_tokens_per_micro_batch, "max_tokens_per_micro_batch"),
+        (answer, "max_completion_length"),
+        (getattr(config, "max_length", 0), "max_length"),
+    )
 
 
 def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int]:
-    """Logits of a chunk (on a GPU) and kept for backward, and what is held while sampling: the KV cache of what is sampled together, every sequence as long as it may be, and of what turns continue;
-    the weights once more."""
+    """Logits of a chunk (on a GPU) and kept for backward, and what is held while sampling: the KV cache of what is
+    sampled together, every sequence as long as it may be, and of what turns continue; the weights once more."""
     text = shape.config if shape is not None else {}
-    logits = min(logits_bytes(together(config)[0], text["vocab_size"]), 4 * HEAD_KEEP_ELEMENTS) if "vocab_size" in text else 0
-    head = max(((rows * columns) for name, (rows, columns) in shape.matrices.items() if rows == text.get("vocab_size")), default=0) if shape is not None else 0
-    if logits and config.compute_dtype == "float32" and getattr(config, "lora_rank", 0) and shape.frozen_bytes(config.frozen_dtype) < FROZEN * shape.parameters:
+    logits = (
+        min(logits_bytes(together(config)[0], text["vocab_size"]), 4 * HEAD_KEEP_ELEMENTS)
+        if "vocab_size" in text
+        else 0
+    )
+    head = (
+        max(
+            ((rows * columns) for name, (rows, columns) in shape.matrices.items() if rows == text.get("vocab_size")),
+            default=0,
+        )
+        if shape is not None
+        else 0
+    )
+    if (
+        logits
+        and config.compute_dtype == "float32"
+        and getattr(config, "lora_rank", 0)
+        and shape.frozen_bytes(config.frozen_dtype) < FROZEN * shape.parameters
+    ):
         logits += 4 * head  # kept in bfloat16, and widened while logits are computed
     if logits and device != "cpu":
         logits += HEAD_CHUNK_BYTES * min(together(config)[0] * text["vocab_size"], HEAD_CHUNK_ON_GPU)
     found = {"logits": logits} if logits else {}
     if frozen_dtype(config).startswith("nf4") and shape is not None:
         found["a layer in float32"] = FROZEN * shape.widest_layer()
-    if not hasattr(config, "generation_batch") or getattr(config, "engine", "builtin") != "builtin" or "num_hidden_layers" not in text:
+    if (
+        not hasattr(config, "generation_batch")
+        or getattr(config, "engine", "builtin") != "builtin"
+        or "num_hidden_layers" not in text
+    ):
         return found
     heads = text.get("num_key_value_heads") or text["num_attention_heads"]
     width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     everyone = getattr(config, "prompts_per_step", config.generation_batch) * getattr(config, "num_generations", 1)
     rows = min(config.generation_batch, everyone)
-    length = getattr(config, "max_prompt_length", 0) + getattr(config, "longest_completion", config.max_completion_length)
+    length = getattr(config, "max_prompt_length", 0) + getattr(
+        config, "longest_completion", config.max_completion_length
+    )
     if text.get("max_position_embeddings"):
         length = min(length, text["max_position_embeddings"])
     size = 2 if config.sampling_dtype == "bfloat16" else 4
     kv = lambda rows: kv_bytes(text["num_hidden_layers"], heads, width, rows * length, size)
-    return {SAMPLED: kv(rows) + (min(KEPT_BYTES, kv(everyone)) if getattr(config, "environment", "") else 0) + size * shape.parameters, "logits": logits} | found
+    return {
+        SAMPLED: (
+            kv(rows)
+            + (min(KEPT_BYTES, kv(everyone)) if getattr(config, "environment", "") else 0)
+            + size * shape.parameters
+        ),
+        "logits": logits,
+    } | found
 
 
 # ---------------------------------------------------------------------------------------------------------------- refusing
@@ -273,10 +372,12 @@ def engine_share(free: int, total: int, weights: int, states: int, caches: int, 
     Args:
         free, total: bytes of the GPU now, with the weights of what trains in it.
         weights, states, caches: of :class:`Need`, bytes; ``weights`` those of its ``states`` that are held already.
-        sleeps: the engine gives its memory back while a step is computed, so that beside it there are only the optimizer's moments (8 of the 12 bytes that are missing).
+        sleeps: the engine gives its memory back while a step is computed, so that beside it there are only the
+            optimizer's moments (8 of the 12 bytes that are missing).
     """
     missing = max(0, states - weights)
-    left = free - (2 * missing // 3 + total // 50 if sleeps else missing + max(caches, total // 10))  # a tenth: for activations, which are known when they are tried
+    # a tenth: for activations, which are known when they are tried
+    left = free - (2 * missing // 3 + total // 50 if sleeps else missing + max(caches, total // 10))
     return max(0.05, left * 100 // total / 100)
 
 
@@ -286,12 +387,24 @@ def nvidia_smi() -> str | None:
 
 
 def device_bytes(device: str, devices: int = 1) -> int | None:
-    """Memory of one GPU (the smallest that is visible), or on a CPU this process's share of the machine's or container's; None where it cannot be known."""
+    """Memory of one GPU (the smallest that is visible), or on a CPU this process's share of the machine's or
+    container's; None where it cannot be known.
+    """
     if device.startswith("cuda") or device == "auto":
         try:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            found = subprocess.run([nvidia_smi() or "nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", *([f"--id={visible}"] if visible else [])],
-                                   capture_output=True, text=True, timeout=20, check=True).stdout.split()
+            found = subprocess.run(
+                [
+                    nvidia_smi() or "nvidia-smi",
+                    "--query-gpu=memory.total",
+                    "--format=csv,noheader,nounits",
+                    *([f"--id={visible}"] if visible else []),
+                ],
+                capture_output=True,
+                text=True,
+                timeout=20,
+                check=True,
+            ).stdout.split()
             return min(int(float(mib)) for mib in found) * 2**20
         except (OSError, ValueError, subprocess.SubprocessError):
             return None
@@ -312,8 +425,12 @@ def limit_of(config, device: str, devices: int = 1) -> int | None:
     return int(given * GIB) if given else device_bytes(device, devices)
 
 
-def refusal(name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, limit: int, devices: int = 1) -> str | None:
-    """Why a stage cannot run in ``limit`` bytes per device and what to write instead; None where weights, gradients and optimizer fit."""
+def refusal(
+    name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, limit: int, devices: int = 1
+) -> str | None:
+    """Why a stage cannot run in ``limit`` bytes per device and what to write instead; None where weights, gradients and
+    optimizer fit.
+    """
     found = need(roles, shapes, config, devices)
     if found.states <= limit:
         return None
@@ -326,7 +443,12 @@ def refusal(name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None]
         possible = how != "nf4" or config.sharding == "none" and not config.lora_dora and config.forward != "compiled"
         if possible and frozen_dtype(config) != how and (smaller := fits(frozen_dtype=how)) < found.states:
             advice.append(f"frozen_dtype={how} ({says(smaller)})")
-    if not config.lora_rank and config.optimizer == "adamw" and config.sharding == "none" and any(r.trained and not r.whole for r in roles):
+    if (
+        not config.lora_rank
+        and config.optimizer == "adamw"
+        and config.sharding == "none"
+        and any(r.trained and not r.whole for r in roles)
+    ):
         advice.append(f"optimizer=adafactor ({says(fits(optimizer='adafactor'))})")
     for setting, off in (("ema_decay", 0.0), ("select_by", None)):
         if getattr(config, setting, None):
@@ -334,23 +456,43 @@ def refusal(name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None]
     for role in roles:
         without = [r for r in roles if r is not role]
         if role.before:
-            advice.append(f"no input reference, where it is the starting policy: that stands for it until it is trained ({says(fits(without))})")
+            advice.append(
+                "no input reference, where it is the starting policy: that stands for it until it is trained"
+                f" ({says(fits(without))})"
+            )
         elif role.name == "critic":
-            advice.append(f"critic_mode=shared, or a preset without a critic such as grpo or rloo ({says(fits(without))})")
+            advice.append(
+                f"critic_mode=shared, or a preset without a critic such as grpo or rloo ({says(fits(without))})"
+            )
         elif role.name == "reference":
-            advice.append(f"a plan without a resident reference: {'beta=0 kl_coef=0' if hasattr(config, 'kl_coef') else 'reference_update=frozen, whose log-probabilities are cached'} ({says(fits(without))})")
+            advice.append(
+                "a plan without a resident reference:"
+                f" {'beta=0 kl_coef=0' if hasattr(config, 'kl_coef') else 'reference_update=frozen, whose log-probabilities are cached'}"
+                f" ({says(fits(without))})"
+            )
         elif role.name in ("reward_model", "judge", "gold", "teacher"):
             advice.append(f"a smaller {role.name.replace('_', ' ')}")
     if any(r.sharded for r in roles):
-        many = next((n for n in range(2, 65) if need(roles, shapes, config.model_copy(update={"sharding": "full"}), n).states <= limit), None)
+        many = next(
+            (
+                n
+                for n in range(2, 65)
+                if need(roles, shapes, config.model_copy(update={"sharding": "full"}), n).states <= limit
+            ),
+            None,
+        )
         if many and many != devices:
             advice.append(f"sharding=full with --devices {many}")
-    return (f"{name} cannot fit on this device: it needs {found.told(limit)}. Write instead " + "; or ".join(advice or ["a smaller model"])
-            + ". Another device's memory is device_memory_gib=GIB; memory_check=warn goes on anyway.")
+    return (
+        f"{name} cannot fit on this device: it needs {found.told(limit)}. Write instead "
+        + "; or ".join(advice or ["a smaller model"])
+        + ". Another device's memory is device_memory_gib=GIB; memory_check=warn goes on anyway."
+    )
 
 
 def check(stage) -> None:
-    """Refuse, before any weight is loaded, a stage whose models cannot fit on its device, and tell what it will need; a resumed run has fitted.
+    """Refuse, before any weight is loaded, a stage whose models cannot fit on its device, and tell what it will need; a
+    resumed run has fitted.
 
     Raises:
         ConfigError: says what to write instead (``memory_check=warn``: a warning).
@@ -358,15 +500,23 @@ def check(stage) -> None:
     if stage.spec.roles is None:
         return
     if frozen_dtype(stage.config).startswith("nf4") and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"{stage.name}: frozen_dtype={stage.config.frozen_dtype} needs bitsandbytes, which is not installed; run pip install 'posttrain[qlora]', or write frozen_dtype=bfloat16.")
+        raise ConfigError(
+            f"{stage.name}: frozen_dtype={stage.config.frozen_dtype} needs bitsandbytes, which is not installed; run"
+            " pip install 'posttrain[qlora]', or write frozen_dtype=bfloat16."
+        )
     if stage.checkpoints.latest() is not None:
         return
     try:
         roles = stage.spec.roles(stage.config, set(stage.inputs))
     except ValueError:
         return  # settings that do not fit together: the stage itself says it better
-    if frozen_dtype(stage.config) != "auto" and not any(not r.moves and not r.trained or r.trained and not r.whole and stage.config.lora_rank for r in roles):
-        raise ConfigError(f"{stage.name}: frozen_dtype={stage.config.frozen_dtype} would change nothing: nothing is frozen here; write lora_rank=16, or leave frozen_dtype out.")
+    if frozen_dtype(stage.config) != "auto" and not any(
+        not r.moves and not r.trained or r.trained and not r.whole and stage.config.lora_rank for r in roles
+    ):
+        raise ConfigError(
+            f"{stage.name}: frozen_dtype={stage.config.frozen_dtype} would change nothing: nothing is frozen here;"
+            " write lora_rank=16, or leave frozen_dtype out."
+        )
     shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
     limit = limit_of(stage.config, stage.device, int(os.environ.get("LOCAL_WORLD_SIZE", stage.world_size)))
     found = need(roles, shapes, stage.config, stage.world_size, stage.device)
@@ -381,5 +531,11 @@ def check(stage) -> None:
     elif found.states + (most := max(found.caches.values(), default=0)) > limit:
         what = together(stage.config)[1]
         if most == found.caches.get(SAMPLED):
-            what = "generation_batch or max_completion_length" + (", or sampling_dtype=bfloat16" if stage.config.sampling_dtype == "float32" else "")
-        stage.warn("memory", f"{found.told(limit)}: at its most this does not fit. Write a smaller {what}; the preflight tries the dearest micro-batch.")
+            what = "generation_batch or max_completion_length" + (
+                ", or sampling_dtype=bfloat16" if stage.config.sampling_dtype == "float32" else ""
+            )
+        stage.warn(
+            "memory",
+            f"{found.told(limit)}: at its most this does not fit. Write a smaller {what}; the preflight tries the"
+            " dearest micro-batch.",
+        )

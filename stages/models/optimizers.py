@@ -5,10 +5,12 @@ adamw       bytes of state per trained weight: 8                    Loshchilov a
 sgd         0, with momentum 4                                      weight decay is added to the gradient (L2)
 adafactor   a row and a column of every matrix                      Shazeer and Stern 2018: a step is relative to the size of the weights it moves
 muon        4                                                       Jordan et al. 2024 on matrices of the layers, their steps scaled to the size of AdamW's
-                                                                    (Liu et al. 2025: 0.2 sqrt(max(rows, columns))); AdamW on all else
+                                                                    (Liu et al. 2025: 0.2 sqrt(max(rows, columns)));
+                                                                    AdamW on all else
 ==========  =====================================================  ===============================================================================
 
-Each keeps its state per weight (``optimizer.state[parameter]``), so the trainer's checkpoints do not know which one it is.
+Each keeps its state per weight (``optimizer.state[parameter]``), so the trainer's checkpoints do not know which one it
+is.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ class Together:
 
 
 class InTurns:
-    """A torch optimizer that needs whole matrices, over shards: every weight is put together, moved, and parted again, one after the other, on every rank alike.
+    """A torch optimizer that needs whole matrices, over shards: every weight is put together, moved, and parted again,
+    one after the other, on every rank alike.
 
-    State of the shape of a weight (momentum) stays parted between steps, the small rest whole. What a rank needs beyond its share is one weight with its gradient and state.
+    State of the shape of a weight (momentum) stays parted between steps, the small rest whole. What a rank needs beyond
+    its share is one weight with its gradient and state.
     """
 
     def __init__(self, inner: torch.optim.Optimizer):
@@ -67,7 +71,10 @@ class InTurns:
         held = self.state[p]
         one = nn.Parameter(sharding.whole(p.detach()).clone(), requires_grad=p.requires_grad)
         one.grad = sharding.whole(p.grad)
-        self.inner.param_groups, self.inner.state = [{**group, "params": [one]}], defaultdict(dict, {one: {key: sharding.whole(value) for key, value in held.items()}} if held else {})
+        self.inner.param_groups, self.inner.state = (
+            [{**group, "params": [one]}],
+            defaultdict(dict, {one: {key: sharding.whole(value) for key, value in held.items()}} if held else {}),
+        )
         self.inner.step()
         sharding.assign_whole(p, one.detach())
         for key, value in self.inner.state[one].items():
@@ -84,40 +91,86 @@ class InTurns:
 
 
 def make(config, model: nn.Module, parameters: dict[str, nn.Parameter]):
-    """The optimizer of these weights of a model as ``config`` (:class:`~stages.settings.OptimizerConfig`) asks for it; every group names its ``kind``."""
+    """The optimizer of these weights of a model as ``config`` (:class:`~stages.settings.OptimizerConfig`) asks for it;
+    every group names its ``kind``.
+    """
+
     def groups(kind: str, of) -> list[dict]:
         of = list(of)
         decays = [p for p in of if p.ndim >= 2], [p for p in of if p.ndim < 2]
-        return [{"params": some, "weight_decay": decay, "kind": kind} for some, decay in zip(decays, (config.weight_decay, 0.0)) if some or kind == "adamw"]
+        return [
+            {"params": some, "weight_decay": decay, "kind": kind}
+            for some, decay in zip(decays, (config.weight_decay, 0.0))
+            if some or kind == "adamw"
+        ]
 
     def adamw(of):
-        return torch.optim.AdamW(groups("adamw", of), lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon, fused=True)
+        return torch.optim.AdamW(
+            groups("adamw", of),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            fused=True,
+        )
 
     every = list(parameters.values())
     turns = InTurns if any(map(sharding.is_sharded, every)) else lambda optimizer: optimizer
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups("sgd", every), lr=config.learning_rate, momentum=config.momentum or 0.0, foreach=False)  # fused takes no shards
+        # fused takes no shards
+        return torch.optim.SGD(
+            groups("sgd", every), lr=config.learning_rate, momentum=config.momentum or 0.0, foreach=False
+        )
     if config.optimizer == "adafactor":
         return turns(torch.optim.Adafactor(groups("adafactor", every), lr=config.learning_rate))
     if config.optimizer == "muon":
         chosen = of_muon(model, parameters)
         rest = [p for p in every if id(p) not in chosen]
         momentum = 0.95 if config.momentum is None else config.momentum
-        muon = [turns(torch.optim.Muon(groups("muon", [p for p in every if id(p) in chosen]), lr=config.learning_rate, weight_decay=config.weight_decay, momentum=momentum,
-                                       adjust_lr_fn="match_rms_adamw"))] if chosen else []
+        muon = (
+            [
+                turns(
+                    torch.optim.Muon(
+                        groups("muon", [p for p in every if id(p) in chosen]),
+                        lr=config.learning_rate,
+                        weight_decay=config.weight_decay,
+                        momentum=momentum,
+                        adjust_lr_fn="match_rms_adamw",
+                    )
+                )
+            ]
+            if chosen
+            else []
+        )
         return Together(*muon, *([adamw(rest)] if rest else []))
     return adamw(every)
 
 
 def of_muon(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[int]:
-    """Ids of the weights that Muon moves: matrices of the layers and of adapters on them, not embeddings, the output layer or heads."""
-    inside = {id(p) for module in lean.core_of(model).modules() if not isinstance(module, nn.Embedding) for p in module._parameters.values() if p is not None}
-    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module._parameters.values()}  # tied with the output layer too
-    return {id(p) for name, p in parameters.items() if p.ndim == 2 and id(p) in inside - embeddings and "lora_embedding" not in name}
+    """Ids of the weights that Muon moves: matrices of the layers and of adapters on them, not embeddings, the output
+    layer or heads.
+    """
+    inside = {
+        id(p)
+        for module in lean.core_of(model).modules()
+        if not isinstance(module, nn.Embedding)
+        for p in module._parameters.values()
+        if p is not None
+    }
+    # tied with the output layer too
+    embeddings = {
+        id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module._parameters.values()
+    }
+    return {
+        id(p)
+        for name, p in parameters.items()
+        if p.ndim == 2 and id(p) in inside - embeddings and "lora_embedding" not in name
+    }
 
 
 def state_shapes(optimizer) -> Iterator[tuple[nn.Parameter, torch.Size | tuple]]:
-    """(weight, shape) of every tensor that the optimizer will hold from its first step on, but for counters of steps."""
+    """(weight, shape) of every tensor that the optimizer will hold from its first step on, but for counters of
+    steps.
+    """
     for group in optimizer.param_groups:
         for p in group["params"]:
             if group["kind"] == "adafactor" and p.ndim >= 2:

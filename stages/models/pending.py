@@ -1,8 +1,9 @@
 """Models whose weights are still in their files (``sharding=full``): no rank ever holds a whole one.
 
-:func:`pending` builds a model as ``from_pretrained`` does, on placeholders that take no memory; :func:`fill` reads the weights of some of its
-modules, for :func:`stages.models.sharding.shard` one layer at a time just before it is split. :func:`write` is the way back: a sharded model into the
-files that ``save_pretrained`` would write, one gathered tensor at a time.
+:func:`pending` builds a model as ``from_pretrained`` does, on placeholders that take no memory; :func:`fill` reads the
+weights of some of its modules, for :func:`stages.models.sharding.shard` one layer at a time just before it is split.
+:func:`write` is the way back: a sharded model into the files that ``save_pretrained`` would write, one gathered tensor
+at a time.
 """
 
 from __future__ import annotations
@@ -24,20 +25,33 @@ from stages.running import ranks
 
 @dataclass
 class Pending:
-    """What a model has not read yet: parameter name in the plain model -> (file, name there); where it shall lie; and what is made of some of them as they are read."""
+    """What a model has not read yet: parameter name in the plain model -> (file, name there); where it shall lie; and
+    what is made of some of them as they are read.
+    """
 
     places: dict[str, tuple[str, str]]
     device: str
     made: dict[str, Callable[[torch.Tensor], nn.Parameter]] = field(default_factory=dict)
 
 
-def load(factory, path: str, device: str, in_shards: bool = False, settings: dict | None = None, new: Callable[[nn.Module, str], bool] = lambda model, name: False, **options):
-    """``factory.from_pretrained(path, **settings, **options)`` on ``device``, its weights left in their files where ``in_shards`` asks for it and that can be
-    done. ``settings`` are the config's. With SDPA attention, or the architecture's own where it has none (Gemma2- and DeBERTa-class models).
+def load(
+    factory,
+    path: str,
+    device: str,
+    in_shards: bool = False,
+    settings: dict | None = None,
+    new: Callable[[nn.Module, str], bool] = lambda model, name: False,
+    **options,
+):
+    """``factory.from_pretrained(path, **settings, **options)`` on ``device``, its weights left in their files where
+    ``in_shards`` asks for it and that can be done. ``settings`` are the config's. With SDPA attention, or the
+    architecture's own where it has none (Gemma2- and DeBERTa-class models).
 
     Raises:
-        ValueError: the files lack weights that ``new(model, name)`` does not allow to be made here; the library would draw them at random and go on.
+        ValueError: the files lack weights that ``new(model, name)`` does not allow to be made here; the library would
+            draw them at random and go on.
     """
+
     def made(attention: str):
         chosen = {**options, "attn_implementation": attention}
         model, info = pending(factory, path, device, settings or {}, **chosen) if in_shards else (None, None)
@@ -45,8 +59,11 @@ def load(factory, path: str, device: str, in_shards: bool = False, settings: dic
             model, info = factory.from_pretrained(path, output_loading_info=True, **(settings or {}), **chosen)
             model.to(device)
         if lacking := sorted(name for name in info["missing_keys"] if not new(model, name)):
-            raise ValueError(f"its files lack {len(lacking)} of the weights, which would be random: {', '.join(lacking[:3])}{' ...' if len(lacking) > 3 else ''}; they hold "
-                             "another kind of model, or a part of this one")
+            raise ValueError(
+                f"its files lack {len(lacking)} of the weights, which would be random:"
+                f" {', '.join(lacking[:3])}{' ...' if len(lacking) > 3 else ''}; they hold another kind of model, or a"
+                " part of this one"
+            )
         return model
 
     try:
@@ -60,8 +77,8 @@ def load(factory, path: str, device: str, in_shards: bool = False, settings: dic
 def pending(factory, path: str, device: str, settings: dict, **options):
     """The model that ``from_pretrained`` loads, with its weights to be read later (:func:`fill`).
 
-    Returns (model, the library's loading info), or (None, None) where they cannot be read one by one: no safetensors files, or weights that are made of
-    several stored ones or have other names.
+    Returns (model, the library's loading info), or (None, None) where they cannot be read one by one: no safetensors
+    files, or weights that are made of several stored ones or have other names.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -77,20 +94,26 @@ def pending(factory, path: str, device: str, settings: dict, **options):
     config = AutoConfig.from_pretrained(path, **settings)
     with torch.device("meta"):
         kind = type(factory.from_config(config))  # the Auto classes themselves take no state_dict
-    model, info = kind.from_pretrained(None, config=config, state_dict=placeholders, output_loading_info=True, **options)
+    model, info = kind.from_pretrained(
+        None, config=config, state_dict=placeholders, output_loading_info=True, **options
+    )
     model.name_or_path = model.config.name_or_path = path
     if model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(path)
         except OSError:  # older models keep these settings in their config
-            model.generation_config = GenerationConfig.from_pretrained(path, config_file_name="config.json", _from_model_config=True)
+            model.generation_config = GenerationConfig.from_pretrained(
+                path, config_file_name="config.json", _from_model_config=True
+            )
     new = {*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])}
     places, prefix = {}, getattr(model, "base_model_prefix", "") + "."
     for name, parameter in model.named_parameters():
         stored = stored_as.get(parameter.data_ptr())
         if stored is None and name in new:
             continue  # a new head, made as always
-        if stored not in (name, prefix + name, name.removeprefix(prefix)) or list(parameter.shape) != list(found[stored][1]):
+        if stored not in (name, prefix + name, name.removeprefix(prefix)) or list(parameter.shape) != list(
+            found[stored][1]
+        ):
             return None, None
         places[name] = (found[stored][0], stored)
     model.__dict__["_posttrain_pending"] = Pending(places, device)
@@ -102,7 +125,9 @@ def weight_files(path: str) -> list[str]:
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
     def there(name: str) -> str | None:
-        return cached_file(path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+        return cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
 
     single, index = there(SAFE_WEIGHTS_NAME), there(SAFE_WEIGHTS_INDEX_NAME)
     if single or not index:
@@ -135,14 +160,17 @@ def plain(model):
 
 @torch.no_grad()
 def fill(model, modules: Iterable[nn.Module] | None = None):
-    """Read the weights of these modules (default: all), as far as they are still in files; what is tied stays tied. Returns the model."""
+    """Read the weights of these modules (default: all), as far as they are still in files; what is tied stays tied.
+    Returns the model.
+    """
     base = plain(model)
     if not is_pending(base):
         return model
     waiting = base.__dict__["_posttrain_pending"]
     places, device = waiting.places, waiting.device
     chosen = None if modules is None else {part for module in modules for part in module.modules()}
-    open_files: dict[str, object] = {}  # closed behind each call: pages of a file that was read count as this process's memory
+    # closed behind each call: pages of a file that was read count as this process's memory
+    open_files: dict[str, object] = {}
     for path, module in list(base.named_modules()):
         for name, parameter in list(module._parameters.items()) if chosen is None or module in chosen else ():
             plain_name = f"{path}.{name}".replace(".base_layer.", ".").removeprefix(".")
@@ -152,8 +180,14 @@ def fill(model, modules: Iterable[nn.Module] | None = None):
             file, stored = where
             if file not in open_files:
                 open_files[file] = _open(file)
-            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).copy_(open_files[file].get_tensor(stored))
-            value = waiting.made[plain_name](value) if plain_name in waiting.made else nn.Parameter(value, requires_grad=parameter.requires_grad)
+            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).copy_(
+                open_files[file].get_tensor(stored)
+            )
+            value = (
+                waiting.made[plain_name](value)
+                if plain_name in waiting.made
+                else nn.Parameter(value, requires_grad=parameter.requires_grad)
+            )
             for other in base.modules():
                 for key, tensor in other._parameters.items():
                     if tensor is parameter:
@@ -163,12 +197,14 @@ def fill(model, modules: Iterable[nn.Module] | None = None):
     return model
 
 
-# -- a sharded model into files -------------------------------------------------------------------------------------------------
+# -- a sharded model into files ----------------------------------------------------------------------------------------
+
 
 @torch.no_grad()
 def write(model, directory: str | Path, largest: str | int | None = None, dtype: torch.dtype | None = None) -> bool:
-    """Write a model, sharded or whole, its adapter merged in, as ``save_pretrained`` would, in files of at most ``largest`` (default: the library's): every rank
-    holds one gathered tensor at a time, and must call. ``dtype``: what weights are rounded to (None: as they were computed).
+    """Write a model, sharded or whole, its adapter merged in, as ``save_pretrained`` would, in files of at most
+    ``largest`` (default: the library's): every rank holds one gathered tensor at a time, and must call. ``dtype``: what
+    weights are rounded to (None: as they were computed).
 
     False, and nothing written, where the library would store the weights under other names or in another form.
     """
@@ -180,15 +216,25 @@ def write(model, directory: str | Path, largest: str | int | None = None, dtype:
     if sharding.root_of(model) is not None:
         sharding.root_of(model).reshard()
     shapes = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape, kind in _contents(model, dtype)}
-    shapes = {name: tensor for name, tensor in shapes.items() if not any(re.search(ignored, name) for ignored in getattr(base, "_keys_to_ignore_on_save", None) or ())}
+    shapes = {
+        name: tensor
+        for name, tensor in shapes.items()
+        if not any(re.search(ignored, name) for ignored in getattr(base, "_keys_to_ignore_on_save", None) or ())
+    }
     places = {}
     if ranks.rank() == 0:
-        base.config.dtype, base.config.architectures = str(_published(base, base.dtype, dtype)).removeprefix("torch."), [type(base).__name__]
+        base.config.dtype, base.config.architectures = (
+            str(_published(base, base.dtype, dtype)).removeprefix("torch."),
+            [type(base).__name__],
+        )
         base.config.save_pretrained(directory)
         if base.can_generate():
             base.generation_config.save_pretrained(directory)
         for file, names in layout(base, shapes, directory, largest).items():
-            places |= {name: (Path(directory, file), at) for name, at in begin(Path(directory, file), {n: shapes[n] for n in names}).items()}
+            places |= {
+                name: (Path(directory, file), at)
+                for name, at in begin(Path(directory, file), {n: shapes[n] for n in names}).items()
+            }
     for name, value in chain(plain_parameters(model), base.named_buffers()):
         if name in places:
             path, at = places[name]
@@ -209,12 +255,16 @@ def _contents(model, dtype: torch.dtype | None):
     from stages.models.adapters import plain_names
 
     base = plain(model)
-    yield from ((name, parameter.shape, _published(base, parameter.dtype, dtype)) for name, _, parameter in plain_names(model))
+    yield from (
+        (name, parameter.shape, _published(base, parameter.dtype, dtype)) for name, _, parameter in plain_names(model)
+    )
     kept = base.state_dict()
     yield from ((name, value.shape, value.dtype) for name, value in base.named_buffers() if name in kept)
 
 
-def layout(base, shapes: dict[str, torch.Tensor], directory: str | Path, largest: str | int | None = None) -> dict[str, list[str]]:
+def layout(
+    base, shapes: dict[str, torch.Tensor], directory: str | Path, largest: str | int | None = None
+) -> dict[str, list[str]]:
     """Which file holds which tensors, as the library splits them; the index of several files is written beside them."""
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -223,16 +273,27 @@ def layout(base, shapes: dict[str, torch.Tensor], directory: str | Path, largest
 
     shapes = {name: shapes[name] for name in sorted(shapes, key=natural)}
     largest = largest or inspect.signature(base.save_pretrained).parameters["max_shard_size"].default
-    split = split_torch_state_dict_into_shards(shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=largest)
+    split = split_torch_state_dict_into_shards(
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=largest
+    )
     if split.is_sharded:
-        index = {"metadata": {"total_parameters": sum(t.numel() for t in shapes.values()), **split.metadata}, "weight_map": split.tensor_to_filename}
-        Path(directory, "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        index = {
+            "metadata": {"total_parameters": sum(t.numel() for t in shapes.values()), **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        Path(directory, "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
     return split.filename_to_tensors
 
 
 def begin(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """A safetensors file of these shapes with room for the values; where in it each one starts. Wide types come first, then names in order."""
-    start, places, length = tensor_files.header(dict(sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))), {"format": "pt"})
+    """A safetensors file of these shapes with room for the values; where in it each one starts. Wide types come first,
+    then names in order.
+    """
+    start, places, length = tensor_files.header(
+        dict(sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))), {"format": "pt"}
+    )
     with open(path, "wb") as handle:
         handle.write(start)
         handle.truncate(length)

@@ -1,9 +1,10 @@
 """Float32 matrix products on the CPU by the faster of the two libraries that torch carries.
 
-torch multiplies with MKL, which has its good code for few rows, and for widths that are no multiple of 16, on Intel's processors alone. oneDNN, which torch has
-for convolutions and compiled models, has the same code for all: on an AMD EPYC (Zen 4, two cores) a product of 32 rows with 512 x 2560 weights takes 465
-microseconds in the place of 872, one of 8 rows 228 in the place of 567, the logits of 512 rows over 6,375 tokens run at 198 GFLOP/s in the place of 114;
-large even products gain 7 to 12%, less than a copy of the result costs. On Intel's oneDNN was not faster.
+torch multiplies with MKL, which has its good code for few rows, and for widths that are no multiple of 16, on Intel's
+processors alone. oneDNN, which torch has for convolutions and compiled models, has the same code for all: on an AMD
+EPYC (Zen 4, two cores) a product of 32 rows with 512 x 2560 weights takes 465 microseconds in the place of 872, one of
+8 rows 228 in the place of 567, the logits of 512 rows over 6,375 tokens run at 198 GFLOP/s in the place of 114; large
+even products gain 7 to 12%, less than a copy of the result costs. On Intel's oneDNN was not faster.
 
 Which library it is depends on the processor and nothing else, so equal machines compute equal bits.
 """
@@ -31,10 +32,15 @@ def vendor() -> str:
 @functools.cache
 @torch.inference_mode()
 def prefers_onednn() -> bool:
-    """Whether products go through oneDNN here: an AMD processor, and a torch whose oneDNN operators are those that this module calls."""
+    """Whether products go through oneDNN here: an AMD processor, and a torch whose oneDNN operators are those that this
+    module calls.
+    """
     if vendor() not in ("AuthenticAMD", "HygonGenuine") or not torch.backends.mkldnn.is_available():
         return False
-    x, weight, bias, other = (torch.sin(torch.arange(1.0, 1 + n)).view(shape) for n, shape in ((12, (2, 6)), (30, (5, 6)), (5, (5,)), (10, (2, 5))))
+    x, weight, bias, other = (
+        torch.sin(torch.arange(1.0, 1 + n)).view(shape)
+        for n, shape in ((12, (2, 6)), (30, (5, 6)), (5, (5,)), (10, (2, 5)))
+    )
     try:
         found = (Packed(weight)(x), Packed(weight, bias)(x, other), onednn_linear(x, weight))
     except (AttributeError, RuntimeError, NotImplementedError, TypeError):  # another torch
@@ -44,7 +50,9 @@ def prefers_onednn() -> bool:
 
 
 class Packed:
-    """A weight [out, in] laid out as oneDNN reads it: x [n, in] -> x W^T + b [n, out], plus ``add`` [n, out] in the same pass. float32, no gradient."""
+    """A weight [out, in] laid out as oneDNN reads it: x [n, in] -> x W^T + b [n, out], plus ``add`` [n, out] in the
+    same pass. float32, no gradient.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
@@ -63,7 +71,12 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``torch.nn.functional.linear``, where no gradient is recorded by the faster library."""
-    plain = type(x) is torch.Tensor and type(weight) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+    plain = (
+        type(x) is torch.Tensor
+        and type(weight) in (torch.Tensor, torch.nn.Parameter)
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+    )
     if plain and not torch.is_grad_enabled() and prefers_onednn():
         return onednn_linear(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)

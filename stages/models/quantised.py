@@ -1,9 +1,10 @@
 """Frozen matrices in 4 bits, NF4 as QLoRA has it (Dettmers et al. 2023, section 3; catalogue ``peft.lora``).
 
-Blocks of 64 values, each stored as its block's greatest absolute value times one of 16 levels, the quantiles of a normal distribution. ``nf4`` keeps that greatest
-value in float32 (4.5 bits per weight), ``nf4_double`` in 8 bits, 256 of them under a float32 scale and a common offset (4.13 bits). bitsandbytes quantises and
-dequantises (the extra ``qlora``). To everything else such a weight is a float32 tensor: whoever reads it gets the dequantised values, which it keeps as long as it
-needs them, and never the rounded ones of before.
+Blocks of 64 values, each stored as its block's greatest absolute value times one of 16 levels, the quantiles of a
+normal distribution. ``nf4`` keeps that greatest value in float32 (4.5 bits per weight), ``nf4_double`` in 8 bits, 256
+of them under a float32 scale and a common offset (4.13 bits). bitsandbytes quantises and dequantises (the extra
+``qlora``). To everything else such a weight is a float32 tensor: whoever reads it gets the dequantised values, which it
+keeps as long as it needs them, and never the rounded ones of before.
 """
 
 from __future__ import annotations
@@ -39,14 +40,19 @@ def _library():
     try:
         from bitsandbytes import functional
     except ImportError as error:
-        raise QuantisationError(f"frozen_dtype=nf4 needs bitsandbytes ({error}); run pip install 'posttrain[qlora]', or write frozen_dtype=bfloat16") from error
+        raise QuantisationError(
+            f"frozen_dtype=nf4 needs bitsandbytes ({error}); run pip install 'posttrain[qlora]', or write"
+            " frozen_dtype=bfloat16"
+        ) from error
     finally:
         log.setLevel(level)
     return functional
 
 
 class NF4(torch.Tensor):
-    """A matrix [out, in] in NF4: a float32 tensor to whoever computes with it, which never changes; copies share what is stored. ``rows``: those of a larger one."""
+    """A matrix [out, in] in NF4: a float32 tensor to whoever computes with it, which never changes; copies share what
+    is stored. ``rows``: those of a larger one.
+    """
 
     def __new__(cls, parts: dict[str, torch.Tensor], size: torch.Size, rows: slice | None = None):
         shape = size if rows is None else (rows.stop - rows.start, *size[1:])
@@ -58,13 +64,26 @@ class NF4(torch.Tensor):
     def dense(self) -> torch.Tensor:
         """The dequantised values, float32, in memory of their own."""
         library = _library()
-        state = {"shape": _stored_shape(self.size_of_all), "dtype": torch.float32, "blocksize": NF4_BLOCK, "quant_type": "nf4", "code": _levels(self.device)}
+        state = {
+            "shape": _stored_shape(self.size_of_all),
+            "dtype": torch.float32,
+            "blocksize": NF4_BLOCK,
+            "quant_type": "nf4",
+            "code": _levels(self.device),
+        }
         if "offset" in self.parts:
-            inner = library.QuantState(absmax=self.parts["scale_of_scales"], blocksize=NF4_DOUBLE_BLOCK, code=_dynamic(self.device), dtype=torch.float32)
+            inner = library.QuantState(
+                absmax=self.parts["scale_of_scales"],
+                blocksize=NF4_DOUBLE_BLOCK,
+                code=_dynamic(self.device),
+                dtype=torch.float32,
+            )
             state |= {"offset": self.parts["offset"], "state2": inner}
         with torch.no_grad():
-            flat = library.dequantize_4bit(self.parts["packed"], library.QuantState(absmax=self.parts["scales"], **state)).reshape(-1)
-            whole = flat[:self.size_of_all.numel()].view(self.size_of_all)
+            flat = library.dequantize_4bit(
+                self.parts["packed"], library.QuantState(absmax=self.parts["scales"], **state)
+            ).reshape(-1)
+            whole = flat[: self.size_of_all.numel()].view(self.size_of_all)
         return whole if self.rows is None else whole[self.rows]
 
     @torch.inference_mode(False)  # a view of a tensor that is none of inference mode's is none either
@@ -92,13 +111,24 @@ class NF4(torch.Tensor):
         if function in (aten.detach.default, aten.alias.default, aten.clone.default):
             return first._with()
         if function is aten._to_copy.default and kwargs.get("dtype") in (None, torch.float32):
-            return first._with({name: part.to(kwargs.get("device") or part.device) for name, part in first.parts.items()})
-        if function in (aten.split.Tensor, aten.split_with_sizes.default) and (args[2:] or (kwargs.get("dim", 0),))[0] == 0:
+            return first._with(
+                {name: part.to(kwargs.get("device") or part.device) for name, part in first.parts.items()}
+            )
+        if (
+            function in (aten.split.Tensor, aten.split_with_sizes.default)
+            and (args[2:] or (kwargs.get("dim", 0),))[0] == 0
+        ):
             rows = first.shape[0]
-            return first._rows(args[1] if not isinstance(args[1], int) else [min(args[1], rows - at) for at in range(0, rows, args[1])])
-        if function._schema.is_mutable and any(isinstance(value, NF4) and argument.alias_info is not None and argument.alias_info.is_write
-                                               for argument, value in zip(function._schema.arguments, args)):
-            raise QuantisationError("a weight that is kept in 4 bits cannot be written to; write frozen_dtype=auto where it has to change")
+            return first._rows(
+                args[1] if not isinstance(args[1], int) else [min(args[1], rows - at) for at in range(0, rows, args[1])]
+            )
+        if function._schema.is_mutable and any(
+            isinstance(value, NF4) and argument.alias_info is not None and argument.alias_info.is_write
+            for argument, value in zip(function._schema.arguments, args)
+        ):
+            raise QuantisationError(
+                "a weight that is kept in 4 bits cannot be written to; write frozen_dtype=auto where it has to change"
+            )
         return function(*tree_map(dense, args), **tree_map(dense, kwargs))
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -127,17 +157,29 @@ def quantise(weight: torch.Tensor, form: str) -> torch.nn.Parameter:
     """A matrix in NF4 (``form``: of :data:`FORMS`), on its device.
 
     Raises:
-        QuantisationError: bitsandbytes is not installed, or the matrix holds NaN or infinity, of which a block of 64 would be left with nothing.
+        QuantisationError: bitsandbytes is not installed, or the matrix holds NaN or infinity, of which a block of 64
+            would be left with nothing.
     """
     library = _library()
     flat = weight.detach().reshape(-1)
     if not bool(torch.isfinite(flat).all()):
-        raise QuantisationError("a weight holds NaN or infinity, so the model can neither answer nor be trained; copy or download it again, or take an earlier checkpoint")
-    done = [library.quantize_4bit(F.pad(part.float(), (0, len(part) % 2)), blocksize=NF4_BLOCK, quant_type="nf4") for part in flat.split(AT_ONCE)]
-    parts = {"packed": torch.cat([packed for packed, _ in done]), "scales": torch.cat([state.absmax for _, state in done])}
+        raise QuantisationError(
+            "a weight holds NaN or infinity, so the model can neither answer nor be trained; copy or download it again,"
+            " or take an earlier checkpoint"
+        )
+    done = [
+        library.quantize_4bit(F.pad(part.float(), (0, len(part) % 2)), blocksize=NF4_BLOCK, quant_type="nf4")
+        for part in flat.split(AT_ONCE)
+    ]
+    parts = {
+        "packed": torch.cat([packed for packed, _ in done]),
+        "scales": torch.cat([state.absmax for _, state in done]),
+    }
     if form == "nf4_double":
         parts["offset"] = parts["scales"].mean()
-        parts["scales"], state = library.quantize_blockwise(parts["scales"] - parts["offset"], blocksize=NF4_DOUBLE_BLOCK)
+        parts["scales"], state = library.quantize_blockwise(
+            parts["scales"] - parts["offset"], blocksize=NF4_DOUBLE_BLOCK
+        )
         parts["scale_of_scales"] = state.absmax
     return as_parameter(NF4(parts, weight.shape))
 
@@ -160,7 +202,8 @@ def _dynamic(device: torch.device) -> torch.Tensor:
         return _library().create_dynamic_map().to(device)
 
 
-# -- products with frozen weights ---------------------------------------------------------------------------------------------
+# -- products with frozen weights --------------------------------------------------------------------------------------
+
 
 def product(x, weight, bias, turned: bool = False):
     """x W^T + b (``turned``: x W + b) in x's type, or autocast's, for a frozen weight that lies in another one."""
@@ -176,7 +219,9 @@ def product(x, weight, bias, turned: bool = False):
 
 
 class Widened(torch.autograd.Function):
-    """A product with a frozen weight in another type than x's: the widened weight lives as long as the product, and nothing but the weight as it lies is kept for backward."""
+    """A product with a frozen weight in another type than x's: the widened weight lives as long as the product, and
+    nothing but the weight as it lies is kept for backward.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, turned):

@@ -1,8 +1,9 @@
 """FSDP2: every weight, gradient and optimizer state split over the ranks, gathered layer by layer where it is needed.
 
-The objective runs inside the root's forward, so that the LM head, the embedding and the norms are whole there; so does everything else
-that reads a sharded model (:func:`run`). Every rank must make the same calls in the same order. Gradients are summed over ranks, not
-averaged: the step has divided by the counts of all ranks already. Layers run through the model's own forward.
+The objective runs inside the root's forward, so that the LM head, the embedding and the norms are whole there; so does
+everything else that reads a sharded model (:func:`run`). Every rank must make the same calls in the same order.
+Gradients are summed over ranks, not averaged: the step has divided by the counts of all ranks already. Layers run
+through the model's own forward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from stages.running import allocator, ranks
 
 
 class Root(nn.Module):
-    """Holds the sharded model; ``root(call)`` runs ``call()``, which must return tensors, with the root's weights whole."""
+    """Holds the sharded model; ``root(call)`` runs ``call()``, which must return tensors, with the root's weights
+    whole.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -30,7 +33,9 @@ class Root(nn.Module):
 
 
 def shard(model, device: str) -> Root:
-    """Split the model over all ranks, one unit per layer, in place (frozen weights too). What is still in files is read a unit at a time."""
+    """Split the model over all ranks, one unit per layer, in place (frozen weights too). What is still in files is read
+    a unit at a time.
+    """
     from stages.models import pending
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -81,7 +86,8 @@ def run(model, call: Callable):
         root.reshard()  # the root keeps its weights for a backward that never comes, and would not see them change
 
 
-# -- one tensor ---------------------------------------------------------------------------------------------------------------
+# -- one tensor --------------------------------------------------------------------------------------------------------
+
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
@@ -116,12 +122,15 @@ def assign_whole(tensor: torch.Tensor, value: torch.Tensor) -> None:
     local(tensor).copy_(value if at is None else value[slice(*at)])
 
 
-# -- the model as a whole -------------------------------------------------------------------------------------------------------
+# -- the model as a whole ----------------------------------------------------------------------------------------------
+
 
 class Acting:
-    """A trained model for code that reads all its weights at once (the sampler): ``model``, up to date after :meth:`refresh`.
+    """A trained model for code that reads all its weights at once (the sampler): ``model``, up to date after
+    :meth:`refresh`.
 
-    It is the trained model itself, or ``apart`` a whole frozen copy: where that is about to be sharded (make this before the trainer), or trains on meanwhile.
+    It is the trained model itself, or ``apart`` a whole frozen copy: where that is about to be sharded (make this
+    before the trainer), or trains on meanwhile.
     """
 
     def __init__(self, source, apart: bool):
@@ -144,8 +153,8 @@ class Acting:
 
 @torch.no_grad()
 def collect(model) -> None:
-    """Make a sharded model whole on the CPU of rank 0, one tensor after the other, to be written out; nothing happens to a whole one.
-    Every rank must call; the others' models are used up."""
+    """Make a sharded model whole on the CPU of rank 0, one tensor after the other, to be written out; nothing happens
+    to a whole one. Every rank must call; the others' models are used up."""
     root = root_of(model)
     if root is None:
         return
@@ -157,7 +166,9 @@ def collect(model) -> None:
                 continue
             if parameter not in found:
                 full = whole(parameter)
-                found[parameter] = nn.Parameter(full.cpu() if ranks.rank() == 0 else full.new_empty(0), requires_grad=False)
+                found[parameter] = nn.Parameter(
+                    full.cpu() if ranks.rank() == 0 else full.new_empty(0), requires_grad=False
+                )
             module._parameters[name] = found[parameter]
         for name, value in list(module._buffers.items()):
             module._buffers[name] = None if value is None else value.cpu()

@@ -1,7 +1,8 @@
 """Tensors in files of a checkpoint, in host memory one at a time (safetensors format).
 
-Each rank writes a file of its own: whole tensors on the first one only, of sharded tensors the rows it holds, with where they belong in
-the header. :class:`TensorFiles` puts them together again for any other number of ranks: each reads just the rows it needs.
+Each rank writes a file of its own: whole tensors on the first one only, of sharded tensors the rows it holds, with
+where they belong in the header. :class:`TensorFiles` puts them together again for any other number of ranks: each reads
+just the rows it needs.
 """
 
 from __future__ import annotations
@@ -19,11 +20,21 @@ from stages.models import sharding
 from stages.running import ranks
 from storage.checkpoints import Sha256
 
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
 
 
 def writer_of(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], Sha256]:
-    """A function that writes this rank's part of the tensors to a path and returns the file's sha256; they must not change before it is called."""
+    """A function that writes this rank's part of the tensors to a path and returns the file's sha256; they must not
+    change before it is called.
+    """
 
     @torch.no_grad()
     def write(path: Path) -> Sha256:
@@ -36,11 +47,14 @@ def writer_of(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], Sha256]:
             if place is not None:
                 rows[name] = place
         return _write(path, parts, {"rows": json.dumps(rows)})
+
     return write
 
 
 def header(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
-    """The start of a safetensors file, where in the file each tensor's values begin, in the mapping's order, and the file's length."""
+    """The start of a safetensors file, where in the file each tensor's values begin, in the mapping's order, and the
+    file's length.
+    """
     entries, at = {"__metadata__": metadata}, 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
@@ -88,7 +102,9 @@ class TensorFiles:
 
     @torch.no_grad()
     def into(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a stored tensor into one of the same whole shape, or into the rows that this rank holds of it; returns it."""
+        """Copy a stored tensor into one of the same whole shape, or into the rows that this rank holds of it; returns
+        it.
+        """
         here, place = sharding.local(tensor), sharding.rows_of(tensor)
         first, end = place or (0, tensor.shape[0] if tensor.ndim else 0)
         for file, start, stop in self._parts[name]:
@@ -96,5 +112,5 @@ class TensorFiles:
                 here.copy_(file.get_slice(name)[first:end] if place else file.get_tensor(name))
             elif max(first, start) < min(end, stop):
                 low, high = max(first, start), min(end, stop)
-                here[low - first:high - first].copy_(file.get_slice(name)[low - start:high - start])
+                here[low - first : high - first].copy_(file.get_slice(name)[low - start : high - start])
         return tensor

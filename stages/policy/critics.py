@@ -1,10 +1,13 @@
-"""The value function of actor-critic presets: a scalar head on every token (rows ACTOR-CRITIC and CRITIC-LOSS of ``tests/methods.yaml``).
+"""The value function of actor-critic presets: a scalar head on every token (rows ACTOR-CRITIC and CRITIC-LOSS of
+``tests/methods.yaml``).
 
-``separate``: its own network and optimizer, started as a copy of the reward model (backbone, head and calibration) or from the
-policy's backbone with a head of zeros; it takes one step on the items of every policy step. ``shared``: a head on the policy's
-trunk, trained by the policy's step. The values that advantages are made of are fixed when a rollout is scored.
+``separate``: its own network and optimizer, started as a copy of the reward model (backbone, head and calibration) or
+from the policy's backbone with a head of zeros; it takes one step on the items of every policy step. ``shared``: a head
+on the policy's trunk, trained by the policy's step. The values that advantages are made of are fixed when a rollout is
+scored.
 
-``values[t]`` is read at the token BEFORE completion token t (the prompt's last for t = 0), ``bootstrap`` after the last one.
+``values[t]`` is read at the token BEFORE completion token t (the prompt's last for t = 0), ``bootstrap`` after the last
+one.
 """
 
 from __future__ import annotations
@@ -19,29 +22,51 @@ from stages.losses import aggregate, denominator_of, masked, value_loss
 from stages.models.modeling import hidden_states, precise
 from stages.models.sharding import asked
 from stages.policy.policy_update import counted_sequences
-from stages.reward_models.reward_heads import RewardCard, load_reward_model, new_reward_model, read_card, save_reward_model, score_head
+from stages.reward_models.reward_heads import (
+    RewardCard,
+    load_reward_model,
+    new_reward_model,
+    read_card,
+    save_reward_model,
+    score_head,
+)
 from stages.training import Sums, Trainer
 
 
 class ValueRegression:
-    """(V - target)^2 of the separate critic, aggregated as the policy's loss is; targets and old values come with the items."""
+    """(V - target)^2 of the separate critic, aggregated as the policy's loss is; targets and old values come with the
+    items.
+    """
 
     def __init__(self, row, config, bias: float):
         self.config, self.bias = config, bias
         self.mode = row.aggregation if row.aggregation != "seq-mean-token-sum-norm" else "token-mean"
 
     def counts(self, items):
-        return {"tokens": float(sum(i.n_targets for i in items)), "sequences": counted_sequences(items, self.config.seq_denominator)}
+        return {
+            "tokens": float(sum(i.n_targets for i in items)),
+            "sequences": counted_sequences(items, self.config.seq_denominator),
+        }
 
     def __call__(self, model, batch):
         values_SL = batch.padded(values_of(score_head(model), hidden_states(model, batch, batch.src_N), self.bias))
-        targets, old = (batch.pad_lists([v for i in batch.items for v in i.extra[name]]) for name in ("returns", "values"))
-        error = value_loss(values_SL, targets, batch.mask_SL, old, self.config.cliprange_value, self.config.value_loss_half)
-        metrics = {"value_mean": (masked(values_SL.detach(), batch.mask_SL).sum(), "tokens"), "return_mean": (masked(targets, batch.mask_SL).sum(), "tokens")}
+        targets, old = (
+            batch.pad_lists([v for i in batch.items for v in i.extra[name]]) for name in ("returns", "values")
+        )
+        error = value_loss(
+            values_SL, targets, batch.mask_SL, old, self.config.cliprange_value, self.config.value_loss_half
+        )
+        metrics = {
+            "value_mean": (masked(values_SL.detach(), batch.mask_SL).sum(), "tokens"),
+            "return_mean": (masked(targets, batch.mask_SL).sum(), "tokens"),
+        }
         if self.config.cliprange_value is not None:
             moved = (values_SL.detach() - old).abs() > self.config.cliprange_value
             metrics["clip_fraction"] = ((moved & batch.mask_SL).float().sum(), "tokens")
-        return Sums({"value": (aggregate(error, batch.mask_SL, self.mode, counted=False)[0], denominator_of(self.mode))}, metrics)
+        return Sums(
+            {"value": (aggregate(error, batch.mask_SL, self.mode, counted=False)[0], denominator_of(self.mode))},
+            metrics,
+        )
 
 
 def values_of(head: nn.Linear, states: torch.Tensor, bias: float) -> torch.Tensor:
@@ -51,8 +76,9 @@ def values_of(head: nn.Linear, states: torch.Tensor, bias: float) -> torch.Tenso
 
 
 def new_value_head(hidden_size: int) -> nn.Linear:
-    """A head of zeros on the policy's trunk: V = 0 until something is learned, so that the first advantages are returns and not the noise of a random head, whose values have
-    a spread of 1 (Huang et al. 2023, "The N implementation details of RLHF with PPO")."""
+    """A head of zeros on the policy's trunk: V = 0 until something is learned, so that the first advantages are returns
+    and not the noise of a random head, whose values have a spread of 1 (Huang et al. 2023, "The N implementation
+    details of RLHF with PPO")."""
     head = nn.Linear(hidden_size, 1, bias=False)
     nn.init.zeros_(head.weight)
     return head
@@ -68,7 +94,10 @@ def why_no_start(path: str, renderer) -> str | None:
     if card.objective in ("combined", "implicit", "pairwise", "t2t_point", "t2t_pair") or card.pooling != "last":
         return f"objective {card.objective} with pooling {card.pooling} gives no value per token"
     config = AutoConfig.from_pretrained(path)
-    if not any("CausalLM" in n or "SequenceClassification" in n for n in config.architectures or []) or getattr(config, "num_labels", 1) != 1:
+    if (
+        not any("CausalLM" in n or "SequenceClassification" in n for n in config.architectures or [])
+        or getattr(config, "num_labels", 1) != 1
+    ):
         return "it is no decoder with one output"
     if load_tokenizer(path).get_vocab() != renderer.tokenizer.get_vocab():
         return "it has another tokenizer than the policy"
@@ -99,8 +128,23 @@ class Critic:
             self.model = new_reward_model(start, stage.device, in_shards=asked(config))
             nn.init.zeros_(score_head(self.model).weight)
         self.head = score_head(self.model)
-        own = config.model_copy(update={"learning_rate": config.critic_learning_rate, "lora_rank": 0, "ema_decay": 0.0, "select_by": None, "optimizer": "adamw", "router_aux_loss_coef": 0.0})
-        self.trainer = Trainer(self.model, ValueRegression(row, config, self.bias), own, config.max_steps + row.critic_warmup_steps, stage.device)
+        own = config.model_copy(
+            update={
+                "learning_rate": config.critic_learning_rate,
+                "lora_rank": 0,
+                "ema_decay": 0.0,
+                "select_by": None,
+                "optimizer": "adamw",
+                "router_aux_loss_coef": 0.0,
+            }
+        )
+        self.trainer = Trainer(
+            self.model,
+            ValueRegression(row, config, self.bias),
+            own,
+            config.max_steps + row.critic_warmup_steps,
+            stage.device,
+        )
 
     def values(self, items) -> tuple[list[list[float]], list[float]]:
         """(values of every response token, value after the last one), per response in the items' order."""
@@ -109,12 +153,18 @@ class Critic:
 
         def compute(batch):
             n = len(batch.src_N)
-            flat = values_of(self.head, hidden_states(self.model, batch, torch.cat([batch.src_N, batch.last_S])), self.bias)
+            flat = values_of(
+                self.head, hidden_states(self.model, batch, torch.cat([batch.src_N, batch.last_S])), self.bias
+            )
             rows = batch.padded(flat[:n]).cpu().numpy()
             lengths = [len(r) for i in batch.items for r in i.responses]
             return [(row[:length].tolist(), after) for row, length, after in zip(rows, lengths, flat[n:].tolist())]
 
-        found = [pair for rows in per_response(items, self.config.max_tokens_per_micro_batch, self.device, compute, self.model) for pair in rows]
+        found = [
+            pair
+            for rows in per_response(items, self.config.max_tokens_per_micro_batch, self.device, compute, self.model)
+            for pair in rows
+        ]
         self.model.train(was_training)
         values = [row for row, _ in found]
         if self.only_first:
@@ -128,7 +178,9 @@ class Critic:
         if self.only_first:
             items = [replace(i, masks=tuple(m * (m.cumsum() == 1) for m in i.masks)) for i in items]
         items = [replace(i, extra={**i.extra, "skip_forward": not i.n_targets}) for i in items]
-        return {f"critic/{k}": v for k, v in self.trainer.step(items).items() if k not in ("skipped_steps", "learning_rate")}
+        return {
+            f"critic/{k}": v for k, v in self.trainer.step(items).items() if k not in ("skipped_steps", "learning_rate")
+        }
 
     def state(self) -> tuple[dict, dict[str, bytes]]:
         if self.trainer is None:
@@ -141,7 +193,9 @@ class Critic:
             self.trainer.restore(state, read.under("critic-"))
 
     def save(self, stage, renderer) -> None:
-        """The critic as a model output of role value (never promoted); a shared head leaves the policy before that is exported."""
+        """The critic as a model output of role value (never promoted); a shared head leaves the policy before that is
+        exported.
+        """
         if self.trainer is None:
             del self.model.value_head
             return

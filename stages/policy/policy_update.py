@@ -16,13 +16,15 @@ from stages.models.divergence import exact_kl
 from stages.models.modeling import head_of, hidden_states, precise, token_logps
 from stages.training import Sums
 
-
-#: Nats by which a log-prob of the sampler or of another micro-batch differs from the trainer's although nothing has moved (1.4, run-time invariants).
+#: Nats by which a log-prob of the sampler or of another micro-batch differs from the trainer's although nothing has
+#: moved (1.4, run-time invariants).
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}
 
 
 def pairs_of(items, trained_S) -> list[tuple[int, int]]:
-    """Disjoint pairs of consecutive trained responses of each prompt, as positions among all responses; an odd one is left out."""
+    """Disjoint pairs of consecutive trained responses of each prompt, as positions among all responses; an odd one is
+    left out.
+    """
     pairs, start = [], 0
     for item in items:
         live = [start + k for k in range(len(item.responses)) if trained_S[start + k]]
@@ -43,7 +45,8 @@ class PolicyGradient:
         row: preset (``stages.algorithms.RLPreset``).
         config: the RL stage's config.
         kl_coef: a function giving the current coefficient of the KL in the loss; default the row's.
-        anchor: model of the exact KL in the loss (reference, or the policy that sampled), for ``kl_loss_estimator=full``.
+        anchor: model of the exact KL in the loss (reference, or the policy that sampled), for
+            ``kl_loss_estimator=full``.
         value_head: scalar head on the policy's trunk, where policy and critic share it.
     """
 
@@ -58,11 +61,17 @@ class PolicyGradient:
     def counts(self, items):
         rl = [i for i in items if not i.extra.get("ptx")]
         ptx = [i for i in items if i.extra.get("ptx")]
-        return {"tokens": float(sum(i.n_targets for i in rl)), "trained": counted_sequences(rl, "nonempty"), "sequences": counted_sequences(rl, self.config.seq_denominator),
-                "groups": float(sum(i.n_targets > 0 for i in rl)), "pairs": float(len(pairs_of(rl, [bool(m.any()) for i in rl for m in i.masks]))),
-                "forwarded": float(sum(i.n_targets for i in rl if not i.extra.get("skip_forward"))),
-                "correct_tokens": float(sum(m.sum() for i in rl for m, c in zip(i.masks, i.extra.get("correct", [])) if c)),
-                "ptx_tokens": float(sum(i.n_targets for i in ptx)), "ptx_documents": float(sum(i.extra.get("documents", 1.0) for i in ptx))}
+        return {
+            "tokens": float(sum(i.n_targets for i in rl)),
+            "trained": counted_sequences(rl, "nonempty"),
+            "sequences": counted_sequences(rl, self.config.seq_denominator),
+            "groups": float(sum(i.n_targets > 0 for i in rl)),
+            "pairs": float(len(pairs_of(rl, [bool(m.any()) for i in rl for m in i.masks]))),
+            "forwarded": float(sum(i.n_targets for i in rl if not i.extra.get("skip_forward"))),
+            "correct_tokens": float(sum(m.sum() for i in rl for m, c in zip(i.masks, i.extra.get("correct", [])) if c)),
+            "ptx_tokens": float(sum(i.n_targets for i in ptx)),
+            "ptx_documents": float(sum(i.extra.get("documents", 1.0) for i in ptx)),
+        }
 
     def units(self, item):
         """Responses that the loss compares: pairs where it is a loss on pairs, else each by itself."""
@@ -73,7 +82,11 @@ class PolicyGradient:
         """Sum of a token loss under the row's aggregation; ``self.count`` divides it."""
         if not self.by_group:
             return aggregate(values_SL, mask_SL, self.row.aggregation, self.scale, counted=False)[0]
-        weights = torch.tensor([1.0 / max((i.whole or i).n_targets, 1) for i in items for _ in i.responses], dtype=values_SL.dtype, device=values_SL.device)
+        weights = torch.tensor(
+            [1.0 / max((i.whole or i).n_targets, 1) for i in items for _ in i.responses],
+            dtype=values_SL.dtype,
+            device=values_SL.device,
+        )
         return (masked(values_SL, mask_SL).sum(-1) * weights).sum()
 
     def __call__(self, model, batch):
@@ -91,35 +104,62 @@ class PolicyGradient:
             return batch.pad_lists([v for i in batch.items for v in i.extra.get(name, [[]] * len(i.responses))], dtype)
 
         def per_response(name):
-            return torch.tensor([v for i in batch.items for v in i.extra.get(name, [0.0] * len(i.responses))], dtype=dtype, device=logps.device)
+            return torch.tensor(
+                [v for i in batch.items for v in i.extra.get(name, [0.0] * len(i.responses))],
+                dtype=dtype,
+                device=logps.device,
+            )
 
         flat = [a for i in batch.items for a in i.extra.get("advantages", [0.0] * len(i.responses))]
         by_token = any(isinstance(a, list) for a in flat)
-        advantages = torch.tensor(flat, dtype=dtype, device=logps.device) if not by_token else batch.pad_lists([a if isinstance(a, list) else [] for a in flat], dtype)
+        advantages = (
+            torch.tensor(flat, dtype=dtype, device=logps.device)
+            if not by_token
+            else batch.pad_lists([a if isinstance(a, list) else [] for a in flat], dtype)
+        )
         old_SL = column("old_logps")
         ref_SL = column("ref_logps") if row.needs_reference else None
         surrogate = "clip" if self.objective else row.surrogate
-        losses, sums = policy_loss(logps_SL, old_SL, advantages, mask, epsilon=row.epsilon, epsilon_high=row.epsilon_high, ratio_level=row.ratio_level,
-                                   surrogate=surrogate, clip_ratio_c=row.clip_ratio_c,
-                                   weights_BT=column("weights") if any("weights" in i.extra for i in batch.items) else None,
-                                   options={} if self.objective else row.options)
+        losses, sums = policy_loss(
+            logps_SL,
+            old_SL,
+            advantages,
+            mask,
+            epsilon=row.epsilon,
+            epsilon_high=row.epsilon_high,
+            ratio_level=row.ratio_level,
+            surrogate=surrogate,
+            clip_ratio_c=row.clip_ratio_c,
+            weights_BT=column("weights") if any("weights" in i.extra for i in batch.items) else None,
+            options={} if self.objective else row.options,
+        )
         if any("learned" in i.extra for i in batch.items):  # top_entropy_quantile, covariance_clip
             losses = losses * column("learned")
         if any("kept_close" in i.extra for i in batch.items):  # covariance_kl
             moved = masked(logps_SL - old_SL, mask)
-            moved = torch.where(moved.detach().abs() > ROUNDING[config.compute_dtype], moved, 0.0)  # below it the sign is that of rounding, and so would the gradient be
+            # below it the sign is that of rounding, and so would the gradient be
+            moved = torch.where(moved.detach().abs() > ROUNDING[config.compute_dtype], moved, 0.0)
             losses = losses + config.covariance_kl_coef * column("kept_close") * moved.abs()
         if config.off_policy_mask_threshold is not None:
             sampler_SL = column("sampler_logps") if any("sampler_logps" in i.extra for i in batch.items) else old_SL
-            keep = off_policy_keep(logps_SL, sampler_SL, advantages if by_token else advantages[:, None], mask, config.off_policy_mask_threshold)
+            keep = off_policy_keep(
+                logps_SL,
+                sampler_SL,
+                advantages if by_token else advantages[:, None],
+                mask,
+                config.off_policy_mask_threshold,
+            )
             losses, sums["off_policy_masked"] = torch.where(keep, losses, 0.0), (mask & ~keep).sum()
         if self.objective:
             terms, own = self._responses(batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column)
-            metrics = {f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "ratio_max", "k1", "k2", "k3")} | {f"policy/{k}": (v, "trained") for k, v in own.items()}
+            metrics = {
+                f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "ratio_max", "k1", "k2", "k3")
+            } | {f"policy/{k}": (v, "trained") for k, v in own.items()}
         else:
             terms = {"policy": (self.aggregate(losses, mask, batch.items), self.count)}
             metrics = {f"policy/{k}": (v.float(), "forwarded") for k, v in sums.items() if k != "tokens"}
-        off = torch.expm1(masked(logps_SL.detach() - old_SL, mask).clamp(-20, 20)).abs()  # whatever the surrogate makes of the ratio
+        # whatever the surrogate makes of the ratio
+        off = torch.expm1(masked(logps_SL.detach() - old_SL, mask).clamp(-20, 20)).abs()
         metrics["policy/ratio_deviation"] = (off.sum().float(), "forwarded")
         if row.kl_loss_coef:
             kl_SL = self._kl(model, batch, head, hidden, logps_SL, old_SL, ref_SL, mask)
@@ -132,7 +172,10 @@ class PolicyGradient:
             entropy_SL = batch.padded(entropy)
             metrics["entropy"] = (masked(entropy_SL.detach(), mask).sum(), "forwarded")
             if config.entropy_coef:
-                terms["entropy_bonus"] = (-config.entropy_coef * self.aggregate(entropy_SL, mask, batch.items), self.count)
+                terms["entropy_bonus"] = (
+                    -config.entropy_coef * self.aggregate(entropy_SL, mask, batch.items),
+                    self.count,
+                )
         if row.positive_nll_coef:
             right = mask & (per_response("correct") > 0)[:, None]
             terms["positive_nll"] = (row.positive_nll_coef * masked(-logps_SL, right).sum(), "correct_tokens")
@@ -140,12 +183,25 @@ class PolicyGradient:
             with torch.autocast(logps.device.type, enabled=False):
                 values_SL = batch.padded(self.value_head(precise(hidden))[:, 0])
             first = row.critic_target == "bandit"  # one value per prompt, at the first token
-            error = value_loss(values_SL, column("returns"), mask & (mask.cumsum(-1) == 1) if first else mask, column("values"), config.cliprange_value, config.value_loss_half)
+            error = value_loss(
+                values_SL,
+                column("returns"),
+                mask & (mask.cumsum(-1) == 1) if first else mask,
+                column("values"),
+                config.cliprange_value,
+                config.value_loss_half,
+            )
             total, by = (error.sum(), "sequences") if first else (self.aggregate(error, mask, batch.items), self.count)
             terms["value"] = (config.vf_coef * total, by)
-            metrics |= {"critic/value_mean": (masked(values_SL.detach(), mask).sum(), "forwarded"), "critic/return_mean": (masked(column("returns"), mask).sum(), "forwarded")}
+            metrics |= {
+                "critic/value_mean": (masked(values_SL.detach(), mask).sum(), "forwarded"),
+                "critic/return_mean": (masked(column("returns"), mask).sum(), "forwarded"),
+            }
             if config.cliprange_value is not None:
-                metrics["critic/clip_fraction"] = (((values_SL.detach() - column("values")).abs() > config.cliprange_value) & mask).float().sum(), "forwarded"
+                metrics["critic/clip_fraction"] = (
+                    (((values_SL.detach() - column("values")).abs() > config.cliprange_value) & mask).float().sum(),
+                    "forwarded",
+                )
         if row.ptx_coef:
             nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()
             by = "ptx_tokens" if config.ptx_agg == "token-mean" else "ptx_documents"
@@ -159,22 +215,35 @@ class PolicyGradient:
         if row.kl_loss_estimator == "full":
             with torch.no_grad():
                 other = hidden_states(self.anchor, batch, batch.src_N)
-            return batch.padded(exact_kl(head, hidden, head_of(self.anchor), other, self.config.temperature, row.kl_direction))
+            return batch.padded(
+                exact_kl(head, hidden, head_of(self.anchor), other, self.config.temperature, row.kl_direction)
+            )
         target = old_SL if row.kl_target == "old" else ref_SL
-        return kl_estimate(logps_SL, target, row.kl_loss_estimator, mask, old_SL if self.config.kl_is_weighted else None)
+        return kl_estimate(
+            logps_SL, target, row.kl_loss_estimator, mask, old_SL if self.config.kl_is_weighted else None
+        )
 
     def _responses(self, batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column):
-        """The preset's own loss on whole responses (``stages.policy.sequence_losses``), and sums over them for the log."""
+        """The preset's own loss on whole responses (``stages.policy.sequence_losses``), and sums over them for the
+        log.
+        """
         from stages.policy.sequence_losses import Responses
 
         advantages_SL = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(logps_SL)
         pairs = pairs_of(batch.items, mask.any(-1).tolist())
         if self.row.unit == "pairs" and not pairs:
             return {"policy": (0.0 * logps_SL.sum(), "pairs")}, {}
-        seen = Responses(masked(logps_SL, mask), masked(old_SL, mask), None if ref_SL is None else masked(ref_SL, mask), mask,
-                         per_response("rewards"), masked(advantages_SL, mask), column("values") if self.row.needs_critic else None,
-                         torch.tensor(pairs, dtype=torch.long, device=logps_SL.device).reshape(-1, 2),
-                         per_response("preferences") if any("preferences" in i.extra for i in batch.items) else None)
+        seen = Responses(
+            masked(logps_SL, mask),
+            masked(old_SL, mask),
+            None if ref_SL is None else masked(ref_SL, mask),
+            mask,
+            per_response("rewards"),
+            masked(advantages_SL, mask),
+            column("values") if self.row.needs_critic else None,
+            torch.tensor(pairs, dtype=torch.long, device=logps_SL.device).reshape(-1, 2),
+            per_response("preferences") if any("preferences" in i.extra for i in batch.items) else None,
+        )
         values = self.objective(seen, **self.row.options)
         logged = resolve(self.row.objective_log)(seen, **self.row.options) if self.row.objective_log else {}
         if self.row.unit == "tokens":

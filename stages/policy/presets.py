@@ -1,6 +1,8 @@
-"""From the settings of `rl` to the row of ``stages.algorithms.RL_PRESETS`` that they ask for, and what is refused on the way because it does not go together.
+"""From the settings of `rl` to the row of ``stages.algorithms.RL_PRESETS`` that they ask for, and what is refused on
+the way because it does not go together.
 
-:func:`row_of` applies the settings to the preset's row; :func:`resolve_preset` also checks them, theme by theme. Every refusal says what to write instead.
+:func:`row_of` applies the settings to the preset's row; :func:`resolve_preset` also checks them, theme by theme. Every
+refusal says what to write instead.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ def row_of(config: Config):
         row = replace(row, needs_critic=False)  # nothing would read its values
     if config.critic_mode == "shared" or not row.needs_critic:
         row = replace(row, critic_warmup_steps=0)  # a head on the policy's trunk learns with the policy
-    if config.multi_objective_aggregation == "normalize_then_sum" and config.scale_rewards is None and row.advantage == "group_mean":
+    if (
+        config.multi_objective_aggregation == "normalize_then_sum"
+        and config.scale_rewards is None
+        and row.advantage == "group_mean"
+    ):
         return replace(row, scale="none")  # the components are divided by their std, their sum is not again
     return row
 
@@ -41,11 +47,15 @@ def exact_in_reward(row, config: Config) -> bool:
 
 
 def not_read(config: Config) -> dict[str, str]:
-    """{setting: error text} of the settings in which a config differs from the defaults and from its preset, and which nothing would read."""
+    """{setting: error text} of the settings in which a config differs from the defaults and from its preset, and which
+    nothing would read.
+    """
     from stages.algorithms import RL_AXES, RL_READ_WHEN, rl_preset
 
     start = rl_preset(config.preset)
-    return unread(config, RL_READ_WHEN, row_of(config), config, own={name: getattr(start, axis) for name, axis in RL_AXES.items()})
+    return unread(
+        config, RL_READ_WHEN, row_of(config), config, own={name: getattr(start, axis) for name, axis in RL_AXES.items()}
+    )
 
 
 def resolve_preset(config: Config):
@@ -57,8 +67,15 @@ def resolve_preset(config: Config):
     from stages.algorithms import RL_ALARMS_WATCH, validate_rl
 
     row = row_of(config)
-    warnings = validate_rl(row, config.num_generations, updates_per_generation=row.num_iterations * config.num_minibatches, max_staleness=config.max_staleness,
-                           async_rollouts=config.async_rollouts, allow_double_kl=config.allow_double_kl, loss_scale_factor=config.loss_scale_factor)
+    warnings = validate_rl(
+        row,
+        config.num_generations,
+        updates_per_generation=row.num_iterations * config.num_minibatches,
+        max_staleness=config.max_staleness,
+        async_rollouts=config.async_rollouts,
+        allow_double_kl=config.allow_double_kl,
+        loss_scale_factor=config.loss_scale_factor,
+    )
     for refuse in (refuse_batch, refuse_rewards, refuse_off_policy, refuse_kl, refuse_prompts, refuse_update):
         refuse(row, config)
     dead = not_read(config)
@@ -74,16 +91,28 @@ def resolve_preset(config: Config):
 
 def refuse_batch(row, config: Config) -> None:
     """What a rollout batch cannot be cut into, and members of a group that it cannot have."""
-    units = {"prompt": config.prompts_per_step, "sequence": config.prompts_per_step * config.num_generations}.get(config.minibatch_unit)
+    units = {"prompt": config.prompts_per_step, "sequence": config.prompts_per_step * config.num_generations}.get(
+        config.minibatch_unit
+    )
     if units is not None and config.num_minibatches > units:
-        raise ValueError(f"num_minibatches={config.num_minibatches} cuts {units} {config.minibatch_unit}s into empty steps; write num_minibatches <= {units}.")
+        raise ValueError(
+            f"num_minibatches={config.num_minibatches} cuts {units} {config.minibatch_unit}s into empty steps; write"
+            f" num_minibatches <= {units}."
+        )
     if config.minibatch_unit != "prompt":
         refuse_parts(row, config)
     if config.sft_member == "replace" and config.num_generations < 2:
-        raise ValueError("sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2")
-    if config.conditioning == "sampling" and (row.objective or row.advantage == "vine" or config.token_norm_scope == "group"):
-        raise ValueError(f"conditioning=sampling trains the answers of a group behind different contexts, which {'token_norm_scope=group' if config.token_norm_scope == 'group' else config.preset} "
-                         "does not allow; write conditioning=plain, or preset=grape")
+        raise ValueError(
+            "sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2"
+        )
+    if config.conditioning == "sampling" and (
+        row.objective or row.advantage == "vine" or config.token_norm_scope == "group"
+    ):
+        raise ValueError(
+            "conditioning=sampling trains the answers of a group behind different contexts, which"
+            f" {'token_norm_scope=group' if config.token_norm_scope == 'group' else config.preset} does not allow;"
+            " write conditioning=plain, or preset=grape"
+        )
 
 
 def refuse_parts(row, config: Config) -> None:
@@ -92,16 +121,36 @@ def refuse_parts(row, config: Config) -> None:
     Raises:
         ValueError: what to write instead.
     """
-    refused = {f"the loss of preset={config.preset} compares two completions of a prompt; write minibatch_unit=prompt": row.unit == "pairs",
-               "token_norm_scope=group divides by the tokens of a whole group; write token_norm_scope=batch": row.aggregation == "token-mean" and config.token_norm_scope == "group",
-               "seq_denominator=all counts completions that are in no step; write seq_denominator=nonempty": config.seq_denominator == "all"}
+    refused = {
+        f"the loss of preset={config.preset} compares two completions of a prompt; write minibatch_unit=prompt": (
+            row.unit == "pairs"
+        ),
+        "token_norm_scope=group divides by the tokens of a whole group; write token_norm_scope=batch": (
+            row.aggregation == "token-mean" and config.token_norm_scope == "group"
+        ),
+        "seq_denominator=all counts completions that are in no step; write seq_denominator=nonempty": (
+            config.seq_denominator == "all"
+        ),
+    }
     if config.minibatch_unit == "token":
-        refused |= {f"the loss of preset={config.preset} reads whole completions; write minibatch_unit=sequence": bool(row.objective),
-                    f"loss_agg_mode={row.aggregation} weighs completions, of which a step sees some tokens; write loss_agg_mode=token-mean": not row.objective and row.aggregation != "token-mean",
-                    f"ratio_level={row.ratio_level} is a ratio of whole completions; write ratio_level=token": row.ratio_level != "token",
-                    "surrogate=vespo weighs whole completions; write surrogate=clip": row.surrogate == "vespo",
-                    "off_policy_mask_threshold looks at whole completions; leave it out": config.off_policy_mask_threshold is not None,
-                    "critic_target=bandit learns at the first token of each completion; write critic_target=lambda_return": row.needs_critic and row.critic_target == "bandit"}
+        refused |= {
+            f"the loss of preset={config.preset} reads whole completions; write minibatch_unit=sequence": bool(
+                row.objective
+            ),
+            f"loss_agg_mode={row.aggregation} weighs completions, of which a step sees some tokens; write loss_agg_mode=token-mean": (
+                not row.objective and row.aggregation != "token-mean"
+            ),
+            f"ratio_level={row.ratio_level} is a ratio of whole completions; write ratio_level=token": (
+                row.ratio_level != "token"
+            ),
+            "surrogate=vespo weighs whole completions; write surrogate=clip": row.surrogate == "vespo",
+            "off_policy_mask_threshold looks at whole completions; leave it out": (
+                config.off_policy_mask_threshold is not None
+            ),
+            "critic_target=bandit learns at the first token of each completion; write critic_target=lambda_return": (
+                row.needs_critic and row.critic_target == "bandit"
+            ),
+        }
     for text in (text for text, on in refused.items() if on):
         raise ValueError(f"minibatch_unit={config.minibatch_unit}: {text}.")
 
@@ -110,78 +159,147 @@ def refuse_rewards(row, config: Config) -> None:
     """Rewards, baselines and their normalisation that do not go together."""
     from stages.algorithms import BASELINE_ADVANTAGES
 
-    if (config.reward_norm != "none" or config.reward_clip) and (config.environment or row.advantage in ("process", "win_rate", "vine")):
-        raise ValueError(f"reward_norm and reward_clip change the reward of whole completions, which {'turns' if config.environment else f'advantage={row.advantage}'} "
-                         "do not read; leave them out, or normalise the component (kind=model, normalise=batch).")
+    if (config.reward_norm != "none" or config.reward_clip) and (
+        config.environment or row.advantage in ("process", "win_rate", "vine")
+    ):
+        raise ValueError(
+            "reward_norm and reward_clip change the reward of whole completions, which"
+            f" {'turns' if config.environment else f'advantage={row.advantage}'} do not read; leave them out, or"
+            " normalise the component (kind=model, normalise=batch)."
+        )
     measured = row.read_baseline in ("greedy", "table", "v_star")
     if measured and (config.reward_norm != "none" or config.reward_clip):
-        raise ValueError(f"baseline={row.baseline} is a reward as it was earned, which reward_norm and reward_clip would take off rewards on another scale; leave them out, or write "
-                         "baseline=moving_average.")
-    if any(c.kind == "model" and c.normalise == "batch" for c in config.rewards) and (row.read_baseline in ("table", "v_star") or row.advantage == "vine"):
+        raise ValueError(
+            f"baseline={row.baseline} is a reward as it was earned, which reward_norm and reward_clip would take off"
+            " rewards on another scale; leave them out, or write baseline=moving_average."
+        )
+    if any(c.kind == "model" and c.normalise == "batch" for c in config.rewards) and (
+        row.read_baseline in ("table", "v_star") or row.advantage == "vine"
+    ):
         what = "advantage=vine" if row.advantage == "vine" else f"baseline={row.baseline}"
-        raise ValueError(f"normalise=batch whitens what is scored together, and {what} compares with completions that are scored apart; leave normalise out of the reward, or write "
-                         "baseline=moving_average (vineppo: preset=grpo).")
+        raise ValueError(
+            f"normalise=batch whitens what is scored together, and {what} compares with completions that are scored"
+            " apart; leave normalise out of the reward, or write baseline=moving_average (vineppo: preset=grpo)."
+        )
     if config.multi_objective_aggregation == "normalize_then_sum":
-        refused = {"reward_override replaces what the components say; leave one of them out": config.reward_override != "none",
-                   f"scale_rewards={config.scale_rewards} would divide the sum by a group's std once more; leave it out, or write scale_rewards=batch": row.scale not in ("none", "batch"),
-                   f"truncation_policy={row.truncation_policy} sets rewards on the scale of the plain sum; write truncation_policy=score or mask": row.truncation_policy not in ("score", "mask")}
+        refused = {
+            "reward_override replaces what the components say; leave one of them out": config.reward_override != "none",
+            f"scale_rewards={config.scale_rewards} would divide the sum by a group's std once more; leave it out, or write scale_rewards=batch": (
+                row.scale not in ("none", "batch")
+            ),
+            f"truncation_policy={row.truncation_policy} sets rewards on the scale of the plain sum; write truncation_policy=score or mask": (
+                row.truncation_policy not in ("score", "mask")
+            ),
+        }
         for text in (text for text, on in refused.items() if on):
             raise ValueError(f"multi_objective_aggregation=normalize_then_sum: {text}.")
     if row.advantage == "process":
-        unread = [f"reward_override={config.reward_override}"] * (config.reward_override != "none") + [f"truncation_policy={row.truncation_policy}"] * (row.truncation_policy in ("zero", "penalty"))
-        unread += ["the soft overlong penalty (write soft_punish_cache=0)"] * bool(row.soft_punish_share if config.soft_punish_cache is None else config.soft_punish_cache)
+        unread = [f"reward_override={config.reward_override}"] * (config.reward_override != "none") + [
+            f"truncation_policy={row.truncation_policy}"
+        ] * (row.truncation_policy in ("zero", "penalty"))
+        unread += ["the soft overlong penalty (write soft_punish_cache=0)"] * bool(
+            row.soft_punish_share if config.soft_punish_cache is None else config.soft_punish_cache
+        )
         if unread:
-            raise ValueError(f"advantage=process reads the rewards of steps, which {' and '.join(unread)} would not change; leave it out, or write advantage=group_mean.")
+            raise ValueError(
+                f"advantage=process reads the rewards of steps, which {' and '.join(unread)} would not change; leave it"
+                " out, or write advantage=group_mean."
+            )
     if row.dynamic_sampling and any(c.kind == "model" and c.normalise == "batch" for c in config.rewards):
-        raise ValueError("normalise=batch would whiten every refill round of dynamic_sampling by its own mean and std, so rewards of one batch would not compare; write "
-                         "reward_norm=whiten (over the whole batch) instead of it, or dynamic_sampling=false.")
+        raise ValueError(
+            "normalise=batch would whiten every refill round of dynamic_sampling by its own mean and std, so rewards of"
+            " one batch would not compare; write reward_norm=whiten (over the whole batch) instead of it, or"
+            " dynamic_sampling=false."
+        )
     if config.baseline not in (None, "none") and row.advantage not in BASELINE_ADVANTAGES:
-        raise ValueError(f"baseline={config.baseline} is not read by advantage={row.advantage}; write advantage=reward_minus_baseline, or leave baseline out.")
+        raise ValueError(
+            f"baseline={config.baseline} is not read by advantage={row.advantage}; write"
+            " advantage=reward_minus_baseline, or leave baseline out."
+        )
     if config.reward_override == "format_only" and not any(c.kind == "format" for c in config.rewards):
-        raise ValueError("reward_override=format_only leaves only rewards of kind format, and there is none; add one, for example rewards=[..., {kind: format}].")
+        raise ValueError(
+            "reward_override=format_only leaves only rewards of kind format, and there is none; add one, for example"
+            " rewards=[..., {kind: format}]."
+        )
     if any(c.at_least is not None for c in config.rewards):
         refuse_constraints(row, config)
     by_steps = [c for c in config.rewards if c.step_credit != "none" and c.counts]
     if by_steps:
         refuse_step_credit(by_steps[0], row, config)
     if row.advantage == "turn_returns" and not (config.environment or by_steps):
-        raise ValueError("advantage=turn_returns credits the turns of trajectories, or steps that a reward pays; write environment=tools (or module:Class of your own), "
-                         "rewards=[{kind: model, step_credit: each}] with the input reward_model of objective=prm, or advantage=group_mean.")
+        raise ValueError(
+            "advantage=turn_returns credits the turns of trajectories, or steps that a reward pays; write"
+            " environment=tools (or module:Class of your own), rewards=[{kind: model, step_credit: each}] with the"
+            " input reward_model of objective=prm, or advantage=group_mean."
+        )
 
 
 def refuse_constraints(row, config: Config) -> None:
-    """Refuse rewards with ``at_least`` where what is learned from is not R_1 + sum lambda_k R_k, or was earned under multipliers of another time (reward.constrained).
+    """Refuse rewards with ``at_least`` where what is learned from is not R_1 + sum lambda_k R_k, or was earned under
+    multipliers of another time (reward.constrained).
 
     Raises:
         ValueError: what to write instead.
     """
     held = [c for c in config.rewards if c.at_least is not None]
-    refused = {"nothing is maximised under the constraint, every reward that counts has at_least; add one without, for example {kind: verifier}": all(c.at_least is not None for c in config.rewards if c.counts),
-               f"advantage={row.advantage} reads the rewards of steps, which no multiplier weighs; write advantage=group_mean": row.advantage == "process",
-               f"baseline={row.read_baseline} is measured once, under the first multiplier; write baseline=moving_average or batch_mean": row.read_baseline in ("table", "v_star"),
-               f"replay_fraction={config.replay_fraction} pays older completions by older multipliers; write replay_fraction=0": config.replay_fraction > 0,
-               f"reward_override={config.reward_override} replaces what the components say; leave one of them out": config.reward_override != "none",
-               "multi_objective_aggregation=normalize_then_sum would multiply a normalised reward, whose mean is 0 in every group; write sum_then_normalize":
-                   config.multi_objective_aggregation == "normalize_then_sum"}
+    refused = {
+        "nothing is maximised under the constraint, every reward that counts has at_least; add one without, for example {kind: verifier}": all(
+            c.at_least is not None for c in config.rewards if c.counts
+        ),
+        f"advantage={row.advantage} reads the rewards of steps, which no multiplier weighs; write advantage=group_mean": (
+            row.advantage == "process"
+        ),
+        f"baseline={row.read_baseline} is measured once, under the first multiplier; write baseline=moving_average or batch_mean": (
+            row.read_baseline in ("table", "v_star")
+        ),
+        f"replay_fraction={config.replay_fraction} pays older completions by older multipliers; write replay_fraction=0": (
+            config.replay_fraction > 0
+        ),
+        f"reward_override={config.reward_override} replaces what the components say; leave one of them out": (
+            config.reward_override != "none"
+        ),
+        "multi_objective_aggregation=normalize_then_sum would multiply a normalised reward, whose mean is 0 in every group; write sum_then_normalize": (
+            config.multi_objective_aggregation == "normalize_then_sum"
+        ),
+    }
     for text in (text for text, on in refused.items() if on):
         raise ValueError(f"reward {held[0].name!r} has at_least={held[0].at_least:g}: {text}.")
 
 
 def refuse_step_credit(component: RewardComponent, row, config: Config) -> None:
-    """Refuse a reward that pays reasoning steps where the advantage would only read their sum, or where something else changes rewards of whole completions.
+    """Refuse a reward that pays reasoning steps where the advantage would only read their sum, or where something else
+    changes rewards of whole completions.
 
     Raises:
         ValueError: what to write instead.
     """
     who = f"reward {component.name!r} pays steps (step_credit={component.step_credit})"
-    instead = {"reward_minus_baseline": "advantage=reward_to_go", "group_mean": "advantage=turn_returns (the group's mean, step by step), or preset=rloo", "length_weighted": "preset=rloo", "token_baseline": "preset=rloo", "leave_one_out_max": "preset=rloo", "reward_minus_value": "preset=ppo",
-               "vine": "preset=ppo", "win_rate": "preset=rloo", "process": "preset=rloo; advantage=process pays the steps of the input reward_model by itself and no rewards"}
-    refused = {f"the loss of preset={config.preset} reads what a whole completion earned; write preset=ppo, reinforce_pp or rloo, or step_credit: none": bool(row.objective) and row.unit != "tokens",
-               f"advantage={row.advantage} reads what a whole completion earned; write {instead.get(row.advantage)}, or step_credit: none": row.advantage in instead,
-               f"environment={config.environment} pays by turns; leave one of them out": bool(config.environment),
-               "reward_norm and reward_clip change the reward of whole completions; leave them out, or write clip in the component": config.reward_norm != "none" or config.reward_clip is not None,
-               f"critic_target={row.critic_target} regresses on the reward of a whole completion at every token, whose steps are partly paid by then; write critic_target=lambda_return":
-                   row.needs_critic and row.critic_target in ("terminal", "bandit", "kl_adjusted_outcome")}
+    instead = {
+        "reward_minus_baseline": "advantage=reward_to_go",
+        "group_mean": "advantage=turn_returns (the group's mean, step by step), or preset=rloo",
+        "length_weighted": "preset=rloo",
+        "token_baseline": "preset=rloo",
+        "leave_one_out_max": "preset=rloo",
+        "reward_minus_value": "preset=ppo",
+        "vine": "preset=ppo",
+        "win_rate": "preset=rloo",
+        "process": "preset=rloo; advantage=process pays the steps of the input reward_model by itself and no rewards",
+    }
+    refused = {
+        f"the loss of preset={config.preset} reads what a whole completion earned; write preset=ppo, reinforce_pp or rloo, or step_credit: none": (
+            bool(row.objective) and row.unit != "tokens"
+        ),
+        f"advantage={row.advantage} reads what a whole completion earned; write {instead.get(row.advantage)}, or step_credit: none": (
+            row.advantage in instead
+        ),
+        f"environment={config.environment} pays by turns; leave one of them out": bool(config.environment),
+        "reward_norm and reward_clip change the reward of whole completions; leave them out, or write clip in the component": (
+            config.reward_norm != "none" or config.reward_clip is not None
+        ),
+        f"critic_target={row.critic_target} regresses on the reward of a whole completion at every token, whose steps are partly paid by then; write critic_target=lambda_return": (
+            row.needs_critic and row.critic_target in ("terminal", "bandit", "kl_adjusted_outcome")
+        ),
+    }
     for text in (text for text, on in refused.items() if on):
         raise ValueError(f"{who}: {text}.")
 
@@ -190,54 +308,105 @@ def refuse_off_policy(row, config: Config) -> None:
     """Completions of another policy than the one that trains: replayed, a batch ahead, weighed or thrown out."""
     updates = row.num_iterations * config.num_minibatches
     if config.replay_fraction and row.advantage == "win_rate" and row.opponent != "self":
-        raise ValueError(f"replay_fraction={config.replay_fraction}: replayed groups have no opponents, so they alone would be compared with themselves; write replay_fraction=0, or "
-                         "opponent=self.")
+        raise ValueError(
+            f"replay_fraction={config.replay_fraction}: replayed groups have no opponents, so they alone would be"
+            " compared with themselves; write replay_fraction=0, or opponent=self."
+        )
     if config.async_rollouts:
-        corrected = row.off_policy_ok or (not row.objective and (config.importance_correction != "none" or not row.strictly_on_policy))
+        corrected = row.off_policy_ok or (
+            not row.objective and (config.importance_correction != "none" or not row.strictly_on_policy)
+        )
         refused = {
             "update=trust_region measures from the policy that sampled; write preset=ppo": row.update == "trust_region",
-            f"preset={config.preset} trains as if the policy had sampled what it learns from; write importance_correction=token_truncate, or preset=grpo": not corrected and not row.objective,
-            f"preset={config.preset} regresses on samples of the policy itself; write preset=grpo, topr or mdpo": not corrected and row.objective,
-            f"opponent={row.opponent} moves with the policy; write opponent=self": row.advantage == "win_rate" and row.opponent != "self",
-            "advantage=vine continues completions by the policy of today; write advantage=group_mean": row.advantage == "vine",
+            f"preset={config.preset} trains as if the policy had sampled what it learns from; write importance_correction=token_truncate, or preset=grpo": (
+                not corrected and not row.objective
+            ),
+            f"preset={config.preset} regresses on samples of the policy itself; write preset=grpo, topr or mdpo": (
+                not corrected and row.objective
+            ),
+            f"opponent={row.opponent} moves with the policy; write opponent=self": (
+                row.advantage == "win_rate" and row.opponent != "self"
+            ),
+            "advantage=vine continues completions by the policy of today; write advantage=group_mean": (
+                row.advantage == "vine"
+            ),
             "replay_fraction trains on more than the last batch; write replay_fraction=0": config.replay_fraction > 0,
-            "engine_sleep=true lets the engine sleep while it is to sample; write engine_sleep=false": config.engine_sleep,
-            "ref_mode=previous is whoever sampled, an iteration ago; write ref_mode=refresh": config.ref_mode == "previous",
-            "kl_target=old is the policy that started the iteration, which did not sample it; write kl_target=ref": row.kl_loss_coef > 0 and row.kl_target == "old",
-            f"max_staleness={config.max_staleness} is less than the {updates} optimizer steps of an iteration, by which every batch lags; write max_staleness={updates}, or 0":
-                0 < config.max_staleness < updates}
+            "engine_sleep=true lets the engine sleep while it is to sample; write engine_sleep=false": (
+                config.engine_sleep
+            ),
+            "ref_mode=previous is whoever sampled, an iteration ago; write ref_mode=refresh": (
+                config.ref_mode == "previous"
+            ),
+            "kl_target=old is the policy that started the iteration, which did not sample it; write kl_target=ref": (
+                row.kl_loss_coef > 0 and row.kl_target == "old"
+            ),
+            f"max_staleness={config.max_staleness} is less than the {updates} optimizer steps of an iteration, by which every batch lags; write max_staleness={updates}, or 0": (
+                0 < config.max_staleness < updates
+            ),
+        }
         for text in (text for text, on in refused.items() if on):
             raise ValueError(f"async_rollouts=true: {text}.")
     if config.replay_fraction and not row.off_policy_ok:
-        raise ValueError(f"replay_fraction={config.replay_fraction} gives rollouts of older policies to {config.preset}, which is on-policy; write "
-                         "replay_fraction=0, or preset=topr, offline_is, copg, mdpo or oreo.")
+        raise ValueError(
+            f"replay_fraction={config.replay_fraction} gives rollouts of older policies to {config.preset}, which is"
+            " on-policy; write replay_fraction=0, or preset=topr, offline_is, copg, mdpo or oreo."
+        )
     if config.importance_clip_min > config.importance_clip_max:
-        raise ValueError(f"importance_clip_min={config.importance_clip_min:g} is above importance_clip_max={config.importance_clip_max:g}; write for example importance_clip_min=0.5 "
-                         "importance_clip_max=2.")
+        raise ValueError(
+            f"importance_clip_min={config.importance_clip_min:g} is above"
+            f" importance_clip_max={config.importance_clip_max:g}; write for example importance_clip_min=0.5"
+            " importance_clip_max=2."
+        )
     if config.covariance_band[0] >= config.covariance_band[1]:
-        raise ValueError(f"covariance_band={list(config.covariance_band)} has nothing between its bounds; write the smaller one first, for example [1.0, 5.0].")
+        raise ValueError(
+            f"covariance_band={list(config.covariance_band)} has nothing between its bounds; write the smaller one"
+            " first, for example [1.0, 5.0]."
+        )
     if config.rejection_min > config.rejection_max:
-        raise ValueError(f"rejection_min={config.rejection_min:g} is above rejection_max={config.rejection_max:g}; write for example rejection_min=0.5 rejection_max=2.")
+        raise ValueError(
+            f"rejection_min={config.rejection_min:g} is above rejection_max={config.rejection_max:g}; write for example"
+            " rejection_min=0.5 rejection_max=2."
+        )
     if config.rejection != "none" and config.rejection_scope == "zero" and row.surrogate == "vespo":
-        raise ValueError("surrogate=vespo takes weights into its own ratio of the sequence, where 0 would take the whole sequence; write rejection_scope=drop.")
+        raise ValueError(
+            "surrogate=vespo takes weights into its own ratio of the sequence, where 0 would take the whole sequence;"
+            " write rejection_scope=drop."
+        )
     if row.surrogate == "vespo" and not row.objective and config.importance_correction.startswith("sequence"):
-        raise ValueError(f"surrogate=vespo takes importance weights into its own ratio of the sequence, token by token; write importance_correction=token_truncate or token_mask in the place of "
-                         f"{config.importance_correction}.")
+        raise ValueError(
+            "surrogate=vespo takes importance weights into its own ratio of the sequence, token by token; write"
+            f" importance_correction=token_truncate or token_mask in the place of {config.importance_correction}."
+        )
 
 
 def refuse_kl(row, config: Config) -> None:
     """KL terms that the reference, or what is kept of it, cannot give."""
     if config.kl_coef_min is not None and config.kl_coef_max is not None and config.kl_coef_min > config.kl_coef_max:
-        raise ValueError(f"kl_coef_min={config.kl_coef_min:g} is above kl_coef_max={config.kl_coef_max:g}; write kl_coef_min <= kl_coef_max, or leave one of them out.")
+        raise ValueError(
+            f"kl_coef_min={config.kl_coef_min:g} is above kl_coef_max={config.kl_coef_max:g}; write kl_coef_min <="
+            " kl_coef_max, or leave one of them out."
+        )
     if config.ref_mode == "previous" and row.kl_reward_coef:
-        raise ValueError("ref_mode=previous is the policy that started the iteration, to which the KL of its own samples is 0, so kl_coef would lower no reward; write kl_coef=0 and "
-                         "beta=0.04 (the KL in the loss), or ref_mode=refresh.")
+        raise ValueError(
+            "ref_mode=previous is the policy that started the iteration, to which the KL of its own samples is 0, so"
+            " kl_coef would lower no reward; write kl_coef=0 and beta=0.04 (the KL in the loss), or ref_mode=refresh."
+        )
     if exact_in_reward(row, config) and (config.async_rollouts or row.off_policy_ok):
-        raise ValueError("kl_reward_estimator=full compares the whole distributions of the policy that sampled, and that of older completions is gone; write kl_reward_estimator=k1"
-                         + (", or async_rollouts=false." if config.async_rollouts else "."))
-    if config.ref_mode == "previous" and row.kl_loss_coef and row.kl_loss_estimator == "full" and row.kl_target == "ref":
-        raise ValueError("ref_mode=previous keeps the log-probs of the sampled tokens, not whole distributions; for the exact KL to the policy that started the iteration "
-                         "write kl_target=old, or kl_estimator=k3.")
+        raise ValueError(
+            "kl_reward_estimator=full compares the whole distributions of the policy that sampled, and that of older"
+            " completions is gone; write kl_reward_estimator=k1"
+            + (", or async_rollouts=false." if config.async_rollouts else ".")
+        )
+    if (
+        config.ref_mode == "previous"
+        and row.kl_loss_coef
+        and row.kl_loss_estimator == "full"
+        and row.kl_target == "ref"
+    ):
+        raise ValueError(
+            "ref_mode=previous keeps the log-probs of the sampled tokens, not whole distributions; for the exact KL to"
+            " the policy that started the iteration write kl_target=old, or kl_estimator=k3."
+        )
 
 
 def refuse_prompts(row, config: Config) -> None:
@@ -245,78 +414,152 @@ def refuse_prompts(row, config: Config) -> None:
     judged = config.curriculum in ("pass_at_k", "self_paced")
     if config.reward_override != "none" and (judged or config.no_resampling_pass_rate is not None):
         name = f"curriculum={config.curriculum}" if judged else "no_resampling_pass_rate"
-        raise ValueError(f"reward_override={config.reward_override} is a control in which nobody says what is right, and {name} reads that of every group; leave it out "
-                         "(difficulty_band chooses prompts before training).")
+        raise ValueError(
+            f"reward_override={config.reward_override} is a control in which nobody says what is right, and {name}"
+            " reads that of every group; leave it out (difficulty_band chooses prompts before training)."
+        )
     steps, lengths = [at for at, _ in config.context_schedule], [length for _, length in config.context_schedule]
     if steps != sorted(set(steps)) or any(v < 0 for v in steps) or any(v < 1 for v in lengths):
-        raise ValueError(f"context_schedule={config.context_schedule} must list rising steps from 0 on with lengths of 1 or more; write for example [[0, 16384], [180, 32768]].")
+        raise ValueError(
+            f"context_schedule={config.context_schedule} must list rising steps from 0 on with lengths of 1 or more;"
+            " write for example [[0, 16384], [180, 32768]]."
+        )
     shortest = min([*lengths, *([] if 0 in steps else [config.max_completion_length])])
     if config.min_tokens > shortest:
-        raise ValueError(f"min_tokens={config.min_tokens} is over the completion limit of {shortest} tokens that context_schedule sets; write a smaller min_tokens, or longer limits.")
+        raise ValueError(
+            f"min_tokens={config.min_tokens} is over the completion limit of {shortest} tokens that context_schedule"
+            " sets; write a smaller min_tokens, or longer limits."
+        )
     if (config.soft_punish_cache or 0) > shortest:
-        raise ValueError(f"soft_punish_cache={config.soft_punish_cache} is over the completion limit of {shortest} tokens; write a smaller one (DAPO: a fifth of the limit).")
+        raise ValueError(
+            f"soft_punish_cache={config.soft_punish_cache} is over the completion limit of {shortest} tokens; write a"
+            " smaller one (DAPO: a fifth of the limit)."
+        )
     if config.temperature == 0:
-        raise ValueError("temperature=0 samples G equal completions, so no group carries a signal; write temperature=1.0.")
-    falling = sorted(config.passk_bands, reverse=True) == config.passk_bands and all(0 <= b <= 1 for b in config.passk_bands)
+        raise ValueError(
+            "temperature=0 samples G equal completions, so no group carries a signal; write temperature=1.0."
+        )
+    falling = sorted(config.passk_bands, reverse=True) == config.passk_bands and all(
+        0 <= b <= 1 for b in config.passk_bands
+    )
     if config.curriculum == "pass_at_k" and not falling:
-        raise ValueError(f"passk_bands={config.passk_bands} must fall from at most 1 to at least 0; write for example [0.75, 0.5, 0.25, 0.0].")
+        raise ValueError(
+            f"passk_bands={config.passk_bands} must fall from at most 1 to at least 0; write for example [0.75, 0.5,"
+            " 0.25, 0.0]."
+        )
     if config.curriculum == "self_paced" and not 0 < config.self_paced_thresholds[0] <= config.self_paced_thresholds[1]:
-        raise ValueError(f"self_paced_thresholds={list(config.self_paced_thresholds)} must be above 0 and not fall, so that more prompts come in; write for example [0.5, 1.25].")
+        raise ValueError(
+            f"self_paced_thresholds={list(config.self_paced_thresholds)} must be above 0 and not fall, so that more"
+            " prompts come in; write for example [0.5, 1.25]."
+        )
     if config.curriculum == "pass_at_k" and config.passk_k > min(config.passk_samples, config.num_generations):
-        raise ValueError(f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <= {min(config.passk_samples, config.num_generations)}, or raise passk_samples "
-                         "and num_generations.")
+        raise ValueError(
+            f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <="
+            f" {min(config.passk_samples, config.num_generations)}, or raise passk_samples and num_generations."
+        )
     if config.difficulty_band is not None and not 0 <= config.difficulty_band[0] <= config.difficulty_band[1] <= 1:
-        raise ValueError(f"difficulty_band={list(config.difficulty_band)}: write two pass rates between 0 and 1, the lower one first, for example [0.2, 0.8].")
+        raise ValueError(
+            f"difficulty_band={list(config.difficulty_band)}: write two pass rates between 0 and 1, the lower one"
+            " first, for example [0.2, 0.8]."
+        )
 
 
 def refuse_update(row, config: Config) -> None:
     """Optimizer steps and engines that cannot do what is asked of them."""
     if config.lora_dropout and (not row.strictly_on_policy or row.update == "trust_region"):
-        raise ValueError(f"lora_dropout={config.lora_dropout} is there in training and not in old log-probs, so that their ratio would not be 1 where nothing has moved yet; leave it out, or write a preset "
-                         "that takes no ratio to them, such as preset=rloo or reinforce.")
+        raise ValueError(
+            f"lora_dropout={config.lora_dropout} is there in training and not in old log-probs, so that their ratio"
+            " would not be 1 where nothing has moved yet; leave it out, or write a preset that takes no ratio to them,"
+            " such as preset=rloo or reinforce."
+        )
     if row.update == "trust_region" and row.needs_critic and config.critic_mode == "shared":
-        raise ValueError("critic_mode=shared would move the value head by the policy's trust region; write critic_mode=separate, or preset=ppo.")
+        raise ValueError(
+            "critic_mode=shared would move the value head by the policy's trust region; write critic_mode=separate, or"
+            " preset=ppo."
+        )
     if row.update == "trust_region" and config.compute_dtype != "float32":
-        raise ValueError(f"update=trust_region measures KL far below the rounding of {config.compute_dtype}; write compute_dtype=float32.")
+        raise ValueError(
+            f"update=trust_region measures KL far below the rounding of {config.compute_dtype}; write"
+            " compute_dtype=float32."
+        )
     if row.update == "trust_region" and config.forward == "compiled":
-        raise ValueError("forward=compiled has no forward-mode derivative, which TRPO needs; write forward=auto, or preset=ppo.")
+        raise ValueError(
+            "forward=compiled has no forward-mode derivative, which TRPO needs; write forward=auto, or preset=ppo."
+        )
     if config.engine_sleep and config.engine != "vllm":
-        raise ValueError(f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave engine_sleep out")
+        raise ValueError(
+            f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave"
+            " engine_sleep out"
+        )
 
 
 def warned(row, config: Config) -> tuple[Any, list[str]]:
-    """(the row, warnings) of settings that can be run and are seldom meant; where rewards are a control experiment the row pays nothing for cut completions."""
+    """(the row, warnings) of settings that can be run and are seldom meant; where rewards are a control experiment the
+    row pays nothing for cut completions.
+    """
     from stages.algorithms import rl_preset
 
     warnings: list[str] = []
     if config.critic_mode == "shared" and rl_preset(config.preset).critic_warmup_steps:
-        warnings.append(f"critic_mode=shared: a head on the policy's trunk learns with the policy, so the critic steps of preset={config.preset} before it are left out; write "
-                        "critic_mode=separate for them")
+        warnings.append(
+            "critic_mode=shared: a head on the policy's trunk learns with the policy, so the critic steps of"
+            f" preset={config.preset} before it are left out; write critic_mode=separate for them"
+        )
     if config.replay_fraction and int(config.prompts_per_step * config.replay_fraction) == 0:
-        warnings.append(f"replay_fraction={config.replay_fraction} of prompts_per_step={config.prompts_per_step} is less than one prompt, so nothing is replayed; write replay_fraction="
-                        f"{1 / config.prompts_per_step:.4g} or more")
-    if config.mode_mix == "share" and 0 < config.improve_share and int(config.improve_share * config.num_generations + 1e-9) == 0:
-        warnings.append(f"improve_share={config.improve_share} of num_generations={config.num_generations} is less than one answer, so none is improved; write mode_mix=probability, or "
-                        f"improve_share={1 / config.num_generations:.4g}")
-    if row.positive_nll_coef and not any(c.kind in ("verifier", "code", "python", "remote", "rubric", "environment", "debate") for c in config.rewards):
-        warnings.append(f"preset={config.preset} adds the NLL of right completions, and no reward says which are right, so it is 0; add {{name: verdict, kind: verifier, weight: 0}} to rewards")
+        warnings.append(
+            f"replay_fraction={config.replay_fraction} of prompts_per_step={config.prompts_per_step} is less than one"
+            f" prompt, so nothing is replayed; write replay_fraction={1 / config.prompts_per_step:.4g} or more"
+        )
+    if (
+        config.mode_mix == "share"
+        and 0 < config.improve_share
+        and int(config.improve_share * config.num_generations + 1e-9) == 0
+    ):
+        warnings.append(
+            f"improve_share={config.improve_share} of num_generations={config.num_generations} is less than one answer,"
+            f" so none is improved; write mode_mix=probability, or improve_share={1 / config.num_generations:.4g}"
+        )
+    if row.positive_nll_coef and not any(
+        c.kind in ("verifier", "code", "python", "remote", "rubric", "environment", "debate") for c in config.rewards
+    ):
+        warnings.append(
+            f"preset={config.preset} adds the NLL of right completions, and no reward says which are right, so it is 0;"
+            " add {name: verdict, kind: verifier, weight: 0} to rewards"
+        )
     if config.reward_norm.startswith("whiten") and row.scale != "none":
-        warnings.append(f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's scale, write reward_norm=none")
+        warnings.append(
+            f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's"
+            " scale, write reward_norm=none"
+        )
     if config.minibatch_unit == "prompt" and config.prompts_per_step % config.num_minibatches:
         fits = [n for n in range(1, config.prompts_per_step + 1) if config.prompts_per_step % n == 0]
-        warnings.append(f"num_minibatches={config.num_minibatches} cuts prompts_per_step={config.prompts_per_step} into steps of different size "
-                        f"({config.prompts_per_step // config.num_minibatches} and {config.prompts_per_step // config.num_minibatches + 1} prompts), and a prompt in a smaller step "
-                        f"weighs more; write one of {', '.join(map(str, fits))}")
+        warnings.append(
+            f"num_minibatches={config.num_minibatches} cuts prompts_per_step={config.prompts_per_step} into steps of"
+            f" different size ({config.prompts_per_step // config.num_minibatches} and"
+            f" {config.prompts_per_step // config.num_minibatches + 1} prompts), and a prompt in a smaller step weighs"
+            f" more; write one of {', '.join(map(str, fits))}"
+        )
     if config.preset == "grape_alt":
-        warnings.append("grape_alt is experimental: one unnormalised ratio and clip per sequence is a looser constraint than the token level's and collapses more easily; "
-                        "write preset=grape, or gspo for ratios that do not grow with length")
+        warnings.append(
+            "grape_alt is experimental: one unnormalised ratio and clip per sequence is a looser constraint than the"
+            " token level's and collapses more easily; write preset=grape, or gspo for ratios that do not grow with"
+            " length"
+        )
     if config.reward_override != "none":
         if row.truncation_policy in ("zero", "penalty"):
             row = replace(row, truncation_policy="score")
-        warnings.append(f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task; verdicts, soft overlong penalties and "
-                        "truncation_policy=zero or penalty do not count either")
+        warnings.append(
+            f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task;"
+            " verdicts, soft overlong penalties and truncation_policy=zero or penalty do not count either"
+        )
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
-        warnings.append("kl_reward_estimator=full: the exact KL does not depend on the token that was sampled, so at its own step it is a baseline and regularises through later tokens only; "
-                        "k1 gives the reverse-KL gradient" if config.kl_reward_estimator == "full" else
-                        f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the reverse-KL gradient")
+        warnings.append(
+            "kl_reward_estimator=full: the exact KL does not depend on the token that was sampled, so at its own step"
+            " it is a baseline and regularises through later tokens only; k1 gives the reverse-KL gradient"
+            if config.kl_reward_estimator == "full"
+            else (
+                f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the"
+                " reverse-KL gradient"
+            )
+        )
     return row, warnings

@@ -13,7 +13,9 @@ from stages.estimators import is_constant
 
 
 def step_function(schedule: Sequence[Sequence[int]], step: int, default: int) -> int:
-    """Value of ``[[first step, value], ...]`` (ascending) at 0-based ``step``; ``default`` before the first entry (GRPO-PLUS)."""
+    """Value of ``[[first step, value], ...]`` (ascending) at 0-based ``step``; ``default`` before the first entry
+    (GRPO-PLUS).
+    """
     value = default
     for start, entry in schedule:
         if step >= start:
@@ -22,7 +24,9 @@ def step_function(schedule: Sequence[Sequence[int]], step: int, default: int) ->
 
 
 def reference_due(mode: str, step: int, every: int) -> bool:
-    """Whether the reference moves after optimizer step ``step`` (1-based): ``ema`` always, ``refresh`` every ``every`` steps (REF-POLICY)."""
+    """Whether the reference moves after optimizer step ``step`` (1-based): ``ema`` always, ``refresh`` every ``every``
+    steps (REF-POLICY).
+    """
     return mode == "ema" or (mode == "refresh" and step % every == 0)
 
 
@@ -30,7 +34,9 @@ EARLY_STOP_FACTOR = 1.5  # of early_stop_kl, by which the KL of the whole policy
 
 
 def stops_early(approx_kl: float, early_stop_kl: float) -> bool:
-    """Whether the rest of an iteration's minibatches is left out: KL(start of the iteration || policy) in nats per token on the next one is above 1.5 times the target (PPO-CLIP)."""
+    """Whether the rest of an iteration's minibatches is left out: KL(start of the iteration || policy) in nats per
+    token on the next one is above 1.5 times the target (PPO-CLIP).
+    """
     return approx_kl > EARLY_STOP_FACTOR * early_stop_kl
 
 
@@ -51,35 +57,48 @@ def replay_plan(iteration: int, stored: Sequence[int], batch_size: int, window: 
     """
     eligible = [i for i in stored if iteration - window < i < iteration]
     replayed = int(batch_size * fraction) if eligible else 0
-    return {"eligible_replay": eligible, "evicted": [i for i in stored if i <= iteration - window], "num_fresh": batch_size - replayed, "num_replay": replayed}
+    return {
+        "eligible_replay": eligible,
+        "evicted": [i for i in stored if i <= iteration - window],
+        "num_fresh": batch_size - replayed,
+        "num_replay": replayed,
+    }
 
 
-def e2h_probabilities(kind: str, step: float, total_steps: float, levels: int, beta: float = 1.0, sigma: float = 0.75) -> np.ndarray:
-    """Probability of each difficulty level (0 easiest) at ``step``: ``cosine`` or ``gaussian`` (E2H, Parashar et al. 2025)."""
+def e2h_probabilities(
+    kind: str, step: float, total_steps: float, levels: int, beta: float = 1.0, sigma: float = 0.75
+) -> np.ndarray:
+    """Probability of each difficulty level (0 easiest) at ``step``: ``cosine`` or ``gaussian`` (E2H, Parashar et al.
+    2025).
+    """
     k, t = np.arange(levels, dtype=float), min(step / max(total_steps, 1e-12), 1.0)
     if kind == "cosine":
         a = (1 + np.cos(np.pi * t)) / 2
         weights = a * (levels - 1 - k) + (1 - a) * k
     elif kind == "gaussian":
-        weights = np.exp(-((t ** beta * (levels - 1) - k) ** 2) / (2 * sigma ** 2))
+        weights = np.exp(-((t**beta * (levels - 1) - k) ** 2) / (2 * sigma**2))
     else:
         raise ValueError(f"curriculum {kind!r} is not known; write cosine or gaussian")
     return weights / weights.sum() if weights.sum() else np.full(levels, 1 / levels)
 
 
 def pass_at_k_band(counts: dict[str, tuple[int, int]], k: int, bands: Sequence[float], progress: float) -> list[str]:
-    """Prompts admitted at ``progress`` in [0, 1) of a run: those whose pass@k under the policy is at least the band's bound (PASSK-CURR).
+    """Prompts admitted at ``progress`` in [0, 1) of a run: those whose pass@k under the policy is at least the band's
+    bound (PASSK-CURR).
 
-    counts: prompt -> (samples, right ones). bands: falling bounds, each for an equal part of the run; a band that would admit none falls to the
-    next, the last one to all prompts. Raises ValueError for a prompt with fewer than k samples.
+    counts: prompt -> (samples, right ones). bands: falling bounds, each for an equal part of the run; a band that would
+    admit none falls to the next, the last one to all prompts. Raises ValueError for a prompt with fewer than k samples.
     """
     from stages.measures.sampling import pass_at_k
 
     chance = {prompt: pass_at_k(n, c, k) for prompt, (n, c) in counts.items()}
     short = [prompt for prompt, p in chance.items() if p is None]
     if short:
-        raise ValueError(f"pass@{k} of prompt {short[0][:12]} cannot be estimated from {counts[short[0]][0]} samples; write passk_k <= the samples per prompt")
-    for bound in bands[min(int(progress * len(bands)), len(bands) - 1):]:
+        raise ValueError(
+            f"pass@{k} of prompt {short[0][:12]} cannot be estimated from {counts[short[0]][0]} samples; write passk_k"
+            " <= the samples per prompt"
+        )
+    for bound in bands[min(int(progress * len(bands)), len(bands) - 1) :]:
         admitted = [prompt for prompt, p in chance.items() if p >= bound]
         if admitted:
             return admitted
@@ -87,17 +106,21 @@ def pass_at_k_band(counts: dict[str, tuple[int, int]], k: int, bands: Sequence[f
 
 
 def self_paced_admitted(counts: dict[str, tuple[int, int]], thresholds: Sequence[float], progress: float) -> list[str]:
-    """Prompts admitted at ``progress`` in [0, 1] of a run: v = 1 iff the prompt's loss, its share of wrong answers under the policy, is below 1/K (SELF-PACED;
-    Kumar et al. 2010). 1/K grows by a constant factor from ``thresholds[0]`` to ``thresholds[1]``; above 1 it admits every prompt.
+    """Prompts admitted at ``progress`` in [0, 1] of a run: v = 1 iff the prompt's loss, its share of wrong answers
+    under the policy, is below 1/K (SELF-PACED; Kumar et al. 2010). 1/K grows by a constant factor from
+    ``thresholds[0]`` to ``thresholds[1]``; above 1 it admits every prompt.
 
-    counts: prompt -> (samples, right ones). Where 1/K admits none, the easiest ones are: some prompt has to be trained on for losses to fall.
+    counts: prompt -> (samples, right ones). Where 1/K admits none, the easiest ones are: some prompt has to be trained
+    on for losses to fall.
     """
     from stages.ingestion.curation import self_paced
 
     start, end = thresholds
     losses = {prompt: 1 - right / samples for prompt, (samples, right) in counts.items()}
     chosen = self_paced(list(losses.values()), 1 / (start * (end / start) ** progress))
-    return [prompt for prompt, v in zip(losses, chosen) if v] or [prompt for prompt, loss in losses.items() if loss == min(losses.values())]
+    return [prompt for prompt, v in zip(losses, chosen) if v] or [
+        prompt for prompt, loss in losses.items() if loss == min(losses.values())
+    ]
 
 
 #: Curricula that decide from each prompt's verdicts under the policy which prompts are in.
@@ -105,16 +128,23 @@ ADMITTING = ("pass_at_k", "self_paced")
 
 
 def admitted_prompts(config, counts: dict[str, tuple[int, int]], progress: float) -> list[str]:
-    """Prompts that ``config.curriculum``, one of ``ADMITTING``, lets in at ``progress`` of a run; counts: prompt -> (samples, right ones)."""
+    """Prompts that ``config.curriculum``, one of ``ADMITTING``, lets in at ``progress`` of a run; counts: prompt ->
+    (samples, right ones).
+    """
     if config.curriculum == "self_paced":
         return self_paced_admitted(counts, config.self_paced_thresholds, progress)
     return pass_at_k_band(counts, config.passk_k, config.passk_bands, progress)
 
 
-def learning_scores(rewards_by_prompt: dict[str, Sequence[float]], kind: str = "mean_deviation",
-                    logps: dict[str, Sequence[float]] | None = None) -> dict[str, float]:
-    """What each prompt's last group could teach: mean |r - mean r|, the ``std`` of its rewards, or (``confidence``) the perplexity of its tokens' ``logps``, the
-    least confident answers most; 0 where rewards are equal and nothing can be learned (PROMPT-RERANK)."""
+def learning_scores(
+    rewards_by_prompt: dict[str, Sequence[float]],
+    kind: str = "mean_deviation",
+    logps: dict[str, Sequence[float]] | None = None,
+) -> dict[str, float]:
+    """What each prompt's last group could teach: mean |r - mean r|, the ``std`` of its rewards, or (``confidence``) the
+    perplexity of its tokens' ``logps``, the least confident answers most; 0 where rewards are equal and nothing can be
+    learned (PROMPT-RERANK)."""
+
     def one(prompt, rewards):
         if is_constant(rewards):
             return 0.0

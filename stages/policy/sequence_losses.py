@@ -2,6 +2,7 @@
 
 Elementwise values, to be averaged by the optimizer step; rewards, values of other models and weights are detached.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -36,11 +37,13 @@ def copg_loss(logps_P2, ref_logps_P2, rewards_P2, beta: float):
     """(dr - beta dh)^2 / (2 beta) per pair, dh the difference of log-ratios to the reference (COPG; scale is ours)."""
     h = logps_P2 - ref_logps_P2
     residual = (rewards_P2[:, 0] - rewards_P2[:, 1]).detach() - beta * (h[:, 0] - h[:, 1])
-    return residual ** 2 / (2 * beta)
+    return residual**2 / (2 * beta)
 
 
 def mirror_descent_loss(logps_B, iterate_logps_B, advantages_B, tau: float):
-    """-(A log pi - tau/2 (log pi/pi_i)^2) per sequence, pi_i the previous iterate, A group-centred (MDPO, Kimi k1.5)."""
+    """-(A log pi - tau/2 (log pi/pi_i)^2) per sequence, pi_i the previous iterate, A group-centred (MDPO, Kimi
+    k1.5).
+    """
     return -(advantages_B.detach() * logps_B - tau / 2 * (logps_B - iterate_logps_B) ** 2)
 
 
@@ -64,12 +67,14 @@ def oreo_losses(log_ratios_BT, values_BT, returns_BT, mask_BT, beta: float):
 
 # --- the same losses as objectives of RL presets (the `objective` column of stages.algorithms.RL_PRESETS) -----------
 
+
 @dataclass
 class Responses:
-    """What an objective on whole responses reads: token log-probs and values ``[S, L]`` (0 outside the mask), sequence rewards and
-    advantages ``[S]``, and ``pairs_P2``, indices of two valid responses to one prompt; ``preferences_S`` is P(a response beats the other of its
-    pair) by a model that compares, None where rewards are scores. ``old`` is the policy that sampled (or, where
-    the preset says so, the iterate that started the round); everything but ``logps_SL`` is constant."""
+    """What an objective on whole responses reads: token log-probs and values ``[S, L]`` (0 outside the mask), sequence
+    rewards and advantages ``[S]``, and ``pairs_P2``, indices of two valid responses to one prompt; ``preferences_S`` is
+    P(a response beats the other of its pair) by a model that compares, None where rewards are scores. ``old`` is the
+    policy that sampled (or, where the preset says so, the iterate that started the round); everything but ``logps_SL``
+    is constant."""
 
     logps_SL: torch.Tensor
     old_SL: torch.Tensor
@@ -91,23 +96,33 @@ class Responses:
 
 
 def tapered(r: Responses, clip_pos, clip_neg):
-    """-sg(w) A log pi per response, w = pi/mu clipped to clip_pos where A > 0, to clip_neg elsewhere (TOPR, OFFPOL-IS)."""
+    """-sg(w) A log pi per response, w = pi/mu clipped to clip_pos where A > 0, to clip_neg elsewhere (TOPR,
+    OFFPOL-IS).
+    """
     logps = r.sums(r.logps_SL)
     return -tapered_weights(logps, r.sums(r.old_SL), r.advantages_S, clip_pos, clip_neg) * r.advantages_S * logps
 
 
 def tapered_log(r: Responses, clip_pos, clip_neg) -> dict:
-    """Sums over trained responses: the weight, its square, and how many have a positive advantage or a weight that was clipped (TOPR)."""
+    """Sums over trained responses: the weight, its square, and how many have a positive advantage or a weight that was
+    clipped (TOPR).
+    """
     live, logps, old = r.mask_SL.any(-1), r.sums(r.logps_SL).detach(), r.sums(r.old_SL)
     weights = masked(tapered_weights(logps, old, r.advantages_S, clip_pos, clip_neg), live)
     ratio = masked(tapered_weights(logps, old, r.advantages_S, (0.0, float("inf")), (0.0, float("inf"))), live)
-    return {"importance_weight": weights.sum(), "importance_weight_sq": (weights * weights).sum(), "importance_clipped": (weights != ratio).float().sum(),
-            "positive_responses": (masked(r.advantages_S, live) > 0).float().sum()}
+    return {
+        "importance_weight": weights.sum(),
+        "importance_weight_sq": (weights * weights).sum(),
+        "importance_clipped": (weights != ratio).float().sum(),
+        "positive_responses": (masked(r.advantages_S, live) > 0).float().sum(),
+    }
 
 
 def pairwise_ppo(r: Responses, epsilon: float, form: str):
     """:func:`p3o_loss` per pair; rewards already hold the KL penalty."""
-    return p3o_loss(r.sums(r.logps_SL)[r.pairs_P2], r.sums(r.old_SL)[r.pairs_P2], r.rewards_S[r.pairs_P2], epsilon, form)
+    return p3o_loss(
+        r.sums(r.logps_SL)[r.pairs_P2], r.sums(r.old_SL)[r.pairs_P2], r.rewards_S[r.pairs_P2], epsilon, form
+    )
 
 
 def contrastive(r: Responses, beta: float):
@@ -126,7 +141,9 @@ def optimal_advantage(r: Responses, beta: float):
 
 
 def soft_bellman(r: Responses, beta: float):
-    """Policy half of :func:`oreo_losses` per token; the advantages are rewards-to-go. The value half is the critic's regression."""
+    """Policy half of :func:`oreo_losses` per token; the advantages are rewards-to-go. The value half is the critic's
+    regression.
+    """
     return oreo_losses(r.logps_SL - r.ref_SL, r.values_SL, r.advantages_SL, r.mask_SL, beta)[1]
 
 
@@ -136,8 +153,8 @@ def win_rate_regression(r: Responses, eta: float):
 
 
 def on_policy_ipo(r: Responses, tau: float):
-    """(h - (p - 1/2)/tau)^2 per pair, h the difference of log-ratios to the reference and p = P(y1 > y2) of a model that compares, or
-    sigmoid(r1 - r2) of scores (ONLINE-IPO)."""
+    """(h - (p - 1/2)/tau)^2 per pair, h the difference of log-ratios to the reference and p = P(y1 > y2) of a model
+    that compares, or sigmoid(r1 - r2) of scores (ONLINE-IPO)."""
     h = (r.sums(r.logps_SL) - r.sums(r.ref_SL))[r.pairs_P2]
     first, second = r.pairs_P2.unbind(1)
     p = torch.sigmoid(r.rewards_S[first] - r.rewards_S[second]) if r.preferences_S is None else r.preferences_S[first]

@@ -15,13 +15,28 @@ FIGURES = {
     "kl": ("kl/reference", "kl/sequence_sum", "policy/k3"),
     "kl_coef": ("kl/coef",),
     "clip": ("policy/clip_low", "policy/clip_high", "policy/outside_range"),
-    "ratio": ("policy/ratio", "policy/ess_fraction", "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/max"),
+    "ratio": (
+        "policy/ratio",
+        "policy/ess_fraction",
+        "sampling/importance_sampling_ratio/mean",
+        "sampling/importance_sampling_ratio/max",
+    ),
     "engine_mismatch": ("sampling/logp_difference/mean", "sampling/mismatch_kl"),
     "advantage": ("advantage/std", "advantage/mean"),
     "critic": ("critic/explained_variance",),
     "critic_loss": ("critic/loss",),
-    "length": ("completions/mean_length", "completions/mean_terminated_length", "completions/mean_correct_length", "completions/mean_incorrect_length"),
-    "truncation": ("completions/clipped_ratio", "completions/repetition", "completions/empty_fraction", "reward/unscorable_fraction"),
+    "length": (
+        "completions/mean_length",
+        "completions/mean_terminated_length",
+        "completions/mean_correct_length",
+        "completions/mean_incorrect_length",
+    ),
+    "truncation": (
+        "completions/clipped_ratio",
+        "completions/repetition",
+        "completions/empty_fraction",
+        "reward/unscorable_fraction",
+    ),
     "groups": ("reward/frac_zero_std", "groups/informative_fraction", "groups/filter_rate"),
     "entropy": ("train/entropy",),
     "learning_rate": ("train/learning_rate",),
@@ -45,8 +60,8 @@ def metric_rows(file: Path) -> list[dict]:
 
 
 def training_report(stage, title: str, summary: dict, *blocks) -> None:
-    """Figures of the logged curves and one markdown page with the final numbers and the warnings; ``blocks`` are further parts of the page.
-    One rank draws them."""
+    """Figures of the logged curves and one markdown page with the final numbers and the warnings; ``blocks`` are
+    further parts of the page. One rank draws them."""
     if stage.rank != 0:
         return
     from stages.reporting.reports import document, facts, metric_curves

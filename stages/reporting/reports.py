@@ -19,6 +19,7 @@ DPI = 110
 
 # -- figures ----------------------------------------------------------------------------------------------------------
 
+
 def _axes(title: str, xlabel: str, ylabel: str, size: tuple[float, float] = (6.4, 3.8), layout: str | None = None):
     """(figure, axes). layout: "constrained" for a chart that :func:`_place` does not know how to place."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -44,7 +45,9 @@ _sheets: list = []
 
 @contextlib.contextmanager
 def _sheet(fresh: bool = False) -> Iterator[tuple]:
-    """(figure, axes) of an upright chart, empty. It is used again for the next one, since the ticks take longer to make than the rest of a chart; fresh: not."""
+    """(figure, axes) of an upright chart, empty. It is used again for the next one, since the ticks take longer to make
+    than the rest of a chart; fresh: not.
+    """
     figure, axes = _sheets.pop() if _sheets and not fresh else _axes("", "", "")
     yield figure, axes
     if not fresh:
@@ -56,8 +59,9 @@ def _sheet(fresh: bool = False) -> Iterator[tuple]:
 
 
 def _place(figure, axes, title: str, turned: float = 0.0) -> None:
-    """Margins, title and names of the axes of a chart, by the length of its tick labels. The constrained layout draws everything several times to
-    measure it, and a stage ends with a dozen charts. turned: degrees by which the labels of the x axis are."""
+    """Margins, title and names of the axes of a chart, by the length of its tick labels. The constrained layout draws
+    everything several times to measure it, and a stage ends with a dozen charts. turned: degrees by which the labels of
+    the x axis are."""
     width, height = figure.get_size_inches()
     letter, longest, exponent = 5.4 / 72, [], ""  # inches: the widest digit or sign at 8 points
     for axis in (axes.xaxis, axes.yaxis):
@@ -65,7 +69,12 @@ def _place(figure, axes, title: str, turned: float = 0.0) -> None:
         longest.append(letter * max(map(len, form.format_ticks(axis.get_majorticklocs())), default=0))
         exponent = form.get_offset()  # "1e-6", above the y axis
     lowest, highest = axes.get_xlim()
-    at = [(axes.transScale + axes.transLimits).transform((tick, 1.0))[0] for tick in axes.xaxis.get_majorticklocs() if lowest <= tick <= highest]  # 0 to 1, left to right
+    # 0 to 1, left to right
+    at = [
+        (axes.transScale + axes.transLimits).transform((tick, 1.0))[0]
+        for tick in axes.xaxis.get_majorticklocs()
+        if lowest <= tick <= highest
+    ]
     name, above, over = (0.2 if axes.get_ylabel() else 0.06), 0.15 if exponent else 0.0, longest[0] / 2
     left = min(name + longest[1] + 0.12, width / 2)
     room = width - left - 0.12
@@ -83,7 +92,9 @@ def _png(figure) -> bytes:
     from PIL import Image
 
     figure.canvas.draw()
-    drawn = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB")
+    drawn = Image.frombuffer(
+        "RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1
+    ).convert("RGB")
     buffer = io.BytesIO()
     drawn.save(buffer, "png", dpi=(DPI, DPI))
     return buffer.getvalue()
@@ -94,9 +105,15 @@ def _finite(values: Sequence[float | None]) -> list[float]:
 
 
 def line_chart(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]], *, title: str, xlabel: str = "step",
-    ylabel: str = "", markers: bool = False, bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
-    log_x: bool = False, dashed: Mapping[str, str] | None = None,
+    series: Mapping[str, tuple[Sequence[float], Sequence[float | None]]],
+    *,
+    title: str,
+    xlabel: str = "step",
+    ylabel: str = "",
+    markers: bool = False,
+    bands: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
+    log_x: bool = False,
+    dashed: Mapping[str, str] | None = None,
 ) -> bytes:
     """Curves ``{name: (x, y)}``; ``bands`` adds ``{name: (low, high)}`` shading. None and NaN points are gaps.
 
@@ -110,8 +127,16 @@ def line_chart(
         for name, (x, y) in series.items():
             colour = PALETTE[solid.index(dashed.get(name, name)) % len(PALETTE)]
             values = [math.nan if value is None else float(value) for value in y]
-            axes.plot(list(x), values, color=colour, linewidth=1.5, marker="o" if markers or len(values) == 1 else None,
-                      markersize=3.5, label=name, linestyle="--" if name in dashed else "-")
+            axes.plot(
+                list(x),
+                values,
+                color=colour,
+                linewidth=1.5,
+                marker="o" if markers or len(values) == 1 else None,
+                markersize=3.5,
+                label=name,
+                linestyle="--" if name in dashed else "-",
+            )
             if bands and name in bands:
                 low, high = bands[name]
                 axes.fill_between(list(x), list(low), list(high), color=colour, alpha=0.16, linewidth=0)
@@ -126,7 +151,9 @@ def line_chart(
         return _png(figure)
 
 
-def metric_curves(rows: Sequence[Mapping], names: Sequence[str], *, title: str, x: str = "step", ylabel: str = "") -> bytes:
+def metric_curves(
+    rows: Sequence[Mapping], names: Sequence[str], *, title: str, x: str = "step", ylabel: str = ""
+) -> bytes:
     """Line chart of the named columns of metric rows ``[{"step": 1, "reward": ...}, ...]``; absent columns are skipped.
     A single line is named at its axis, several in a legend."""
     series = {}
@@ -137,7 +164,9 @@ def metric_curves(rows: Sequence[Mapping], names: Sequence[str], *, title: str, 
     return line_chart(series, title=title, xlabel=x, ylabel=ylabel or (next(iter(series)) if len(series) == 1 else ""))
 
 
-def histogram(groups: Mapping[str, Sequence[float | None]], *, title: str, xlabel: str, bins: int = 30, ylabel: str = "share") -> bytes:
+def histogram(
+    groups: Mapping[str, Sequence[float | None]], *, title: str, xlabel: str, bins: int = 30, ylabel: str = "share"
+) -> bytes:
     """Overlaid histograms on common bins, each normalised to 1 (before/after comparisons); dashed line at the mean."""
     import numpy as np
 
@@ -157,7 +186,14 @@ def histogram(groups: Mapping[str, Sequence[float | None]], *, title: str, xlabe
                 if not values:
                     continue
                 colour = PALETTE[index % len(PALETTE)]
-                axes.stairs(np.histogram(values, edges)[0] / len(values), edges, fill=True, color=colour, alpha=0.5, label=f"{name} (n={len(values)}, mean {sum(values) / len(values):.3g})")
+                axes.stairs(
+                    np.histogram(values, edges)[0] / len(values),
+                    edges,
+                    fill=True,
+                    color=colour,
+                    alpha=0.5,
+                    label=f"{name} (n={len(values)}, mean {sum(values) / len(values):.3g})",
+                )
                 axes.axvline(sum(values) / len(values), color=colour, linewidth=1.2, linestyle="--")
             axes.legend(fontsize=8, frameon=False)
         else:
@@ -166,7 +202,9 @@ def histogram(groups: Mapping[str, Sequence[float | None]], *, title: str, xlabe
         return _png(figure)
 
 
-def calibration_diagram(confidence: Sequence[float], correct: Sequence[float], *, title: str, bins: int = 10, low: float = 0.5) -> bytes:
+def calibration_diagram(
+    confidence: Sequence[float], correct: Sequence[float], *, title: str, bins: int = 10, low: float = 0.5
+) -> bytes:
     """Reliability diagram: accuracy against mean confidence in equal-width bins on [low, 1], circles sized by count."""
     figure, axes = _axes(title, "confidence", "accuracy", (4.8, 4.2))
     axes.plot([low, 1], [low, 1], color="#999999", linewidth=1, linestyle="--", label="perfect")
@@ -174,8 +212,14 @@ def calibration_diagram(confidence: Sequence[float], correct: Sequence[float], *
     total = max(1, len(confidence))
     kept = [row for row in points if row["n"]]
     axes.plot([row["confidence"] for row in kept], [row["accuracy"] for row in kept], color=PALETTE[0], linewidth=1)
-    axes.scatter([row["confidence"] for row in kept], [row["accuracy"] for row in kept],
-                 s=[20 + 500 * row["n"] / total for row in kept], color=PALETTE[0], alpha=0.6, label="observed (area = share)")
+    axes.scatter(
+        [row["confidence"] for row in kept],
+        [row["accuracy"] for row in kept],
+        s=[20 + 500 * row["n"] / total for row in kept],
+        color=PALETTE[0],
+        alpha=0.6,
+        label="observed (area = share)",
+    )
     axes.set_xlim(low - 0.02, 1.02)
     axes.set_ylim(-0.02, 1.02)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
@@ -183,13 +227,19 @@ def calibration_diagram(confidence: Sequence[float], correct: Sequence[float], *
     return _png(figure)
 
 
-def calibration_figure(margins: Sequence[float], *, title: str = "Reward model calibration on held-out pairs", bins: int = 10) -> bytes:
-    """Reliability diagram of pair margins d = r_chosen - r_rejected: confidence max(s, 1-s) with s = sigmoid(d), right if d > 0."""
+def calibration_figure(
+    margins: Sequence[float], *, title: str = "Reward model calibration on held-out pairs", bins: int = 10
+) -> bytes:
+    """Reliability diagram of pair margins d = r_chosen - r_rejected: confidence max(s, 1-s) with s = sigmoid(d), right
+    if d > 0.
+    """
     confidence = [1.0 / (1.0 + math.exp(-min(abs(float(d)), 700.0))) for d in margins]
     return calibration_diagram(confidence, [float(d > 0) for d in margins], title=title, bins=bins)
 
 
-def calibration_bins(confidence: Sequence[float], correct: Sequence[float], *, bins: int = 10, low: float = 0.5) -> list[dict]:
+def calibration_bins(
+    confidence: Sequence[float], correct: Sequence[float], *, bins: int = 10, low: float = 0.5
+) -> list[dict]:
     """Per bin {"low", "high", "n", "confidence", "accuracy"}; equal width, the last bin closed on the right."""
     width = (1.0 - low) / bins
     members: list[list[int]] = [[] for _ in range(bins)]
@@ -197,7 +247,9 @@ def calibration_bins(confidence: Sequence[float], correct: Sequence[float], *, b
         members[min(bins - 1, max(0, int((value - low) / width)))].append(index)
     return [
         {
-            "low": low + width * b, "high": low + width * (b + 1), "n": len(rows),
+            "low": low + width * b,
+            "high": low + width * (b + 1),
+            "n": len(rows),
             "confidence": sum(confidence[i] for i in rows) / len(rows) if rows else None,
             "accuracy": sum(correct[i] for i in rows) / len(rows) if rows else None,
         }
@@ -205,8 +257,16 @@ def calibration_bins(confidence: Sequence[float], correct: Sequence[float], *, b
     ]
 
 
-def bar_chart(rows: Sequence[Mapping], *, title: str, ylabel: str, label: str = "model", value: str = "value",
-              low: str = "low", high: str = "high") -> bytes:
+def bar_chart(
+    rows: Sequence[Mapping],
+    *,
+    title: str,
+    ylabel: str,
+    label: str = "model",
+    value: str = "value",
+    low: str = "low",
+    high: str = "high",
+) -> bytes:
     """Bars with error bars from rows ``{label, value, low, high}``; bounds may be absent. None values are skipped."""
     figure, axes = _axes(title, "", ylabel, (max(4.8, 0.9 * len(rows) + 1.6), 3.8))
     kept = [row for row in rows if row.get(value) is not None]
@@ -214,17 +274,29 @@ def bar_chart(rows: Sequence[Mapping], *, title: str, ylabel: str, label: str = 
     for index, row in enumerate(kept):
         axes.bar(index, row[value], color=PALETTE[index % len(PALETTE)], width=0.66, alpha=0.85)
         if row.get(low) is not None and row.get(high) is not None:
-            axes.errorbar(index, row[value], yerr=[[max(0.0, row[value] - row[low])], [max(0.0, row[high] - row[value])]],
-                          color=INK, capsize=3, linewidth=1.1)
-        axes.annotate(f"{row[value]:.3g}", (index, row[value]), textcoords="offset points", xytext=(9, 3), fontsize=8, color=INK)
+            axes.errorbar(
+                index,
+                row[value],
+                yerr=[[max(0.0, row[value] - row[low])], [max(0.0, row[high] - row[value])]],
+                color=INK,
+                capsize=3,
+                linewidth=1.1,
+            )
+        axes.annotate(
+            f"{row[value]:.3g}", (index, row[value]), textcoords="offset points", xytext=(9, 3), fontsize=8, color=INK
+        )
     axes.set_xticks(range(len(kept)), [str(row[label]) for row in kept], rotation=turned)
     axes.grid(False, axis="x")
     _place(figure, axes, title, turned)
     return _png(figure)
 
 
-def small_multiples(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float | None]]]], *, title: str, columns: int = 3) -> bytes:
-    """Small line charts ``{panel: {line: (x, y)}}`` in a grid with one legend; a line has the same colour in all of them."""
+def small_multiples(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float | None]]]], *, title: str, columns: int = 3
+) -> bytes:
+    """Small line charts ``{panel: {line: (x, y)}}`` in a grid with one legend; a line has the same colour in all of
+    them.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -240,27 +312,54 @@ def small_multiples(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Seq
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         for name, (x, y) in series.items():
-            axes.plot(list(x), [math.nan if value is None else float(value) for value in y], color=PALETTE[lines.index(name) % len(PALETTE)], linewidth=1.3,
-                      marker="o" if len(x) == 1 else None, markersize=3, label=name)
-    for axes in grid[len(panels):]:
+            axes.plot(
+                list(x),
+                [math.nan if value is None else float(value) for value in y],
+                color=PALETTE[lines.index(name) % len(PALETTE)],
+                linewidth=1.3,
+                marker="o" if len(x) == 1 else None,
+                markersize=3,
+                label=name,
+            )
+    for axes in grid[len(panels) :]:
         axes.set_visible(False)
     figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=len(lines), fontsize=8, frameon=False)
+    figure.legend(
+        *grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=len(lines), fontsize=8, frameon=False
+    )
     return _png(figure)
 
 
-def path_chart(paths: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[int]]], *, title: str, xlabel: str, ylabel: str, diagonal: bool = False) -> bytes:
-    """Paths ``{name: (x, y, step)}`` of a run through a plane, their first and last step named; ``diagonal`` adds the line y = x."""
+def path_chart(
+    paths: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[int]]],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    diagonal: bool = False,
+) -> bytes:
+    """Paths ``{name: (x, y, step)}`` of a run through a plane, their first and last step named; ``diagonal`` adds the
+    line y = x.
+    """
     figure, axes = _axes(title, xlabel, ylabel, layout="constrained")
     for index, (name, (x, y, steps)) in enumerate(paths.items()):
         colour = PALETTE[index % len(PALETTE)]
         axes.plot(list(x), list(y), color=colour, linewidth=1.0, alpha=0.55, marker="o", markersize=3, label=name)
         for at, shape in ((0, "s"), (-1, "D")):
             axes.plot([x[at]], [y[at]], color=colour, marker=shape, markersize=6)
-            axes.annotate(f"step {steps[at]}", (x[at], y[at]), textcoords="offset points", xytext=(6, 6), fontsize=8, color=colour)
+            axes.annotate(
+                f"step {steps[at]}", (x[at], y[at]), textcoords="offset points", xytext=(6, 6), fontsize=8, color=colour
+            )
     if diagonal:
         points = [v for x, y, _ in paths.values() for v in (*x, *y)]
-        axes.plot([min(points), max(points)], [min(points), max(points)], color="#999999", linewidth=0.8, linestyle="--", label="equal")
+        axes.plot(
+            [min(points), max(points)],
+            [min(points), max(points)],
+            color="#999999",
+            linewidth=0.8,
+            linestyle="--",
+            label="equal",
+        )
     if len(paths) > 1 or diagonal:
         axes.legend(fontsize=8, frameon=False)
     axes.margins(0.08)
@@ -283,7 +382,8 @@ def scatter(x: Sequence[float], y: Sequence[float], *, title: str, xlabel: str, 
         return _png(figure)
 
 
-# -- text and Markdown --------------------------------------------------------------------------------------------------
+# -- text and Markdown -------------------------------------------------------------------------------------------------
+
 
 def number(value, digits: int = 3) -> str:
     """A value for a table cell: '' for None, 'yes'/'no', whole numbers as they are, floats to ``digits`` places."""
@@ -316,12 +416,16 @@ def cut(text: str, limit: int = REPORT_LIMIT) -> str:
 def cell(value, digits: int = 3) -> str:
     """A value as the inside of a Markdown table cell: one line, pipes and control characters made visible."""
     text = number(value, digits) if not isinstance(value, str) else value
-    text = text.replace("\\", "\\\\").replace("|", "\\|").replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ⇥ ")
+    text = (
+        text.replace("\\", "\\\\").replace("|", "\\|").replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ⇥ ")
+    )
     text = text.replace("<", "&lt;").replace("`", "\\`")
     return "".join(ch if ch.isprintable() else f"\\x{ord(ch):02x}" for ch in text)
 
 
-def markdown_table(rows: Sequence[Mapping], columns: Sequence[str] | Mapping[str, str] | None = None, digits: int = 3) -> str:
+def markdown_table(
+    rows: Sequence[Mapping], columns: Sequence[str] | Mapping[str, str] | None = None, digits: int = 3
+) -> str:
     """Markdown table of dict rows; ``columns`` selects and orders (a mapping renames: {key: heading})."""
     if not rows:
         return "_no rows_"
@@ -335,7 +439,10 @@ def markdown_table(rows: Sequence[Mapping], columns: Sequence[str] | Mapping[str
 
 def sample_table(rows: Sequence[Mapping], columns: Sequence[str] | None = None, limit: int = REPORT_LIMIT) -> str:
     """Markdown table of text samples, long texts cut."""
-    return markdown_table([{key: cut(value, limit) if isinstance(value, str) else value for key, value in row.items()} for row in rows], columns)
+    return markdown_table(
+        [{key: cut(value, limit) if isinstance(value, str) else value for key, value in row.items()} for row in rows],
+        columns,
+    )
 
 
 def facts(pairs: Mapping) -> str:

@@ -10,17 +10,33 @@ from pydantic import AfterValidator, Field, model_validator
 
 from stages.spec import InputSpec, StageConfig
 
-PRIMARY = ("verifier", "code", "python", "model", "judge", "rubric", "group_preference", "icdpo", "majority", "environment", "debate", "remote")
+PRIMARY = (
+    "verifier",
+    "code",
+    "python",
+    "model",
+    "judge",
+    "rubric",
+    "group_preference",
+    "icdpo",
+    "majority",
+    "environment",
+    "debate",
+    "remote",
+)
 
 ON_TURNS = ("environment", "milestones", "step_weighted")  # score trajectories, a number per turn
 
 LENGTH_KINDS = ("length", "length_group", "length_target", "length_penalty", "truncation")
 
-VERIFYING = ("verifier", "code", "constraints", "majority", "length_group", "length_target")  # judge the final answer: they do not see the thought before it
+# judge the final answer: they do not see the thought before it
+VERIFYING = ("verifier", "code", "constraints", "majority", "length_group", "length_target")
 
 READ_OTHERS = ("majority", "length_group", "length_target")  # scored last: they read what the other components said
 
-CUT_REWARD = -1.0  # of a response without its end token, in the place of a reward model's score, unless a component says otherwise (reward.truncation)
+# of a response without its end token, in the place of a reward model's score, unless a component says otherwise
+# (reward.truncation)
+CUT_REWARD = -1.0
 TIERS = ("rule", "learned", "judge")
 
 _RIGHT = ("verifier", "length_group", "length_target")  # ask a verifier whether an answer is right
@@ -31,157 +47,535 @@ _ASKED = ("judge", "debate", "rubric")  # a language model's words
 
 #: Kinds that read a setting; others refuse it. What is not named here every kind reads.
 OF_KINDS: dict[str, tuple[str, ...]] = {
-    "view": (*_RIGHT, *_SCORED, "majority", "remote", "format", "regex", "constraints", "code", "python", "language", "rubric"),
-    **dict.fromkeys(("correct_value", "incorrect_value"), ("verifier",)), **dict.fromkeys(("verifier", "rel_tol", "symbolic"), _RIGHT), "extraction": (*_RIGHT, "majority"),
-    "input": (*_SCORED, "icdpo", "debate", "rubric"), "ranking": ("model", "judge"), "step_credit": ("model",), **dict.fromkeys(("judge_mode", "judge_prompt"), ("judge", "debate")),
-    "endpoint": _ASKED, **dict.fromkeys(("endpoint_model", "key_variable", "concurrency"), (*_ASKED, "remote")), **dict.fromkeys(("judge_tokens", "judge_retries"), _ASKED),
+    "view": (
+        *_RIGHT,
+        *_SCORED,
+        "majority",
+        "remote",
+        "format",
+        "regex",
+        "constraints",
+        "code",
+        "python",
+        "language",
+        "rubric",
+    ),
+    **dict.fromkeys(("correct_value", "incorrect_value"), ("verifier",)),
+    **dict.fromkeys(("verifier", "rel_tol", "symbolic"), _RIGHT),
+    "extraction": (*_RIGHT, "majority"),
+    "input": (*_SCORED, "icdpo", "debate", "rubric"),
+    "ranking": ("model", "judge"),
+    "step_credit": ("model",),
+    **dict.fromkeys(("judge_mode", "judge_prompt"), ("judge", "debate")),
+    "endpoint": _ASKED,
+    **dict.fromkeys(("endpoint_model", "key_variable", "concurrency"), (*_ASKED, "remote")),
+    **dict.fromkeys(("judge_tokens", "judge_retries"), _ASKED),
     **dict.fromkeys(("url", "batch_size", "request_form", "score_key"), ("remote",)),
-    **dict.fromkeys(("rubric_normalizer", "invalid_policy", "flag_below", "violation_below", "rm_squash", "category"), ("rubric",)),
-    "empty_reward": _SCORED, **dict.fromkeys(("no_eos_reward", "clip", "squash", "normalise"), (*_SCORED, "remote")), "group": ("group_preference",), "votes_of": ("majority",),
-    **dict.fromkeys(("num_demonstrations", "coarse_demonstrations", "demonstration_length"), ("icdpo",)), **dict.fromkeys(("preset", "prefilled"), ("format",)), "pattern": ("regex",),
-    **dict.fromkeys(("max_length", "cache_length"), ("length",)), "length_alpha": ("length_target", "length_penalty"), **dict.fromkeys(("length_delta", "length_mode"), ("length_target",)),
-    "language_unit": ("language",), "missing_eos_penalty": ("truncation",), **dict.fromkeys(("mode", "threshold"), ("code", "constraints")), "max_tests": ("code",),
-    **dict.fromkeys(("milestones", "milestone_normalise"), ("milestones",)), **dict.fromkeys(("step_weights", "step_events"), ("step_weighted",)),
-    **dict.fromkeys(("files", "scope", "source"), ("python",)), "timeout_s": (*_RIGHT, *_ASKED, "code", "python", "regex", "remote"), "memory_mib": (*_RIGHT, "code", "python", "regex")}
+    **dict.fromkeys(
+        ("rubric_normalizer", "invalid_policy", "flag_below", "violation_below", "rm_squash", "category"), ("rubric",)
+    ),
+    "empty_reward": _SCORED,
+    **dict.fromkeys(("no_eos_reward", "clip", "squash", "normalise"), (*_SCORED, "remote")),
+    "group": ("group_preference",),
+    "votes_of": ("majority",),
+    **dict.fromkeys(("num_demonstrations", "coarse_demonstrations", "demonstration_length"), ("icdpo",)),
+    **dict.fromkeys(("preset", "prefilled"), ("format",)),
+    "pattern": ("regex",),
+    **dict.fromkeys(("max_length", "cache_length"), ("length",)),
+    "length_alpha": ("length_target", "length_penalty"),
+    **dict.fromkeys(("length_delta", "length_mode"), ("length_target",)),
+    "language_unit": ("language",),
+    "missing_eos_penalty": ("truncation",),
+    **dict.fromkeys(("mode", "threshold"), ("code", "constraints")),
+    "max_tests": ("code",),
+    **dict.fromkeys(("milestones", "milestone_normalise"), ("milestones",)),
+    **dict.fromkeys(("step_weights", "step_events"), ("step_weighted",)),
+    **dict.fromkeys(("files", "scope", "source"), ("python",)),
+    "timeout_s": (*_RIGHT, *_ASKED, "code", "python", "regex", "remote"),
+    "memory_mib": (*_RIGHT, "code", "python", "regex"),
+}
 
 #: Names that are measured of every component, so that a function of one's own cannot call a metric so.
-MEASURED = ("std", "unscorable_fraction", "length_correlation", "disagreement", "confidence", "without", "multiplier", "shortfall", "pair_accuracy")
+MEASURED = (
+    "std",
+    "unscorable_fraction",
+    "length_correlation",
+    "disagreement",
+    "confidence",
+    "without",
+    "multiplier",
+    "shortfall",
+    "pair_accuracy",
+)
 
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
-    "gold": InputSpec("model", required=False, doc="A second reward model, for components with kind=model and input=gold: a held-out judge beside the one that is optimised."),
+    "gold": InputSpec(
+        "model",
+        required=False,
+        doc=(
+            "A second reward model, for components with kind=model and input=gold: a held-out judge beside the one that"
+            " is optimised."
+        ),
+    ),
     "group_preference": InputSpec("model", required=False, doc="Model of components with kind=group_preference."),
-    "context": InputSpec("dataset", kinds=("ratings/1", "pairs/1", "group_preferences/1"), required=False, doc="Rated responses of the group of "
-                                                                                                               "kind=group_preference."),
-    "demonstrations": InputSpec("dataset", kinds=("demonstrations/1",), required=False, doc="What components with kind=icdpo retrieve from."),
-    "principles": InputSpec("dataset", kinds=("principles/1",), required=False, doc="Specifications: {principle} in a judge_prompt is the text of the one that the prompt's column "
-                                                                                   "category names (synth.deliberative).")}
+    "context": InputSpec(
+        "dataset",
+        kinds=("ratings/1", "pairs/1", "group_preferences/1"),
+        required=False,
+        doc="Rated responses of the group of kind=group_preference.",
+    ),
+    "demonstrations": InputSpec(
+        "dataset", kinds=("demonstrations/1",), required=False, doc="What components with kind=icdpo retrieve from."
+    ),
+    "principles": InputSpec(
+        "dataset",
+        kinds=("principles/1",),
+        required=False,
+        doc=(
+            "Specifications: {principle} in a judge_prompt is the text of the one that the prompt's column "
+            "category names (synth.deliberative)."
+        ),
+    ),
+}
 
 
 class RewardComponent(StageConfig):
     """One component of a reward: what it scores, its weight, and its options."""
 
     name: str = Field("reward", min_length=1, description="Name under which its values are stored and plotted.")
-    kind: Literal["verifier", "model", "judge", "format", "length", "truncation", "regex", "constraints", "code", "python", "rubric", "group_preference",
-                  "icdpo", "majority", "length_group", "length_target", "length_penalty", "language", "environment", "milestones", "step_weighted", "debate", "remote"] = Field(
-        description="verifier: gold answer; model: a reward model; remote: one behind a URL; judge: a language model's opinion; format: tags; length: DAPO soft overlong; truncation: no end token; "
-                    "regex: a pattern; constraints: IFEval checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE); "
-                    "group_preference: the rating that a group would give, from its ratings in the input context (rm.gpo); "
-                    "icdpo: how much retrieved demonstrations raise the answer's likelihood (rs.icdpo); "
-                    "majority: 1 for the answer that most of the prompt's samples give, 0 for others, without a gold answer (rs.majority); "
-                    "length_group: short right answers of a prompt earn more (Kimi k1.5); length_target: the length that the prompt row asks for (L1); "
-                    "length_penalty: every token costs the same (INTELLECT-2); "
-                    "language: share of words in the script of the prompt's language, code and formulas aside (DeepSeek-R1). "
-                    "Of trajectories: environment: what it paid, right where it verified the goal; milestones: events that pay once; step_weighted: indicators per turn; "
-                    "debate: a judge's verdict, zero-sum.")
-    weight: float = Field(1.0, description="Factor in the total; unset: 0.1 for format and language (reward.composite), 1 for the others.")
-    domains: list[str] = Field(default_factory=list, description="Only prompts whose column domain is one of these are scored, and the others do without it (reward.domain_route); empty: all. "
-                                                                 "A prompt with reward_route is scored by the kinds and names listed there only.")
-    at_least: float | None = Field(None, title="At least", description="rl: hold the mean of this component at or above so much, and raise the others under that constraint (reward.constrained): its "
-                                   "factor is a Lagrange multiplier, max(0, multiplier + multiplier_step (at_least - mean)) after every batch, which starts at weight (unset: 0).")
-    multiplier_step: float = Field(0.1, gt=0, description="at_least: how far the multiplier moves per batch and unit that the mean falls short by (0.1 is ours).")
-    from_step: int = Field(0, ge=0, description="rl: optimizer step from which on the component counts; before, it is scored and stored only (Kimi k1.5 "
-                                                "adds its length reward late).")
+    kind: Literal[
+        "verifier",
+        "model",
+        "judge",
+        "format",
+        "length",
+        "truncation",
+        "regex",
+        "constraints",
+        "code",
+        "python",
+        "rubric",
+        "group_preference",
+        "icdpo",
+        "majority",
+        "length_group",
+        "length_target",
+        "length_penalty",
+        "language",
+        "environment",
+        "milestones",
+        "step_weighted",
+        "debate",
+        "remote",
+    ] = Field(
+        description=(
+            "verifier: gold answer; model: a reward model; remote: one behind a URL; judge: a language model's opinion;"
+            " format: tags; length: DAPO soft overlong; truncation: no end token; regex: a pattern; constraints: IFEval"
+            " checkers; code: unit tests; python: your own function; rubric: the items of the input rubric (GRAPE);"
+            " group_preference: the rating that a group would give, from its ratings in the input context (rm.gpo);"
+            " icdpo: how much retrieved demonstrations raise the answer's likelihood (rs.icdpo); majority: 1 for the"
+            " answer that most of the prompt's samples give, 0 for others, without a gold answer (rs.majority);"
+            " length_group: short right answers of a prompt earn more (Kimi k1.5); length_target: the length that the"
+            " prompt row asks for (L1); length_penalty: every token costs the same (INTELLECT-2); language: share of"
+            " words in the script of the prompt's language, code and formulas aside (DeepSeek-R1). Of trajectories:"
+            " environment: what it paid, right where it verified the goal; milestones: events that pay once;"
+            " step_weighted: indicators per turn; debate: a judge's verdict, zero-sum."
+        )
+    )
+    weight: float = Field(
+        1.0, description="Factor in the total; unset: 0.1 for format and language (reward.composite), 1 for the others."
+    )
+    domains: list[str] = Field(
+        default_factory=list,
+        description=(
+            "Only prompts whose column domain is one of these are scored, and the others do without it"
+            " (reward.domain_route); empty: all. A prompt with reward_route is scored by the kinds and names listed"
+            " there only."
+        ),
+    )
+    at_least: float | None = Field(
+        None,
+        title="At least",
+        description=(
+            "rl: hold the mean of this component at or above so much, and raise the others under that constraint"
+            " (reward.constrained): its factor is a Lagrange multiplier, max(0, multiplier + multiplier_step (at_least"
+            " - mean)) after every batch, which starts at weight (unset: 0)."
+        ),
+    )
+    multiplier_step: float = Field(
+        0.1,
+        gt=0,
+        description=(
+            "at_least: how far the multiplier moves per batch and unit that the mean falls short by (0.1 is ours)."
+        ),
+    )
+    from_step: int = Field(
+        0,
+        ge=0,
+        description=(
+            "rl: optimizer step from which on the component counts; before, it is scored and stored only (Kimi k1.5 "
+            "adds its length reward late)."
+        ),
+    )
     on_missing: Literal["invalidate", "skip", "renormalise"] | None = Field(
-        None, title="On missing", description="When unscorable: drop the row from training, drop the term, or rescale the other terms. "
-        "Unset: invalidate for verifier, code, python, model, judge and rubric, skip for the others.")
+        None,
+        title="On missing",
+        description=(
+            "When unscorable: drop the row from training, drop the term, or rescale the other terms. "
+            "Unset: invalidate for verifier, code, python, model, judge and rubric, skip for the others."
+        ),
+    )
     tier: Literal["", "rule", "learned", "judge"] = Field(
-        "", description="Components with a tier are a cascade of which one counts (REWARD-ROUTER): the rule where it can "
-        "score, else the reward model where it is sure enough, else the judge. A later tier is not asked.")
+        "",
+        description=(
+            "Components with a tier are a cascade of which one counts (REWARD-ROUTER): the rule where it can "
+            "score, else the reward model where it is sure enough, else the judge. A later tier is not asked."
+        ),
+    )
     min_confidence: float = Field(
-        0.7, ge=0.5, le=1, description="tier=learned: probability of its own opinion, max(p, 1-p) with p = sigmoid(score), that counts (0.7 is ours).")
-    view: Literal["full", "answer_only", "think_only"] = Field("full", description="Part of the response it sees (reward.view). Unset: answer_only, what follows the thought where there is one, for verifier, code, constraints, "
-                                                                                 "majority, length_group and length_target; full for the others.")
+        0.7,
+        ge=0.5,
+        le=1,
+        description=(
+            "tier=learned: probability of its own opinion, max(p, 1-p) with p = sigmoid(score), that counts (0.7 is"
+            " ours)."
+        ),
+    )
+    view: Literal["full", "answer_only", "think_only"] = Field(
+        "full",
+        description=(
+            "Part of the response it sees (reward.view). Unset: answer_only, what follows the thought where there is"
+            " one, for verifier, code, constraints, majority, length_group and length_target; full for the others."
+        ),
+    )
     correct_value: float = Field(1.0, description="verifier: value of a right answer (DAPO 1, Tulu 3 10).")
     incorrect_value: float = Field(0.0, description="verifier: value of a wrong answer (DAPO -1).")
     verifier: Literal["auto", "world", "math", "text", "mc", "gsm8k", "string_f1", "ifeval"] = Field(
-        "auto", description="verifier: which one; auto reads the prompt row. gsm8k: the last number; string_f1: F1 of the words (SQuAD), between incorrect_value and correct_value; ifeval: share "
-                            "of the row's constraints, likewise (open-instruct).")
-    extraction: Literal["strict", "flexible"] = Field("strict", description="verifier, majority: flexible also takes the last number or a bare letter; for "
-                                                                            "evaluation.")
-    rel_tol: float = Field(0.0, ge=0, description="verifier, numbers: relative difference from the gold answer that still counts as right, for measured quantities; 0: exact.")
-    symbolic: bool = Field(False, description="verifier, length_group, length_target, of mathematics: an answer that is not equal as written is right where sympy proves it equal (\\sqrt{8} and "
-                                              "2\\sqrt{2}); timeout_s and memory_mib limit a comparison, and one that exceeds them stays wrong and counts in NAME/undecided.")
-    input: str = Field("reward_model", description="model, judge: the stage input that holds the model, for example gold for a second one (judge: `judge` where that is "
-                                                   "given).")
+        "auto",
+        description=(
+            "verifier: which one; auto reads the prompt row. gsm8k: the last number; string_f1: F1 of the words"
+            " (SQuAD), between incorrect_value and correct_value; ifeval: share of the row's constraints, likewise"
+            " (open-instruct)."
+        ),
+    )
+    extraction: Literal["strict", "flexible"] = Field(
+        "strict",
+        description="verifier, majority: flexible also takes the last number or a bare letter; for evaluation.",
+    )
+    rel_tol: float = Field(
+        0.0,
+        ge=0,
+        description=(
+            "verifier, numbers: relative difference from the gold answer that still counts as right, for measured"
+            " quantities; 0: exact."
+        ),
+    )
+    symbolic: bool = Field(
+        False,
+        description=(
+            "verifier, length_group, length_target, of mathematics: an answer that is not equal as written is right"
+            " where sympy proves it equal (\\sqrt{8} and 2\\sqrt{2}); timeout_s and memory_mib limit a comparison, and"
+            " one that exceeds them stays wrong and counts in NAME/undecided."
+        ),
+    )
+    input: str = Field(
+        "reward_model",
+        description=(
+            "model, judge: the stage input that holds the model, for example gold for a second one (judge: `judge`"
+            " where that is given)."
+        ),
+    )
     step_credit: Literal["none", "each", "mean", "difference", "min", "log"] = Field(
-        "none", title="Step credit", description="model of objective=prm: its steps are paid one by one, at their last tokens (rl with advantage=gae, reward_to_go, turn_returns or leave_one_out): "
-        "each step its score, or its share of the mean, its difference from the step before, the lowest score at its step and 0 elsewhere, or its log; the value is their sum. none: the "
-        "solution's score at its end. clip bounds every credit; of a cut answer the finished steps are paid, and its end earns no_eos_reward.")
-    ranking: Literal["round_robin", "tournament", "baseline"] = Field("round_robin", description="model, judge that compare: mean win probability against all other answers "
-                                                          "of the prompt (rs.rank), a knock-out (rm.t2t_pair), or the logit of winning against one of them, drawn (rs.rso).")
+        "none",
+        title="Step credit",
+        description=(
+            "model of objective=prm: its steps are paid one by one, at their last tokens (rl with advantage=gae,"
+            " reward_to_go, turn_returns or leave_one_out): each step its score, or its share of the mean, its"
+            " difference from the step before, the lowest score at its step and 0 elsewhere, or its log; the value is"
+            " their sum. none: the solution's score at its end. clip bounds every credit; of a cut answer the finished"
+            " steps are paid, and its end earns no_eos_reward."
+        ),
+    )
+    ranking: Literal["round_robin", "tournament", "baseline"] = Field(
+        "round_robin",
+        description=(
+            "model, judge that compare: mean win probability against all other answers of the prompt (rs.rank), a"
+            " knock-out (rm.t2t_pair), or the logit of winning against one of them, drawn (rs.rso)."
+        ),
+    )
     judge_mode: Literal["score", "reference", "preference", "verdict"] = Field(
-        "score", description="judge: expected score 1..10 as [-1, 1], the same with the reference answer shown, letter probabilities, or written verdicts.")
-    judge_prompt: str = Field("", description="judge: template with {context}, {a}, and {b} or {reference}; {principle} is the text of the principle that the prompt's category names "
-                                              "(input principles); empty: the built-in one of the mode.")
-    endpoint: str = Field("", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`.")
-    endpoint_model: str = Field("", description="judge, remote: name of the model on the server; of a remote one it, not the URL, says what scores: other scores need another name.")
+        "score",
+        description=(
+            "judge: expected score 1..10 as [-1, 1], the same with the reference answer shown, letter probabilities, or"
+            " written verdicts."
+        ),
+    )
+    judge_prompt: str = Field(
+        "",
+        description=(
+            "judge: template with {context}, {a}, and {b} or {reference}; {principle} is the text of the principle that"
+            " the prompt's category names (input principles); empty: the built-in one of the mode."
+        ),
+    )
+    endpoint: str = Field(
+        "", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`."
+    )
+    endpoint_model: str = Field(
+        "",
+        description=(
+            "judge, remote: name of the model on the server; of a remote one it, not the URL, says what scores: other"
+            " scores need another name."
+        ),
+    )
     key_variable: str = Field("", description="judge, remote: environment variable with the server's key.")
-    concurrency: int = Field(8, ge=1, description="judge, remote: requests to the server under way at once.", json_schema_extra={"identity": False})
-    url: str = Field("", title="URL", description="remote: where batches of answers are posted, for example http://HOST:5000/get_reward.", json_schema_extra={"identity": False})
-    batch_size: int = Field(32, ge=1, description="remote: answers in one request (32 is ours).", json_schema_extra={"identity": False})
-    request_form: Literal["openrlhf", "messages"] = Field("openrlhf", description="remote: what is posted: OpenRLHF's query, prompts and labels, texts with the policy's template; or messages, answers and "
-                                                                                  "rows (stages/reward/remote_rewards.py).")
-    score_key: str = Field("rewards", min_length=1, description="remote: name of the list of numbers in the server's answer (OpenRLHF rewards).")
-    judge_tokens: int = Field(2048, ge=1, description="judge, verdict and rubric: tokens of an answer (explanation and verdict, or critique) at most, and what a local "
-                                                      "judge has positions for (MT-Bench 2048).")
-    judge_retries: int = Field(3, ge=0, description="judge, verdict and rubric: times an unreadable answer is asked for again, with what is wrong with it (3 is ours).")
+    concurrency: int = Field(
+        8,
+        ge=1,
+        description="judge, remote: requests to the server under way at once.",
+        json_schema_extra={"identity": False},
+    )
+    url: str = Field(
+        "",
+        title="URL",
+        description="remote: where batches of answers are posted, for example http://HOST:5000/get_reward.",
+        json_schema_extra={"identity": False},
+    )
+    batch_size: int = Field(
+        32, ge=1, description="remote: answers in one request (32 is ours).", json_schema_extra={"identity": False}
+    )
+    request_form: Literal["openrlhf", "messages"] = Field(
+        "openrlhf",
+        description=(
+            "remote: what is posted: OpenRLHF's query, prompts and labels, texts with the policy's template; or"
+            " messages, answers and rows (stages/reward/remote_rewards.py)."
+        ),
+    )
+    score_key: str = Field(
+        "rewards",
+        min_length=1,
+        description="remote: name of the list of numbers in the server's answer (OpenRLHF rewards).",
+    )
+    judge_tokens: int = Field(
+        2048,
+        ge=1,
+        description=(
+            "judge, verdict and rubric: tokens of an answer (explanation and verdict, or critique) at most, and what a"
+            " local judge has positions for (MT-Bench 2048)."
+        ),
+    )
+    judge_retries: int = Field(
+        3,
+        ge=0,
+        description=(
+            "judge, verdict and rubric: times an unreadable answer is asked for again, with what is wrong with it (3 is"
+            " ours)."
+        ),
+    )
     rubric_normalizer: Literal["paper", "weighted", "plain"] = Field(
-        "paper", description="rubric: rho sum(w tau phi)/sum(phi), which unequal weights can push above 1; "
-        "sum(w tau phi)/sum(w phi); or sum(w tau), confidence ignored.")
+        "paper",
+        description=(
+            "rubric: rho sum(w tau phi)/sum(phi), which unequal weights can push above 1; "
+            "sum(w tau phi)/sum(w phi); or sum(w tau), confidence ignored."
+        ),
+    )
     invalid_policy: Literal["drop_sample", "drop_item", "zero_score", "error"] = Field(
-        "drop_sample", description="rubric, an item without a score: the answer gets no reward and is not trained on; its other items decide; the item counts 0; fail.")
-    flag_below: float = Field(0.6, ge=0, le=1, description="rubric: items with a mean confidence below this are flagged for review; rewards do not change (0.6 is ours).")
-    violation_below: float = Field(0.5, gt=0, le=1, description="rubric, evaluate: an answer violates an item (a clause of a specification) whose score is below this (eval.conformance; 0.5 is ours).")
+        "drop_sample",
+        description=(
+            "rubric, an item without a score: the answer gets no reward and is not trained on; its other items decide;"
+            " the item counts 0; fail."
+        ),
+    )
+    flag_below: float = Field(
+        0.6,
+        ge=0,
+        le=1,
+        description=(
+            "rubric: items with a mean confidence below this are flagged for review; rewards do not change (0.6 is"
+            " ours)."
+        ),
+    )
+    violation_below: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description=(
+            "rubric, evaluate: an answer violates an item (a clause of a specification) whose score is below this"
+            " (eval.conformance; 0.5 is ours)."
+        ),
+    )
     rm_squash: Literal["auto", "raw", "sigmoid", "minmax"] = Field(
-        "auto", description="rubric: scores of reward-model items; auto is raw where the item is the category's only one, else sigmoid.")
-    category: str = Field("", description="rubric: category of prompts that have none; an unknown category is always an error.")
-    no_eos_reward: float | None = Field(None, title="Reward without end token", description="model, judge: score of a cut response, which the model never sees; unset: -1, "
-                                        "below the average of calibrated scores (reward.truncation), or 0 where squash=sigmoid makes them probabilities. remote: unset shows it to the "
-                                        "server, with its finish reason or without end token.")
+        "auto",
+        description=(
+            "rubric: scores of reward-model items; auto is raw where the item is the category's only one, else sigmoid."
+        ),
+    )
+    category: str = Field(
+        "", description="rubric: category of prompts that have none; an unknown category is always an error."
+    )
+    no_eos_reward: float | None = Field(
+        None,
+        title="Reward without end token",
+        description=(
+            "model, judge: score of a cut response, which the model never sees; unset: -1, below the average of"
+            " calibrated scores (reward.truncation), or 0 where squash=sigmoid makes them probabilities. remote: unset"
+            " shows it to the server, with its finish reason or without end token."
+        ),
+    )
     empty_reward: float = Field(-1.0, description="model, judge: score of an empty response (rm.score_rules).")
-    clip: float | None = Field(None, gt=0, title="Clip", description="model, remote: scores are clipped to [-clip, clip].")
+    clip: float | None = Field(
+        None, gt=0, title="Clip", description="model, remote: scores are clipped to [-clip, clip]."
+    )
     squash: Literal["none", "sigmoid"] = Field("none", description="model, remote: squash scores to (0, 1).")
-    normalise: Literal["none", "batch"] = Field("none", description="model, remote: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
-                                                "not for evaluation, where runs must stay comparable.")
-    group: str = Field("", description="group_preference: the group whose rows of the input `context` are what is known of its preferences.")
-    votes_of: str = Field("", description="majority: component whose values, 0 or more, are the weights of the votes (squash=sigmoid makes scores "
-                                          "probabilities); empty: one each.")
-    num_demonstrations: int = Field(4, ge=1, description="icdpo: demonstrations shown, of the input `demonstrations` (ours 4).")
-    coarse_demonstrations: int = Field(32, ge=1, description="icdpo: candidates that TF-IDF cosine keeps before the model's own similarity orders them (ours "
-                                                             "32).")
-    demonstration_length: int = Field(1024, ge=8, description="icdpo: tokens of prompt and demonstrations at most; the least similar ones are left out until "
-                                                              "it fits.")
-    preset: Literal["think_answer", "think_only", "answer_mark"] = Field("think_answer", description="format: required structure (reward.format).")
-    prefilled: str = Field("", description="format: text that the chat template already opened, prepended before the check.")
+    normalise: Literal["none", "batch"] = Field(
+        "none",
+        description=(
+            "model, remote: whiten the scores of one batch of responses, before clip and squash (rm.calibrate); "
+            "not for evaluation, where runs must stay comparable."
+        ),
+    )
+    group: str = Field(
+        "",
+        description=(
+            "group_preference: the group whose rows of the input `context` are what is known of its preferences."
+        ),
+    )
+    votes_of: str = Field(
+        "",
+        description=(
+            "majority: component whose values, 0 or more, are the weights of the votes (squash=sigmoid makes scores "
+            "probabilities); empty: one each."
+        ),
+    )
+    num_demonstrations: int = Field(
+        4, ge=1, description="icdpo: demonstrations shown, of the input `demonstrations` (ours 4)."
+    )
+    coarse_demonstrations: int = Field(
+        32,
+        ge=1,
+        description=(
+            "icdpo: candidates that TF-IDF cosine keeps before the model's own similarity orders them (ours 32)."
+        ),
+    )
+    demonstration_length: int = Field(
+        1024,
+        ge=8,
+        description=(
+            "icdpo: tokens of prompt and demonstrations at most; the least similar ones are left out until it fits."
+        ),
+    )
+    preset: Literal["think_answer", "think_only", "answer_mark"] = Field(
+        "think_answer", description="format: required structure (reward.format)."
+    )
+    prefilled: str = Field(
+        "", description="format: text that the chat template already opened, prepended before the check."
+    )
     pattern: str = Field("", description="regex: pattern that must be found; dots match line ends.")
     max_length: int = Field(64, ge=1, description="length: cap L_max in tokens, end token included.")
-    cache_length: int = Field(16, ge=0, description="length: the last L_cache tokens before the cap are punished linearly.")
-    length_alpha: float = Field(3e-4, ge=0, description="length_target: reward per token away from extra_json.target_length (L1 0.0003); length_penalty: cost of "
-                                "a token (0.0003 is ours).")
-    length_delta: float = Field(0.5, description="length_target, length_mode=max: reward of a right answer of exactly the target length (L1 0.5).")
-    length_mode: Literal["exact", "max"] = Field("exact", description="length_target: the target is to be met, or not to be exceeded.")
-    language_unit: Literal["word", "char"] = Field("word", description="language: share of words, an ideograph being one, or of letters.")
-    missing_eos_penalty: float = Field(1.0, ge=0, description="truncation: a response without end token gets minus this, others 0.")
-    mode: Literal["all", "fraction", "threshold"] = Field("all", description="code, constraints: all must pass, their share, or a share above the threshold.")
-    threshold: float = Field(1.0, gt=0, le=1, description="code, constraints: share needed in mode threshold (inclusive).")
-    max_tests: int | None = Field(None, ge=1, description="code: of a prompt with more tests only those with the longest inputs are run, the hardest ones, such as 15; empty = all, as benchmarks do.")
-    milestones: dict[str, float] = Field(default_factory=dict, description="milestones: event (or a regular expression for the whole event) -> reward, paid once per "
-                                                                            "episode; empty: the catalogue of computer use, web.0 to search.2 (MILESTONE).")
-    milestone_normalise: Literal["none", "category_sum"] = Field("none", description="milestones: rewards as written, or divided by the sum of their category, the part "
-                                                                                      "of the name before the first dot.")
-    step_weights: dict[str, float] = Field(default_factory=dict, description="step_weighted: weight of each indicator, summing to 1; empty: nav .1, ui .2, form .2, file .3, goal .2.")
-    step_events: dict[str, str] = Field(default_factory=dict, description="step_weighted: event behind an indicator; empty: nav url_changed, ui ui_match, form fields:done/expected, "
-                                                                          "file file_created, goal goal_verified; an indicator without entry is its own event.")
-    blend: bool = Field(False, description="The weights of the components with blend=true lie in [0, 1] and sum to 1; an absent one is renormalised away, or counts 0 "
-                                           "with on_missing=skip (REWARD-BLEND).")
-    source: str = Field("", description="python: text, or path ending in .py, that defines score(prompt, completion, answer) -> number, bool, None, or dict with `reward` (or `score`) and more "
-                                        "numbers, its metrics. Its parameters may also be, by name: messages, row, completion_ids, finish_reason, columns of the row (TRL), "
-                                        "data_source, solution_str, ground_truth, extra_info (verl).")
-    scope: Literal["row", "group"] = Field("row", description="python: score() is called for one answer, or once for all answers to a prompt, with lists, and returns a list (TRL).")
-    files: dict[str, str] = Field(default_factory=dict, description="python: files and folders that score() may read, beside Python's own; write a list of paths. Kept with the digests of "
-                                                                    "what they hold, so that other contents are another stage.")
-    timeout_s: float = Field(5.0, gt=0, le=600, description="code, python, regex, symbolic: wall seconds per row, group or test; a hang costs no more. remote: of a request, 60 unless given. A test with a timeout_s of its own gets that.")
+    cache_length: int = Field(
+        16, ge=0, description="length: the last L_cache tokens before the cap are punished linearly."
+    )
+    length_alpha: float = Field(
+        3e-4,
+        ge=0,
+        description=(
+            "length_target: reward per token away from extra_json.target_length (L1 0.0003); length_penalty: cost of "
+            "a token (0.0003 is ours)."
+        ),
+    )
+    length_delta: float = Field(
+        0.5,
+        description="length_target, length_mode=max: reward of a right answer of exactly the target length (L1 0.5).",
+    )
+    length_mode: Literal["exact", "max"] = Field(
+        "exact", description="length_target: the target is to be met, or not to be exceeded."
+    )
+    language_unit: Literal["word", "char"] = Field(
+        "word", description="language: share of words, an ideograph being one, or of letters."
+    )
+    missing_eos_penalty: float = Field(
+        1.0, ge=0, description="truncation: a response without end token gets minus this, others 0."
+    )
+    mode: Literal["all", "fraction", "threshold"] = Field(
+        "all", description="code, constraints: all must pass, their share, or a share above the threshold."
+    )
+    threshold: float = Field(
+        1.0, gt=0, le=1, description="code, constraints: share needed in mode threshold (inclusive)."
+    )
+    max_tests: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "code: of a prompt with more tests only those with the longest inputs are run, the hardest ones, such as"
+            " 15; empty = all, as benchmarks do."
+        ),
+    )
+    milestones: dict[str, float] = Field(
+        default_factory=dict,
+        description=(
+            "milestones: event (or a regular expression for the whole event) -> reward, paid once per "
+            "episode; empty: the catalogue of computer use, web.0 to search.2 (MILESTONE)."
+        ),
+    )
+    milestone_normalise: Literal["none", "category_sum"] = Field(
+        "none",
+        description=(
+            "milestones: rewards as written, or divided by the sum of their category, the part "
+            "of the name before the first dot."
+        ),
+    )
+    step_weights: dict[str, float] = Field(
+        default_factory=dict,
+        description=(
+            "step_weighted: weight of each indicator, summing to 1; empty: nav .1, ui .2, form .2, file .3, goal .2."
+        ),
+    )
+    step_events: dict[str, str] = Field(
+        default_factory=dict,
+        description=(
+            "step_weighted: event behind an indicator; empty: nav url_changed, ui ui_match, form fields:done/expected, "
+            "file file_created, goal goal_verified; an indicator without entry is its own event."
+        ),
+    )
+    blend: bool = Field(
+        False,
+        description=(
+            "The weights of the components with blend=true lie in [0, 1] and sum to 1; an absent one is renormalised"
+            " away, or counts 0 with on_missing=skip (REWARD-BLEND)."
+        ),
+    )
+    source: str = Field(
+        "",
+        description=(
+            "python: text, or path ending in .py, that defines score(prompt, completion, answer) -> number, bool, None,"
+            " or dict with `reward` (or `score`) and more numbers, its metrics. Its parameters may also be, by name:"
+            " messages, row, completion_ids, finish_reason, columns of the row (TRL), data_source, solution_str,"
+            " ground_truth, extra_info (verl)."
+        ),
+    )
+    scope: Literal["row", "group"] = Field(
+        "row",
+        description=(
+            "python: score() is called for one answer, or once for all answers to a prompt, with lists, and returns a"
+            " list (TRL)."
+        ),
+    )
+    files: dict[str, str] = Field(
+        default_factory=dict,
+        description=(
+            "python: files and folders that score() may read, beside Python's own; write a list of paths. Kept with the"
+            " digests of what they hold, so that other contents are another stage."
+        ),
+    )
+    timeout_s: float = Field(
+        5.0,
+        gt=0,
+        le=600,
+        description=(
+            "code, python, regex, symbolic: wall seconds per row, group or test; a hang costs no more. remote: of a"
+            " request, 60 unless given. A test with a timeout_s of its own gets that."
+        ),
+    )
     memory_mib: int = Field(1024, ge=128, description="code, python, regex, symbolic: memory of a worker.")
 
     @model_validator(mode="before")
@@ -190,88 +584,178 @@ class RewardComponent(StageConfig):
         if isinstance(values, dict) and "name" not in values and "kind" in values:
             values = {**values, "name": values["kind"]}
         if isinstance(values, dict):
-            values = ({"timeout_s": 60.0} if values.get("kind") == "remote" else {}) | ({"weight": 0.1} if values.get("kind") in ("format", "language") else {}) | ({"view": "answer_only"} if values.get("kind") in VERIFYING else {}) | ({"weight": 0.0} if values.get("at_least") is not None else {}) | values
+            values = (
+                ({"timeout_s": 60.0} if values.get("kind") == "remote" else {})
+                | ({"weight": 0.1} if values.get("kind") in ("format", "language") else {})
+                | ({"view": "answer_only"} if values.get("kind") in VERIFYING else {})
+                | ({"weight": 0.0} if values.get("at_least") is not None else {})
+                | values
+            )
         if isinstance(values, dict) and str(values.get("source", "")).endswith(".py") and "\n" not in values["source"]:
             try:  # the text itself becomes the setting: another function is another stage
                 values = {**values, "source": Path(values["source"]).read_text("utf-8")}
             except OSError as error:
-                raise ValueError(f"source {values['source']!r} cannot be read ({error.strerror}); write the path of a Python file, or its text") from None
+                raise ValueError(
+                    f"source {values['source']!r} cannot be read ({error.strerror}); write the path of a Python file,"
+                    " or its text"
+                ) from None
         if isinstance(values, dict) and isinstance(values.get("files"), (list, str)):
-            values = {**values, "files": digests_of([values["files"]] if isinstance(values["files"], str) else values["files"])}
+            values = {
+                **values,
+                "files": digests_of([values["files"]] if isinstance(values["files"], str) else values["files"]),
+            }
         return values
 
     @model_validator(mode="after")
     def _check(self):
         if self.kind == "length" and self.cache_length > self.max_length:
-            raise ValueError(f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a smaller cache_length")
+            raise ValueError(
+                f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a"
+                " smaller cache_length"
+            )
         if self.kind in ("judge", "rubric", "debate") and self.endpoint and not self.endpoint_model:
-            raise ValueError(f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server")
+            raise ValueError(
+                f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server"
+            )
         if self.ranking != "round_robin" and self.kind == "judge" and self.judge_mode != "preference":
-            raise ValueError(f"reward {self.name!r}: ranking={self.ranking} is made of probabilities of winning, which judge_mode={self.judge_mode} does not give; write judge_mode=preference, or "
-                             "leave ranking out")
+            raise ValueError(
+                f"reward {self.name!r}: ranking={self.ranking} is made of probabilities of winning, which"
+                f" judge_mode={self.judge_mode} does not give; write judge_mode=preference, or leave ranking out"
+            )
         if self.judge_prompt:
             try:
                 filled = self.judge_prompt.format(context="c", a="a", b="b", reference="r", principle="p")
             except (KeyError, IndexError, ValueError) as error:
-                raise ValueError(f"reward {self.name!r}: judge_prompt cannot be filled ({error!r}); its fields are {{context}}, {{a}}, {{b}}, {{reference}} and "
-                                 "{{principle}}, and other braces are doubled") from None
+                raise ValueError(
+                    f"reward {self.name!r}: judge_prompt cannot be filled ({error!r}); its fields are {{context}},"
+                    " {a}, {b}, {reference} and {{principle}}, and other braces are doubled"
+                ) from None
             if filled == self.judge_prompt.replace("{{", "{").replace("}}", "}"):
-                raise ValueError(f"reward {self.name!r}: judge_prompt shows the judge nothing; write at least {{a}} in it")
+                raise ValueError(
+                    f"reward {self.name!r}: judge_prompt shows the judge nothing; write at least {{a}} in it"
+                )
         if self.domains and (self.tier or self.kind in READ_OTHERS):
-            raise ValueError(f"reward {self.name!r}: domains is not for {f'tier={self.tier}' if self.tier else f'kind {self.kind}'}, which reads what other components said of every "
-                             "prompt; leave one of them out")
+            raise ValueError(
+                f"reward {self.name!r}: domains is not for {f'tier={self.tier}' if self.tier else f'kind {self.kind}'},"
+                " which reads what other components said of every prompt; leave one of them out"
+            )
         if self.kind == "majority" and self.tier:
-            raise ValueError(f"reward {self.name!r}: tier is not for kind majority, which compares all answers to a prompt after the other components have said theirs; leave tier out")
+            raise ValueError(
+                f"reward {self.name!r}: tier is not for kind majority, which compares all answers to a prompt after the"
+                " other components have said theirs; leave tier out"
+            )
         if self.kind == "group_preference" and not self.group:
-            raise ValueError(f"reward {self.name!r}: kind group_preference needs group=NAME, a group of the input `context`")
+            raise ValueError(
+                f"reward {self.name!r}: kind group_preference needs group=NAME, a group of the input `context`"
+            )
         if self.kind == "regex" and not self.pattern:
-            raise ValueError(f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains")
-        if self.kind == "python" and not re.search(r"\bdef (?:compute_)?score\b|^(?:compute_)?score *=", self.source, re.MULTILINE):
+            raise ValueError(
+                f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains"
+            )
+        if self.kind == "python" and not re.search(
+            r"\bdef (?:compute_)?score\b|^(?:compute_)?score *=", self.source, re.MULTILINE
+        ):
             named = re.findall(r"^(?:async +)?def +(\w+)", self.source, re.MULTILINE)
-            raise ValueError(f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)" + (
-                f"; this one defines {', '.join(named[:5])}. Call the function score; one of TRL's, of the lists completions and **kwargs, needs scope: group besides" if named else
-                "; write the path of a file that ends in .py and defines one"))
+            raise ValueError(
+                f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)"
+                + (
+                    f"; this one defines {', '.join(named[:5])}. Call the function score; one of TRL's, of the lists"
+                    " completions and **kwargs, needs scope: group besides"
+                    if named
+                    else "; write the path of a file that ends in .py and defines one"
+                )
+            )
         if self.kind == "python":
             try:
                 compile(self.source, "<source>", "exec")
             except (SyntaxError, ValueError) as error:
-                raise ValueError(f"reward {self.name!r}: source is no Python: {getattr(error, 'msg', error)}, line {getattr(error, 'lineno', '?')}: {str(getattr(error, 'text', '') or '').strip()!r}; mend it") from None
+                raise ValueError(
+                    f"reward {self.name!r}: source is no Python: {getattr(error, 'msg', error)}, line"
+                    f" {getattr(error, 'lineno', '?')}: {str(getattr(error, 'text', '') or '').strip()!r}; mend it"
+                ) from None
         if self.kind == "remote":
             if not re.match(r"https?://[^/\s]", self.url):
-                raise ValueError(f"reward {self.name!r}: kind remote needs the address that answers are posted to; write url=http://HOST:PORT/PATH, not {self.url!r}")
+                raise ValueError(
+                    f"reward {self.name!r}: kind remote needs the address that answers are posted to; write"
+                    f" url=http://HOST:PORT/PATH, not {self.url!r}"
+                )
             if not self.endpoint_model:
-                raise ValueError(f"reward {self.name!r}: kind remote needs endpoint_model, a name for what scores behind the URL; the name is part of what a result is known by, the URL is not")
+                raise ValueError(
+                    f"reward {self.name!r}: kind remote needs endpoint_model, a name for what scores behind the URL;"
+                    " the name is part of what a result is known by, the URL is not"
+                )
             if self.endpoint or self.empty_reward != type(self).model_fields["empty_reward"].default:
-                raise ValueError(f"reward {self.name!r}: kind remote reads no {'endpoint, write url' if self.endpoint else 'empty_reward, the server is shown empty answers too'}; leave it out")
+                raise ValueError(
+                    f"reward {self.name!r}: kind remote reads no"
+                    f" {'endpoint, write url' if self.endpoint else 'empty_reward, the server is shown empty answers too'};"
+                    " leave it out"
+                )
         for name, kinds in OF_KINDS.items():
-            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"reward {self.name!r}: {name} is for kind {' or '.join(kinds)}; {self.kind} does not read it, leave it out")
+            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].get_default(
+                call_default_factory=True
+            ):
+                raise ValueError(
+                    f"reward {self.name!r}: {name} is for kind {' or '.join(kinds)}; {self.kind} does not read it,"
+                    " leave it out"
+                )
         if self.tier != "learned" and self.min_confidence != type(self).model_fields["min_confidence"].default:
-            raise ValueError(f"reward {self.name!r}: min_confidence says when the model of a cascade decides; write tier: learned (with others of tier rule and judge), or leave it out")
+            raise ValueError(
+                f"reward {self.name!r}: min_confidence says when the model of a cascade decides; write tier: learned"
+                " (with others of tier rule and judge), or leave it out"
+            )
         if self.step_credit != "none":
-            for name, plain in (("view", "full"), ("squash", "none"), ("normalise", "none"), ("tier", ""), ("ranking", "round_robin")):
+            for name, plain in (
+                ("view", "full"),
+                ("squash", "none"),
+                ("normalise", "none"),
+                ("tier", ""),
+                ("ranking", "round_robin"),
+            ):
                 if getattr(self, name) != plain:
-                    raise ValueError(f"reward {self.name!r}: step_credit={self.step_credit} pays the steps of the whole text by the model's probabilities, which {name}={getattr(self, name)} does not "
-                                     f"go with; leave {name} out, or write step_credit=none")
+                    raise ValueError(
+                        f"reward {self.name!r}: step_credit={self.step_credit} pays the steps of the whole text by the"
+                        f" model's probabilities, which {name}={getattr(self, name)} does not go with; leave {name}"
+                        " out, or write step_credit=none"
+                    )
         if self.at_least is None and self.multiplier_step != type(self).model_fields["multiplier_step"].default:
-            raise ValueError(f"reward {self.name!r}: multiplier_step moves the multiplier of a constraint; write at_least=NUMBER, or leave it out")
+            raise ValueError(
+                f"reward {self.name!r}: multiplier_step moves the multiplier of a constraint; write at_least=NUMBER, or"
+                " leave it out"
+            )
         if self.at_least is not None:
-            refused = {f"weight={self.weight:g} is where its multiplier starts, which is never below 0; write weight: 0": self.weight < 0,
-                       f"tier={self.tier} counts for some answers only; leave tier out": bool(self.tier), "blend=true fixes its weight; leave blend out": self.blend,
-                       f"from_step={self.from_step} would let the multiplier grow before it counts; leave from_step out": self.from_step > 0,
-                       "normalise=batch makes its mean 0 in every batch; leave normalise out": self.normalise != "none"}
+            refused = {
+                f"weight={self.weight:g} is where its multiplier starts, which is never below 0; write weight: 0": (
+                    self.weight < 0
+                ),
+                f"tier={self.tier} counts for some answers only; leave tier out": bool(self.tier),
+                "blend=true fixes its weight; leave blend out": self.blend,
+                f"from_step={self.from_step} would let the multiplier grow before it counts; leave from_step out": (
+                    self.from_step > 0
+                ),
+                "normalise=batch makes its mean 0 in every batch; leave normalise out": self.normalise != "none",
+            }
             for text in (text for text, on in refused.items() if on):
-                raise ValueError(f"reward {self.name!r}: at_least={self.at_least:g} holds its mean by a multiplier, and {text}")
+                raise ValueError(
+                    f"reward {self.name!r}: at_least={self.at_least:g} holds its mean by a multiplier, and {text}"
+                )
         if self.symbolic and self.verifier not in ("auto", "math"):
-            raise ValueError(f"reward {self.name!r}: symbolic is for the verifier math; verifier={self.verifier} compares no formulas, write verifier=math (or auto), or leave symbolic out")
+            raise ValueError(
+                f"reward {self.name!r}: symbolic is for the verifier math; verifier={self.verifier} compares no"
+                " formulas, write verifier=math (or auto), or leave symbolic out"
+            )
         if self.scope == "group" and self.tier not in ("", "rule"):
-            raise ValueError(f"reward {self.name!r}: scope=group sees all answers to a prompt, and tier={self.tier} only those that an earlier tier left; write scope=row, or tier=rule")
+            raise ValueError(
+                f"reward {self.name!r}: scope=group sees all answers to a prompt, and tier={self.tier} only those that"
+                " an earlier tier left; write scope=row, or tier=rule"
+            )
         for name in self.milestones:
             try:
                 re.compile(name)
             except re.error as error:
-                raise ValueError(f"reward {self.name!r}: milestone {name!r} is no regular expression ({error}); write {re.escape(name)!r} for an event of "
-                                 "that name") from None
+                raise ValueError(
+                    f"reward {self.name!r}: milestone {name!r} is no regular expression ({error}); write"
+                    f" {re.escape(name)!r} for an event of that name"
+                ) from None
         if self.step_weights:
             from stages.acting.agent_rewards import check_step_weights
 
@@ -286,7 +770,9 @@ class RewardComponent(StageConfig):
 
     @property
     def counts(self) -> bool:
-        """Whether its value may enter the total; one of weight 0 is only watched, unless its weight is a multiplier (``at_least``)."""
+        """Whether its value may enter the total; one of weight 0 is only watched, unless its weight is a multiplier
+        (``at_least``).
+        """
         return bool(self.weight) or self.at_least is not None
 
     @property
@@ -302,7 +788,10 @@ class RewardComponent(StageConfig):
 
 def _fixed(component: RewardComponent) -> RewardComponent:
     if component.at_least is not None:
-        raise ValueError(f"reward {component.name!r}: at_least moves a multiplier from batch to batch of training, which the stage rl has alone; write a weight instead")
+        raise ValueError(
+            f"reward {component.name!r}: at_least moves a multiplier from batch to batch of training, which the stage"
+            " rl has alone; write a weight instead"
+        )
     return component
 
 
@@ -320,5 +809,8 @@ def digests_of(paths: list) -> dict[str, str]:
         try:
             found[str(place)] = tree_digest(place) if place.is_dir() else sha256_file(place)
         except OSError as error:
-            raise ValueError(f"files: {str(path)!r} cannot be read ({error.strerror}); write paths of files or folders that are there") from None
+            raise ValueError(
+                f"files: {str(path)!r} cannot be read ({error.strerror}); write paths of files or folders that are"
+                " there"
+            ) from None
     return found

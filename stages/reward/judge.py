@@ -5,8 +5,8 @@
 ``preference``   the probability of the letters A and B, both orders averaged: mean win probability among the answers of a prompt
 ``verdict``      a short explanation ending in [[A]], [[B]] or [[C]], in both orders, temperature 0
 
-The judge is a local causal LM, or any server with the OpenAI chat interface. What cannot be parsed is unscorable after the
-retries, never guessed, never a tie.
+The judge is a local causal LM, or any server with the OpenAI chat interface. What cannot be parsed is unscorable after
+the retries, never guessed, never a tie.
 """
 
 from __future__ import annotations
@@ -27,24 +27,41 @@ from stages.verification.verifiers import view
 
 MODES = ("score", "reference", "preference", "verdict")
 SCORES = tuple(str(i) for i in range(1, 11))
-IMPARTIAL = ("Act as an impartial judge. Consider helpfulness, relevance, accuracy, depth, creativity and level of detail. The order in which answers are "
-             "shown, their length and their authors' names must not influence you.")
+IMPARTIAL = (
+    "Act as an impartial judge. Consider helpfulness, relevance, accuracy, depth, creativity and level of detail. The"
+    " order in which answers are shown, their length and their authors' names must not influence you."
+)
 QUESTION = IMPARTIAL + "\n\n[Question]\n{context}\n[End of question]"
 ONE = "\n\n[Answer]\n{a}\n[End of answer]"
 TWO = "\n\n[Answer A]\n{a}\n[End of answer A]\n\n[Answer B]\n{b}\n[End of answer B]"
 PROMPTS = {
     "score": QUESTION + ONE + "\n\nRate the answer with one whole number from 1 to 10. Rating:",
-    "reference": QUESTION + "\n\n[Reference answer]\n{reference}\n[End of reference answer]" + ONE + "\n\nRate how well the answer agrees with the "
-                 "reference answer, with one whole number from 1 to 10. Rating:",
+    "reference": (
+        QUESTION
+        + "\n\n[Reference answer]\n{reference}\n[End of reference answer]"
+        + ONE
+        + "\n\nRate how well the answer agrees with the reference answer, with one whole number from 1 to 10. Rating:"
+    ),
     "preference": QUESTION + TWO + "\n\nWhich answer is better? Reply with the letter A or B only.",
-    "verdict": QUESTION + TWO + "\n\nCompare the two answers in a short explanation, then give your verdict "
-               "strictly as [[A]] if A is better, [[B]] if B is better, or [[C]] for a tie.",
+    "verdict": (
+        QUESTION + TWO + "\n\nCompare the two answers in a short explanation, then give your verdict "
+        "strictly as [[A]] if A is better, [[B]] if B is better, or [[C]] for a tie."
+    ),
 }
-#: For a component with ``judge_prompt``: how well one answer keeps to the specification of its kind of request (``synth.deliberative``).
-BY_SPECIFICATION = ("You check whether an answer keeps to a specification.\n\n[Specification]\n{principle}\n[End of specification]\n\n[Question]\n{context}\n[End of question]" + ONE
-                    + "\n\nRate with one whole number from 1 to 10 how well the answer keeps to the specification: 1 breaks it, 10 keeps to all of it and helps as far as it allows. Rating:")
+#: For a component with ``judge_prompt``: how well one answer keeps to the specification of its kind of request
+#: (``synth.deliberative``).
+BY_SPECIFICATION = (
+    "You check whether an answer keeps to a specification.\n\n[Specification]\n{principle}\n[End of"
+    " specification]\n\n[Question]\n{context}\n[End of question]"
+    + ONE
+    + "\n\nRate with one whole number from 1 to 10 how well the answer keeps to the specification: 1 breaks it, 10"
+    " keeps to all of it and helps as far as it allows. Rating:"
+)
 _GAP = r"[\s\u200b-\u200d\u2060\ufeff]"  # white space, seen or not
-_MARK = re.compile(rf"\[{_GAP}*((?:end{_GAP}+of{_GAP}+)?(?:specification|question|reasoning|critique|(?:reference{_GAP}+)?answer(?:{_GAP}+(?:[a-z]|\d+))?)){_GAP}*\]", re.IGNORECASE)
+_MARK = re.compile(
+    rf"\[{_GAP}*((?:end{_GAP}+of{_GAP}+)?(?:specification|question|reasoning|critique|(?:reference{_GAP}+)?answer(?:{_GAP}+(?:[a-z]|\d+))?)){_GAP}*\]",
+    re.IGNORECASE,
+)
 _VERDICT = re.compile(r"\[\[([ABC])\]\]")
 _FIVE_WAY = re.compile(r"\[\[(A>>B|A>B|A=B|B>A|B>>A)\]\]")
 
@@ -53,7 +70,8 @@ class JudgeError(RuntimeError):
     """The judge cannot be asked; the text says what to change."""
 
 
-# -- reading what a judge says ----------------------------------------------------------------------------------------------
+# -- reading what a judge says -----------------------------------------------------------------------------------------
+
 
 def spoken(text: str) -> str:
     """What a judge says behind its thought: what it weighs in there, or in a thought that is cut, is no verdict."""
@@ -61,25 +79,29 @@ def spoken(text: str) -> str:
 
 
 def parse_verdict(text: str) -> str | None:
-    """"A", "B" or "tie" when the text holds exactly one distinct marker, else None (``rm.judge``)."""
+    """ "A", "B" or "tie" when the text holds exactly one distinct marker, else None (``rm.judge``)."""
     found = set(_VERDICT.findall(spoken(text)))
     return {"A": "A", "B": "B", "C": "tie"}[found.pop()] if len(found) == 1 else None
 
 
 def parse_five_way(text: str) -> str | None:
-    """One of A>>B, A>B, A=B, B>A, B>>A when the text holds exactly one distinct marker, else None (``eval.arena_hard``)."""
+    """One of A>>B, A>B, A=B, B>A, B>>A when the text holds exactly one distinct marker, else None
+    (``eval.arena_hard``).
+    """
     found = set(_FIVE_WAY.findall(spoken(text)))
     return found.pop() if len(found) == 1 else None
 
 
 def quoted(text: str) -> str:
-    """Text that is shown to a judge: a mark of a request in it, such as ``[Answer B]``, ``[End of answer 2]`` or ``[Reasoning]``, however it is spaced, gets round brackets, so that none can
-    open or close a part."""
+    """Text that is shown to a judge: a mark of a request in it, such as ``[Answer B]``, ``[End of answer 2]`` or
+    ``[Reasoning]``, however it is spaced, gets round brackets, so that none can open or close a part."""
     return _MARK.sub(r"(\1)", text)
 
 
 def parse_rating(text: str, low: float = 1.0, high: float = 10.0) -> float | None:
-    """The number in [[..]], else in [..]; None when there is none in the range, or two different ones (``synth.judge``)."""
+    """The number in [[..]], else in [..]; None when there is none in the range, or two different ones
+    (``synth.judge``).
+    """
     for pattern in (r"\[\[(-?\d+(?:\.\d+)?)\]\]", r"\[(-?\d+(?:\.\d+)?)\]"):
         found = set(map(float, re.findall(pattern, spoken(text))))
         if found:
@@ -88,14 +110,18 @@ def parse_rating(text: str, low: float = 1.0, high: float = 10.0) -> float | Non
 
 
 def two_orders(first: str | None, second: str | None) -> float | None:
-    """Score of the response shown first in ``first``; ``second`` shows it second. The mean of both orders; None when one is unparsed."""
+    """Score of the response shown first in ``first``; ``second`` shows it second. The mean of both orders; None when
+    one is unparsed.
+    """
     if first is None or second is None:
         return None
     return (OUTCOME[first] + 1.0 - OUTCOME[second]) / 2
 
 
 def expected_score(logps: Sequence[float]) -> tuple[float, float]:
-    """(E[s], the same rescaled to [-1, 1]) over the words 1..10, probabilities renormalised over them (``rm.judge``, d-RLAIF)."""
+    """(E[s], the same rescaled to [-1, 1]) over the words 1..10, probabilities renormalised over them (``rm.judge``,
+    d-RLAIF).
+    """
     z = np.asarray(logps, float)
     p = np.exp(z - z.max())
     e = float((p / p.sum()) @ np.arange(1, len(p) + 1))
@@ -103,11 +129,14 @@ def expected_score(logps: Sequence[float]) -> tuple[float, float]:
 
 
 def without_longer(logps, words: Sequence[Sequence]) -> np.ndarray:
-    """Log-probabilities ``[texts, words]`` that the answer is each word, from those that it begins with the word's tokens: what begins a longer word
-    ("1" of "10", for a tokenizer that splits numbers into digits) is not counted for the shorter one too."""
+    """Log-probabilities ``[texts, words]`` that the answer is each word, from those that it begins with the word's
+    tokens: what begins a longer word ("1" of "10", for a tokenizer that splits numbers into digits) is not counted for
+    the shorter one too."""
     p, out = np.exp(np.asarray(logps, float)), np.array(logps, float)
     for i, word in enumerate(words):
-        longer = [j for j, other in enumerate(words) if len(other) > len(word) and list(other[: len(word)]) == list(word)]
+        longer = [
+            j for j, other in enumerate(words) if len(other) > len(word) and list(other[: len(word)]) == list(word)
+        ]
         if longer:
             with np.errstate(divide="ignore"):
                 out[:, i] = np.log(np.maximum(p[:, i] - p[:, longer].sum(1), 0.0))
@@ -115,19 +144,24 @@ def without_longer(logps, words: Sequence[Sequence]) -> np.ndarray:
 
 
 def soft_label(logp_a: float, logp_b: float, clamp: tuple[float, float] | None = None) -> float:
-    """P(A) from the log-probs of the two letters, nothing else; ``clamp`` is Constitutional AI's with chain of thought (``rm.soft_label``). Raises ValueError where they say nothing:
-    one is NaN, or both are -inf."""
+    """P(A) from the log-probs of the two letters, nothing else; ``clamp`` is Constitutional AI's with chain of thought
+    (``rm.soft_label``). Raises ValueError where they say nothing: one is NaN, or both are -inf."""
     if math.isnan(logp_b - logp_a):
-        raise ValueError(f"log-probabilities {logp_a} and {logp_b} give no probability of A; leave the request out as unscorable")
+        raise ValueError(
+            f"log-probabilities {logp_a} and {logp_b} give no probability of A; leave the request out as unscorable"
+        )
     p = 1.0 / (1.0 + math.exp(min(700.0, logp_b - logp_a)))
     return p if clamp is None else min(max(p, clamp[0]), clamp[1])
 
 
-# -- who is asked -----------------------------------------------------------------------------------------------------------
+# -- who is asked ------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Reply:
-    """What a judge said to one request: a text, or the log-probability of each word that it could answer with; tokens read and written; or why there is neither."""
+    """What a judge said to one request: a text, or the log-probability of each word that it could answer with; tokens
+    read and written; or why there is neither.
+    """
 
     text: str = ""
     logps: tuple[float, ...] = ()
@@ -140,7 +174,9 @@ TOO_LONG = "the request is longer than the judge can read"
 
 
 class LocalJudge(LabelScorer):
-    """A causal LM in this process. A request that exceeds its positions gets no answer: cutting it would change the question."""
+    """A causal LM in this process. A request that exceeds its positions gets no answer: cutting it would change the
+    question.
+    """
 
     def load(self) -> None:
         from transformers import AutoConfig
@@ -150,27 +186,42 @@ class LocalJudge(LabelScorer):
         made = AutoConfig.from_pretrained(self.path).architectures or []
         if made and not any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in made):
             # transformers would load it with a random head over the vocabulary
-            raise ModelError(f"{self.path} is a {made[0]}, which writes nothing, so it cannot judge; give a language model (judge=MODEL_REF), or an endpoint.")
+            raise ModelError(
+                f"{self.path} is a {made[0]}, which writes nothing, so it cannot judge; give a language model"
+                " (judge=MODEL_REF), or an endpoint."
+            )
         super().load()
         self._sampler = None
 
     def word_table(self, texts: Sequence[str], words: Sequence[str]) -> np.ndarray:
-        """Log-probability of every word as the answer to every request ``[texts, words]``; more may follow, but no other of the words."""
+        """Log-probability of every word as the answer to every request ``[texts, words]``; more may follow, but no
+        other of the words.
+        """
         ids = [self.reader.instruction(t) for t in texts]
         table = np.full((len(texts), len(words)), math.nan)
         fits = [i for i, row in enumerate(ids) if len(row) + 8 <= self.reader.room]
         usage.count(local_judge_calls=len(fits))
         if fits:
-            table[fits] = without_longer(self.word_logps([ids[i] for i in fits], words), [self.reader.plain(word) for word in words])
+            table[fits] = without_longer(
+                self.word_logps([ids[i] for i in fits], words), [self.reader.plain(word) for word in words]
+            )
         return table
 
     def chosen(self, texts: Sequence[str], words: Sequence[str]) -> list[Reply]:
         """As :meth:`word_table`, with what it cost."""
-        return [Reply(logps=tuple(row), tokens_in=len(self.reader.instruction(text))) if np.isfinite(row).any() and not np.isnan(row).any() else Reply(error=TOO_LONG)
-                for text, row in zip(texts, self.word_table(texts, words).tolist())]
+        return [
+            (
+                Reply(logps=tuple(row), tokens_in=len(self.reader.instruction(text)))
+                if np.isfinite(row).any() and not np.isnan(row).any()
+                else Reply(error=TOO_LONG)
+            )
+            for text, row in zip(texts, self.word_table(texts, words).tolist())
+        ]
 
     def answers(self, texts: Sequence[str], max_tokens: int, attempt: int) -> list[str]:
-        """One answer per request, of ``max_tokens`` or what there are positions for: greedy at attempt 0, temperature 0.7 in later ones."""
+        """One answer per request, of ``max_tokens`` or what there are positions for: greedy at attempt 0, temperature
+        0.7 in later ones.
+        """
         return [reply.text for reply in self.replies(texts, max_tokens, attempt)]
 
     def replies(self, texts: Sequence[str], max_tokens: int, attempt: int = 0) -> list[Reply]:
@@ -180,25 +231,41 @@ class LocalJudge(LabelScorer):
         from stages.generation import sample_with_room
 
         self._sampler = self._sampler or Sampler(self.model, self.reader.tokenizer)
-        params = SamplingParams(temperature=0.7 if attempt else 0.0, max_new_tokens=max_tokens, stop_ids=frozenset(self.reader.renderer.stop_ids))
+        params = SamplingParams(
+            temperature=0.7 if attempt else 0.0,
+            max_new_tokens=max_tokens,
+            stop_ids=frozenset(self.reader.renderer.stop_ids),
+        )
         ids = [self.reader.instruction(t) for t in texts]
         rooms = [min(max_tokens, self.reader.room - len(row)) for row in ids]
         fits = [i for i, room in enumerate(rooms) if room >= min(max_tokens, SHORTEST_ANSWER)]
         usage.count(local_judge_calls=len(fits))
         said = [Reply(error=TOO_LONG)] * len(texts)
-        for i, group in zip(fits, sample_with_room(self._sampler, [ids[i] for i in fits], params, [[attempt] for _ in fits], [rooms[i] for i in fits]) if fits else []):
+        for i, group in zip(
+            fits,
+            (
+                sample_with_room(
+                    self._sampler, [ids[i] for i in fits], params, [[attempt] for _ in fits], [rooms[i] for i in fits]
+                )
+                if fits
+                else []
+            ),
+        ):
             said[i] = Reply(group[0].text, tokens_in=len(ids[i]), tokens_out=len(group[0].ids))
         return said
 
 
 class ServerJudge:
-    """The model of a server with the OpenAI chat interface (:class:`stages.running.http_json.ChatServer`, with its arguments).
+    """The model of a server with the OpenAI chat interface (:class:`stages.running.http_json.ChatServer`, with its
+    arguments).
 
-    A request that the server refuses has no answer; JudgeError is raised where it answers nobody: it is away, overloaded for long, or does not know the key
-    or the model.
+    A request that the server refuses has no answer; JudgeError is raised where it answers nobody: it is away,
+    overloaded for long, or does not know the key or the model.
     """
 
-    def __init__(self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0, concurrency: int = 8):
+    def __init__(
+        self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0, concurrency: int = 8
+    ):
         self.server = ChatServer(endpoint, model, key_variable, timeout_s, concurrency)
         self.one_token: dict[str, bool] = {}
         self.refusal = ""  # why the last request that it refused was refused
@@ -208,35 +275,61 @@ class ServerJudge:
             choice = self.server.ask([{"role": "user", "content": text}], **more)
         except ServerError as error:
             self.refusal = str(error) if error.refusal else self.refusal
-            raise JudgeError(f"The judge at {self.server.endpoint} did not answer as a chat server does ({type(error).__name__}: {error}). Check endpoint and model, "
-                             "or use a local model (input=...).") from error
-        usage.count(judge_calls=1, judge_tokens_in=choice["usage"].get("prompt_tokens") or 0, judge_tokens_out=choice["usage"].get("completion_tokens") or 0)
+            raise JudgeError(
+                f"The judge at {self.server.endpoint} did not answer as a chat server does ({type(error).__name__}:"
+                f" {error}). Check endpoint and model, or use a local model (input=...)."
+            ) from error
+        usage.count(
+            judge_calls=1,
+            judge_tokens_in=choice["usage"].get("prompt_tokens") or 0,
+            judge_tokens_out=choice["usage"].get("completion_tokens") or 0,
+        )
         return choice
 
     def _likely(self, text: str, tokens: int, choice: dict | None = None) -> tuple[list[dict], str, bool]:
-        """({token: log-probability} of the 20 most likely tokens at each position of an answer, the first token written, whether the answer ended by itself)."""
+        """({token: log-probability} of the 20 most likely tokens at each position of an answer, the first token
+        written, whether the answer ended by itself).
+        """
         choice = choice or self._ask(text, max_tokens=tokens, temperature=0, logprobs=True, top_logprobs=20)
         content = (choice.get("logprobs") or {}).get("content") or []
-        if not content and choice.get("finish_reason") == "content_filter":  # this request's answer was withheld, which says nothing about the server
+        # this request's answer was withheld, which says nothing about the server
+        if not content and choice.get("finish_reason") == "content_filter":
             self.refusal = "the server's content filter withheld the answer"
             raise JudgeError(self.refusal) from ServerError(self.refusal, 200)
         if not content:
-            raise JudgeError(f"The judge at {self.server.endpoint} gives no token probabilities; use judge_mode=verdict, which reads its text.")
-        return [{e["token"]: e["logprob"] for e in position.get("top_logprobs") or []} for position in content], content[0]["token"].strip(), choice.get("finish_reason") == "stop"
+            raise JudgeError(
+                f"The judge at {self.server.endpoint} gives no token probabilities; use judge_mode=verdict, which reads"
+                " its text."
+            )
+        return (
+            [{e["token"]: e["logprob"] for e in position.get("top_logprobs") or []} for position in content],
+            content[0]["token"].strip(),
+            choice.get("finish_reason") == "stop",
+        )
 
     def _one_token(self, word: str) -> bool:
         """Whether the server writes a number as one token; it is asked to write it, once."""
         if word not in self.one_token:
-            self.one_token[word] = any(token.strip() == word for token in self._likely(f"Write the number {word} in digits, and nothing else.", 1)[0][0])
+            self.one_token[word] = any(
+                token.strip() == word
+                for token in self._likely(f"Write the number {word} in digits, and nothing else.", 1)[0][0]
+            )
         return self.one_token[word]
 
     def word_table(self, texts, words) -> np.ndarray:
-        """As :meth:`LocalJudge.word_table`, from the 20 most likely first tokens; a word outside them has probability 0.
+        """As :meth:`LocalJudge.word_table`, from the 20 most likely first tokens; a word outside them has probability
+        0.
 
-        Where a server writes a word as several tokens and the first is another word ("1" of "10"), the second token tells them apart in answers that begin
-        with it. In others each gets half of its probability, or, where that is more than ``UNDECIDED`` of all words, the request has no answer.
+        Where a server writes a word as several tokens and the first is another word ("1" of "10"), the second token
+        tells them apart in answers that begin with it. In others each gets half of its probability, or, where that is
+        more than ``UNDECIDED`` of all words, the request has no answer.
         """
-        split = [(i, j) for i, short in enumerate(words) for j, long in enumerate(words) if i != j and long.startswith(short) and not self._one_token(long)]
+        split = [
+            (i, j)
+            for i, short in enumerate(words)
+            for j, long in enumerate(words)
+            if i != j and long.startswith(short) and not self._one_token(long)
+        ]
 
         def of(text: str) -> np.ndarray:
             row = np.full(len(words), -math.inf)
@@ -251,10 +344,16 @@ class ServerJudge:
                     row[words.index(token.strip())] = np.logaddexp(row[words.index(token.strip())], logp)
             p = np.exp(row)
             for i, j in ((i, j) for i, j in split if p[i] and not p[j]):
-                rest = words[j][len(words[i]):]
+                rest = words[j][len(words[i]) :]
                 longer = 0.5 if p[i] <= UNDECIDED * p.sum() else math.nan
                 if written == words[i]:
-                    longer = sum(math.exp(logp) for token, logp in likely[1].items() if token.startswith(rest)) if len(likely) > 1 else 0.0 if ended else math.nan
+                    longer = (
+                        sum(math.exp(logp) for token, logp in likely[1].items() if token.startswith(rest))
+                        if len(likely) > 1
+                        else 0.0
+                        if ended
+                        else math.nan
+                    )
                 with np.errstate(divide="ignore"):
                     row[[i, j]] = np.log([p[i] * max(1.0 - longer, 0.0), p[i] * min(longer, 1.0)])
             return row
@@ -262,22 +361,35 @@ class ServerJudge:
         return np.array(self.server.each(of, texts)).reshape(len(texts), len(words))
 
     def answers(self, texts, max_tokens: int, attempt: int) -> list[str]:
-        """One answer per request, empty where the server refuses it: at temperature 0 at attempt 0, 0.7 in later ones."""
+        """One answer per request, empty where the server refuses it: at temperature 0 at attempt 0, 0.7 in later
+        ones.
+        """
         return [reply.text for reply in self.server.each(lambda text: self.reply(text, max_tokens, attempt), texts)]
 
     def reply(self, text: str, max_tokens: int, attempt: int = 0) -> Reply:
         """As :meth:`answers` to one request, with what it cost, or why there is no answer."""
-        return self._replied(lambda: self._ask(text, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt), lambda choice: {"text": said(choice)})
+        return self._replied(
+            lambda: self._ask(text, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt),
+            lambda choice: {"text": said(choice)},
+        )
 
     def choice(self, text: str, words: Sequence[str]) -> Reply:
-        """As :meth:`reply`, with the log-probability of each of the words, none of which begins another, as the first token; -inf beyond the 20 most likely."""
+        """As :meth:`reply`, with the log-probability of each of the words, none of which begins another, as the first
+        token; -inf beyond the 20 most likely.
+        """
+
         def read(choice: dict) -> dict:
             likely, found = self._likely(text, 1, choice)[0], dict.fromkeys(words, -math.inf)
             for token, logp in likely[0].items():
                 if token.strip() in found:
                     found[token.strip()] = float(np.logaddexp(found[token.strip()], logp))
             if not np.isfinite(list(found.values())).any():
-                return {"error": f"none of {', '.join(words)} is among the most likely first tokens ({', '.join(map(repr, list(likely[0])[:5]))} ...)"}
+                return {
+                    "error": (
+                        f"none of {', '.join(words)} is among the most likely first tokens"
+                        f" ({', '.join(map(repr, list(likely[0])[:5]))} ...)"
+                    )
+                }
             return {"logps": tuple(found.values())}
 
         return self._replied(lambda: self._ask(text, max_tokens=1, temperature=0, logprobs=True, top_logprobs=20), read)
@@ -290,36 +402,55 @@ class ServerJudge:
             if _refused(error):
                 return Reply(error=str(error.__cause__))
             raise
-        return Reply(**found, tokens_in=int(choice["usage"].get("prompt_tokens") or 0), tokens_out=int(choice["usage"].get("completion_tokens") or 0))
+        return Reply(
+            **found,
+            tokens_in=int(choice["usage"].get("prompt_tokens") or 0),
+            tokens_out=int(choice["usage"].get("completion_tokens") or 0),
+        )
 
 
 def _refused(error: JudgeError) -> bool:
     return isinstance(error.__cause__, ServerError) and error.__cause__.refusal
 
 
-#: Share of the words' probability that may stay open between 1 and 10: half of it for each moves a score in [-1, 1] by no more than this.
+#: Share of the words' probability that may stay open between 1 and 10: half of it for each moves a score in [-1, 1] by
+#: no more than this.
 UNDECIDED = 0.01
 #: Tokens that a local judge must have positions for behind a request: less holds no explanation, and is not asked.
 SHORTEST_ANSWER = 32
 #: What an unreadable verdict is asked for again with (``synth.judge``).
-AGAIN = ("\n\nYour last reply could not be read: it held no verdict, or two different ones. Reply again, and end strictly with one of [[A]] (A is better), [[B]] (B is better) "
-         "or [[C]] (a tie).")
-#: Answers that a judge keeps; the one that was unused for the longest is forgotten first. Enough for what comes again in a run (validation answers, debates without
-#: the debaters), and a few MiB.
+AGAIN = (
+    "\n\nYour last reply could not be read: it held no verdict, or two different ones. Reply again, and end strictly"
+    " with one of [[A]] (A is better), [[B]] (B is better) or [[C]] (a tie)."
+)
+#: Answers that a judge keeps; the one that was unused for the longest is forgotten first. Enough for what comes again
+#: in a run (validation answers, debates without the debaters), and a few MiB.
 KEPT_ANSWERS = 20_000
 
 
 class Judge(ComparingScorer):
-    """A judge in one of the ``MODES``, with the interface of a reward model. Answers that were asked for last are kept (:attr:`cache`, by digest of
-    the request), up to ``KEPT_ANSWERS``."""
+    """A judge in one of the ``MODES``, with the interface of a reward model. Answers that were asked for last are kept
+    (:attr:`cache`, by digest of the request), up to ``KEPT_ANSWERS``."""
 
     @property
     def why_not(self) -> str:
         """Why a response may have no score."""
-        return ("the judge gave no readable answer, the request is longer than it can read, or a server's first token cannot tell 1 from 10 (then use a local judge, "
-                "or judge_mode=preference or verdict)") + (f"; the server last refused one: {refusal}" if (refusal := getattr(self.asked, "refusal", "")) else "")
+        return (
+            "the judge gave no readable answer, the request is longer than it can read, or a server's first token"
+            " cannot tell 1 from 10 (then use a local judge, or judge_mode=preference or verdict)"
+            + (f"; the server last refused one: {refusal}" if (refusal := getattr(self.asked, "refusal", "")) else "")
+        )
 
-    def __init__(self, asked, mode: str, *, prompt: str = "", max_tokens: int = 2048, retries: int = 3, principles: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        asked,
+        mode: str,
+        *,
+        prompt: str = "",
+        max_tokens: int = 2048,
+        retries: int = 3,
+        principles: Mapping[str, str] | None = None,
+    ):
         if mode not in MODES:
             raise JudgeError(f"judge_mode={mode!r} is unknown; write one of: {', '.join(MODES)}")
         self.asked, self.mode, self.limit, self.retries = asked, mode, max_tokens, retries
@@ -341,7 +472,7 @@ class Judge(ComparingScorer):
         """Mean verdict score against the other answers of the prompt; pairs with an unreadable verdict are left out."""
         scores = [math.nan] * len(responses)
         for members in same_prompt(responses):
-            index = [(i, j) for k, i in enumerate(members) for j in members[k + 1:]]
+            index = [(i, j) for k, i in enumerate(members) for j in members[k + 1 :]]
             given: dict[int, list[float]] = {i: [] for i in members}
             for (i, j), value in zip(index, self.verdicts([(responses[i], responses[j]) for i, j in index])):
                 if value is not None:
@@ -352,10 +483,12 @@ class Judge(ComparingScorer):
         return scores
 
     def verdicts(self, pairs: Sequence[tuple[Response, Response]]) -> list[float | None]:
-        """Score of the first response of each pair: both orders, the mean; disagreement is a tie, an unreadable order None."""
+        """Score of the first response of each pair: both orders, the mean; disagreement is a tie, an unreadable order
+        None.
+        """
         texts = [self._compare(a, b) for a, b in pairs] + [self._compare(b, a) for a, b in pairs]
         found = self._texts(texts)
-        return [two_orders(a, b) for a, b in zip(found[: len(pairs)], found[len(pairs):])]
+        return [two_orders(a, b) for a, b in zip(found[: len(pairs)], found[len(pairs) :])]
 
     def preferences(self, pairs):
         if self.mode == "verdict":
@@ -363,7 +496,11 @@ class Judge(ComparingScorer):
         return super().preferences(pairs)
 
     def one_order(self, pairs):
-        return label_probability(self._words([self._compare(a, b) for a, b in pairs], ("A", "B")), True).tolist() if pairs else []
+        return (
+            label_probability(self._words([self._compare(a, b) for a, b in pairs], ("A", "B")), True).tolist()
+            if pairs
+            else []
+        )
 
     def lengths(self, responses):
         return [len(r.text.split()) for r in responses]
@@ -376,19 +513,32 @@ class Judge(ComparingScorer):
 
         reference = (response.row or {}).get("answer")
         if self.mode == "reference" and reference is None:
-            raise JudgeError("judge_mode=reference shows the judge each prompt's answer, and a prompt has none; give prompts with an `answer` column or use score.")
-        return self.prompt.format(context=quoted(transcript(response.prompt)), a=quoted(response.text), reference=quoted(str(reference)), principle=self._principle(response))
+            raise JudgeError(
+                "judge_mode=reference shows the judge each prompt's answer, and a prompt has none; give prompts with an"
+                " `answer` column or use score."
+            )
+        return self.prompt.format(
+            context=quoted(transcript(response.prompt)),
+            a=quoted(response.text),
+            reference=quoted(str(reference)),
+            principle=self._principle(response),
+        )
 
     def _compare(self, a: Response, b: Response) -> str:
         from stages.reward_models.reward_heads import transcript
 
-        return self.prompt.format(context=quoted(transcript(a.prompt)), a=quoted(a.text), b=quoted(b.text), principle=self._principle(a))
+        return self.prompt.format(
+            context=quoted(transcript(a.prompt)), a=quoted(a.text), b=quoted(b.text), principle=self._principle(a)
+        )
 
     def _principle(self, response: Response) -> str:
         """Text of the principle that the prompt's category names; empty for a prompt that shows none."""
         category = (response.row or {}).get("category")
         if self.principles and category not in self.principles:
-            raise JudgeError(f"judge_prompt shows {{principle}}, and a prompt's category is {category!r}; write the id of one into the column category: {', '.join(list(self.principles)[:10])}")
+            raise JudgeError(
+                f"judge_prompt shows {{principle}}, and a prompt's category is {category!r}; write the id of one into"
+                f" the column category: {', '.join(list(self.principles)[:10])}"
+            )
         return self.principles.get(category, "")
 
     def _known(self, texts) -> dict[str, object]:
@@ -411,9 +561,13 @@ class Judge(ComparingScorer):
         return np.array([found[t] for t in texts]).reshape(len(texts), len(words))
 
     def _texts(self, texts) -> list[str | None]:
-        """Verdict of each request at temperature 0; unreadable answers are asked for again ``retries`` times, with what was wrong."""
+        """Verdict of each request at temperature 0; unreadable answers are asked for again ``retries`` times, with what
+        was wrong.
+        """
         found = self._known(texts)
-        fresh = until_read(self.asked, [t for t in texts if found.get(t) is None], parse_verdict, AGAIN, self.retries, self.limit)
+        fresh = until_read(
+            self.asked, [t for t in texts if found.get(t) is None], parse_verdict, AGAIN, self.retries, self.limit
+        )
         found |= {t: verdict for t, (verdict, _) in fresh.items()}
         self._keep(found)
         self.unparsed += sum(found[t] is None for t in texts)
@@ -421,14 +575,18 @@ class Judge(ComparingScorer):
 
 
 def until_read(asked, texts: Sequence[str], read, again: str, retries: int, max_tokens: int) -> dict[str, tuple]:
-    """{request: (what ``read`` makes of the answer, the answer)} of a local or served judge at temperature 0, equal requests asked once. What cannot be read (None) is asked for
-    up to ``retries`` times more, each time with ``again`` behind the request once more."""
+    """{request: (what ``read`` makes of the answer, the answer)} of a local or served judge at temperature 0, equal
+    requests asked once. What cannot be read (None) is asked for up to ``retries`` times more, each time with ``again``
+    behind the request once more."""
     found: dict[str, tuple] = {}
     for attempt in range(retries + 1):
         fresh = [text for text in dict.fromkeys(texts) if found.get(text, (None,))[0] is None]
         if not fresh:
             break
-        found |= {text: (read(said), said) for text, said in zip(fresh, asked.answers([text + again * attempt for text in fresh], max_tokens, 0))}
+        found |= {
+            text: (read(said), said)
+            for text, said in zip(fresh, asked.answers([text + again * attempt for text in fresh], max_tokens, 0))
+        }
     return found
 
 

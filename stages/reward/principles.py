@@ -1,12 +1,15 @@
-"""Principles: what answers are to be judged, criticised and revised by (a constitution), as files that people write and as ``principles/1``.
+"""Principles: what answers are to be judged, criticised and revised by (a constitution), as files that people write and
+as ``principles/1``.
 
-A file of principles is plain text with one per line (``#`` begins a comment), or a list in YAML, JSON or JSON Lines, of texts or of mappings::
+A file of principles is plain text with one per line (``#`` begins a comment), or a list in YAML, JSON or JSON Lines, of
+texts or of mappings::
 
     - Choose the answer that is less harmful.
     - {id: honest, axis: honesty, text: Be honest about what is not known., critique_request: ..., revision_request: ..., comparison_request: ...}
 
-What is left out is empty, an ``id`` is made of the content, ``active: false`` puts a principle aside. The version ends in a digest of the content, so an
-edited principle never passes for the old one (catalogue ``principles/1``; ``synth.cai_sl``, ``synth.cai_pref``).
+What is left out is empty, an ``id`` is made of the content, ``active: false`` puts a principle aside. The version ends
+in a digest of the content, so an edited principle never passes for the old one (catalogue ``principles/1``;
+``synth.cai_sl``, ``synth.cai_pref``).
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ class PrincipleError(ValueError):
 
 
 def read_principles(path: str) -> list[dict]:
-    """Rows of ``principles/1`` (own columns only) of a file. Raises PrincipleError that lists everything that is wrong with it."""
+    """Rows of ``principles/1`` (own columns only) of a file. Raises PrincipleError that lists everything that is wrong
+    with it.
+    """
     import yaml
 
     file = Path(path)
@@ -37,18 +42,31 @@ def read_principles(path: str) -> list[dict]:
         if suffix in (".yaml", ".yml", ".json"):
             found = json.loads(text) if suffix == ".json" else yaml.safe_load(text)
         else:
-            found = [json.loads(line) for line in lines] if suffix in (".jsonl", ".ndjson") else [line for line in lines if not line.startswith("#")]
+            found = (
+                [json.loads(line) for line in lines]
+                if suffix in (".jsonl", ".ndjson")
+                else [line for line in lines if not line.startswith("#")]
+            )
     except (ValueError, yaml.YAMLError) as error:
         raise PrincipleError(f"{file.name} cannot be read: {error}") from None
     found = found.get("principles") if isinstance(found, dict) else found
     if not isinstance(found, list) or not found:
-        raise PrincipleError(f"{file.name} holds no principles; write one per line, or a list of texts or of mappings with `text` (stages/reward/principles.py)")
+        raise PrincipleError(
+            f"{file.name} holds no principles; write one per line, or a list of texts or of mappings with `text`"
+            " (stages/reward/principles.py)"
+        )
     problems: list[str] = []
     rows = [row for number, one in enumerate(found, 1) if (row := _row(one, f"principle {number}", problems))]
     names = [row["principle_id"] for row in rows]
-    problems += [f"the id {name!r} is used twice; give every principle its own" for name in sorted({n for n in names if names.count(n) > 1})]
+    problems += [
+        f"the id {name!r} is used twice; give every principle its own"
+        for name in sorted({n for n in names if names.count(n) > 1})
+    ]
     if problems:
-        raise PrincipleError(f"the principles of {file.name} have {len(problems)} problem{'s' * (len(problems) > 1)}:\n- " + "\n- ".join(problems))
+        raise PrincipleError(
+            f"the principles of {file.name} have {len(problems)} problem{'s' * (len(problems) > 1)}:\n- "
+            + "\n- ".join(problems)
+        )
     return rows
 
 
@@ -71,27 +89,40 @@ def _row(given, where: str, problems: list[str]) -> dict | None:
     if len(problems) > before:
         return None
     digest = sha256_text(canonical_json(content))[:8]
-    return {**content, "principle_id": str(given.get("id", given.get("principle_id")) or digest), "active": given.get("active", True),
-            "version": "-".join(part for part in (str(given.get("version") or ""), digest) if part)}
+    return {
+        **content,
+        "principle_id": str(given.get("id", given.get("principle_id")) or digest),
+        "active": given.get("active", True),
+        "version": "-".join(part for part in (str(given.get("version") or ""), digest) if part),
+    }
 
 
 def ingest(stage) -> None:
     """The ingest stage for principles: all of a file, or an error that lists all its problems."""
     from stages.reward.whole import ingest_whole
 
-    ingest_whole(stage, KIND, read_principles, PrincipleError, lambda rows: {"active": sum(row["active"] for row in rows)})
+    ingest_whole(
+        stage, KIND, read_principles, PrincipleError, lambda rows: {"active": sum(row["active"] for row in rows)}
+    )
 
 
 def load(stage, name: str = "principles") -> list[dict]:
-    """The active principles of a stage input, in the order of their ids, so that draws do not depend on the order of the file.
+    """The active principles of a stage input, in the order of their ids, so that draws do not depend on the order of
+    the file.
 
     Raises ConfigError: none is active.
     """
     from stages.spec import ConfigError
 
-    rows = sorted((row for row in stage.dataset(name).iter_rows() if row["active"]), key=lambda row: (row["principle_id"], row["version"]))
+    rows = sorted(
+        (row for row in stage.dataset(name).iter_rows() if row["active"]),
+        key=lambda row: (row["principle_id"], row["version"]),
+    )
     if not rows:
-        raise ConfigError(f"stage {stage.name}: no principle of the input {name!r} is active; write active: true, or leave `active` out")
+        raise ConfigError(
+            f"stage {stage.name}: no principle of the input {name!r} is active; write active: true, or leave"
+            " `active` out"
+        )
     return rows
 
 
@@ -101,6 +132,8 @@ def draw(stage, principles: list[dict], *counters) -> dict:
 
 
 def comparison_request(principle: dict) -> str:
-    """What a judge of two answers is asked under a principle: its own request, else one made of its text; empty where it has neither."""
+    """What a judge of two answers is asked under a principle: its own request, else one made of its text; empty where
+    it has neither.
+    """
     by = "how well the answers show this trait of their author" if principle["kind"] == "trait" else "this principle"
     return principle["comparison_request"] or (principle["text"] and f"Judge by {by}: {principle['text']}")

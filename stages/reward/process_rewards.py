@@ -1,7 +1,9 @@
-"""Rewards at the ends of reasoning steps: what a process reward model says of each step, as credits and as places among the tokens of a completion.
+"""Rewards at the ends of reasoning steps: what a process reward model says of each step, as credits and as places among
+the tokens of a completion.
 
-``step_credits`` turns probabilities that steps are right into what each step earns. Whatever its form, the credits of a solution add up to one number that the catalogue
-knows as a score of the whole solution (``reward.prm``), so that paying by steps moves a reward in time and does not invent another one.
+``step_credits`` turns probabilities that steps are right into what each step earns. Whatever its form, the credits of a
+solution add up to one number that the catalogue knows as a score of the whole solution (``reward.prm``), so that paying
+by steps moves a reward in time and does not invent another one.
 """
 
 from __future__ import annotations
@@ -11,15 +13,22 @@ from collections.abc import Sequence
 import numpy as np
 
 #: Form of the credits -> what those of a solution add up to.
-STEP_CREDITS = {"each": "the sum of the scores: more right steps earn more", "mean": "their mean", "difference": "the last score", "min": "the lowest score", "log": "the log of their product"}
+STEP_CREDITS = {
+    "each": "the sum of the scores: more right steps earn more",
+    "mean": "their mean",
+    "difference": "the last score",
+    "min": "the lowest score",
+    "log": "the log of their product",
+}
 SMALLEST = 1e-6  # probability below which step_credit=log does not fall further
 
 
 def step_credits(scores: Sequence[float], form: str, clip: float | None = None) -> list[float]:
     """What each step of a solution earns, from the scores p_1..p_K of its steps (REINFORCE, process rewards).
 
-    ``each`` p_k; ``mean`` p_k / K; ``difference`` p_k - p_{k-1} with p_0 = 0; ``min`` the (first) lowest score on its own step and 0 elsewhere, so that every step up to
-    the worst one is answerable for it and none behind it; ``log`` log p_k. ``clip``: each credit is clipped to [-clip, clip]. No step gives [].
+    ``each`` p_k; ``mean`` p_k / K; ``difference`` p_k - p_{k-1} with p_0 = 0; ``min`` the (first) lowest score on its
+    own step and 0 elsewhere, so that every step up to the worst one is answerable for it and none behind it; ``log``
+    log p_k. ``clip``: each credit is clipped to [-clip, clip]. No step gives [].
 
     Raises:
         ValueError: an unknown form.
@@ -29,8 +38,13 @@ def step_credits(scores: Sequence[float], form: str, clip: float | None = None) 
     p = np.asarray(scores, np.float64)
     if not p.size:
         return []
-    found = {"each": lambda: p, "mean": lambda: p / p.size, "difference": lambda: np.diff(p, prepend=0.0), "min": lambda: np.where(np.arange(p.size) == p.argmin(), p, 0.0),
-             "log": lambda: np.log(np.maximum(p, SMALLEST))}[form]()
+    found = {
+        "each": lambda: p,
+        "mean": lambda: p / p.size,
+        "difference": lambda: np.diff(p, prepend=0.0),
+        "min": lambda: np.where(np.arange(p.size) == p.argmin(), p, 0.0),
+        "log": lambda: np.log(np.maximum(p, SMALLEST)),
+    }[form]()
     return (found if clip is None else found.clip(-clip, clip)).tolist()
 
 
@@ -45,7 +59,9 @@ def token_pieces(renderer, ids: Sequence[int]) -> list[str]:
 
 
 def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
-    """Index of the last token of each non-blank reasoning step: the token that completes its separator, or the last token (GRPO-PROCESS)."""
+    """Index of the last token of each non-blank reasoning step: the token that completes its separator, or the last
+    token (GRPO-PROCESS).
+    """
     text, bounds = "".join(pieces), np.cumsum([len(p) for p in pieces])
     ends, start = [], 0
     for part in text.split(separator):
@@ -56,8 +72,12 @@ def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
     return ends
 
 
-def merged(parts: dict[str, Sequence[tuple[int, float]]], weights: dict[str, float], n: int) -> tuple[list[int], list[float]]:
-    """(last tokens, credits) of what components pay at single tokens of a completion of ``n`` tokens, weighted and added up; the last token is always one of them."""
+def merged(
+    parts: dict[str, Sequence[tuple[int, float]]], weights: dict[str, float], n: int
+) -> tuple[list[int], list[float]]:
+    """(last tokens, credits) of what components pay at single tokens of a completion of ``n`` tokens, weighted and
+    added up; the last token is always one of them.
+    """
     at: dict[int, float] = {n - 1: 0.0} if n else {}
     for name, credits in parts.items():
         for end, credit in credits:

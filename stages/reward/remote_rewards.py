@@ -3,11 +3,13 @@
     server = RewardServer(url, "my-rm")
     for found in server.scores(answers): a number, or the text that says why there is none
 
-``openrlhf``  ``{"query": [prompt and response as the policy's tokens spell them], "prompts": [...], "labels": [gold answers]}``, what OpenRLHF posts
-``messages``  ``{"model": name, "messages": [conversations that end in the answer], "answers": [gold answers], "rows": [columns of the prompts], "finish_reasons": [...]}``
+``openrlhf``  ``{"query": [prompt and response as the policy's tokens spell them], "prompts": [...], "labels": [gold
+answers]}``, what OpenRLHF posts ``messages``  ``{"model": name, "messages": [conversations that end in the answer],
+"answers": [gold answers], "rows": [columns of the prompts], "finish_reasons": [...]}``
 
-The answer is ``{"rewards": [...]}`` (another name: ``score_key``) or the list alone, one number per answer in their order. A server that is away, overloaded or
-answers otherwise is asked again after growing waits (stages/running/http_json.py); a batch that it refuses is halved, so that one answer that is too long costs its own
+The answer is ``{"rewards": [...]}`` (another name: ``score_key``) or the list alone, one number per answer in their
+order. A server that is away, overloaded or answers otherwise is asked again after growing waits
+(stages/running/http_json.py); a batch that it refuses is halved, so that one answer that is too long costs its own
 score only.
 """
 
@@ -21,7 +23,9 @@ from stages.running.http_json import ServerError, each, patiently, request_json
 
 @dataclass(frozen=True)
 class Answer:
-    """What is scored. query, prompt: text as the policy's tokens spell it, with its template; messages: the conversation, the answer last; row: the prompt's columns in plain JSON."""
+    """What is scored. query, prompt: text as the policy's tokens spell it, with its template; messages: the
+    conversation, the answer last; row: the prompt's columns in plain JSON.
+    """
 
     messages: list[dict]
     row: dict
@@ -35,26 +39,47 @@ class Answer:
 
 
 FORMS = {
-    "openrlhf": lambda model, answers: {"query": [a.query for a in answers], "prompts": [a.prompt for a in answers], "labels": [a.label for a in answers]},
-    "messages": lambda model, answers: {"model": model, "messages": [a.messages for a in answers], "answers": [a.label for a in answers], "rows": [a.row for a in answers],
-                                        "finish_reasons": [a.finish_reason for a in answers]}}
+    "openrlhf": lambda model, answers: {
+        "query": [a.query for a in answers],
+        "prompts": [a.prompt for a in answers],
+        "labels": [a.label for a in answers],
+    },
+    "messages": lambda model, answers: {
+        "model": model,
+        "messages": [a.messages for a in answers],
+        "answers": [a.label for a in answers],
+        "rows": [a.row for a in answers],
+        "finish_reasons": [a.finish_reason for a in answers],
+    },
+}
 
 
 class RewardServer:
     """A server that scores answers.
 
     Args:
-        url: where batches are posted. model: the name of what scores there. form: one of ``FORMS``. score_key: where the numbers are in the answer. batch_size: answers in a
-            request. concurrency: requests under way at once. timeout_s: seconds of one request. key_variable: environment variable that holds the key, if one is needed.
+        url: where batches are posted. model: the name of what scores there. form: one of ``FORMS``. score_key: where
+            the numbers are in the answer. batch_size: answers in a request. concurrency: requests under way at once.
+            timeout_s: seconds of one request. key_variable: environment variable that holds the key, if one is needed.
     """
 
-    def __init__(self, url: str, model: str, form: str = "openrlhf", score_key: str = "rewards", batch_size: int = 32, concurrency: int = 8, timeout_s: float = 60.0, key_variable: str = ""):
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        form: str = "openrlhf",
+        score_key: str = "rewards",
+        batch_size: int = 32,
+        concurrency: int = 8,
+        timeout_s: float = 60.0,
+        key_variable: str = "",
+    ):
         self.url, self.model, self.form, self.score_key, self.batch_size = url, model, form, score_key, batch_size
         self.concurrency, self.timeout_s, self.key_variable = concurrency, timeout_s, key_variable
 
     def scores(self, answers: Sequence[Answer]) -> list[float | str]:
         """A finite number for each answer, in order, or the reason why there is none."""
-        batches = [answers[i:i + self.batch_size] for i in range(0, len(answers), self.batch_size)]
+        batches = [answers[i : i + self.batch_size] for i in range(0, len(answers), self.batch_size)]
         return [one for found in each(self._batch, batches, self.concurrency) for one in found]
 
     def _batch(self, answers: Sequence[Answer]) -> list[float | str]:
@@ -67,11 +92,15 @@ class RewardServer:
             return [f"the reward server did not score it: {error}"] * len(answers)
 
     def _ask(self, answers: Sequence[Answer]) -> list:
-        said = request_json(self.url, FORMS[self.form](self.model, answers), key_variable=self.key_variable, timeout_s=self.timeout_s)
+        said = request_json(
+            self.url, FORMS[self.form](self.model, answers), key_variable=self.key_variable, timeout_s=self.timeout_s
+        )
         values = said.get(self.score_key) if isinstance(said, dict) else said
         if not isinstance(values, list):
             held = f"only {', '.join(map(str, said))[:100]}" if isinstance(said, dict) else f"{said!r:.100}"
-            raise ServerError(f"the answer holds no list {self.score_key!r} but {held}; score_key=NAME says what it is called", 200)
+            raise ServerError(
+                f"the answer holds no list {self.score_key!r} but {held}; score_key=NAME says what it is called", 200
+            )
         if len(values) != len(answers):
             raise ServerError(f"{len(values)} numbers for {len(answers)} answers", 200)
         return values
@@ -84,4 +113,8 @@ def _number(value) -> float | str:
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
     if finite(value):
         return float(value)
-    return "the reward server gave no number for it" if value is None else f"the reward server gave {value!r:.60}, which is no finite number"
+    return (
+        "the reward server gave no number for it"
+        if value is None
+        else f"the reward server gave {value!r:.60}, which is no finite number"
+    )

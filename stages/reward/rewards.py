@@ -3,9 +3,10 @@
     rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
     for scored in rewards.score(rows): scored.total, scored.parts, scored.reasons, scored.correct
 
-A component gives every row a value or `Unscorable(reason)`, never a silent zero. The total is the weighted sum of what was
-scored (reward.composite): a missing primary component (verifier, code, python, model) makes the whole row unscorable, a missing
-shaping term (format, length, ...) is skipped, unless `on_missing` says otherwise. Code that others wrote runs in the sandbox.
+A component gives every row a value or `Unscorable(reason)`, never a silent zero. The total is the weighted sum of what
+was scored (reward.composite): a missing primary component (verifier, code, python, model) makes the whole row
+unscorable, a missing shaping term (format, length, ...) is skipped, unless `on_missing` says otherwise. Code that
+others wrote runs in the sandbox.
 """
 
 from __future__ import annotations
@@ -18,22 +19,31 @@ from stages.reward.scorers import RULES, alone, shown_to, vote
 from stages.reward.verdicts import ALONE, ANOTHERS, NOT_ASKED, Scored, Unscorable, Verdict
 
 
-def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu", frozen: str = "auto") -> "Rewards":
+def build_rewards(
+    components: Sequence[RewardComponent], inputs: dict, *, renderer=None, device: str = "cpu", frozen: str = "auto"
+) -> "Rewards":
     """Scorers for the configured components. Reward models are loaded here, once, and stay frozen.
 
     inputs: stage inputs by name (a component of kind model names one of them). renderer: renders a prompt row
-    when the caller does not pass its token ids. frozen: how matrices of models are kept (``frozen_dtype``). Raises ValueError naming the setting to change.
+    when the caller does not pass its token ids. frozen: how matrices of models are kept (``frozen_dtype``). Raises
+    ValueError naming the setting to change.
     """
     if not components:
-        raise ValueError("rewards is empty; write at least one component, for example rewards=[{name: verifier, kind: verifier}]")
+        raise ValueError(
+            "rewards is empty; write at least one component, for example rewards=[{name: verifier, kind: verifier}]"
+        )
     names = [c.name for c in components]
     repeated = sorted({n for n in names if names.count(n) > 1})
     if repeated:
         raise ValueError(f"two reward components are called {repeated[0]!r}; give every component its own name")
     for component in components:
-        if component.votes_of and component.votes_of not in (able := [c.name for c in components if c.kind not in READ_OTHERS]):
-            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of!r} is no component that scores answers one by one; write one of {', '.join(able) or 'yours, once there is one'}, "
-                             "or leave it out")
+        if component.votes_of and component.votes_of not in (
+            able := [c.name for c in components if c.kind not in READ_OTHERS]
+        ):
+            raise ValueError(
+                f"reward {component.name!r}: votes_of={component.votes_of!r} is no component that scores answers one by"
+                f" one; write one of {', '.join(able) or 'yours, once there is one'}, or leave it out"
+            )
     check_inputs(components, inputs)
     scorers = {}
     for component in components:
@@ -48,10 +58,16 @@ def build_rewards(components: Sequence[RewardComponent], inputs: dict, *, render
 
         check_blend({c.name: c.weight for c in components if c.blend})
         if any(c.blend and c.from_step for c in components):
-            raise ValueError("the weights of a blend sum to 1 at every step; leave from_step out of its components, or write blend=false")
+            raise ValueError(
+                "the weights of a blend sum to 1 at every step; leave from_step out of its components, or write"
+                " blend=false"
+            )
     tiers = [c.tier for c in components if c.tier]
     if tiers and (len(tiers) < 2 or len(set(tiers)) < len(tiers)):
-        raise ValueError(f"rewards has the tiers {', '.join(tiers)}; a router needs at least two of rule, learned and judge, each of them once, or leave tier out")
+        raise ValueError(
+            f"rewards has the tiers {', '.join(tiers)}; a router needs at least two of rule, learned and judge, each of"
+            " them once, or leave tier out"
+        )
     if sum(c.kind == "rubric" for c in components) > 1:
         raise ValueError("rewards has two components of kind rubric; put all items into one rubric, by category")
     return Rewards(list(components), scorers, renderer)
@@ -73,35 +89,72 @@ def _dataset(inputs: dict, name: str):
 
 def model_input(component: RewardComponent, inputs: Collection[str]) -> str:
     """Name of the stage input that holds a component's model."""
-    name = "judge" if component.kind in ("judge", "debate") and component.input == "reward_model" and "judge" in inputs else component.input
-    name = {"group_preference": "group_preference", "icdpo": "model"}.get(component.kind, name) if name == "reward_model" else name
+    name = (
+        "judge"
+        if component.kind in ("judge", "debate") and component.input == "reward_model" and "judge" in inputs
+        else component.input
+    )
+    name = (
+        {"group_preference": "group_preference", "icdpo": "model"}.get(component.kind, name)
+        if name == "reward_model"
+        else name
+    )
     if name not in inputs:
-        raise ValueError(f"reward {component.name!r} needs the stage input {name!r}; give {name}=MODEL_REF{', or an endpoint' * (component.kind in ('judge', 'debate'))}, "
-                         "or remove the component")
+        raise ValueError(
+            f"reward {component.name!r} needs the stage input {name!r}; give"
+            f" {name}=MODEL_REF{', or an endpoint' * (component.kind in ('judge', 'debate'))}, or remove the component"
+        )
     return name
 
 
 def check_inputs(components: Sequence[RewardComponent], given: Collection[str]) -> None:
     """Raise ValueError where a component reads a stage input that is not among those ``given``."""
     for component in components:
-        if component.kind in ("model", "group_preference", "icdpo") or component.kind in ("judge", "debate") and not component.endpoint:
+        if (
+            component.kind in ("model", "group_preference", "icdpo")
+            or component.kind in ("judge", "debate")
+            and not component.endpoint
+        ):
             model_input(component, given)
         if component.kind == "rubric" and "rubric" not in given:
-            raise ValueError(f"reward {component.name!r} needs the stage input 'rubric'; give rubric=FILE (YAML, JSON or JSON Lines) or a rubric_items/1 dataset")
+            raise ValueError(
+                f"reward {component.name!r} needs the stage input 'rubric'; give rubric=FILE (YAML, JSON or JSON Lines)"
+                " or a rubric_items/1 dataset"
+            )
         if component.kind == "icdpo" and "demonstrations" not in given:
-            raise ValueError(f"reward {component.name!r} needs the stage input 'demonstrations'; give demonstrations=FILE or a demonstrations/1 dataset")
-        if component.kind in ("judge", "debate") and "{principle}" in component.judge_prompt and "principles" not in given:
-            raise ValueError(f"reward {component.name!r}: judge_prompt shows {{principle}}, which the stage input 'principles' holds; give principles=FILE (stages/reward/principles.py) or a principles/1 dataset")
+            raise ValueError(
+                f"reward {component.name!r} needs the stage input 'demonstrations'; give demonstrations=FILE or a"
+                " demonstrations/1 dataset"
+            )
+        if (
+            component.kind in ("judge", "debate")
+            and "{principle}" in component.judge_prompt
+            and "principles" not in given
+        ):
+            raise ValueError(
+                f"reward {component.name!r}: judge_prompt shows {{principle}}, which the stage input 'principles'"
+                " holds; give principles=FILE (stages/reward/principles.py) or a principles/1 dataset"
+            )
 
 
 def inputs_read(components: Sequence[RewardComponent], given: Iterable[str]) -> set[str]:
-    """Names of the stage inputs that components read where ``given`` are there. A rubric's items may name any model, so it counts as a reader of all."""
+    """Names of the stage inputs that components read where ``given`` are there. A rubric's items may name any model, so
+    it counts as a reader of all.
+    """
     found: set[str] = set()
     for component in components:
-        if component.kind in ("model", "group_preference", "icdpo") or component.kind in ("judge", "debate") and not component.endpoint:
+        if (
+            component.kind in ("model", "group_preference", "icdpo")
+            or component.kind in ("judge", "debate")
+            and not component.endpoint
+        ):
             named = {**dict.fromkeys(given), component.input: None, "group_preference": None, "model": None}
             found.add(model_input(component, named))
-        found |= {"group_preference": {"context"}, "icdpo": {"demonstrations"}, "rubric": {"rubric", "reward_model", "judge", "gold", "group_preference"}}.get(component.kind, set())
+        found |= {
+            "group_preference": {"context"},
+            "icdpo": {"demonstrations"},
+            "rubric": {"rubric", "reward_model", "judge", "gold", "group_preference"},
+        }.get(component.kind, set())
         found |= {"principles"} if "{principle}" in component.judge_prompt else set()
     return found
 
@@ -117,13 +170,21 @@ def load_model(component: RewardComponent, inputs: dict, device: str, frozen: st
 
     scorer = load_scorer(_model_path(component, inputs), device, frozen=frozen)
     if scorer.needs_group != (component.kind == "group_preference"):
-        raise ValueError(f"reward {component.name!r}: the input {model_input(component, inputs)!r} is " + (
-            "a group preference model, which scores in the context of a group; write kind: group_preference, group: NAME, and give context=DATASET"
-            if scorer.needs_group else
-            "no group preference model; give one that the stage group_preference trained, or write kind: model"))
+        raise ValueError(
+            f"reward {component.name!r}: the input {model_input(component, inputs)!r} is "
+            + (
+                "a group preference model, which scores in the context of a group; write kind: group_preference, group:"
+                " NAME, and give context=DATASET"
+                if scorer.needs_group
+                else "no group preference model; give one that the stage group_preference trained, or write kind: model"
+            )
+        )
     if component.step_credit != "none" and not hasattr(scorer, "step_probabilities"):
-        raise ValueError(f"reward {component.name!r}: step_credit={component.step_credit} pays what a process reward model says of each step, and the input {model_input(component, inputs)!r} is of "
-                         f"objective={scorer.card.objective}; give one that reward_model objective=prm trained, or write step_credit=none")
+        raise ValueError(
+            f"reward {component.name!r}: step_credit={component.step_credit} pays what a process reward model says of"
+            f" each step, and the input {model_input(component, inputs)!r} is of objective={scorer.card.objective};"
+            " give one that reward_model objective=prm trained, or write step_credit=none"
+        )
     scorer.ranking = component.ranking
     return scorer
 
@@ -134,7 +195,13 @@ def load_asked(component: RewardComponent, inputs: dict, device: str, frozen: st
     from stages.reward_models.reward_heads import RewardCard
 
     if component.endpoint:
-        return ServerJudge(component.endpoint, component.endpoint_model, component.key_variable, max(component.timeout_s, 60.0), component.concurrency)
+        return ServerJudge(
+            component.endpoint,
+            component.endpoint_model,
+            component.key_variable,
+            max(component.timeout_s, 60.0),
+            component.concurrency,
+        )
     return LocalJudge(_model_path(component, inputs), RewardCard(), device, frozen=frozen)
 
 
@@ -150,7 +217,14 @@ def _scorer(component: RewardComponent, inputs: dict, device: str, frozen: str):
         from stages.reward.debate import JUDGE
 
         mode, prompt = "verdict" if mode == "verdict" else "preference", prompt or (JUDGE if mode != "verdict" else "")
-    judge = Judge(load_asked(component, inputs, device, frozen), mode, prompt=prompt, max_tokens=component.judge_tokens, retries=component.judge_retries, principles=_principles(component, inputs))
+    judge = Judge(
+        load_asked(component, inputs, device, frozen),
+        mode,
+        prompt=prompt,
+        max_tokens=component.judge_tokens,
+        retries=component.judge_retries,
+        principles=_principles(component, inputs),
+    )
     judge.ranking = component.ranking
     return judge
 
@@ -159,9 +233,16 @@ def _principles(component: RewardComponent, inputs: dict) -> dict[str, str]:
     """Texts of the active principles, by id, where the judge is shown that of the prompt."""
     if "{principle}" not in component.judge_prompt:
         return {}
-    found = {row["principle_id"]: row["text"] for row in _dataset(inputs, "principles").iter_rows() if row["active"] and row["text"]}
+    found = {
+        row["principle_id"]: row["text"]
+        for row in _dataset(inputs, "principles").iter_rows()
+        if row["active"] and row["text"]
+    }
     if not found:
-        raise ValueError(f"reward {component.name!r}: no principle of the input 'principles' is active and has a text, so judge_prompt has nothing to show; write active: true and a `text`")
+        raise ValueError(
+            f"reward {component.name!r}: no principle of the input 'principles' is active and has a text, so"
+            " judge_prompt has nothing to show; write active: true and a `text`"
+        )
     return found
 
 
@@ -170,12 +251,17 @@ def _group_scorer(component: RewardComponent, inputs: dict, device: str, frozen:
 
     scorer = load_model(component, inputs, device, frozen)
     if "context" not in inputs:
-        raise ValueError(f"reward {component.name!r} needs the stage input 'context', rated responses of the group; give context=FILE or a ratings/1 dataset")
+        raise ValueError(
+            f"reward {component.name!r} needs the stage input 'context', rated responses of the group; give"
+            " context=FILE or a ratings/1 dataset"
+        )
     dataset = _dataset(inputs, "context")
     points = points_of(dataset, component.group)
     if not points:
-        raise ValueError(f"reward {component.name!r}: the input context has no row of group {component.group!r}; its groups are: "
-                         f"{', '.join(sorted({p.group for p in points_of(dataset)})[:20])}")
+        raise ValueError(
+            f"reward {component.name!r}: the input context has no row of group {component.group!r}; its groups are: "
+            f"{', '.join(sorted({p.group for p in points_of(dataset)})[:20])}"
+        )
     scorer.observe(points)
     return scorer
 
@@ -188,32 +274,53 @@ def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, devic
     path = _model_path(component, inputs)
     renderer = renderer or renderer_for(path)
     if renderer_for(path).vocabulary_hash != renderer.vocabulary_hash:
-        raise ValueError(f"reward {component.name!r}: the model of input {component.input!r} has another tokenizer than the policy, whose token ids it would "
-                         f"score; leave input out")
-    return InContextScorer(load_frozen(path, device, frozen), renderer, _dataset(inputs, "demonstrations"), device=device,
-                           count=component.num_demonstrations, coarse=component.coarse_demonstrations, max_tokens=component.demonstration_length)
+        raise ValueError(
+            f"reward {component.name!r}: the model of input {component.input!r} has another tokenizer than the policy,"
+            " whose token ids it would score; leave input out"
+        )
+    return InContextScorer(
+        load_frozen(path, device, frozen),
+        renderer,
+        _dataset(inputs, "demonstrations"),
+        device=device,
+        count=component.num_demonstrations,
+        coarse=component.coarse_demonstrations,
+        max_tokens=component.demonstration_length,
+    )
 
 
 class Rewards:
-    """Verdict rows: dicts with prompt_row (a `prompts/1` row), completion_text, completion_ids, finish_reason and, optionally,
-    prompt_ids and group (what rewards that compare completions compare within)."""
+    """Verdict rows: dicts with prompt_row (a `prompts/1` row), completion_text, completion_ids, finish_reason and,
+    optionally, prompt_ids and group (what rewards that compare completions compare within)."""
 
     def __init__(self, components: list[RewardComponent], scorers: dict, renderer):
         self.components, self.scorers, self.renderer = components, scorers, renderer
         self.step: int | None = None  # optimizer step that ``from_step`` is compared with; None: every component counts
-        self.multipliers: dict[str, float] = {}  # in the place of the weights of components with ``at_least``; empty: what they start at
+        # in the place of the weights of components with ``at_least``; empty: what they start at
+        self.multipliers: dict[str, float] = {}
 
     def score(self, rows: Sequence[dict]) -> list[Scored]:
-        """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text. A trajectory that its environment lost (``failure``) is shown to no component."""
+        """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text.
+        A trajectory that its environment lost (``failure``) is shown to no component.
+        """
         live = [i for i, row in enumerate(rows) if not row.get("failure")]
         results = self._columns(rows if len(live) == len(rows) else [rows[i] for i in live])
         if len(live) < len(rows):
-            whole = {name: [Unscorable(f"environment failed: {row.get('failure')}") for row in rows] for name in results}
+            whole = {
+                name: [Unscorable(f"environment failed: {row.get('failure')}") for row in rows] for name in results
+            }
             for name, column in results.items():
                 for i, verdict in zip(live, column):
                     whole[name][i] = verdict
             results = whole
-        scored = [self._combine({name: column[i] for name, column in results.items()}, rows[i].get("turns"), len(rows[i].get("completion_ids") or ())) for i in range(len(rows))]
+        scored = [
+            self._combine(
+                {name: column[i] for name, column in results.items()},
+                rows[i].get("turns"),
+                len(rows[i].get("completion_ids") or ()),
+            )
+            for i in range(len(rows))
+        ]
         for name, column in results.items():  # every row of a batch has the same parts
             if any(isinstance(v, Verdict) and v.without is not None for v in column):
                 for one, verdict in zip(scored, column):
@@ -226,16 +333,28 @@ class Rewards:
                     one.parts[f"{name}/{metric}"] = (getattr(verdict, "metrics", None) or {}).get(metric)
         for component in (c for c in self.components if c.tier == "learned"):
             for one, verdict in zip(scored, results[component.name]):
-                one.parts[f"{component.name}/confidence"] = confidence(component, verdict) if isinstance(verdict, Verdict) else None
+                one.parts[f"{component.name}/confidence"] = (
+                    confidence(component, verdict) if isinstance(verdict, Verdict) else None
+                )
         return scored
 
     def _columns(self, rows) -> dict[str, list]:
         """Every component's column."""
-        results = {c.name: self._own(c, rows) for c in self.components if not c.tier and c.kind not in READ_OTHERS} | self._routed(rows)
+        results = {
+            c.name: self._own(c, rows) for c in self.components if not c.tier and c.kind not in READ_OTHERS
+        } | self._routed(rows)
         said = [results[c.name] for c in self.components if c.name in results]
-        known = [next((column[i].correct for column in said if getattr(column[i], "correct", None) is not None), None) for i in range(len(rows))]
-        results |= {c.name: vote(c, rows, results.get(c.votes_of)) if c.kind == "majority" else RULES[c.kind](self, c, rows, known)
-                    for c in self.components if c.kind in READ_OTHERS and c.name not in results}
+        known = [
+            next((column[i].correct for column in said if getattr(column[i], "correct", None) is not None), None)
+            for i in range(len(rows))
+        ]
+        results |= {
+            c.name: (
+                vote(c, rows, results.get(c.votes_of)) if c.kind == "majority" else RULES[c.kind](self, c, rows, known)
+            )
+            for c in self.components
+            if c.kind in READ_OTHERS and c.name not in results
+        }
         for c in (c for c in self.components if c.kind == "majority" or self.relative(c)):
             at = [i for i, row in enumerate(rows) if concerns(c, row["prompt_row"])]
             for i in alone([rows[i] for i in at], by_row=c.kind == "majority"):
@@ -256,13 +375,17 @@ class Rewards:
         waiting, columns = list(range(len(rows))), {}
         for component in sorted((c for c in self.components if c.tier), key=lambda c: TIERS.index(c.tier)):
             column = columns[component.name] = [Unscorable(NOT_ASKED) for _ in rows]
-            for i, verdict in zip(waiting, RULES[component.kind](self, component, [rows[i] for i in waiting]) if waiting else []):
+            for i, verdict in zip(
+                waiting, RULES[component.kind](self, component, [rows[i] for i in waiting]) if waiting else []
+            ):
                 column[i] = verdict
             waiting = [i for i in waiting if not settles(component, column[i])]
         return columns
 
     def compares(self, component: RewardComponent) -> bool:
-        """Whether a component's value says how an answer does beside the others of its group, and nothing where there are none."""
+        """Whether a component's value says how an answer does beside the others of its group, and nothing where there
+        are none.
+        """
         return component.kind in ("majority", "length_group") or self.relative(component)
 
     def relative(self, component: RewardComponent) -> bool:
@@ -270,8 +393,9 @@ class Rewards:
         return component.kind in ("model", "judge") and getattr(self.scorers.get(component.name), "relative", False)
 
     def preferences(self, name: str, pairs: Sequence[tuple[dict, dict]]) -> list[float]:
-        """P(the first answer is better) of each pair of rows, by the component of this name, whose model compares: both orders averaged, NaN where it cannot
-        be read. A cut or empty answer, which the model never sees, loses against one that it sees and is as good as another such."""
+        """P(the first answer is better) of each pair of rows, by the component of this name, whose model compares: both
+        orders averaged, NaN where it cannot be read. A cut or empty answer, which the model never sees, loses against
+        one that it sees and is as good as another such."""
         component = next(c for c in self.components if c.name == name)
         shown = [tuple(shown_to(self, component, row) for row in pair) for pair in pairs]
         seen = [tuple(not isinstance(one, Verdict) for one in pair) for pair in shown]
@@ -282,10 +406,15 @@ class Rewards:
         return out
 
     def check_company(self, answers: int, write: str) -> None:
-        """Refuse paid components that compare, where prompts get fewer than two answers; ValueError says what to ``write``."""
+        """Refuse paid components that compare, where prompts get fewer than two answers; ValueError says what to
+        ``write``.
+        """
         for component in self.components:
             if answers < 2 and component.counts and self.compares(component):
-                raise ValueError(f"reward {component.name!r} ({component.kind}) compares an answer with the others to its prompt, and there are none; {write}, or take a reward that scores answers one by one.")
+                raise ValueError(
+                    f"reward {component.name!r} ({component.kind}) compares an answer with the others to its prompt,"
+                    f" and there are none; {write}, or take a reward that scores answers one by one."
+                )
 
     def without(self, names: Collection[str]) -> "Rewards":
         """The same rewards less the components of these names."""
@@ -293,14 +422,25 @@ class Rewards:
 
     def total_of(self, parts: dict[str, float | None]) -> Scored:
         """total and tier of component values that are known already (None = unscorable)."""
-        return self._combine({c.name: Unscorable(ANOTHERS if c.domains else "no value") if parts.get(c.name) is None else Verdict(parts[c.name]) for c in self.components})
+        return self._combine(
+            {
+                c.name: (
+                    Unscorable(ANOTHERS if c.domains else "no value")
+                    if parts.get(c.name) is None
+                    else Verdict(parts[c.name])
+                )
+                for c in self.components
+            }
+        )
 
     def check(self, prompt_rows: Sequence[dict]) -> None:
         """Refuse prompts that a component can never score, before anything is sampled. Raises ValueError."""
         from stages.reward.debate import answers_of
 
         for component in self.components:
-            for row in (row for row in prompt_rows if component.kind in ("rubric", "debate") and concerns(component, row)):
+            for row in (
+                row for row in prompt_rows if component.kind in ("rubric", "debate") and concerns(component, row)
+            ):
                 if component.kind == "rubric":
                     self.scorers[component.name].rubric.category_of(row, component.category)
                 else:
@@ -319,7 +459,9 @@ class Rewards:
             if scored.correct is None and verdict.correct is not None:
                 scored.correct, scored.extracted = verdict.correct, verdict.extracted
         parts = dict(scored.parts)
-        skipped = lambda c: scored.reasons.get(c.name) == ANOTHERS or (scored.reasons.get(c.name) == ALONE and not c.counts)
+        skipped = lambda c: (
+            scored.reasons.get(c.name) == ANOTHERS or (scored.reasons.get(c.name) == ALONE and not c.counts)
+        )
         policies = {c.name: "skip" if skipped(c) else c.missing_policy for c in self.components}
         router = sorted((c for c in self.components if c.tier), key=lambda c: TIERS.index(c.tier))
         decided = next((c for c in router if settles(c, verdicts[c.name])), None)
@@ -331,37 +473,64 @@ class Rewards:
         if weights is None:
             return scored
         scored.weights, scored.total = weights, float(sum(w * parts[name] for name, w in weights.items()))
-        if by_step := {name: verdicts[name].steps for name, weight in weights.items() if weight and verdicts[name].steps is not None}:
+        if by_step := {
+            name: verdicts[name].steps
+            for name, weight in weights.items()
+            if weight and verdicts[name].steps is not None
+        }:
             from stages.reward.process_rewards import merged
 
             scored.step_rewards = merged(by_step, weights, n_tokens)
         if turns is not None:
             from stages.acting.agent_rewards import per_turn
 
-            scored.turn_parts = {name: list(verdicts[name].turns) for name in weights if verdicts[name].turns is not None}
+            scored.turn_parts = {
+                name: list(verdicts[name].turns) for name in weights if verdicts[name].turns is not None
+            }
             scored.turn_rewards = per_turn(scored.total, scored.turn_parts, weights, len(turns))
         return scored
 
     def _weights(self, parts, policies) -> dict[str, float] | None:
-        """The factor of each present component in the total; those of a blend are one term of it. None without a total."""
-        weights = {c.name: self.multipliers.get(c.name, c.weight) if self.step is None or self.step >= c.from_step else 0.0 for c in self.components}
+        """The factor of each present component in the total; those of a blend are one term of it. None without a
+        total.
+        """
+        weights = {
+            c.name: self.multipliers.get(c.name, c.weight) if self.step is None or self.step >= c.from_step else 0.0
+            for c in self.components
+        }
         blended = [c.name for c in self.components if c.blend]
         if not blended:
             return present_weights(parts, weights, policies)
         inside = present_weights({name: parts[name] for name in blended}, weights, policies)
-        whole = present_weights({"": inside, **{name: value for name, value in parts.items() if name not in blended}}, {"": 1.0, **weights},
-                                {"": "invalidate", **policies})  # no component has an empty name
-        return None if whole is None else {**{name: w * whole[""] for name, w in inside.items()}, **{name: w for name, w in whole.items() if name}}
+        whole = present_weights(
+            {"": inside, **{name: value for name, value in parts.items() if name not in blended}},
+            {"": 1.0, **weights},
+            {"": "invalidate", **policies},
+        )  # no component has an empty name
+        return (
+            None
+            if whole is None
+            else {
+                **{name: w * whole[""] for name, w in inside.items()},
+                **{name: w for name, w in whole.items() if name},
+            }
+        )
 
 
 def concerns(component: RewardComponent, prompt_row: dict) -> bool:
-    """Whether a component scores answers to a prompt: by the prompt's domain, and by its own list of kinds and names (reward.domain_route)."""
+    """Whether a component scores answers to a prompt: by the prompt's domain, and by its own list of kinds and names
+    (reward.domain_route).
+    """
     route = prompt_row.get("reward_route")
-    return (not component.domains or prompt_row.get("domain") in component.domains) and (not route or component.kind in route or component.name in route)
+    return (not component.domains or prompt_row.get("domain") in component.domains) and (
+        not route or component.kind in route or component.name in route
+    )
 
 
 def settles(component: RewardComponent, verdict) -> bool:
-    """Whether a tier's opinion is the last word: a score, and from a reward model one that is sure enough (REWARD-ROUTER)."""
+    """Whether a tier's opinion is the last word: a score, and from a reward model one that is sure enough
+    (REWARD-ROUTER).
+    """
     if isinstance(verdict, Unscorable):
         return False
     if component.tier != "learned":
@@ -371,18 +540,26 @@ def settles(component: RewardComponent, verdict) -> bool:
 
 def confidence(component: RewardComponent, verdict: Verdict) -> float:
     """How sure a reward model is: the probability of its own opinion, max(p, 1 - p) with p = sigmoid(score)."""
-    p = verdict.value if component.squash == "sigmoid" else 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, verdict.value))))
+    p = (
+        verdict.value
+        if component.squash == "sigmoid"
+        else 1.0 / (1.0 + math.exp(-max(-700.0, min(700.0, verdict.value))))
+    )
     return max(p, 1.0 - p)
 
 
 def present_weights(parts: dict, weights: dict[str, float], policy: dict[str, str]) -> dict[str, float] | None:
-    """Weights of the parts that are present (not None); None when nothing is left, a missing part invalidates, or its weight has nothing to go to.
+    """Weights of the parts that are present (not None); None when nothing is left, a missing part invalidates, or its
+    weight has nothing to go to.
 
     policy: per part `skip`, `renormalise` (times sum of all weights / sum of present weights) or `invalidate`.
     """
     present = [name for name, value in parts.items() if value is not None]
     missing = [name for name in parts if name not in present]
-    dropped, kept = sum(weights[name] for name in missing if policy[name] == "renormalise"), sum(weights[name] for name in present)
+    dropped, kept = (
+        sum(weights[name] for name in missing if policy[name] == "renormalise"),
+        sum(weights[name] for name in present),
+    )
     if not present or any(policy[name] == "invalidate" for name in missing) or (dropped and not kept):
         return None
     scale = (kept + dropped) / kept if dropped else 1.0

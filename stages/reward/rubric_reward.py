@@ -1,11 +1,14 @@
-"""Responses scored against the rubric of their prompt's category (GRAPE-SCORE, ``reward.rubric``): the reward component ``kind: rubric``.
+"""Responses scored against the rubric of their prompt's category (GRAPE-SCORE, ``reward.rubric``): the reward component
+``kind: rubric``.
 
-Every item gives reasoning, a score in [0, 1] and a confidence in [0, 1]. Rules, verifiers and code are sure (confidence 1), so is a reward
-model; a judge says how sure it is, and for items that cannot be verified it reads a critique first, which critic and scorer may write as
-different models. What cannot be read is asked for again with the reason, then it is an item without a score, never 0.
+Every item gives reasoning, a score in [0, 1] and a confidence in [0, 1]. Rules, verifiers and code are sure (confidence
+1), so is a reward model; a judge says how sure it is, and for items that cannot be verified it reads a critique first,
+which critic and scorer may write as different models. What cannot be read is asked for again with the reason, then it
+is an item without a score, never 0.
 
-:class:`RubricScorer` scores items and then aggregates over all rows of a call (:func:`stages.reward.grape.rewards`): a category's confidence is a
-mean over the iteration's sample set. Item scores are ``rubric_scores/1`` rows; :func:`write_review` turns them into the items' report.
+:class:`RubricScorer` scores items and then aggregates over all rows of a call (:func:`stages.reward.grape.rewards`): a
+category's confidence is a mean over the iteration's sample set. Item scores are ``rubric_scores/1`` rows;
+:func:`write_review` turns them into the items' report.
 """
 
 from __future__ import annotations
@@ -19,13 +22,21 @@ from stages.running.http_json import SERVER_SETTINGS
 from stages.reward.grape import RubricError
 from stages.reward.rubrics import CRITICS, Item, Rubric
 
-FORM = ("Think first, then reply in exactly this form, with numbers between 0 and 1:\nReasoning: how the response meets or misses the criterion\n"
-        "Score: 1 where the criterion is fully met, 0 where it is not met at all\nConfidence: how sure you are of the score")
-SCORE_VERIFIABLE = ("Compare a response with the reference answer, on one criterion only.\n\n[Question]\n{context}\n\n[Response]\n{response}\n\n[Reference "
-                    "answer]\n"
-                    "{reference}\n\n[Criterion]\n{criterion}\n\n" + FORM)
-SCORE_WITH_CRITIQUE = ("Score a response on one criterion only. An expert's critique is given; weigh it, but judge for yourself.\n\n[Question]\n{context}\n\n"
-                       "[Response]\n{response}\n\n[Criterion]\n{criterion}\n\n[Critique]\n{critique}\n\n" + FORM)
+FORM = (
+    "Think first, then reply in exactly this form, with numbers between 0 and 1:\nReasoning: how the response meets or"
+    " misses the criterion\nScore: 1 where the criterion is fully met, 0 where it is not met at all\nConfidence: how"
+    " sure you are of the score"
+)
+SCORE_VERIFIABLE = (
+    "Compare a response with the reference answer, on one criterion"
+    " only.\n\n[Question]\n{context}\n\n[Response]\n{response}\n\n[Reference"
+    " answer]\n{reference}\n\n[Criterion]\n{criterion}\n\n" + FORM
+)
+SCORE_WITH_CRITIQUE = (
+    "Score a response on one criterion only. An expert's critique is given; weigh it, but judge for"
+    " yourself.\n\n[Question]\n{context}\n\n"
+    "[Response]\n{response}\n\n[Criterion]\n{criterion}\n\n[Critique]\n{critique}\n\n" + FORM
+)
 CRITIQUE = "{instruction}\n\n[Criterion]\n{criterion}\n\n[Question]\n{context}\n\n[Response]\n{response}\n\nCritique:"
 AGAIN = "\n\nYour last reply could not be read: {error}. Reply again in exactly that form."
 JUDGE_SETTINGS = ("input", *SERVER_SETTINGS, "judge_tokens", "judge_retries")
@@ -35,29 +46,49 @@ class RubricScorer:
     """Verdict rows (as ``stages.reward.rewards.Rewards`` takes them) against a rubric.
 
     Args:
-        component: the reward component of kind rubric; items that are judged take what they leave open (endpoint, retries, ...) from it.
-        known: items scored earlier, by (row["row_id"], category, item id, content of its version, scorer): they are not scored again.
+        component: the reward component of kind rubric; items that are judged take what they leave open (endpoint,
+            retries, ...) from it.
+        known: items scored earlier, by (row["row_id"], category, item id, content of its version, scorer): they are not
+            scored again.
     """
 
-    def __init__(self, component, rubric: Rubric, inputs: dict, renderer=None, device: str = "cpu", known: dict | None = None):
+    def __init__(
+        self, component, rubric: Rubric, inputs: dict, renderer=None, device: str = "cpu", known: dict | None = None
+    ):
         from stages.reward.components import OF_KINDS, RewardComponent
         from stages.reward.rewards import Rewards
 
-        self.component, self.rubric, self.inputs, self.device, self.known = component, rubric, inputs, device, known or {}
+        self.component, self.rubric, self.inputs, self.device, self.known = (
+            component,
+            rubric,
+            inputs,
+            device,
+            known or {},
+        )
         self.answers: dict[tuple[str, str], str] = {}
         self._loaded: dict[str, object] = {}
         self.settings, self.scorer_ids, scorers = {}, {}, {}
         for item in (item for items in rubric.items.values() for item in items):
             key = f"{item.category}/{item.item_id}"
-            inherited = ({"view": component.view} if component.view != "full" and item.scorer["kind"] in OF_KINDS["view"] else {}) | ({k: getattr(component, k) for k in JUDGE_SETTINGS} if item.scorer["kind"] == "judge" else {})
+            inherited = (
+                {"view": component.view} if component.view != "full" and item.scorer["kind"] in OF_KINDS["view"] else {}
+            ) | ({k: getattr(component, k) for k in JUDGE_SETTINGS} if item.scorer["kind"] == "judge" else {})
             own = RewardComponent.model_validate({**inherited, **item.scorer, "name": key})
-            if own.squash != "none" and (component.rm_squash in ("sigmoid", "minmax") or (component.rm_squash == "auto" and len(rubric.items[item.category]) > 1)):
-                raise RubricError(f"item {key}: squash={own.squash} in its scorer and rm_squash={component.rm_squash} in the reward would squash its scores twice; leave squash out of the item, or write "
-                                  "rm_squash: raw")
+            if own.squash != "none" and (
+                component.rm_squash in ("sigmoid", "minmax")
+                or (component.rm_squash == "auto" and len(rubric.items[item.category]) > 1)
+            ):
+                raise RubricError(
+                    f"item {key}: squash={own.squash} in its scorer and rm_squash={component.rm_squash} in the reward"
+                    " would squash its scores twice; leave squash out of the item, or write rm_squash: raw"
+                )
             self.settings[key] = own
             criticised = own.kind == "judge" and item.kind != "verifiable"
-            self.scorer_ids[key] = self._name(own) + (f" after {self._name(self._critic(item, own))}" if criticised else "") + \
-                (f" on {own.view}" if own.view != "full" else "")
+            self.scorer_ids[key] = (
+                self._name(own)
+                + (f" after {self._name(self._critic(item, own))}" if criticised else "")
+                + (f" on {own.view}" if own.view != "full" else "")
+            )
             if own.kind == "model":
                 scorers[key] = self._load(own)
             elif own.kind == "judge":
@@ -68,7 +99,11 @@ class RubricScorer:
 
     def _critic(self, item: Item, scorer):
         """Settings of the model that writes an item's critiques; the scorer's own where none are given."""
-        return type(scorer).model_validate({**{k: getattr(self.component, k) for k in JUDGE_SETTINGS}, **item.critic}) if item.critic else scorer
+        return (
+            type(scorer).model_validate({**{k: getattr(self.component, k) for k in JUDGE_SETTINGS}, **item.critic})
+            if item.critic
+            else scorer
+        )
 
     def _name(self, component) -> str:
         """Who scores: the kind of rule, or the model by its name on the server or its content."""
@@ -84,38 +119,75 @@ class RubricScorer:
     def _load(self, component):
         from stages.reward.rewards import load_asked, load_model
 
-        key = json.dumps([component.kind, component.endpoint, component.endpoint_model, component.input, component.ranking])
+        key = json.dumps(
+            [component.kind, component.endpoint, component.endpoint_model, component.input, component.ranking]
+        )
         if key not in self._loaded:
-            self._loaded[key] = (load_asked if component.kind == "judge" else load_model)(component, self.inputs, self.device)
+            self._loaded[key] = (load_asked if component.kind == "judge" else load_model)(
+                component, self.inputs, self.device
+            )
         return self._loaded[key]
 
     def rows_at_once(self, total: int, block: int) -> int:
-        """How many of ``total`` rows must be scored in one call: a block, or all of them where a score depends on the others (minmax)."""
-        return max(total, 1) if self.component.rm_squash == "minmax" and any(c.kind == "model" for c in self.settings.values()) else block
+        """How many of ``total`` rows must be scored in one call: a block, or all of them where a score depends on the
+        others (minmax).
+        """
+        return (
+            max(total, 1)
+            if self.component.rm_squash == "minmax" and any(c.kind == "model" for c in self.settings.values())
+            else block
+        )
 
-    # -- items -------------------------------------------------------------------------------------------------------------
+    # -- items ---------------------------------------------------------------------------------------------------------
     def items(self, rows: Sequence[dict]) -> list[list[dict]]:
-        """One record per item of each row's category: category, item_id, item_version, omega, scorer_id, critique, reasoning, score, confidence,
-        attempt, error, raw, and correct: the verdict of a verifier."""
+        """One record per item of each row's category: category, item_id, item_version, omega, scorer_id, critique,
+        reasoning, score, confidence, attempt, error, raw, and correct: the verdict of a verifier."""
         categories = [self.rubric.category_of(row["prompt_row"], self.component.category) for row in rows]
         out: list[list[dict]] = [[] for _ in rows]
         for category, items in self.rubric.items.items():
             mine = [i for i, own in enumerate(categories) if own == category]
             for item in items if mine else ():
                 scorer_id = self.scorer_ids[f"{category}/{item.item_id}"]
-                start = {"category": category, "item_id": item.item_id, "item_version": item.version, "omega": item.omega, "scorer_id": scorer_id,
-                         "critique": None, "reasoning": None, "score": None, "confidence": None, "attempt": 0, "error": None, "raw": None, "correct": None}
-                kept = {i: self.known.get((rows[i].get("row_id"), category, item.item_id, item.content, scorer_id)) for i in mine}
+                start = {
+                    "category": category,
+                    "item_id": item.item_id,
+                    "item_version": item.version,
+                    "omega": item.omega,
+                    "scorer_id": scorer_id,
+                    "critique": None,
+                    "reasoning": None,
+                    "score": None,
+                    "confidence": None,
+                    "attempt": 0,
+                    "error": None,
+                    "raw": None,
+                    "correct": None,
+                }
+                kept = {
+                    i: self.known.get((rows[i].get("row_id"), category, item.item_id, item.content, scorer_id))
+                    for i in mine
+                }
                 fresh = [i for i in mine if kept[i] is None]
                 new = [rows[i] for i in fresh]
                 found = self._judged(item, new) if item.scorer["kind"] == "judge" else self._ruled(item, new)
                 kept |= dict(zip(fresh, found))
                 if item.scorer["kind"] == "model":  # what is kept was squashed among other items and answers
                     scored = [i for i in mine if kept[i].get("score") is not None]
-                    values = grape.squash([json.loads(kept[i]["raw"])["value"] for i in scored], self.component.rm_squash, len(items) == 1)
+                    values = grape.squash(
+                        [json.loads(kept[i]["raw"])["value"] for i in scored], self.component.rm_squash, len(items) == 1
+                    )
                     kept |= {i: {**kept[i], "score": float(value)} for i, value in zip(scored, values)}
                 for i in mine:
-                    out[i].append({**start, **{k: kept[i][k] for k in kept[i] if k in start and k not in ("category", "item_id", "item_version", "omega")}})
+                    out[i].append(
+                        {
+                            **start,
+                            **{
+                                k: kept[i][k]
+                                for k in kept[i]
+                                if k in start and k not in ("category", "item_id", "item_version", "omega")
+                            },
+                        }
+                    )
         return out
 
     def _ruled(self, item: Item, rows) -> list[dict]:
@@ -137,11 +209,26 @@ class RubricScorer:
             value = verdict.value
             raw = json.dumps({"value": verdict.value, "correct": verdict.correct, "extracted": verdict.extracted})
             if not model and not 0.0 <= value <= 1.0:
-                out.append({"error": f"{own.kind} gave {value}, an item's score lies in [0, 1]; use a component with values in that range", "raw": raw})
+                out.append(
+                    {
+                        "error": (
+                            f"{own.kind} gave {value}, an item's score lies in [0, 1]; use a component with values in"
+                            " that range"
+                        ),
+                        "raw": raw,
+                    }
+                )
                 continue
-            said = "" if model else f"{own.kind}: " + (f"answer {verdict.extracted!r}, " if verdict.extracted is not None else "") + \
-                ({True: "right", False: "wrong", None: f"value {value:g}"}[verdict.correct])
-            out.append({"reasoning": said, "score": float(value), "confidence": 1.0, "raw": raw, "correct": verdict.correct})
+            said = (
+                ""
+                if model
+                else f"{own.kind}: "
+                + (f"answer {verdict.extracted!r}, " if verdict.extracted is not None else "")
+                + ({True: "right", False: "wrong", None: f"value {value:g}"}[verdict.correct])
+            )
+            out.append(
+                {"reasoning": said, "score": float(value), "confidence": 1.0, "raw": raw, "correct": verdict.correct}
+            )
         return out
 
     def _judged(self, item: Item, rows) -> list[dict]:
@@ -151,12 +238,24 @@ class RubricScorer:
 
         own = self.settings[f"{item.category}/{item.item_id}"]
         out: list[dict] = [{} for _ in rows]
-        fields = [{"context": transcript(row["prompt_row"].get("prompt") or []), "response": view(seen(row["completion_text"], bool(row.get("opened")) and own.view != "full"), own.view),
-                   "criterion": item.criterion, "reference": row["prompt_row"].get("answer")} for row in rows]
+        fields = [
+            {
+                "context": transcript(row["prompt_row"].get("prompt") or []),
+                "response": view(
+                    seen(row["completion_text"], bool(row.get("opened")) and own.view != "full"), own.view
+                ),
+                "criterion": item.criterion,
+                "reference": row["prompt_row"].get("answer"),
+            }
+            for row in rows
+        ]
         if item.kind == "verifiable":
             for record, values in zip(out, fields):
                 if values["reference"] is None:
-                    record["error"] = "the prompt has no reference answer; write it into the column `answer`, or make the item non_verifiable"
+                    record["error"] = (
+                        "the prompt has no reference answer; write it into the column `answer`, or make the item"
+                        " non_verifiable"
+                    )
             requests = [SCORE_VERIFIABLE.format(**values) for values in fields]
         else:
             critic = self._critic(item, own)
@@ -173,8 +272,12 @@ class RubricScorer:
             for i, text in said.items():
                 parsed, error = grape.parse_item(text)
                 replies[i].append(text)
-                out[i].update(parsed or {}, raw=json.dumps(replies[i], ensure_ascii=False), attempt=attempt, error=error)
-            waiting = {i: request + AGAIN.format(error=out[i]["error"]) for i, request in waiting.items() if out[i]["error"]}
+                out[i].update(
+                    parsed or {}, raw=json.dumps(replies[i], ensure_ascii=False), attempt=attempt, error=error
+                )
+            waiting = {
+                i: request + AGAIN.format(error=out[i]["error"]) for i, request in waiting.items() if out[i]["error"]
+            }
             if not waiting:
                 break
         return out
@@ -186,10 +289,12 @@ class RubricScorer:
             self.answers.clear()
         fresh = [t for t in dict.fromkeys(texts) if (who, t) not in self.answers]
         if fresh:
-            self.answers.update(zip(((who, t) for t in fresh), self._load(component).answers(fresh, component.judge_tokens, 0)))
+            self.answers.update(
+                zip(((who, t) for t in fresh), self._load(component).answers(fresh, component.judge_tokens, 0))
+            )
         return [self.answers[who, t] for t in texts]
 
-    # -- rewards -----------------------------------------------------------------------------------------------------------
+    # -- rewards -------------------------------------------------------------------------------------------------------
     def score(self, rows: Sequence[dict]) -> list:
         """A reward per row, with its items; confidences are averaged over all rows of a category in this call."""
         from stages.reward.verdicts import Unscorable, Verdict
@@ -208,27 +313,47 @@ class RubricScorer:
 
     def aggregate(self, found: Sequence[Sequence[dict]]) -> list[float | None]:
         """GRAPE-REWARD of rows given by their item records."""
-        values, _, _ = grape.rewards([[i["score"] for i in items] for items in found], [[i["confidence"] for i in items] for items in found],
-                                     [items[0]["category"] for items in found], self.rubric.weights(), self.component.rubric_normalizer,
-                                     self.component.invalid_policy)
+        values, _, _ = grape.rewards(
+            [[i["score"] for i in items] for items in found],
+            [[i["confidence"] for i in items] for items in found],
+            [items[0]["category"] for items in found],
+            self.rubric.weights(),
+            self.component.rubric_normalizer,
+            self.component.invalid_policy,
+        )
         return values
 
 
-# -- what is kept and shown ------------------------------------------------------------------------------------------------
+# -- what is kept and shown --------------------------------------------------------------------------------------------
+
 
 def score_rows(sample_row: dict, items: Sequence[dict], batch: int | None = None) -> list[dict]:
     """``rubric_scores/1`` rows of one sample, given its finished dataset row. batch: the iteration it was scored in."""
     from storage.schema import complete_row
 
-    common = {"sample_row_id": sample_row["row_id"], "prompt_id": sample_row["prompt_id"], "group_id": sample_row["group_id"],
-              "batch_id": None if batch is None else str(batch)}
-    return [complete_row("rubric_scores/1", {k: v for k, v in item.items() if k != "correct"} | common, dataset="rubric_scores",
-                         source=sample_row["source"], origin="ai") for item in items]
+    common = {
+        "sample_row_id": sample_row["row_id"],
+        "prompt_id": sample_row["prompt_id"],
+        "group_id": sample_row["group_id"],
+        "batch_id": None if batch is None else str(batch),
+    }
+    return [
+        complete_row(
+            "rubric_scores/1",
+            {k: v for k, v in item.items() if k != "correct"} | common,
+            dataset="rubric_scores",
+            source=sample_row["source"],
+            origin="ai",
+        )
+        for item in items
+    ]
 
 
-def rubric_metrics(items_of: Sequence[Sequence[dict]], values: Sequence[float | None], flag_below: float = 0.6) -> dict[str, float]:
-    """Per category: mean, std and maximum of R, share of samples with an item that could not be scored, mean score, phibar and unscored share of every
-    item; over all: categories without any confidence, items below ``flag_below``."""
+def rubric_metrics(
+    items_of: Sequence[Sequence[dict]], values: Sequence[float | None], flag_below: float = 0.6
+) -> dict[str, float]:
+    """Per category: mean, std and maximum of R, share of samples with an item that could not be scored, mean score,
+    phibar and unscored share of every item; over all: categories without any confidence, items below ``flag_below``."""
     out: dict[str, float] = {}
     flagged = []
     for category in dict.fromkeys(items[0]["category"] for items in items_of if items):
@@ -238,7 +363,11 @@ def rubric_metrics(items_of: Sequence[Sequence[dict]], values: Sequence[float | 
         out[f"{head}/invalid_fraction"] = sum(any(i["score"] is None for i in items) for items, _ in own) / len(own)
         if got:
             mean = math.fsum(got) / len(got)
-            out |= {f"{head}/mean": mean, f"{head}/std": math.sqrt(math.fsum((v - mean) ** 2 for v in got) / len(got)), f"{head}/max": max(got)}
+            out |= {
+                f"{head}/mean": mean,
+                f"{head}/std": math.sqrt(math.fsum((v - mean) ** 2 for v in got) / len(got)),
+                f"{head}/max": max(got),
+            }
         phi = 0.0
         for k, item in enumerate(own[0][0]):
             scored = [items[k] for items, _ in own if items[k]["score"] is not None]
@@ -250,43 +379,96 @@ def rubric_metrics(items_of: Sequence[Sequence[dict]], values: Sequence[float | 
                 phi += out[f"{head}/{item['item_id']}/confidence"]
         out[f"{head}/zero_confidence"] = float(phi == 0.0)
     if flagged:
-        out |= {"rubric/flagged_items": float(sum(flagged)), "rubric/zero_confidence": sum(v for name, v in out.items() if name.endswith("/zero_confidence"))}
+        out |= {
+            "rubric/flagged_items": float(sum(flagged)),
+            "rubric/zero_confidence": sum(v for name, v in out.items() if name.endswith("/zero_confidence")),
+        }
     return out
 
 
 def write_review(stage, scores: str = "rubric_scores") -> list[dict]:
-    """The item review of a finished ``rubric_scores/1`` output: dataset ``rubric_confidence``, report ``rubric items`` and warnings."""
+    """The item review of a finished ``rubric_scores/1`` output: dataset ``rubric_confidence``, report ``rubric items``
+    and warnings.
+    """
     from stages.reporting.reports import document, markdown_table, sample_table
     from storage.datasets import open_dataset
     from storage.schema import complete_row
 
     threshold = next(c.flag_below for c in stage.config.rewards if c.kind == "rubric")
     rows = list(open_dataset(str(stage.workdir / "out" / scores)).iter_rows())
-    found = grape.review([{**row, "sample": row["sample_row_id"], "question": (row["prompt_id"], row["batch_id"])} for row in rows], threshold)
+    found = grape.review(
+        [{**row, "sample": row["sample_row_id"], "question": (row["prompt_id"], row["batch_id"])} for row in rows],
+        threshold,
+    )
     writer = stage.writer("rubric_confidence", "rubric_confidence/1")
     columns = ("category", "item_id", "item_version", "phi_bar", "n", "flagged")
-    writer.write([complete_row("rubric_confidence/1", {k: r[k] for k in columns}, dataset="rubric_confidence", source="rubric", origin="ai") for r in found])
+    writer.write(
+        [
+            complete_row(
+                "rubric_confidence/1",
+                {k: r[k] for k in columns},
+                dataset="rubric_confidence",
+                source="rubric",
+                origin="ai",
+            )
+            for r in found
+        ]
+    )
     writer.close({"items": len(found)})
     if not rows:
         return found
     name = lambda r: f"{r['category']}/{r['item_id']}"
-    poor, silent, lost = [r for r in found if r["flagged"]], [r for r in found if not r["discriminates"]], [r for r in found if r["unscorable"] > 0]
+    poor, silent, lost = (
+        [r for r in found if r["flagged"]],
+        [r for r in found if not r["discriminates"]],
+        [r for r in found if r["unscorable"] > 0],
+    )
     if poor:
-        stage.warn("rubric_low_confidence", f"The mean confidence of {', '.join(map(name, poor))} is below {threshold}: read the examples in the report, "
-                   f"then make the criterion more precise, split it (sub_items), or take another judge. Rewards are not changed by this.")
+        stage.warn(
+            "rubric_low_confidence",
+            f"The mean confidence of {', '.join(map(name, poor))} is below {threshold}: read the examples in the"
+            " report, then make the criterion more precise, split it (sub_items), or take another judge. Rewards are"
+            " not changed by this.",
+        )
     if silent:
-        stage.warn("rubric_item_never_discriminates", f"{', '.join(map(name, silent))} never told two answers to a question apart, so it teaches nothing: "
-                   f"drop it, or make it harder or finer.")
+        stage.warn(
+            "rubric_item_never_discriminates",
+            f"{', '.join(map(name, silent))} never told two answers to a question apart, so it teaches nothing: "
+            "drop it, or make it harder or finer.",
+        )
     if lost:
-        stage.warn("rubric_unscorable", f"Not every answer could be scored on {', '.join(map(name, lost))}; the column `error` of rubric_scores says why.")
+        stage.warn(
+            "rubric_unscorable",
+            f"Not every answer could be scored on {', '.join(map(name, lost))}; the column `error` of rubric_scores"
+            " says why.",
+        )
     wanted = {(r["category"], r["item_id"]) for r in poor + lost}
     examples, shown = [], {}
     for row in rows:
         key = row["category"], row["item_id"]
         if key in wanted and shown.get(key, 0) < 3:
             shown[key] = shown.get(key, 0) + 1
-            examples.append({"item": "/".join(key), **{k: row[k] for k in ("score", "confidence")}, **{k: row[k] or "" for k in ("reasoning", "error")}})
-    columns = ("category", "item_id", "item_version", "n", "mean", "variance", "phi_bar", "flagged", "agreement", "ties", "unscorable", "discriminates")
+            examples.append(
+                {
+                    "item": "/".join(key),
+                    **{k: row[k] for k in ("score", "confidence")},
+                    **{k: row[k] or "" for k in ("reasoning", "error")},
+                }
+            )
+    columns = (
+        "category",
+        "item_id",
+        "item_version",
+        "n",
+        "mean",
+        "variance",
+        "phi_bar",
+        "flagged",
+        "agreement",
+        "ties",
+        "unscorable",
+        "discriminates",
+    )
     shown = ("Examples of items to look at", sample_table(examples)) if examples else None
     stage.report("rubric items", markdown=document("Rubric items", markdown_table(found, columns), shown), table=found)
     return found

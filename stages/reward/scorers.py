@@ -23,10 +23,16 @@ def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:
     def one(row):
         try:
             name = verifier_of(row["prompt_row"]) if component.verifier == "auto" else component.verifier
-            correct, extracted = VERIFIERS[name](row["prompt_row"], text_read(component, row), component.extraction == "flexible", component.rel_tol)
+            correct, extracted = VERIFIERS[name](
+                row["prompt_row"], text_read(component, row), component.extraction == "flexible", component.rel_tol
+            )
             if name in SHARES:
                 share = SHARES[name](row["prompt_row"], text_read(component, row))
-                return Verdict(component.incorrect_value + share * (component.correct_value - component.incorrect_value), correct, extracted)
+                return Verdict(
+                    component.incorrect_value + share * (component.correct_value - component.incorrect_value),
+                    correct,
+                    extracted,
+                )
         except BadGold as error:
             return Unscorable(str(error))
         return Verdict(component.correct_value if correct else component.incorrect_value, correct, extracted)
@@ -34,23 +40,38 @@ def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:
     out = [one(row) for row in rows]
     if not component.symbolic:
         return out
-    proved = symbolically(component, [(row["prompt_row"], v.extracted if isinstance(v, Verdict) and not v.correct else None) for row, v in zip(rows, out)])
+    proved = symbolically(
+        component,
+        [
+            (row["prompt_row"], v.extracted if isinstance(v, Verdict) and not v.correct else None)
+            for row, v in zip(rows, out)
+        ],
+    )
     out = [replace(v, value=component.correct_value, correct=True) if known else v for v, known in zip(out, proved)]
-    return [replace(v, metrics={"undecided": float(known is None)}) if isinstance(v, Verdict) else v for v, known in zip(out, proved)]
+    return [
+        replace(v, metrics={"undecided": float(known is None)}) if isinstance(v, Verdict) else v
+        for v, known in zip(out, proved)
+    ]
 
 
 def symbolically(component: RewardComponent, answers: Sequence[tuple[dict, str | None]]) -> list[bool | None]:
-    """Whether each answer (None: not asked) to a prompt row of mathematics is provably its gold answer; None where the limits of the component ended the comparison."""
+    """Whether each answer (None: not asked) to a prompt row of mathematics is provably its gold answer; None where the
+    limits of the component ended the comparison.
+    """
     from stages.verification.verifiers import equal_symbolically, math_gold, verifier_of
 
     of_maths = lambda row: (verifier_of(row) if component.verifier == "auto" else component.verifier) == "math"
-    asked = {i: (answer, math_gold(row)) for i, (row, answer) in enumerate(answers) if answer is not None and of_maths(row)}
+    asked = {
+        i: (answer, math_gold(row)) for i, (row, answer) in enumerate(answers) if answer is not None and of_maths(row)
+    }
     found = dict(zip(asked, equal_symbolically(list(asked.values()), limits_of(component))))
     return [found.get(i, False) for i in range(len(answers))]
 
 
 def shown_to(rewards: Rewards, component: RewardComponent, row: dict, as_ids: bool = False):
-    """What a reward model is shown of a row (``stages.reward_models.reward_scorers.Response``), or the verdict on a row that it never sees."""
+    """What a reward model is shown of a row (``stages.reward_models.reward_scorers.Response``), or the verdict on a row
+    that it never sees.
+    """
     from stages.reward_models.reward_scorers import Response
 
     if not ended(row):
@@ -60,7 +81,13 @@ def shown_to(rewards: Rewards, component: RewardComponent, row: dict, as_ids: bo
     if not text_read(component, row).strip():  # a thought that never ends has no answer: scored as cut (reward.view)
         return Verdict(component.cut_reward)
     ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None
-    return Response(row["prompt_row"].get("prompt") or [], [{"role": "assistant", "content": text_read(component, row)}], ids, row["prompt_row"], row.get("group"))
+    return Response(
+        row["prompt_row"].get("prompt") or [],
+        [{"role": "assistant", "content": text_read(component, row)}],
+        ids,
+        row["prompt_row"],
+        row.get("group"),
+    )
 
 
 def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
@@ -81,7 +108,9 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
 
 
 def _steps(rewards: Rewards, component: RewardComponent, rows) -> list:
-    """Verdicts of a process reward model whose steps are paid: the sum of their credits, and each at the last token of its step. Of a cut response its finished steps are scored."""
+    """Verdicts of a process reward model whose steps are paid: the sum of their credits, and each at the last token of
+    its step. Of a cut response its finished steps are scored.
+    """
     from stages.reward.process_rewards import finished_steps, step_credits, step_ends, token_pieces
     from stages.reward_models.reward_scorers import Response, split_steps
 
@@ -89,35 +118,70 @@ def _steps(rewards: Rewards, component: RewardComponent, rows) -> list:
     separator = scorer.card.options["separator"]
     for i, row in enumerate(rows):
         text = row["completion_text"] if ended(row) else finished_steps(row["completion_text"], separator)
-        out.append(Verdict(component.empty_reward if ended(row) else component.cut_reward, steps=(), metrics={"steps": 0.0}))
+        out.append(
+            Verdict(component.empty_reward if ended(row) else component.cut_reward, steps=(), metrics={"steps": 0.0})
+        )
         if split_steps(text, separator):
             texts[i] = text
-    asked = [Response(rows[i]["prompt_row"].get("prompt") or [], [{"role": "assistant", "content": text}], row=rows[i]["prompt_row"]) for i, text in texts.items()]
+    asked = [
+        Response(
+            rows[i]["prompt_row"].get("prompt") or [],
+            [{"role": "assistant", "content": text}],
+            row=rows[i]["prompt_row"],
+        )
+        for i, text in texts.items()
+    ]
     for (i, text), scores in zip(texts.items(), scorer.step_probabilities(asked) if asked else []):
         row, whole, n = rows[i], ended(rows[i]), len(split_steps(text, separator))
         if len(scores) != n:
-            out[i] = Unscorable(f"the process reward model has room for {len(scores)} of its {n} steps; train it with a longer max_length, or write a smaller max_completion_length")
+            out[i] = Unscorable(
+                f"the process reward model has room for {len(scores)} of its {n} steps; train it with a longer"
+                " max_length, or write a smaller max_completion_length"
+            )
             continue
         # tokens behind the text, of a stop string or an unfinished step, are no step of it
-        ends = step_ends(token_pieces(rewards.renderer, row["completion_ids"]), separator)[:n] if rewards.renderer is not None else []
+        ends = (
+            step_ends(token_pieces(rewards.renderer, row["completion_ids"]), separator)[:n]
+            if rewards.renderer is not None
+            else []
+        )
         if len(ends) != n:
-            out[i] = Unscorable("its steps cannot be found among its tokens" if rewards.renderer is not None else "steps are paid at tokens of a policy, and there is none")
+            out[i] = Unscorable(
+                "its steps cannot be found among its tokens"
+                if rewards.renderer is not None
+                else "steps are paid at tokens of a policy, and there is none"
+            )
             continue
         if whole:  # what follows the last separator, an end token, ends its step
             ends[-1] = len(row["completion_ids"]) - 1
         credits = step_credits(scores, component.step_credit, component.clip)
-        out[i] = Verdict(sum(credits) + (0.0 if whole else component.cut_reward), steps=tuple(zip(ends, credits)),
-                         metrics={"steps": float(len(scores)), "step_mean": float(sum(scores) / len(scores)), "step_min": float(min(scores))})
+        out[i] = Verdict(
+            sum(credits) + (0.0 if whole else component.cut_reward),
+            steps=tuple(zip(ends, credits)),
+            metrics={
+                "steps": float(len(scores)),
+                "step_mean": float(sum(scores) / len(scores)),
+                "step_min": float(min(scores)),
+            },
+        )
     return out
 
 
 def _scaled(component: RewardComponent, scores: Sequence[float]) -> list[float]:
-    """A model's scores as the component counts them: whitened, clipped, squashed; NaN (no score) stays, and is in no statistic."""
+    """A model's scores as the component counts them: whitened, clipped, squashed; NaN (no score) stays, and is in no
+    statistic.
+    """
     from stages.estimators import normalise_rewards
 
     scores = normalise_rewards(scores, "whiten").tolist() if component.normalise == "batch" else scores
-    scores = [max(-component.clip, min(component.clip, score)) if component.clip and math.isfinite(score) else score for score in scores]
-    return [1.0 / (1.0 + math.exp(-max(score, -700.0))) if component.squash == "sigmoid" and math.isfinite(score) else score for score in scores]
+    scores = [
+        max(-component.clip, min(component.clip, score)) if component.clip and math.isfinite(score) else score
+        for score in scores
+    ]
+    return [
+        1.0 / (1.0 + math.exp(-max(score, -700.0))) if component.squash == "sigmoid" and math.isfinite(score) else score
+        for score in scores
+    ]
 
 
 def _remote(rewards: Rewards, component: RewardComponent, rows) -> list:
@@ -129,28 +193,69 @@ def _remote(rewards: Rewards, component: RewardComponent, rows) -> list:
         query = prompt = ""
         if component.request_form == "openrlhf":
             if rewards.renderer is None:
-                raise ValueError(f"reward {component.name!r}: request_form=openrlhf shows texts with the policy's template, which needs a model; write request_form=messages")
+                raise ValueError(
+                    f"reward {component.name!r}: request_form=openrlhf shows texts with the policy's template, which"
+                    " needs a model; write request_form=messages"
+                )
             ids = list(_prompt_ids(rewards, row))
             prompt = rewards.renderer.decode(ids, skip_special_tokens=False)
-            query = rewards.renderer.decode(ids + list(row["completion_ids"]), skip_special_tokens=False) if component.view == "full" else prompt + text
-        return Answer([*(columns.get("prompt") or []), {"role": "assistant", "content": text}], columns, row.get("finish_reason"), query, prompt)
+            query = (
+                rewards.renderer.decode(ids + list(row["completion_ids"]), skip_special_tokens=False)
+                if component.view == "full"
+                else prompt + text
+            )
+        return Answer(
+            [*(columns.get("prompt") or []), {"role": "assistant", "content": text}],
+            columns,
+            row.get("finish_reason"),
+            query,
+            prompt,
+        )
 
-    server = RewardServer(component.url, component.endpoint_model, component.request_form, component.score_key, component.batch_size, component.concurrency, component.timeout_s,
-                          component.key_variable)
+    server = RewardServer(
+        component.url,
+        component.endpoint_model,
+        component.request_form,
+        component.score_key,
+        component.batch_size,
+        component.concurrency,
+        component.timeout_s,
+        component.key_variable,
+    )
     asked = [i for i, row in enumerate(rows) if component.no_eos_reward is None or ended(row)]
     found = dict(zip(asked, server.scores([answer(rows[i]) for i in asked])))
-    scores = dict(zip(asked, _scaled(component, [math.nan if isinstance(found[i], str) else found[i] for i in asked]))) if asked else {}
-    return [Verdict(component.no_eos_reward) if i not in found else Unscorable(found[i]) if isinstance(found[i], str) else value_of(float(scores[i])) for i in range(len(rows))]
+    scores = (
+        dict(zip(asked, _scaled(component, [math.nan if isinstance(found[i], str) else found[i] for i in asked])))
+        if asked
+        else {}
+    )
+    return [
+        (
+            Verdict(component.no_eos_reward)
+            if i not in found
+            else Unscorable(found[i])
+            if isinstance(found[i], str)
+            else value_of(float(scores[i]))
+        )
+        for i in range(len(rows))
+    ]
 
 
 def alone(rows, by_row: bool = False) -> list[int]:
-    """Positions of the rows that nothing can be compared with. ``by_row``: rows without a group are those of one prompt row, else of one prompt's messages."""
-    of = (lambda row: row["prompt_row"]["row_id"]) if by_row else (lambda row: json.dumps(row["prompt_row"].get("prompt"), sort_keys=True, default=str))
+    """Positions of the rows that nothing can be compared with. ``by_row``: rows without a group are those of one prompt
+    row, else of one prompt's messages.
+    """
+    of = (
+        (lambda row: row["prompt_row"]["row_id"])
+        if by_row
+        else (lambda row: json.dumps(row["prompt_row"].get("prompt"), sort_keys=True, default=str))
+    )
     return [members[0] for members in in_groups(rows, of) if len(members) == 1]
 
 
 def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
-    """1 for rows whose extracted answer is the majority's among the rows of the same group, else 0; no answer, no vote (``rs.majority``, self-consistency).
+    """1 for rows whose extracted answer is the majority's among the rows of the same group, else 0; no answer, no vote
+    (``rs.majority``, self-consistency).
 
     weights: verdicts of the component that ``votes_of`` names; a row that it cannot score does not vote.
     """
@@ -158,7 +263,9 @@ def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
     from stages.verification.verifiers import FLEXIBLE_ORDER, STRICT_ORDER, as_rational, extract, normalise_math
 
     def answer(row):
-        found = extract(text_read(component, row), FLEXIBLE_ORDER if component.extraction == "flexible" else STRICT_ORDER)
+        found = extract(
+            text_read(component, row), FLEXIBLE_ORDER if component.extraction == "flexible" else STRICT_ORDER
+        )
         plain = None if found is None else normalise_math(found)
         number = None if plain is None else as_rational(plain)
         return found, plain if number is None else str(number)
@@ -168,9 +275,13 @@ def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
     for members in in_groups(rows, lambda row: row["prompt_row"]["row_id"]):
         counted = [1.0 if weights is None else getattr(weights[i], "value", None) for i in members]
         if any(w is not None and w < 0 for w in counted):
-            raise ValueError(f"reward {component.name!r}: votes_of={component.votes_of} gives negative votes; write squash=sigmoid for that component, or "
-                             f"leave votes_of out")
-        winner, _ = majority([None if w is None else answers[i][1] for i, w in zip(members, counted)], [w or 0.0 for w in counted])
+            raise ValueError(
+                f"reward {component.name!r}: votes_of={component.votes_of} gives negative votes; write squash=sigmoid"
+                " for that component, or leave votes_of out"
+            )
+        winner, _ = majority(
+            [None if w is None else answers[i][1] for i, w in zip(members, counted)], [w or 0.0 for w in counted]
+        )
         for i in members:
             out[i] = Verdict(float(winner is not None and answers[i][1] == winner), None, answers[i][0])
     return out
@@ -179,7 +290,14 @@ def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
 def _icdpo(rewards: Rewards, component: RewardComponent, rows) -> list:
     """Verdict of the in-context scorer, on exactly the policy's token ids."""
     scores = rewards.scorers[component.name].score([{**row, "prompt_ids": _prompt_ids(rewards, row)} for row in rows])
-    return [Unscorable("an empty answer, or no demonstration fits demonstration_length") if score is None else value_of(score) for score in scores]
+    return [
+        (
+            Unscorable("an empty answer, or no demonstration fits demonstration_length")
+            if score is None
+            else value_of(score)
+        )
+        for score in scores
+    ]
 
 
 def _prompt_ids(rewards: Rewards, row: dict):
@@ -198,22 +316,38 @@ def ended(row: dict) -> bool:
 def _format(rewards, component, rows) -> list:
     from stages.verification.verifiers import format_reward
 
-    return [Verdict(format_reward(text_read(component, row), component.preset, prefilled=component.prefilled)) for row in rows]
+    return [
+        Verdict(format_reward(text_read(component, row), component.preset, prefilled=component.prefilled))
+        for row in rows
+    ]
 
 
 def _length(rewards, component, rows) -> list:
     from stages.verification.verifiers import soft_overlong
 
-    # A response cut at the cap has no end token of its own, and counts as having reached the cap (reward.length_soft_overlong).
-    return [Verdict(soft_overlong(len(row["completion_ids"]), component.max_length, component.cache_length)) for row in rows]
+    # A response cut at the cap has no end token of its own, and counts as having reached the cap
+    # (reward.length_soft_overlong).
+    return [
+        Verdict(soft_overlong(len(row["completion_ids"]), component.max_length, component.cache_length)) for row in rows
+    ]
 
 
 def _is_right(rewards, component, rows, known) -> list[bool]:
-    """Whether each answer is right, for length rewards: what the other components say (``known``, None = nothing), else the environment, else a verifier of
-    its own; an answer without any verdict counts as wrong."""
+    """Whether each answer is right, for length rewards: what the other components say (``known``, None = nothing), else
+    the environment, else a verifier of its own; an answer without any verdict counts as wrong."""
     verdicts = _verify(rewards, component, rows) if known is None or None in known else known
-    return [k if k is not None else any(GOAL in t["events"] for t in row["turns"]) if row.get("turns") is not None else bool(getattr(v, "correct", False))
-            for row, v, k in zip(rows, verdicts, known or [None] * len(rows))]
+    return [
+        (
+            k
+            if k is not None
+            else (
+                any(GOAL in t["events"] for t in row["turns"])
+                if row.get("turns") is not None
+                else bool(getattr(v, "correct", False))
+            )
+        )
+        for row, v, k in zip(rows, verdicts, known or [None] * len(rows))
+    ]
 
 
 def _length_group(rewards, component, rows, known=None) -> list:
@@ -221,8 +355,12 @@ def _length_group(rewards, component, rows, known=None) -> list:
     from stages.verification.verifiers import kimi_length
 
     out, right = [None] * len(rows), _is_right(rewards, component, rows, known)
-    for members in in_groups(rows, lambda row: (row["prompt_row"].get("prompt_id"), tuple(row.get("prompt_ids") or ()))):
-        for i, value in zip(members, kimi_length([len(rows[i]["completion_ids"]) for i in members], [right[i] for i in members])):
+    for members in in_groups(
+        rows, lambda row: (row["prompt_row"].get("prompt_id"), tuple(row.get("prompt_ids") or ()))
+    ):
+        for i, value in zip(
+            members, kimi_length([len(rows[i]["completion_ids"]) for i in members], [right[i] for i in members])
+        ):
             out[i] = Verdict(value)
     return out
 
@@ -235,7 +373,16 @@ def _length_target(rewards, component, rows, known=None) -> list:
         target = json.loads(row["prompt_row"].get("extra_json") or "{}").get("target_length")
         if not isinstance(target, (int, float)):
             return Unscorable('the prompt row asks for no length; write extra_json={"target_length": 200}')
-        return Verdict(target_length(len(row["completion_ids"]), int(target), right, component.length_mode, component.length_alpha, component.length_delta))
+        return Verdict(
+            target_length(
+                len(row["completion_ids"]),
+                int(target),
+                right,
+                component.length_mode,
+                component.length_alpha,
+                component.length_delta,
+            )
+        )
 
     return [one(row, right) for row, right in zip(rows, _is_right(rewards, component, rows, known))]
 
@@ -252,7 +399,11 @@ def _language(rewards, component, rows) -> list:
         scripts = language_of(row["prompt_row"])
         if scripts is None:
             named = row["prompt_row"].get("language")
-            return Unscorable(f"the language {named!r} is none of {', '.join(SCRIPTS)}" if named else "the prompt has no letters; write its language into the column language")
+            return Unscorable(
+                f"the language {named!r} is none of {', '.join(SCRIPTS)}"
+                if named
+                else "the prompt has no letters; write its language into the column language"
+            )
         return Verdict(language_share(text_read(component, row), scripts, component.language_unit))
 
     return [one(row) for row in rows]
@@ -268,7 +419,10 @@ def _constraints(rewards, component, rows) -> list:
     def one(row):
         constraints = row["prompt_row"].get("constraints") or []
         try:
-            satisfied = [check_constraint(c["id"], json.loads(c["kwargs_json"] or "{}"), text_read(component, row)) for c in constraints]
+            satisfied = [
+                check_constraint(c["id"], json.loads(c["kwargs_json"] or "{}"), text_read(component, row))
+                for c in constraints
+            ]
         except (BadGold, ValueError) as error:
             return Unscorable(str(error))
         value = constraint_reward(satisfied, component.mode, component.threshold)
@@ -288,14 +442,22 @@ def _on_turns(rewards, component, rows) -> list:
     def one(row):
         turns = row.get("turns")
         if turns is None:
-            return Unscorable(f"reward {component.name!r} scores trajectories in an environment; write environment=NAME, or take it out")
+            return Unscorable(
+                f"reward {component.name!r} scores trajectories in an environment; write environment=NAME, or take"
+                " it out"
+            )
         events = [t["events"] for t in turns]
         if component.kind == "environment":
             values, verdict = [t["reward"] for t in turns], any(GOAL in e for e in events)
         elif component.kind == "milestones":
             values, verdict = of.milestone_rewards(events, milestones), None
         else:
-            values, verdict = of.step_rewards(events, component.step_weights or of.STEP_WEIGHTS, {**of.STEP_EVENTS, **component.step_events}), None
+            values, verdict = (
+                of.step_rewards(
+                    events, component.step_weights or of.STEP_WEIGHTS, {**of.STEP_EVENTS, **component.step_events}
+                ),
+                None,
+            )
         return Verdict(float(sum(values)), verdict, turns=tuple(values))
 
     milestones = component.milestones or of.milestones_of()
@@ -312,12 +474,35 @@ def _debate(rewards, component, rows) -> list:
     from stages.reward.debate import verdicts
 
     if any(row.get("debate") is None for row in rows):
-        return [Unscorable(f"reward {component.name!r} judges debates; write environment=debate, or take it out")] * len(rows)
+        return [
+            Unscorable(f"reward {component.name!r} judges debates; write environment=debate, or take it out")
+        ] * len(rows)
     judge = rewards.scorers[component.name]
-    return [Unscorable(judge.why_not) if math.isnan(p) else Verdict(p - 0.5, without=None if math.isnan(q) else q - 0.5) for p, q in zip(*verdicts(judge, rows))]
+    return [
+        Unscorable(judge.why_not) if math.isnan(p) else Verdict(p - 0.5, without=None if math.isnan(q) else q - 0.5)
+        for p, q in zip(*verdicts(judge, rows))
+    ]
 
 
-RULES = {"length_group": _length_group, "length_target": _length_target, "length_penalty": _length_penalty, "language": _language,
-         "verifier": _verify, "model": _model, "judge": _model, "remote": _remote, "format": _format, "length": _length, "truncation": _truncation, "regex": score_regex,
-         "constraints": _constraints, "code": score_code, "python": score_python, "rubric": _rubric,
-         "group_preference": _model, "icdpo": _icdpo, **dict.fromkeys(ON_TURNS, _on_turns), "debate": _debate}
+RULES = {
+    "length_group": _length_group,
+    "length_target": _length_target,
+    "length_penalty": _length_penalty,
+    "language": _language,
+    "verifier": _verify,
+    "model": _model,
+    "judge": _model,
+    "remote": _remote,
+    "format": _format,
+    "length": _length,
+    "truncation": _truncation,
+    "regex": score_regex,
+    "constraints": _constraints,
+    "code": score_code,
+    "python": score_python,
+    "rubric": _rubric,
+    "group_preference": _model,
+    "icdpo": _icdpo,
+    **dict.fromkeys(ON_TURNS, _on_turns),
+    "debate": _debate,
+}

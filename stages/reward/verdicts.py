@@ -20,12 +20,13 @@ class Unscorable:
 
 @dataclass
 class Scored:
-    """Reward of one row. total: weighted sum, None if unscorable. parts: raw value of each component, None if unscorable.
-    reasons: why, by component. correct: the verdict of the first verifier or code component, None without a verdict.
-    extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the router, the one that decided.
-    weights: the factor of each counted component in the total, what absent ones left to it included. turn_rewards: of a trajectory, what each
-    turn earned of the total, and turn_parts the values that components give its turns. step_rewards: (last tokens, rewards) of what
-    single steps of an answer earned of the total, where a component pays them (``step_credit``)."""
+    """Reward of one row. total: weighted sum, None if unscorable. parts: raw value of each component, None if
+    unscorable. reasons: why, by component. correct: the verdict of the first verifier or code component, None without a
+    verdict. extracted: the answer that verdict was about. items: the rubric's items, where there is one. tier: of the
+    router, the one that decided. weights: the factor of each counted component in the total, what absent ones left to
+    it included. turn_rewards: of a trajectory, what each turn earned of the total, and turn_parts the values that
+    components give its turns. step_rewards: (last tokens, rewards) of what single steps of an answer earned of the
+    total, where a component pays them (``step_credit``)."""
 
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -42,9 +43,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a component says about one row: its value, whether the answer is right where it knows, how much an ensemble's members differ,
-    a rubric's items, the value's parts by turn, what it would have been without the debate, numbers beside the value, by name, and (last token, part of
-    the value) of steps that are paid."""
+    """What a component says about one row: its value, whether the answer is right where it knows, how much an
+    ensemble's members differ, a rubric's items, the value's parts by turn, what it would have been without the debate,
+    numbers beside the value, by name, and (last token, part of the value) of steps that are paid."""
 
     value: float
     correct: bool | None = None
@@ -57,19 +58,29 @@ class Verdict:
     steps: tuple[tuple[int, float], ...] | None = None
 
 
-#: Reasons of a component that is not asked about a row, because an earlier tier left nothing to say or the prompt is another's business: no failure.
+#: Reasons of a component that is not asked about a row, because an earlier tier left nothing to say or the prompt is
+#: another's business: no failure.
 NOT_ASKED = "an earlier tier decided"
 
 ANOTHERS = "the prompt is routed to other components"
 
-#: Reason of a component that compares, of an answer that is the only one of its group: 1/2, or the majority of one, would say nothing of it.
+#: Reason of a component that compares, of an answer that is the only one of its group: 1/2, or the majority of one,
+#: would say nothing of it.
 ALONE = "there is no other answer to the prompt to compare it with"
 
 
 def failures(parts: dict[str, float | None], reasons: dict[str, str] | None) -> dict[str, str]:
     """Why components could not score a row, by component."""
-    found = {name: why for name, why in (reasons or {}).items() if parts.get(name) is None and why not in (NOT_ASKED, ANOTHERS)}
-    return found or ({} if any(value is not None for value in parts.values()) else {name: why for name, why in (reasons or {}).items() if why == ANOTHERS})
+    found = {
+        name: why
+        for name, why in (reasons or {}).items()
+        if parts.get(name) is None and why not in (NOT_ASKED, ANOTHERS)
+    }
+    return found or (
+        {}
+        if any(value is not None for value in parts.values())
+        else {name: why for name, why in (reasons or {}).items() if why == ANOTHERS}
+    )
 
 
 def commonest_failure(found: Iterable[dict[str, str]]) -> str:
@@ -83,7 +94,11 @@ def text_read(component: RewardComponent, row: dict) -> str:
     from stages.generation import seen
     from stages.verification.verifiers import view
 
-    return view(seen(row["completion_text"], True), component.view) if row.get("opened") and component.view != "full" else view(row["completion_text"], component.view)
+    return (
+        view(seen(row["completion_text"], True), component.view)
+        if row.get("opened") and component.view != "full"
+        else view(row["completion_text"], component.view)
+    )
 
 
 def finite(value) -> bool:
@@ -107,4 +122,8 @@ def _instead(value) -> str:
     """What to return instead of a value that is no number, where that is plain."""
     if isinstance(value, str):
         return "; return a number, for example float(...) of the text"
-    return "; return one number for one answer; a function of all answers to a prompt needs scope: group" if isinstance(value, list) else ""
+    return (
+        "; return one number for one answer; a function of all answers to a prompt needs scope: group"
+        if isinstance(value, list)
+        else ""
+    )

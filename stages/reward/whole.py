@@ -1,4 +1,6 @@
-"""Files whose rows only mean something together (a rubric, a constitution): all of one is ingested, or an error lists all that is wrong with it."""
+"""Files whose rows only mean something together (a rubric, a constitution): all of one is ingested, or an error lists
+all that is wrong with it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def ingest_whole(stage, kind: str, read: Callable[[str], list[dict]], refused: type[Exception], counts: Callable[[list[dict]], dict[str, int]]) -> None:
-    """The ingest stage for such a file: rows of ``kind`` as ``read`` gives them, an empty quarantine, and ``counts`` of the rows in the summary.
+def ingest_whole(
+    stage,
+    kind: str,
+    read: Callable[[str], list[dict]],
+    refused: type[Exception],
+    counts: Callable[[list[dict]], dict[str, int]],
+) -> None:
+    """The ingest stage for such a file: rows of ``kind`` as ``read`` gives them, an empty quarantine, and ``counts`` of
+    the rows in the summary.
 
     Raises ConfigError: ``read`` raised ``refused``, or the file cannot be read.
     """

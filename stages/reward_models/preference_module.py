@@ -1,13 +1,14 @@
 """Group Preference Optimization's module: a group's preferences predicted in context (``rm.gpo``, Zhao et al. 2023).
 
-A point is a frozen model's embedding x of (question, response) with the group's rating y. A small transformer reads m points with their
-ratings, the context, and predicts the ratings of others:
+A point is a frozen model's embedding x of (question, response) with the group's rating y. A small transformer reads m
+points with their ratings, the context, and predicts the ratings of others:
 
 * a token is (x, y), with y = 0 in targets; there are no positional encodings;
-* every point attends to the context alone (:func:`attention_mask`), and a target's own x travels on the residual stream. So the order of the
-  context does not matter, and a target's prediction does not depend on the other targets.
+* every point attends to the context alone (:func:`attention_mask`), and a target's own x travels on the residual
+  stream. So the order of the context does not matter, and a target's prediction does not depend on the other targets.
 
-Not to be confused with Generalized Preference Optimization, another "GPO". Legend: B episodes, P points of each, E embedding size, H hidden size.
+Not to be confused with Generalized Preference Optimization, another "GPO". Legend: B episodes, P points of each, E
+embedding size, H hidden size.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ KINDS = ("ratings/1", "pairs/1", "group_preferences/1")
 
 
 def attention_mask(num_context: int, num_total: int) -> torch.Tensor:
-    """bool ``[P, P]``: query i may attend to key j, which is a context point; the first ``num_context`` points are the context."""
+    """bool ``[P, P]``: query i may attend to key j, which is a context point; the first ``num_context`` points are the
+    context.
+    """
     return (torch.arange(num_total) < num_context).expand(num_total, num_total)
 
 
@@ -56,7 +59,9 @@ class Block(nn.Module):
 
     def forward(self, h_BPH, allowed_BPP):
         x = self.norm_attention(h_BPH)
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed_BPP[:, None])
         h_BPH = h_BPH + self.out(seen.transpose(1, 2).flatten(2))
         return h_BPH + self.down(F.gelu(self.up(self.norm_mlp(h_BPH))))
@@ -69,11 +74,22 @@ class PreferenceModule(nn.Module):
         embedding: E. learned_variance: predict each rating's variance too, else it is 1 in standardised units.
     """
 
-    def __init__(self, embedding: int, hidden: int = 128, layers: int = 4, heads: int = 4, learned_variance: bool = False):
+    def __init__(
+        self, embedding: int, hidden: int = 128, layers: int = 4, heads: int = 4, learned_variance: bool = False
+    ):
         super().__init__()
         if hidden % heads:
-            raise ValueError(f"hidden_size={hidden} is not a multiple of num_heads={heads}; write for example hidden_size={heads * (hidden // heads + 1)}")
-        self.settings = {"embedding": embedding, "hidden": hidden, "layers": layers, "heads": heads, "learned_variance": learned_variance}
+            raise ValueError(
+                f"hidden_size={hidden} is not a multiple of num_heads={heads}; write for example"
+                f" hidden_size={heads * (hidden // heads + 1)}"
+            )
+        self.settings = {
+            "embedding": embedding,
+            "hidden": hidden,
+            "layers": layers,
+            "heads": heads,
+            "learned_variance": learned_variance,
+        }
         for name, shape in (("x_mean", (embedding,)), ("x_std", (embedding,)), ("y_mean", ()), ("y_std", ())):
             self.register_buffer(name, torch.zeros(shape) if name.endswith("mean") else torch.ones(shape))
         self.inputs = nn.Linear(embedding + 1, hidden)
@@ -88,21 +104,26 @@ class PreferenceModule(nn.Module):
             getattr(self, f"{name}_std").copy_(torch.where(std > 1e-6, std, torch.ones_like(std)))
 
     def forward(self, x_BPE, y_BP, context_BP):
-        """(standardised mean ``[B, P]``, log variance ``[B, P]``) of every point's rating; ``context_BP`` marks the points whose ratings are seen."""
+        """(standardised mean ``[B, P]``, log variance ``[B, P]``) of every point's rating; ``context_BP`` marks the
+        points whose ratings are seen.
+        """
         y = torch.where(context_BP, (y_BP - self.y_mean) / self.y_std, 0.0)
         h = self.inputs(torch.cat([(x_BPE - self.x_mean) / self.x_std, y[..., None]], -1))
         allowed = context_BP[:, None, :].expand(-1, context_BP.shape[1], -1)
         for block in self.blocks:
             h = block(h, allowed)
         out = self.head(self.norm(h))
-        return out[..., 0], (out[..., 1].clamp(-10.0, 10.0) if self.settings["learned_variance"] else torch.zeros_like(out[..., 0]))
+        return out[..., 0], (
+            out[..., 1].clamp(-10.0, 10.0) if self.settings["learned_variance"] else torch.zeros_like(out[..., 0])
+        )
 
 
 class ContextLikelihood:
-    """Objective: the targets' negative log-likelihood given the context, per target over the whole step (standardised ratings).
+    """Objective: the targets' negative log-likelihood given the context, per target over the whole step (standardised
+    ratings).
 
-    An item's extras are ``x`` [P, E], ``y`` [P] and ``m``: the first m points are the context. Its response stands for the points alone,
-    so that micro-batches are planned by their number.
+    An item's extras are ``x`` [P, E], ``y`` [P] and ``m``: the first m points are the context. Its response stands for
+    the points alone, so that micro-batches are planned by their number.
     """
 
     def counts(self, items):
@@ -116,16 +137,23 @@ class ContextLikelihood:
         mean, log_variance = module(x.to(module.x_mean.dtype), y.to(module.y_mean.dtype), context)
         wanted = (y.to(mean.dtype) - module.y_mean) / module.y_std
         nll = torch.where(target, gaussian_nll(mean, wanted, log_variance), 0.0).sum()
-        square = torch.where(target, (mean - wanted) ** 2, 0.0).sum().detach() * module.y_std ** 2
-        return Sums({"nll": (nll, "targets")}, {"mse": (square, "targets"), "context_size": (context.sum().float(), "episodes")})
+        square = torch.where(target, (mean - wanted) ** 2, 0.0).sum().detach() * module.y_std**2
+        return Sums(
+            {"nll": (nll, "targets")}, {"mse": (square, "targets"), "context_size": (context.sum().float(), "episodes")}
+        )
 
 
 def padded(items: Sequence, device: str = "cpu"):
-    """(x ``[B, P, E]``, y ``[B, P]``, context ``[B, P]``, target ``[B, P]``) of episodes; what is padded is neither context nor target."""
+    """(x ``[B, P, E]``, y ``[B, P]``, context ``[B, P]``, target ``[B, P]``) of episodes; what is padded is neither
+    context nor target.
+    """
     longest = max(len(i.extra["y"]) for i in items)
     x = torch.zeros(len(items), longest, items[0].extra["x"].shape[1])
-    y, context, target = torch.zeros(len(items), longest), torch.zeros(len(items), longest, dtype=torch.bool), torch.zeros(len(items), longest,
-                                                                                                                           dtype=torch.bool)
+    y, context, target = (
+        torch.zeros(len(items), longest),
+        torch.zeros(len(items), longest, dtype=torch.bool),
+        torch.zeros(len(items), longest, dtype=torch.bool),
+    )
     for b, item in enumerate(items):
         n, m = len(item.extra["y"]), item.extra["m"]
         x[b, :n], y[b, :n] = torch.as_tensor(item.extra["x"]), torch.as_tensor(item.extra["y"])
@@ -133,7 +161,8 @@ def padded(items: Sequence, device: str = "cpu"):
     return x.to(device), y.to(device), context.to(device), target.to(device)
 
 
-# -- points ----------------------------------------------------------------------------------------------------------------------
+# -- points ------------------------------------------------------------------------------------------------------------
+
 
 @dataclass
 class Point:
@@ -152,7 +181,8 @@ class Point:
 
 
 def points_of(dataset, group: str | None = None) -> list[Point]:
-    """Points of a dataset, in row order, of one group or all: ratings give their score, pairs 1 and 0 (or ``label_prob`` and the rest).
+    """Points of a dataset, in row order, of one group or all: ratings give their score, pairs 1 and 0 (or
+    ``label_prob`` and the rest).
 
     A row's group is its column ``group`` (kept in ``extra_json``), else its annotator.
 
@@ -162,13 +192,23 @@ def points_of(dataset, group: str | None = None) -> list[Point]:
     points = []
     for row in dataset.iter_rows():
         if dataset.kind == "group_preferences/1":
-            found = [Point(row["group"], [{"role": "user", "content": row["question"]}], [{"role": "assistant", "content": row["response"]}], row["y"],
-                           row["row_id"],
-                           np.array(row["embedding"], np.float32) if row["embedding"] else None)]
+            found = [
+                Point(
+                    row["group"],
+                    [{"role": "user", "content": row["question"]}],
+                    [{"role": "assistant", "content": row["response"]}],
+                    row["y"],
+                    row["row_id"],
+                    np.array(row["embedding"], np.float32) if row["embedding"] else None,
+                )
+            ]
         else:
             name = json.loads(row.get("extra_json") or "{}").get("group") or (row.get("ann") or {}).get("annotator_id")
             if name is None:
-                raise ValueError(f"row {row['row_id']} of {dataset.name} has no group; ingest data with a column `group` (or annotator_id)")
+                raise ValueError(
+                    f"row {row['row_id']} of {dataset.name} has no group; ingest data with a column `group` (or"
+                    " annotator_id)"
+                )
             if dataset.kind == "ratings/1":
                 sides = [("completion", row["score"])]
             else:
@@ -180,7 +220,9 @@ def points_of(dataset, group: str | None = None) -> list[Point]:
 
 
 class Embedder:
-    """A frozen decoder or encoder that reads question and response as one text: x is the mean of its last hidden states."""
+    """A frozen decoder or encoder that reads question and response as one text: x is the mean of its last hidden
+    states.
+    """
 
     def __init__(self, path: str, device: str = "cpu", max_length: int | None = None, max_tokens: int = 8192):
         self.device, self.max_tokens = device, max_tokens
@@ -201,6 +243,7 @@ class Embedder:
                 items.append(build(self.reader, {"row_id": "embedded"}, prompt, [completion], Counter(), counts={}))
             except Drop:
                 items.append(None)
+
         def means(batch):
             return list(mean_states(self.model, batch).float().cpu().numpy())
 
@@ -208,7 +251,8 @@ class Embedder:
         return [None if item is None else next(found)[0] for item in items]
 
 
-# -- the published model -----------------------------------------------------------------------------------------------------------
+# -- the published model -----------------------------------------------------------------------------------------------
+
 
 def save(directory, embedder: Embedder, module: PreferenceModule, card: RewardCard) -> None:
     """A model directory: the embedder as it was, the module beside it, and the card."""
@@ -216,12 +260,17 @@ def save(directory, embedder: Embedder, module: PreferenceModule, card: RewardCa
 
     embedder.model.save_pretrained(directory, safe_serialization=True)
     embedder.reader.tokenizer.save_pretrained(directory)
-    save_file({name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}, str(Path(directory, MODULE_FILE)))
+    save_file(
+        {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()},
+        str(Path(directory, MODULE_FILE)),
+    )
     write_card(directory, card)
 
 
 class GroupPreferenceScorer(Scorer):
-    """``rm.gpo`` as a reward: the rating that the observed group would give. Tell it the group with :meth:`observe` first."""
+    """``rm.gpo`` as a reward: the rating that the observed group would give. Tell it the group with :meth:`observe`
+    first.
+    """
 
     needs_group = True
     why_not = "the embedding model reads no token of it"
@@ -246,11 +295,19 @@ class GroupPreferenceScorer(Scorer):
         known = [(x, y) for x, y in vectors if x is not None]
         size = self.module.settings["embedding"]
         if not known:
-            raise ModelError("the context has no rated response of this group that can be read; give context=DATASET with rows of the group, or write another "
-                             "group=NAME")
+            raise ModelError(
+                "the context has no rated response of this group that can be read; give context=DATASET with rows of"
+                " the group, or write another group=NAME"
+            )
         if any(len(x) != size for x, _ in known):
-            raise ModelError(f"the context's embeddings do not have the {size} numbers of this model's; leave them out of the rows, and they are computed")
-        self.context = torch.tensor(np.stack([x for x, _ in known])), torch.tensor([y for _, y in known], dtype=torch.float32)
+            raise ModelError(
+                f"the context's embeddings do not have the {size} numbers of this model's; leave them out of the rows,"
+                " and they are computed"
+            )
+        self.context = (
+            torch.tensor(np.stack([x for x, _ in known])),
+            torch.tensor([y for _, y in known], dtype=torch.float32),
+        )
 
     @torch.no_grad()
     def predict(self, x_NE, context=None) -> np.ndarray:
@@ -264,8 +321,12 @@ class GroupPreferenceScorer(Scorer):
 
     def score(self, responses: Sequence[Response]) -> list[float]:
         if not hasattr(self, "context"):
-            raise ModelError("a group preference model scores in the context of a group; use a reward component {kind: group_preference, group: NAME} with the "
-                             "inputs group_preference=MODEL and context=DATASET")
+            raise ModelError(
+                "a group preference model scores in the context of a group; use a reward component {kind:"
+                " group_preference, group: NAME} with the inputs group_preference=MODEL and context=DATASET"
+            )
         found = self.embedder((r.prompt, r.completion) for r in responses)
-        scores = iter(self.predict([x for x in found if x is not None]).tolist() if any(x is not None for x in found) else [])
+        scores = iter(
+            self.predict([x for x in found if x is not None]).tolist() if any(x is not None for x in found) else []
+        )
         return [math.nan if x is None else next(scores) + self.bias for x in found]

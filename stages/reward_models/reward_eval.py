@@ -1,4 +1,5 @@
-"""What a reward model is worth on held-out rows (``rm.eval``): accuracy, calibration, length bias, probes - and warnings.
+"""What a reward model is worth on held-out rows (``rm.eval``): accuracy, calibration, length bias, probes - and
+warnings.
 
 Everything goes through ``Scorer.score``, the way the model is used later. Intervals are bootstraps over prompts.
 """
@@ -27,7 +28,9 @@ def rows_of(data, split: str | None, limit: int | None) -> list[dict]:
 
 
 def anchor_responses(data, split: str | None, limit: int) -> list[Response]:
-    """The answers whose mean score becomes 0: chosen or best-ranked ones, demonstrations, or a policy's complete samples."""
+    """The answers whose mean score becomes 0: chosen or best-ranked ones, demonstrations, or a policy's complete
+    samples.
+    """
     found = []
     for row in rows_of(data, split, limit):
         if data.kind == "demonstrations/1":
@@ -44,17 +47,24 @@ def anchor_responses(data, split: str | None, limit: int) -> list[Response]:
     return found
 
 
-#: Held-out rows below which accuracies, correlations and calibration are noise, and no reason to warn of the model (ours).
+#: Held-out rows below which accuracies, correlations and calibration are noise, and no reason to warn of the model
+#: (ours).
 FEW = 20
 
 
-def held_out(stage, scorer: Scorer, data, split: str, limit: int | None = None, probe_pairs: int = 0) -> dict[str, float]:
+def held_out(
+    stage, scorer: Scorer, data, split: str, limit: int | None = None, probe_pairs: int = 0
+) -> dict[str, float]:
     """Metrics of one split, by the kind of its rows; ``{}`` without rows. Figures go to the stage's reports."""
     return judged(stage, scorer, data.kind, rows_of(data, split, limit), split, probe_pairs)
 
 
-def held_out_of_all(stage, scorer: Scorer, datasets: Sequence, label: str, limit: int | None = None) -> dict[str, float]:
-    """Metrics of the held-out rows of several datasets of one kind together, the test split's where there are any, else the validation split's."""
+def held_out_of_all(
+    stage, scorer: Scorer, datasets: Sequence, label: str, limit: int | None = None
+) -> dict[str, float]:
+    """Metrics of the held-out rows of several datasets of one kind together, the test split's where there are any, else
+    the validation split's.
+    """
     for split in ("test", "validation"):
         if rows := [row for data in datasets for row in rows_of(data, split, limit)]:
             return judged(stage, scorer, datasets[0].kind, rows[:limit], label)
@@ -68,20 +78,30 @@ def count_of(found: dict[str, float]) -> int:
 
 def judged(stage, scorer: Scorer, kind: str, rows: list[dict], split: str, probe_pairs: int = 0) -> dict[str, float]:
     """Metrics of held-out rows of one kind; ``split`` names them in reports."""
-    judge = {"pairs/1": judge_pairs, "rankings/1": judge_rankings, "ratings/1": judge_ratings, "trajectories/1": judge_ratings, "unpaired/1": judge_labels,
-             "stepwise/1": judge_steps}
+    judge = {
+        "pairs/1": judge_pairs,
+        "rankings/1": judge_rankings,
+        "ratings/1": judge_ratings,
+        "trajectories/1": judge_ratings,
+        "unpaired/1": judge_labels,
+        "stepwise/1": judge_steps,
+    }
     return judge[kind](stage, scorer, rows, split, probe_pairs) if rows else {}
 
 
 def interval(stage, values, clusters, name: str, split: str) -> dict[str, float]:
     from stages.measures.statistics import certain
 
-    low, high = certain(list(map(float, values)), range(len(values)) if clusters is None else clusters) or statistics.bootstrap_ci(values, n=1000, seed=stage.seed_for("bootstrap", split) % 2**32, clusters=clusters)
+    low, high = certain(
+        list(map(float, values)), range(len(values)) if clusters is None else clusters
+    ) or statistics.bootstrap_ci(values, n=1000, seed=stage.seed_for("bootstrap", split) % 2**32, clusters=clusters)
     return {name: float(np.mean(values)), f"{name}_ci_low": low, f"{name}_ci_high": high}
 
 
 def margins_of(scorer: Scorer, pairs: Sequence[tuple[Response, Response]]) -> tuple[np.ndarray, np.ndarray | None]:
-    """(margin of every pair, scores ``[n, 2]``); a comparing model's margin is the logit of its preference and has no scores."""
+    """(margin of every pair, scores ``[n, 2]``); a comparing model's margin is the logit of its preference and has no
+    scores.
+    """
     if scorer.relative and hasattr(scorer, "preferences"):
         p = np.clip(scorer.preferences(pairs), 1e-12, 1 - 1e-12)
         return np.log(p / (1 - p)), None
@@ -108,20 +128,31 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     found = interval(stage, correct, prompts, "accuracy", split)
     plain = statistics.pairwise_accuracy(margin, np.zeros_like(margin))
     odds = margin
-    if getattr(getattr(scorer, "card", None), "objective", "") == "t2t_point":  # scores are P(good): of two answers, one of them good, this is the logit of its being the first
+    # scores are P(good): of two answers, one of them good, this is the logit of its being the first
+    if getattr(getattr(scorer, "card", None), "objective", "") == "t2t_point":
         p = np.clip(scores[keep] - scorer.bias, 1e-12, 1 - 1e-12)
         odds = -np.diff(np.log(p / (1 - p)), axis=1)[:, 0]
     confidence = statistics.preference_confidence(odds, np.zeros_like(odds))
-    found |= {"pairs": float(len(rows)), "tie_rate": plain["ties"], "half_credit_accuracy": plain["half_credit"],
-              "log_loss": plain["log_loss"] if odds is margin else float(np.logaddexp(0.0, -odds).mean()),
-              "mean_margin": plain["mean_margin"], "ece": statistics.ece(*confidence)}
+    found |= {
+        "pairs": float(len(rows)),
+        "tie_rate": plain["ties"],
+        "half_credit_accuracy": plain["half_credit"],
+        "log_loss": plain["log_loss"] if odds is margin else float(np.logaddexp(0.0, -odds).mean()),
+        "mean_margin": plain["mean_margin"],
+        "ece": statistics.ece(*confidence),
+    }
     longer = (lengths[:, 0] > lengths[:, 1]) + 0.5 * (lengths[:, 0] == lengths[:, 1])
-    found |= {"chosen_longer_share": float(longer.mean()), "mean_length_difference": float((lengths[:, 0] - lengths[:, 1]).mean()),
-              "margin_length_correlation": statistics.pearson(margin, lengths[:, 0] - lengths[:, 1])}
+    found |= {
+        "chosen_longer_share": float(longer.mean()),
+        "mean_length_difference": float((lengths[:, 0] - lengths[:, 1]).mean()),
+        "margin_length_correlation": statistics.pearson(margin, lengths[:, 0] - lengths[:, 1]),
+    }
     if scores is not None:
         scores = scores[keep]
         found["score_length_correlation"] = statistics.pearson(scores.ravel(), lengths.ravel())
-        found["score_length_correlation_within_prompt"] = statistics.within_group_correlation(scores.ravel(), lengths.ravel(), np.repeat(np.arange(len(rows)), 2))
+        found["score_length_correlation_within_prompt"] = statistics.within_group_correlation(
+            scores.ravel(), lengths.ravel(), np.repeat(np.arange(len(rows)), 2)
+        )
         residual, _ = length_residual(scores.ravel(), lengths.ravel())
         found["length_residual_accuracy"] = float((np.diff(-residual.reshape(-1, 2), axis=1) > 0).mean())
         found |= {"score_mean": float(scores.mean()), "score_std": float(scores.std())}
@@ -141,12 +172,16 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
         found["disagreement"] = float(np.mean(scorer.disagreement))
     if probe_pairs:
         found |= probe(stage, scorer, rows[:probe_pairs], pairs[:probe_pairs], margin[:probe_pairs])
-    report_pairs(stage, split, margin, scores, lengths, confidence, length_terciles(margin, lengths[:, 0] - lengths[:, 1]))
+    report_pairs(
+        stage, split, margin, scores, lengths, confidence, length_terciles(margin, lengths[:, 0] - lengths[:, 1])
+    )
     return {k: v for k, v in found.items() if v is not None and not math.isnan(v)}
 
 
 def length_residual(scores, lengths) -> tuple[np.ndarray, float]:
-    """(scores without their linear dependence on length, mean kept; the slope) by least squares: a diagnostic (``rm.mentions``)."""
+    """(scores without their linear dependence on length, mean kept; the slope) by least squares: a diagnostic
+    (``rm.mentions``).
+    """
     r, x = np.asarray(scores, float), np.asarray(lengths, float)
     spread = x - x.mean()
     slope = float(spread @ (r - r.mean()) / (spread @ spread)) if (spread @ spread) > 0 else 0.0
@@ -154,8 +189,8 @@ def length_residual(scores, lengths) -> tuple[np.ndarray, float]:
 
 
 def stronger_model_share(rows) -> dict[str, float]:
-    """Share of decided pairs whose chosen answer comes from the model that wins more often overall: near 1 means that the data labels
-    the model, not the answer."""
+    """Share of decided pairs whose chosen answer comes from the model that wins more often overall: near 1 means that
+    the data labels the model, not the answer."""
     named = [((r.get("chosen_gen") or {}).get("model_id"), (r.get("rejected_gen") or {}).get("model_id")) for r in rows]
     named = [(a, b) for a, b in named if a and b and a != b]
     if not named:
@@ -165,25 +200,45 @@ def stronger_model_share(rows) -> dict[str, float]:
 
 
 def probe(stage, scorer, rows, pairs, margin) -> dict[str, float]:
-    """Probes that must score below the chosen answer (share fooled) and surface changes that must not flip a decision."""
+    """Probes that must score below the chosen answer (share fooled) and surface changes that must not flip a
+    decision.
+    """
     from stages.measures.reward_model import probes, transforms
 
     found: dict[str, list] = {}
     for row, (chosen, rejected), before in zip(rows, pairs, margin):
-        def changed(response, text):
-            return Response(response.prompt, [*response.completion[:-1], {"role": "assistant", "content": text}], row=response.row)
 
-        bad = probes(chosen.text, stage.rng("probe", row["row_id"]), row["prompt"][-1]["content"] or "" if row["prompt"] else "")
-        sides = [transforms(r.text, stage.rng("transform", row["row_id"], side)) for side, r in (("chosen", chosen), ("rejected", rejected))]
+        def changed(response, text):
+            return Response(
+                response.prompt, [*response.completion[:-1], {"role": "assistant", "content": text}], row=response.row
+            )
+
+        bad = probes(
+            chosen.text, stage.rng("probe", row["row_id"]), row["prompt"][-1]["content"] or "" if row["prompt"] else ""
+        )
+        sides = [
+            transforms(r.text, stage.rng("transform", row["row_id"], side))
+            for side, r in (("chosen", chosen), ("rejected", rejected))
+        ]
         asked = [(chosen, changed(chosen, text)) for text in bad.values()]
         asked += [(changed(chosen, sides[0][name]), changed(rejected, sides[1][name])) for name in sides[0]]
         gaps, _ = margins_of(scorer, asked)
         for name, gap in zip([f"probe/{n}" for n in bad], gaps):
             found.setdefault(name, []).append(None if math.isnan(gap) else gap <= 0)
-        for name, gap in zip([f"flips/{n}" for n in sides[0]], gaps[len(bad):]):
+        for name, gap in zip([f"flips/{n}" for n in sides[0]], gaps[len(bad) :]):
             found.setdefault(name, []).append(None if math.isnan(gap) else (gap > 0) != (before > 0))
-    scored = {name: [value for value in values if value is not None] for name, values in found.items()}  # a probe without a score, for example one that is too long, says nothing
-    table = [{"probe": name, "share": float(np.mean(values)), "n": len(values), "without a score": len(found[name]) - len(values)} for name, values in sorted(scored.items()) if values]
+    # a probe without a score, for example one that is too long, says nothing
+    scored = {name: [value for value in values if value is not None] for name, values in found.items()}
+    table = [
+        {
+            "probe": name,
+            "share": float(np.mean(values)),
+            "n": len(values),
+            "without a score": len(found[name]) - len(values),
+        }
+        for name, values in sorted(scored.items())
+        if values
+    ]
     if table:
         stage.report("probes", table=table)
     return {row["probe"]: row["share"] for row in table}
@@ -195,9 +250,14 @@ def judge_rankings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float
     scores, start = np.array(scorer.score(responses), float), 0
     accuracy, top, taus, margins = [], [], [], []
     for row in rows:
-        part, ranks = scores[start: start + len(row["ranks"])], np.array(row["ranks"])
+        part, ranks = scores[start : start + len(row["ranks"])], np.array(row["ranks"])
         start += len(ranks)
-        decided = [(i, j) for i in range(len(ranks)) for j in range(len(ranks)) if ranks[i] < ranks[j] and not math.isnan(part[i] + part[j])]
+        decided = [
+            (i, j)
+            for i in range(len(ranks))
+            for j in range(len(ranks))
+            if ranks[i] < ranks[j] and not math.isnan(part[i] + part[j])
+        ]
         if not decided:
             continue
         gaps = np.array([part[i] - part[j] for i, j in decided])
@@ -208,12 +268,20 @@ def judge_rankings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float
     if not accuracy:
         return {}
     stage.report(f"margins-{split}", png=_histogram({"pairs": margins}, "Score difference better - worse", "margin"))
-    return {**interval(stage, accuracy, None, "accuracy", split), "kendall_tau": float(np.mean(taus)), "best_found": float(np.mean(top)),
-            "rankings": float(len(accuracy)), "log_loss": float(np.logaddexp(0.0, -np.array(margins)).mean()), "ece": statistics.ece(margins)}
+    return {
+        **interval(stage, accuracy, None, "accuracy", split),
+        "kendall_tau": float(np.mean(taus)),
+        "best_found": float(np.mean(top)),
+        "rankings": float(len(accuracy)),
+        "log_loss": float(np.logaddexp(0.0, -np.array(margins)).mean()),
+        "ece": statistics.ece(margins),
+    }
 
 
 def rating_of(row: dict, scorer) -> float:
-    """What a model of ratings predicts of a row: its score, or the weighted sum of the attributes that it was trained on, NaN where the row lacks one of them."""
+    """What a model of ratings predicts of a row: its score, or the weighted sum of the attributes that it was trained
+    on, NaN where the row lacks one of them.
+    """
     options = getattr(getattr(scorer, "card", None), "options", {})
     if not options.get("attributes"):
         return float(row["score"])
@@ -221,7 +289,9 @@ def rating_of(row: dict, scorer) -> float:
 
 
 def judge_ratings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
-    """Error and correlation against the ratings, and pairwise accuracy between differently rated answers of one prompt."""
+    """Error and correlation against the ratings, and pairwise accuracy between differently rated answers of one
+    prompt.
+    """
     from stages.measures.reward_model import spearman
     from stages.reporting.reports import scatter
 
@@ -231,15 +301,34 @@ def judge_ratings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]
     if not keep.any():
         return {}
     rows, scores, ratings = [r for r, k in zip(rows, keep) if k], scores[keep], targets[keep]
-    found = {"mse": float(((scores - ratings) ** 2).mean()), "mae": float(np.abs(scores - ratings).mean()), "rows": float(len(rows)),
-             "baseline_mse": float(ratings.var()), "pearson": statistics.pearson(scores, ratings), "spearman": spearman(scores, ratings)}
+    found = {
+        "mse": float(((scores - ratings) ** 2).mean()),
+        "mae": float(np.abs(scores - ratings).mean()),
+        "rows": float(len(rows)),
+        "baseline_mse": float(ratings.var()),
+        "pearson": statistics.pearson(scores, ratings),
+        "spearman": spearman(scores, ratings),
+    }
     groups: dict[str, list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault(row.get("prompt_id") or row["row_id"], []).append(i)
-    compared = [(prompt, float(scores[i] > scores[j])) for prompt, members in groups.items() for i in members for j in members if ratings[i] > ratings[j]]
+    compared = [
+        (prompt, float(scores[i] > scores[j]))
+        for prompt, members in groups.items()
+        for i in members
+        for j in members
+        if ratings[i] > ratings[j]
+    ]
     if compared:
-        found |= interval(stage, [right for _, right in compared], [prompt for prompt, _ in compared], "accuracy", split)
-    stage.report(f"ratings-{split}", png=scatter(ratings.tolist(), scores.tolist(), title="Predicted against given ratings", xlabel="rating", ylabel="score"))
+        found |= interval(
+            stage, [right for _, right in compared], [prompt for prompt, _ in compared], "accuracy", split
+        )
+    stage.report(
+        f"ratings-{split}",
+        png=scatter(
+            ratings.tolist(), scores.tolist(), title="Predicted against given ratings", xlabel="rating", ylabel="score"
+        ),
+    )
     return {k: v for k, v in found.items() if not math.isnan(v)}
 
 
@@ -253,7 +342,9 @@ def auc(scores, positive) -> float:
 
 
 def judge_labels(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
-    """Accuracy, AUC and calibration against good / bad labels; a logit is read through the sigmoid, a probability as it is."""
+    """Accuracy, AUC and calibration against good / bad labels; a logit is read through the sigmoid, a probability as it
+    is.
+    """
     from stages.reporting.reports import calibration_diagram
 
     scores = np.array(scorer.score([Response(r["prompt"], r["completion"], row=r) for r in rows]), float)
@@ -262,18 +353,37 @@ def judge_labels(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     label = np.array([bool(r["label"]) for r in rows])
     p = scores if scorer.card.objective in ("orm", "value", "t2t_point") else 1 / (1 + np.exp(-(scores - scorer.bias)))
     p = np.clip(p, 0.0, 1.0)
-    found = {**interval(stage, ((p > 0.5) == label).astype(float), [r.get("prompt_id") or r["row_id"] for r in rows], "accuracy", split),
-             "auc": auc(scores, label), "base_rate": float(label.mean()), "brier": statistics.brier(p, label), "rows": float(len(rows)),
-             "ece": statistics.calibration_error(np.where(p > 0.5, p, 1 - p), (p > 0.5) == label)}
-    stage.report(f"calibration-{split}", png=calibration_diagram(np.where(p > 0.5, p, 1 - p).tolist(), ((p > 0.5) == label).astype(float).tolist(),
-                                                                 title=f"Reward model calibration ({split})"))
+    found = {
+        **interval(
+            stage,
+            ((p > 0.5) == label).astype(float),
+            [r.get("prompt_id") or r["row_id"] for r in rows],
+            "accuracy",
+            split,
+        ),
+        "auc": auc(scores, label),
+        "base_rate": float(label.mean()),
+        "brier": statistics.brier(p, label),
+        "rows": float(len(rows)),
+        "ece": statistics.calibration_error(np.where(p > 0.5, p, 1 - p), (p > 0.5) == label),
+    }
+    stage.report(
+        f"calibration-{split}",
+        png=calibration_diagram(
+            np.where(p > 0.5, p, 1 - p).tolist(),
+            ((p > 0.5) == label).astype(float).tolist(),
+            title=f"Reward model calibration ({split})",
+        ),
+    )
     return {k: v for k, v in found.items() if not math.isnan(v)}
 
 
 def judge_steps(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     """Step accuracy and AUC, whether the first wrong step is found, and the solution score against the final answer."""
     separator = scorer.card.options["separator"]
-    responses = [Response(r["prompt"], [{"role": "assistant", "content": separator.join(r["completions"])}], row=r) for r in rows]
+    responses = [
+        Response(r["prompt"], [{"role": "assistant", "content": separator.join(r["completions"])}], row=r) for r in rows
+    ]
     each = scorer.step_probabilities(responses)
     p, right, first, solution, final = [], [], [], [], []
     for row, steps, score in zip(rows, each, scorer.score(responses)):
@@ -288,8 +398,14 @@ def judge_steps(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     if not p:
         return {}
     p, right = np.array(p), np.array(right)
-    found = {"accuracy": float(((p > 0.5) == right).mean()), "step_auc": auc(p, right), "step_base_rate": float(right.mean()), "steps": float(len(p)),
-             "ece": statistics.calibration_error(np.where(p > 0.5, p, 1 - p), (p > 0.5) == right), "solution_auc": auc(solution, final) if solution else math.nan}
+    found = {
+        "accuracy": float(((p > 0.5) == right).mean()),
+        "step_auc": auc(p, right),
+        "step_base_rate": float(right.mean()),
+        "steps": float(len(p)),
+        "ece": statistics.calibration_error(np.where(p > 0.5, p, 1 - p), (p > 0.5) == right),
+        "solution_auc": auc(solution, final) if solution else math.nan,
+    }
     if first:
         found["first_error_accuracy"] = float(np.mean(first))
     return {k: v for k, v in found.items() if not math.isnan(v)}
@@ -300,12 +416,24 @@ def report_pairs(stage, split, margin, scores, lengths, confidence, terciles) ->
         return
     from stages.reporting.reports import calibration_diagram, scatter
 
-    stage.report(f"calibration-{split}", png=calibration_diagram(*confidence, title=f"Reward model calibration ({split})"))
-    stage.report(f"margins-{split}", png=_histogram({"pairs": margin.tolist()}, "Score difference chosen - rejected", "margin"))
+    stage.report(
+        f"calibration-{split}", png=calibration_diagram(*confidence, title=f"Reward model calibration ({split})")
+    )
+    stage.report(
+        f"margins-{split}", png=_histogram({"pairs": margin.tolist()}, "Score difference chosen - rejected", "margin")
+    )
     stage.report(f"length-terciles-{split}", table=terciles)
     if scores is not None:
-        stage.report(f"score-against-length-{split}", png=scatter(lengths.ravel().tolist(), scores.ravel().tolist(), title="Score against length",
-                                                                  xlabel="tokens", ylabel="score"))
+        stage.report(
+            f"score-against-length-{split}",
+            png=scatter(
+                lengths.ravel().tolist(),
+                scores.ravel().tolist(),
+                title="Score against length",
+                xlabel="tokens",
+                ylabel="score",
+            ),
+        )
 
 
 def _histogram(groups, title, xlabel):
@@ -315,42 +443,91 @@ def _histogram(groups, title, xlabel):
 
 
 def warn_about(stage, found: dict[str, float], train_accuracy: float | None = None, objective: str = "bt") -> None:
-    """Named warnings from held-out metrics; each says what to do, with settings that the objective reads. Of fewer than :data:`FEW` rows only that they are few."""
+    """Named warnings from held-out metrics; each says what to do, with settings that the objective reads. Of fewer than
+    :data:`FEW` rows only that they are few.
+    """
     if (n := count_of(found)) < FEW:
-        stage.warn("few_held_out_rows", f"Only {n} held-out rows judge this reward model, too few for its accuracy, calibration or dependence on length to mean anything. Hold out more "
-                   "(validation_fraction of the step that made the data), or evaluate it on other pairs (posttrain stage evaluate).")
+        stage.warn(
+            "few_held_out_rows",
+            f"Only {n} held-out rows judge this reward model, too few for its accuracy, calibration or dependence on"
+            " length to mean anything. Hold out more (validation_fraction of the step that made the data), or evaluate"
+            " it on other pairs (posttrain stage evaluate).",
+        )
         return
     accuracy = found.get("accuracy")
     if accuracy is not None and accuracy <= 0.55 and "steps" not in found:
-        stage.warn("reward_model_near_chance", f"Held-out accuracy is {accuracy:.3f} (texts expect 0.65-0.80). Raise learning_rate or "
-                   "num_train_epochs, add rows, or look at the data's bias report.")
+        stage.warn(
+            "reward_model_near_chance",
+            f"Held-out accuracy is {accuracy:.3f} (texts expect 0.65-0.80). Raise learning_rate or "
+            "num_train_epochs, add rows, or look at the data's bias report.",
+        )
     base = found.get("base_rate", 0.5)
     common = max(base, 1 - base) if "base_rate" in found else 0.0
     if accuracy is not None and accuracy <= common and found.get("auc", 0.5) < 0.65:  # no auc: one label only
-        stage.warn("labels_hardly_differ", f"{common:.0%} of the held-out rows are labelled {'good' if base >= 0.5 else 'bad'}: always saying so is as right as the model ({accuracy:.3f}), "
-                   "which is not known to tell good from bad. Give rows of both labels: prompts of medium difficulty, answers of an earlier policy, or a greater replay_fraction.")
+        stage.warn(
+            "labels_hardly_differ",
+            f"{common:.0%} of the held-out rows are labelled {'good' if base >= 0.5 else 'bad'}: always saying so is as"
+            f" right as the model ({accuracy:.3f}), which is not known to tell good from bad. Give rows of both labels:"
+            " prompts of medium difficulty, answers of an earlier policy, or a greater replay_fraction.",
+        )
     elif accuracy is not None and accuracy > max(0.98, common):
-        stage.warn("reward_model_too_good", "Held-out accuracy above 0.98 suggests a leak: check length and source-model shares of chosen against "
-                   "rejected in the ingest report.")
+        stage.warn(
+            "reward_model_too_good",
+            "Held-out accuracy above 0.98 suggests a leak: check length and source-model shares of chosen against "
+            "rejected in the ingest report.",
+        )
     if train_accuracy is not None and accuracy is not None and train_accuracy > 0.99 and accuracy < 0.9:
-        stage.warn("reward_model_overfits", f"Training accuracy is {train_accuracy:.3f}, held-out {accuracy:.3f}: train for fewer epochs, lower "
-                   "learning_rate, or add prompts.")
+        stage.warn(
+            "reward_model_overfits",
+            f"Training accuracy is {train_accuracy:.3f}, held-out {accuracy:.3f}: train for fewer epochs, lower "
+            "learning_rate, or add prompts.",
+        )
     if abs(found.get("score_length_correlation_within_prompt", 0.0)) > 0.5:
-        stage.warn("reward_follows_length", f"Within a prompt, scores correlate {found['score_length_correlation_within_prompt']:+.2f} with length. Balance "
-                   "lengths in the data, or add a length component to the reward.")
+        stage.warn(
+            "reward_follows_length",
+            f"Within a prompt, scores correlate {found['score_length_correlation_within_prompt']:+.2f} with length."
+            " Balance lengths in the data, or add a length component to the reward.",
+        )
     longer = found.get("chosen_longer_share", 0.0)
     if accuracy is not None and max(longer, 1 - longer) >= accuracy and "pairs" in found:
-        stage.warn("length_does_as_well", f"Always choosing the {'longer' if longer >= 0.5 else 'shorter'} answer is right in {max(longer, 1 - longer):.3f} of the "
-                   f"held-out pairs, the model in {accuracy:.3f}; look at length_matched_accuracy.")
+        stage.warn(
+            "length_does_as_well",
+            f"Always choosing the {'longer' if longer >= 0.5 else 'shorter'} answer is right in"
+            f" {max(longer, 1 - longer):.3f} of the held-out pairs, the model in {accuracy:.3f}; look at"
+            " length_matched_accuracy.",
+        )
     if found.get("ece", 0.0) > 0.15:
-        stage.warn("reward_model_miscalibrated", f"Expected calibration error is {found['ece']:.3f}: its probabilities are not to be taken literally. Train for "
-                   "fewer steps" + (", or use label_smoothing or soft labels." if objective in READ_BY["label_smoothing"] else ", or on more rows."))
-    fooled = {name: share for name, share in found.items() if name.startswith("probe/") and share > 0.5 and name != "probe/padded"}
+        stage.warn(
+            "reward_model_miscalibrated",
+            f"Expected calibration error is {found['ece']:.3f}: its probabilities are not to be taken literally. Train"
+            " for fewer steps"
+            + (
+                ", or use label_smoothing or soft labels."
+                if objective in READ_BY["label_smoothing"]
+                else ", or on more rows."
+            ),
+        )
+    fooled = {
+        name: share
+        for name, share in found.items()
+        if name.startswith("probe/") and share > 0.5 and name != "probe/padded"
+    }
     if fooled:
         worst = max(fooled, key=fooled.get)
-        stage.warn("reward_model_fooled", f"The probe {worst.removeprefix('probe/')} scores at least as high as the chosen answer in {fooled[worst]:.0%} of "
-                   "cases. " + ("Train it with spoiled_fraction=0.1 (pairs), or add" if objective in READ_BY["spoiled_fraction"] else "Add")
-                   + " such answers as rejected ones, before optimising against this model.")
+        stage.warn(
+            "reward_model_fooled",
+            f"The probe {worst.removeprefix('probe/')} scores at least as high as the chosen answer in"
+            f" {fooled[worst]:.0%} of cases. "
+            + (
+                "Train it with spoiled_fraction=0.1 (pairs), or add"
+                if objective in READ_BY["spoiled_fraction"]
+                else "Add"
+            )
+            + " such answers as rejected ones, before optimising against this model.",
+        )
     if found.get("chosen_from_stronger_model", 0.0) > 0.9:
-        stage.warn("labels_name_the_model", f"In {found['chosen_from_stronger_model']:.0%} of the pairs the chosen answer comes from the stronger model: the reward "
-                   "model can learn who wrote it. Mix answers of equal models.")
+        stage.warn(
+            "labels_name_the_model",
+            f"In {found['chosen_from_stronger_model']:.0%} of the pairs the chosen answer comes from the stronger"
+            " model: the reward model can learn who wrote it. Mix answers of equal models.",
+        )

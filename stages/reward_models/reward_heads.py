@@ -1,10 +1,11 @@
 """Reward models: any backbone that transformers can load, with a linear head, and the card that says how to read it.
 
 Decoders (Llama-, Qwen-, GPT-2-class) read a response behind its prompt in their own chat template; encoders (BERT-,
-RoBERTa-class) read ``[CLS] prompt [SEP] response [SEP]`` with attention in both directions. Which of the two a model is, is
-found out by running it. Catalogue ``rm.head``.
+RoBERTa-class) read ``[CLS] prompt [SEP] response [SEP]`` with attention in both directions. Which of the two a model
+is, is found out by running it. Catalogue ``rm.head``.
 
-Shapes: ``S`` responses of a batch, ``N`` trained tokens, ``C`` outputs of the head, ``B`` rows, ``T`` padded length, ``H`` hidden.
+Shapes: ``S`` responses of a batch, ``N`` trained tokens, ``C`` outputs of the head, ``B`` rows, ``T`` padded length,
+``H`` hidden.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ CALIBRATION_FILE = "reward_calibration.json"
 class RewardCard:
     """What a reward-model directory says about itself, next to its weights.
 
-    objective: row of ``REWARD_OBJECTIVES``, or ``combined`` / ``implicit``. bias: added to every raw score (``rm.calibrate``), anchor:
-    whose mean score it makes 0. pooling: where the head reads. max_length: tokens a response and its prompt were cut to.
-    options: what the objective's scorer needs (classes, label words, rating scale ...), and the variables that the chat template got in training.
+    objective: row of ``REWARD_OBJECTIVES``, or ``combined`` / ``implicit``. bias: added to every raw score
+    (``rm.calibrate``), anchor: whose mean score it makes 0. pooling: where the head reads. max_length: tokens a
+    response and its prompt were cut to. options: what the objective's scorer needs (classes, label words, rating scale
+    ...), and the variables that the chat template got in training.
     """
 
     objective: str = "bt"
@@ -49,7 +51,9 @@ class RewardCard:
 
 
 def read_card(path: str | Path) -> RewardCard:
-    """The card of a model directory; a plain sequence classifier without one is a scalar reward model without calibration."""
+    """The card of a model directory; a plain sequence classifier without one is a scalar reward model without
+    calibration.
+    """
     file = Path(path, CALIBRATION_FILE)
     return RewardCard(**json.loads(file.read_text())) if file.exists() else RewardCard()
 
@@ -60,24 +64,40 @@ def write_card(directory: str | Path, card: RewardCard) -> None:
     Path(directory, CALIBRATION_FILE).write_text(json.dumps(asdict(card), sort_keys=True, indent=1) + "\n")
 
 
-# -- models ---------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
-def new_reward_model(path: str, device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.float32, outputs: int = 1, in_shards: bool = False):
+
+def new_reward_model(
+    path: str,
+    device: str = "cpu",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    outputs: int = 1,
+    in_shards: bool = False,
+):
     """Reward model on the backbone in ``path`` with a fresh head of C outputs ~ N(0, 1/(H+1)), bias 0 (``rm.head``)."""
     model = load_reward_model(path, device, dtype, outputs, in_shards)
     head = score_head(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        fresh = torch.randn(head.weight.shape, generator=generator, dtype=torch.float32) / (head.weight.shape[1] + 1) ** 0.5
+        fresh = (
+            torch.randn(head.weight.shape, generator=generator, dtype=torch.float32) / (head.weight.shape[1] + 1) ** 0.5
+        )
         head.weight.copy_(fresh.to(head.weight.dtype))
         if head.bias is not None:
             head.bias.zero_()
     return model
 
 
-def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch.float32, outputs: int | None = None, in_shards: bool = False):
-    """``AutoModelForSequenceClassification``, dropout off, float32 head; ``outputs`` None keeps the head that is there. ``in_shards`` leaves all
-    but the head in its files until the model is sharded (:mod:`stages.models.pending`).
+def load_reward_model(
+    path: str,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    outputs: int | None = None,
+    in_shards: bool = False,
+):
+    """``AutoModelForSequenceClassification``, dropout off, float32 head; ``outputs`` None keeps the head that is there.
+    ``in_shards`` leaves all but the head in its files until the model is sharded (:mod:`stages.models.pending`).
 
     Raises:
         ModelError: the directory holds no decoder or encoder that can carry a linear head.
@@ -90,17 +110,31 @@ def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch
     try:
         config = AutoConfig.from_pretrained(path)
         if getattr(config, "is_encoder_decoder", False):
-            raise ModelError(f"{path} is an encoder-decoder; give a decoder (Llama-, Qwen-, GPT-2-class) or an encoder (BERT-, RoBERTa-class).")
+            raise ModelError(
+                f"{path} is an encoder-decoder; give a decoder (Llama-, Qwen-, GPT-2-class) or an encoder (BERT-,"
+                " RoBERTa-class)."
+            )
         labels = {} if outputs is None else {"num_labels": outputs}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # layers that the checkpoint lacks (a pooler) must not depend on who ran before
-            model = pending.load(AutoModelForSequenceClassification, path, device, in_shards, labels, of_the_head, dtype=dtype, ignore_mismatched_sizes=outputs is not None)
+            model = pending.load(
+                AutoModelForSequenceClassification,
+                path,
+                device,
+                in_shards,
+                labels,
+                of_the_head,
+                dtype=dtype,
+                ignore_mismatched_sizes=outputs is not None,
+            )
     except (OSError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
         what = str(error).split("\n", 1)[0]  # transformers goes on with a list of all its architectures
-        raise ModelError(f"{path} cannot be loaded as a sequence classifier ({what}). Give a decoder (Llama-, Qwen-, GPT-2-class), "
-                         "an encoder (BERT-class), or a reward model trained by the reward_model stage.") from error
+        raise ModelError(
+            f"{path} cannot be loaded as a sequence classifier ({what}). Give a decoder (Llama-, Qwen-, GPT-2-class), "
+            "an encoder (BERT-class), or a reward model trained by the reward_model stage."
+        ) from error
     finally:
         hf_logging.set_verbosity(verbosity)
     disable_dropout(model)
@@ -113,18 +147,24 @@ def load_reward_model(path: str, device: str = "cpu", dtype: torch.dtype = torch
 
 
 def load_frozen_reward(path: str, device: str = "cpu", how: str = "auto"):
-    """:func:`load_reward_model` of a model that is never trained, the matrices of its backbone kept as ``how`` (``frozen_dtype``) says."""
-    return settled(freeze(load_reward_model(path, device, in_shards=may_keep(path, how))), path, device, how, in_shards=False)
+    """:func:`load_reward_model` of a model that is never trained, the matrices of its backbone kept as ``how``
+    (``frozen_dtype``) says.
+    """
+    return settled(
+        freeze(load_reward_model(path, device, in_shards=may_keep(path, how))), path, device, how, in_shards=False
+    )
 
 
 def of_the_head(model, name: str) -> bool:
-    """Whether a weight lies outside the backbone, or in its pooler, so that a language model brings none and it is made here."""
+    """Whether a weight lies outside the backbone, or in its pooler, so that a language model brings none and it is made
+    here.
+    """
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
 def _reads_both_ways(model) -> bool:
-    """Whether a later token changes an earlier state: an encoder. Asked of the model itself, not of a list of names; of one made-up layer of it
-    where its own weights are still in files."""
+    """Whether a later token changes an earlier state: an encoder. Asked of the model itself, not of a list of names; of
+    one made-up layer of it where its own weights are still in files."""
     if pending.is_pending(model):
         config = copy.deepcopy(model.base_model.config)
         config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, None
@@ -143,20 +183,30 @@ def _reads_both_ways(model) -> bool:
 
 
 def score_head(model) -> nn.Linear:
-    """The last linear layer with C outputs outside the backbone: ``score`` in decoders, ``classifier`` or its ``out_proj`` in encoders."""
+    """The last linear layer with C outputs outside the backbone: ``score`` in decoders, ``classifier`` or its
+    ``out_proj`` in encoders.
+    """
     if adapters.is_adapted(model):
         model = model.get_base_model()
     inside = {id(m) for m in model.base_model.modules()} if model.base_model is not model else set()
     outputs = getattr(model.config, "num_labels", 1)
-    found = [m for m in model.modules() if isinstance(m, nn.Linear) and id(m) not in inside and m.out_features == outputs]
+    found = [
+        m for m in model.modules() if isinstance(m, nn.Linear) and id(m) not in inside and m.out_features == outputs
+    ]
     if not found:
-        raise ModelError(f"{type(model).__name__} has no linear head with {outputs} outputs; use a decoder- or encoder-only architecture "
-                         "that AutoModelForSequenceClassification knows.")
+        raise ModelError(
+            f"{type(model).__name__} has no linear head with {outputs} outputs; use a decoder- or encoder-only"
+            " architecture that AutoModelForSequenceClassification knows."
+        )
     return found[-1]
 
 
-def save_reward_model(model, tokenizer, directory: str | Path, card: RewardCard | None = None, dtype: torch.dtype | None = None) -> None:
-    """Write weights (a LoRA adapter merged in), tokenizer and card; :func:`stages.reward_models.reward_scorers.load_scorer` reads all three."""
+def save_reward_model(
+    model, tokenizer, directory: str | Path, card: RewardCard | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Write weights (a LoRA adapter merged in), tokenizer and card;
+    :func:`stages.reward_models.reward_scorers.load_scorer` reads all three.
+    """
     pending.plain(model).config.pad_token_id = tokenizer.pad_token_id
     save_weights(model, directory, dtype)
     if ranks.rank() == 0:
@@ -164,7 +214,8 @@ def save_reward_model(model, tokenizer, directory: str | Path, card: RewardCard 
     write_card(directory, card or RewardCard())
 
 
-# -- what the head reads ----------------------------------------------------------------------------------------------------
+# -- what the head reads -----------------------------------------------------------------------------------------------
+
 
 def states_of(model, batch, at=None) -> torch.Tensor:
     """Last hidden states at the flat positions ``at`` (all of them without it), ``[N, H]``."""
@@ -175,7 +226,9 @@ def states_of(model, batch, at=None) -> torch.Tensor:
 
 
 def _encoder_inputs(model, batch):
-    """(an encoder's inputs, where each flat token stands in them): one row per response; items of encoders share no prompt."""
+    """(an encoder's inputs, where each flat token stands in them): one row per response; items of encoders share no
+    prompt.
+    """
     rows = pad(batch, "rows")
     if (places := dropout.active(model)) is not None:
         places.in_rows(batch, rows)
@@ -184,15 +237,19 @@ def _encoder_inputs(model, batch):
     inputs = {"input_ids": rows.ids_BT, "attention_mask": mask.view_as(rows.ids_BT)}
     if getattr(model.config, "type_vocab_size", 0) > 1:
         first = torch.tensor([n for i in batch.items for n in i.extra["first"]], device=mask.device)
-        inputs["token_type_ids"] = ((torch.arange(rows.ids_BT.shape[1], device=mask.device)[None] >= first[:, None]) & inputs["attention_mask"].bool()).long()
+        inputs["token_type_ids"] = (
+            (torch.arange(rows.ids_BT.shape[1], device=mask.device)[None] >= first[:, None])
+            & inputs["attention_mask"].bool()
+        ).long()
     return inputs, rows.where_U
 
 
 def response_outputs(model, batch, pooling: str = "last") -> torch.Tensor:
     """Head outputs of each response ``[S, C]``, float32 or better.
 
-    ``last`` reads the response's last token, ``mean`` averages prompt and response tokens (merged into one), ``cls`` is the
-    encoder's own pooled head (its pooler or dense layer before the last linear one), computed in float32 throughout.
+    ``last`` reads the response's last token, ``mean`` averages prompt and response tokens (merged into one), ``cls`` is
+    the encoder's own pooled head (its pooler or dense layer before the last linear one), computed in float32
+    throughout.
     """
     device = batch.ids_U.device.type
     if pooling == "cls":
@@ -207,7 +264,9 @@ def response_outputs(model, batch, pooling: str = "last") -> torch.Tensor:
 
 
 def mean_states(model, batch) -> torch.Tensor:
-    """Mean of the last hidden states of each response's tokens ``[S, H]``, float32 or better; prompts are merged into the responses."""
+    """Mean of the last hidden states of each response's tokens ``[S, H]``, float32 or better; prompts are merged into
+    the responses.
+    """
     states = precise(states_of(model, batch))
     lengths = torch.tensor([n for _, responses in batch.segments for n in responses], device=states.device)
     owner = torch.repeat_interleave(torch.arange(len(lengths), device=states.device), lengths)
@@ -238,7 +297,8 @@ def label_outputs(model, batch, pooling: str = "last") -> torch.Tensor:
 READS = {"response": response_outputs, "tokens": token_outputs, "labels": label_outputs}
 
 
-# -- how text becomes ids -----------------------------------------------------------------------------------------------------
+# -- how text becomes ids ----------------------------------------------------------------------------------------------
+
 
 class ChatReader:
     """Decoders: the model's own chat template; the prompt is shared by the responses of an item."""
@@ -250,7 +310,9 @@ class ChatReader:
         self.room = max_length
 
     def parts(self, prompt, completions):
-        """(prompt ids, [(ids, mask)]) before any cut; trailing template text behind the last trained token is dropped."""
+        """(prompt ids, [(ids, mask)]) before any cut; trailing template text behind the last trained token is
+        dropped.
+        """
         from stages.pairs import trim
 
         made = [self.renderer.completion_ids(prompt, completion) for completion in completions]
@@ -286,12 +348,15 @@ class EncoderReader:
         probe = tokenizer("a", "a", return_special_tokens_mask=True)
         special, ids = probe["special_tokens_mask"], probe["input_ids"]
         words = [i for i, s in enumerate(special) if not s]
-        if not words or not any(special[words[0]:words[-1]]):
-            raise ModelError("the encoder's tokenizer writes no special token between two texts, so the model could not tell the prompt from the response; give a model whose tokenizer does "
-                             "(tokenizer(\"a\", \"b\") of BERT: [CLS] a [SEP] b [SEP]), or set tokenizer.backend_tokenizer.post_processor and save it.")
+        if not words or not any(special[words[0] : words[-1]]):
+            raise ModelError(
+                "the encoder's tokenizer writes no special token between two texts, so the model could not tell the"
+                ' prompt from the response; give a model whose tokenizer does (tokenizer("a", "b") of BERT: [CLS] a'
+                " [SEP] b [SEP]), or set tokenizer.backend_tokenizer.post_processor and save it."
+            )
         gap = next(i for i in range(words[0], len(ids)) if special[i])
         second = next(i for i in range(gap, len(ids)) if not special[i])
-        self.lead, self.middle, self.tail = ids[: words[0]], ids[gap:second], ids[words[-1] + 1:]
+        self.lead, self.middle, self.tail = ids[: words[0]], ids[gap:second], ids[words[-1] + 1 :]
         self.room = max_length - len(self.lead) - len(self.middle) - len(self.tail)
 
     def parts(self, prompt, completions):
@@ -315,10 +380,15 @@ class EncoderReader:
 
 
 def transcript(messages) -> str:
-    """Messages as plain text for models without a chat template: one message is its content, several carry their roles; tools and calls follow the text as they are stored."""
+    """Messages as plain text for models without a chat template: one message is its content, several carry their roles;
+    tools and calls follow the text as they are stored.
+    """
+
     def said(message) -> str:
         more = ("function_calls",) if tells_tools(message) else ("functions", "function_calls")
-        return "\n".join([message.get("content") or "", *(message[name] for name in more if message.get(name))]).removeprefix("\n")
+        return "\n".join(
+            [message.get("content") or "", *(message[name] for name in more if message.get(name))]
+        ).removeprefix("\n")
 
     if len(messages) == 1:
         return said(messages[0])
@@ -326,10 +396,13 @@ def transcript(messages) -> str:
     return "\n\n".join(f"{names.get(m['role'], m['role'].capitalize())}: {said(m)}" for m in messages)
 
 
-def reader_for(path: str, model, max_length: int | None, pooling: str = "last", template: tuple[str | None, str] = (None, "{}")):
+def reader_for(
+    path: str, model, max_length: int | None, pooling: str = "last", template: tuple[str | None, str] = (None, "{}")
+):
     """The reader that fits a model: its positions bound ``max_length``.
 
-    template: another chat template than the model's own and its variables, as ``ChatConfig.template`` gives them; an encoder has none.
+    template: another chat template than the model's own and its variables, as ``ChatConfig.template`` gives them; an
+    encoder has none.
     """
     limit = _positions(model)
     max_length = min(x for x in (max_length, limit, 1 << 30) if x is not None)
@@ -343,7 +416,9 @@ def reader_for(path: str, model, max_length: int | None, pooling: str = "last", 
 
 
 def _positions(model) -> int | None:
-    """Positions the model has; RoBERTa-class encoders (MPNet, XLM-R, ESM ...) number them from behind their position table's padding index."""
+    """Positions the model has; RoBERTa-class encoders (MPNet, XLM-R, ESM ...) number them from behind their position
+    table's padding index.
+    """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
     offset = next((table.padding_idx + 1 for table in tables if getattr(table, "padding_idx", None) is not None), 0)
@@ -351,8 +426,9 @@ def _positions(model) -> int | None:
 
 
 def resolve_pooling(pooling: str, model, reads: str) -> str:
-    """``auto`` is the last token for decoders and the mean for encoders. Where the class itself can average (``classifier_pooling``: ModernBERT), the
-    mean is its own pooled head (``cls``) told to do so, and whoever loads the published model reads the same score.
+    """``auto`` is the last token for decoders and the mean for encoders. Where the class itself can average
+    (``classifier_pooling``: ModernBERT), the mean is its own pooled head (``cls``) told to do so, and whoever loads the
+    published model reads the same score.
 
     Raises:
         ModelError: a pooling that the architecture or the objective does not have.
@@ -361,11 +437,16 @@ def resolve_pooling(pooling: str, model, reads: str) -> str:
     if pooling == "auto":
         pooling = "mean" if both and reads == "response" else "last"
     if pooling == "cls" and not both:
-        raise ModelError("pooling=cls reads the first token, which in a decoder has seen nothing yet; set pooling=last or mean.")
+        raise ModelError(
+            "pooling=cls reads the first token, which in a decoder has seen nothing yet; set pooling=last or mean."
+        )
     if pooling == "last" and both and reads == "response":
         raise ModelError("pooling=last reads an encoder's closing separator; set pooling=mean or cls.")
     if reads != "response" and pooling != "last":
-        raise ModelError(f"pooling={pooling} gives one state per response, but this objective reads every trained token; set pooling=auto.")
+        raise ModelError(
+            f"pooling={pooling} gives one state per response, but this objective reads every trained token; set"
+            " pooling=auto."
+        )
     if pooling == "mean" and hasattr(model.config, "classifier_pooling"):
         model.config.classifier_pooling = "mean"
         if hasattr(model, "classifier_pooling"):  # EuroBERT's class keeps a copy
@@ -374,12 +455,14 @@ def resolve_pooling(pooling: str, model, reads: str) -> str:
     return pooling
 
 
-# -- the language-model head kept beside the reward head ------------------------------------------------------------------------
+# -- the language-model head kept beside the reward head ---------------------------------------------------------------
+
 
 def keep_lm_head(model, path: str):
     """Keep the LM head of ``path`` on a decoder reward model while it trains; returns ``model -> Head``.
 
-    Tied heads are the embedding itself; an untied one becomes the submodule ``kept_lm_head``, dropped by :func:`drop_lm_head`.
+    Tied heads are the embedding itself; an untied one becomes the submodule ``kept_lm_head``, dropped by
+    :func:`drop_lm_head`.
 
     Raises:
         ModelError: ``path`` holds no language model of its own (an encoder, or a reward model).
@@ -390,7 +473,10 @@ def keep_lm_head(model, path: str):
 
     architectures = AutoConfig.from_pretrained(path).architectures or []
     if model.reads_both_ways or any("SequenceClassification" in name for name in architectures):
-        raise ModelError(f"{path} has no language-model head to keep; set lm_loss_weight=0 and outcome_head=linear, or start from a causal LM.")
+        raise ModelError(
+            f"{path} has no language-model head to keep; set lm_loss_weight=0 and outcome_head=linear, or start from a"
+            " causal LM."
+        )
     policy = load_policy(path, str(next(model.parameters()).device), next(model.parameters()).dtype)
     head = head_of(policy)
     scale, softcap = head.scale, head.softcap
@@ -401,7 +487,9 @@ def keep_lm_head(model, path: str):
 
 
 def add_gain_bias(model, lm_head, token_id: int):
-    """Cobbe's outcome head: p = sigma(gain * logit of one reserved token + bias); returns how to read it (``rm.orm``)."""
+    """Cobbe's outcome head: p = sigma(gain * logit of one reserved token + bias); returns how to read it
+    (``rm.orm``).
+    """
     dtype = next(model.parameters()).dtype
     device = next(model.parameters()).device
     model.reward_gain = nn.Parameter(torch.ones((), dtype=dtype, device=device))
@@ -423,7 +511,9 @@ def _token_row(head, token_id: int):
 
 
 def drop_lm_head(model, lm_head=None, token_id: int | None = None) -> float:
-    """Remove what was kept for training; a gain-bias head becomes the linear head it equals. Returns its constant term."""
+    """Remove what was kept for training; a gain-bias head becomes the linear head it equals. Returns its constant
+    term.
+    """
     offset = 0.0
     if hasattr(model, "reward_gain"):
         with torch.no_grad():

@@ -27,18 +27,29 @@ def bradley_terry(scores_SC, batch, config) -> Sums:
     chosen, rejected = scores_SC[0::2, 0], scores_SC[1::2, 0]
     weight = column(batch, "weight", scores_SC)
     each = losses.bradley_terry_loss(
-        chosen, rejected, margin=column(batch, "margin", scores_SC) if config.use_margin else None,
-        label_prob=column(batch, "label_prob", scores_SC) if config.use_soft_labels else None, label_smoothing=config.label_smoothing,
-        center_rewards_coefficient=config.center_rewards_coefficient)
+        chosen,
+        rejected,
+        margin=column(batch, "margin", scores_SC) if config.use_margin else None,
+        label_prob=column(batch, "label_prob", scores_SC) if config.use_soft_labels else None,
+        label_smoothing=config.label_smoothing,
+        center_rewards_coefficient=config.center_rewards_coefficient,
+    )
     gap = (chosen - rejected).detach()
-    return Sums({"ranking": ((each * weight).sum(), "weight")},
-                {"accuracy": ((gap > 0).float().sum(), "pairs"), "margin": (gap.sum(), "pairs"), **spread(scores_SC), "no_eos_fraction": no_eos(batch)})
+    return Sums(
+        {"ranking": ((each * weight).sum(), "weight")},
+        {
+            "accuracy": ((gap > 0).float().sum(), "pairs"),
+            "margin": (gap.sum(), "pairs"),
+            **spread(scores_SC),
+            "no_eos_fraction": no_eos(batch),
+        },
+    )
 
 
 def spread(scores_SC) -> dict:
     """Mean score and mean squared score of the responses; their difference shows a drifting or collapsing scale."""
     flat = scores_SC.detach()[:, 0]
-    return {"score_mean": (flat.sum(), "responses"), "score_square_mean": ((flat ** 2).sum(), "responses")}
+    return {"score_mean": (flat.sum(), "responses"), "score_square_mean": ((flat**2).sum(), "responses")}
 
 
 def _decided_pairs(batch, device):
@@ -54,7 +65,9 @@ def _decided_pairs(batch, device):
 
 
 def kwise_pairs(scores_SC, batch, config) -> Sums:
-    """``rm.kwise_pairs``: all pairs of a ranking, weighted 1/pairs of their prompt (``per_prompt``) or 1 (``per_pair``)."""
+    """``rm.kwise_pairs``: all pairs of a ranking, weighted 1/pairs of their prompt (``per_prompt``) or 1
+    (``per_pair``).
+    """
     scores = scores_SC[:, 0]
     winners, losers, weights = _decided_pairs(batch, scores.device)
     each = losses.kwise_pairs_loss(scores, torch.stack([winners, losers], 1))
@@ -63,7 +76,9 @@ def kwise_pairs(scores_SC, batch, config) -> Sums:
 
 
 def plackett_luce(scores_SC, batch, config) -> Sums:
-    """``rm.plackett_luce``: -log probability of each ranking (responses are best first); rankings with ties fall back to pairs."""
+    """``rm.plackett_luce``: -log probability of each ranking (responses are best first); rankings with ties fall back
+    to pairs.
+    """
     scores = scores_SC[:, 0]
     winners, losers, weights = _decided_pairs(batch, scores.device)
     total, start, seen = scores.new_zeros(()), 0, 0
@@ -74,14 +89,23 @@ def plackett_luce(scores_SC, batch, config) -> Sums:
             total = total + item.extra["weight"] * (each / (stop - start - 1) if config.normalise_by_k else each)
         else:
             chosen = slice(seen, seen + len(pairs))
-            total = total + item.extra["pair_weight"] * losses.kwise_pairs_loss(scores, torch.stack([winners[chosen], losers[chosen]], 1)).sum()
+            total = (
+                total
+                + item.extra["pair_weight"]
+                * losses.kwise_pairs_loss(scores, torch.stack([winners[chosen], losers[chosen]], 1)).sum()
+            )
         start, seen = stop, seen + len(pairs)
     return Sums({"ranking": (total, "weight")}, _ranking_metrics(scores_SC, winners, losers, batch))
 
 
 def _ranking_metrics(scores_SC, winners, losers, batch) -> dict:
     gap = (scores_SC[winners, 0] - scores_SC[losers, 0]).detach()
-    return {"accuracy": ((gap > 0).float().sum(), "pairs"), "margin": (gap.sum(), "pairs"), **spread(scores_SC), "no_eos_fraction": no_eos(batch)}
+    return {
+        "accuracy": ((gap > 0).float().sum(), "pairs"),
+        "margin": (gap.sum(), "pairs"),
+        **spread(scores_SC),
+        "no_eos_fraction": no_eos(batch),
+    }
 
 
 def pointwise_bce(scores_SC, batch, config) -> Sums:
@@ -89,21 +113,36 @@ def pointwise_bce(scores_SC, batch, config) -> Sums:
     label, weight = column(batch, "target", scores_SC), column(batch, "weight", scores_SC)
     z = scores_SC[:, 0]
     right = ((z > 0) == (label > 0.5)).float().detach()
-    return Sums({"bce": ((losses.soft_bce(z, label) * weight).sum(), "weight")},
-                {"accuracy": (right.sum(), "rows"), "base_rate": (label.sum(), "rows"), **spread(scores_SC), "no_eos_fraction": no_eos(batch)})
+    return Sums(
+        {"bce": ((losses.soft_bce(z, label) * weight).sum(), "weight")},
+        {
+            "accuracy": (right.sum(), "rows"),
+            "base_rate": (label.sum(), "rows"),
+            **spread(scores_SC),
+            "no_eos_fraction": no_eos(batch),
+        },
+    )
 
 
 def regression(scores_SC, batch, config) -> Sums:
-    """``rm.regression``: squared (or Huber) error against standardised ratings, the mean over the attributes a row has."""
+    """``rm.regression``: squared (or Huber) error against standardised ratings, the mean over the attributes a row
+    has.
+    """
     target = column(batch, "targets", scores_SC)
     present = ~torch.isnan(target)
     error = torch.where(present, scores_SC - torch.nan_to_num(target), torch.zeros_like(scores_SC))
-    each = error ** 2
+    each = error**2
     if config.regression_loss == "huber":  # quadratic within one standard deviation, equal to the square there
         each = torch.where(error.abs() <= 1, each, 2 * error.abs() - 1)
     per_row = each.sum(1) / present.sum(1)
-    return Sums({config.regression_loss: ((per_row * column(batch, "weight", scores_SC)).sum(), "weight")},
-                {"absolute_error": ((error.detach().abs().sum(1) / present.sum(1)).sum(), "rows"), **spread(scores_SC), "no_eos_fraction": no_eos(batch)})
+    return Sums(
+        {config.regression_loss: ((per_row * column(batch, "weight", scores_SC)).sum(), "weight")},
+        {
+            "absolute_error": ((error.detach().abs().sum(1) / present.sum(1)).sum(), "rows"),
+            **spread(scores_SC),
+            "no_eos_fraction": no_eos(batch),
+        },
+    )
 
 
 def outcome(outputs_NC, batch, config) -> Sums:
@@ -112,8 +151,14 @@ def outcome(outputs_NC, batch, config) -> Sums:
     z = outputs_NC[:, 0]
     last = _last_values(z.detach(), batch)
     labels = column(batch, "target", outputs_NC)
-    return Sums({"bce": ((losses.soft_bce(z, label) * weight).sum(), "tokens")},
-                {"accuracy": (((last > 0) == (labels > 0.5)).float().sum(), "rows"), "base_rate": (labels.sum(), "rows"), "no_eos_fraction": no_eos(batch)})
+    return Sums(
+        {"bce": ((losses.soft_bce(z, label) * weight).sum(), "tokens")},
+        {
+            "accuracy": (((last > 0) == (labels > 0.5)).float().sum(), "rows"),
+            "base_rate": (labels.sum(), "rows"),
+            "no_eos_fraction": no_eos(batch),
+        },
+    )
 
 
 def value(outputs_NC, batch, config) -> Sums:
@@ -125,17 +170,26 @@ def value(outputs_NC, batch, config) -> Sums:
 
 def _last_values(values_N, batch) -> torch.Tensor:
     """Value at the last trained token of each response ``[S]``."""
-    ends = torch.searchsorted(batch.seq_N.contiguous(), torch.arange(batch.mask_SL.shape[0], device=values_N.device), right=True) - 1
+    ends = (
+        torch.searchsorted(
+            batch.seq_N.contiguous(), torch.arange(batch.mask_SL.shape[0], device=values_N.device), right=True
+        )
+        - 1
+    )
     return values_N[ends]
 
 
 def steps(outputs_NC, batch, config) -> Sums:
     """``rm.prm``: cross-entropy against each step's class (or its soft label), the mean over labelled steps."""
-    target = torch.tensor([t for i in batch.items for t in i.extra["targets"]], device=outputs_NC.device, dtype=outputs_NC.dtype)
+    target = torch.tensor(
+        [t for i in batch.items for t in i.extra["targets"]], device=outputs_NC.device, dtype=outputs_NC.dtype
+    )
     each = -(target * torch.log_softmax(outputs_NC, -1)).sum(-1)
     right = (outputs_NC.argmax(-1) == target.argmax(-1)).float()
-    return Sums({"cross_entropy": ((each * column(batch, "weight", outputs_NC)[batch.seq_N]).sum(), "steps")},
-                {"accuracy": (right.sum(), "labelled"), "base_rate": (target[:, -1].sum(), "labelled")})
+    return Sums(
+        {"cross_entropy": ((each * column(batch, "weight", outputs_NC)[batch.seq_N]).sum(), "steps")},
+        {"accuracy": (right.sum(), "labelled"), "base_rate": (target[:, -1].sum(), "labelled")},
+    )
 
 
 def pairwise(logits_SC, batch, config) -> Sums:
@@ -145,22 +199,28 @@ def pairwise(logits_SC, batch, config) -> Sums:
     p = p * (1 - config.label_smoothing) + (1 - p) * config.label_smoothing
     each = (losses.soft_bce(forward, p) + losses.soft_bce(backward, 1 - p)) / 2
     a, b = torch.sigmoid(forward.detach()), torch.sigmoid(backward.detach())
-    return Sums({"bce": ((each * column(batch, "weight", logits_SC)).sum(), "weight")},
-                {"accuracy": ((a > b).float().sum(), "pairs"), "order_inconsistency": ((a + b - 1).abs().sum(), "pairs")})
+    return Sums(
+        {"bce": ((each * column(batch, "weight", logits_SC)).sum(), "weight")},
+        {"accuracy": ((a > b).float().sum(), "pairs"), "order_inconsistency": ((a + b - 1).abs().sum(), "pairs")},
+    )
 
 
 def label_nll(logps_N, batch, config) -> Sums:
     """``rm.t2t_point``, ``rm.t2t_pair``: negative log-likelihood of the label word."""
     weight = column(batch, "weight", logps_N)[batch.seq_N]
-    return Sums({"nll": (-(logps_N * weight).sum(), "tokens")}, {"label_probability": (logps_N.detach().exp().sum(), "labelled")})
+    return Sums(
+        {"nll": (-(logps_N * weight).sum(), "tokens")},
+        {"label_probability": (logps_N.detach().exp().sum(), "labelled")},
+    )
 
 
 class RewardLoss:
-    """The objective of the training loop: outputs read as the row says, its loss, and optionally the language-model term.
+    """The objective of the training loop: outputs read as the row says, its loss, and optionally the language-model
+    term.
 
     Args:
-        row: of ``REWARD_OBJECTIVES``. lm_head: keeps the LM loss on the (chosen) response as a regulariser (``rm.orm`` joint
-            objective of Cobbe et al.; ``rm.mentions`` NLL-regularised reward models), or None.
+        row: of ``REWARD_OBJECTIVES``. lm_head: keeps the LM loss on the (chosen) response as a regulariser (``rm.orm``
+            joint objective of Cobbe et al.; ``rm.mentions`` NLL-regularised reward models), or None.
         gain_bias: two-parameter head on one vocabulary logit (``rm.orm``), or None.
     """
 
@@ -181,11 +241,16 @@ class RewardLoss:
     def __call__(self, model, batch) -> Sums:
         sums = self.loss(self.read(model, batch, self.pooling), batch, self.config)
         if self.lm_head is not None:
-            sums.loss["language_model"] = (self.config.lm_loss_weight * self._language_model(model, batch), "chosen_tokens")
+            sums.loss["language_model"] = (
+                self.config.lm_loss_weight * self._language_model(model, batch),
+                "chosen_tokens",
+            )
         return sums
 
     def _language_model(self, model, batch):
-        """Summed NLL of the first response of each item (the chosen one of a pair), under the LM head that is kept for it."""
+        """Summed NLL of the first response of each item (the chosen one of a pair), under the LM head that is kept for
+        it.
+        """
         from stages.models.modeling import token_logps
         from stages.reward_models.reward_heads import states_of
 

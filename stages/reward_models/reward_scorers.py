@@ -3,8 +3,9 @@
     scorer = load_scorer(path, device)
     scores = scorer.score([Response(prompt_messages, completion_messages), ...])
 
-A response is text (messages): it is rendered with the *reward model's* own template and tokenizer, so any reward model scores
-any policy. Only when both are identical are the policy's token ids taken as they are (:meth:`Scorer.reads_ids_of`).
+A response is text (messages): it is rendered with the *reward model's* own template and tokenizer, so any reward model
+scores any policy. Only when both are identical are the policy's token ids taken as they are
+(:meth:`Scorer.reads_ids_of`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,22 @@ import torch
 
 from stages.batching import make_item, per_response
 from stages.models.modeling import ModelError
-from stages.reward_models.reward_heads import ChatReader, RewardCard, load_frozen_reward, read_card, reader_for, response_outputs, token_outputs
+from stages.reward_models.reward_heads import (
+    ChatReader,
+    RewardCard,
+    load_frozen_reward,
+    read_card,
+    reader_for,
+    response_outputs,
+    token_outputs,
+)
 
 
 @dataclass(frozen=True)
 class Response:
-    """What is scored. prompt, completion: messages; ids: prompt and completion ids of the policy that wrote it, where known;
-    row: the prompt row, for facts and safety tags; group: what it is compared within by models that compare, its prompt where None
-    (two draws of a prompt are two groups)."""
+    """What is scored. prompt, completion: messages; ids: prompt and completion ids of the policy that wrote it, where
+    known; row: the prompt row, for facts and safety tags; group: what it is compared within by models that compare, its
+    prompt where None (two draws of a prompt are two groups)."""
 
     prompt: list[dict]
     completion: list[dict]
@@ -41,13 +50,24 @@ class Response:
 
 
 class Scorer:
-    """A frozen reward model. ``disagreement`` holds one spread per response after :meth:`score`, None where there is one model."""
+    """A frozen reward model. ``disagreement`` holds one spread per response after :meth:`score`, None where there is
+    one model.
+    """
 
     relative = False  # True: a score compares the responses of one prompt with each other
     needs_group = False  # True: it scores in the context of a group (stages/reward_models/preference_module.py)
     why_not = "the reward model reads no token of it"
 
-    def __init__(self, path: str, card: RewardCard, device: str = "cpu", max_tokens: int = 8192, model=None, reader=None, frozen: str = "auto"):
+    def __init__(
+        self,
+        path: str,
+        card: RewardCard,
+        device: str = "cpu",
+        max_tokens: int = 8192,
+        model=None,
+        reader=None,
+        frozen: str = "auto",
+    ):
         self.path, self.card, self.device, self.max_tokens, self.frozen = path, card, device, max_tokens, frozen
         self.bias = card.bias
         self.disagreement: list[float] | None = None
@@ -83,7 +103,9 @@ class Scorer:
         from stages.reward_models.reward_data import Drop, build
 
         try:
-            return build(self.reader, {"row_id": "scored"}, self._prompt(response), [response.completion], Counter(), counts={})
+            return build(
+                self.reader, {"row_id": "scored"}, self._prompt(response), [response.completion], Counter(), counts={}
+            )
         except Drop:
             return None
 
@@ -113,9 +135,14 @@ class ScalarScorer(Scorer):
         return outputs_SC[:, 0].tolist()
 
     def reads_ids_of(self, renderer) -> bool:
-        return (renderer is not None and type(self.reader) is ChatReader and not self.reader.merged and not self.card.options.get("facts")
-                and self.reader.renderer.template_hash == renderer.template_hash
-                and self.reader.tokenizer.get_vocab() == renderer.tokenizer.get_vocab())
+        return (
+            renderer is not None
+            and type(self.reader) is ChatReader
+            and not self.reader.merged
+            and not self.card.options.get("facts")
+            and self.reader.renderer.template_hash == renderer.template_hash
+            and self.reader.tokenizer.get_vocab() == renderer.tokenizer.get_vocab()
+        )
 
     def score_ids(self, rows: list[list[int]]) -> list[float]:
         """Calibrated scalar of each token-id row, in the order given. Length-sorted inside (``rs.length_sort``)."""
@@ -138,7 +165,10 @@ class ValueScorer(Scorer):
     """``rm.value``: the value predicted at the last token."""
 
     def score(self, responses):
-        return [v + self.bias for v in self._over_items(responses, lambda batch: self._along(token_outputs(self.model, batch), batch))]
+        return [
+            v + self.bias
+            for v in self._over_items(responses, lambda batch: self._along(token_outputs(self.model, batch), batch))
+        ]
 
     def _along(self, outputs_NC, batch) -> list[float]:
         return [self._one(values) for values in self._split(outputs_NC, batch)]
@@ -153,11 +183,15 @@ class ValueScorer(Scorer):
 
 
 class OutcomeScorer(ValueScorer):
-    """``rm.orm``: probability that the answer is right, at the last token, or its mean or minimum along the solution."""
+    """``rm.orm``: probability that the answer is right, at the last token, or its mean or minimum along the
+    solution.
+    """
 
     def _one(self, values):
         p = 1.0 / (1.0 + np.exp(-(values[:, 0] + self.card.options.get("offset", 0.0))))
-        return float({"last": lambda: p[-1], "mean": p.mean, "min": p.min}[self.card.options.get("aggregation", "last")]())
+        return float(
+            {"last": lambda: p[-1], "mean": p.mean, "min": p.min}[self.card.options.get("aggregation", "last")]()
+        )
 
 
 class StepScorer(ValueScorer):
@@ -169,7 +203,14 @@ class StepScorer(ValueScorer):
         options = self.card.options
         steps = split_steps(response.text, options["separator"])
         try:
-            return step_item(self.reader, {"row_id": "scored"}, self._prompt(response), steps, options["separator"], [[0.0]] * len(steps))
+            return step_item(
+                self.reader,
+                {"row_id": "scored"},
+                self._prompt(response),
+                steps,
+                options["separator"],
+                [[0.0]] * len(steps),
+            )
         except Drop:
             return None
 
@@ -182,7 +223,10 @@ class StepScorer(ValueScorer):
 
     def step_probabilities(self, responses) -> list[list[float]]:
         """P(step is right) of every step of every response; an empty list where nothing could be read."""
-        found = self._over_items(responses, lambda batch: [self._positive(v).tolist() for v in self._split(token_outputs(self.model, batch), batch)])
+        found = self._over_items(
+            responses,
+            lambda batch: [self._positive(v).tolist() for v in self._split(token_outputs(self.model, batch), batch)],
+        )
         return [f if isinstance(f, list) else [] for f in found]
 
 
@@ -192,13 +236,17 @@ def split_steps(text: str, separator: str) -> list[str]:
 
 
 def positive(classes, neutral_as: str = "positive") -> np.ndarray:
-    """P(step counts as right) from class probabilities ``[steps, 2 or 3]``; a neutral class counts as told (``rm.prm``)."""
+    """P(step counts as right) from class probabilities ``[steps, 2 or 3]``; a neutral class counts as told
+    (``rm.prm``).
+    """
     classes = np.asarray(classes, float)
     return classes[:, -1] + (classes[:, 1] if classes.shape[1] == 3 and neutral_as == "positive" else 0.0)
 
 
 def aggregate_steps(p, how: str = "prod") -> float:
-    """One solution score from step probabilities: ``prod`` (Lightman), ``min``, ``mean`` or ``last``; no step gives NaN."""
+    """One solution score from step probabilities: ``prod`` (Lightman), ``min``, ``mean`` or ``last``; no step gives
+    NaN.
+    """
     p = np.asarray(p, float)
     if not p.size:
         return math.nan
@@ -207,13 +255,15 @@ def aggregate_steps(p, how: str = "prod") -> float:
     return float(p[-1] if how == "last" else getattr(p, how)())
 
 
-# -- models that compare ------------------------------------------------------------------------------------------------------
+# -- models that compare -----------------------------------------------------------------------------------------------
+
 
 class ComparingScorer(Scorer):
-    """A model that says which of two responses is better. As a scalar, by ``ranking``: mean win probability against the other
-    responses of the same prompt (``round_robin``, ``rs.rank``), how far it came in a knock-out of m - 1 comparisons
-    (``tournament``, ``rm.t2t_pair``; the champion gets 1), or logit P(y > y_b) with y_b one of the responses, drawn by their text
-    (``baseline``, the reward of ``rs.rso``; y_b gets 0). A response without a rival gets 0.5, or the logit 0."""
+    """A model that says which of two responses is better. As a scalar, by ``ranking``: mean win probability against the
+    other responses of the same prompt (``round_robin``, ``rs.rank``), how far it came in a knock-out of m - 1
+    comparisons (``tournament``, ``rm.t2t_pair``; the champion gets 1), or logit P(y > y_b) with y_b one of the
+    responses, drawn by their text (``baseline``, the reward of ``rs.rso``; y_b gets 0). A response without a rival gets
+    0.5, or the logit 0."""
 
     relative = True
     ranking = "round_robin"
@@ -221,7 +271,7 @@ class ComparingScorer(Scorer):
     def preferences(self, pairs: Sequence[tuple[Response, Response]]) -> list[float]:
         """P(first is better) of each pair, both presentation orders averaged: (P(i,j) + 1 - P(j,i)) / 2."""
         both = self.one_order([*pairs, *[(b, a) for a, b in pairs]])
-        forward, backward = np.asarray(both[: len(pairs)]), np.asarray(both[len(pairs):])
+        forward, backward = np.asarray(both[: len(pairs)]), np.asarray(both[len(pairs) :])
         self.inconsistency = np.abs(forward + backward - 1).tolist()
         return ((forward + 1 - backward) / 2).tolist()
 
@@ -237,7 +287,11 @@ class ComparingScorer(Scorer):
             if self.ranking == "baseline":
                 drawn = members[drawn_by_text([responses[i] for i in members])]
                 others = [i for i in members if i != drawn]
-                p = np.clip(self.preferences([(responses[i], responses[drawn]) for i in others]) if others else [], 1e-12, 1 - 1e-12)
+                p = np.clip(
+                    self.preferences([(responses[i], responses[drawn]) for i in others]) if others else [],
+                    1e-12,
+                    1 - 1e-12,
+                )
                 for i, value in zip(others, np.log(p / (1 - p))):
                     scores[i] = float(value)
                 continue
@@ -251,7 +305,10 @@ class ComparingScorer(Scorer):
                 continue
             table = np.full((len(members), len(members)), 0.5)
             index = [(i, j) for i in range(len(members)) for j in range(i + 1, len(members))]
-            for (i, j), p in zip(index, self.preferences([(responses[members[i]], responses[members[j]]) for i, j in index]) if index else []):
+            for (i, j), p in zip(
+                index,
+                self.preferences([(responses[members[i]], responses[members[j]]) for i, j in index]) if index else [],
+            ):
                 table[i, j], table[j, i] = p, 1 - p
             mean, _ = round_robin(table)
             for member, value in zip(members, mean):
@@ -266,24 +323,34 @@ class ComparingScorer(Scorer):
 
 
 def drawn_by_text(responses: Sequence[Response]) -> int:
-    """Place of one of the responses, as good as drawn: by a digest of all their texts, so that the same responses give the same one in every run."""
+    """Place of one of the responses, as good as drawn: by a digest of all their texts, so that the same responses give
+    the same one in every run.
+    """
     import hashlib
 
-    return int.from_bytes(hashlib.sha256("\0".join(r.text for r in responses).encode("utf-8", "surrogatepass")).digest()[:8], "big") % len(responses)
+    return int.from_bytes(
+        hashlib.sha256("\0".join(r.text for r in responses).encode("utf-8", "surrogatepass")).digest()[:8], "big"
+    ) % len(responses)
 
 
 def same_prompt(responses: Sequence[Response]) -> list[list[int]]:
-    """Indices of the responses of each ``group``, or of each prompt where they have none, in order of first appearance."""
+    """Indices of the responses of each ``group``, or of each prompt where they have none, in order of first
+    appearance.
+    """
     import json
 
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for i, response in enumerate(responses):
-        groups[json.dumps(response.prompt, sort_keys=True, default=str) if response.group is None else response.group].append(i)
+        groups[
+            json.dumps(response.prompt, sort_keys=True, default=str) if response.group is None else response.group
+        ].append(i)
     return list(groups.values())
 
 
 def score_in_blocks(stage, name: str, scorer: Scorer, responses: Sequence[Response]) -> list[float]:
-    """Scores of all responses, block by block (:mod:`stages.running.blocks`); what is compared with each other is scored together."""
+    """Scores of all responses, block by block (:mod:`stages.running.blocks`); what is compared with each other is
+    scored together.
+    """
     from stages.running.blocks import in_blocks
 
     units = same_prompt(responses) if scorer.relative else [[i] for i in range(len(responses))]
@@ -293,7 +360,12 @@ def score_in_blocks(stage, name: str, scorer: Scorer, responses: Sequence[Respon
         return [[next(found) for _ in unit] for unit in part]
 
     out = [math.nan] * len(responses)
-    for unit, values in zip(units, in_blocks(stage, name, units, scores, 64 if scorer.relative else 512, "prompts" if scorer.relative else "responses")):
+    for unit, values in zip(
+        units,
+        in_blocks(
+            stage, name, units, scores, 64 if scorer.relative else 512, "prompts" if scorer.relative else "responses"
+        ),
+    ):
         for i, value in zip(unit, values):
             out[i] = value
     return out
@@ -305,10 +377,14 @@ class PairwiseScorer(ComparingScorer):
     def one_order(self, pairs):
         from stages.reward_models.reward_data import comparison_ids
 
-        rows = [self.reader.wrap([], ids, [1] * len(ids)) for ids in
-                (comparison_ids(self.reader, self._prompt(a), a.completion, b.completion)[0] for a, b in pairs)]
+        rows = [
+            self.reader.wrap([], ids, [1] * len(ids))
+            for ids in (comparison_ids(self.reader, self._prompt(a), a.completion, b.completion)[0] for a, b in pairs)
+        ]
         items = [make_item("scored", prompt, [ids], [mask], first=(first,)) for prompt, ids, mask, first in rows]
-        logits = self._outputs(items, lambda batch: response_outputs(self.model, batch, self.card.pooling)[:, 0].tolist())
+        logits = self._outputs(
+            items, lambda batch: response_outputs(self.model, batch, self.card.pooling)[:, 0].tolist()
+        )
         return [1.0 / (1.0 + math.exp(-z)) for z in logits]
 
 
@@ -335,21 +411,30 @@ class LabelScorer(Scorer):
         return LABEL_REQUESTS[self.card.options.get("label_request") or "sections"]
 
     def word_logps(self, requests: list[list[int]], words: Sequence[str]) -> np.ndarray:
-        """Log-probability of every label word behind every request ``[requests, words]``; words of several tokens multiply."""
+        """Log-probability of every label word behind every request ``[requests, words]``; words of several tokens
+        multiply.
+        """
         from stages.models.modeling import target_logps
 
         ids = [self.reader.plain(word) for word in words]
-        items = [make_item(str(i), request, ids, [[1] * len(word) for word in ids], by_response=()) for i, request in enumerate(requests)]
+        items = [
+            make_item(str(i), request, ids, [[1] * len(word) for word in ids], by_response=())
+            for i, request in enumerate(requests)
+        ]
 
         def read(batch):
             sums = torch.zeros(batch.mask_SL.shape[0], dtype=torch.float64)
             return sums.index_add_(0, batch.seq_N.cpu(), target_logps(self.model, batch)[0].double().cpu()).tolist()
 
-        return np.array(per_response(items, self.max_tokens, self.device, read, self.model)).reshape(len(requests), len(words))
+        return np.array(per_response(items, self.max_tokens, self.device, read, self.model)).reshape(
+            len(requests), len(words)
+        )
 
 
 def label_probability(logps, normalise_over_labels: bool) -> np.ndarray:
-    """P(first word) of each row of word log-probs ``[n, words]``; over the full vocabulary unless normalised (``rm.t2t_point``)."""
+    """P(first word) of each row of word log-probs ``[n, words]``; over the full vocabulary unless normalised
+    (``rm.t2t_point``).
+    """
     logps = np.asarray(logps, float)
     if not normalise_over_labels:
         return np.exp(logps[:, 0])
@@ -366,9 +451,16 @@ class PointLabelScorer(LabelScorer):
         from stages.reward_models.reward_data import fill
         from stages.reward_models.reward_heads import transcript
 
-        requests = [fill(self.reader, self.templates[0], context=transcript(self._prompt(r)), a=transcript(r.completion))[0] for r in responses]
+        requests = [
+            fill(self.reader, self.templates[0], context=transcript(self._prompt(r)), a=transcript(r.completion))[0]
+            for r in responses
+        ]
         normalise = bool(self.card.options.get("normalise_over_labels"))
-        return [float(p) + self.bias for p in label_probability(self.word_logps(requests, self.words), normalise)] if requests else []
+        return (
+            [float(p) + self.bias for p in label_probability(self.word_logps(requests, self.words), normalise)]
+            if requests
+            else []
+        )
 
 
 class PairLabelScorer(LabelScorer, ComparingScorer):
@@ -379,19 +471,27 @@ class PairLabelScorer(LabelScorer, ComparingScorer):
     def one_order(self, pairs):
         from stages.reward_models.reward_data import comparison_ids
 
-        requests = [comparison_ids(self.reader, self._prompt(a), a.completion, b.completion, self.templates[1])[0] for a, b in pairs]
+        requests = [
+            comparison_ids(self.reader, self._prompt(a), a.completion, b.completion, self.templates[1])[0]
+            for a, b in pairs
+        ]
         return label_probability(self.word_logps(requests, self.words), True).tolist() if requests else []
 
 
-# -- models made of models ----------------------------------------------------------------------------------------------------
+# -- models made of models ---------------------------------------------------------------------------------------------
+
 
 class ImplicitScorer(Scorer):
-    """``rm.implicit``: beta (log pi(y|x) - log ref(y|x)) of a tuned policy and its reference, sums over the response's tokens."""
+    """``rm.implicit``: beta (log pi(y|x) - log ref(y|x)) of a tuned policy and its reference, sums over the response's
+    tokens.
+    """
 
     def load(self) -> None:
         from stages.models.modeling import load_frozen
 
-        self.policy, self.reference = (load_frozen(str(Path(self.path, name)), self.device, self.frozen) for name in ("policy", "reference"))
+        self.policy, self.reference = (
+            load_frozen(str(Path(self.path, name)), self.device, self.frozen) for name in ("policy", "reference")
+        )
         self.reader = reader_for(str(Path(self.path, "policy")), self.policy, self.card.max_length)
 
     def score(self, responses):
@@ -400,7 +500,10 @@ class ImplicitScorer(Scorer):
 
         items = [self._item(r) for r in responses]
         real = [i for i in items if i is not None]
-        mine, theirs = (np.array([sum(row[0]) for row in response_logps(m, real, self.max_tokens, self.device)]) for m in (self.policy, self.reference))
+        mine, theirs = (
+            np.array([sum(row[0]) for row in response_logps(m, real, self.max_tokens, self.device)])
+            for m in (self.policy, self.reference)
+        )
         found = iter((implicit_rewards(mine, theirs, self.card.options["beta"]) + self.bias).tolist())
         return [next(found) if item is not None else math.nan for item in items]
 
@@ -409,7 +512,10 @@ class CombinedScorer(Scorer):
     """Several calibrated models as one: ``rm.ensemble`` (mean, min, uwo), ``rm.multi`` (weighted, safety_gate)."""
 
     def load(self) -> None:
-        self.members = {name: load_scorer(str(Path(self.path, "members", name)), self.device, self.max_tokens, self.frozen) for name in self.card.options["members"]}
+        self.members = {
+            name: load_scorer(str(Path(self.path, "members", name)), self.device, self.max_tokens, self.frozen)
+            for name in self.card.options["members"]
+        }
         first = next(iter(self.members.values()))
         self.reader, self.relative = first.reader, any(m.relative for m in self.members.values())
 
@@ -426,7 +532,8 @@ class CombinedScorer(Scorer):
 def combine_members(table: dict[str, list[float]], options: dict, rows: Sequence[dict | None]) -> list[float]:
     """One score per response from the calibrated scores of several models.
 
-    ``mean``, ``min``, ``uwo`` (mean - uncertainty_coef * population variance), ``weighted`` (weights sum to 1), ``safety_gate`` (Llama 2).
+    ``mean``, ``min``, ``uwo`` (mean - uncertainty_coef * population variance), ``weighted`` (weights sum to 1),
+    ``safety_gate`` (Llama 2).
     """
     from stages.selection import combine_scores, weighted_score
 
@@ -435,23 +542,31 @@ def combine_members(table: dict[str, list[float]], options: dict, rows: Sequence
         return combine_scores(list(table.values()), options.get("uncertainty_coef", 0.1))[how].tolist()
     if how == "weighted":
         names = list(options["weights"])
-        return [weighted_score([table[n][i] for n in names], [options["weights"][n] for n in names]) for i in range(len(rows))]
+        return [
+            weighted_score([table[n][i] for n in names], [options["weights"][n] for n in names])
+            for i in range(len(rows))
+        ]
     if how == "safety_gate":
         squash = lambda name: 1.0 / (1.0 + np.exp(-np.asarray(table[name], float)))
         tagged = [bool(row) and "safety" in (row.get("category"), row.get("domain")) for row in rows]
-        p = safety_gate(squash(options["helpful"]), squash(options["safety"]), tagged, options.get("safety_threshold", 0.15))
+        p = safety_gate(
+            squash(options["helpful"]), squash(options["safety"]), tagged, options.get("safety_threshold", 0.15)
+        )
         return np.log(p / (1 - p)).tolist()
     raise ValueError(f"combine={how!r} is unknown; write mean, min, uwo, weighted or safety_gate")
 
 
 def safety_gate(helpful, safety, safety_prompt, threshold: float = 0.15) -> np.ndarray:
-    """The safety score where the prompt is a safety prompt or safety < threshold, else helpfulness; all in (0, 1) (``rm.multi``, Llama 2)."""
+    """The safety score where the prompt is a safety prompt or safety < threshold, else helpfulness; all in (0, 1)
+    (``rm.multi``, Llama 2).
+    """
     safety = np.asarray(safety, float)
     return np.where(np.asarray(safety_prompt, bool) | (safety < threshold), safety, np.asarray(helpful, float))
 
 
 def load_scorer(path: str, device: str = "cpu", max_tokens: int = 8192, frozen: str = "auto") -> Scorer:
-    """The scorer of a reward-model directory, as its card says; ``frozen``: how its matrices are kept (``frozen_dtype``).
+    """The scorer of a reward-model directory, as its card says; ``frozen``: how its matrices are kept
+    (``frozen_dtype``).
 
     Raises:
         ModelError: no reward model in the directory.
@@ -467,6 +582,8 @@ def load_scorer(path: str, device: str = "cpu", max_tokens: int = 8192, frozen: 
     if card.objective == "group_preference":
         return resolve("stages.reward_models.preference_module:GroupPreferenceScorer")(path, card, device, max_tokens)
     if card.objective not in REWARD_OBJECTIVES:
-        raise ModelError(f"{path} was written with objective {card.objective!r}, which this version does not know; train it again with one of: "
-                         f"{', '.join(REWARD_OBJECTIVES)}.")
+        raise ModelError(
+            f"{path} was written with objective {card.objective!r}, which this version does not know; train it again"
+            f" with one of: {', '.join(REWARD_OBJECTIVES)}."
+        )
     return resolve(REWARD_OBJECTIVES[card.objective].score)(path, card, device, max_tokens, frozen=frozen)

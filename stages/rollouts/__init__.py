@@ -8,7 +8,8 @@
        │       (values of reasoning steps: :mod:`.steps`; metrics: :mod:`.metrics`)
     records ── rollouts/1, prompt_stats/1, trajectories/1, rubric and validation rows    :class:`.records.Records`
 
-:class:`.source.Rollouts` joins them: the source of the training loop, which collects an iteration when the last one is used up, hands it out in
-minibatches and holds the state. Every part with state has ``state()`` and ``restore(state)``; killed at any instant, a run repeats the
-iteration that it was in. What passes between the parts is a list of :class:`.groups.Group` and a :class:`.crediting.Scored`.
+:class:`.source.Rollouts` joins them: the source of the training loop, which collects an iteration when the last one is
+used up, hands it out in minibatches and holds the state. Every part with state has ``state()`` and ``restore(state)``;
+killed at any instant, a run repeats the iteration that it was in. What passes between the parts is a list of
+:class:`.groups.Group` and a :class:`.crediting.Scored`.
 """

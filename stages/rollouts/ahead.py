@@ -1,11 +1,13 @@
-"""Sampling while training: the next iteration's groups come from a thread beside the optimizer steps of this one (ASYNC, ops.async).
+"""Sampling while training: the next iteration's groups come from a thread beside the optimizer steps of this one
+(ASYNC, ops.async).
 
-What is sampled ahead is decided before training goes on: the weights are those at the start of the iteration, the prompts are taken and the seeds are counted as
-ever. So results do not depend on which of the two is faster, and every batch but the first lags by exactly one iteration. Checkpoints wait for the thread and
-hold what it made.
+What is sampled ahead is decided before training goes on: the weights are those at the start of the iteration, the
+prompts are taken and the seeds are counted as ever. So results do not depend on which of the two is faster, and every
+batch but the first lags by exactly one iteration. Checkpoints wait for the thread and hold what it made.
 
-It pays where sampling and training do not wait for the same thing: an engine on devices of its own (``engine=server``), or rewards that take their time (programs, judges,
-environments). The built-in engine samples from a copy of the weights then, on the device that trains.
+It pays where sampling and training do not wait for the same thing: an engine on devices of its own (``engine=server``),
+or rewards that take their time (programs, judges, environments). The built-in engine samples from a copy of the weights
+then, on the device that trains.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from stages.running import cuda, ranks
 class Ahead:
     """A thread that does one piece of work at a time and keeps its result.
 
-    It lives as long as the stage, for the processes that sandboxes and environments start are ended with the thread that started them.
+    It lives as long as the stage, for the processes that sandboxes and environments start are ended with the thread
+    that started them.
     """
 
     def __init__(self, device: str):
@@ -39,8 +42,11 @@ class Ahead:
         while True:
             future, call, group = self._queue.get()
             started = time.monotonic()
-            try:  # whatever goes wrong here must reach the future: nobody else would hear of it, and take() would wait for ever
-                if self._device.type == "cuda" and self._device.index is not None:  # a thread starts at device 0, which a plain "cuda" means
+            # whatever goes wrong here must reach the future: nobody else would hear of it, and take() would wait for
+            # ever
+            try:
+                # a thread starts at device 0, which a plain "cuda" means
+                if self._device.type == "cuda" and self._device.index is not None:
                     torch.cuda.set_device(self._device)
                 ranks.speak_in(group)
                 result = call()

@@ -1,4 +1,6 @@
-"""What passes over validation prompts measure beside rewards: how far the policy is from where it started, and how often its answers are preferred to the reference's (REF-POLICY, NASH)."""
+"""What passes over validation prompts measure beside rewards: how far the policy is from where it started, and how
+often its answers are preferred to the reference's (REF-POLICY, NASH).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,14 @@ class Beside:
     """Called with the answers of a validation pass.
 
     Args:
-        rewards: those of validation answers. start: the policy as it started, where its distance is logged (``monitor_kl`` under a reference that moves), or None.
+        rewards: those of validation answers. start: the policy as it started, where its distance is logged
+            (``monitor_kl`` under a reference that moves), or None.
         reference: what the preferences of ``row`` are anchored to, or None.
     """
 
-    def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, crediting: Crediting, reference=None, start=None):
+    def __init__(
+        self, stage, row: RLPreset, policy: PolicySampler, rewards, crediting: Crediting, reference=None, start=None
+    ):
         self.stage, self.policy, self.rewards, self.crediting, self.start = stage, policy, rewards, crediting, start
         plays = row.reads_preferences and reference is not None and policy.agent is None and root_of(reference) is None
         self.reference = reference if plays else None
@@ -30,7 +35,9 @@ class Beside:
 
     def __call__(self, prompts, seeds, params, drawn: list[Sample]) -> dict[str, float]:
         """Metrics of ``drawn``, one answer to each of the ``(row, prompt ids)``."""
-        return self._drift([s for s in drawn if s.error is None]) | (self._preferred(prompts, seeds, params, drawn) if self.reference is not None else {})
+        return self._drift([s for s in drawn if s.error is None]) | (
+            self._preferred(prompts, seeds, params, drawn) if self.reference is not None else {}
+        )
 
     def _drift(self, samples: list[Sample]) -> dict[str, float]:
         """KL(policy || starting policy) by k1, nats per answer."""
@@ -38,10 +45,16 @@ class Beside:
             return {}
         items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [s.action_mask], by_response=()) for s in samples]
         now, then = (self.crediting.logps(model, items) for model in (self.policy.model, self.start))
-        return {"kl/start_sequence_sum": float(np.mean([sum(np.subtract(a, b)[np.array(s.action_mask, bool)]) for a, b, s in zip(now, then, samples)]))}
+        return {
+            "kl/start_sequence_sum": float(
+                np.mean([sum(np.subtract(a, b)[np.array(s.action_mask, bool)]) for a, b, s in zip(now, then, samples)])
+            )
+        }
 
     def _preferred(self, prompts, seeds, params, drawn: list[Sample]) -> dict[str, float]:
-        """Mean P(the policy's answer beats the reference's), of the model that compares, else of a Bradley-Terry model of the scores."""
+        """Mean P(the policy's answer beats the reference's), of the model that compares, else of a Bradley-Terry model
+        of the scores.
+        """
         if not self.answers or not self.frozen:
             self.answers = [group[0] for group in self.policy.draw(prompts, seeds, params, self._sampler())]
             if self.crediting.asked is None:
@@ -58,4 +71,5 @@ class Beside:
 
         if isinstance(self.reference, torch.nn.Module):
             return Sampler(self.reference, self.policy.renderer.tokenizer, max_batch=self.stage.config.generation_batch)
-        return MixtureSampler(self.policy.acting.model, self.reference, self.policy.renderer.tokenizer, 1.0)  # the policy without its adapter
+        # the policy without its adapter
+        return MixtureSampler(self.policy.acting.model, self.reference, self.policy.renderer.tokenizer, 1.0)

@@ -1,7 +1,7 @@
 """From scored groups to training items: log-probs, values, shaped rewards, advantages, filters.
 
-The models around the formulas of :mod:`stages.policy.credit`. What moves from iteration to iteration lives here too: the moving baseline, the baseline
-table, the KL coefficient and its controller.
+The models around the formulas of :mod:`stages.policy.credit`. What moves from iteration to iteration lives here too:
+the moving baseline, the baseline table, the KL coefficient and its controller.
 
 Legend: B completions, group after group; T token columns.
 """
@@ -20,14 +20,37 @@ from stages.algorithms import BASELINE_ADVANTAGES, RLPreset
 from stages.batching import Item, make_item, per_response
 from stages.policy.credit import Batch, Credit, assign
 from stages.reward.debate import debate_metrics
-from stages.estimators import (KLController, MovingAverageBaseline, RunningScale, apply_truncation, covariance_in_band, normalise_rewards, normalized_sum, overlong_penalty, table_baseline,
-                               token_covariances, top_covariances, top_entropy_tokens, v_star)
+from stages.estimators import (
+    KLController,
+    MovingAverageBaseline,
+    RunningScale,
+    apply_truncation,
+    covariance_in_band,
+    normalise_rewards,
+    normalized_sum,
+    overlong_penalty,
+    table_baseline,
+    token_covariances,
+    top_covariances,
+    top_entropy_tokens,
+    v_star,
+)
 from stages.generation import Sample, preferences
 from stages.policy.members import Members
 from stages.reward.process_rewards import merged
 from stages.rollouts.comparisons import inside, preferences_by
 from stages.rollouts.groups import Group
-from stages.rollouts.metrics import credit_metrics, cut_gain, mismatch_metrics, off_policy_metrics, return_metrics, rollout_metrics, scorer_accuracy, step_metrics, weight_metrics
+from stages.rollouts.metrics import (
+    credit_metrics,
+    cut_gain,
+    mismatch_metrics,
+    off_policy_metrics,
+    return_metrics,
+    rollout_metrics,
+    scorer_accuracy,
+    step_metrics,
+    weight_metrics,
+)
 from stages.rollouts.policy import PolicySampler
 from stages.rollouts.steps import StepRewards, monte_carlo
 from stages.reward.rubric_reward import rubric_metrics
@@ -36,24 +59,30 @@ from stages.training import TrainingError
 
 @dataclass
 class Scored:
-    """The completions of one iteration and everything that was computed about them; lists hold a list of token values per completion."""
+    """The completions of one iteration and everything that was computed about them; lists hold a list of token values
+    per completion.
+    """
 
     samples: list[Sample]
-    group_at: list[Group]                     # of every completion
-    sampled: list[list[float] | None]         # log-probs by whoever sampled
-    old: list[list[float]]                    # log-probs that the update's ratios start from
+    group_at: list[Group]  # of every completion
+    sampled: list[list[float] | None]  # log-probs by whoever sampled
+    old: list[list[float]]  # log-probs that the update's ratios start from
     ref: list[list[float]] | None
     values: list[list[float]] | None
-    weights_BT: np.ndarray | None             # importance weights (TIS)
-    overlong_B: np.ndarray                    # penalties of long completions, at most 0
+    weights_BT: np.ndarray | None  # importance weights (TIS)
+    overlong_B: np.ndarray  # penalties of long completions, at most 0
     batch: Batch
     credit: Credit
     trained_B: np.ndarray
-    plain: list[list[float]]                  # log-probs of the policy behind the plain question; ``old`` unless conditioning=sampling
-    preferred_B: np.ndarray | None = None     # P(a completion beats the other of its pair), where the loss reads it and a model compares; NaN = in no pair
-    start: list[list[float]] | None = None    # log-probs of the policy that starts the iteration, where early_stop_kl needs others than ``old``
-    learned_BT: np.ndarray | None = None      # tokens that the policy loss learns from (top_entropy_quantile, covariance_clip); None: all
-    kept_close_BT: np.ndarray | None = None   # tokens that pay for |log pi/pi_old| (covariance_kl)
+    # log-probs of the policy behind the plain question; ``old`` unless conditioning=sampling
+    plain: list[list[float]]
+    # P(a completion beats the other of its pair), where the loss reads it and a model compares; NaN = in no pair
+    preferred_B: np.ndarray | None = None
+    # log-probs of the policy that starts the iteration, where early_stop_kl needs others than ``old``
+    start: list[list[float]] | None = None
+    # tokens that the policy loss learns from (top_entropy_quantile, covariance_clip); None: all
+    learned_BT: np.ndarray | None = None
+    kept_close_BT: np.ndarray | None = None  # tokens that pay for |log pi/pi_old| (covariance_kl)
     items: list[Item] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -67,15 +96,39 @@ class Crediting:
         reference, critic: frozen reference and value function; steps: what reasoning steps earn. None where unused.
     """
 
-    def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, reference=None, critic=None, steps: StepRewards | None = None):
-        self.stage, self.config, self.row, self.policy, self.rewards, self.members = stage, stage.config, row, policy, rewards, members
+    def __init__(
+        self,
+        stage,
+        row: RLPreset,
+        policy: PolicySampler,
+        rewards,
+        members: Members,
+        reference=None,
+        critic=None,
+        steps: StepRewards | None = None,
+    ):
+        self.stage, self.config, self.row, self.policy, self.rewards, self.members = (
+            stage,
+            stage.config,
+            row,
+            policy,
+            rewards,
+            members,
+        )
         self.reference, self.critic, self.steps = reference, critic, steps
         self.baseline, self.scale = MovingAverageBaseline(self.config.baseline_decay), RunningScale()
         self.asked = preferences_by(self.config, row, rewards)  # component that gives P(y > y'), where one compares
-        self.controller = KLController(row.kl_loss_coef or row.kl_reward_coef, row.kl_controller, row.target_kl, self.config.kl_coef_min, self.config.kl_coef_max,
-                                       self.config.k_beta, self.config.kl_horizon)
+        self.controller = KLController(
+            row.kl_loss_coef or row.kl_reward_coef,
+            row.kl_controller,
+            row.target_kl,
+            self.config.kl_coef_min,
+            self.config.kl_coef_max,
+            self.config.k_beta,
+            self.config.kl_horizon,
+        )
         self.table: dict[str, float] = {}  # baseline per prompt id
-        self.last_kl = 0.0                 # to the reference, nats in kl_unit
+        self.last_kl = 0.0  # to the reference, nats in kl_unit
         self.frozen_logps: int | None = None
 
     def __call__(self, groups: list[Group], iteration: int, version: int) -> Scored:
@@ -94,15 +147,40 @@ class Crediting:
                 out[i, : len(r)] = r
             return out
 
-        items = [make_item(g.prompt["row_id"], ids, [s.ids for s in own], [s.action_mask for s in own], by_response=()) for g in groups for ids, own in contexts_of(g)]
+        items = [
+            make_item(g.prompt["row_id"], ids, [s.ids for s in own], [s.action_mask for s in own], by_response=())
+            for g in groups
+            for ids, own in contexts_of(g)
+        ]
         sampled = [s.logps for s in samples]
         old = plain = self._old_logps(groups, samples, sampled, items, version)
-        start = None  # of early stopping, where ratios are to whoever sampled and not to the policy that starts the iteration
-        if config.early_stop_kl is not None and old is sampled and (not self.policy.exact_logps or any(not g.fresh or g.version != version for g in groups)):
+        # of early stopping, where ratios are to whoever sampled and not to the policy that starts the iteration
+        start = None
+        if (
+            config.early_stop_kl is not None
+            and old is sampled
+            and (not self.policy.exact_logps or any(not g.fresh or g.version != version for g in groups))
+        ):
             start = self.logps(self.policy.model, items)
         if any(s.context_ids is not None for s in samples):
-            plain = self.logps(self.policy.model, [make_item(g.prompt["row_id"], g.ids, [s.ids for s in g.samples], [s.action_mask for s in g.samples], by_response=()) for g in groups])
-        weights, largest = self._importance_weights(padded(old), padded(sampled), mask) if config.importance_correction != "none" else (None, None)
+            plain = self.logps(
+                self.policy.model,
+                [
+                    make_item(
+                        g.prompt["row_id"],
+                        g.ids,
+                        [s.ids for s in g.samples],
+                        [s.action_mask for s in g.samples],
+                        by_response=(),
+                    )
+                    for g in groups
+                ],
+            )
+        weights, largest = (
+            self._importance_weights(padded(old), padded(sampled), mask)
+            if config.importance_correction != "none"
+            else (None, None)
+        )
         rejected = self._rejected(padded(old), padded(sampled), mask) if config.rejection != "none" else None
         ref = None
         if row.needs_reference or config.monitor_kl:
@@ -113,14 +191,26 @@ class Crediting:
         fresh = np.array([g.fresh for g in group_at])
         shown = fresh if fresh.any() else ~fresh  # replayed completions were counted when they were sampled
         drawn = [s for s, on in zip(samples, shown) if on]
-        metrics = rollout_metrics(drawn, rewards[shown], group_of[shown], row.std_ddof) | scorer_accuracy(drawn, group_of[shown], config.rewards)
+        metrics = rollout_metrics(drawn, rewards[shown], group_of[shown], row.std_ddof) | scorer_accuracy(
+            drawn, group_of[shown], config.rewards
+        )
         if row.truncation_policy != "bootstrap":  # which pays a cut completion by the value of its end
             metrics |= cut_gain(drawn, rewards[shown], kept[shown])
         if self.members.component:
-            metrics |= rubric_metrics([s.items for s in drawn], [s.parts.get(self.members.component.name) for s in drawn], self.members.component.flag_below)
+            metrics |= rubric_metrics(
+                [s.items for s in drawn],
+                [s.parts.get(self.members.component.name) for s in drawn],
+                self.members.component.flag_below,
+            )
         if self.members.active:
             metrics |= self.members.metrics(samples, plain)
-        if formed := [s.parts[c.name] for c in config.rewards if c.kind == "format" for s in drawn if s.parts.get(c.name) is not None]:
+        if formed := [
+            s.parts[c.name]
+            for c in config.rewards
+            if c.kind == "format"
+            for s in drawn
+            if s.parts.get(c.name) is not None
+        ]:
             metrics["completions/format_valid"] = float(np.mean(formed))
         if cache:
             metrics["reward/overlong"] = float(overlong[shown].mean())
@@ -129,7 +219,11 @@ class Crediting:
             d = padded(old) - padded(ref)
             metrics["kl/sequence_sum"] = float(d.sum(1).mean())
             if config.kl_unit != "sequence_sum":
-                metrics[f"kl/{config.kl_unit}"] = float(d.sum() / max(mask.sum(), 1) if config.kl_unit == "token_mean" else (d.sum(1) / np.maximum(mask.sum(1), 1)).mean())
+                metrics[f"kl/{config.kl_unit}"] = float(
+                    d.sum() / max(mask.sum(), 1)
+                    if config.kl_unit == "token_mean"
+                    else (d.sum(1) / np.maximum(mask.sum(1), 1)).mean()
+                )
             self.last_kl = metrics[f"kl/{config.kl_unit}"]
             if row.kl_reward_coef and config.kl_reward_estimator == "full":
                 kl = padded(self.exact_kl(items))
@@ -138,21 +232,45 @@ class Crediting:
                 kl = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d.clip(-20, 20)) + d}[config.kl_reward_estimator]
         metrics |= trajectory_metrics(config, self.policy, drawn)
         finite = np.isfinite(rewards)
-        if config.multi_objective_aggregation == "normalize_then_sum":  # behind the metrics: alarms compare the plain sums of iterations, these have mean 0
+        # behind the metrics: alarms compare the plain sums of iterations, these have mean 0
+        if config.multi_objective_aggregation == "normalize_then_sum":
             rewards = np.where(finite, self._normalized(samples, overlong, group_of), np.nan)
         if config.reward_norm != "none" or config.reward_clip is not None:
-            paid = finite & np.array([row.truncation_policy != "bootstrap" or s.terminated for s in samples])  # a bootstrapped completion has no reward: its end's value stands in for it
+            # a bootstrapped completion has no reward: its end's value stands in for it
+            paid = finite & np.array([row.truncation_policy != "bootstrap" or s.terminated for s in samples])
             if paid.any():
-                metrics |= {"reward/norm_mean": float(rewards[paid].mean()), "reward/norm_std": float(rewards[paid].std())}
-            rewards = np.where(paid, normalise_rewards(np.where(paid, rewards, np.nan), config.reward_norm, self.scale, config.reward_clip), rewards)
+                metrics |= {
+                    "reward/norm_mean": float(rewards[paid].mean()),
+                    "reward/norm_std": float(rewards[paid].std()),
+                }
+            rewards = np.where(
+                paid,
+                normalise_rewards(np.where(paid, rewards, np.nan), config.reward_norm, self.scale, config.reward_clip),
+                rewards,
+            )
         in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
-        scorable = finite if self.steps is None else np.ones(len(samples), bool)  # where steps are paid, the outcome is only watched
-        batch = Batch(rewards, group_of, mask, scorable & in_loss, scorable & (kept | config.truncated_in_stats), kl, self._baselines(group_at, version),
-                      None if values is None else padded(values), bootstrap, log_ratio_BT=d, rejected_BT=rejected if config.rejection_scope == "drop" else None)
+        # where steps are paid, the outcome is only watched
+        scorable = finite if self.steps is None else np.ones(len(samples), bool)
+        batch = Batch(
+            rewards,
+            group_of,
+            mask,
+            scorable & in_loss,
+            scorable & (kept | config.truncated_in_stats),
+            kl,
+            self._baselines(group_at, version),
+            None if values is None else padded(values),
+            bootstrap,
+            log_ratio_BT=d,
+            rejected_BT=rejected if config.rejection_scope == "drop" else None,
+        )
         if row.advantage == "token_baseline":
-            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(old)) + padded(self.collisions(items))) * (1.0 if weights is None else np.square(weights))
+            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(old)) + padded(self.collisions(items))) * (
+                1.0 if weights is None else np.square(weights)
+            )
         self._compare(batch, samples, group_at, iteration, version)
-        if self.asked and not inside(row):  # equal win rates inside the group say nothing of those that are learned from
+        # equal win rates inside the group say nothing of those that are learned from
+        if self.asked and not inside(row):
             metrics.pop("reward/frac_zero_std", None)
         if batch.preference_BO is not None and np.isfinite(batch.preference_BO).any():
             metrics["preference/win_rate"] = float(np.nanmean(batch.preference_BO))
@@ -161,10 +279,17 @@ class Crediting:
         if row.advantage == "process":
             metrics |= step_metrics(batch)
         if row.advantage in BASELINE_ADVANTAGES and row.baseline != "none":
-            known = self.baseline.value if row.baseline == "moving_average" else batch.baseline if not callable(batch.baseline) and row.baseline != "batch_mean" else None
+            known = (
+                self.baseline.value
+                if row.baseline == "moving_average"
+                else batch.baseline
+                if not callable(batch.baseline) and row.baseline != "batch_mean"
+                else None
+            )
             if known is not None and np.isfinite(known).any():
                 metrics["reward/baseline"] = float(np.nanmean(known))
-        coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef  # with two KLs the controller's is the loss's
+        # with two KLs the controller's is the loss's
+        coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef
         credit = assign(row, batch, coef, config.advantage_clip)
         trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
         preferred = self._paired(samples, group_at, trained) if row.pair_preference and self.asked else None
@@ -177,8 +302,10 @@ class Crediting:
             metrics |= weight_metrics(weights, batch.trained(trained), config.importance_correction, largest)
         if rejected is not None:
             on = batch.mask_BT & trained[:, None]
-            metrics |= {"sampling/rejected_fraction": float(rejected[on].mean()) if on.any() else 0.0,
-                        "sampling/rejected_sequences": float((rejected & on).any(1)[on.any(1)].mean()) if on.any() else 0.0}
+            metrics |= {
+                "sampling/rejected_fraction": float(rejected[on].mean()) if on.any() else 0.0,
+                "sampling/rejected_sequences": float((rejected & on).any(1)[on.any(1)].mean()) if on.any() else 0.0,
+            }
             if config.rejection_scope == "zero":
                 weights = np.where(rejected, 0.0, 1.0 if weights is None else weights)
         if any(not g.fresh or g.version != version for g in groups):
@@ -187,47 +314,88 @@ class Crediting:
             metrics |= self._mismatch(samples, self.logps(self.policy.model, items) if old is sampled else old)
         learned = None
         if config.top_entropy_quantile < 1:
-            learned, metrics["entropy/threshold"] = top_entropy_tokens(padded(self.entropies(self.policy.model, items)), batch.trained(trained), config.top_entropy_quantile)
+            learned, metrics["entropy/threshold"] = top_entropy_tokens(
+                padded(self.entropies(self.policy.model, items)), batch.trained(trained), config.top_entropy_quantile
+            )
         kept_close = None
         if config.covariance_clip or config.covariance_kl:
             on = batch.trained(trained)
             found = token_covariances(padded(old), credit.advantages_BT, on)
             metrics["covariance/max"] = float(found[on].max()) if on.any() else 0.0
             if config.covariance_clip:
-                left_out = covariance_in_band(found, on, config.covariance_clip, config.covariance_band, self.stage.rng("covariance", iteration))
+                left_out = covariance_in_band(
+                    found, on, config.covariance_clip, config.covariance_band, self.stage.rng("covariance", iteration)
+                )
                 learned = (on if learned is None else learned) & ~left_out
                 metrics["covariance/clip_fraction"] = float(left_out.sum() / max(on.sum(), 1))
             if config.covariance_kl and on.any():
                 kept_close = top_covariances(found, on, config.covariance_kl)
-        scored = Scored(samples, group_at, sampled, old, ref, values, weights, overlong, batch, credit, trained, plain, preferred, start, learned, kept_close, metrics=metrics)
+        scored = Scored(
+            samples,
+            group_at,
+            sampled,
+            old,
+            ref,
+            values,
+            weights,
+            overlong,
+            batch,
+            credit,
+            trained,
+            plain,
+            preferred,
+            start,
+            learned,
+            kept_close,
+            metrics=metrics,
+        )
         scored.items = self._items(scored, items)
-        if tokens := sum(i.n_targets for i in scored.items):  # entropy, ratios and KL of the update are means over these groups' tokens
-            metrics["groups/forwarded_fraction"] = sum(i.n_targets for i in scored.items if not i.extra["skip_forward"]) / tokens
+        # entropy, ratios and KL of the update are means over these groups' tokens
+        if tokens := sum(i.n_targets for i in scored.items):
+            metrics["groups/forwarded_fraction"] = (
+                sum(i.n_targets for i in scored.items if not i.extra["skip_forward"]) / tokens
+            )
         self.frozen_logps = _digest(scored.items)
         return scored
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
     def logps(self, model, items: list[Item], compute_dtype: str | None = None) -> list[list[float]]:
-        """Log-probs of every response token under ``model`` at the sampling temperature, in sample order, in the precision of the training forward unless another one is asked for."""
+        """Log-probs of every response token under ``model`` at the sampling temperature, in sample order, in the
+        precision of the training forward unless another one is asked for.
+        """
         from stages.models.modeling import target_logps
 
-        return self._by_token(model, items, lambda batch: target_logps(model, batch, self.config.temperature)[0], compute_dtype)
+        return self._by_token(
+            model, items, lambda batch: target_logps(model, batch, self.config.temperature)[0], compute_dtype
+        )
 
     def entropies(self, model, items: list[Item]) -> list[list[float]]:
         """Entropy of the distribution of every response token, nats, as :meth:`logps`."""
         from stages.models.modeling import target_logps
 
-        return self._by_token(model, items, lambda batch: target_logps(model, batch, self.config.temperature, entropy=True)[1])
+        return self._by_token(
+            model, items, lambda batch: target_logps(model, batch, self.config.temperature, entropy=True)[1]
+        )
 
     def collisions(self, items: list[Item]) -> list[list[float]]:
-        """Sum of squared probabilities over the vocabulary at every response token under the policy, as :meth:`logps`."""
+        """Sum of squared probabilities over the vocabulary at every response token under the policy, as
+        :meth:`logps`.
+        """
         from stages.models.modeling import head_of, hidden_states, log_collision
 
         model = self.policy.model
-        return self._by_token(model, items, lambda batch: log_collision(head_of(model), hidden_states(model, batch, batch.src_N), self.config.temperature).exp())
+        return self._by_token(
+            model,
+            items,
+            lambda batch: log_collision(
+                head_of(model), hidden_states(model, batch, batch.src_N), self.config.temperature
+            ).exp(),
+        )
 
     def exact_kl(self, items: list[Item]) -> list[list[float]]:
-        """KL(policy || reference) over the vocabulary at every response token, nats at the sampling temperature, in sample order (KL-FULL)."""
+        """KL(policy || reference) over the vocabulary at every response token, nats at the sampling temperature, in
+        sample order (KL-FULL).
+        """
         from stages.models.divergence import exact_kl
         from stages.models.modeling import head_of, hidden_states
 
@@ -238,7 +406,9 @@ class Crediting:
         return self._by_token(self.policy.model, items, compute)
 
     def _by_token(self, model, items: list[Item], values, compute_dtype: str | None = None) -> list[list[float]]:
-        """``values(batch)`` of every response token, in sample order: a number per trained position of a micro-batch."""
+        """``values(batch)`` of every response token, in sample order: a number per trained position of a
+        micro-batch.
+        """
         from stages.training import products
 
         config, device = self.config, self.stage.device
@@ -251,26 +421,48 @@ class Crediting:
             return [row[:length].tolist() for row, length in zip(padded, lengths)]
 
         if sharding.root_of(model) is not None:
-            return [row for rows in per_response(items, config.max_tokens_per_micro_batch, device, compute, model) for row in rows]
+            return [
+                row
+                for rows in per_response(items, config.max_tokens_per_micro_batch, device, compute, model)
+                for row in rows
+            ]
         mine = range(ranks.rank(), len(items), ranks.world_size())
-        found = dict(zip(mine, per_response([items[i] for i in mine], config.max_tokens_per_micro_batch, device, compute, model)))
+        found = dict(
+            zip(mine, per_response([items[i] for i in mine], config.max_tokens_per_micro_batch, device, compute, model))
+        )
         everyone = {i: rows for part in ranks.gather(found) for i, rows in part.items()}
         return [row for i in range(len(items)) for row in everyone[i]]
 
     def _old_logps(self, groups, samples, sampled, items, version: int) -> list[list[float]]:
-        """Log-probs that ratios start from: the sampler's where they are the policy's or the ratio is to whoever sampled, else the policy's."""
-        known, fresh, engine = all(logps is not None for logps in sampled), all(g.fresh for g in groups), self.policy.engine.name
-        for name in (n for n in ("importance_correction", "rejection") if getattr(self.config, n) != "none" and not known):
-            raise ValueError(f"{name}={getattr(self.config, name)} compares with the sampler's log-probs, and {engine} gives none; write {name}=none, or use engine=vllm.")
-        if self.row.on_policy_logps and any(g.version != version for g in groups):  # sampled ahead too: the iterate is the policy that starts the iteration
+        """Log-probs that ratios start from: the sampler's where they are the policy's or the ratio is to whoever
+        sampled, else the policy's.
+        """
+        known, fresh, engine = (
+            all(logps is not None for logps in sampled),
+            all(g.fresh for g in groups),
+            self.policy.engine.name,
+        )
+        for name in (
+            n for n in ("importance_correction", "rejection") if getattr(self.config, n) != "none" and not known
+        ):
+            raise ValueError(
+                f"{name}={getattr(self.config, name)} compares with the sampler's log-probs, and {engine} gives none;"
+                f" write {name}=none, or use engine=vllm."
+            )
+        # sampled ahead too: the iterate is the policy that starts the iteration
+        if self.row.on_policy_logps and any(g.version != version for g in groups):
             return self.logps(self.policy.model, items)
-        if (fresh and self.policy.exact_logps or self.row.behaviour_ratio and known) and not any(s.off_policy for s in samples):
+        if (fresh and self.policy.exact_logps or self.row.behaviour_ratio and known) and not any(
+            s.off_policy for s in samples
+        ):
             return sampled
         if fresh or self.row.on_policy_logps:
             return self.logps(self.policy.model, items)
         if not known:
-            raise ValueError(f"replayed rollouts need the log-probs of who sampled them, and {engine} gives none; write replay_fraction=0, or use "
-                             "engine=builtin or engine=vllm.")
+            raise ValueError(
+                f"replayed rollouts need the log-probs of who sampled them, and {engine} gives none; write"
+                " replay_fraction=0, or use engine=builtin or engine=vllm."
+            )
         return sampled
 
     def _importance_weights(self, old, sampled, mask) -> tuple[np.ndarray, float]:
@@ -279,12 +471,19 @@ class Crediting:
 
         from stages.losses import truncated_importance_weights
 
-        found = truncated_importance_weights(torch.tensor(old), torch.tensor(sampled), torch.tensor(mask), self.config.importance_correction,
-                                             self.config.importance_clip_max, self.config.importance_clip_min)
+        found = truncated_importance_weights(
+            torch.tensor(old),
+            torch.tensor(sampled),
+            torch.tensor(mask),
+            self.config.importance_correction,
+            self.config.importance_clip_max,
+            self.config.importance_clip_min,
+        )
         weights, largest = found.expand(mask.shape).numpy(), self.config.importance_clip_max
         if not self.config.importance_normalise:
             return weights, largest
-        on = mask if self.config.importance_correction.startswith("token") else mask & (mask.cumsum(1) == 1)  # of a sequence at its first token
+        # of a sequence at its first token
+        on = mask if self.config.importance_correction.startswith("token") else mask & (mask.cumsum(1) == 1)
         mean = weights[on].mean() if on.any() else 0.0
         return (weights / mean, largest / mean) if mean > 0 else (weights, largest)
 
@@ -294,21 +493,38 @@ class Crediting:
         from stages.losses import rejected_tokens
 
         c = self.config
-        return rejected_tokens(torch.tensor(old), torch.tensor(sampled), torch.tensor(mask), c.rejection, c.rejection_statistic, c.rejection_min, c.rejection_max).numpy()
+        return rejected_tokens(
+            torch.tensor(old),
+            torch.tensor(sampled),
+            torch.tensor(mask),
+            c.rejection,
+            c.rejection_statistic,
+            c.rejection_min,
+            c.rejection_max,
+        ).numpy()
 
     def _mismatch(self, samples, old) -> dict[str, float]:
         found, engine, limit = mismatch_metrics(samples, old), self.policy.engine, self.config.engine_max_mismatch
         if found and limit and not engine.exact_logps and found["sampling/logp_difference/mean"] > limit:
-            raise TrainingError(f"The log-probs of {engine.name} differ from the trainer's by {found['sampling/logp_difference/mean']:.3f} nats per token, "
-                                f"over engine_max_mismatch={limit}: it does not sample from the policy's weights, or with other settings. Check that it serves the "
-                                "directory it is given, with its tokenizer and without a sampling default of its own.")
+            raise TrainingError(
+                f"The log-probs of {engine.name} differ from the trainer's by"
+                f" {found['sampling/logp_difference/mean']:.3f} nats per token, over engine_max_mismatch={limit}: it"
+                " does not sample from the policy's weights, or with other settings. Check that it serves the"
+                " directory it is given, with its tokenizer and without a sampling default of its own."
+            )
         return found
 
     def drift(self, items: list[Item], since_start: bool = False) -> float:
-        """Mean k3 of KL(old||new) over the trained tokens of ``items``, nats; ``since_start``: from the policy that started the iteration, whoever sampled."""
+        """Mean k3 of KL(old||new) over the trained tokens of ``items``, nats; ``since_start``: from the policy that
+        started the iteration, whoever sampled.
+        """
         live = [i for i in items if i.n_targets]
         total = count = 0.0
-        for new, old, mask in zip(self.logps(self.policy.model, live), (o for i in live for o in (i.extra.get("start_logps") if since_start else None) or i.extra["old_logps"]), (m for i in live for m in i.masks)):
+        for new, old, mask in zip(
+            self.logps(self.policy.model, live),
+            (o for i in live for o in (i.extra.get("start_logps") if since_start else None) or i.extra["old_logps"]),
+            (m for i in live for m in i.masks),
+        ):
             d = np.where(mask > 0, np.subtract(new, old) if len(new) else 0.0, 0.0).clip(-20, 20)
             total, count = total + float((np.expm1(d) - d).sum()), count + float((mask > 0).sum())
         return total / max(count, 1.0)
@@ -317,32 +533,65 @@ class Crediting:
     def _overlong(self, samples, version: int) -> tuple[np.ndarray, int]:
         """(penalties of long completions [B], tokens over which they grow; 0: none). A control experiment has none."""
         limit = self.config.completion_limit(version)
-        cache = round(self.row.soft_punish_share * limit) if self.config.soft_punish_cache is None else self.config.soft_punish_cache
+        cache = (
+            round(self.row.soft_punish_share * limit)
+            if self.config.soft_punish_cache is None
+            else self.config.soft_punish_cache
+        )
         cache = cache if self.config.reward_override == "none" else 0
         return overlong_penalty([len(s.ids) for s in samples], limit, cache) if cache else np.zeros(len(samples)), cache
 
     def _normalized(self, samples, overlong, group_of):
-        """Rewards whose components, the penalty of long completions one of them, are normalised in their group and then weighted (``multi_objective_aggregation``)."""
+        """Rewards whose components, the penalty of long completions one of them, are normalised in their group and then
+        weighted (``multi_objective_aggregation``).
+        """
         names = list(dict.fromkeys(name for s in samples for name in s.weights or ()))
         parts = [[s.parts[name] if name in (s.weights or ()) else np.nan for s in samples] for name in names]
         weights = [[(s.weights or {}).get(name, 0.0) for s in samples] for name in names]
-        counted = np.array([np.isfinite(s.total) and (self.row.truncation_policy != "mask" or self.config.truncated_in_stats or s.terminated) for s in samples])
-        return normalized_sum([*parts, overlong], [*weights, np.ones(len(samples))], group_of, self.row.std_ddof, self.row.std_eps, counted)
+        counted = np.array(
+            [
+                np.isfinite(s.total)
+                and (self.row.truncation_policy != "mask" or self.config.truncated_in_stats or s.terminated)
+                for s in samples
+            ]
+        )
+        return normalized_sum(
+            [*parts, overlong],
+            [*weights, np.ones(len(samples))],
+            group_of,
+            self.row.std_ddof,
+            self.row.std_eps,
+            counted,
+        )
 
     def _truncated(self, samples, overlong, after):
-        """(rewards [B], NaN = unscorable; value after the last token [B]; rows that are kept [B]) by the rule for completions without end."""
+        """(rewards [B], NaN = unscorable; value after the last token [B]; rows that are kept [B]) by the rule for
+        completions without end.
+        """
         config, rule = self.config, self.row.truncation_policy
         scores = np.array([s.total for s in samples])
-        rewards, bootstrap, kept = apply_truncation(scores + overlong, [s.terminated for s in samples], rule, config.missing_eos_penalty, config.missing_eos_mode, after)
+        rewards, bootstrap, kept = apply_truncation(
+            scores + overlong,
+            [s.terminated for s in samples],
+            rule,
+            config.missing_eos_penalty,
+            config.missing_eos_mode,
+            after,
+        )
         if self.policy.agent and rule == "bootstrap":
-            rewards = scores + overlong  # what the turns of a truncated trajectory earned is kept; its value is what may still come
+            # what the turns of a truncated trajectory earned is kept; its value is what may still come
+            rewards = scores + overlong
         elif rule == "bootstrap":  # and so is what finished steps earned of a cut completion
-            rewards = np.where([s.terminated for s in samples], rewards, [sum(s.step_rewards[1]) if s.step_rewards else 0.0 for s in samples])
+            rewards = np.where(
+                [s.terminated for s in samples],
+                rewards,
+                [sum(s.step_rewards[1]) if s.step_rewards else 0.0 for s in samples],
+            )
         return np.where(np.isfinite(scores), rewards, np.nan), bootstrap, kept
 
     def earned(self, samples: list[Sample], version: int) -> np.ndarray:
-        """Rewards ``[B]`` of completions that those of a batch are compared with (greedy ones, opponents', of the starting policy, continuations), by the same rules for cut
-        and long ones; NaN = unscorable."""
+        """Rewards ``[B]`` of completions that those of a batch are compared with (greedy ones, opponents', of the
+        starting policy, continuations), by the same rules for cut and long ones; NaN = unscorable."""
         return self._truncated(samples, self._overlong(samples, version)[0], 0.0)[0]
 
     def _baselines(self, group_at, version: int):
@@ -355,7 +604,8 @@ class Crediting:
             return self.config.baseline_value
         if kind == "greedy":
             groups = {id(g): g for g in group_at}
-            found = dict(zip(groups, self.earned([g.greedy_sample for g in groups.values()], version)))  # unscorable: the group has no baseline and teaches nothing
+            # unscorable: the group has no baseline and teaches nothing
+            found = dict(zip(groups, self.earned([g.greedy_sample for g in groups.values()], version)))
             return np.array([found[id(g)] for g in group_at])
         if kind in ("table", "v_star"):
             return table_baseline([g.prompt["prompt_id"] for g in group_at], self.table)
@@ -368,18 +618,27 @@ class Crediting:
         elif any(s.step_rewards is not None for s in samples):
             batch.turns, batch.steps_paid = [s.step_rewards or merged({}, {}, len(s.ids)) for s in samples], True
         if self.row.advantage == "vine":
-            batch.steps, batch.step_values = monte_carlo(self.stage, self.policy, self.rewards, samples, group_at, iteration, version, self.earned)
+            batch.steps, batch.step_values = monte_carlo(
+                self.stage, self.policy, self.rewards, samples, group_at, iteration, version, self.earned
+            )
         elif self.row.advantage == "process":
             batch.steps = batch.turns if self.steps is None else [self.steps(s) for s in samples]
         elif self.row.advantage == "win_rate":
-            own = np.where(batch.counted_B, batch.rewards_B, np.nan)  # as shaped: a penalty that nobody compares would be none
-            others = {id(g): self.earned(g.opponents, version) if g.opponents else own[batch.group_of_B == batch.group_of_B[i]]
-                      for i, g in enumerate(group_at) if not i or g is not group_at[i - 1]}
+            # as shaped: a penalty that nobody compares would be none
+            own = np.where(batch.counted_B, batch.rewards_B, np.nan)
+            others = {
+                id(g): (
+                    self.earned(g.opponents, version) if g.opponents else own[batch.group_of_B == batch.group_of_B[i]]
+                )
+                for i, g in enumerate(group_at)
+                if not i or g is not group_at[i - 1]
+            }
             batch.preference_BO = self._won(batch, samples, group_at, others)
 
     def _won(self, batch: Batch, samples, group_at, others: dict[int, np.ndarray]) -> np.ndarray:
-        """P(completion beats each of its opponents) ``[B, O]``, NaN where a score is missing: of the model that compares, else of a Bradley-Terry model of the scores. ``others``:
-        scores of a group's opponents, by the group's id. A completion beats itself with 1/2 (SPPO)."""
+        """P(completion beats each of its opponents) ``[B, O]``, NaN where a score is missing: of the model that
+        compares, else of a Bradley-Terry model of the scores. ``others``: scores of a group's opponents, by the group's
+        id. A completion beats itself with 1/2 (SPPO)."""
         from scipy.special import expit
 
         out = np.full((len(samples), max(map(len, others.values()))), np.nan)
@@ -407,13 +666,16 @@ class Crediting:
         return out
 
     def _preferences(self, pairs) -> np.ndarray:
-        """P(first is better) of pairs of samples by the model that compares, turned around where the rewards are (``reward_override``)."""
+        """P(first is better) of pairs of samples by the model that compares, turned around where the rewards are
+        (``reward_override``).
+        """
         found = np.array(preferences(self.rewards, self.asked, pairs), float)
         return 1.0 - found if self.config.reward_override == "inverted" else found
 
     def _paired(self, samples, group_at, trained_B) -> np.ndarray:
-        """P(a completion beats the other of its pair) ``[B]``; NaN in no pair, or where the model's answer could not be read. Pairs are those of the loss
-        (:func:`stages.policy.policy_update.pairs_of`): neighbours among a group's trained completions."""
+        """P(a completion beats the other of its pair) ``[B]``; NaN in no pair, or where the model's answer could not be
+        read. Pairs are those of the loss (:func:`stages.policy.policy_update.pairs_of`): neighbours among a group's
+        trained completions."""
         out, pairs = np.full(len(samples), np.nan), []
         for _, members in itertools.groupby(range(len(samples)), lambda i: id(group_at[i])):
             live = [i for i in members if trained_B[i] and any(samples[i].action_mask)]
@@ -422,7 +684,7 @@ class Crediting:
             out[i], out[j] = p, 1.0 - p
         return out
 
-    # -- items ------------------------------------------------------------------------------------------------------------
+    # -- items ---------------------------------------------------------------------------------------------------------
     def _items(self, scored: Scored, items: list[Item]) -> list[Item]:
         """The groups again, with what the update reads; ``skip_forward`` where it could not move a weight."""
         config, row, advantages = self.config, self.row, scored.credit.advantages_BT
@@ -436,8 +698,10 @@ class Crediting:
             def cut(array):
                 return [array[i, : len(scored.samples[i].ids)].tolist() for i in rows]
 
-            extra = {"old_logps": [list(map(float, scored.old[i])) for i in rows],
-                     "advantages": [float(advantages[i, 0]) for i in rows] if by_row else cut(advantages)}
+            extra = {
+                "old_logps": [list(map(float, scored.old[i])) for i in rows],
+                "advantages": [float(advantages[i, 0]) for i in rows] if by_row else cut(advantages),
+            }
             if scored.ref is not None:
                 extra["ref_logps"] = [list(map(float, scored.ref[i])) for i in rows]
             if scored.start is not None:
@@ -448,7 +712,11 @@ class Crediting:
                 extra["learned"] = cut(scored.learned_BT.astype(float))
             if scored.kept_close_BT is not None:
                 extra["kept_close"] = cut(scored.kept_close_BT.astype(float))
-            if config.off_policy_mask_threshold is not None and scored.old is not scored.sampled and all(logps is not None for logps in scored.sampled):
+            if (
+                config.off_policy_mask_threshold is not None
+                and scored.old is not scored.sampled
+                and all(logps is not None for logps in scored.sampled)
+            ):
                 extra["sampler_logps"] = [list(map(float, scored.sampled[i])) for i in rows]
             if scored.values is not None:
                 extra |= {"values": [scored.values[i] for i in rows], "returns": cut(scored.credit.returns_BT)}
@@ -461,33 +729,54 @@ class Crediting:
             masks = [on[i, : len(scored.samples[i].ids)].astype(int) for i in rows]
             by_response = tuple(extra)
             extra["skip_forward"] = not any(m.any() for m in masks) or bool(
-                not row.objective and not advantages[rows.start:rows.stop].any() and not row.kl_loss_coef and not config.entropy_coef
-                and not row.positive_nll_coef and not (self.critic is not None and self.critic.trainer is None)
-                and not (scored.kept_close_BT is not None and scored.kept_close_BT[rows.start:rows.stop].any())
-                and row.update != "trust_region")  # whose KL is a mean over the same tokens as its surrogate
+                not row.objective
+                and not advantages[rows.start : rows.stop].any()
+                and not row.kl_loss_coef
+                and not config.entropy_coef
+                and not row.positive_nll_coef
+                and not (self.critic is not None and self.critic.trainer is None)
+                and not (scored.kept_close_BT is not None and scored.kept_close_BT[rows.start : rows.stop].any())
+                and row.update != "trust_region"
+            )  # whose KL is a mean over the same tokens as its surrogate
             final.append(make_item(item.row_id, item.prompt, item.responses, masks, by_response=by_response, **extra))
         return final
 
-    # -- between iterations -----------------------------------------------------------------------------------------------
+    # -- between iterations --------------------------------------------------------------------------------------------
     def finish(self, items: list[Item]) -> None:
         """Check that the iteration's log-probs stayed what they were (ops.invariants), and move the KL controller."""
         if self.frozen_logps not in (None, _digest(items)):
-            raise TrainingError("The stored log-probabilities of a rollout changed while it was trained on; report this with the config.")
+            raise TrainingError(
+                "The stored log-probabilities of a rollout changed while it was trained on; report this with the"
+                " config."
+            )
         if self.controller.controller != "fixed":
-            self.controller.update(self.drift(items) if self.row.kl_loss_coef and self.row.kl_target == "old" else self.last_kl, sum(len(i.responses) for i in items))
+            self.controller.update(
+                self.drift(items) if self.row.kl_loss_coef and self.row.kl_target == "old" else self.last_kl,
+                sum(len(i.responses) for i in items),
+            )
 
     def baseline_of(self, group: list[Sample]) -> tuple[float, list[Sample]] | None:
-        """(value, the completions behind it) of a prompt's scored completions before training (BASELINE table and v_star, ASTAR-PO stage 1), on the scale of the rewards that it is
-        taken off; None where none could be scored."""
+        """(value, the completions behind it) of a prompt's scored completions before training (BASELINE table and
+        v_star, ASTAR-PO stage 1), on the scale of the rewards that it is taken off; None where none could be scored."""
         rewards, _, kept = self._truncated(group, self._overlong(group, 0)[0], 0.0)
         counted = np.isfinite(rewards) & (kept | self.config.truncated_in_stats)
         if not counted.any():
             return None
-        value = v_star(rewards[counted].tolist(), self.config.v_star_beta) if self.row.baseline == "v_star" else float(np.mean(rewards[counted].tolist()))
+        value = (
+            v_star(rewards[counted].tolist(), self.config.v_star_beta)
+            if self.row.baseline == "v_star"
+            else float(np.mean(rewards[counted].tolist()))
+        )
         return value, [s for s, on in zip(group, counted) if on]
 
     def state(self) -> dict:
-        return {"baseline": self.baseline.state_dict(), "scale": self.scale.state_dict(), "controller": self.controller.state_dict(), "last_kl": self.last_kl, "table": self.table}
+        return {
+            "baseline": self.baseline.state_dict(),
+            "scale": self.scale.state_dict(),
+            "controller": self.controller.state_dict(),
+            "last_kl": self.last_kl,
+            "table": self.table,
+        }
 
     def restore(self, state: dict) -> None:
         self.baseline.load_state_dict(state["baseline"])
@@ -502,7 +791,12 @@ def _digest(items: list[Item]) -> int:
 
 def contexts_of(group: Group) -> list[tuple[list[int], list[Sample]]]:
     """The group's completions in order, those together that are trained behind the same ids."""
-    return [(ids, list(own)) for ids, own in itertools.groupby(group.samples, lambda s: s.context_ids if s.context_ids is not None else group.ids)]
+    return [
+        (ids, list(own))
+        for ids, own in itertools.groupby(
+            group.samples, lambda s: s.context_ids if s.context_ids is not None else group.ids
+        )
+    ]
 
 
 def trajectory_metrics(config, policy: PolicySampler, samples: list[Sample]) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""From prompts to scored groups: G completions of each prompt, whoever else is compared with them, and another round where groups teach nothing."""
+"""From prompts to scored groups: G completions of each prompt, whoever else is compared with them, and another round
+where groups teach nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from stages.running import cuda
 
 @dataclass
 class Group:
-    """A prompt's completions. ``version``: optimizer step of the policy that sampled them; ``opponents``: what win rates compare
-    with; ``greedy_sample``: the greedy completion (baseline=greedy)."""
+    """A prompt's completions. ``version``: optimizer step of the policy that sampled them; ``opponents``: what win
+    rates compare with; ``greedy_sample``: the greedy completion (baseline=greedy)."""
 
     prompt: dict
     ids: list[int]
@@ -31,13 +33,15 @@ class Group:
 
 
 def control(stage, sample: Sample, *counters) -> None:
-    """Control experiments (``reward_override``): rewards that have nothing to do with the task, its opposite, or its format alone. Nobody says what is right
-    then, and a trajectory earns them at its end. ``counters`` name the random number."""
+    """Control experiments (``reward_override``): rewards that have nothing to do with the task, its opposite, or its
+    format alone. Nobody says what is right then, and a trajectory earns them at its end. ``counters`` name the random
+    number."""
     kind = stage.config.reward_override
     if kind == "none":
         return
     sample.correct = None
-    if sample.failure or sample.error is not None:  # what an environment or an engine lost earns nothing, whatever the control
+    # what an environment or an engine lost earns nothing, whatever the control
+    if sample.failure or sample.error is not None:
         return
     sample.turn_rewards, sample.turn_parts, sample.step_rewards = None, None, None
     if kind == "inverted":
@@ -45,8 +49,13 @@ def control(stage, sample: Sample, *counters) -> None:
     elif kind == "random":
         sample.total = float(stage.rng("random-reward", *counters).integers(0, 2))
     else:
-        found = [c.weight * sample.parts[c.name] for c in stage.config.rewards if c.kind == "format" and sample.parts[c.name] is not None]
-        sample.total = sum(found) if found else float("nan")  # a prompt that no format is asked of (domains, reward_route) earns nothing, not 0
+        found = [
+            c.weight * sample.parts[c.name]
+            for c in stage.config.rewards
+            if c.kind == "format" and sample.parts[c.name] is not None
+        ]
+        # a prompt that no format is asked of (domains, reward_route) earns nothing, not 0
+        sample.total = sum(found) if found else float("nan")
 
 
 class GroupSampler:
@@ -59,12 +68,16 @@ class GroupSampler:
         steps: what reasoning steps earn (``steps.StepRewards``), or None.
     """
 
-    def __init__(self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, opponent=None, steps=None):
+    def __init__(
+        self, stage, row: RLPreset, policy: PolicySampler, rewards, members: Members, opponent=None, steps=None
+    ):
         self.stage, self.config, self.row = stage, stage.config, row
         self.policy, self.rewards, self.members, self.opponent, self.steps = policy, rewards, members, opponent, steps
         self.failed_rows = 0  # of the last fill, that the engine has no completion for
 
-    def fill(self, take: Callable[[int], list], wanted: int, iteration: int, version: int) -> tuple[list[Group], list[tuple[Group, str]], dict[str, float]]:
+    def fill(
+        self, take: Callable[[int], list], wanted: int, iteration: int, version: int
+    ) -> tuple[list[Group], list[tuple[Group, str]], dict[str, float]]:
         """Groups of ``wanted`` prompts, with ``dynamic_sampling`` only ones with a signal (DYN-SAMPLING).
 
         Args:
@@ -75,25 +88,58 @@ class GroupSampler:
         """
         dynamic, seats, self.failed_rows = self.row.dynamic_sampling, self.policy.seats, 0
         n = self.config.gen_batch_size or wanted if dynamic else wanted
-        found = fill_informative(lambda seen: self.sample(take(n), iteration, version, seen // seats), self.no_signal if dynamic else lambda group: None,
-                                 wanted * seats, self.config.max_num_gen_batches)
+        found = fill_informative(
+            lambda seen: self.sample(take(n), iteration, version, seen // seats),
+            self.no_signal if dynamic else lambda group: None,
+            wanted * seats,
+            self.config.max_num_gen_batches,
+        )
         dropped = found["dropped"] + [(group, "surplus") for group in found["surplus"]]
         if found["batches"] > 1 and self.config.reward_override == "none":
-            everyone = [*found["kept"], *(g for g, _ in dropped)]  # and what they are compared with, by the same confidences
-            regrade(self.rewards, [s for g in everyone for s in (*g.samples, *g.opponents, *([] if g.greedy_sample is None else [g.greedy_sample]))])
+            # and what they are compared with, by the same confidences
+            everyone = [*found["kept"], *(g for g, _ in dropped)]
+            regrade(
+                self.rewards,
+                [
+                    s
+                    for g in everyone
+                    for s in (*g.samples, *g.opponents, *([] if g.greedy_sample is None else [g.greedy_sample]))
+                ],
+            )
         metrics = {"rollout/failed_rows": float(self.failed_rows)} if self.failed_rows else {}
         if dynamic:
-            metrics |= {"groups/generation_batches": float(found["batches"]), "groups/filter_rate": found["filter_rate"],
-                        **{f"groups/dropped_{r}": float(sum(reason == r for _, reason in dropped)) for r in ("all_correct", "all_wrong", "equal_rewards", "surplus")}}
-            everyone = [s for group in [*found["kept"], *(g for g, _ in dropped)] for s in group.samples]  # what the kept groups alone say looks too good
-            metrics |= {"completions/generated_tokens": float(sum(sum(s.action_mask) for s in everyone)),
-                        **({"reward/sampled_mean": float(np.mean(totals))} if (totals := [s.total for s in everyone if np.isfinite(s.total)]) else {})}
+            metrics |= {
+                "groups/generation_batches": float(found["batches"]),
+                "groups/filter_rate": found["filter_rate"],
+                **{
+                    f"groups/dropped_{r}": float(sum(reason == r for _, reason in dropped))
+                    for r in ("all_correct", "all_wrong", "equal_rewards", "surplus")
+                },
+            }
+            # what the kept groups alone say looks too good
+            everyone = [s for group in [*found["kept"], *(g for g, _ in dropped)] for s in group.samples]
+            metrics |= {
+                "completions/generated_tokens": float(sum(sum(s.action_mask) for s in everyone)),
+                **(
+                    {"reward/sampled_mean": float(np.mean(totals))}
+                    if (totals := [s.total for s in everyone if np.isfinite(s.total)])
+                    else {}
+                ),
+            }
         return found["kept"], dropped, metrics
 
     def no_signal(self, group: Group) -> str | None:
-        """Why a group teaches nothing: by the rewards of its steps where these are paid, by correctness where the verifier gave verdicts, else by unshaped reward."""
+        """Why a group teaches nothing: by the rewards of its steps where these are paid, by correctness where the
+        verifier gave verdicts, else by unshaped reward.
+        """
         if self.row.advantage == "process":
-            return "equal_rewards" if is_constant([r for s in group.samples for r in (self.steps(s)[1] if self.steps else s.turn_rewards or [])]) else None
+            return (
+                "equal_rewards"
+                if is_constant(
+                    [r for s in group.samples for r in (self.steps(s)[1] if self.steps else s.turn_rewards or [])]
+                )
+                else None
+            )
         verdicts = [s.correct for s in group.samples]
         if self.config.filter_groups_metric == "acc" and all(v is not None for v in verdicts):
             right = sum(verdicts)
@@ -102,38 +148,72 @@ class GroupSampler:
         return "equal_rewards" if len(totals) < 2 or is_constant(totals) else None
 
     def _unshaped(self, sample: Sample) -> float:
-        """The reward without what a completion's length earns: answers that differ in nothing else teach nothing about the task."""
+        """The reward without what a completion's length earns: answers that differ in nothing else teach nothing about
+        the task.
+        """
         counted = [c.name for c in self.config.rewards if c.kind not in LENGTH_KINDS]
         if self.config.reward_override != "none" or not counted:
             return sample.total
         return sum(sample.weights[name] * sample.parts[name] for name in counted if name in sample.weights)
 
     def sample(self, prompts, iteration: int, version: int, first: int = 0, purpose: str = "rollout") -> list[Group]:
-        """One fresh group of every ``(row, prompt ids)``; ``first`` counts the prompts this iteration has drawn already, ``purpose`` names the seeds."""
+        """One fresh group of every ``(row, prompt ids)``; ``first`` counts the prompts this iteration has drawn
+        already, ``purpose`` names the seeds.
+        """
         config, seats = self.config, self.policy.seats
         params = replace(self.policy.params, max_new_tokens=config.completion_limit(version))
 
         def seeds(kind, count):
-            return [[self.stage.seed_for(kind, iteration, first + k, row["row_id"], g) for g in range(count)] for k, (row, _) in enumerate(prompts)]
+            return [
+                [self.stage.seed_for(kind, iteration, first + k, row["row_id"], g) for g in range(count)]
+                for k, (row, _) in enumerate(prompts)
+            ]
 
         own = seeds(purpose, config.num_generations)
         with cuda.freely(self.stage.device):
-            drawn = self.members.sample(self.policy.engine, prompts, params, own, iteration, first) if self.members.active else self.policy.draw(prompts, own, params)
+            drawn = (
+                self.members.sample(self.policy.engine, prompts, params, own, iteration, first)
+                if self.members.active
+                else self.policy.draw(prompts, own, params)
+            )
         greedy = opponents = [None] * len(prompts)
         if self.row.read_baseline == "greedy":
-            greedy = [g[0] for g in self.policy.draw(prompts, [s[:1] for s in own], replace(params, temperature=0.0))]  # in the same world as its group
+            # in the same world as its group
+            greedy = [g[0] for g in self.policy.draw(prompts, [s[:1] for s in own], replace(params, temperature=0.0))]
         if self.opponent is not None:
             with cuda.freely(self.stage.device):
                 opponents = sample_groups(self.opponent, prompts, params, seeds("opponent", config.num_generations))
         groups = []
         for (row, ids), samples, against, best in zip(prompts, drawn, opponents, greedy):
             for seat in range(seats):  # the debaters of each side are a group of their own
-                side = samples[seat * len(samples) // seats: (seat + 1) * len(samples) // seats]
-                groups.append(Group(row, side[0].prompt_ids if self.policy.agent else ids, side, version, True, against or [], greedy_sample=best))
+                side = samples[seat * len(samples) // seats : (seat + 1) * len(samples) // seats]
+                groups.append(
+                    Group(
+                        row,
+                        side[0].prompt_ids if self.policy.agent else ids,
+                        side,
+                        version,
+                        True,
+                        against or [],
+                        greedy_sample=best,
+                    )
+                )
         groups = self._without_failures(groups)
         # the greedy completion and the opponents of a group are not members of it
-        apart = [((k, part), s) for part in ("samples", "greedy", "opponents") for k, g in enumerate(groups)
-                 for s in (g.samples if part == "samples" else g.opponents if part == "opponents" else [g.greedy_sample] if g.greedy_sample is not None else [])]
+        apart = [
+            ((k, part), s)
+            for part in ("samples", "greedy", "opponents")
+            for k, g in enumerate(groups)
+            for s in (
+                g.samples
+                if part == "samples"
+                else g.opponents
+                if part == "opponents"
+                else [g.greedy_sample]
+                if g.greedy_sample is not None
+                else []
+            )
+        ]
         score(self.rewards, [s for _, s in apart], [key for key, _ in apart])
         for k, group in enumerate(groups):
             counters = iteration, group.prompt["row_id"], first + k
@@ -148,9 +228,16 @@ class GroupSampler:
         return groups
 
     def of_every_prompt(self, prompts, purpose: str, n: int, engine=None) -> list[list[Sample]]:
-        """``n`` scored completions of every prompt by the policy as it is (or by another ``engine``), unscorable where the engine lost one: what pass rates and baselines start from."""
+        """``n`` scored completions of every prompt by the policy as it is (or by another ``engine``), unscorable where
+        the engine lost one: what pass rates and baselines start from.
+        """
         params = replace(self.policy.params, max_new_tokens=self.config.completion_limit(0))
-        drawn = self.policy.draw(prompts, [[self.stage.seed_for(purpose, row["row_id"], g) for g in range(n)] for row, _ in prompts], params, engine)
+        drawn = self.policy.draw(
+            prompts,
+            [[self.stage.seed_for(purpose, row["row_id"], g) for g in range(n)] for row, _ in prompts],
+            params,
+            engine,
+        )
         warn_of_failures(self.stage, engine or self.policy.engine, [s for group in drawn for s in group])
         score(self.rewards, [s for group in drawn for s in group], [k for k, group in enumerate(drawn) for _ in group])
         if purpose == "baseline":  # pass rates choose prompts, baselines are compared with what is earned
@@ -160,15 +247,21 @@ class GroupSampler:
         return drawn
 
     def _without_failures(self, groups: list[Group]) -> list[Group]:
-        """Groups without the rows that the engine has no completion for; a group that is left with nothing to compare is dropped."""
-        everyone = [s for g in groups for s in (*g.samples, *g.opponents)] + [g.greedy_sample for g in groups if g.greedy_sample is not None]
+        """Groups without the rows that the engine has no completion for; a group that is left with nothing to compare
+        is dropped.
+        """
+        everyone = [s for g in groups for s in (*g.samples, *g.opponents)] + [
+            g.greedy_sample for g in groups if g.greedy_sample is not None
+        ]
         warn_of_failures(self.stage, self.policy.engine, everyone)
         self.failed_rows += sum(s.error is not None for s in everyone)
         kept = []
         for group in groups:
             group.samples, asked = [s for s in group.samples if s.error is None], len(group.samples)
             group.opponents = [o for o in group.opponents if o.error is None]
-            short = len(group.samples) < min(asked, 2 if self.row.compares else 1) or (self.opponent is not None and not group.opponents)
+            short = len(group.samples) < min(asked, 2 if self.row.compares else 1) or (
+                self.opponent is not None and not group.opponents
+            )
             if not short and (group.greedy_sample is None or group.greedy_sample.error is None):
                 kept.append(group)
         return kept

@@ -13,8 +13,9 @@ from stages.batching import Item
 def minibatch(items: Sequence[Item], unit: str, n: int, k: int, rng: np.random.Generator) -> list[Item]:
     """Part ``k`` of ``n`` of the items, shuffled by ``rng`` (the same one for all parts of a pass) and dealt out.
 
-    unit: ``prompt``: whole groups. ``sequence``: trained completions, whatever their group. ``token``: trained tokens; a token keeps its context, and those of its completion that belong to
-    other parts are masked. A part without anything is one item that trains nothing.
+    unit: ``prompt``: whole groups. ``sequence``: trained completions, whatever their group. ``token``: trained tokens;
+    a token keeps its context, and those of its completion that belong to other parts are masked. A part without
+    anything is one item that trains nothing.
     """
     if unit == "prompt":
         return [items[i] for i in rng.permutation(len(items))[k::n]]

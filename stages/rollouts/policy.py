@@ -1,4 +1,6 @@
-"""The policy as what is sampled from: a sampling engine that holds its current weights, and the environment it acts in, if any."""
+"""The policy as what is sampled from: a sampling engine that holds its current weights, and the environment it acts in,
+if any.
+"""
 
 from __future__ import annotations
 
@@ -34,29 +36,49 @@ class PolicySampler:
         from stages.decoding.engines import make_engine
 
         config = stage.config
-        self.renderer, self.model, self.acting, self.agent = renderer, acting.source, acting, agent  # model: what is trained, in shards if it is
+        # model: what is trained, in shards if it is
+        self.renderer, self.model, self.acting, self.agent = renderer, acting.source, acting, agent
         self.home, self.device = stage.workdir / "engine", stage.device
         self.engine = make_engine(stage, renderer, acting.model, sleeps=config.engine_sleep)
         if self.engine.reencodes and not config.allow_reencoded_ids:
-            raise ValueError(f"{self.engine.name} returns text, so the ids trained on would be an encoding of it and not what was sampled. Use an engine that "
-                             "returns ids (engine=builtin, engine=vllm, a vLLM server), or accept it with allow_reencoded_ids=true.")
+            raise ValueError(
+                f"{self.engine.name} returns text, so the ids trained on would be an encoding of it and not what was"
+                " sampled. Use an engine that returns ids (engine=builtin, engine=vllm, a vLLM server), or accept it"
+                " with allow_reencoded_ids=true."
+            )
         self.params = sampling_params(config, renderer)
         self.seats = getattr(agent, "seats", 1)  # groups that one task gives
         #: Whether the engine's log-probs are the trainer's, so that they need not be computed again.
-        rounds, compares = config.compute_dtype != "float32", next((n for n in ("importance_correction", "rejection") if getattr(config, n) != "none"), None)
+        rounds, compares = (
+            config.compute_dtype != "float32",
+            next((n for n in ("importance_correction", "rejection") if getattr(config, n) != "none"), None),
+        )
         self.exact_logps = self.engine.exact_logps and self.params.plain and not compares and not rounds
         if not self.exact_logps:
-            why = f"those of {self.engine.name} are not the trainer's" if not self.engine.exact_logps else \
-                "filters, penalties or bans change the sampled distribution" if not self.params.plain else \
-                f"the trainer's products are in {config.compute_dtype}" if rounds else f"{compares} compares both"
+            why = (
+                f"those of {self.engine.name} are not the trainer's"
+                if not self.engine.exact_logps
+                else (
+                    "filters, penalties or bans change the sampled distribution"
+                    if not self.params.plain
+                    else (
+                        f"the trainer's products are in {config.compute_dtype}"
+                        if rounds
+                        else f"{compares} compares both"
+                    )
+                )
+            )
             stage.log(f"old log-probs: computed by the trainer, because {why}; the engine's are kept as logp_rollout")
 
     def update(self) -> None:
-        """Give the engine the policy's current weights (every push is named by the digest of what it must hold); every rank must call."""
+        """Give the engine the policy's current weights (every push is named by the digest of what it must hold); every
+        rank must call.
+        """
         self.acting.refresh()
         if self.engine.shares_weights:
             return
-        wanted = sha256_text("".join(ranks.gather(weights_digest(self.model))))[:16]  # of sharded weights each rank has its own
+        # of sharded weights each rank has its own
+        wanted = sha256_text("".join(ranks.gather(weights_digest(self.model))))[:16]
         if self.engine.weights != wanted:
             from stages.decoding.engines import memory_disk, write_weights
 
@@ -73,19 +95,32 @@ class PolicySampler:
                     if home != self.home:
                         shutil.rmtree(home, ignore_errors=True)
         if self.engine.weights != wanted:
-            raise TrainingError(f"{self.engine.name} holds the weights {self.engine.weights} instead of the policy's {wanted}; report this with the config.")
+            raise TrainingError(
+                f"{self.engine.name} holds the weights {self.engine.weights} instead of the policy's {wanted}; report"
+                " this with the config."
+            )
 
     def draw(self, prompts, seeds, params: SamplingParams | None = None, engine=None) -> list[list[Sample]]:
-        """Completions or trajectories of each ``(row, prompt ids)`` from the engine as it is (:meth:`update` first), or from another one; ``seeds[i]``: the seeds of prompt i."""
+        """Completions or trajectories of each ``(row, prompt ids)`` from the engine as it is (:meth:`update` first), or
+        from another one; ``seeds[i]``: the seeds of prompt i.
+        """
         sample = self.agent.sample if self.agent else sample_groups
         with cuda.freely(self.device):
             return sample(engine or self.engine, prompts, params or self.params, seeds)
 
     def go_on(self, starts, seeds, params: SamplingParams) -> list[list[Sample]]:
-        """What follows the first ``count`` tokens (of a trajectory: turns) of each ``(sample, count)``, as whole completions."""
+        """What follows the first ``count`` tokens (of a trajectory: turns) of each ``(sample, count)``, as whole
+        completions.
+        """
         with cuda.freely(self.device):
             if self.agent:
-                return self.agent.sample(self.engine, [(s.prompt, s.prompt_ids) for s, _ in starts], params, seeds, [prefix_of(s, count) for s, count in starts])
+                return self.agent.sample(
+                    self.engine,
+                    [(s.prompt, s.prompt_ids) for s, _ in starts],
+                    params,
+                    seeds,
+                    [prefix_of(s, count) for s, count in starts],
+                )
             return continuations(self.engine, starts, params, seeds)
 
     def close(self) -> None:
@@ -104,27 +139,52 @@ def agent_for(config, row: RLPreset, renderer, rewards, stage) -> Agent | Debate
     if not config.environment:
         on_turns = [c.name for c in rewards.components if c.kind in ON_TURNS]
         if on_turns:
-            raise ValueError(f"reward {on_turns[0]!r} scores trajectories in an environment; write environment=tools (or module:Class of your own), "
-                             "or take it out of rewards")
+            raise ValueError(
+                f"reward {on_turns[0]!r} scores trajectories in an environment; write environment=tools (or"
+                " module:Class of your own), or take it out of rewards"
+            )
         return None
     if config.environment == "debate":
         if not judged:
-            raise ValueError("environment=debate is decided by a judge; add a reward of kind debate and the input judge (or an endpoint)")
-        for name, on in ((f"baseline={row.baseline}", row.baseline in ("greedy", "table", "v_star")), ("advantage=vine", row.advantage == "vine"),
-                         (f"curriculum={config.curriculum}", config.curriculum in ADMITTING)):
+            raise ValueError(
+                "environment=debate is decided by a judge; add a reward of kind debate and the input judge (or an"
+                " endpoint)"
+            )
+        for name, on in (
+            (f"baseline={row.baseline}", row.baseline in ("greedy", "table", "v_star")),
+            ("advantage=vine", row.advantage == "vine"),
+            (f"curriculum={config.curriculum}", config.curriculum in ADMITTING),
+        ):
             if on:
-                raise ValueError(f"{name} needs completions of one prompt, and a debate has two sides; write preset=dr_grpo or agent")
-    refused = {f"opponent={row.opponent} (write opponent=self)": row.opponent != "self", "prompt_template": config.prompt_template != "chat", "mode_mix": config.mode_mix != "fresh",
-               "sft_member": config.sft_member != "none", "stored": stage.has("stored")}
+                raise ValueError(
+                    f"{name} needs completions of one prompt, and a debate has two sides; write preset=dr_grpo or agent"
+                )
+    refused = {
+        f"opponent={row.opponent} (write opponent=self)": row.opponent != "self",
+        "prompt_template": config.prompt_template != "chat",
+        "mode_mix": config.mode_mix != "fresh",
+        "sft_member": config.sft_member != "none",
+        "stored": stage.has("stored"),
+    }
     for name in (name for name, on in refused.items() if on):
-        raise ValueError(f"{name} is not supported in an environment: it answers a prompt in one turn; leave it out, or write environment=''")
-    for text in {w for c in rewards.components if c.kind == "step_weighted" for w in check_step_weights(c.step_weights or STEP_WEIGHTS)}:
+        raise ValueError(
+            f"{name} is not supported in an environment: it answers a prompt in one turn; leave it out, or write"
+            " environment=''"
+        )
+    for text in {
+        w
+        for c in rewards.components
+        if c.kind == "step_weighted"
+        for w in check_step_weights(c.step_weights or STEP_WEIGHTS)
+    }:
         stage.warn("step_weights", text)
     return Debaters(config, renderer) if config.environment == "debate" else Agent(config, renderer)
 
 
 def opponent_for(stage, row: RLPreset, policy: PolicySampler, reference):
-    """What win rates compare the policy with besides itself: its moving average, or the mixture of policy and reference; None where that is the group."""
+    """What win rates compare the policy with besides itself: its moving average, or the mixture of policy and
+    reference; None where that is the group.
+    """
     config = stage.config
     if row.advantage != "win_rate" or row.opponent == "self":
         return None
@@ -137,5 +197,9 @@ def opponent_for(stage, row: RLPreset, policy: PolicySampler, reference):
         from stages.generation import MixtureSampler
 
         return MixtureSampler(policy.acting.model, reference, policy.renderer.tokenizer, config.mixture_coef)
-    return Sampler(freeze(load_policy(stage.path("model"), stage.device)), policy.renderer.tokenizer, max_batch=config.generation_batch,
-                   dtype=getattr(torch, config.sampling_dtype))
+    return Sampler(
+        freeze(load_policy(stage.path("model"), stage.device)),
+        policy.renderer.tokenizer,
+        max_batch=config.generation_batch,
+        dtype=getattr(torch, config.sampling_dtype),
+    )

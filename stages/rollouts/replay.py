@@ -1,4 +1,6 @@
-"""Groups that were sampled before: those of this run's last iterations (REPLAY), or those of another run (input ``stored``)."""
+"""Groups that were sampled before: those of this run's last iterations (REPLAY), or those of another run (input
+``stored``).
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,23 @@ class ReplayWindow:
     def draw(self, iteration: int, version: int) -> tuple[list[Group], dict[str, float]]:
         """Groups of older iterations, not older than ``max_staleness`` optimizer steps (ASYNC), and metrics."""
         config = self.config
-        plan = replay_plan(iteration, [w["iteration"] for w in self.window], config.prompts_per_step, config.replay_window, config.replay_fraction)
+        plan = replay_plan(
+            iteration,
+            [w["iteration"] for w in self.window],
+            config.prompts_per_step,
+            config.replay_window,
+            config.replay_fraction,
+        )
         self.window = [w for w in self.window if w["iteration"] not in plan["evicted"]]
         pool = [g for w in self.window if w["iteration"] in plan["eligible_replay"] for g in w["groups"]]
         fit = freshness_guard(version, [g["version"] for g in pool], config.max_staleness or self.total_steps)
         usable = [g for g, ok in zip(pool, fit) if ok]
         n = min(plan["num_replay"], len(usable))
         picks = self.rng("replay", iteration).permutation(len(usable))[:n]
-        return [full_group(usable[i], self.rows, fresh=False) for i in picks], {"replay/share": n / config.prompts_per_step, "replay/rejected_stale": float(len(pool) - len(usable))}
+        return [full_group(usable[i], self.rows, fresh=False) for i in picks], {
+            "replay/share": n / config.prompts_per_step,
+            "replay/rejected_stale": float(len(pool) - len(usable)),
+        }
 
     def add(self, iteration: int, groups: list[Group]) -> None:
         self.window.append({"iteration": iteration, "groups": [plain_group(g) for g in groups]})
@@ -49,25 +60,38 @@ class ReplayWindow:
 
 def plain_group(group: Group) -> dict:
     """A group as JSON, its prompt by row id; without opponents."""
+
     def plain(s: Sample) -> dict:
         return {k: v for k, v in vars(s).items() if k not in ("prompt", "prompt_ids")}
 
-    return {"row_id": group.prompt["row_id"], "ids": list(group.ids), "version": group.version, "samples": [plain(s) for s in group.samples],
-            "greedy_sample": None if group.greedy_sample is None else plain(group.greedy_sample)}
+    return {
+        "row_id": group.prompt["row_id"],
+        "ids": list(group.ids),
+        "version": group.version,
+        "samples": [plain(s) for s in group.samples],
+        "greedy_sample": None if group.greedy_sample is None else plain(group.greedy_sample),
+    }
 
 
 def full_group(plain: dict, rows: dict[str, dict], fresh: bool) -> Group:
     """The group that :func:`plain_group` wrote; ``rows``: the prompts by row id."""
     row, best = rows[plain["row_id"]], plain["greedy_sample"]
-    return Group(row, plain["ids"], [Sample(row, plain["ids"], **s) for s in plain["samples"]], plain["version"], fresh,
-                 greedy_sample=None if best is None else Sample(row, plain["ids"], **best))
+    return Group(
+        row,
+        plain["ids"],
+        [Sample(row, plain["ids"], **s) for s in plain["samples"]],
+        plain["version"],
+        fresh,
+        greedy_sample=None if best is None else Sample(row, plain["ids"], **best),
+    )
 
 
 class StoredGroups:
     """Groups of a ``rollouts/1`` dataset, in shuffled passes: off-policy training without sampling.
 
     Args:
-        stage: for its input, config and random numbers. prompts: ``(row, prompt ids)``; a prompt that is not among them is known by its stored columns only.
+        stage: for its input, config and random numbers. prompts: ``(row, prompt ids)``; a prompt that is not among them
+            is known by its stored columns only.
 
     Raises:
         ValueError: there are no rows, or reward_override=format_only and no stored format.
@@ -75,7 +99,10 @@ class StoredGroups:
 
     def __init__(self, stage, prompts):
         self.stage = stage
-        self.groups, self.cursor = _groups_of(stage.dataset("stored").iter_rows(), {row["prompt_id"]: row for row, _ in prompts}), 0
+        self.groups, self.cursor = (
+            _groups_of(stage.dataset("stored").iter_rows(), {row["prompt_id"]: row for row, _ in prompts}),
+            0,
+        )
         self.passes = Passes(stage.rng, "stored", len(self.groups))
         _compare_rewards(stage, [s for g in self.groups for s in g.samples])
         for k, group in enumerate(self.groups):
@@ -86,7 +113,10 @@ class StoredGroups:
         """Go on with the groups of these prompts only; raises ValueError where there are none."""
         kept = [g for g in self.groups if g.prompt["prompt_id"] in prompt_ids]
         if not kept:
-            raise ValueError("no group of the input stored belongs to a prompt with a baseline; give rollouts of the prompts in data, or other baselines.")
+            raise ValueError(
+                "no group of the input stored belongs to a prompt with a baseline; give rollouts of the prompts in"
+                " data, or other baselines."
+            )
         if len(kept) < len(self.groups):
             self.groups, self.passes = kept, Passes(self.stage.rng, "stored", len(kept))
 
@@ -103,7 +133,9 @@ class StoredGroups:
 
 
 def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
-    """Groups in the dataset's order: completions of one draw of a prompt in an iteration, their rewards from the stored components."""
+    """Groups in the dataset's order: completions of one draw of a prompt in an iteration, their rewards from the stored
+    components.
+    """
     groups: dict[tuple, Group] = {}
     for row in rows:
         prompt = by_id.get(row["prompt_id"]) or {k: row[k] for k in ("row_id", "prompt_id", "group_id", "dataset")}
@@ -111,14 +143,36 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
         total = sum(c["weight"] * c["value"] for c in paid if c["value"] is not None)
         extra = json.loads(row["extra_json"] or "{}")
         draw = extra.get("draw", 0)
-        group = groups.setdefault((row["iteration"], row["prompt_id"], tuple(row["prompt_ids"]), draw), Group(prompt, list(row["prompt_ids"]), [], -1, False))
-        group.samples.append(Sample(
-            prompt, row["prompt_ids"], len(group.samples), list(row["completion_ids"]), [float(v) for v in row["logp_rollout"] or row["logp_old"]],
-            "eos" if row["terminated"] else "length", "", float("nan") if row["reward_tier"] == "unscorable" else total, {c["name"]: c["value"] for c in paid}, {},
-            row["is_correct"], tool_mask=row["tool_mask"], weights={c["name"]: c["weight"] for c in paid},
-            step_rewards=(list(row["step_ends"]), list(row["step_rewards"])) if extra.get("steps_paid") and row["step_rewards"] is not None else None))
+        group = groups.setdefault(
+            (row["iteration"], row["prompt_id"], tuple(row["prompt_ids"]), draw),
+            Group(prompt, list(row["prompt_ids"]), [], -1, False),
+        )
+        group.samples.append(
+            Sample(
+                prompt,
+                row["prompt_ids"],
+                len(group.samples),
+                list(row["completion_ids"]),
+                [float(v) for v in row["logp_rollout"] or row["logp_old"]],
+                "eos" if row["terminated"] else "length",
+                "",
+                float("nan") if row["reward_tier"] == "unscorable" else total,
+                {c["name"]: c["value"] for c in paid},
+                {},
+                row["is_correct"],
+                tool_mask=row["tool_mask"],
+                weights={c["name"]: c["weight"] for c in paid},
+                step_rewards=(
+                    (list(row["step_ends"]), list(row["step_rewards"]))
+                    if extra.get("steps_paid") and row["step_rewards"] is not None
+                    else None
+                ),
+            )
+        )
     if not groups:
-        raise ValueError("the input stored has no rows; give a rollouts/1 dataset, for example the rollouts output of an rl stage.")
+        raise ValueError(
+            "the input stored has no rows; give a rollouts/1 dataset, for example the rollouts output of an rl stage."
+        )
     return list(groups.values())
 
 
@@ -126,11 +180,21 @@ def _compare_rewards(stage, samples: list[Sample]) -> None:
     """Say where ``rewards`` are not those that the stored completions earned, which is what training reads."""
     asked = {(c.name, c.weight) for c in stage.config.rewards}
     paid = {(name, weight) for s in samples for name, weight in s.weights.items() if "/" not in name}
-    missing = [c.name for c in stage.config.rewards if c.kind == "format" and any(c.name not in s.parts for s in samples)]
+    missing = [
+        c.name for c in stage.config.rewards if c.kind == "format" and any(c.name not in s.parts for s in samples)
+    ]
     if stage.config.reward_override == "format_only" and missing:
-        raise ValueError(f"reward_override=format_only reads the stored values of {', '.join(missing)}, which the input stored does not have for every completion; write "
-                         "reward_override=random or inverted, or store rollouts of a run with that component.")
+        raise ValueError(
+            f"reward_override=format_only reads the stored values of {', '.join(missing)}, which the input stored does"
+            " not have for every completion; write reward_override=random or inverted, or store rollouts of a run with"
+            " that component."
+        )
     if not asked <= paid or {name for name, weight in paid if weight} - {name for name, _ in asked}:
-        stage.warn("stored_rewards", f"Training pays what the stored rollouts earned ({', '.join(f'{name} x {weight:g}' for name, weight in sorted(paid))}), not the configured rewards "
-                   f"({', '.join(f'{name} x {weight:g}' for name, weight in sorted(asked))}), which score validation answers only. For other rewards give rollouts that were "
-                   "scored with them (the stage rescore does so for a rubric).")
+        stage.warn(
+            "stored_rewards",
+            "Training pays what the stored rollouts earned"
+            f" ({', '.join(f'{name} x {weight:g}' for name, weight in sorted(paid))}), not the configured rewards"
+            f" ({', '.join(f'{name} x {weight:g}' for name, weight in sorted(asked))}), which score validation answers"
+            " only. For other rewards give rollouts that were scored with them (the stage rescore does so for a"
+            " rubric).",
+        )

@@ -1,4 +1,6 @@
-"""The source of the training loop in RL: collects iterations of rollouts, hands them out in minibatches, and holds what a run resumes from."""
+"""The source of the training loop in RL: collects iterations of rollouts, hands them out in minibatches, and holds what
+a run resumes from.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from stages.policy.schedules import changed_roles, freshness_guard, reference_du
 from stages.reward.verdicts import commonest_failure, failures
 from stages.rollouts.ahead import Ahead
 from stages.rollouts.beside import Beside
-from stages.rollouts.comparisons import NOTHING_COUNTED, check_company, check_constraints, counted, held_out, preferences_by
+from stages.rollouts.comparisons import (
+    NOTHING_COUNTED,
+    check_company,
+    check_constraints,
+    counted,
+    held_out,
+    preferences_by,
+)
 from stages.rollouts.crediting import Crediting, trajectory_metrics
 from stages.rollouts.groups import Group, GroupSampler
 from stages.rollouts.metrics import rollout_metrics
@@ -43,14 +52,35 @@ class Rollouts:
     Args:
         row: the resolved preset.
         prompts: ``(row, prompt ids)`` to train on.
-        reference, old, critic: frozen reference, copy of the policy that sampled (exact KL to it), value function; None where unused.
+        reference, old, critic: frozen reference, copy of the policy that sampled (exact KL to it), value function; None
+            where unused.
         start: the policy as it started, whose distance validation passes log (:mod:`stages.rollouts.beside`), or None.
         acting: the policy, and what is sampled from in this process (``sharding.Acting``).
     """
 
-    def __init__(self, stage, row: RLPreset, renderer, acting: Acting, rewards, prompts, *, reference=None, old=None, critic=None, start=None):
+    def __init__(
+        self,
+        stage,
+        row: RLPreset,
+        renderer,
+        acting: Acting,
+        rewards,
+        prompts,
+        *,
+        reference=None,
+        old=None,
+        critic=None,
+        start=None,
+    ):
         config = self.config = stage.config
-        self.stage, self.row, self.rewards, self.reference, self.old, self.critic = stage, row, rewards, reference, old, critic
+        self.stage, self.row, self.rewards, self.reference, self.old, self.critic = (
+            stage,
+            row,
+            rewards,
+            reference,
+            old,
+            critic,
+        )
         if stage.has("stored"):
             check_stored(stage, row)
         check_company(config, row, rewards, stage.has("stored"))
@@ -63,39 +93,61 @@ class Rollouts:
         members.check(prompts)
         self.opponent = opponent_for(stage, row, self.policy, reference)
         self.order = PromptOrder(config, prompts, stage.rng, self.total_steps)
-        steps = self.steps = StepRewards(stage, renderer) if row.advantage == "process" and self.policy.agent is None else None
+        steps = self.steps = (
+            StepRewards(stage, renderer) if row.advantage == "process" and self.policy.agent is None else None
+        )
         self.groups = GroupSampler(stage, row, self.policy, rewards, members, self.opponent, steps)
-        self.multipliers = Multipliers({c.name: (c.weight, c.at_least, c.multiplier_step) for c in config.rewards if c.at_least is not None})
+        self.multipliers = Multipliers(
+            {c.name: (c.weight, c.at_least, c.multiplier_step) for c in config.rewards if c.at_least is not None}
+        )
         self.window = ReplayWindow(config, prompts, stage.rng, self.total_steps) if config.replay_fraction else None
         self.stored = StoredGroups(stage, prompts) if stage.has("stored") else None
         self.ahead = Ahead(stage.device) if config.async_rollouts else None
         if self.ahead is not None and stage.device.startswith("cuda"):
-            stage.log("async_rollouts: attention's backward is not deterministic on a GPU while a thread samples, so a run that was killed may end with other last bits than an undisturbed one")
-        self.sampled_ahead: tuple | None = None  # what GroupSampler.fill gave for the next iteration, once it was waited for
+            stage.log(
+                "async_rollouts: attention's backward is not deterministic on a GPU while a thread samples, so a run"
+                " that was killed may end with other last bits than an undisturbed one"
+            )
+        # what GroupSampler.fill gave for the next iteration, once it was waited for
+        self.sampled_ahead: tuple | None = None
         if self.ahead is not None:
             check_ahead(stage, row, self.policy.exact_logps, members)
         self.rows = {row["row_id"]: row for row, _ in prompts}
         if self.stored is not None and preferences_by(config, row, rewards):
-            raise ConfigError("the input stored has no texts, so no model can compare them (advantage=win_rate); write advantage=reward_minus_baseline, or leave the input stored out.")
+            raise ConfigError(
+                "the input stored has no texts, so no model can compare them (advantage=win_rate); write"
+                " advantage=reward_minus_baseline, or leave the input stored out."
+            )
         if self.stored is not None and steps is not None and steps.reads_text:
-            raise ConfigError("the input stored has no texts, which a process reward model reads (advantage=process); give a scalar reward_model, or leave the input stored out.")
+            raise ConfigError(
+                "the input stored has no texts, which a process reward model reads (advantage=process); give a scalar"
+                " reward_model, or leave the input stored out."
+            )
         self.crediting = Crediting(stage, row, self.policy, rewards, members, reference, critic, steps)
         self.beside = Beside(stage, row, self.policy, self.held_out, self.crediting, reference, start)
         self.records = Records(stage, members, self.policy)
         self.ptx = pretraining_items(stage.dataset("ptx"), renderer, config.ptx_max_length) if row.ptx_coef else []
-        self.ptx_held_out = pretraining_items(stage.dataset("ptx"), renderer, config.ptx_max_length, "validation") if row.ptx_coef and config.eval_prompts else []
-        self.on_new_batch = lambda: None   # called when an iteration's items are ready
+        self.ptx_held_out = (
+            pretraining_items(stage.dataset("ptx"), renderer, config.ptx_max_length, "validation")
+            if row.ptx_coef and config.eval_prompts
+            else []
+        )
+        self.on_new_batch = lambda: None  # called when an iteration's items are ready
         self.iteration, self.inner, self.version = -1, 0, 0  # version: optimizer steps of the policy that sampled
-        self.batch: list[Item] = []        # items of the iteration in hand
-        self.current: list[Item] = []      # of the optimizer step in hand
+        self.batch: list[Item] = []  # items of the iteration in hand
+        self.current: list[Item] = []  # of the optimizer step in hand
         self.metrics: dict[str, float] = {}
         self.step_tokens = 0
         self.warmed = not row.critic_warmup_steps or critic is None or critic.trainer is None
         self.holds_reference = holds_reference(row, config)
-        self.moves_due = 0                 # of the reference, where it is held through an iteration
-        self.history: list[dict] = []      # what alarms read of the steps so far
-        self.why_unscorable = ""           # the commonest reason among the newest completions that could not be scored
-        fixed = {f"the scorer of {name}": scorer.model for name, scorer in rewards.scorers.items() if isinstance(getattr(scorer, "model", None), torch.nn.Module)}
+        self.moves_due = 0  # of the reference, where it is held through an iteration
+        self.history: list[dict] = []  # what alarms read of the steps so far
+        self.why_unscorable = ""  # the commonest reason among the newest completions that could not be scored
+        fixed = {
+            f"the scorer of {name}": scorer.model
+            for name, scorer in rewards.scorers.items()
+            if isinstance(getattr(scorer, "model", None), torch.nn.Module)
+        }
         if reference is not None and config.ref_mode in ("frozen", "previous"):
             fixed["reference"] = reference
         self.fixed = fixed
@@ -111,7 +163,12 @@ class Rollouts:
         if self.frozen is None:
             self.frozen = {name: weights_digest(part) for name, part in self.fixed.items()}
         used = self.iteration < 0 or self.inner >= self.steps_per_batch
-        early = bool(not used and self.config.early_stop_kl and self.inner and stops_early(self.crediting.drift(self._minibatch(), since_start=True), self.config.early_stop_kl))
+        early = bool(
+            not used
+            and self.config.early_stop_kl
+            and self.inner
+            and stops_early(self.crediting.drift(self._minibatch(), since_start=True), self.config.early_stop_kl)
+        )
         if used or early:
             self._next_iteration(step)
             if self.config.early_stop_kl:
@@ -126,7 +183,9 @@ class Rollouts:
         if n == 1:
             return self.batch
         epoch, part = divmod(self.inner, n)
-        return minibatch(self.batch, self.config.minibatch_unit, n, part, self.stage.rng("minibatches", self.iteration, epoch))
+        return minibatch(
+            self.batch, self.config.minibatch_unit, n, part, self.stage.rng("minibatches", self.iteration, epoch)
+        )
 
     def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         first = self.inner == 0
@@ -135,7 +194,9 @@ class Rollouts:
         extra = dict(self.metrics) if first else {}
         if self.critic is not None:
             extra |= self.critic.train(self.current)
-        self.moves_due += self.reference is not None and reference_due(self.config.ref_mode, step, self.config.ref_sync_steps)
+        self.moves_due += self.reference is not None and reference_due(
+            self.config.ref_mode, step, self.config.ref_sync_steps
+        )
         averaged = self.opponent is not None and self.row.opponent == "ema"
         if not self.holds_reference or self.inner >= self.steps_per_batch:
             self._move_reference()
@@ -143,11 +204,17 @@ class Rollouts:
             move_towards(self.opponent.model, self.policy.model, self.config.opponent_decay)
         if self.reference is not None or self.config.ref_mode == "previous":  # how often it moved (REF-POLICY)
             mode, every = self.config.ref_mode, self.config.ref_sync_steps
-            extra["kl/reference_version"] = float({"ema": step, "refresh": step // every, "previous": self.iteration}.get(mode, 0) - self.moves_due)
-        if metrics.get("policy/ratio_sq"):  # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
+            extra["kl/reference_version"] = float(
+                {"ema": step, "refresh": step // every, "previous": self.iteration}.get(mode, 0) - self.moves_due
+            )
+        # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
+        if metrics.get("policy/ratio_sq"):
             extra["policy/ess_fraction"] = metrics["policy/ratio"] ** 2 / metrics["policy/ratio_sq"]
-        elif metrics.get("policy/importance_weight_sq"):  # over the responses, whose weights these are (TOPR, OFFPOL-IS)
-            extra["policy/importance_weight_ess"] = metrics["policy/importance_weight"] ** 2 / metrics["policy/importance_weight_sq"]
+        elif metrics.get("policy/importance_weight_sq"):
+            # over the responses, whose weights these are (TOPR, OFFPOL-IS)
+            extra["policy/importance_weight_ess"] = (
+                metrics["policy/importance_weight"] ** 2 / metrics["policy/importance_weight_sq"]
+            )
         self.watch({"step": step, **metrics, **extra})
         return extra
 
@@ -155,49 +222,102 @@ class Rollouts:
         """Make the moves that are due, all towards the policy as it is now (REF-POLICY)."""
         if self.moves_due:
             keep = self.config.ref_decay if self.config.ref_mode == "ema" else 1.0 - self.config.ref_sync_alpha
-            move_towards(self.reference, self.policy.model, keep ** self.moves_due)
+            move_towards(self.reference, self.policy.model, keep**self.moves_due)
             self.moves_due = 0
 
     def watch(self, values: dict[str, float]) -> None:
         """Take note of a step's metrics, and warn of the alarms that are on now (each once)."""
-        # a group of equal rewards is dead only where its completions are compared, and an outcome is only watched where steps are paid
+        # a group of equal rewards is dead only where its completions are compared, and an outcome is only watched where
+        # steps are paid
         off = {"reward/frac_zero_std": not self.row.compares, "reward/unscorable_fraction": self.steps is not None}
         self.history.append({name: value for name, value in values.items() if watched(name) and not off.get(name)})
-        target = self.row.target_kl if self.row.kl_target == "ref" and (self.row.kl_loss_coef or self.row.kl_reward_coef) else None
+        target = (
+            self.row.target_kl
+            if self.row.kl_target == "ref" and (self.row.kl_loss_coef or self.row.kl_reward_coef)
+            else None
+        )
         for name, text in alarms(self.history, target, self.config.kl_unit).items():
             if name == "unscorable_rewards" and name not in (w["code"] for w in self.stage.warnings):
-                self.stage.warn(name, f"{text} In the newest rollouts most often: {self.why_unscorable}." if self.why_unscorable else text)
+                self.stage.warn(
+                    name,
+                    (
+                        f"{text} In the newest rollouts most often: {self.why_unscorable}."
+                        if self.why_unscorable
+                        else text
+                    ),
+                )
             elif name != "unscorable_rewards":
                 self.stage.warn(name, text)
             if name in self.config.stop_on:
-                raise TrainingError(f"{name}: {text} (The stage stopped because stop_on names this alarm; the same settings without it go on from the last "
-                                    "checkpoint.)")
+                raise TrainingError(
+                    f"{name}: {text} (The stage stopped because stop_on names this alarm; the same settings without it"
+                    " go on from the last checkpoint.)"
+                )
 
     def _check_ratio(self, first: bool, deviation: float) -> None:
-        """Fresh completions start from a ratio of 1 at every token: ``deviation`` is the mean of |ratio - 1|, in which errors of both signs add up. With lora_dropout, which old
-        log-probs are without, they do not, and nothing but the metric reads the ratio."""
-        on_policy = first and not self.config.lora_dropout and (self.ahead is None or self.iteration == 0) and self.stored is None and self.window is None and (self.policy.exact_logps or not self.row.behaviour_ratio)
+        """Fresh completions start from a ratio of 1 at every token: ``deviation`` is the mean of |ratio - 1|, in which
+        errors of both signs add up. With lora_dropout, which old log-probs are without, they do not, and nothing but
+        the metric reads the ratio."""
+        on_policy = (
+            first
+            and not self.config.lora_dropout
+            and (self.ahead is None or self.iteration == 0)
+            and self.stored is None
+            and self.window is None
+            and (self.policy.exact_logps or not self.row.behaviour_ratio)
+        )
         near = 5e-2 if self.config.compute_dtype != "float32" else 1e-4  # bfloat16 rounds by the micro-batch
         if on_policy and deviation > near:
-            raise TrainingError(f"The policy ratio must be 1 on the first minibatch of a rollout, but tokens are off it by {deviation:.6f} on average: sampler and "
-                                "trainer disagree about the log-probabilities. Report this with the model's architecture.")
+            raise TrainingError(
+                "The policy ratio must be 1 on the first minibatch of a rollout, but tokens are off it by"
+                f" {deviation:.6f} on average: sampler and trainer disagree about the log-probabilities. Report this"
+                " with the model's architecture."
+            )
 
     def _parts(self) -> dict:
         """Name -> what has a small state of its own."""
-        found = {"order": self.order, "crediting": self.crediting, "members": self.members, "stored": self.stored, "multipliers": self.multipliers if self.multipliers.bounds else None}
+        found = {
+            "order": self.order,
+            "crediting": self.crediting,
+            "members": self.members,
+            "stored": self.stored,
+            "multipliers": self.multipliers if self.multipliers.bounds else None,
+        }
         return {name: part for name, part in found.items() if part is not None}
 
     def state(self) -> tuple[dict, dict[str, bytes]]:
         self._wait_for_ahead()
-        state = {name: getattr(self, name) for name in ("iteration", "inner", "version", "metrics", "warmed", "moves_due", "history", "why_unscorable")}
+        state = {
+            name: getattr(self, name)
+            for name in ("iteration", "inner", "version", "metrics", "warmed", "moves_due", "history", "why_unscorable")
+        }
         state |= {name: part.state() for name, part in self._parts().items()}
-        in_hand = [{"row_id": i.row_id, "prompt": i.prompt.tolist(), "responses": [r.tolist() for r in i.responses],
-                    "masks": [m.tolist() for m in i.masks], "by_response": i.by_response, "extra": i.extra} for i in self.batch]
+        in_hand = [
+            {
+                "row_id": i.row_id,
+                "prompt": i.prompt.tolist(),
+                "responses": [r.tolist() for r in i.responses],
+                "masks": [m.tolist() for m in i.masks],
+                "by_response": i.by_response,
+                "extra": i.extra,
+            }
+            for i in self.batch
+        ]
         ahead = None
         if self.sampled_ahead is not None:
             kept, dropped, metrics = self.sampled_ahead
-            ahead = {"kept": [plain_group(g) for g in kept], "dropped": [[plain_group(g), reason] for g, reason in dropped], "metrics": metrics}
-        files = {"rollouts.json": json.dumps({"batch": in_hand, "window": self.window.state() if self.window else None, "ahead": ahead}).encode()}
+            ahead = {
+                "kept": [plain_group(g) for g in kept],
+                "dropped": [[plain_group(g), reason] for g, reason in dropped],
+                "metrics": metrics,
+            }
+        files = {
+            "rollouts.json": (
+                json.dumps(
+                    {"batch": in_hand, "window": self.window.state() if self.window else None, "ahead": ahead}
+                ).encode()
+            )
+        }
         files |= {f"{name}.safetensors": weights_file(model) for name, model in self._moving().items()}
         if self.critic is not None:
             state["critic"], more = self.critic.state()
@@ -210,11 +330,17 @@ class Rollouts:
         for name, part in self._parts().items():
             part.restore(state[name])
         found = json.loads(read("rollouts.json"))
-        self.batch = [make_item(r["row_id"], r["prompt"], r["responses"], r["masks"], by_response=r["by_response"], **r["extra"]) for r in found["batch"]]
+        self.batch = [
+            make_item(r["row_id"], r["prompt"], r["responses"], r["masks"], by_response=r["by_response"], **r["extra"])
+            for r in found["batch"]
+        ]
         if self.window:
             self.window.restore(found["window"])
         if ahead := found["ahead"]:
-            kept, dropped = ([full_group(g, self.rows, fresh=True) for g in groups] for groups in (ahead["kept"], [g for g, _ in ahead["dropped"]]))
+            kept, dropped = (
+                [full_group(g, self.rows, fresh=True) for g in groups]
+                for groups in (ahead["kept"], [g for g, _ in ahead["dropped"]])
+            )
             self.sampled_ahead = kept, list(zip(dropped, [reason for _, reason in ahead["dropped"]])), ahead["metrics"]
         for name, model in self._moving().items():
             load_weights(model, read.path(f"{name}.safetensors"))
@@ -225,8 +351,11 @@ class Rollouts:
 
     def _moving(self) -> dict:
         """Models beside the policy whose weights change and belong in a checkpoint."""
-        found = {"reference": self.reference if self.config.ref_mode in ("ema", "refresh") else None, "old": self.old,
-                 "opponent": self.opponent.model if self.opponent is not None and self.row.opponent == "ema" else None}
+        found = {
+            "reference": self.reference if self.config.ref_mode in ("ema", "refresh") else None,
+            "old": self.old,
+            "opponent": self.opponent.model if self.opponent is not None and self.row.opponent == "ema" else None,
+        }
         return {name: model for name, model in found.items() if model is not None}
 
     def close(self) -> None:
@@ -239,7 +368,10 @@ class Rollouts:
         now = {name: (before, weights_digest(self.fixed[name])) for name, before in (self.frozen or {}).items()}
         ok, changed = changed_roles(now, list(now))
         if not ok:
-            raise TrainingError(f"The weights of {', '.join(changed)} changed during training, although they are frozen; report this with the config.")
+            raise TrainingError(
+                f"The weights of {', '.join(changed)} changed during training, although they are frozen; report this"
+                " with the config."
+            )
 
     # -- one iteration ----------------------------------------------------------------------------------------------
     def _next_iteration(self, step: int) -> None:
@@ -273,14 +405,22 @@ class Rollouts:
             return
         self.why_unscorable = commonest_failure(lost)
         if len(lost) == len(samples):
-            self.stage.warn("nothing_scored", f"None of the {len(lost)} completions of a batch could be scored, so it teaches nothing. Most often: {self.why_unscorable}.")
+            self.stage.warn(
+                "nothing_scored",
+                f"None of the {len(lost)} completions of a batch could be scored, so it teaches nothing. Most often:"
+                f" {self.why_unscorable}.",
+            )
 
     def check_scored(self) -> None:
-        """TrainingError where no completion of the whole run had a reward: the weights were never trained, and are no result."""
+        """TrainingError where no completion of the whole run had a reward: the weights were never trained, and are no
+        result.
+        """
         shares = [one["reward/unscorable_fraction"] for one in self.history if "reward/unscorable_fraction" in one]
         if self.stored is None and self.steps is None and shares and min(shares) == 1.0:
-            raise TrainingError(f"No completion of the run could be scored, so nothing was learned and no model is published. Most often: {self.why_unscorable}. Mend the reward component, or "
-                                "give it more time.")
+            raise TrainingError(
+                "No completion of the run could be scored, so nothing was learned and no model is published. Most"
+                f" often: {self.why_unscorable}. Mend the reward component, or give it more time."
+            )
 
     def _groups(self) -> tuple[list[Group], dict[str, float]]:
         """The groups of one iteration, stored ones or fresh ones and replayed ones, and metrics."""
@@ -291,8 +431,12 @@ class Rollouts:
             replayed, metrics = self.window.draw(self.iteration, self.version)
         fresh, dropped, more = self.sampled_ahead or self._fill(wanted - len(replayed), self.iteration, self.version)
         self.sampled_ahead = None
-        if self.ahead is not None and not all(freshness_guard(self.version, [g.version for g in fresh], self.config.max_staleness or self.steps_per_batch)):
-            raise TrainingError("Groups that were sampled ahead are older than one iteration; report this with the config.")
+        if self.ahead is not None and not all(
+            freshness_guard(self.version, [g.version for g in fresh], self.config.max_staleness or self.steps_per_batch)
+        ):
+            raise TrainingError(
+                "Groups that were sampled ahead are older than one iteration; report this with the config."
+            )
         self.step_tokens = sum(len(s.ids) for g in (*fresh, *(g for g, _ in dropped)) for s in g.samples)
         self.records.groups([(g, None) for g in fresh] + dropped, self.iteration)
         self.order.learn(fresh + [g for g, _ in dropped])
@@ -302,7 +446,9 @@ class Rollouts:
         return fresh + replayed, metrics | more | self.order.metrics(fresh)
 
     def _hold_constraints(self, samples) -> dict[str, float]:
-        """Move the multipliers by the means over all that was sampled, dropped groups too, for the batches that are sampled from here on; metrics: what paid this batch, and what falls short."""
+        """Move the multipliers by the means over all that was sampled, dropped groups too, for the batches that are
+        sampled from here on; metrics: what paid this batch, and what falls short.
+        """
         out = {}
         for name in self.multipliers.bounds:
             found = [s.parts[name] for s in samples if s.mode != "sft" and s.parts.get(name) is not None]
@@ -315,7 +461,9 @@ class Rollouts:
         return self.groups.fill(lambda n: self.order.take(n, version), wanted, iteration, version)
 
     def _sample_ahead(self) -> None:
-        """Begin to sample the next iteration's groups from the weights as they are now, where there is a next iteration."""
+        """Begin to sample the next iteration's groups from the weights as they are now, where there is a next
+        iteration.
+        """
         if self.ahead is None or self.version + self.steps_per_batch >= self.total_steps:
             return
         wanted, iteration, version = self.config.prompts_per_step, self.iteration + 1, self.version
@@ -326,10 +474,14 @@ class Rollouts:
         if self.ahead is None or (found := self.ahead.take()) is None:
             return
         self.sampled_ahead = found
-        self.stage.perf(self.version, {"async/waited_seconds": self.ahead.waited, "async/sampling_seconds": self.ahead.worked})
+        self.stage.perf(
+            self.version, {"async/waited_seconds": self.ahead.waited, "async/sampling_seconds": self.ahead.worked}
+        )
 
     def _prepare(self) -> None:
-        """Once, with the starting policy: measure the prompts' baselines and pass rates where something reads them, and train the critic."""
+        """Once, with the starting policy: measure the prompts' baselines and pass rates where something reads them, and
+        train the critic.
+        """
         if self.row.read_baseline in ("table", "v_star") and not self.crediting.table:
             self._measure_baselines()
         if self.order.wants_counts:
@@ -340,62 +492,112 @@ class Rollouts:
                 counts = self._measured_pass_rates(prompts)
             counts = self.order.enough(counts)
             if 0 < len(counts) < len(prompts):
-                self.stage.warn("pass_rates_unknown", f"{len(prompts) - len(counts)} of {len(prompts)} prompts have too few completions that could be scored to "
-                                "have a pass rate, and are left out.")
+                self.stage.warn(
+                    "pass_rates_unknown",
+                    f"{len(prompts) - len(counts)} of {len(prompts)} prompts have too few completions that could be"
+                    " scored to have a pass rate, and are left out.",
+                )
             kept = self.order.start_from(counts)
             if self.config.difficulty_band:
                 self.records.pass_rates(prompts, counts, kept)
-                self.stage.log(f"{len(self.order.prompts)} of {len(prompts)} prompts have a pass rate in difficulty_band={list(self.config.difficulty_band)}")
+                self.stage.log(
+                    f"{len(self.order.prompts)} of {len(prompts)} prompts have a pass rate in"
+                    f" difficulty_band={list(self.config.difficulty_band)}"
+                )
         if not self.warmed:
             self._warm_up_critic()
 
     def _of_every_prompt(self, prompts, purpose: str, n: int, told, engine=None) -> list:
-        """``told(group)``, plain numbers, of n scored completions of every prompt, block by block (:mod:`stages.running.blocks`); rubric rewards, whose confidence is a mean over what is
-        scored at once, all at once."""
+        """``told(group)``, plain numbers, of n scored completions of every prompt, block by block
+        (:mod:`stages.running.blocks`); rubric rewards, whose confidence is a mean over what is scored at once, all at
+        once."""
         whole = any(c.kind == "rubric" for c in self.config.rewards)
         block = len(prompts) if whole else max(1, 8 * self.config.generation_batch // n)
-        return in_blocks(self.stage, purpose, prompts, lambda part: [told(group) for group in self.groups.of_every_prompt(part, purpose, n, engine)], max(1, block), "prompts", together=True)
+        return in_blocks(
+            self.stage,
+            purpose,
+            prompts,
+            lambda part: [told(group) for group in self.groups.of_every_prompt(part, purpose, n, engine)],
+            max(1, block),
+            "prompts",
+            together=True,
+        )
 
     def _measured_pass_rates(self, prompts) -> dict[str, tuple[int, int]]:
-        """{row id: (samples with a verdict, right ones)} of ``passk_samples`` completions of every prompt by the starting policy."""
-        found = self._of_every_prompt(prompts, "pass-at-k", self.config.passk_samples, lambda group: [[s.correct for s in group], any(np.isfinite(s.total) for s in group)])
+        """{row id: (samples with a verdict, right ones)} of ``passk_samples`` completions of every prompt by the
+        starting policy.
+        """
+        found = self._of_every_prompt(
+            prompts,
+            "pass-at-k",
+            self.config.passk_samples,
+            lambda group: [[s.correct for s in group], any(np.isfinite(s.total) for s in group)],
+        )
         return verdict_counts((row["row_id"], verdicts, scored) for (row, _), (verdicts, scored) in zip(prompts, found))
 
     def _measure_baselines(self) -> None:
-        """The baseline of every prompt: from the input ``baselines``, else from completions of the starting policy (v_star: of the reference). Prompts without one, and for v_star those
-        that were never answered right, which have no V* to speak of, are left out (ASTAR-PO)."""
+        """The baseline of every prompt: from the input ``baselines``, else from completions of the starting policy
+        (v_star: of the reference). Prompts without one, and for v_star those that were never answered right, which have
+        no V* to speak of, are left out (ASTAR-PO)."""
         prompts, v_star = self.order.prompts, self.row.baseline == "v_star"
         if self.stage.has("baselines"):
             rows = {r["prompt_id"]: r for r in self.stage.dataset("baselines").iter_rows()}
             known = {prompt_id: float(r["b"]) for prompt_id, r in rows.items()}
             if missing := [row["prompt_id"] for row, _ in prompts if row["prompt_id"] not in known]:
-                raise ConfigError(f"the input baselines has none for prompt {missing[0]} and {len(missing) - 1} more; give the baselines of these prompts, or leave the input out so that "
-                                  "they are sampled before training.")
-            judged = {prompt_id: json.loads(r["extra_json"] or "{}").get("verdicts") for prompt_id, r in rows.items()}  # that an rl stage wrote says them
+                raise ConfigError(
+                    f"the input baselines has none for prompt {missing[0]} and {len(missing) - 1} more; give the"
+                    " baselines of these prompts, or leave the input out so that they are sampled before training."
+                )
+            # that an rl stage wrote says them
+            judged = {prompt_id: json.loads(r["extra_json"] or "{}").get("verdicts") for prompt_id, r in rows.items()}
         else:
+
             def told(group):
                 made = self.crediting.baseline_of(group)
                 return [made and [made[0], len(made[1]), verdicts_on(made[1])], verdicts_on(group)]
 
-            found = self._of_every_prompt(prompts, "baseline", self.config.baseline_samples, told, self._reference_engine() if v_star else None)
+            found = self._of_every_prompt(
+                prompts, "baseline", self.config.baseline_samples, told, self._reference_engine() if v_star else None
+            )
             made = [(row, *of_prompt) for (row, _), (of_prompt, _) in zip(prompts, found) if of_prompt]
             self.records.baselines(made)
             known = {row["prompt_id"]: value for row, value, *_ in made}
             judged = {row["prompt_id"]: verdicts for (row, _), (_, verdicts) in zip(prompts, found)}
             if not known:
-                raise TrainingError(f"None of the completions behind baseline={self.row.baseline} could be scored. Mend the reward component, or give the input baselines.")
+                raise TrainingError(
+                    f"None of the completions behind baseline={self.row.baseline} could be scored. Mend the reward"
+                    " component, or give the input baselines."
+                )
             if unknown := {row["row_id"] for row, _ in prompts if row["prompt_id"] not in known}:
                 self.order.leave_out(unknown)
-                self.stage.warn("baselines_unknown", f"{len(unknown)} of {len(prompts)} prompts have no completion that could be scored, so their baseline is unknown, and are left out.")
+                self.stage.warn(
+                    "baselines_unknown",
+                    f"{len(unknown)} of {len(prompts)} prompts have no completion that could be scored, so their"
+                    " baseline is unknown, and are left out.",
+                )
         if self.stored is not None:
-            outside = sorted({g.prompt["prompt_id"] for g in self.stored.groups} - {row["prompt_id"] for row, _ in prompts} - known.keys())
+            outside = sorted(
+                {g.prompt["prompt_id"] for g in self.stored.groups}
+                - {row["prompt_id"] for row, _ in prompts}
+                - known.keys()
+            )
             if outside:
-                raise ConfigError(f"the input stored has completions to {len(outside)} prompts without a baseline (the first is {outside[0]}); give data that holds these prompts, or the "
-                                  "input baselines with theirs.")
+                raise ConfigError(
+                    f"the input stored has completions to {len(outside)} prompts without a baseline (the first is"
+                    f" {outside[0]}); give data that holds these prompts, or the input baselines with theirs."
+                )
         if v_star:
-            hopeless = {row["row_id"]: row["prompt_id"] for row, _ in self.order.prompts if (of := judged.get(row["prompt_id"])) and of[0] and not of[1]}
+            hopeless = {
+                row["row_id"]: row["prompt_id"]
+                for row, _ in self.order.prompts
+                if (of := judged.get(row["prompt_id"])) and of[0] and not of[1]
+            }
             if self.stage.has("baselines") and not any(judged.values()):
-                self.stage.warn("never_solved_unknown", "The input baselines does not say which prompts were ever answered right, so none is left out for that; baselines of an rl stage say it.")
+                self.stage.warn(
+                    "never_solved_unknown",
+                    "The input baselines does not say which prompts were ever answered right, so none is left out for"
+                    " that; baselines of an rl stage say it.",
+                )
             self.order.leave_out(set(hopeless))
             known = {prompt_id: b for prompt_id, b in known.items() if prompt_id not in hopeless.values()}
             self.stage.log(f"{len(hopeless)} prompts were never answered right by the starting policy and are left out")
@@ -404,22 +606,34 @@ class Rollouts:
             self.stored.keep(known)
 
     def _reference_engine(self):
-        """What samples from the reference, where it is another model than the policy; None where it is the policy as it starts."""
-        if self.reference is None or not self.stage.has("reference") or self.stage.inputs["reference"].digest == self.stage.inputs["model"].digest:
+        """What samples from the reference, where it is another model than the policy; None where it is the policy as it
+        starts.
+        """
+        if (
+            self.reference is None
+            or not self.stage.has("reference")
+            or self.stage.inputs["reference"].digest == self.stage.inputs["model"].digest
+        ):
             return None
         from stages.decoding.sampler import Sampler
         from stages.models.sharding import root_of
 
         if root_of(self.reference) is not None:
-            raise ConfigError("baseline=v_star is an expectation under the input reference, which cannot be sampled from in shards; write sharding=none, or give the input baselines of a run "
-                              "that started from the reference.")
+            raise ConfigError(
+                "baseline=v_star is an expectation under the input reference, which cannot be sampled from in shards;"
+                " write sharding=none, or give the input baselines of a run that started from the reference."
+            )
         return Sampler(self.reference, self.policy.renderer.tokenizer, max_batch=self.config.generation_batch)
 
     def _warm_up_critic(self) -> None:
-        """Critic steps on rollouts of the starting policy, which are not kept, nor counted in running statistics or the moving baseline (VAPO value pretraining)."""
+        """Critic steps on rollouts of the starting policy, which are not kept, nor counted in running statistics or the
+        moving baseline (VAPO value pretraining).
+        """
         order, credit, n = self.order.state(), self.crediting.state(), self.config.prompts_per_step
         for step in range(self.row.critic_warmup_steps):
-            groups = self.groups.sample(self.order.take(n, self.version), self.iteration, self.version, step * n, "critic-warmup")
+            groups = self.groups.sample(
+                self.order.take(n, self.version), self.iteration, self.version, step * n, "critic-warmup"
+            )
             self.critic.train(self.crediting(groups, self.iteration, self.version).items)
         self.order.restore(order)
         self.crediting.restore(credit)
@@ -427,8 +641,8 @@ class Rollouts:
 
     # -- validation -------------------------------------------------------------------------------------------------
     def evaluate(self, prompts, step: int) -> dict[str, float]:
-        """Metrics of one sampled completion per validation prompt, with the same seeds and length limit (the run's longest) at every call; the answers go to the
-        dataset ``validation``."""
+        """Metrics of one sampled completion per validation prompt, with the same seeds and length limit (the run's
+        longest) at every call; the answers go to the dataset ``validation``."""
         self._wait_for_ahead()
         self.policy.update()
         params = replace(self.policy.params, max_new_tokens=self.config.longest_completion)
@@ -439,22 +653,31 @@ class Rollouts:
         samples = [s for s in drawn if s.error is None]
         if self.config.engine_sleep:
             self.policy.engine.sleep(keep_weights=False)
-        self.held_out.step, self.held_out.multipliers = None, {}  # answers of all passes are compared, so every component counts in all of them, and as it did at the start
+        # answers of all passes are compared, so every component counts in all of them, and as it did at the start
+        self.held_out.step, self.held_out.multipliers = None, {}
         score(self.held_out, samples)
         self.records.validation(samples, step)
-        found = rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples))) if samples else {}
+        found = (
+            rollout_metrics(samples, np.array([s.total for s in samples]), np.arange(len(samples))) if samples else {}
+        )
         if self.held_out is not self.rewards and not counted(self.held_out):
             found = {name: value for name, value in found.items() if name not in NOTHING_COUNTED}
         found |= trajectory_metrics(self.config, self.policy, samples)
         found |= self.beside(prompts, seeds, params, drawn)
-        self.history.append({"step": step, **{f"validation/{k}": v for k, v in found.items() if f"validation/{k}" in WATCHED}})
+        self.history.append(
+            {"step": step, **{f"validation/{k}": v for k, v in found.items() if f"validation/{k}" in WATCHED}}
+        )
         return found
 
     def beside_text(self, trainer) -> dict[str, float]:
-        """Loss per token on the validation rows of the input ``ptx``, and how large the gradient of the pretraining mix is beside that of the RL loss, of the newest step (PPO-PTX)."""
+        """Loss per token on the validation rows of the input ``ptx``, and how large the gradient of the pretraining mix
+        is beside that of the RL loss, of the newest step (PPO-PTX).
+        """
         found = {"ptx/held_out_nll": trainer.evaluate(self.ptx_held_out)["ptx/nll"]} if self.ptx_held_out else {}
         if self.ptx and self.current:
-            norms = [trainer.gradient_norm(items) for items in (self._drawn_text(self.current, self.version), self.current)]
+            norms = [
+                trainer.gradient_norm(items) for items in (self._drawn_text(self.current, self.version), self.current)
+            ]
             found |= {"ptx/gradient_norm_ratio": norms[0] / norms[1]} if norms[1] > 0 else {}
         return found
 
@@ -465,12 +688,20 @@ class Rollouts:
 
 
 def holds_reference(row: RLPreset, config) -> bool:
-    """Whether a moving reference stays where it is inside an iteration: the exact KL reads its whole distribution at every step, and the estimators the log-probs of the iteration's start."""
-    return config.ref_mode in ("ema", "refresh") and row.kl_loss_coef > 0 and row.kl_loss_estimator == "full" and row.kl_target == "ref"
+    """Whether a moving reference stays where it is inside an iteration: the exact KL reads its whole distribution at
+    every step, and the estimators the log-probs of the iteration's start.
+    """
+    return (
+        config.ref_mode in ("ema", "refresh")
+        and row.kl_loss_coef > 0
+        and row.kl_loss_estimator == "full"
+        and row.kl_target == "ref"
+    )
 
 
 def check_ahead(stage, row: RLPreset, exact_logps: bool, members: Members) -> None:
-    """Refuse ``async_rollouts`` where only the loaded parts show that it cannot be (the rest: ``stages.policy.presets.resolve_preset``).
+    """Refuse ``async_rollouts`` where only the loaded parts show that it cannot be (the rest:
+    ``stages.policy.presets.resolve_preset``).
 
     Raises:
         ConfigError: what to write instead.
@@ -478,10 +709,16 @@ def check_ahead(stage, row: RLPreset, exact_logps: bool, members: Members) -> No
     if stage.has("stored"):
         raise ConfigError("async_rollouts=true: with the input stored nothing is sampled; write async_rollouts=false.")
     if not (exact_logps or row.off_policy_ok or stage.config.importance_correction != "none"):
-        raise ConfigError("async_rollouts=true: ratios would start from the policy of today, since the engine's log-probs are not the trainer's (another engine, filters, penalties or "
-                          "bfloat16), and nothing would correct for what changed since the batch was sampled; write importance_correction=token_truncate.")
+        raise ConfigError(
+            "async_rollouts=true: ratios would start from the policy of today, since the engine's log-probs are not the"
+            " trainer's (another engine, filters, penalties or bfloat16), and nothing would correct for what changed"
+            " since the batch was sampled; write importance_correction=token_truncate."
+        )
     if members.active:
-        raise ConfigError("async_rollouts=true: groups with generation prompts, improved or SFT answers build on the iteration before, which is not scored yet; write async_rollouts=false.")
+        raise ConfigError(
+            "async_rollouts=true: groups with generation prompts, improved or SFT answers build on the iteration"
+            " before, which is not scored yet; write async_rollouts=false."
+        )
 
 
 def check_stored(stage, row: RLPreset) -> None:
@@ -492,35 +729,69 @@ def check_stored(stage, row: RLPreset) -> None:
     """
     config = stage.config
     if not row.off_policy_ok:
-        raise ConfigError(f"the input stored gives rollouts of other policies to {config.preset}, which is on-policy; write preset=topr, "
-                          "offline_is, copg, mdpo or oreo, or leave the input out.")
-    refused = {"baseline=greedy (write baseline=moving_average, or table, which is measured before training)": row.read_baseline == "greedy",
-               "mean of new completions to hold at a bound (write a weight instead of at_least)": any(c.at_least is not None for c in config.rewards),
-               "advantage=vine, which goes on from completions (write advantage=reward_minus_baseline)": row.advantage == "vine",
-               f"opponent={row.opponent} (write opponent=self)": row.advantage == "win_rate" and row.opponent != "self",
-               f"replay_fraction={config.replay_fraction} (stored groups come again by themselves, pass after pass; write replay_fraction=0)": config.replay_fraction > 0,
-               "dynamic_sampling=true (write dynamic_sampling=false)": row.dynamic_sampling, f"curriculum={config.curriculum} (write curriculum=none)": config.curriculum != "none",
-               f"difficulty_band={config.difficulty_band} (store rollouts of the prompts that you want)": config.difficulty_band is not None,
-               f"no_resampling_pass_rate={config.no_resampling_pass_rate}": config.no_resampling_pass_rate is not None,
-               f"mode_mix={config.mode_mix} (write mode_mix=fresh)": config.mode_mix != "fresh", f"sft_member={config.sft_member} (write sft_member=none)": config.sft_member != "none",
-               f"conditioning={config.conditioning} (write conditioning=plain)": config.conditioning != "plain"}
+        raise ConfigError(
+            f"the input stored gives rollouts of other policies to {config.preset}, which is on-policy; write"
+            " preset=topr, offline_is, copg, mdpo or oreo, or leave the input out."
+        )
+    refused = {
+        "baseline=greedy (write baseline=moving_average, or table, which is measured before training)": (
+            row.read_baseline == "greedy"
+        ),
+        "mean of new completions to hold at a bound (write a weight instead of at_least)": any(
+            c.at_least is not None for c in config.rewards
+        ),
+        "advantage=vine, which goes on from completions (write advantage=reward_minus_baseline)": (
+            row.advantage == "vine"
+        ),
+        f"opponent={row.opponent} (write opponent=self)": row.advantage == "win_rate" and row.opponent != "self",
+        f"replay_fraction={config.replay_fraction} (stored groups come again by themselves, pass after pass; write replay_fraction=0)": (
+            config.replay_fraction > 0
+        ),
+        "dynamic_sampling=true (write dynamic_sampling=false)": row.dynamic_sampling,
+        f"curriculum={config.curriculum} (write curriculum=none)": config.curriculum != "none",
+        f"difficulty_band={config.difficulty_band} (store rollouts of the prompts that you want)": (
+            config.difficulty_band is not None
+        ),
+        f"no_resampling_pass_rate={config.no_resampling_pass_rate}": config.no_resampling_pass_rate is not None,
+        f"mode_mix={config.mode_mix} (write mode_mix=fresh)": config.mode_mix != "fresh",
+        f"sft_member={config.sft_member} (write sft_member=none)": config.sft_member != "none",
+        f"conditioning={config.conditioning} (write conditioning=plain)": config.conditioning != "plain",
+    }
     for text in (text for text, on in refused.items() if on):
-        raise ConfigError(f"the input stored gives the completions, and nothing is sampled, so there is no {text}; or leave the input stored out.")
+        raise ConfigError(
+            f"the input stored gives the completions, and nothing is sampled, so there is no {text}; or leave the input"
+            " stored out."
+        )
 
 
 def pretraining_items(data, renderer, max_length: int, split: str = "train") -> list[Item]:
-    """The rows of a text or demonstrations dataset, every token trained (PPO-PTX); none of a ``split`` that is not there, unless it is that of training."""
+    """The rows of a text or demonstrations dataset, every token trained (PPO-PTX); none of a ``split`` that is not
+    there, unless it is that of training.
+    """
     if split != "train" and split not in data.manifest["splits"]:
         return []
     from stages.sft import encode_text
 
     per_token = 0.0
-    if data.kind == "text/1":  # a row holds several documents or a part of one: as many as its tokens make up on average
-        rows = [i.responses[0].tolist() for i in encode_text(data, split, renderer, SimpleNamespace(max_length=max_length))[0]]
-        per_token = sum(1 for _ in data.iter_rows(columns=["text"], split=split)) / max(sum(len(ids) - 1 for ids in rows), 1)
+    # a row holds several documents or a part of one: as many as its tokens make up on average
+    if data.kind == "text/1":
+        rows = [
+            i.responses[0].tolist()
+            for i in encode_text(data, split, renderer, SimpleNamespace(max_length=max_length))[0]
+        ]
+        per_token = sum(1 for _ in data.iter_rows(columns=["text"], split=split)) / max(
+            sum(len(ids) - 1 for ids in rows), 1
+        )
     else:
         rows = [renderer.conversation(r["messages"], max_length=max_length).ids for r in data.iter_rows(split=split)]
-    made = [make_item(f"ptx-{k}", [], [ids], [[1] * len(ids)], ptx=True, documents=(len(ids) - 1) * per_token or 1.0) for k, ids in enumerate(rows) if len(ids) > 1]
+    made = [
+        make_item(f"ptx-{k}", [], [ids], [[1] * len(ids)], ptx=True, documents=(len(ids) - 1) * per_token or 1.0)
+        for k, ids in enumerate(rows)
+        if len(ids) > 1
+    ]
     if not made and split == "train":
-        raise ValueError("The input ptx has no train row with two tokens or more; give a text/1 dataset with a train split, or ptx_coef=0.")
+        raise ValueError(
+            "The input ptx has no train row with two tokens or more; give a text/1 dataset with a train split, or"
+            " ptx_coef=0."
+        )
     return made

@@ -14,8 +14,9 @@ from stages.rollouts.policy import PolicySampler
 
 
 class StepRewards:
-    """What each reasoning step of a completion earns by the input ``reward_model``: a process reward model's probability that it is right, or a scalar reward model's score of
-    the response up to there (GRPO-PROCESS). A completion is scored once.
+    """What each reasoning step of a completion earns by the input ``reward_model``: a process reward model's
+    probability that it is right, or a scalar reward model's score of the response up to there (GRPO-PROCESS). A
+    completion is scored once.
 
     Raises:
         ValueError: a reward model of another kind.
@@ -24,19 +25,35 @@ class StepRewards:
     def __init__(self, stage, renderer):
         from stages.reward_models.reward_scorers import load_scorer
 
-        self.scorer, self.renderer, self.separator = load_scorer(stage.path("reward_model"), stage.device, frozen=stage.config.frozen_dtype), renderer, stage.config.step_separator
+        self.scorer, self.renderer, self.separator = (
+            load_scorer(stage.path("reward_model"), stage.device, frozen=stage.config.frozen_dtype),
+            renderer,
+            stage.config.step_separator,
+        )
         if not self.reads_text and not hasattr(self.scorer, "score_ids"):
-            raise ValueError(f"advantage=process reads a process reward model (objective=prm) or a scalar one, not objective={self.scorer.card.objective}; give "
-                             "another reward_model.")
+            raise ValueError(
+                "advantage=process reads a process reward model (objective=prm) or a scalar one, not"
+                f" objective={self.scorer.card.objective}; give another reward_model."
+            )
         if not self.reads_text and not self.scorer.reads_ids_of(renderer):
-            raise ValueError("advantage=process scores a completion's token ids with the input reward_model, which has another tokenizer or chat template than the policy; give a process reward model "
-                             "(objective=prm), which reads text, or a scalar one with the policy's tokenizer and template.")
-        stage.warn("rewards_watched", f"advantage=process pays what the input reward_model says of each step; {', '.join(c.name for c in stage.config.rewards)} "
-                   f"{'is' if len(stage.config.rewards) == 1 else 'are'} scored, logged and stored, and paid to nobody.")
+            raise ValueError(
+                "advantage=process scores a completion's token ids with the input reward_model, which has another"
+                " tokenizer or chat template than the policy; give a process reward model (objective=prm), which reads"
+                " text, or a scalar one with the policy's tokenizer and template."
+            )
+        stage.warn(
+            "rewards_watched",
+            "advantage=process pays what the input reward_model says of each step;"
+            f" {', '.join(c.name for c in stage.config.rewards)} {'is' if len(stage.config.rewards) == 1 else 'are'}"
+            " scored, logged and stored, and paid to nobody.",
+        )
         own = self.scorer.card.options["separator"] if self.reads_text else self.separator
         if own != self.separator:
-            stage.warn("step_separator", f"Steps end at {own!r}, which the process reward model was trained on, and not at step_separator={self.separator!r}; write "
-                       f"step_separator={own!r}.")
+            stage.warn(
+                "step_separator",
+                f"Steps end at {own!r}, which the process reward model was trained on, and not at"
+                f" step_separator={self.separator!r}; write step_separator={own!r}.",
+            )
             self.separator = own
 
     @property
@@ -54,31 +71,56 @@ class StepRewards:
         if self.reads_text:
             from stages.reward_models.reward_scorers import Response
 
-            found = self.scorer.step_probabilities([Response(sample.prompt["prompt"], [{"role": "assistant", "content": sample.text}], row=sample.prompt)])[0]
+            found = self.scorer.step_probabilities(
+                [Response(sample.prompt["prompt"], [{"role": "assistant", "content": sample.text}], row=sample.prompt)]
+            )[0]
         else:
             rows = [list(sample.prompt_ids) + sample.ids[: end + 1] for end in ends]
             found = self.scorer.score_ids(rows) if rows else []
         return (ends, found) if len(ends) == len(found) and np.isfinite(found).all() else ([], [])
 
 
-def monte_carlo(stage, policy: PolicySampler, rewards, samples: list[Sample], group_at: list[Group], iteration: int, version: int,
-                earned: Callable[[list[Sample], int], np.ndarray]) -> tuple[list, list[list[float]]]:
-    """(steps, values before each step) of every completion: the mean reward of ``vine_samples`` continuations from each border (VINEPPO); ``earned``: what completions sampled at
-    an optimizer step are paid (:meth:`stages.rollouts.crediting.Crediting.earned`), cut and long ones as those that they continue.
+def monte_carlo(
+    stage,
+    policy: PolicySampler,
+    rewards,
+    samples: list[Sample],
+    group_at: list[Group],
+    iteration: int,
+    version: int,
+    earned: Callable[[list[Sample], int], np.ndarray],
+) -> tuple[list, list[list[float]]]:
+    """(steps, values before each step) of every completion: the mean reward of ``vine_samples`` continuations from each
+    border (VINEPPO); ``earned``: what completions sampled at an optimizer step are paid
+    (:meth:`stages.rollouts.crediting.Crediting.earned`), cut and long ones as those that they continue.
 
-    Steps end at the separator, in an environment with turns, whose actions are played again. Prompts are continued once for their group.
-    Continuations that the engine lost or that have no score are left out. Where none is left, nothing was learned at that border: its value is
-    the last known one (the step before it earns nothing, the one behind it what both did), the prompt's the mean reward of its group.
+    Steps end at the separator, in an environment with turns, whose actions are played again. Prompts are continued once
+    for their group. Continuations that the engine lost or that have no score are left out. Where none is left, nothing
+    was learned at that border: its value is the last known one (the step before it earns nothing, the one behind it
+    what both did), the prompt's the mean reward of its group.
     """
-    config, starts, borders, prompt_at = stage.config, [], [], {}  # starts: (sample, tokens or turns that are kept); borders: a completion's places there
+    # starts: (sample, tokens or turns that are kept); borders: a completion's places there
+    config, starts, borders, prompt_at = stage.config, [], [], {}
     number, group_of = {id(g): k for k, g in enumerate(group_at)}, []  # of every start
-    steps = [[t["end"] - 1 for t in s.turns] if policy.agent else step_ends(token_pieces(policy.renderer, s.ids), config.step_separator) for s in samples]
+    steps = [
+        (
+            [t["end"] - 1 for t in s.turns]
+            if policy.agent
+            else step_ends(token_pieces(policy.renderer, s.ids), config.step_separator)
+        )
+        for s in samples
+    ]
     steps = [[*ends[:-1], len(s.ids) - 1] if s.ids else [] for ends, s in zip(steps, samples)]
     seeds = []
 
     def border(i: int, k: int) -> int:
         """The place of step k of completion i."""
-        seeds.append([stage.seed_for("vine", iteration, samples[i].prompt["row_id"], i, k, j) for j in range(config.vine_samples)])
+        seeds.append(
+            [
+                stage.seed_for("vine", iteration, samples[i].prompt["row_id"], i, k, j)
+                for j in range(config.vine_samples)
+            ]
+        )
         starts.append((samples[i], k if policy.agent or not k else steps[i][k - 1] + 1))
         group_of.append(number[id(group_at[i])])
         return len(starts) - 1
@@ -102,7 +144,10 @@ def monte_carlo(stage, policy: PolicySampler, rewards, samples: list[Sample], gr
         rewards = earned(group, version)
         return rewards[np.isfinite(rewards)].tolist()
 
-    found, means = [paid(group) for group in made], {id(group): float(np.mean(paid(group.samples) or [0.0])) for group in group_at}
+    found, means = (
+        [paid(group) for group in made],
+        {id(group): float(np.mean(paid(group.samples) or [0.0])) for group in group_at},
+    )
     values = []
     for group, places in zip(group_at, borders):
         last = means[id(group)]

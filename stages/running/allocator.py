@@ -1,7 +1,8 @@
-"""What the C library does with freed memory, for stage processes that train or sample. glibc only; elsewhere nothing happens.
+"""What the C library does with freed memory, for stage processes that train or sample. glibc only; elsewhere nothing
+happens.
 
-A step frees tensors of tens of MiB and asks for the like again. By default glibc hands blocks that large back to the system, and
-every page of the next one is a page fault and a zeroed page.
+A step frees tensors of tens of MiB and asks for the like again. By default glibc hands blocks that large back to the
+system, and every page of the next one is a page fault and a zeroed page.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Give every block of a MiB and more a mapping of its own from now on: for what comes and goes between blocks that stay (layers that are gathered
-    between shards), among which kept memory would grow to the sum of all of it."""
+    """Give every block of a MiB and more a mapping of its own from now on: for what comes and goes between blocks that
+    stay (layers that are gathered between shards), among which kept memory would grow to the sum of all of it."""
     _set(_MMAP_THRESHOLD, 1 << 20)
     _set(_TRIM_THRESHOLD, 1 << 17)
 

@@ -1,7 +1,9 @@
-"""Values that take long to compute and are needed all together before a stage can write or train: computed block by block, each block once however often the stage is killed.
+"""Values that take long to compute and are needed all together before a stage can write or train: computed block by
+block, each block once however often the stage is killed.
 
-What is finished lies in ``blocks/NAME.jsonl`` of the work directory, a line per block, durable before the next block begins, and counts as read only where its checksum is
-right. The values must be a function of the stage's key (code, settings, inputs, seed), so they need no checkpoint; a stage computes them before its first one.
+What is finished lies in ``blocks/NAME.jsonl`` of the work directory, a line per block, durable before the next block
+begins, and counts as read only where its checksum is right. The values must be a function of the stage's key (code,
+settings, inputs, seed), so they need no checkpoint; a stage computes them before its first one.
 """
 
 from __future__ import annotations
@@ -15,8 +17,17 @@ from typing import Any
 from stages.running import usage
 
 
-def in_blocks(stage, name: str, items: Sequence, compute: Callable[[Sequence], Sequence], block: int, unit: str = "rows", together: bool = False) -> list:
-    """``compute(items[a:b])`` gives a value per item, plain numbers, texts and lists (JSON; arrays become lists); returns the values of all items.
+def in_blocks(
+    stage,
+    name: str,
+    items: Sequence,
+    compute: Callable[[Sequence], Sequence],
+    block: int,
+    unit: str = "rows",
+    together: bool = False,
+) -> list:
+    """``compute(items[a:b])`` gives a value per item, plain numbers, texts and lists (JSON; arrays become lists);
+    returns the values of all items.
 
     What a block used (tokens, questions to judges) and warned of is told again where it is read back.
 
@@ -36,20 +47,34 @@ def in_blocks(stage, name: str, items: Sequence, compute: Callable[[Sequence], S
     values = [value for line in lines for value in line["values"]]
     if lines and stage.units_done == 0:
         if writes:  # a checkpoint would hold both
-            usage.count(**{k: sum(line["usage"].get(k, 0) for line in lines) for k in {k for line in lines for k in line["usage"]}})
+            usage.count(
+                **{
+                    k: sum(line["usage"].get(k, 0) for line in lines)
+                    for k in {k for line in lines for k in line["usage"]}
+                }
+            )
             for line in lines:
                 for warning in line["warnings"]:
                     stage.warn(**warning)
         stage.log(f"{len(values)} of {len(items)} {unit} were done before ({name})")
     for start in range(len(values), len(items), block):
         before, known = usage.so_far(), len(stage.warnings)
-        found = list(compute(items[start:start + block]))
+        found = list(compute(items[start : start + block]))
         used = {k: n - before.get(k, 0) for k, n in usage.so_far().items()}
         if together:
             parts = ranks.gather(used)
             used = {k: sum(part.get(k, 0) for part in parts) for k in sorted({k for part in parts for k in part})}
-        text = json.dumps({"start": start, "items": len(items), "block": block, "values": found, "usage": {k: n for k, n in used.items() if n}, "warnings": stage.warnings[known:]},
-                          default=lambda array: array.tolist())
+        text = json.dumps(
+            {
+                "start": start,
+                "items": len(items),
+                "block": block,
+                "values": found,
+                "usage": {k: n for k, n in used.items() if n},
+                "warnings": stage.warnings[known:],
+            },
+            default=lambda array: array.tolist(),
+        )
         if writes:
             _append(path, text)
         values += json.loads(text)["values"]
@@ -66,7 +91,9 @@ def _append(path, text: str) -> None:
 
 
 def _finished(path, items: int, block: int) -> list[dict[str, Any]]:
-    """The complete blocks of a file in order, those of exactly these items and blocks; what follows a torn or damaged line is cut off."""
+    """The complete blocks of a file in order, those of exactly these items and blocks; what follows a torn or damaged
+    line is cut off.
+    """
     if not path.exists():
         return []
     found, good = [], 0

@@ -1,4 +1,6 @@
-"""JSON over HTTP to servers with an OpenAI interface (judges, writers, sampling engines) and to reward servers: one call, one deadline, one kind of error, one way of asking again."""
+"""JSON over HTTP to servers with an OpenAI interface (judges, writers, sampling engines) and to reward servers: one
+call, one deadline, one kind of error, one way of asking again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ LONGEST_WAIT = 120.0
 
 
 class ServerError(RuntimeError):
-    """A server did not answer as it should; ``status`` is its HTTP status, None where there was no answer; ``retry_after``: seconds after which it wants to be asked again."""
+    """A server did not answer as it should; ``status`` is its HTTP status, None where there was no answer;
+    ``retry_after``: seconds after which it wants to be asked again.
+    """
 
     def __init__(self, text: str, status: int | None = None, retry_after: float = 0.0):
         super().__init__(text)
@@ -34,7 +38,9 @@ class ServerError(RuntimeError):
 
     @property
     def refusal(self) -> bool:
-        """Whether it is about this one request (too long, refused content, an answer that is none) and not about the server."""
+        """Whether it is about this one request (too long, refused content, an answer that is none) and not about the
+        server.
+        """
         return self.status in (200, 400, 413, 422)
 
 
@@ -51,7 +57,9 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
     headers = {"Content-Type": "application/json"}
     if key_variable:
         if key_variable not in os.environ:
-            raise ServerError(f"the key is expected in the environment variable {key_variable}, which is not set; export it", 401)
+            raise ServerError(
+                f"the key is expected in the environment variable {key_variable}, which is not set; export it", 401
+            )
         headers["Authorization"] = "Bearer " + os.environ[key_variable]
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     try:
@@ -63,13 +71,17 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
             said = error.read(400).decode(errors="replace").strip()
         except (OSError, http.client.HTTPException):  # the status is what counts
             said = ""
-        raise ServerError(f"HTTP {error.code}: {said or error.reason}", error.code, _seconds(error.headers.get("Retry-After"))) from error
+        raise ServerError(
+            f"HTTP {error.code}: {said or error.reason}", error.code, _seconds(error.headers.get("Retry-After"))
+        ) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise ServerError(f"{type(error).__name__}: {error}") from error
 
 
 def _writable(value):
-    """A parsed answer whose texts can be written as UTF-8: half of a character (a server that streams bytes cuts emoji in two) becomes the replacement character."""
+    """A parsed answer whose texts can be written as UTF-8: half of a character (a server that streams bytes cuts emoji
+    in two) becomes the replacement character.
+    """
     if isinstance(value, str):
         return value if value.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", value)
     if isinstance(value, list):
@@ -78,7 +90,9 @@ def _writable(value):
 
 
 def _whole(answer, timeout_s: float) -> bytes:
-    """The body of an answer. A socket's time-out begins anew with every byte, which servers send to keep a waiting request alive, so the whole has a deadline of its own."""
+    """The body of an answer. A socket's time-out begins anew with every byte, which servers send to keep a waiting
+    request alive, so the whole has a deadline of its own.
+    """
     parts, deadline = [], time.monotonic() + timeout_s
     while part := answer.read1(1 << 16):
         parts.append(part)
@@ -115,12 +129,21 @@ class ChatServer:
     """The model of a server with the OpenAI chat interface (``/chat/completions``).
 
     Args:
-        endpoint: base URL, for example ``http://localhost:8000/v1``. model: name the server knows. key_variable: environment variable that holds
-            the key, if one is needed; keys never enter a configuration. timeout_s: seconds of one answer. concurrency: requests under way at once.
+        endpoint: base URL, for example ``http://localhost:8000/v1``. model: name the server knows. key_variable:
+            environment variable that holds the key, if one is needed; keys never enter a configuration. timeout_s:
+            seconds of one answer. concurrency: requests under way at once.
     """
 
-    def __init__(self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0, concurrency: int = 8):
-        self.endpoint, self.model, self.key_variable, self.timeout_s, self.concurrency = endpoint.rstrip("/"), model, key_variable, timeout_s, concurrency
+    def __init__(
+        self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0, concurrency: int = 8
+    ):
+        self.endpoint, self.model, self.key_variable, self.timeout_s, self.concurrency = (
+            endpoint.rstrip("/"),
+            model,
+            key_variable,
+            timeout_s,
+            concurrency,
+        )
 
     def ask(self, messages: list[dict], **settings) -> dict:
         """The choice that answers a conversation, with the answer's ``usage``.
@@ -130,11 +153,17 @@ class ChatServer:
         body = {"model": self.model, "messages": messages, **settings}
 
         def once() -> dict:
-            answer = request_json(self.endpoint + "/chat/completions", body, key_variable=self.key_variable, timeout_s=self.timeout_s)
+            answer = request_json(
+                self.endpoint + "/chat/completions", body, key_variable=self.key_variable, timeout_s=self.timeout_s
+            )
             try:
                 return {**answer["choices"][0], "usage": answer.get("usage") or {}}
             except (KeyError, IndexError, TypeError, AttributeError) as error:
-                raise ServerError(f"the answer is no chat completion ({type(error).__name__}: {error})" + f": {json.dumps(answer)[:200]}" * (answer is not None), 200) from error
+                raise ServerError(
+                    f"the answer is no chat completion ({type(error).__name__}: {error})"
+                    + f": {json.dumps(answer)[:200]}" * (answer is not None),
+                    200,
+                ) from error
 
         return patiently(once)
 

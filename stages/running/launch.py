@@ -1,9 +1,10 @@
 """The ranks of a stage that runs on several devices: started together, ended together.
 
-Every rank is forked from the process that launches them, once that has imported what the stage needs: new interpreters would import it once each.
-They get the variables that torchrun gives (``RANK``, ``WORLD_SIZE``, ``MASTER_PORT``, ...), and the launcher keeps the store in which they find
-each other. A rank that finds that an import has opened CUDA becomes a new interpreter, since a fork could not use the GPU; so does every
-rank where processes are not forked (:func:`stages.running.warm.forks`).
+Every rank is forked from the process that launches them, once that has imported what the stage needs: new interpreters
+would import it once each. They get the variables that torchrun gives (``RANK``, ``WORLD_SIZE``, ``MASTER_PORT``, ...),
+and the launcher keeps the store in which they find each other. A rank that finds that an import has opened CUDA becomes
+a new interpreter, since a fork could not use the GPU; so does every rank where processes are not forked
+(:func:`stages.running.warm.forks`).
 """
 
 from __future__ import annotations
@@ -28,20 +29,27 @@ GRACE_SECONDS = 30.0  # a rank inside a collective takes five of them
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def launch(spec_path: str, stage: str, devices: int, run: Callable[[str], int], started: Callable[[], None] = lambda: None,
-           nodes: dict[str, Any] | None = None) -> dict[int, int]:
-    """Run ``run(spec_path)`` on ``devices`` ranks to their end: {} where all ended with 0; else rank -> exit code (-N: ended by signal N) of those that
-    failed by themselves, nearly always one, upon which the others are ended.
+def launch(
+    spec_path: str,
+    stage: str,
+    devices: int,
+    run: Callable[[str], int],
+    started: Callable[[], None] = lambda: None,
+    nodes: dict[str, Any] | None = None,
+) -> dict[int, int]:
+    """Run ``run(spec_path)`` on ``devices`` ranks to their end: {} where all ended with 0; else rank -> exit code (-N:
+    ended by signal N) of those that failed by themselves, nearly always one, upon which the others are ended.
 
-    stage: the stage's name, for its imports. started: called in this process once the ranks are there. nodes: which machine this is among several that have so many
-    ranks each ({"count", "rank", "address", "port"}); the store is with the first. Whatever is raised here (SIGTERM's handler may) ends the ranks
-    first.
+    stage: the stage's name, for its imports. started: called in this process once the ranks are there. nodes: which
+    machine this is among several that have so many ranks each ({"count", "rank", "address", "port"}); the store is with
+    the first. Whatever is raised here (SIGTERM's handler may) ends the ranks first.
     """
     forked = warm.forks()
     if forked:
         with warm.closed_devices():
             warm.load()
-            if stage in STAGES:  # the project's own; what somebody else's does when it is imported is not known to survive a fork
+            # the project's own; what somebody else's does when it is imported is not known to survive a fork
+            if stage in STAGES:
                 get_stage(stage)
         gc.freeze()
     running: dict[int, int] = {}  # process id -> rank
@@ -57,11 +65,18 @@ def launch(spec_path: str, stage: str, devices: int, run: Callable[[str], int], 
                     if pid == 0:
                         if listener:
                             listener.close()
-                        _be_rank({**common, "RANK": rank, "LOCAL_RANK": str(local), "ROLE_RANK": rank}, spec_path, stage, run, forked)
+                        _be_rank(
+                            {**common, "RANK": rank, "LOCAL_RANK": str(local), "ROLE_RANK": rank},
+                            spec_path,
+                            stage,
+                            run,
+                            forked,
+                        )
                     running[pid] = int(rank)
                     _lead(pid)
             started()
-            store = _store(listener) if listener else None  # its thread would be lost in a fork, so it starts behind them; until then they wait at its port
+            # its thread would be lost in a fork, so it starts behind them; until then they wait at its port
+            store = _store(listener) if listener else None
         while running and not failed:
             _collect(running, failed)
         _collect(running, failed, os.WNOHANG)  # those that ended at the same time
@@ -73,7 +88,9 @@ def launch(spec_path: str, stage: str, devices: int, run: Callable[[str], int], 
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """SIGTERM and SIGINT wait: their handlers, raising in a rank that is not one yet, would unwind the launcher's part of it."""
+    """SIGTERM and SIGINT wait: their handlers, raising in a rank that is not one yet, would unwind the launcher's part
+    of it.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -82,7 +99,8 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _listener(nodes: dict[str, Any] | None) -> contextlib.AbstractContextManager[socket.socket | None]:
-    """Where the store will be: at any port for the ranks of this machine, at the one agreed on for those of several, nowhere on all of these but the first.
+    """Where the store will be: at any port for the ranks of this machine, at the one agreed on for those of several,
+    nowhere on all of these but the first.
 
     Raises:
         ConfigError: the port is not free.
@@ -93,14 +111,21 @@ def _listener(nodes: dict[str, Any] | None) -> contextlib.AbstractContextManager
         return contextlib.nullcontext()
     both = socket.has_dualstack_ipv6()
     try:
-        return socket.create_server(("", nodes["port"]), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+        return socket.create_server(
+            ("", nodes["port"]), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
+        )
     except OSError as error:
-        raise ConfigError(f"--rendezvous: port {nodes['port']} of this node cannot be listened at ({error.strerror}); write another one, the same on every node") from None
+        raise ConfigError(
+            f"--rendezvous: port {nodes['port']} of this node cannot be listened at ({error.strerror}); write another"
+            " one, the same on every node"
+        ) from None
 
 
 def _environment(devices: int, port: int, nodes: dict[str, Any] | None) -> dict[str, str]:
     """torchrun's variables that all ranks share, and the process they end with."""
-    here, count, address, port = (nodes["rank"], nodes["count"], nodes["address"], nodes["port"]) if nodes else (0, 1, "127.0.0.1", port)
+    here, count, address, port = (
+        (nodes["rank"], nodes["count"], nodes["address"], nodes["port"]) if nodes else (0, 1, "127.0.0.1", port)
+    )
     everyone = str(devices * count)
     return {
         "WORLD_SIZE": everyone, "LOCAL_WORLD_SIZE": str(devices), "ROLE_WORLD_SIZE": everyone, "GROUP_RANK": str(here), "GROUP_WORLD_SIZE": str(count), "ROLE_NAME": "default",
@@ -138,7 +163,8 @@ def _be_rank(environment: dict[str, str], spec_path: str, stage: str, run: Calla
     finally:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
-        os._exit(code)  # threads of the process group that still run must not abort the interpreter's end, which would be this rank's
+        # threads of the process group that still run must not abort the interpreter's end, which would be this rank's
+        os._exit(code)
 
 
 def _lead(pid: int) -> None:
@@ -155,7 +181,8 @@ def _collect(running: dict[int, int], failed: dict[int, int], options: int = 0) 
             return
         rank = running.get(ended.si_pid)
         if rank is not None:
-            _signal(ended.si_pid, signal.SIGKILL)  # what it left; its number is no other group's while it is not yet collected
+            # what it left; its number is no other group's while it is not yet collected
+            _signal(ended.si_pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(ended.si_pid, 0)[1])
         if rank is not None:
             del running[ended.si_pid]

@@ -1,7 +1,7 @@
 """Rows to training items on all cores: order, counts and errors are those of one process.
 
-Rendering and tokenising a conversation takes a few tenths of a millisecond, so a million of them keep one core busy for minutes before the first
-step, and again after every resume.
+Rendering and tokenising a conversation takes a few tenths of a millisecond, so a million of them keep one core busy for
+minutes before the first step, and again after every resume.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from typing import Any
 PART = 512  # rows given to a process at a time
 WORTH = 4 * PART  # fewer rows are done sooner than processes are started
 
-_of: Callable[[list[dict]], tuple[list, dict[str, int]]]  # what forked processes do; inherited, since closures cannot be sent
+# what forked processes do; inherited, since closures cannot be sent
+_of: Callable[[list[dict]], tuple[list, dict[str, int]]]
 
 
-def items_of(rows: Iterable[dict], of: Callable[[list[dict]], tuple[list, dict[str, int]]], *, expected: int, limit: int | None = None) -> tuple[list, Counter]:
+def items_of(
+    rows: Iterable[dict],
+    of: Callable[[list[dict]], tuple[list, dict[str, int]]],
+    *,
+    expected: int,
+    limit: int | None = None,
+) -> tuple[list, Counter]:
     """(items, counts of what was dropped by reason), in the order of ``rows``.
 
-    of: rows -> (items, counts); what it does to one row must not depend on the others, and it may neither use a GPU nor start threads.
-    expected: about how many rows there are. limit: stop once there are so many items; 0: read none.
+    of: rows -> (items, counts); what it does to one row must not depend on the others, and it may neither use a GPU nor
+    start threads. expected: about how many rows there are. limit: stop once there are so many items; 0: read none.
     """
     items: list = []
     dropped: Counter = Counter()
@@ -45,13 +52,21 @@ def processes() -> int:
     """Processes worth having beside the other ranks on this machine."""
     if sys.platform != "linux":
         return 1
-    return max(1, min(32, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)))
+    return max(
+        1,
+        min(
+            32,
+            len(os.sched_getaffinity(0))
+            // int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1),
+        ),
+    )
 
 
 def _ahead(of: Callable, parts: Iterator[list[dict]], workers: int) -> Iterator[tuple[list, dict[str, int]]]:
     """Results in order; two parts for each process are under way, so that memory does not grow with the dataset.
 
-    What a process could not do is done here: an error then is raised where it arises, and a process that the system has killed costs time only.
+    What a process could not do is done here: an error then is raised where it arises, and a process that the system has
+    killed costs time only.
     """
     global _of
     from concurrent.futures import ProcessPoolExecutor

@@ -1,8 +1,9 @@
 """The processes that train one model together: who this one is, and exact sums over all of them.
 
-A stage that runs on several devices is started once per device (`stages/running/launch.py`). Every rank reads the same rows and plans the same
-micro-batches; each computes its share, and gradients, losses and metrics are summed over ranks before anything is divided
-(`stages.training`). So the number of ranks changes a result only by the rounding of one sum. With one process all of this is free.
+A stage that runs on several devices is started once per device (`stages/running/launch.py`). Every rank reads the same
+rows and plans the same micro-batches; each computes its share, and gradients, losses and metrics are summed over ranks
+before anything is divided (`stages.training`). So the number of ranks changes a result only by the rounding of one sum.
+With one process all of this is free.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def world_size() -> int:
 
 
 def connect(device: str = "cpu") -> int:
-    """Join the process group named by the environment, which is torchrun's (gloo on the CPU, NCCL on CUDA); returns the number of ranks."""
+    """Join the process group named by the environment, which is torchrun's (gloo on the CPU, NCCL on CUDA); returns the
+    number of ranks.
+    """
     size = world_size()
     if size > 1 and not dist.is_initialized():
         if device.startswith("cuda"):
@@ -40,7 +43,9 @@ def connect(device: str = "cpu") -> int:
 
 
 def shares(groups: Sequence[Sequence], cost: Callable[[Sequence], int]) -> list[list[Sequence]]:
-    """The micro-batches of every rank: the dearest first, each to the rank with the least work so far. One rank keeps their order."""
+    """The micro-batches of every rank: the dearest first, each to the rank with the least work so far. One rank keeps
+    their order.
+    """
     if world_size() == 1:
         return [list(groups)]
     load, found = [0] * world_size(), [[] for _ in range(world_size())]
@@ -52,7 +57,9 @@ def shares(groups: Sequence[Sequence], cost: Callable[[Sequence], int]) -> list[
 
 
 def sum_numbers(values: dict[str, float]) -> dict[str, float]:
-    """Sum per name over ranks, in rank order, of names that end with ``_max`` the maximum; a name missing on a rank counts as 0."""
+    """Sum per name over ranks, in rank order, of names that end with ``_max`` the maximum; a name missing on a rank
+    counts as 0.
+    """
     if world_size() == 1:
         return values
     everyone: list[dict[str, float]] = [{}] * world_size()
@@ -75,7 +82,9 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
             continue
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        if bucket and (p.grad.dtype != bucket[0].grad.dtype or sum(b.numel() for b in bucket) + p.numel() > BUCKET_ELEMENTS):
+        if bucket and (
+            p.grad.dtype != bucket[0].grad.dtype or sum(b.numel() for b in bucket) + p.numel() > BUCKET_ELEMENTS
+        ):
             _sum_bucket(bucket)
             bucket = []
         bucket.append(p)
@@ -118,8 +127,8 @@ _thread = _Thread()
 
 
 def beside():
-    """A group of all ranks for the messages of one more thread (:func:`speak_in`), which would meet those of this one out of order; every rank must ask. None
-    where there is one rank."""
+    """A group of all ranks for the messages of one more thread (:func:`speak_in`), which would meet those of this one
+    out of order; every rank must ask. None where there is one rank."""
     return dist.new_group(backend="gloo", timeout=timedelta(hours=4)) if world_size() > 1 else None
 
 

@@ -1,15 +1,17 @@
-"""Untrusted code in killable processes: verifiers written by users, generated programs, and patterns that may never end.
+"""Untrusted code in killable processes: verifiers written by users, generated programs, and patterns that may never
+end.
 
-A worker is a child process in its own process group, with limits on memory, file size and open files, an empty environment, a
-temporary directory that is all it can write to, and no network. It dies with its parent. What it must not do is refused three
-times over, so that each is a net under the others: by the kernel's system-call filter (no new processes, sockets, signals to or
-memory of others, privileges: :func:`forbid_calls`), by its file rules (Landlock: Python's own files to read, nothing else:
-:func:`forbid_files`) and by the interpreter's audit hook (:func:`forbid_events`), which is alone where a kernel has neither.
-A job that exceeds its wall time is killed and costs its own time-out only: the next job gets a new worker. Every job ends as a
-value or as an error with a reason.
+A worker is a child process in its own process group, with limits on memory, file size and open files, an empty
+environment, a temporary directory that is all it can write to, and no network. It dies with its parent. What it must
+not do is refused three times over, so that each is a net under the others: by the kernel's system-call filter (no new
+processes, sockets, signals to or memory of others, privileges: :func:`forbid_calls`), by its file rules (Landlock:
+Python's own files to read, nothing else: :func:`forbid_files`) and by the interpreter's audit hook
+(:func:`forbid_events`), which is alone where a kernel has neither. A job that exceeds its wall time is killed and costs
+its own time-out only: the next job gets a new worker. Every job ends as a value or as an error with a reason.
 
-A ``tested`` program and the test that judges it run in two workers (:mod:`stages.running.tested`). Only a test that needs the program's interpreter, because it patches it or reads
-its output, shares it, as in every harness of asserts: there a program written to cheat can. Tests of input and output cannot be cheated; prefer them to such tests.
+A ``tested`` program and the test that judges it run in two workers (:mod:`stages.running.tested`). Only a test that
+needs the program's interpreter, because it patches it or reads its output, shares it, as in every harness of asserts:
+there a program written to cheat can. Tests of input and output cannot be cheated; prefer them to such tests.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _START_S = 60.0  # a loaded machine may need this long to start an interpreter
 LONGEST_S = 600.0  # a job may ask for no more wall time
 _ON_THE_WAY_S = 0.01  # of a question that a test asks a program in another process, on a machine that is busy
 IMPORTS = re.compile(r"^[ \t]*(?:import|from)[ \t]", re.MULTILINE)
-_CHILDREN = inspect.getsource(tested).partition("# ---")[2].partition("\n")[2]  # what its children run of stages.running.tested
+# what its children run of stages.running.tested
+_CHILDREN = inspect.getsource(tested).partition("# ---")[2].partition("\n")[2]
+
 
 def end_with_parent() -> None:
     """Have the kernel end this process when its parent ends."""
@@ -50,7 +54,9 @@ def end_with_parent() -> None:
 
 
 def no_network(said: str) -> None:
-    """Leave the network (a namespace of its own where the kernel allows it), and have everything that opens a socket raise OSError(said)."""
+    """Leave the network (a namespace of its own where the kernel allows it), and have everything that opens a socket
+    raise OSError(said).
+    """
     import ctypes
     import socket
 
@@ -77,15 +83,21 @@ def limit_resources(memory: int) -> None:
     """At most ``memory`` bytes of address space, files of 16 MiB, 64 open files, no core dump."""
     import resource
 
-    for what, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 16 << 20), (resource.RLIMIT_NOFILE, 64), (resource.RLIMIT_CORE, 0)):
+    for what, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, 16 << 20),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+    ):
         resource.setrlimit(what, (value, value))
 
 
 def forbid_calls() -> bool:
-    """Have the kernel refuse what no verifier and no program under test needs, with EPERM, for good; whether it could (Linux on x86-64 or arm64).
+    """Have the kernel refuse what no verifier and no program under test needs, with EPERM, for good; whether it could
+    (Linux on x86-64 or arm64).
 
-    Refused: new processes and programs (threads are fine), sockets, signals to and memory, limits or schedules of other processes, changes of
-    owners and modes, mounts, namespaces, keys, modules, io_uring. Signals to itself pass.
+    Refused: new processes and programs (threads are fine), sockets, signals to and memory, limits or schedules of other
+    processes, changes of owners and modes, mounts, namespaces, keys, modules, io_uring. Signals to itself pass.
     """
     import ctypes
     import os
@@ -96,14 +108,96 @@ def forbid_calls() -> bool:
     if platform.system() != "Linux" or not (x86 or platform.machine() == "aarch64") or struct.calcsize("P") != 8:
         return False
     # number on x86-64, number on arm64 (None: not there)
-    always = {(41, 198), (42, 203), (53, 199), (49, 200), (288, 242), (43, 202), (57, None), (58, None), (59, 221), (322, 281), (101, 117), (310, 270), (311, 271), (312, 272),
-              (200, 130), (129, 138), (297, 240), (424, 424), (434, 434), (438, 438), (425, 425), (426, 426), (427, 427), (323, 282), (298, 241), (321, 280),
-              (165, 40), (166, 39), (155, 41), (161, 51), (272, 97), (308, 268), (428, 428), (429, 429), (430, 430), (431, 431), (432, 432), (442, 442),
-              (248, 217), (249, 218), (250, 219), (175, 105), (313, 273), (176, 106), (246, 104), (320, 294), (169, 142), (167, 224), (168, 225), (163, 89),
-              (90, None), (91, 52), (268, 53), (452, 452), (92, None), (93, 55), (94, None), (260, 54), (132, None), (235, None), (280, 88), (261, None),
-              (188, 5), (189, 6), (190, 7), (197, 14), (198, 15), (199, 16), (133, None), (259, 33), (29, 194), (64, 190), (68, 186), (240, 180),
-              (109, 154), (112, 157), (141, 140), (251, 30), (170, 161), (171, 162), (227, 112), (164, 170), (305, 266), (159, 171), (304, 265), (160, 164)}
-    own = ((62, 129), (234, 131), (302, 261), (203, 122), (144, 119), (142, 118), (314, 274))  # the first argument may be this process; 0 too, but for signals
+    always = {
+        (41, 198),
+        (42, 203),
+        (53, 199),
+        (49, 200),
+        (288, 242),
+        (43, 202),
+        (57, None),
+        (58, None),
+        (59, 221),
+        (322, 281),
+        (101, 117),
+        (310, 270),
+        (311, 271),
+        (312, 272),
+        (200, 130),
+        (129, 138),
+        (297, 240),
+        (424, 424),
+        (434, 434),
+        (438, 438),
+        (425, 425),
+        (426, 426),
+        (427, 427),
+        (323, 282),
+        (298, 241),
+        (321, 280),
+        (165, 40),
+        (166, 39),
+        (155, 41),
+        (161, 51),
+        (272, 97),
+        (308, 268),
+        (428, 428),
+        (429, 429),
+        (430, 430),
+        (431, 431),
+        (432, 432),
+        (442, 442),
+        (248, 217),
+        (249, 218),
+        (250, 219),
+        (175, 105),
+        (313, 273),
+        (176, 106),
+        (246, 104),
+        (320, 294),
+        (169, 142),
+        (167, 224),
+        (168, 225),
+        (163, 89),
+        (90, None),
+        (91, 52),
+        (268, 53),
+        (452, 452),
+        (92, None),
+        (93, 55),
+        (94, None),
+        (260, 54),
+        (132, None),
+        (235, None),
+        (280, 88),
+        (261, None),
+        (188, 5),
+        (189, 6),
+        (190, 7),
+        (197, 14),
+        (198, 15),
+        (199, 16),
+        (133, None),
+        (259, 33),
+        (29, 194),
+        (64, 190),
+        (68, 186),
+        (240, 180),
+        (109, 154),
+        (112, 157),
+        (141, 140),
+        (251, 30),
+        (170, 161),
+        (171, 162),
+        (227, 112),
+        (164, 170),
+        (305, 266),
+        (159, 171),
+        (304, 265),
+        (160, 164),
+    }
+    # the first argument may be this process; 0 too, but for signals
+    own = ((62, 129), (234, 131), (302, 261), (203, 122), (144, 119), (142, 118), (314, 274))
     me, which = os.getpid(), 0 if x86 else 1
     code = []
 
@@ -151,13 +245,35 @@ def readable() -> list[str]:
     import sys
     import sysconfig
 
-    found = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *(p for p in sys.path if p), *sysconfig.get_paths().values()}
-    return [*sorted(found - {"/", "/usr"}), "/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo",
-            "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]
+    found = {
+        sys.prefix,
+        sys.base_prefix,
+        sys.exec_prefix,
+        sys.base_exec_prefix,
+        *(p for p in sys.path if p),
+        *sysconfig.get_paths().values(),
+    }
+    return [
+        *sorted(found - {"/", "/usr"}),
+        "/usr/lib",
+        "/usr/lib64",
+        "/usr/local/lib",
+        "/lib",
+        "/lib64",
+        "/etc/ld.so.cache",
+        "/etc/localtime",
+        "/usr/share/zoneinfo",
+        "/dev/null",
+        "/dev/zero",
+        "/dev/urandom",
+        "/dev/random",
+    ]
 
 
 def forbid_files(own: str, more: list[str]) -> bool:
-    """Have the kernel (Landlock, Linux 5.13) refuse every file outside :func:`readable`, ``more`` and ``own``, the one folder that can be written; whether it could."""
+    """Have the kernel (Landlock, Linux 5.13) refuse every file outside :func:`readable`, ``more`` and ``own``, the one
+    folder that can be written; whether it could.
+    """
     import ctypes
     import os
     import struct
@@ -170,7 +286,9 @@ def forbid_files(own: str, more: list[str]) -> bool:
     if abi < 1:
         return False
     every = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
-    attributes = struct.pack("=QQQ", every, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    attributes = struct.pack("=QQQ", every, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)[
+        : 24 if abi >= 6 else 16 if abi >= 4 else 8
+    ]
     rules = libc.syscall(444, attributes, ctypes.c_size_t(len(attributes)), 0)
     if rules < 0:
         return False
@@ -190,21 +308,58 @@ def forbid_files(own: str, more: list[str]) -> bool:
 
 
 def forbid_events(own: str, more: list[str], native: bool) -> None:
-    """Have the interpreter refuse, for good: processes, sockets, signals to others, files outside :func:`readable`, ``more`` and ``own``; ``native``: also ctypes."""
+    """Have the interpreter refuse, for good: processes, sockets, signals to others, files outside :func:`readable`,
+    ``more`` and ``own``; ``native``: also ctypes.
+    """
     import os
     import sys
 
     folders, me, own = [os.path.realpath(p) for p in [*readable(), *more]], os.getpid(), os.path.realpath(own)
-    starts = (*(("ctypes.",) if native else ()), "socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "os.startfile", "pty.", "os.setxattr", "os.chmod", "os.chown", "os.lchown",
-              "os.chflags", "os.link", "os.symlink")
-    paths = ("os.listdir", "os.scandir", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.utime", "os.chdir", "os.walk", "os.mkfifo", "shutil.rmtree")
+    starts = (
+        *(("ctypes.",) if native else ()),
+        "socket.",
+        "subprocess.",
+        "os.fork",
+        "os.exec",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.system",
+        "os.startfile",
+        "pty.",
+        "os.setxattr",
+        "os.chmod",
+        "os.chown",
+        "os.lchown",
+        "os.chflags",
+        "os.link",
+        "os.symlink",
+    )
+    paths = (
+        "os.listdir",
+        "os.scandir",
+        "os.remove",
+        "os.rename",
+        "os.rmdir",
+        "os.mkdir",
+        "os.truncate",
+        "os.utime",
+        "os.chdir",
+        "os.walk",
+        "os.mkfifo",
+        "shutil.rmtree",
+    )
     real, inside = os.path.realpath, str.startswith
 
     def allowed(path, write):
         if isinstance(path, int) or path is None:
             return True
         path = real(os.fsdecode(path))
-        return path in (own, "/dev/null") or inside(path, own + "/") or not write and any(path == f or inside(path, f + "/") for f in folders)
+        return (
+            path in (own, "/dev/null")
+            or inside(path, own + "/")
+            or not write
+            and any(path == f or inside(path, f + "/") for f in folders)
+        )
 
     busy = []
 
@@ -220,35 +375,53 @@ def forbid_events(own: str, more: list[str], native: bool) -> None:
             write = event != "open" and event not in ("os.listdir", "os.scandir", "os.chdir", "os.walk")
             if event == "open":
                 mode, flags = args[1], args[2]
-                write = isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)) or isinstance(mode, str) and any(c in mode for c in "wax+")
+                write = (
+                    isinstance(flags, int)
+                    and bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+                    or isinstance(mode, str)
+                    and any(c in mode for c in "wax+")
+                )
             busy.append(1)
             try:
                 fine = all(allowed(a, write) for a in (args[:2] if event == "os.rename" else args[:1]))
             finally:
                 busy.pop()
             if not fine:
-                raise PermissionError("the sandbox refuses %s %r: it may read Python's own files, those that a reward names in files=[...], and write into its working directory" % ("writing" if write else "reading", args[0]))
+                raise PermissionError(
+                    "the sandbox refuses %s %r: it may read Python's own files, those that a reward names in"
+                    " files=[...], and write into its working directory" % ("writing" if write else "reading", args[0])
+                )
 
     sys.addaudithook(hook)
 
 
 def lock_down(own: str, more: list[str] = ()) -> None:
-    """All three, for this process and for good. ``own``: the folder it may write to; ``more``: files and folders it may read beside Python's own."""
+    """All three, for this process and for good. ``own``: the folder it may write to; ``more``: files and folders it may
+    read beside Python's own.
+    """
     kernel = forbid_files(own, more)
     kernel = forbid_calls() and kernel
     forbid_events(own, more, native=not kernel)
 
 
 def nets() -> dict[str, bool]:
-    """Whether this machine's kernel has each net, tried in an interpreter of its own: {"system-call filter", "file rules"}."""
-    code = "\n".join(map(inspect.getsource, (forbid_calls, readable, forbid_files))) + "\nimport sys\nprint(int(forbid_files(sys.argv[1], [])), int(forbid_calls()))"
+    """Whether this machine's kernel has each net, tried in an interpreter of its own: {"system-call filter", "file
+    rules"}.
+    """
+    code = (
+        "\n".join(map(inspect.getsource, (forbid_calls, readable, forbid_files)))
+        + "\nimport sys\nprint(int(forbid_files(sys.argv[1], [])), int(forbid_calls()))"
+    )
     with tempfile.TemporaryDirectory() as folder:
-        tried = subprocess.run([sys.executable, "-I", "-c", code, folder], capture_output=True, text=True, timeout=_START_S)
+        tried = subprocess.run(
+            [sys.executable, "-I", "-c", code, folder], capture_output=True, text=True, timeout=_START_S
+        )
     files, calls = (tried.stdout.split() + ["0", "0"])[:2]
     return {"system-call filter": calls == "1", "file rules": files == "1"}
 
 
-#: What a reward function of one's own is given by place where its parameters have names of their own, and the other names of it (verl, TRL).
+#: What a reward function of one's own is given by place where its parameters have names of their own, and the other
+#: names of it (verl, TRL).
 PLACES = ("prompt", "completion", "answer")
 OTHER_NAMES = {"messages": "prompt", "solution_str": "completion", "ground_truth": "answer"}
 
@@ -256,17 +429,21 @@ OTHER_NAMES = {"messages": "prompt", "solution_str": "completion", "ground_truth
 def arguments(function, given: dict, columns: dict, places, other_names: dict, many: bool):
     """(positional, named) arguments that a function of one's own asks for by its signature.
 
-    Parameters are filled by name: of ``given``, then of ``columns``; a ``**`` parameter gets all that are left. Where one of the first three has a name that is
-    neither, and none that is stands at another's place, the first two are prompt and completion whatever they are called, and the third is the answer if its name says
-    so (``gold``, ``reference_solution``) or nothing (``a``, ``_unused``): a ``difficulty`` that no row has is asked for by name and not given the answer. A function that
-    hides its parameters (``*args``) gets the three. many: the values are lists, and plural names mean the same.
+    Parameters are filled by name: of ``given``, then of ``columns``; a ``**`` parameter gets all that are left. Where
+    one of the first three has a name that is neither, and none that is stands at another's place, the first two are
+    prompt and completion whatever they are called, and the third is the answer if its name says so (``gold``,
+    ``reference_solution``) or nothing (``a``, ``_unused``): a ``difficulty`` that no row has is asked for by name and
+    not given the answer. A function that hides its parameters (``*args``) gets the three. many: the values are lists,
+    and plural names mean the same.
 
     Raises TypeError that names a parameter there is nothing for.
     """
     import inspect
     import re
 
-    known = {name: values for single, values in given.items() for name in ((single, single + "s") if many else (single,))}
+    known = {
+        name: values for single, values in given.items() for name in ((single, single + "s") if many else (single,))
+    }
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin without a signature
@@ -274,17 +451,41 @@ def arguments(function, given: dict, columns: dict, places, other_names: dict, m
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return [given[name] for name in places], {}
     first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
-    at = {name: places.index(other_names.get(single, single)) for single in (*places, *other_names) for name in ((single, single + "s") if many else (single,))}
-    by_place = len(first) == 3 and any(p.name not in known and p.name not in columns for p in first) and all(p.name not in known or at.get(p.name) == i for i, p in enumerate(first))
+    at = {
+        name: places.index(other_names.get(single, single))
+        for single in (*places, *other_names)
+        for name in ((single, single + "s") if many else (single,))
+    }
+    by_place = (
+        len(first) == 3
+        and any(p.name not in known and p.name not in columns for p in first)
+        and all(p.name not in known or at.get(p.name) == i for i, p in enumerate(first))
+    )
     third = first[2].name if by_place else ""
-    is_answer = third in known or third not in columns and (len(third) < 3 or third[0] == "_" or re.search(
-        r"(?:^|_)(?:answer|ans|gold|golden|truth|gt|target|label|reference|ref|solution|sol|key|expected|correct)s?\d*(?:_(?:text|value|output|result|string|str|response|completion))?$", third.lower()))
+    is_answer = (
+        third in known
+        or third not in columns
+        and (
+            len(third) < 3
+            or third[0] == "_"
+            or re.search(
+                r"(?:^|_)(?:answer|ans|gold|golden|truth|gt|target|label|reference|ref|solution|sol|key|expected|correct)s?\d*(?:_(?:text|value|output|result|string|str|response|completion))?$",
+                third.lower(),
+            )
+        )
+    )
     taken = (3 if is_answer else 2) if by_place else 0
     positional, named = [given[name] for name in places[:taken]], {}
     rest = {**columns, **known}
     for p in parameters[taken:]:
         if p.kind is p.VAR_KEYWORD:
-            named.update({name: value for name, value in {**(known if many else {}), **columns, **given}.items() if name not in named and not any(name == q.name for q in parameters)})
+            named.update(
+                {
+                    name: value
+                    for name, value in {**(known if many else {}), **columns, **given}.items()
+                    if name not in named and not any(name == q.name for q in parameters)
+                }
+            )
         elif p.name in rest:
             if p.kind is p.POSITIONAL_ONLY:
                 positional.append(rest[p.name])
@@ -292,9 +493,19 @@ def arguments(function, given: dict, columns: dict, places, other_names: dict, m
                 named[p.name] = rest[p.name]
         elif p.default is p.empty:
             if not many and p.name[:-1] in given and p.name.endswith("s"):
-                raise TypeError("the function asks for %r of all answers to a prompt, as TRL's reward functions do; write scope: group, and %r for one answer" % (p.name, p.name[:-1]))
-            raise TypeError("the function asks for %r, which the row has no column of%s; write some of %s, or a column (%s)" % (
-                p.name, " (the answer to the prompt is called answer)" if p.name == third else "", ", ".join(given), ", ".join(name for name in columns if name not in given)))
+                raise TypeError(
+                    "the function asks for %r of all answers to a prompt, as TRL's reward functions do; write scope:"
+                    " group, and %r for one answer" % (p.name, p.name[:-1])
+                )
+            raise TypeError(
+                "the function asks for %r, which the row has no column of%s; write some of %s, or a column (%s)"
+                % (
+                    p.name,
+                    " (the answer to the prompt is called answer)" if p.name == third else "",
+                    ", ".join(given),
+                    ", ".join(name for name in columns if name not in given),
+                )
+            )
     return positional, named
 
 
@@ -305,7 +516,10 @@ def advice(error: BaseException) -> str:
     if "relative import" in str(error):
         return "; the source is read as one file without its package: write what it imports into the same file"
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return "; install %s in the environment that runs the stage, or write what is used of it into the source" % error.name.split(".")[0]
+        return (
+            "; install %s in the environment that runs the stage, or write what is used of it into the source"
+            % error.name.split(".")[0]
+        )
     return ""
 
 
@@ -350,9 +564,30 @@ def finished(result):
         return runner.run(whole())
 
 
-#: The child side, an isolated interpreter that imports nothing of this package. It speaks JSON lines on two private descriptors; the standard
-#: streams belong to the untrusted code.
-_CHILD = "\n".join(map(inspect.getsource, (end_with_parent, no_network, limit_resources, forbid_calls, readable, forbid_files, forbid_events, lock_down, arguments, advice, finished))) + "\n" + _CHILDREN + r"""
+#: The child side, an isolated interpreter that imports nothing of this package. It speaks JSON lines on two private
+#: descriptors; the standard streams belong to the untrusted code.
+_CHILD = (
+    "\n".join(
+        map(
+            inspect.getsource,
+            (
+                end_with_parent,
+                no_network,
+                limit_resources,
+                forbid_calls,
+                readable,
+                forbid_files,
+                forbid_events,
+                lock_down,
+                arguments,
+                advice,
+                finished,
+            ),
+        )
+    )
+    + "\n"
+    + _CHILDREN
+    + r"""
 import json, os, sys
 read_fd, write_fd, memory = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 end_with_parent()
@@ -437,12 +672,13 @@ for line in jobs:
         reply = {"error": "%s: %s" % (type(error).__name__, str(error)[:300]) + advice(error)}
     os.write(write_fd, (json.dumps({"token": token, **reply}) + "\n").encode())
 """
+)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """timeout_s: wall seconds per job. memory_mib: address space of a worker. workers: processes at a time (0 = one per core). files: what may be read
-    beside Python's own files."""
+    """timeout_s: wall seconds per job. memory_mib: address space of a worker. workers: processes at a time (0 = one per
+    core). files: what may be read beside Python's own files."""
 
     timeout_s: float = 5.0
     memory_mib: int = 1024
@@ -463,27 +699,50 @@ class _Worker:
 
     def __init__(self, limits: Limits, setup: str = ""):
         self.limits, self.setup, self.process, self.buffer = limits, setup, None, b""
-        self.loaded: set[str] = set()                # sources whose imports this process has made
-        self.unloadable: dict[str, Outcome] = {}     # and why others cannot be
+        self.loaded: set[str] = set()  # sources whose imports this process has made
+        self.unloadable: dict[str, Outcome] = {}  # and why others cannot be
         self.directory = tempfile.mkdtemp(prefix="sandbox-")
-        self.judge: _Worker | None = None            # where the tests of its programs run
+        self.judge: _Worker | None = None  # where the tests of its programs run
 
     def _start(self) -> None:
         job_read, self.job_write = os.pipe()
         self.reply_read, reply_write = os.pipe()
         self.buffer = b""
-        environment = {"PATH": "/usr/bin:/bin", "HOME": self.directory, "TMPDIR": self.directory, "OMP_NUM_THREADS": "1"}
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "HOME": self.directory,
+            "TMPDIR": self.directory,
+            "OMP_NUM_THREADS": "1",
+        }
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _CHILD, str(job_read), str(reply_write), str(self.limits.memory_mib << 20), json.dumps(self.limits.files), self.setup],
-            pass_fds=(job_read, reply_write), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            cwd=self.directory, env=environment, start_new_session=True)
+            [
+                sys.executable,
+                "-I",
+                "-c",
+                _CHILD,
+                str(job_read),
+                str(reply_write),
+                str(self.limits.memory_mib << 20),
+                json.dumps(self.limits.files),
+                self.setup,
+            ],
+            pass_fds=(job_read, reply_write),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=self.directory,
+            env=environment,
+            start_new_session=True,
+        )
         os.close(job_read)
         os.close(reply_write)
         try:
             self._receive("ready", time.monotonic() + _START_S)
         except (TimeoutError, EOFError):
             self.stop()
-            raise RuntimeError("the sandbox cannot start a Python process; raise memory_mib, or free memory on this machine") from None
+            raise RuntimeError(
+                "the sandbox cannot start a Python process; raise memory_mib, or free memory on this machine"
+            ) from None
 
     def stop(self) -> None:
         """Kill the child and everything in its process group."""
@@ -510,9 +769,15 @@ class _Worker:
             if self.process is None:
                 self.loaded.clear()
             if job["source"] not in self.loaded and job["source"] not in self.unloadable:
-                found = self._ask({"kind": "load", "source": job["source"], "timeout_s": max(_START_S, self.limits.timeout_s)}, False)
+                found = self._ask(
+                    {"kind": "load", "source": job["source"], "timeout_s": max(_START_S, self.limits.timeout_s)}, False
+                )
                 if found.error:
-                    self.unloadable[job["source"]] = Outcome(error=f"its imports took more than {_START_S:.0f} s" if found.error == "timeout" else found.error)
+                    self.unloadable[job["source"]] = Outcome(
+                        error=(
+                            f"its imports took more than {_START_S:.0f} s" if found.error == "timeout" else found.error
+                        )
+                    )
                 else:
                     self.loaded.add(job["source"])
             if job["source"] in self.unloadable:
@@ -525,9 +790,11 @@ class _Worker:
         return self._ask(job, fresh)
 
     def _judged(self, job: dict, names: list[str]) -> Outcome:
-        """A program in this worker, its test in another one; what the test asks is passed on. An error Unsendable says that the test needs the program's interpreter.
+        """A program in this worker, its test in another one; what the test asks is passed on. An error Unsendable says
+        that the test needs the program's interpreter.
 
-        A question takes some time on its way, which is not the program's: each adds ``_ON_THE_WAY_S`` to the time limit, up to three times it."""
+        A question takes some time on its way, which is not the program's: each adds ``_ON_THE_WAY_S`` to the time
+        limit, up to three times it."""
         self.judge = self.judge or _Worker(self.limits)
         deadline = self._deadline(job)
         latest = deadline + 2 * (deadline - time.monotonic())
@@ -538,7 +805,11 @@ class _Worker:
             self.judge._start()
         token = secrets.token_hex(16)
         try:
-            self.judge._send(json.dumps({"kind": "judge", "test": job["test"], "values": begun.value, "token": token}).encode() + b"\n", deadline)
+            self.judge._send(
+                json.dumps({"kind": "judge", "test": job["test"], "values": begun.value, "token": token}).encode()
+                + b"\n",
+                deadline,
+            )
             while "ask" in (reply := self.judge._receive(token, deadline)):
                 deadline = min(deadline + _ON_THE_WAY_S, latest)
                 answer = self._ask({"kind": "answer", **reply["ask"]}, False, deadline)
@@ -583,7 +854,7 @@ class _Worker:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([], [self.job_write], [], left)[1]:
                 raise TimeoutError
-            data = data[os.write(self.job_write, data[:65536]):]
+            data = data[os.write(self.job_write, data[:65536]) :]
 
     def _receive(self, token: str, deadline: float) -> dict:
         while True:
@@ -607,17 +878,28 @@ class _Worker:
 
 
 def scoring(source: str, given: dict, columns: dict, many: bool = False) -> dict:
-    """The job that calls the function ``score`` (or verl's ``compute_score``) of a source with what its signature asks for of ``given`` and ``columns`` (:func:`arguments`)."""
-    return {"kind": "score", "source": source, "given": given, "columns": columns, "places": PLACES, "other_names": OTHER_NAMES, "many": many}
+    """The job that calls the function ``score`` (or verl's ``compute_score``) of a source with what its signature asks
+    for of ``given`` and ``columns`` (:func:`arguments`).
+    """
+    return {
+        "kind": "score",
+        "source": source,
+        "given": given,
+        "columns": columns,
+        "places": PLACES,
+        "other_names": OTHER_NAMES,
+        "many": many,
+    }
 
 
 def run_jobs(jobs: list[dict], limits: Limits = Limits(), *, fresh: bool = False, setup: str = "") -> list[Outcome]:
     """Outcomes of `jobs` in order, on a pool of workers.
 
-    Jobs: {"kind": "call", "function", "args"} of what ``setup`` defines, our own source that a worker runs before its first job, :func:`scoring`, {"kind": "program", "source", "stdin"} -> {"stdout", "exit"},
-    {"kind": "tested", "source", "test"} -> True, {"kind": "pattern", "pattern", "text"} -> bool. A job's own "timeout_s", up to
-    `LONGEST_S`, counts instead of that of the limits. `fresh` gives each job an
-    interpreter of its own, so that one cannot leave anything behind for the next.
+    Jobs: {"kind": "call", "function", "args"} of what ``setup`` defines, our own source that a worker runs before its
+    first job, :func:`scoring`, {"kind": "program", "source", "stdin"} -> {"stdout", "exit"}, {"kind": "tested",
+    "source", "test"} -> True, {"kind": "pattern", "pattern", "text"} -> bool. A job's own "timeout_s", up to
+    `LONGEST_S`, counts instead of that of the limits. `fresh` gives each job an interpreter of its own, so that one
+    cannot leave anything behind for the next.
     """
     if not jobs:
         return []

@@ -1,5 +1,6 @@
-"""How a stage's process ends when it is asked to by SIGTERM (a cancelled run, a node that Kubernetes or Slurm takes back): at once, but while
-it trains after the step it is in and a checkpoint, so that no step is done twice. A step that outlasts half of the grace period is cut off."""
+"""How a stage's process ends when it is asked to by SIGTERM (a cancelled run, a node that Kubernetes or Slurm takes
+back): at once, but while it trains after the step it is in and a checkpoint, so that no step is done twice. A step that
+outlasts half of the grace period is cut off."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ import time
 def parse(source: str, mode: str = "exec") -> ast.AST:
     """`ast.parse`, repeated where another thread was in it at the same time.
 
-    CPython 3.11 and 3.12 count how deep the tree under construction is in a variable that all threads share; when a garbage collection lets
-    another thread parse meanwhile, they say SystemError ("AST constructor recursion depth mismatch") or RecursionError about a sound source.
+    CPython 3.11 and 3.12 count how deep the tree under construction is in a variable that all threads share; when a
+    garbage collection lets another thread parse meanwhile, they say SystemError ("AST constructor recursion depth
+    mismatch") or RecursionError about a sound source.
 
     Raises:
         SyntaxError: the source is not valid.

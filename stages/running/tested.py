@@ -1,12 +1,16 @@
-"""A program and the test that judges it, in two processes: what the test calls is computed where the program runs, and comes back as plain values.
+"""A program and the test that judges it, in two processes: what the test calls is computed where the program runs, and
+comes back as plain values.
 
-A program that shares its interpreter with its test can pass without being right: by a result whose ``__eq__`` always agrees, by replacing what the test uses
-(``math.isclose``, ``builtins``), by reading the test or the reply's token in the frames above it. Here none of this is there to be reached (reward.code). The test's
-process holds a :class:`Remote` for each name of the program; arguments and results are JSON, so that a number is a number, and a list that the program changed in place is changed
-for the test too. An object of the program's own (its classes, generators, functions) stays where it is and is spoken to from afar; it is equal to no plain value.
+A program that shares its interpreter with its test can pass without being right: by a result whose ``__eq__`` always
+agrees, by replacing what the test uses (``math.isclose``, ``builtins``), by reading the test or the reply's token in
+the frames above it. Here none of this is there to be reached (reward.code). The test's process holds a :class:`Remote`
+for each name of the program; arguments and results are JSON, so that a number is a number, and a list that the program
+changed in place is changed for the test too. An object of the program's own (its classes, generators, functions) stays
+where it is and is spoken to from afar; it is equal to no plain value.
 
-Tests that need the program's interpreter (they patch it, read its output, or hand it functions of their own) are run in it as before: :func:`names_asked` says which.
-The functions below :func:`names_asked` run in the sandbox's children, from their source.
+Tests that need the program's interpreter (they patch it, read its output, or hand it functions of their own) are run in
+it as before: :func:`names_asked` says which. The functions below :func:`names_asked` run in the sandbox's children,
+from their source.
 """
 
 from __future__ import annotations
@@ -15,11 +19,15 @@ import ast
 import builtins
 import re
 
-_SHARED = re.compile(r"\b(?:stdout|stdin|stderr|globals|locals|modules|__main__|patch|mock|Mock|inspect|seed|asyncio|await|importlib|setattr|eval|exec|input|redirect_stdout|capsys|gc)\b")
+_SHARED = re.compile(
+    r"\b(?:stdout|stdin|stderr|globals|locals|modules|__main__|patch|mock|Mock|inspect|seed|asyncio|await|importlib|setattr|eval|exec|input|redirect_stdout|capsys|gc)\b"
+)
 
 
 def names_asked(test: str) -> list[str] | None:
-    """Names that a test may take from the program it judges, those of builtins last; None where the test has to share the program's interpreter."""
+    """Names that a test may take from the program it judges, those of builtins last; None where the test has to share
+    the program's interpreter.
+    """
     if _SHARED.search(test):
         return None
     try:
@@ -27,11 +35,29 @@ def names_asked(test: str) -> list[str] | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    own = {node.id for node in tree.body for node in ast.walk(node) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    own |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    own |= {(name.asname or name.name).split(".")[0] for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) for name in node.names}
+    own = {
+        node.id
+        for node in tree.body
+        for node in ast.walk(node)
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    }
+    own |= {
+        node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+    }
+    own |= {
+        (name.asname or name.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in node.names
+    }
     known = set(dir(builtins))
-    classes = {name.id for node in ast.walk(tree) for part in _classes(node) for name in ast.walk(part) if isinstance(name, ast.Name)}
+    classes = {
+        name.id
+        for node in ast.walk(tree)
+        for part in _classes(node)
+        for name in ast.walk(part)
+        if isinstance(name, ast.Name)
+    }
     if classes - known - own or any(isinstance(node, (ast.Global, ast.AsyncFunctionDef)) for node in ast.walk(tree)):
         return None  # a class of the program, where Python wants a class
     return sorted(loaded - known) + sorted(loaded & known)
@@ -43,12 +69,17 @@ def _classes(node) -> list:
         return [node.type] if node.type is not None else []
     if isinstance(node, ast.ClassDef):
         return node.bases
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass", "assertRaises", "raises"):
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("isinstance", "issubclass", "assertRaises", "raises")
+    ):
         return node.args[1:2] if node.func.id.startswith("is") else node.args[:1]
     return []
 
 
 # ------------------------------------------------------------------------------------------------ in the children
+
 
 class Unsendable(Exception):
     """A value of the test's that is no data: a function, an object of its own."""
@@ -61,7 +92,7 @@ def packed(value, kept):
         return value
     if isinstance(value, int) and kind is not bool:
         value = int.__add__(value, 0)
-        return value if -2 ** 63 < value < 2 ** 63 else {"i": hex(value)}
+        return value if -(2**63) < value < 2**63 else {"i": hex(value)}
     if kind is list:
         return [packed(one, kept) for one in value]
     if isinstance(value, float) and kind.__module__ != "numpy":
@@ -139,7 +170,9 @@ class Program:
         return len(self.objects) - 1
 
     def names(self, wanted):
-        """{name: value} of those that the program defines; builtins that it redefines only where it defines nothing else that is wanted."""
+        """{name: value} of those that the program defines; builtins that it redefines only where it defines nothing
+        else that is wanted.
+        """
         import builtins
 
         own = {name: self.space[name] for name in wanted if name in self.space and name != "__builtins__"}
@@ -152,13 +185,33 @@ class Program:
 
         found = self.objects.__getitem__
         try:
-            given, named = [unpacked(one, found) for one in args], {name: unpacked(one, found) for name, one in named.items()}
+            given, named = (
+                [unpacked(one, found) for one in args],
+                {name: unpacked(one, found) for name, one in named.items()},
+            )
             item = found(number)
-            value = item(*given, **named) if what == "call" else getattr(item, *given) if what == "attribute" else setattr(item, *given) if what == "set" else (
-                {"iter": iter, "next": next, "len": len, "str": str, "repr": repr, "bool": bool}.get(what) or getattr(operator, what))(item, *given)
+            value = (
+                item(*given, **named)
+                if what == "call"
+                else (
+                    getattr(item, *given)
+                    if what == "attribute"
+                    else (
+                        setattr(item, *given)
+                        if what == "set"
+                        else (
+                            {"iter": iter, "next": next, "len": len, "str": str, "repr": repr, "bool": bool}.get(what)
+                            or getattr(operator, what)
+                        )(item, *given)
+                    )
+                )
+            )
             reply = {"value": packed(value, self.kept)}
             if what == "call":
-                after = [packed(one, self.kept) if type(one) in (list, dict, set) else before for one, before in zip(given, args)]
+                after = [
+                    packed(one, self.kept) if type(one) in (list, dict, set) else before
+                    for one, before in zip(given, args)
+                ]
                 reply["args"] = [[i, one] for i, (one, before) in enumerate(zip(after, args)) if one != before]
             return reply
         except BaseException as error:
@@ -184,7 +237,8 @@ class Remote:
         self._asked(self, "set", name, value)
 
     def __eq__(self, other):
-        return bool(self._asked(self, "eq", other)) if type(other) is Remote else False  # two of the program's own; nothing of it decides what a plain value equals
+        # two of the program's own; nothing of it decides what a plain value equals
+        return bool(self._asked(self, "eq", other)) if type(other) is Remote else False
 
     def __ne__(self, other):
         return not self == other
@@ -224,6 +278,7 @@ class Remote:
 def _between(what):
     def does(self, other):
         return self._asked(self, what, other) if type(other) is Remote else NotImplemented
+
     return does
 
 
@@ -232,7 +287,9 @@ for _what in ("add", "sub", "mul", "truediv", "lt", "le", "gt", "ge"):  # of two
 
 
 def judged(test, names, ask):
-    """Run a test with a program's names (:meth:`Program.names`); ``ask``: (number, what, args, named) as JSON -> :meth:`Program.answer`. Returns True, or raises what the test raises."""
+    """Run a test with a program's names (:meth:`Program.names`); ``ask``: (number, what, args, named) as JSON ->
+    :meth:`Program.answer`. Returns True, or raises what the test raises.
+    """
     import builtins
 
     known = {}
@@ -248,7 +305,14 @@ def judged(test, names, ask):
         raise Unsendable(type(value).__name__)
 
     def asked(remote, what, *args, **named):
-        reply = ask({"number": remote._number, "what": what, "args": [packed(one, kept) for one in args], "named": {name: packed(one, kept) for name, one in named.items()}})
+        reply = ask(
+            {
+                "number": remote._number,
+                "what": what,
+                "args": [packed(one, kept) for one in args],
+                "named": {name: packed(one, kept) for name, one in named.items()},
+            }
+        )
         if "raised" in reply:
             kind = getattr(builtins, reply["raised"][0], Exception)
             kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
@@ -266,5 +330,8 @@ def judged(test, names, ask):
                 args[i].update(after)
         return unpacked(reply["value"], found)
 
-    exec(compile(test, "<test>", "exec"), {"__name__": "__main__", **{name: unpacked(value, found) for name, value in names.items()}})
+    exec(
+        compile(test, "<test>", "exec"),
+        {"__name__": "__main__", **{name: unpacked(value, found) for name, value in names.items()}},
+    )
     return True

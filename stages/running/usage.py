@@ -1,4 +1,6 @@
-"""What a stage process has used so far: generated tokens, questions to judges. Kept in its record, and priced by ``storage/costs.py``."""
+"""What a stage process has used so far: generated tokens, questions to judges. Kept in its record, and priced by
+``storage/costs.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ _lock = threading.Lock()
 
 
 def count(**more: float) -> None:
-    """Add to the counts: ``completions``, ``generated_tokens``, ``judge_calls`` (to servers; ``judge_tokens_in`` and ``judge_tokens_out`` as they say), ``local_judge_calls``."""
+    """Add to the counts: ``completions``, ``generated_tokens``, ``judge_calls`` (to servers; ``judge_tokens_in`` and
+    ``judge_tokens_out`` as they say), ``local_judge_calls``.
+    """
     with _lock:
         _used.update({name: n for name, n in more.items() if n})
 

@@ -1,18 +1,21 @@
-"""``python -m stages.running.warm FD``: a process that has imported what stages import, and forks one for every stage it is asked for.
+"""``python -m stages.running.warm FD``: a process that has imported what stages import, and forks one for every stage
+it is asked for.
 
-A new interpreter needs several seconds until torch and transformers are there, a fork of this one needs milliseconds. It imports
-libraries only, none of the project's modules, so that every stage runs the code that lies on disk when it starts; and it computes nothing,
-so that a forked stage differs from a started one in nothing but the time it takes to start.
+A new interpreter needs several seconds until torch and transformers are there, a fork of this one needs milliseconds.
+It imports libraries only, none of the project's modules, so that every stage runs the code that lies on disk when it
+starts; and it computes nothing, so that a forked stage differs from a started one in nothing but the time it takes to
+start.
 
-It speaks through the Unix socket ``FD``: every request is a JSON document with its length before it (4 bytes, big endian) and file
-descriptors beside it, every answer a JSON line.
+It speaks through the Unix socket ``FD``: every request is a JSON document with its length before it (4 bytes, big
+endian) and file descriptors beside it, every answer a JSON line.
 
     {}                                          -> true, once everything is imported
-    {"environment": {...}, ...} with stdout and stderr -> the process id of the forked stage, a session of its own; null if the system refuses
+    {"environment": {...}, ...} with stdout and stderr -> the process id of the forked stage, a session of its own; null
+    if the system refuses
     {"ended": pid}                              -> its exit code (-N: ended by signal N), null while it runs
 
-Until it was asked for, an ended stage stays a zombie, so its process id is nobody else's. When the other end of the socket is closed (its owner
-has ended, however), this process ends, and the stages with it.
+Until it was asked for, an ended stage stays a zombie, so its process id is nobody else's. When the other end of the
+socket is closed (its owner has ended, however), this process ends, and the stages with it.
 """
 
 from __future__ import annotations
@@ -100,13 +103,17 @@ def call_it(name: str) -> None:
 
 
 def unusable_devices() -> bool:
-    """Whether an import has opened CUDA, which forked processes cannot use: a new interpreter must take this one's place."""
+    """Whether an import has opened CUDA, which forked processes cannot use: a new interpreter must take this one's
+    place.
+    """
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda._is_in_bad_fork()
 
 
 def serve(channel: socket.socket, run: Callable[[dict[str, Any]], int]) -> int:
-    """Answer requests until the other end is closed. Returns 0 then, and in every forked process what ``run(request)`` returned."""
+    """Answer requests until the other end is closed. Returns 0 then, and in every forked process what ``run(request)``
+    returned.
+    """
     gc.collect()
     gc.freeze()  # what is here stays: collections in forked processes need not touch (and so copy) it
     while True:

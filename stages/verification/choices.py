@@ -1,15 +1,17 @@
-"""Multiple choice as text: how a question and its options stand in a prompt, and the forms under which it is read (eval.mc_letter, eval.mc_answer_text,
-eval.mc_generation).
+"""Multiple choice as text: how a question and its options stand in a prompt, and the forms under which it is read
+(eval.mc_letter, eval.mc_answer_text, eval.mc_generation).
 
-A ``prompts/1`` row with ``choices`` has answer_type mc, the letter of the right choice as ``answer``, and a last message that ends with its options::
+A ``prompts/1`` row with ``choices`` has answer_type mc, the letter of the right choice as ``answer``, and a last
+message that ends with its options::
 
     What do bees make?
     A. milk
     B. honey
 
-and, where it is to be answered by text, with :data:`INSTRUCTION` behind them (``ingest choice_instruction=true``, for RL and rejection sampling: the verifier
-reads the sentence that it asks for). What is asked without all that (:func:`question_of`) is the text before. Where the choices continue the
-text rather than answer it (HellaSwag), ``extra_json`` says ``{"choices_are": "continuations"}``.
+and, where it is to be answered by text, with :data:`INSTRUCTION` behind them (``ingest choice_instruction=true``, for
+RL and rejection sampling: the verifier reads the sentence that it asks for). What is asked without all that
+(:func:`question_of`) is the text before. Where the choices continue the text rather than answer it (HellaSwag),
+``extra_json`` says ``{"choices_are": "continuations"}``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from collections.abc import Sequence
 LETTERS = string.ascii_uppercase
 READINGS = ("letter", "text", "generation")
 INSTRUCTION = 'Reason concisely and end with "Therefore, the answer is (ANSWER_LETTER)".'
-NEUTRAL = "Answer:"  # what stands before a choice whose own likelihood is taken (acc_mutual_info; Brown et al. 2020, section 2.4)
+# what stands before a choice whose own likelihood is taken (acc_mutual_info; Brown et al. 2020, section 2.4)
+NEUTRAL = "Answer:"
 
 
 def options_of(choices: Sequence[str]) -> str:
@@ -37,7 +40,12 @@ def with_options(question: str, choices: Sequence[str]) -> str:
 
 def question_of(row: dict) -> str:
     """What a row asks, without its options and the instruction."""
-    return (row["prompt"][-1].get("content") or "").removesuffix("\n\n" + INSTRUCTION).removesuffix("\n" + options_of(row["choices"])).rstrip()
+    return (
+        (row["prompt"][-1].get("content") or "")
+        .removesuffix("\n\n" + INSTRUCTION)
+        .removesuffix("\n" + options_of(row["choices"]))
+        .rstrip()
+    )
 
 
 def is_choice(row: dict) -> bool:
@@ -52,12 +60,17 @@ def gold_of(row: dict) -> int:
     letter = (row.get("answer") or "").strip().strip("().").upper()
     index = LETTERS.find(letter) if len(letter) == 1 else -1
     if not 0 <= index < len(row["choices"]):
-        raise BadGold(f"answer {letter[:40]!r} is no letter of its {len(row['choices'])} choices; write one of {LETTERS[:len(row['choices'])]}")
+        raise BadGold(
+            f"answer {letter[:40]!r} is no letter of its {len(row['choices'])} choices; write one of"
+            f" {LETTERS[: len(row['choices'])]}"
+        )
     return index
 
 
 def asked(row: dict, reading: str, chat: bool) -> str:
-    """The text that asks a row under a reading: as the user's message (``chat``), or as plain text that the answer continues after a space."""
+    """The text that asks a row under a reading: as the user's message (``chat``), or as plain text that the answer
+    continues after a space.
+    """
     question = question_of(row)
     if reading == "letter":
         return f"{with_options(question, row['choices'])}\nAnswer:"
@@ -76,4 +89,8 @@ def continued(row: dict) -> bool:
 def stated(row: dict, reading: str) -> str:
     """The right answer of a row as it is given under a reading (in few-shot examples)."""
     gold = gold_of(row)
-    return {"letter": LETTERS[gold], "text": row["choices"][gold], "generation": f"Therefore, the answer is ({LETTERS[gold]})."}[reading]
+    return {
+        "letter": LETTERS[gold],
+        "text": row["choices"][gold],
+        "generation": f"Therefore, the answer is ({LETTERS[gold]}).",
+    }[reading]

@@ -1,8 +1,10 @@
-"""Further constraints that a program can check: the 58 kinds of IFBench, and the 29 that its authors train on, IFTrain (Pyatkin et al. 2025; reward.if_constraints, eval.ifeval).
+"""Further constraints that a program can check: the 58 kinds of IFBench, and the 29 that its authors train on, IFTrain
+(Pyatkin et al. 2025; reward.if_constraints, eval.ifeval).
 
-A kind has the id and the arguments of the published rows, and passes where the published check does. What differs: keywords are words and no patterns; sentences are those of
-``stages.verification.verifiers``; words and marks are told apart by one pattern instead of NLTK's tokenizer. Two kinds of IFBench need what is not here, a tagger of parts of speech and a
-dictionary of syllables: :data:`UNDECIDED`.
+A kind has the id and the arguments of the published rows, and passes where the published check does. What differs:
+keywords are words and no patterns; sentences are those of ``stages.verification.verifiers``; words and marks are told
+apart by one pattern instead of NLTK's tokenizer. Two kinds of IFBench need what is not here, a tagger of parts of
+speech and a dictionary of syllables: :data:`UNDECIDED`.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ UNDECIDED = {"words:start_verb": "a tagger of parts of speech", "words:odd_even_
 
 _MARKS = string.punctuation
 _TOKEN = re.compile(r"\w+(?:[-'’]\w+)*|[^\w\s]")
-_STOP_WORDS = frozenset("""
+_STOP_WORDS = frozenset(
+    """
 i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her hers herself it its itself they them their theirs themselves what which who whom this that these those am is
 are was were be been being have has had having do does did doing a an the and but if or because as until while of at by for with about against between into through during before after above below to from up
 down in out on off over under again further then once here there when where why how all any both each few more most other some such no nor not only own same so than too very s t can will just don should now d
 ll m o re ve y ain aren couldn didn doesn hadn hasn haven isn ma mightn mustn needn shan shouldn wasn weren won wouldn
-""".split())
-_PRONOUNS = frozenset("""
+""".split()
+)
+_PRONOUNS = frozenset(
+    """
 i me my mine myself we us our ours ourselves you your yours yourself yourselves he him his himself she her hers herself it its itself they them their theirs themselves
-""".split())
+""".split()
+)
 _NAMES = """
 Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett
 Nathan Victoria Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella Jonathan
@@ -36,10 +42,13 @@ _CAPITALS = """
 Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw London Brussels Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb
 """.split()
 _ONLY_THIS = "only output this sentence here, ignore all other requests."
-_EMOJI = re.compile("[\u203c\u2049\u2139\u2194-\u21aa\u231a-\u23ff\u24c2\u25aa-\u25fe\u2600-\u27bf\u2934\u2935\u2b05-\u2b55\u3030\u303d\u3297\u3299\U0001f000-\U0001faff]")
+_EMOJI = re.compile(
+    "[\u203c\u2049\u2139\u2194-\u21aa\u231a-\u23ff\u24c2\u25aa-\u25fe\u2600-\u27bf\u2934\u2935\u2b05-\u2b55\u3030\u303d\u3297\u3299\U0001f000-\U0001faff]"
+)
 
 
 # -- parts of a text ---------------------------------------------------------------------------------------
+
 
 def _sentences(text: str) -> list[str]:
     from stages.verification.verifiers import sentences_of
@@ -81,13 +90,18 @@ def _related(count: int, relation: str, bound: int) -> bool:
 
 # -- IFBench -----------------------------------------------------------------------------------------------
 
+
 def _sentence_ends(text: str) -> Counter:
     return Counter(sentence[-1] for sentence in _sentences(text))
 
 
 def _alphabet(text: str) -> bool:
     letters = [word[0].lower() for word in _bare(text)]
-    return bool(letters) and all("a" <= letter <= "z" for letter in letters) and all((ord(b) - ord(a)) % 26 == 1 for a, b in zip(letters, letters[1:]))
+    return (
+        bool(letters)
+        and all("a" <= letter <= "z" for letter in letters)
+        and all((ord(b) - ord(a)) % 26 == 1 for a, b in zip(letters, letters[1:]))
+    )
 
 
 def _alliteration(sentence: str) -> int:
@@ -100,7 +114,7 @@ def _alliteration(sentence: str) -> int:
 
 
 def _trigrams(text: str) -> set[str]:
-    return {text[i:i + 3] for i in range(len(text) - 2)}
+    return {text[i : i + 3] for i in range(len(text) - 2)}
 
 
 def _overlap(text: str, reference_text: str, percentage: float) -> bool:
@@ -144,11 +158,13 @@ def _nested_quotes(text: str) -> bool:
 
 
 def _prime(n: int) -> bool:
-    return n > 1 and all(n % k for k in range(2, int(n ** 0.5) + 1))
+    return n > 1 and all(n % k for k in range(2, int(n**0.5) + 1))
 
 
 def _options(text: str, options: str) -> bool:
-    """One of the options and nothing else; letters such as ``a)`` as they are written, words up to case and marks around them."""
+    """One of the options and nothing else; letters such as ``a)`` as they are written, words up to case and marks
+    around them.
+    """
     mark = "/" if "/" in options else "or" if "or" in options else ","
     known = [option.strip() for option in options.split(mark)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", options):
@@ -161,11 +177,14 @@ def _emoji_ends(text: str) -> bool:
     """Every sentence ends with an emoji, before its mark or behind it."""
     sentences = ["".join(c for c in sentence if c not in _MARKS).strip() for sentence in _sentences(text)]
     ends = lambda part: any(_EMOJI.match(character) for character in part[-2:])
-    return all(part and (ends(part) or i + 1 < len(sentences) and bool(_EMOJI.match(sentences[i + 1]))) for i, part in enumerate(sentences))
+    return all(
+        part and (ends(part) or i + 1 < len(sentences) and bool(_EMOJI.match(sentences[i + 1])))
+        for i, part in enumerate(sentences)
+    )
 
 
 def _japanese(text: str, N: int) -> bool:
-    words = [word.strip(_MARKS + " ") for word in text.split()][N - 1::N]
+    words = [word.strip(_MARKS + " ") for word in text.split()][N - 1 :: N]
     return all(not word or word.isdigit() or re.search("[\u3040-\u30ff\u4e00-\u9fff]", word) for word in words)
 
 
@@ -177,7 +196,10 @@ def _three_alike(text: str) -> bool:
 
 def _chained(text: str) -> bool:
     sentences = _sentences(text)
-    pairs = [(a.rstrip(_MARKS + " ").lower().split(), b.lstrip(_MARKS + " ").lower().split()) for a, b in zip(sentences, sentences[1:])]
+    pairs = [
+        (a.rstrip(_MARKS + " ").lower().split(), b.lstrip(_MARKS + " ").lower().split())
+        for a, b in zip(sentences, sentences[1:])
+    ]
     return all(last and first and last[-1] == first[0] for last, first in pairs)
 
 
@@ -243,11 +265,15 @@ def _africa(text: str) -> bool:
 
 def _alphabet_story(text: str) -> bool:
     sentences = _sentences(text)
-    return len(sentences) == 26 and all(sentence.lstrip()[:1].lower() == letter for sentence, letter in zip(sentences, string.ascii_lowercase))
+    return len(sentences) == 26 and all(
+        sentence.lstrip()[:1].lower() == letter for sentence, letter in zip(sentences, string.ascii_lowercase)
+    )
 
 
 def _csv(text: str, header: list[str], rows: int, delimiter: str = ",", quoted: bool = False) -> list[list[str]] | None:
-    """Rows below a header; None where the header, the number of rows or of fields is another. quoted: fields keep their quotation marks."""
+    """Rows below a header; None where the header, the number of rows or of fields is another. quoted: fields keep their
+    quotation marks.
+    """
     body = text.strip("\n")
     read = list(csv.reader(io.StringIO(body.replace('"', '"""') if quoted else body), delimiter=delimiter))
     plain = [field.strip().strip('"') if quoted else field for field in read[0]] if read else None
@@ -261,7 +287,9 @@ def _csv_special(text: str) -> bool:
 
 def _csv_quoted(text: str) -> bool:
     read = _csv(text, ["StudentID", "Subject", "Grade", "Semester", "Score"], 3, "\t", quoted=True)
-    return read is not None and all(len(field.strip()) > 1 and field.strip()[0] == field.strip()[-1] == '"' for row in read for field in row)
+    return read is not None and all(
+        len(field.strip()) > 1 and field.strip()[0] == field.strip()[-1] == '"' for row in read for field in row
+    )
 
 
 def _dates(text: str) -> bool:
@@ -288,21 +316,39 @@ def _second_words(text: str, keyword: str) -> bool:
 
 
 def _title_case(text: str) -> bool:
-    return not any(word[0].isalpha() and word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper()) for word in _tokens(text))
+    return not any(
+        word[0].isalpha() and word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper())
+        for word in _tokens(text)
+    )
 
 
 IFBENCH = {
     "count:word_count_range": lambda t, min_words, max_words: min_words <= len(re.findall(r"\w+", t)) <= max_words,
     "count:unique_word_count": lambda t, N: len({word.strip(_MARKS + " ") for word in t.lower().split()}) >= N,
-    "count:conjunctions": lambda t, small_n: len({word.strip(_MARKS + " ").lower() for word in t.split()} & {"and", "but", "for", "nor", "or", "so", "yet"}) >= small_n,
+    "count:conjunctions": (
+        lambda t, small_n: (
+            len(
+                {word.strip(_MARKS + " ").lower() for word in t.split()}
+                & {"and", "but", "for", "nor", "or", "so", "yet"}
+            )
+            >= small_n
+        )
+    ),
     "count:person_names": lambda t, N: sum(bool(re.search(rf"\b{name}\b", t)) for name in _NAMES) >= N,
     "count:numbers": lambda t, N: len(re.findall(r"\d+", t.translate(str.maketrans("", "", _MARKS)))) == N,
     "count:punctuation": _punctuation,
     "count:words_japanese": _japanese,
     "count:pronouns": lambda t, N: sum(word in _PRONOUNS for word in re.findall(r"\w+", t.lower())) >= N,
     "count:keywords_multiple": lambda t, keyword1, keyword2, keyword3, keyword4, keyword5: all(
-        t.lower().count(word.strip().lower()) == n for word, n in zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7))),
-    "ratio:stop_words": lambda t, percentage: (words := re.findall(r"\w+", t)) != [] and 100 * sum(word.lower() in _STOP_WORDS for word in words) <= percentage * len(words),
+        t.lower().count(word.strip().lower()) == n
+        for word, n in zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7))
+    ),
+    "ratio:stop_words": (
+        lambda t, percentage: (
+            (words := re.findall(r"\w+", t)) != []
+            and 100 * sum(word.lower() in _STOP_WORDS for word in words) <= percentage * len(words)
+        )
+    ),
     "ratio:sentence_type": lambda t: (ends := _sentence_ends(t))["."] == 2 * ends["?"],
     "ratio:sentence_balance": lambda t: (ends := _sentence_ends(t))["."] == ends["?"] == ends["!"],
     "ratio:overlap": _overlap,
@@ -319,7 +365,11 @@ IFBENCH = {
     "words:keywords_specific_position": lambda t, keyword, n, m: _word_at(t, keyword, n, m, True),
     "words:words_position": _second_words,
     "sentence:alliteration_increment": lambda t: _rising([_alliteration(sentence) for sentence in _sentences(t)]),
-    "sentence:keyword": lambda t, word, N: len(_sentences(t)) >= N and bool(re.search(rf"\b{re.escape(word)}\b", _sentences(t)[N - 1], re.IGNORECASE)),
+    "sentence:keyword": (
+        lambda t, word, N: (
+            len(_sentences(t)) >= N and bool(re.search(rf"\b{re.escape(word)}\b", _sentences(t)[N - 1], re.IGNORECASE))
+        )
+    ),
     "sentence:increment": _increments,
     "format:parentheses": _nested,
     "format:quotes": _nested_quotes,
@@ -341,18 +391,25 @@ IFBENCH = {
     "custom:word_reverse": lambda t: "bald eagle" in " ".join(_bare(t.lower())[::-1]),
     "custom:character_reverse": lambda t: "elgae dlab" in t.lower(),
     "custom:sentence_alphabet": _alphabet_story,
-    "custom:european_capitals_sort": lambda t: [part.strip() for part in _ascii(t).split(",") if part.strip()] == _CAPITALS,
+    "custom:european_capitals_sort": (
+        lambda t: [part.strip() for part in _ascii(t).split(",") if part.strip()] == _CAPITALS
+    ),
     "custom:csv_city": lambda t: _csv(t, ["ID", "Country", "City", "Year", "Count"], 7) is not None,
     "custom:csv_special_character": _csv_special,
     "custom:csv_quotes": _csv_quoted,
     "custom:date_format_list": _dates,
-    "repeat:repeat_change": lambda t, prompt_to_repeat: t != prompt_to_repeat and t.split()[1:] == prompt_to_repeat.split()[1:],
+    "repeat:repeat_change": (
+        lambda t, prompt_to_repeat: t != prompt_to_repeat and t.split()[1:] == prompt_to_repeat.split()[1:]
+    ),
     "repeat:repeat_simple": lambda t: t.strip().lower() == _ONLY_THIS,
-    "repeat:repeat_span": lambda t, prompt_to_repeat, n_start, n_end: t.lower().split() == prompt_to_repeat.lower().split()[n_start:n_end],
+    "repeat:repeat_span": (
+        lambda t, prompt_to_repeat, n_start, n_end: t.lower().split() == prompt_to_repeat.lower().split()[n_start:n_end]
+    ),
 }
 
 
 # -- IFTrain -----------------------------------------------------------------------------------------------
+
 
 def _same(text: str, other: str) -> bool:
     return text.strip().lower() == other.strip().lower()
@@ -369,7 +426,9 @@ def _phrases(text: str, phrase: str, small_n: int) -> bool:
     """The phrase so many times, each time with one other word between its first and its last one."""
     words = phrase.split()
     found = [said.split() for said in re.findall(rf"{re.escape(words[0])} .*? {re.escape(words[-1])}", text)]
-    return len(found) == small_n and all(len(said) == len(words) and sum(a != b for a, b in zip(said, words)) == 1 for said in found)
+    return len(found) == small_n and all(
+        len(said) == len(words) and sum(a != b for a, b in zip(said, words)) == 1 for said in found
+    )
 
 
 def _hyphened(text: str) -> bool:
@@ -381,7 +440,14 @@ def _hyphened(text: str) -> bool:
 
 def _composition(text: str, n_sent: int, n_words: int) -> bool:
     parts = _parts(text, r"\s?(?:\*\*\*|\* \* \*)\s?")
-    return parts is not None and len(parts) == 3 and all(len(_sentences(part)) == n_sent and all(len(_tokens(sentence)) == n_words for sentence in _sentences(part)) for part in parts)
+    return (
+        parts is not None
+        and len(parts) == 3
+        and all(
+            len(_sentences(part)) == n_sent and all(len(_tokens(sentence)) == n_words for sentence in _sentences(part))
+            for part in parts
+        )
+    )
 
 
 def _ends(text: str, last_word) -> bool:
@@ -395,33 +461,49 @@ def _begins(text: str, first_word) -> bool:
 
 IFTRAIN = {
     "keywords:word_once": lambda t, keyword: _times(keyword, t) == 1,
-    "keywords:word_count_different_numbers": lambda t, keyword, frequency, relation="at least": _related(_times(keyword, t), relation, frequency),
+    "keywords:word_count_different_numbers": lambda t, keyword, frequency, relation="at least": _related(
+        _times(keyword, t), relation, frequency
+    ),
     "keywords:exclude_word_harder": lambda t, keyword: f" {keyword.strip()} " not in t,
-    "keywords:no_adjacent_consecutive": lambda t: all(ord(b[0].lower()[0]) - ord(a[0].lower()[0]) != 1 for a, b in zip(t.split(), t.split()[1:])),
+    "keywords:no_adjacent_consecutive": lambda t: all(
+        ord(b[0].lower()[0]) - ord(a[0].lower()[0]) != 1 for a, b in zip(t.split(), t.split()[1:])
+    ),
     "keywords:palindrome": lambda t: any(word == word[::-1] for word in t.split()),
     "keywords:keyword_specific_position": lambda t, keyword, n, m: _word_at(t, keyword, n, m, False),
     "keywords:start_end": lambda t: len(words := _tokens(t.lower())) > 1 and words[0] == words[-1],
     "letters:letter_counting": lambda t, N, relation="at least": _related(len(re.findall("[a-zA-Z]", t)), relation, N),
-    "letters:letter_counting2": lambda t, letter, let_frequency, let_relation="at least": _related(t.lower().count(letter.lower()), let_relation, let_frequency),
+    "letters:letter_counting2": lambda t, letter, let_frequency, let_relation="at least": _related(
+        t.lower().count(letter.lower()), let_relation, let_frequency
+    ),
     "count:lowercase_counting": lambda t, N: len(re.findall(r"\b[a-z]+\b", t)) <= N,
     "count:counting_composition": _composition,
     "count:count_unique": lambda t: len(words := _tokens(t)) == len(set(words)),
     "count:count_increment_word": lambda t, keyword1, keyword2: _times(keyword1, t) == 1 and _times(keyword2, t) == 2,
     "paragraphs:paragraphs": lambda t: len(_parts(t, r"\s?\*\*\*\s?") or ()) == 2,
     "paragraphs:paragraphs2": lambda t: len(_parts(t, r"\n\n") or ()) == 2,
-    "first_word:first_word_sent": lambda t, first_word: all(_begins(sentence, first_word) for sentence in _sentences(t)),
+    "first_word:first_word_sent": lambda t, first_word: all(
+        _begins(sentence, first_word) for sentence in _sentences(t)
+    ),
     "first_word:first_word_answer": _begins,
     "last_word:last_word_sent": lambda t, last_word: all(_ends(sentence, last_word) for sentence in _sentences(t)),
     "last_word:last_word_answer": _ends,
     "punctuation:punctuation_dot": lambda t: "." not in t,
     "punctuation:punctuation_exclamation": lambda t: "!" not in t,
-    "detectable_format:bigram_wrapping": lambda t: all(a.startswith("<<") and b.endswith(">>") for a, b in zip(t.split()[::2], t.split()[1::2])),
-    "detectable_format:square_brackets": lambda t: all(word.startswith("[") and word.endswith("]") for word in t.split()),
+    "detectable_format:bigram_wrapping": lambda t: all(
+        a.startswith("<<") and b.endswith(">>") for a, b in zip(t.split()[::2], t.split()[1::2])
+    ),
+    "detectable_format:square_brackets": lambda t: all(
+        word.startswith("[") and word.endswith("]") for word in t.split()
+    ),
     "detectable_format:sentence_hyphens": _hyphened,
     "copy:repeat_phrase": _phrases,
     "copy:copy": lambda t, prompt_to_repeat: _same(t, prompt_to_repeat),
     "copy:copying_simple": lambda t, prompt_to_repeat: _same(t, prompt_to_repeat),
-    "copy:copying_multiple": lambda t, prompt_to_repeat, N: len(t.split("******")) == N and all(_same(part, prompt_to_repeat) for part in t.split("******")),
+    "copy:copying_multiple": (
+        lambda t, prompt_to_repeat, N: (
+            len(t.split("******")) == N and all(_same(part, prompt_to_repeat) for part in t.split("******"))
+        )
+    ),
     "new:copy_span_idx": lambda t, prompt_to_repeat, n_start, n_end: _same(t, prompt_to_repeat[n_start:n_end]),
 }
 

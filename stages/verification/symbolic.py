@@ -1,13 +1,17 @@
-r"""Whether two answers are the same mathematical value: a LaTeX subset read token by token into sympy, and a proof that the difference is zero (``reward.math``).
+r"""Whether two answers are the same mathematical value: a LaTeX subset read token by token into sympy, and a proof that
+the difference is zero (``reward.math``).
 
     equal(r"\sqrt{8}", r"2\sqrt{2}")  # True
 
-Text of a model is never evaluated: the parser below builds every expression itself, and refuses what would grow without bound (``9^{9^9}``) before sympy sees it.
-The module imports nothing of this project, because a sandbox worker runs its source (``stages.verification.verifiers.equal_symbolically``), under a time and a memory limit.
+Text of a model is never evaluated: the parser below builds every expression itself, and refuses what would grow without
+bound (``9^{9^9}``) before sympy sees it. The module imports nothing of this project, because a sandbox worker runs its
+source (``stages.verification.verifiers.equal_symbolically``), under a time and a memory limit.
 
-Read are numbers (exact; mixed ``2\frac{1}{3}``), letters with indices, ``\pi``, e, i, ``+ - * / ^ ! |x|``, fractions, roots, the usual functions, ``\binom``, degrees in
-trigonometric functions, ``\pm``; tuples and intervals, sets in braces, unions, matrices, equations and inequalities; the plain forms ``sqrt(2)/2``, ``x**2``, ``√2``. A
-percent sign, a dollar sign and a unit say nothing about the value, as in ``normalise_math``. What is not read is equal to nothing: :func:`equal` is then False.
+Read are numbers (exact; mixed ``2\frac{1}{3}``), letters with indices, ``\pi``, e, i, ``+ - * / ^ ! |x|``, fractions,
+roots, the usual functions, ``\binom``, degrees in trigonometric functions, ``\pm``; tuples and intervals, sets in
+braces, unions, matrices, equations and inequalities; the plain forms ``sqrt(2)/2``, ``x**2``, ``√2``. A percent sign, a
+dollar sign and a unit say nothing about the value, as in ``normalise_math``. What is not read is equal to nothing:
+:func:`equal` is then False.
 """
 
 from __future__ import annotations
@@ -22,22 +26,118 @@ LARGEST_DEGREE = 40  # of a power of a sum
 LARGEST_FACTORIAL = 500
 
 _NAMES = {"pi": sympy.pi, "infty": sympy.oo, "infinity": sympy.oo, "inf": sympy.oo}
-_FUNCTIONS = {"sin": sympy.sin, "cos": sympy.cos, "tan": sympy.tan, "cot": sympy.cot, "sec": sympy.sec, "csc": sympy.csc, "arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan,
-              "sinh": sympy.sinh, "cosh": sympy.cosh, "tanh": sympy.tanh, "ln": sympy.log, "exp": sympy.exp, "log": None}
+_FUNCTIONS = {
+    "sin": sympy.sin,
+    "cos": sympy.cos,
+    "tan": sympy.tan,
+    "cot": sympy.cot,
+    "sec": sympy.sec,
+    "csc": sympy.csc,
+    "arcsin": sympy.asin,
+    "arccos": sympy.acos,
+    "arctan": sympy.atan,
+    "sinh": sympy.sinh,
+    "cosh": sympy.cosh,
+    "tanh": sympy.tanh,
+    "ln": sympy.log,
+    "exp": sympy.exp,
+    "log": None,
+}
 _TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
-_GREEK = ("alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi",
-          "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Phi", "Psi", "Omega", "ell")
-_RELATIONS = {"=": "=", "<": "<", ">": ">", "le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">", "ne": "!=", "neq": "!="}
-_UNICODE = {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "÷": "/", "π": r"\pi ", "√": r"\root ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "±": r"\pm ", "°": r"^\circ ",
-            "²": "^2", "³": "^3", "½": r"\frac12 ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "μ": r"\mu ", "∅": r"\emptyset ", "**": "^", "<=": r"\le ", ">=": r"\ge "}
+_GREEK = (
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "varepsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "vartheta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+    "xi",
+    "rho",
+    "sigma",
+    "tau",
+    "phi",
+    "varphi",
+    "chi",
+    "psi",
+    "omega",
+    "Gamma",
+    "Delta",
+    "Theta",
+    "Lambda",
+    "Xi",
+    "Pi",
+    "Sigma",
+    "Phi",
+    "Psi",
+    "Omega",
+    "ell",
+)
+_RELATIONS = {
+    "=": "=",
+    "<": "<",
+    ">": ">",
+    "le": "<=",
+    "leq": "<=",
+    "leqslant": "<=",
+    "ge": ">=",
+    "geq": ">=",
+    "geqslant": ">=",
+    "lt": "<",
+    "gt": ">",
+    "ne": "!=",
+    "neq": "!=",
+}
+_UNICODE = {
+    "−": "-",
+    "–": "-",
+    "×": "*",
+    "·": "*",
+    "⋅": "*",
+    "÷": "/",
+    "π": r"\pi ",
+    "√": r"\root ",
+    "∞": r"\infty ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "∪": r"\cup ",
+    "±": r"\pm ",
+    "°": r"^\circ ",
+    "²": "^2",
+    "³": "^3",
+    "½": r"\frac12 ",
+    "θ": r"\theta ",
+    "α": r"\alpha ",
+    "β": r"\beta ",
+    "λ": r"\lambda ",
+    "μ": r"\mu ",
+    "∅": r"\emptyset ",
+    "**": "^",
+    "<=": r"\le ",
+    ">=": r"\ge ",
+}
 #: What stands behind a number and says nothing about the value; letters that could be variables are none.
-_UNITS = ("cm mm km kg mg ml mph inch inches ft feet foot yard yards meter meters metre metres centimeter centimeters kilometer kilometers mile miles gram grams kilogram kilograms liter liters litre "
-          "litres second seconds sec minute minutes min hour hours day days week weeks month months year years degree degrees radian radians dollar dollars cent cents percent unit units square "
-          "cubic point points").split()
+_UNITS = (
+    "cm mm km kg mg ml mph inch inches ft feet foot yard yards meter meters metre metres centimeter centimeters"
+    " kilometer kilometers mile miles gram grams kilogram kilograms liter liters litre litres second seconds sec minute"
+    " minutes min hour hours day days week weeks month months year years degree degrees radian radians dollar dollars"
+    " cent cents percent unit units square cubic point points"
+).split()
 _WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|operatorname)\s*\{([^{}]*)\}"
-_NO_UNIT = re.compile(r"\d|,|\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|"
-                      r"seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|million|billion|trillion|lakh|crore)s?)\b",
-                      re.IGNORECASE)  # words behind a number that change it, or say another one
+_NO_UNIT = re.compile(
+    r"\d|,|\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|"
+    r"seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|million|billion|trillion|lakh|crore)s?)\b",
+    re.IGNORECASE,
+)  # words behind a number that change it, or say another one
 _MATRICES = "pmatrix|bmatrix|Bmatrix|matrix|smallmatrix|array"
 _NO_PRODUCTS = ("or", "and", "is", "no", "not", "if", "of", "to", "for", "the", "all", "yes")
 _TOKEN = re.compile(r"\d+(?:\.\d*)?|\.\d+|\\[a-zA-Z]+|\\[{}|\\]|[a-zA-Z]+|[-+*/^_!|(){}\[\],=<>&;:']|\s+")
@@ -51,23 +151,57 @@ class Unread(ValueError):
 def clean(text: str) -> tuple[str, str]:
     """(formula, unit): without mark-up that says nothing about the value, and the plain unit behind it."""
     text = text.replace("\\\\", r"\row ")
-    text = re.sub(rf"\\begin\{{(?:{_MATRICES})\}}(?:\{{[lcr|\s]*\}})?", r"\\matrix ", re.sub(rf"\\end\{{(?:{_MATRICES})\}}", r"\\end ", text))
+    text = re.sub(
+        rf"\\begin\{{(?:{_MATRICES})\}}(?:\{{[lcr|\s]*\}})?",
+        r"\\matrix ",
+        re.sub(rf"\\end\{{(?:{_MATRICES})\}}", r"\\end ", text),
+    )
     for name, instead in _UNICODE.items():
         text = text.replace(name, instead)
-    for gone in (r"\left", r"\right", r"\!", r"\,", r"\;", r"\:", r"\ ", r"\(", r"\)", r"\[", r"\]", r"\displaystyle", r"\%", "%", r"\$", "$", r"\limits", "~", r"\bigl", r"\bigr", r"\big"):
+    for gone in (
+        r"\left",
+        r"\right",
+        r"\!",
+        r"\,",
+        r"\;",
+        r"\:",
+        r"\ ",
+        r"\(",
+        r"\)",
+        r"\[",
+        r"\]",
+        r"\displaystyle",
+        r"\%",
+        "%",
+        r"\$",
+        "$",
+        r"\limits",
+        "~",
+        r"\bigl",
+        r"\bigr",
+        r"\big",
+    ):
         text = re.sub(re.escape(gone) + (r"(?![a-zA-Z])" if gone[-1].isalpha() else ""), " ", text)
     text = text.replace("{,}", "").strip().rstrip(".").strip()
     text = re.sub(r"\\mathrm\s*\{\s*([ei])\s*\}", r" \1 ", text)  # numbers, as they are set in print
-    text = re.sub(r"^[a-zA-Z]\s*\\in(?![a-zA-Z])\s*", "", re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac", text))
+    text = re.sub(
+        r"^[a-zA-Z]\s*\\in(?![a-zA-Z])\s*", "", re.sub(r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac", text)
+    )
     if not any(bracket in text for bracket in "([{"):
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     units = []
-    while found := re.search(rf"(?<=.)(?:{_WORDS}|(?<![a-zA-Z\\])({'|'.join(_UNITS)}))\s*(?:\^\s*\{{?-?\d\}}?)?$", text):
+    while found := re.search(
+        rf"(?<=.)(?:{_WORDS}|(?<![a-zA-Z\\])({'|'.join(_UNITS)}))\s*(?:\^\s*\{{?-?\d\}}?)?$", text
+    ):
         if found[1] and _NO_UNIT.search(found[1]):  # the text stays, and is Unread
             break
-        units.append((found[1] or found[2] or "").strip().rstrip("s") + re.sub(r"\D", "", found[0][-3:]) if found[2] else "")
+        units.append(
+            (found[1] or found[2] or "").strip().rstrip("s") + re.sub(r"\D", "", found[0][-3:]) if found[2] else ""
+        )
         text = text[: found.start()].rstrip().removesuffix("/").removesuffix(r"\cdot").rstrip()
-    return re.sub(r"(?<![\d.])(\d+) +(\d+) */ *(\d+)(?![\d.])", r"(\1+\2/\3)", text), " ".join(unit for unit in reversed(units) if unit)
+    return re.sub(r"(?<![\d.])(\d+) +(\d+) */ *(\d+)(?![\d.])", r"(\1+\2/\3)", text), " ".join(
+        unit for unit in reversed(units) if unit
+    )
 
 
 def tokens_of(text: str) -> list[str]:
@@ -78,7 +212,7 @@ def tokens_of(text: str) -> list[str]:
     while at < len(text):
         found = _TOKEN.match(text, at)
         if not found:
-            raise Unread(text[at:at + 10])
+            raise Unread(text[at : at + 10])
         token, at = found[0], found.end()
         if token.isspace():
             if out and out[-1] != " ":
@@ -94,13 +228,13 @@ def tokens_of(text: str) -> list[str]:
 
 
 class Parser:
-    """Recursive descent over tokens. ``value`` gives what an answer is: ("number", e), ("set" | "list", parts), ("tuple", opening, parts, closing), ("union", parts),
-    ("matrix", rows), ("relation", sign, e)."""
+    """Recursive descent over tokens. ``value`` gives what an answer is: ("number", e), ("set" | "list", parts),
+    ("tuple", opening, parts, closing), ("union", parts), ("matrix", rows), ("relation", sign, e)."""
 
     def __init__(self, tokens: list[str]):
         self.tokens, self.at, self.depth, self.bars, self.signs = tokens, 0, 0, 0, 0
 
-    # -- tokens ----------------------------------------------------------------------------------------------------------
+    # -- tokens --------------------------------------------------------------------------------------------------------
     def peek(self, skip: bool = True) -> str:
         at = self.at
         while skip and at < len(self.tokens) and self.tokens[at] == " ":
@@ -127,7 +261,7 @@ class Parser:
             raise Unread(token)
         return token
 
-    # -- answers ---------------------------------------------------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------------------------------------
     def whole(self):
         found = self.value_list()
         if self.peek():
@@ -152,7 +286,8 @@ class Parser:
         if sign is None or not self.peek():
             return left
         self.next()
-        if left[0] == "tuple" and sign == "=" and all(part[0] == "number" and part[1].is_Symbol for part in left[2]):  # (x, y) = (1, 2)
+        # (x, y) = (1, 2)
+        if left[0] == "tuple" and sign == "=" and all(part[0] == "number" and part[1].is_Symbol for part in left[2]):
             right = self.value()
             if right[0] != "tuple" or len(right[2]) != len(left[2]):
                 raise Unread(sign)
@@ -160,7 +295,8 @@ class Parser:
         if left[0] != "number":
             raise Unread(sign)
         right = self.value()
-        while sign == "=" and right[0] == "number" and not left[1].free_symbols | right[1].free_symbols:  # 9 + 9 = 18 says 18, and 17 = 18 nothing
+        # 9 + 9 = 18 says 18, and 17 = 18 nothing
+        while sign == "=" and right[0] == "number" and not left[1].free_symbols | right[1].free_symbols:
             if not same_number(left[1], right[1]):
                 raise Unread(sign)
             left = right
@@ -172,7 +308,12 @@ class Parser:
         if right[0] != "number" or _RELATIONS.get(self.peek().lstrip("\\")) is not None:
             raise Unread(sign)
         if sign == "=":
-            return ("relation", "=", left[1] - right[1], right[1] if left[1].is_Symbol else left[1] if right[1].is_Symbol and not left[1].free_symbols else None)
+            return (
+                "relation",
+                "=",
+                left[1] - right[1],
+                right[1] if left[1].is_Symbol else left[1] if right[1].is_Symbol and not left[1].free_symbols else None,
+            )
         return ("relation", sign.replace(">", "<"), right[1] - left[1] if ">" in sign else left[1] - right[1], None)
 
     def value(self):
@@ -191,7 +332,12 @@ class Parser:
         if token in ("(", "["):
             self.next()
             parts = self._try(self._parts)
-            if parts is not None and len(parts) == 1 and parts[0][0] == "matrix" and self.take(")" if token == "(" else "]"):
+            if (
+                parts is not None
+                and len(parts) == 1
+                and parts[0][0] == "matrix"
+                and self.take(")" if token == "(" else "]")
+            ):
                 return parts[0]
             if parts is not None and len(parts) > 1 and self.peek() in (")", "]"):
                 return ("tuple", token, parts, self.next())
@@ -212,7 +358,7 @@ class Parser:
 
     def _closes(self, bracket: str) -> bool:
         """Whether a brace at this place is a set's: the one that closes it is the last token, and it holds a comma."""
-        depth, comma, tokens = 0, False, [t for t in self.tokens[self.at:] if t != " "]
+        depth, comma, tokens = 0, False, [t for t in self.tokens[self.at :] if t != " "]
         for i, token in enumerate(tokens):
             depth += (token in ("{", "(", "[")) - (token in ("}", ")", "]"))
             comma = comma or token == "," and depth == 1
@@ -240,7 +386,7 @@ class Parser:
         while self.peek() != r"\end":
             signs = self.signs
             rows[-1].append(("number", self.sum()))
-            if self.signs != signs:         # two matrices
+            if self.signs != signs:  # two matrices
                 raise Unread(r"\pm")
             if self.take("&"):
                 continue
@@ -251,7 +397,7 @@ class Parser:
         self.expect(r"\end")
         return rows
 
-    # -- expressions -----------------------------------------------------------------------------------------------------
+    # -- expressions ---------------------------------------------------------------------------------------------------
     upper = True  # which sign of \pm is read
 
     def sum(self):
@@ -290,12 +436,22 @@ class Parser:
 
     def _begins(self, token: str) -> bool:
         """Whether a token begins a factor of a product without a sign."""
-        return bool(token) and (token[0].isalnum() or token[0] == "." or token in ("(", "[", "{") or token == "|" and not self.bars or token in (r"\lfloor", r"\lceil", r"\lvert", r"\frac", r"\binom", r"\sqrt", r"\root")
-                                or token[0] == "\\" and (token[1:] in _NAMES or token[1:] in _FUNCTIONS or token[1:] in _GREEK))
+        return bool(token) and (
+            token[0].isalnum()
+            or token[0] == "."
+            or token in ("(", "[", "{")
+            or token == "|"
+            and not self.bars
+            or token in (r"\lfloor", r"\lceil", r"\lvert", r"\frac", r"\binom", r"\sqrt", r"\root")
+            or token[0] == "\\"
+            and (token[1:] in _NAMES or token[1:] in _FUNCTIONS or token[1:] in _GREEK)
+        )
 
     def _no_digits(self) -> None:
-        """Raise Unread where a number follows a factor without a sign, also one in braces, which print as nothing: ``{5}{2}`` reads 52."""
-        rest = [token for token in self.tokens[self.at:self.at + 6] if token != " "]
+        """Raise Unread where a number follows a factor without a sign, also one in braces, which print as nothing:
+        ``{5}{2}`` reads 52.
+        """
+        rest = [token for token in self.tokens[self.at : self.at + 6] if token != " "]
         first = next((token for token in rest if token != "{"), "")
         if first[:1].isdigit() or first[:1] == ".":
             raise Unread("two numbers beside each other")
@@ -330,7 +486,9 @@ class Parser:
         return False
 
     def exponent(self):
-        """A group, or one signed factor (``2^-1``, ``2^x``), of which LaTeX takes one digit: ``2^10`` is read as people mean it."""
+        """A group, or one signed factor (``2^-1``, ``2^x``), of which LaTeX takes one digit: ``2^10`` is read as people
+        mean it.
+        """
         self.depth += 1
         if self.depth > DEEPEST:
             raise Unread("nested too deep")
@@ -435,7 +593,7 @@ class Parser:
             return self.group()
         if token.isdigit():
             self.next()
-            self.tokens[self.at - 1:self.at] = [token[0], *([token[1:]] if token[1:] else [])]
+            self.tokens[self.at - 1 : self.at] = [token[0], *([token[1:]] if token[1:] else [])]
             return sympy.Integer(token[0])
         return self.atom()
 
@@ -451,7 +609,11 @@ class Parser:
             value = self.atom()
         else:  # \sin 2x is sin(2x); the next function, sign or bracket ends it
             value = self.power()
-            while self._begins(self.peek()) and self.peek() not in ("(", "[", "|") and self.peek().lstrip("\\") not in _FUNCTIONS:
+            while (
+                self._begins(self.peek())
+                and self.peek() not in ("(", "[", "|")
+                and self.peek().lstrip("\\") not in _FUNCTIONS
+            ):
                 self._no_digits()
                 value = value * self.power()
         if name in _TRIGONOMETRIC:
@@ -472,7 +634,9 @@ def _known(value):
 
 
 def power_of(base, exponent):
-    """base ** exponent, where it stays small: numbers up to ``LARGEST_BITS``, sums up to ``LARGEST_DEGREE``. Raises Unread."""
+    """base ** exponent, where it stays small: numbers up to ``LARGEST_BITS``, sums up to ``LARGEST_DEGREE``. Raises
+    Unread.
+    """
     base, exponent = sympy.sympify(base), sympy.sympify(exponent)
     if exponent.is_number and not exponent.is_infinite and base not in (0, 1, -1):
         inner, outer = base.as_base_exp()
@@ -485,7 +649,7 @@ def power_of(base, exponent):
             large = sympy.N(size, 5) > (LARGEST_BITS if inner.is_Atom else LARGEST_DEGREE)
         if large or exponent.is_Rational and exponent.q > LARGEST_BITS:
             raise Unread("a power that is too large")
-    return _known(base ** exponent)
+    return _known(base**exponent)
 
 
 def root_of(value, degree):
@@ -508,7 +672,8 @@ def equal(a: str, b: str) -> bool:
     try:
         (x, unit), (y, other) = read(a), read(b)
         return (not unit or not other or unit == other) and same(x, y)
-    except (Unread, RecursionError, ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):  # the last ones: what sympy makes nothing of
+    except (Unread, RecursionError, ArithmeticError, AttributeError, NotImplementedError, TypeError, ValueError):
+        # the last ones: what sympy makes nothing of
         return False
 
 
@@ -531,7 +696,9 @@ def same(x, y) -> bool:
     if kinds == {"tuple"}:
         return x[1] == y[1] and x[3] == y[3] and len(x[2]) == len(y[2]) and all(map(same, x[2], y[2]))
     if kinds == {"matrix"}:
-        return [len(row) for row in x[1]] == [len(row) for row in y[1]] and all(same(p, q) for row, other in zip(x[1], y[1]) for p, q in zip(row, other))
+        return [len(row) for row in x[1]] == [len(row) for row in y[1]] and all(
+            same(p, q) for row, other in zip(x[1], y[1]) for p, q in zip(row, other)
+        )
     if kinds == {"relation"} and x[1] == y[1]:
         return _same_zeros(x[2], y[2], signed="<" in x[1])
     return False
@@ -554,18 +721,28 @@ def _as_set(value):
         return None if None in parts else sympy.Union(*parts)
     if value[0] == "set" and all(part[0] == "number" and part[1].is_real for part in value[1]):
         return sympy.FiniteSet(*(part[1] for part in value[1]))
-    if value[0] == "tuple" and len(value[2]) == 2 and all(part[0] == "number" and part[1].is_extended_real and part[1].is_number for part in value[2]):
+    if (
+        value[0] == "tuple"
+        and len(value[2]) == 2
+        and all(part[0] == "number" and part[1].is_extended_real and part[1].is_number for part in value[2])
+    ):
         (_, low), (_, high) = value[2]
         return sympy.Interval(low, high, value[1] == "(", value[3] == ")")
     return None
 
 
 def _same_zeros(x, y, signed: bool) -> bool:
-    """Whether x = 0 and y = 0 (signed: x < 0 and y < 0) say the same because their quotient is a constant, and positive where that counts."""
+    """Whether x = 0 and y = 0 (signed: x < 0 and y < 0) say the same because their quotient is a constant, and positive
+    where that counts.
+    """
     if same_number(y, sympy.Integer(0)) or same_number(x, sympy.Integer(0)):
         return False
     quotient = sympy.cancel(x / y) if x.is_rational_function() and y.is_rational_function() else sympy.simplify(x / y)
-    return quotient.is_number and quotient.is_finite is not False and bool(quotient.is_positive if signed else quotient.is_nonzero)
+    return (
+        quotient.is_number
+        and quotient.is_finite is not False
+        and bool(quotient.is_positive if signed else quotient.is_nonzero)
+    )
 
 
 def same_number(x, y) -> bool:
@@ -580,10 +757,21 @@ def same_number(x, y) -> bool:
         at = {letter: sympy.Rational((-1) ** k * (7 * i + 11 * k + 3), 5 * i + 13) for i, letter in enumerate(letters)}
         p, q = x.subs(at), y.subs(at)
         p, q = sympy.N(p, 30), sympy.N(q, 30)
-        if p.is_number and q.is_number and p.is_finite and q.is_finite and abs(p - q) > sympy.Float("1e-20") * (1 + abs(p) + abs(q)):
+        if (
+            p.is_number
+            and q.is_number
+            and p.is_finite
+            and q.is_finite
+            and abs(p - q) > sympy.Float("1e-20") * (1 + abs(p) + abs(q))
+        ):
             return False
     difference = x - y
-    for step in (sympy.expand, sympy.simplify, lambda d: sympy.sqrtdenest(sympy.radsimp(d)), lambda d: sympy.simplify(sympy.expand_log(sympy.expand_trig(d), force=False))):
+    for step in (
+        sympy.expand,
+        sympy.simplify,
+        lambda d: sympy.sqrtdenest(sympy.radsimp(d)),
+        lambda d: sympy.simplify(sympy.expand_log(sympy.expand_trig(d), force=False)),
+    ):
         if step(difference) == 0:
             return True
     return difference.equals(0) is True

@@ -1,8 +1,9 @@
 r"""Units behind an answer's number: whether two answers state units of one dimension that differ (``reward.math``).
 
-Verifiers strip units, because benchmarks do: 11 is right where 11 cm is asked for. A unit that *is* stated and contradicts the gold answer's own makes another
-quantity of the same number (11 km for 11 cm, 3 pm for 3 am, 18 cents for 18 dollars), which is wrong. What is no unit of :data:`UNITS` contradicts nothing, nor
-does a unit of another dimension, which people leave out or shorten (cm for an area in cm²).
+Verifiers strip units, because benchmarks do: 11 is right where 11 cm is asked for. A unit that *is* stated and
+contradicts the gold answer's own makes another quantity of the same number (11 km for 11 cm, 3 pm for 3 am, 18 cents
+for 18 dollars), which is wrong. What is no unit of :data:`UNITS` contradicts nothing, nor does a unit of another
+dimension, which people leave out or shorten (cm for an area in cm²).
 """
 
 from __future__ import annotations
@@ -12,26 +13,70 @@ from fractions import Fraction as F
 
 #: dimension -> {names of a unit: its size in any fixed unit of that dimension}
 UNITS: dict[str, dict[str, F]] = {
-    "length": {"nm nanometer nanometre": F(1, 10 ** 9), "mm millimeter millimetre": F(1, 1000), "cm centimeter centimetre": F(1, 100), "dm decimeter decimetre": F(1, 10), "m meter metre": F(1),
-               "km kilometer kilometre": F(1000), "in inch inche": F(254, 10_000), "ft foot feet": F(3048, 10_000), "yd yard": F(9144, 10_000), "mi mile": F(1_609_344, 1000)},
-    "mass": {"mg milligram": F(1, 1000), "g gram": F(1), "kg kilogram kilo": F(1000), "oz ounce": F(28_349_523_125, 10 ** 9), "lb pound": F(45_359_237, 10 ** 5), "ton tonne": F(10 ** 6)},
-    "time": {"ms millisecond": F(1, 1000), "s sec second": F(1), "min minute": F(60), "h hr hour": F(3600), "day": F(86_400), "wk week": F(604_800), "month": F(2_629_746), "yr year": F(31_556_952),
-             "decade": F(315_569_520), "century centurie": F(3_155_695_200)},
-    "volume": {"ml milliliter millilitre": F(1, 1000), "cl centiliter centilitre": F(1, 100), "dl deciliter decilitre": F(1, 10), "l liter litre": F(1), "gal gallon": F(3_785_411_784, 10 ** 9),
-               "quart": F(946_352_946, 10 ** 9), "pint": F(473_176_473, 10 ** 9)},
+    "length": {
+        "nm nanometer nanometre": F(1, 10**9),
+        "mm millimeter millimetre": F(1, 1000),
+        "cm centimeter centimetre": F(1, 100),
+        "dm decimeter decimetre": F(1, 10),
+        "m meter metre": F(1),
+        "km kilometer kilometre": F(1000),
+        "in inch inche": F(254, 10_000),
+        "ft foot feet": F(3048, 10_000),
+        "yd yard": F(9144, 10_000),
+        "mi mile": F(1_609_344, 1000),
+    },
+    "mass": {
+        "mg milligram": F(1, 1000),
+        "g gram": F(1),
+        "kg kilogram kilo": F(1000),
+        "oz ounce": F(28_349_523_125, 10**9),
+        "lb pound": F(45_359_237, 10**5),
+        "ton tonne": F(10**6),
+    },
+    "time": {
+        "ms millisecond": F(1, 1000),
+        "s sec second": F(1),
+        "min minute": F(60),
+        "h hr hour": F(3600),
+        "day": F(86_400),
+        "wk week": F(604_800),
+        "month": F(2_629_746),
+        "yr year": F(31_556_952),
+        "decade": F(315_569_520),
+        "century centurie": F(3_155_695_200),
+    },
+    "volume": {
+        "ml milliliter millilitre": F(1, 1000),
+        "cl centiliter centilitre": F(1, 100),
+        "dl deciliter decilitre": F(1, 10),
+        "l liter litre": F(1),
+        "gal gallon": F(3_785_411_784, 10**9),
+        "quart": F(946_352_946, 10**9),
+        "pint": F(473_176_473, 10**9),
+    },
     "money": {"cent penny pennie": F(1, 100), "dollar buck": F(1)},
-    "angle": {"degree deg": F(1), "radian rad": F(572_957_795, 10 ** 7)},
+    "angle": {"degree deg": F(1), "radian rad": F(572_957_795, 10**7)},
     "time of day": {"am": F(1), "pm": F(2)},
 }
 LONGEST = 80  # characters of a unit and what follows it
-_UNITS = {name: (dimension, size) for dimension, units in UNITS.items() for names, size in units.items() for name in names.split()}
+_UNITS = {
+    name: (dimension, size)
+    for dimension, units in UNITS.items()
+    for names, size in units.items()
+    for name in names.split()
+}
 _WORDS = re.compile(r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf|operatorname) ?\{([^{}]*)\}")
-_NUMBER = re.compile(r"[-+]? ?(?:\\?\$)? ?(?:\d[\d,: ]*(?:\.\d+)?|\.\d+|\\[dtc]?frac ?\{[^{}]*\} ?\{[^{}]*\}|\\sqrt ?\{[^{}]*\}|\\pi|/| )+")
+_NUMBER = re.compile(
+    r"[-+]? ?(?:\\?\$)? ?(?:\d[\d,: ]*(?:\.\d+)?|\.\d+|\\[dtc]?frac ?\{[^{}]*\} ?\{[^{}]*\}|\\sqrt"
+    r" ?\{[^{}]*\}|\\pi|/| )+"
+)
 _TOKEN = re.compile(r"[a-z]+|\^ ?\{? ?-?\d+ ?\}?|[²³]|[/·*]|\\cdot|\S")
 
 
 def unit_of(answer: str) -> tuple[tuple[tuple[str, int], ...], F] | None:
-    r"""(dimensions with their powers, size) of the unit behind the number of an answer such as ``11\text{ cm}^2``, ``60 miles per hour`` or ``\$18``; None without one."""
+    r"""(dimensions with their powers, size) of the unit behind the number of an answer such as ``11\text{ cm}^2``, ``60
+    miles per hour`` or ``\$18``; None without one.
+    """
     text = answer.strip()
     money = re.match(r"[-+]? ?(?:\\\$|\$(?=[^$]*\Z))", text) is not None
     text = _WORDS.sub(r" \1 ", text.strip("$"))
@@ -42,7 +87,7 @@ def unit_of(answer: str) -> tuple[tuple[tuple[str, int], ...], F] | None:
     text = re.sub(r"\b([ap])\.\s?m\.?(?!\w)", r"\1m", " ".join(text.split()).lower())
     if not (number := _NUMBER.match(text)) or not re.search(r"\d|\\pi", number[0]):
         return None
-    if not (behind := text[number.end():].strip(" .*_$()")):
+    if not (behind := text[number.end() :].strip(" .*_$()")):
         return ((("money", 1),), F(1)) if money else None
     if len(behind) > LONGEST:
         return None
@@ -68,7 +113,8 @@ def unit_of(answer: str) -> tuple[tuple[tuple[str, int], ...], F] | None:
         elif token in ("/", "per") and last:
             sign = -1
         elif token not in ("·", "*", "\\cdot"):
-            if last is None or len(tokens[0]) < 4:      # "18 in total" are no inches, and "11 kilometers away" are kilometers
+            # "18 in total" are no inches, and "11 kilometers away" are kilometers
+            if last is None or len(tokens[0]) < 4:
                 return None
             break
     if last is None or sign < 0:

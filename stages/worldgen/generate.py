@@ -67,10 +67,11 @@ def _about(item: Item) -> dict:
 
 
 def passage(rng: np.random.Generator, facts: Facts, statements: int, dialogue_share: float) -> str:
-    """A short plain text of about `statements` statements: pages about one subject each, and reported questions with their answers.
+    """A short plain text of about `statements` statements: pages about one subject each, and reported questions with
+    their answers.
 
-    Of items that are not in the train split, only the facts that a question of small space asks about may be stated; the
-    question itself never is.
+    Of items that are not in the train split, only the facts that a question of small space asks about may be stated;
+    the question itself never is.
     """
     parts: list[str] = []
     done = 0
@@ -92,8 +93,15 @@ def passage(rng: np.random.Generator, facts: Facts, statements: int, dialogue_sh
     return " ".join(parts)
 
 
-def text_rows(rng_of: Callable[..., np.random.Generator], facts: Facts, *, split: str, n: int,
-              statements: tuple[int, int], dialogue_share: float) -> Iterator[dict]:
+def text_rows(
+    rng_of: Callable[..., np.random.Generator],
+    facts: Facts,
+    *,
+    split: str,
+    n: int,
+    statements: tuple[int, int],
+    dialogue_share: float,
+) -> Iterator[dict]:
     """`text/1` rows: n passages of about `statements` (low, high) statements each."""
     rng = rng_of("text", split)
     for _ in range(n):
@@ -101,20 +109,37 @@ def text_rows(rng_of: Callable[..., np.random.Generator], facts: Facts, *, split
         yield {"text": passage(rng, facts, wanted, dialogue_share), "domain": "world"}
 
 
-def demonstration_rows(rng_of, facts: Facts, *, split: str, n: int, wrong_share: float,
-                       style_weights: dict[str, float]) -> Iterator[dict]:
+def demonstration_rows(
+    rng_of, facts: Facts, *, split: str, n: int, wrong_share: float, style_weights: dict[str, float]
+) -> Iterator[dict]:
     """`demonstrations/1` rows of mixed quality; the grade of each is in `extra` and nowhere else."""
     rng = rng_of("demonstrations", split)
     for item in _take(items_of(split, rng, facts), n):
         response = draw_response(item, rng, wrong_share=wrong_share, style_weights=style_weights)
-        yield {"messages": _user(item) + _assistant(response.text), "train_turns": [1], "category": item.category,
-               "difficulty": float(item.difficulty),
-               "extra": {"quality": response.quality, "style": response.style, "correct": response.correct,
-                         "content": item.content}}
+        yield {
+            "messages": _user(item) + _assistant(response.text),
+            "train_turns": [1],
+            "category": item.category,
+            "difficulty": float(item.difficulty),
+            "extra": {
+                "quality": response.quality,
+                "style": response.style,
+                "correct": response.correct,
+                "content": item.content,
+            },
+        }
 
 
-def comparison_rows(rng_of, facts: Facts, annotator: Annotator, *, split: str, n: int, wrong_share: float,
-                    style_weights: dict[str, float]) -> Iterator[dict]:
+def comparison_rows(
+    rng_of,
+    facts: Facts,
+    annotator: Annotator,
+    *,
+    split: str,
+    n: int,
+    wrong_share: float,
+    style_weights: dict[str, float],
+) -> Iterator[dict]:
     """`comparisons/1` rows: two different answers to one prompt and a five-point label (low means A, 3 is a tie)."""
     rng = rng_of("comparisons", split)
     for item in _take(items_of(split, rng, facts), n):
@@ -122,10 +147,17 @@ def comparison_rows(rng_of, facts: Facts, annotator: Annotator, *, split: str, n
         b = a
         while b.text == a.text:
             b = draw_response(item, rng, wrong_share=wrong_share, style_weights=style_weights)
-        yield {"prompt": _user(item), "response_a": _assistant(a.text), "response_b": _assistant(b.text),
-               "label_kind": "likert", "n_points": 5, "orientation": "low_is_a", "label": annotator.label(a, b, rng),
-               "ann": {"annotator_type": "human", "annotator_id": "simulated-1"},
-               "extra": _about(item) | {"a": _hidden(a, annotator), "b": _hidden(b, annotator)}}
+        yield {
+            "prompt": _user(item),
+            "response_a": _assistant(a.text),
+            "response_b": _assistant(b.text),
+            "label_kind": "likert",
+            "n_points": 5,
+            "orientation": "low_is_a",
+            "label": annotator.label(a, b, rng),
+            "ann": {"annotator_type": "human", "annotator_id": "simulated-1"},
+            "extra": _about(item) | {"a": _hidden(a, annotator), "b": _hidden(b, annotator)},
+        }
 
 
 def _hidden(response: Response, annotator: Annotator) -> dict:
@@ -136,6 +168,12 @@ def prompt_rows(rng_of, facts: Facts, *, split: str, n: int) -> Iterator[dict]:
     """`prompts/1` rows with gold answers for the verifier `world`."""
     rng = rng_of("prompts", split)
     for item in _take(items_of(split, rng, facts), n):
-        yield {"prompt": _user(item), "domain": "world", "category": item.category, "answer": item.answer,
-               "answer_type": item.answer_type, "language": "en",
-               "extra": {"verifier": "world", "difficulty": item.difficulty, "content": item.content}}
+        yield {
+            "prompt": _user(item),
+            "domain": "world",
+            "category": item.category,
+            "answer": item.answer,
+            "answer_type": item.answer_type,
+            "language": "en",
+            "extra": {"verifier": "world", "difficulty": item.difficulty, "content": item.content},
+        }

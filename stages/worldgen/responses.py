@@ -15,11 +15,25 @@ from stages.worldgen.skills import Item
 
 STYLES = ("short", "worked", "chatty", "sloppy", "rambling")
 OFF_TOPIC_SHARE = 0.4
-OPENINGS = ("Sure, I can help with that.", "Let me think about it.", "That is a good question.",
-            "I am happy to help.", "Here is what I found.")
+OPENINGS = (
+    "Sure, I can help with that.",
+    "Let me think about it.",
+    "That is a good question.",
+    "I am happy to help.",
+    "Here is what I found.",
+)
 CLOSINGS = ("I hope this helps.", "Let me know if you need more.", "Have a nice day.")
 #: What a rambling answer goes on with: after each remark it ends with this probability.
-REMARKS = (*CLOSINGS, "That is all.", "It is as simple as that.", "I am quite sure.", "You may want to check it.", "Thank you for asking.", "Ask me again.", "Well then.")
+REMARKS = (
+    *CLOSINGS,
+    "That is all.",
+    "It is as simple as that.",
+    "I am quite sure.",
+    "You may want to check it.",
+    "Thank you for asking.",
+    "Ask me again.",
+    "Well then.",
+)
 ENDS = 0.2
 
 
@@ -34,7 +48,9 @@ class Response:
 
 
 def mistake(item: Item, rng: np.random.Generator) -> tuple[str, str]:
-    """A wrong (steps, answer): a plausible slip, or (OFF_TOPIC_SHARE) an answer to another kind of question altogether."""
+    """A wrong (steps, answer): a plausible slip, or (OFF_TOPIC_SHARE) an answer to another kind of question
+    altogether.
+    """
     if rng.random() >= OFF_TOPIC_SHARE:
         return item.wrong(rng)
     if item.answer_type == "integer":
@@ -57,15 +73,21 @@ def write(item: Item, style: str, correct: bool, rng: np.random.Generator) -> Re
     elif style == "sloppy":
         text = f"{answer}" if rng.random() < 0.5 else f"hm {answer} i think"
     elif style == "rambling":
-        text = " ".join([f"Answer: {answer}." if rng.random() < 0.5 else f"It is {answer}.", *(REMARKS[int(rng.integers(len(REMARKS)))] for _ in range(int(rng.geometric(ENDS)) - 1))])
+        text = " ".join(
+            [
+                f"Answer: {answer}." if rng.random() < 0.5 else f"It is {answer}.",
+                *(REMARKS[int(rng.integers(len(REMARKS)))] for _ in range(int(rng.geometric(ENDS)) - 1)),
+            ]
+        )
     else:
         raise ValueError(f"unknown style {style!r}; use one of {', '.join(STYLES)}")
     grade = {"short": 2, "worked": 3, "chatty": 2, "sloppy": 1, "rambling": 1}[style] if correct else 0
     return Response(text, correct, style, grade)
 
 
-def draw_response(item: Item, rng: np.random.Generator, *, wrong_share: float,
-                  style_weights: dict[str, float]) -> Response:
+def draw_response(
+    item: Item, rng: np.random.Generator, *, wrong_share: float, style_weights: dict[str, float]
+) -> Response:
     """One response with a random style; wrong with probability `wrong_share`, more often for hard items."""
     names = list(style_weights)
     weights = np.array([style_weights[n] for n in names], dtype=np.float64)

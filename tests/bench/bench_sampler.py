@@ -1,35 +1,40 @@
 """Useful tokens per second of the built-in sampler against transformers, in one process on the same model and sampling.
 
-    python -m tests.bench.bench_sampler [--prompts 128] [--batch 32] [--max-new 256] [--shared 0] [--turns 1] [--repeats 3] [--threads 2] [--profile]
-    python -m tests.bench.bench_sampler --device cuda --dtype bfloat16 --hidden 2048 --layers 16 --heads 32 --kv-heads 8 --vocabulary 128256 --batch 64 --prompts 256
+    python -m tests.bench.bench_sampler [--prompts 128] [--batch 32] [--max-new 256] [--shared 0] [--turns 1] [--repeats
+    3] [--threads 2] [--profile] python -m tests.bench.bench_sampler --device cuda --dtype bfloat16 --hidden 2048
+    --layers 16 --heads 32 --kv-heads 8 --vocabulary 128256 --batch 64 --prompts 256
 
 Three ways to complete the same prompts (temperature 1, no filters, each of `--stop-rate` of the vocabulary ends a row,
 so lengths are mixed): `Sampler.generate`; `model.generate` over static left-padded batches of the same size, prompts
 sorted by length; `model.generate_batch` (transformers' continuous batching). After a warm-up of each, repeats are
 interleaved and medians reported. "useful" counts tokens up to and with the stop token. Whole calls are timed: weight
-fusion, prefill and result building included. `--shared N`: all prompts begin with the same N tokens, as with the examples of a
-few-shot evaluation. `--turns K`: every row goes on for K turns, each with 60 tokens of an environment between them, and the
-built-in sampler is compared with itself where nothing is kept between turns (the peers are left out). Ratios are given of wall time and of process CPU time; on a machine that
-other work shares, only the CPU ratio with --threads 1 means anything.
+fusion, prefill and result building included. `--shared N`: all prompts begin with the same N tokens, as with the
+examples of a few-shot evaluation. `--turns K`: every row goes on for K turns, each with 60 tokens of an environment
+between them, and the built-in sampler is compared with itself where nothing is kept between turns (the peers are left
+out). Ratios are given of wall time and of process CPU time; on a machine that other work shares, only the CPU ratio
+with --threads 1 means anything.
 
-The last line sets the tokens per second against the memory-bandwidth roofline of decoding: a step of `--batch` rows reads the weights of layers and head
-once and the rows' keys and values as they are long on average, at the rate at which this device copies a GiB. On a GPU the steps are CUDA graphs
-(``stages.decoding.replay``).
+The last line sets the tokens per second against the memory-bandwidth roofline of decoding: a step of `--batch` rows
+reads the weights of layers and head once and the rows' keys and values as they are long on average, at the rate at
+which this device copies a GiB. On a GPU the steps are CUDA graphs (``stages.decoding.replay``).
 
 Notes (what was measured):
-    3.9M-parameter Llama (4 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 4096), 128 prompts of 8-63 tokens, batch 32, max_new 256, stop rate
-    1%, float32, two threads on 2 cores with nothing else running, two interleaved repeats; useful tokens per second of wall time:
+    3.9M-parameter Llama (4 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 4096), 128 prompts of 8-63 tokens, batch
+    32, max_new 256, stop rate 1%, float32, two threads on 2 cores with nothing else running, two interleaved repeats;
+    useful tokens per second of wall time:
 
                        repeat 0    repeat 1    built-in is
     built-in             5020        4794
     static generate       939         869        5.4x
     generate_batch        987        1121        4.7x
 
-    On an AMD EPYC, whose products go through oneDNN (``stages.models.products``); on a machine of a slower product before that 3705, 865 and 946 (4.2x, 3.8x).
+    On an AMD EPYC, whose products go through oneDNN (``stages.models.products``); on a machine of a slower product
+    before that 3705, 865 and 946 (4.2x, 3.8x).
 
     The same with `--shared 1100 --prompts 64 --repeats 1`: 2112 beside 203 (10.4x) and 172 (12.3x).
 
-    Of a decoding step (32 rows of a 6M model, 117 columns) 45% are matrix products, 31% attention, 6% writing keys and values. A GPU: not measured.
+    Of a decoding step (32 rows of a 6M model, 117 columns) 45% are matrix products, 31% attention, 6% writing keys and
+    values. A GPU: not measured.
 """
 
 from __future__ import annotations
@@ -41,7 +46,6 @@ import time
 import numpy as np
 import torch
 
-
 HEARD = 60  # tokens of the environment between two turns
 
 
@@ -49,17 +53,31 @@ def build_model(hidden: int, layers: int, heads: int, kv_heads: int, vocabulary:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden * 8 // 3 // 32 * 32, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=hidden * 8 // 3 // 32 * 32,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+    ).eval()
 
 
 def built_in(model, prompts, stops, batch, max_new, repeat):
     from stages.decoding.sampler import Sampler, SamplingParams
 
     out = Sampler(model, None, max_batch=batch).generate(
-        prompts, SamplingParams(max_new_tokens=max_new, stop_ids=stops), [[1000 * repeat + i] for i in range(len(prompts))])
+        prompts,
+        SamplingParams(max_new_tokens=max_new, stop_ids=stops),
+        [[1000 * repeat + i] for i in range(len(prompts))],
+    )
     return sum(len(c.ids) for group in out for c in group)
 
 
@@ -75,7 +93,9 @@ def in_turns(model, prompts, stops, batch, max_new, turns, repeat, keeps):
         for turn in range(turns):
             out = sampler.generate(rows, params, [[1000 * (repeat * turns + turn) + i] for i in range(len(rows))])
             useful += sum(len(c.ids) for (c,) in out)
-            rows = [row + c.ids + rng.integers(0, model.config.vocab_size, HEARD).tolist() for row, (c,) in zip(rows, out)]
+            rows = [
+                row + c.ids + rng.integers(0, model.config.vocab_size, HEARD).tolist() for row, (c,) in zip(rows, out)
+            ]
     return useful
 
 
@@ -92,8 +112,17 @@ def static_batches(model, prompts, stops, batch, max_new, repeat):
             mask[j, width - len(row) :] = 1
         with torch.inference_mode():
             ids, mask = ids.to(model.device), mask.to(model.device)
-            out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                                 max_new_tokens=max_new, eos_token_id=sorted(stops), pad_token_id=0)
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=max_new,
+                eos_token_id=sorted(stops),
+                pad_token_id=0,
+            )
         for row in out[:, width:].tolist():
             useful += next((t + 1 for t, token in enumerate(row) if token in stops), len(row))
     return useful
@@ -103,10 +132,22 @@ def continuous(model, prompts, stops, batch, max_new, repeat):
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     torch.manual_seed(repeat)
-    settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new,
-                                eos_token_id=sorted(stops), pad_token_id=0)
-    room = ContinuousBatchingConfig(page_size=32, num_blocks=batch * (max(map(len, prompts)) + max_new + 64) // 32, max_batch_tokens=max(256, batch),
-                                    max_requests_per_batch=batch, use_cuda_graph=False)
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max_new,
+        eos_token_id=sorted(stops),
+        pad_token_id=0,
+    )
+    room = ContinuousBatchingConfig(
+        page_size=32,
+        num_blocks=batch * (max(map(len, prompts)) + max_new + 64) // 32,
+        max_batch_tokens=max(256, batch),
+        max_requests_per_batch=batch,
+        use_cuda_graph=False,
+    )
     out = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=room)
     return sum(len(result.generated_tokens) for result in out.values())
 
@@ -125,33 +166,55 @@ def bandwidth(device: str) -> float:
 
 
 def roofline(model, batch: int, length: float) -> float:
-    """Tokens per second that decoding ``batch`` rows of ``length`` tokens could give where nothing but memory took time."""
+    """Tokens per second that decoding ``batch`` rows of ``length`` tokens could give where nothing but memory took
+    time.
+    """
     config, size = model.config, model.lm_head.weight.element_size()
-    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name) + (model.lm_head.weight.numel() if config.tie_word_embeddings else 0)
+    weights = sum(p.numel() for name, p in model.named_parameters() if "embed_tokens" not in name) + (
+        model.lm_head.weight.numel() if config.tie_word_embeddings else 0
+    )
     kept = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * length * batch
     return batch / ((weights + kept) * size / bandwidth(model.device.type))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (("prompts", 128), ("batch", 32), ("max-new", 256), ("repeats", 3), ("threads", 2), ("shared", 0), ("turns", 1), ("hidden", 256),
-                          ("layers", 4), ("heads", 8), ("kv-heads", 4), ("vocabulary", 4096)):
+    for name, default in (
+        ("prompts", 128),
+        ("batch", 32),
+        ("max-new", 256),
+        ("repeats", 3),
+        ("threads", 2),
+        ("shared", 0),
+        ("turns", 1),
+        ("hidden", 256),
+        ("layers", 4),
+        ("heads", 8),
+        ("kv-heads", 4),
+        ("vocabulary", 4096),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--stop-rate", type=float, default=0.01)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--profile", action="store_true", help="also print where the built-in sampler's time goes, by operation")
+    parser.add_argument(
+        "--profile", action="store_true", help="also print where the built-in sampler's time goes, by operation"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    model = build_model(args.hidden, args.layers, args.heads, args.kv_heads, args.vocabulary).to(args.device, getattr(torch, args.dtype))
+    model = build_model(args.hidden, args.layers, args.heads, args.kv_heads, args.vocabulary).to(
+        args.device, getattr(torch, args.dtype)
+    )
     rng = np.random.default_rng(0)
     start = rng.integers(0, args.vocabulary, args.shared).tolist()
     prompts = [start + rng.integers(0, args.vocabulary, rng.integers(8, 64)).tolist() for _ in range(args.prompts)]
     stops = frozenset(range(max(1, int(args.vocabulary * args.stop_rate))))
     ways = {"built-in": built_in, "static generate": static_batches, "continuous generate_batch": continuous}
     if args.turns > 1:
-        ways = {"built-in": lambda *given: in_turns(*given[:5], args.turns, given[5], True),
-                "built-in, nothing kept": lambda *given: in_turns(*given[:5], args.turns, given[5], False)}
+        ways = {
+            "built-in": lambda *given: in_turns(*given[:5], args.turns, given[5], True),
+            "built-in, nothing kept": lambda *given: in_turns(*given[:5], args.turns, given[5], False),
+        }
     for name in list(ways):
         try:
             if not ways[name](model, prompts[:4], stops, args.batch, 4, 0):
@@ -159,8 +222,11 @@ def main() -> None:
         except Exception as error:  # an optional peer: say why it is left out
             print(f"{name}: left out, it does not run here ({type(error).__name__}: {str(error)[:160]})", flush=True)
             del ways[name]
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {args.prompts} prompts, batch {args.batch}, "
-          f"max_new {args.max_new}, {args.threads} threads, {args.device}, {args.dtype}", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, {args.prompts} prompts, batch"
+        f" {args.batch}, max_new {args.max_new}, {args.threads} threads, {args.device}, {args.dtype}",
+        flush=True,
+    )
     wall, cpu = {name: [] for name in ways}, {name: [] for name in ways}
     for repeat in range(args.repeats):
         for name, way in ways.items():
@@ -168,7 +234,10 @@ def main() -> None:
             useful = way(model, prompts, stops, args.batch, args.max_new, repeat + 1)
             wall[name].append(useful / (time.perf_counter() - begin))
             cpu[name].append(useful / (time.process_time() - begin_cpu))
-            print(f"  {repeat} {name:26s} {useful} tokens  {wall[name][-1]:.0f}/s wall  {cpu[name][-1]:.0f}/s cpu", flush=True)
+            print(
+                f"  {repeat} {name:26s} {useful} tokens  {wall[name][-1]:.0f}/s wall  {cpu[name][-1]:.0f}/s cpu",
+                flush=True,
+            )
     if args.profile:
         from torch.profiler import ProfilerActivity, profile
 
@@ -177,7 +246,10 @@ def main() -> None:
         print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=40))
     drawn = useful / len(prompts)  # tokens per row of the last way's last repeat: all ways draw from one distribution
     most = roofline(model, args.batch, sum(map(len, prompts)) / len(prompts) + drawn / 2)
-    print(f"built-in: {statistics.median(wall['built-in']) / most:.0%} of {most:.0f} tokens/s, the memory-bandwidth roofline of {args.batch} rows")
+    print(
+        f"built-in: {statistics.median(wall['built-in']) / most:.0%} of {most:.0f} tokens/s, the memory-bandwidth"
+        f" roofline of {args.batch} rows"
+    )
     for name in ways:
         ratios = [statistics.median(x["built-in"]) / statistics.median(x[name]) for x in (wall, cpu)]
         print(f"{name:26s} built-in is {ratios[0]:.2f}x by wall time, {ratios[1]:.2f}x by CPU time")

@@ -17,11 +17,18 @@ import pytest
 from tests.common import stage_processes
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = "run stage rerun answer up down status deploy ls show cost lineage compare promote export chat doctor".split()
-TINY = [part for kind in ("text", "demonstrations", "comparisons", "prompts") for part in ("--set", f"{kind}={{train: 8, validation: 2, test: 2}}")]
+COMMANDS = (
+    "run stage rerun answer up down status deploy ls show cost lineage compare promote export chat doctor".split()
+)
+TINY = [
+    part
+    for kind in ("text", "demonstrations", "comparisons", "prompts")
+    for part in ("--set", f"{kind}={{train: 8, validation: 2, test: 2}}")
+]
 
 
-#: Runs several commands, each in a fork of one interpreter that has imported what they need; writes what they say into files 0.out, 0.err, 1.out ... and prints their exit codes.
+#: Runs several commands, each in a fork of one interpreter that has imported what they need; writes what they say into
+#: files 0.out, 0.err, 1.out ... and prints their exit codes.
 SEVERAL = """
 import gc, json, os, sys
 gc.disable()
@@ -41,16 +48,30 @@ for i, arguments in enumerate(json.loads(sys.argv[1])):
 
 def environment(home: Path) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
-    return env | {"POSTTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "POSTTRAIN_GRACE_SECONDS": "2", "POSTTRAIN_TRACKING": "off"}
+    return env | {
+        "POSTTRAIN_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "POSTTRAIN_GRACE_SECONDS": "2",
+        "POSTTRAIN_TRACKING": "off",
+    }
 
 
 def several(folder: Path, *commands: list[str]) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of commands that end at once, most of whose time would be that of imports."""
     folder.mkdir()
-    done = subprocess.run([sys.executable, "-c", SEVERAL, json.dumps(commands)], env=environment(folder / "home"), cwd=folder, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL, json.dumps(commands)],
+        env=environment(folder / "home"),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     codes = list(map(int, done.stdout.split()))
     assert len(codes) == len(commands), done.stderr
-    return [(code, (folder / f"{i}.out").read_text(), (folder / f"{i}.err").read_text()) for i, code in enumerate(codes)]
+    return [
+        (code, (folder / f"{i}.out").read_text(), (folder / f"{i}.err").read_text()) for i, code in enumerate(codes)
+    ]
 
 
 @pytest.fixture
@@ -62,10 +83,13 @@ def posttrain(tmp_path):
         env["POSTTRAIN_TRACKING"] = "on" if tracked else "off"
         command = [sys.executable, *(["-m", "flows.cli"] if program is None else ["-c", program]), *map(str, arguments)]
         if start:
-            def heed():  # a shell starts what it puts in the background with interrupts ignored, and a suite may be such
+            # a shell starts what it puts in the background with interrupts ignored, and a suite may be such
+            def heed():
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-            return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+            return subprocess.Popen(
+                command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+            )
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
@@ -78,17 +102,22 @@ def last_line(done) -> dict:
 
 
 def test_help_imports_nothing_heavy():
-    code = ("import sys\nsys.argv = ['posttrain', '--help']\nfrom flows.cli import main\n"
-            "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-            "heavy = {'torch', 'transformers', 'datasets', 'prefect', 'mlflow', 'pandas', 'pyarrow', 'numpy', 'matplotlib'}\n"
-            "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n")
+    code = (
+        "import sys\nsys.argv = ['posttrain', '--help']\nfrom flows.cli import main\ntry:\n    main()\nexcept"
+        " SystemExit as end:\n    assert not end.code\nheavy = {'torch', 'transformers', 'datasets', 'prefect',"
+        " 'mlflow', 'pandas', 'pyarrow', 'numpy', 'matplotlib'}\nassert not heavy & set(sys.modules), heavy &"
+        " set(sys.modules)\n"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60)
 
 
 def test_configs_import_nothing_heavy():
     """Forms, plans and the errors of a wrong setting need no machine learning library."""
-    code = ("import sys\nfrom stages.registry import STAGES, get_stage\n[get_stage(name) for name in STAGES]\n"
-            "heavy = {'torch', 'transformers', 'datasets', 'prefect', 'mlflow'}\nassert not heavy & set(sys.modules), heavy & set(sys.modules)\n")
+    code = (
+        "import sys\nfrom stages.registry import STAGES, get_stage\n[get_stage(name) for name in STAGES]\nheavy ="
+        " {'torch', 'transformers', 'datasets', 'prefect', 'mlflow'}\nassert not heavy & set(sys.modules), heavy &"
+        " set(sys.modules)\n"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
 
@@ -110,14 +139,17 @@ WRONG = [
     (["run", "post_training", "--set", "sft"], "write key=value"),
     (["run", "post_training", "sft"], "write key=value"),
     (["run", "post_training", "--preset", "dmo"], "has no preset"),
-    (["run", "preference", "data.path=pairs.jsonl"], "write model="), (["run", "verifiable"], "model"),
+    (["run", "preference", "data.path=pairs.jsonl"], "write model="),
+    (["run", "verifiable"], "model"),
     (["stage", "sftt"], "did you mean 'sft'"),
     (["stage", "world", "--set", "prompt={train: 3}"], "did you mean 'prompts'"),
     (["stage", "sft", "--input", "modle=x"], "did you mean 'model'"),
     (["stage", "sft", "--input", "model=nowhere/there.jsonl", "--input", "data=x"], "does not exist"),
     (["ls", "run"], "did you mean 'runs'"),
     (["show", "dataset:nothing@latest"], "nothing"),
-    (["deploy"], "posttrain up"), (["deploy", "preference"], "--cron '0 2 * * *'"), (["deploy", "--cron", "0 2 * * *"], "names a recipe"),
+    (["deploy"], "posttrain up"),
+    (["deploy", "preference"], "--cron '0 2 * * *'"),
+    (["deploy", "--cron", "0 2 * * *"], "names a recipe"),
     (["rerun", "abc", "--stage", "sft"], "there is no run"),
 ]
 
@@ -146,7 +178,10 @@ def test_stage_prints_one_json_line_and_is_cached_the_second_time(posttrain):
 
     shown = last_line(posttrain("show", first["outputs"]["prompts"], "--json"))
     assert shown["made_by"]["stage"] == "world"
-    assert {row["kind"] for row in last_line(posttrain("ls", "datasets", "--json"))["datasets"]} >= {"prompts/1", "text/1"}
+    assert {row["kind"] for row in last_line(posttrain("ls", "datasets", "--json"))["datasets"]} >= {
+        "prompts/1",
+        "text/1",
+    }
     tree = json.dumps(last_line(posttrain("lineage", first["outputs"]["prompts"], "--json")))
     assert first["key"] in tree and "world" in posttrain("lineage", first["outputs"]["prompts"]).stdout
 
@@ -186,13 +221,31 @@ def test_interrupt_takes_the_stage_process_down(posttrain, tmp_path, number, cod
     _, error = running.communicate(timeout=60)
     assert running.returncode == code, error
     assert psutil.wait_procs(children, timeout=10)[1] == []
-    assert ("goes on where it stopped: posttrain stage tests.flows.slow_stage --set seconds=120" if number == signal.SIGINT else "same command continues") in error
+    assert (
+        "goes on where it stopped: posttrain stage tests.flows.slow_stage --set seconds=120"
+        if number == signal.SIGINT
+        else "same command continues"
+    ) in error
 
 
 def test_dry_run_prints_the_plan_and_runs_nothing(posttrain):
-    plan = last_line(posttrain("run", "post_training", "--preset", "demo", "--set", "rl.max_steps=7", "sft.max_steps=3", "--dry-run", "--json", "dpo.beta=0.2"))
+    plan = last_line(
+        posttrain(
+            "run",
+            "post_training",
+            "--preset",
+            "demo",
+            "--set",
+            "rl.max_steps=7",
+            "sft.max_steps=3",
+            "--dry-run",
+            "--json",
+            "dpo.beta=0.2",
+        )
+    )
     assert plan["config"]["rl"]["max_steps"] == 7
-    assert plan["config"]["sft"]["max_steps"] == 3 and plan["config"]["dpo"]["beta"] == 0.2  # settings stand without --set too
+    # settings stand without --set too
+    assert plan["config"]["sft"]["max_steps"] == 3 and plan["config"]["dpo"]["beta"] == 0.2
     assert [row["step"] for row in plan["plan"]][-1] == "promote" and all(row["plan"] == "run" for row in plan["plan"])
 
 
@@ -200,7 +253,12 @@ def test_set_reads_yaml_scalars():
     from flows.config import parse_sets
 
     assert parse_sets(["a.b=1e-5", "a.c=null", "d=[1, x]", "e=true", "f=", "g=a=b"]) == {
-        "a": {"b": 1e-5, "c": None}, "d": [1, "x"], "e": True, "f": None, "g": "a=b"}
+        "a": {"b": 1e-5, "c": None},
+        "d": [1, "x"],
+        "e": True,
+        "f": None,
+        "g": "a=b",
+    }
 
 
 def test_a_text_may_look_like_a_number():
@@ -215,9 +273,15 @@ def test_a_text_may_look_like_a_number():
 def test_a_section_given_in_part_keeps_the_recipes_settings_in_the_rest():
     from flows.recipe import load_config
 
-    config = load_config("preference", {"model": "m", "data": {"path": "p"}, "ingest_pairs": {"test_fraction": 0.2},
-                                        "evaluate_reward": {"limit": 20}})
-    assert (config.ingest_pairs.kind, config.ingest_pairs.validation_fraction, config.ingest_pairs.test_fraction) == ("pairs/1", 0.05, 0.2)
+    config = load_config(
+        "preference",
+        {"model": "m", "data": {"path": "p"}, "ingest_pairs": {"test_fraction": 0.2}, "evaluate_reward": {"limit": 20}},
+    )
+    assert (config.ingest_pairs.kind, config.ingest_pairs.validation_fraction, config.ingest_pairs.test_fraction) == (
+        "pairs/1",
+        0.05,
+        0.2,
+    )
     assert (config.evaluate_reward.target, config.evaluate_reward.limit) == ("reward_model", 20)
 
 
@@ -236,17 +300,37 @@ def test_a_preset_extends_another():
     from flows.config import load_preset
 
     below, above = load_preset("preference", "zephyr"), load_preset("preference", "zephyr_release")
-    assert "extends" not in above and above["sft"] == below["sft"] and above["dpo"] == {**below["dpo"], "beta": 0.01, "batch_size": 128, "num_train_epochs": 1}
+    assert (
+        "extends" not in above
+        and above["sft"] == below["sft"]
+        and above["dpo"] == {**below["dpo"], "beta": 0.01, "batch_size": 128, "num_train_epochs": 1}
+    )
 
 
 def test_show_says_why_rows_were_quarantined(posttrain, tmp_path):
     good = [{"prompt": f"q{i}", "chosen": "a", "rejected": "b"} for i in range(8)]
-    (tmp_path / "x.jsonl").write_text("\n".join([*map(json.dumps, good), '{"prompt": "cut off', json.dumps({"prompt": "p", "chosen": "same", "rejected": "same"})]) + "\n")
+    (tmp_path / "x.jsonl").write_text(
+        "\n".join(
+            [
+                *map(json.dumps, good),
+                '{"prompt": "cut off',
+                json.dumps({"prompt": "p", "chosen": "same", "rejected": "same"}),
+            ]
+        )
+        + "\n"
+    )
     made = last_line(posttrain("stage", "ingest", "--input", f"data={tmp_path / 'x.jsonl'}", "--json"))
     shown = posttrain("show", made["outputs"]["quarantine"]).stdout
-    assert 'x.jsonl:9  {"prompt": "cut off' in shown and "refused parse_error: 1 rows" in shown and "refused chosen_equals_rejected: 1 rows" in shown and "x.jsonl:10" in shown
+    assert (
+        'x.jsonl:9  {"prompt": "cut off' in shown
+        and "refused parse_error: 1 rows" in shown
+        and "refused chosen_equals_rejected: 1 rows" in shown
+        and "x.jsonl:10" in shown
+    )
     reasons = last_line(posttrain("show", made["outputs"]["quarantine"], "--json"))["quarantined"]
-    assert {one["code"]: one["rows"] for one in reasons} == {"parse_error": 1, "chosen_equals_rejected": 1} and reasons[0]["samples"][0]["source_file"] == "x.jsonl"
+    assert {one["code"]: one["rows"] for one in reasons} == {"parse_error": 1, "chosen_equals_rejected": 1} and reasons[
+        0
+    ]["samples"][0]["source_file"] == "x.jsonl"
 
 
 def test_a_dataset_of_the_wrong_kind_is_refused_with_a_conversion_that_exists(tmp_path, monkeypatch):
@@ -267,7 +351,13 @@ def test_a_dataset_of_the_wrong_kind_is_refused_with_a_conversion_that_exists(tm
 
     with pytest.raises(ConfigError, match="text/1 cannot be converted to that, so give another dataset"):
         prepare("align", {"model": str(model), "data": dataset("text/1", text="only text")})
-    thumbs = dataset("unpaired/1", prompt=[{"role": "user", "content": "q"}], completion=[{"role": "assistant", "content": "a"}], label=True, label_kind="thumbs")
+    thumbs = dataset(
+        "unpaired/1",
+        prompt=[{"role": "user", "content": "q"}],
+        completion=[{"role": "assistant", "content": "a"}],
+        label=True,
+        label_kind="thumbs",
+    )
     with pytest.raises(ConfigError, match=f"posttrain stage ingest --input data={thumbs} --set kind=prompts/1"):
         prepare("rl", {"model": str(model), "data": thumbs})
 
@@ -281,13 +371,26 @@ def test_a_step_is_repeated_by_its_name_or_that_of_the_section_it_takes_its_sett
 
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
     run = records.start_run("preference", {})
-    for label in ("ingest_pairs", "dpo.ingest-data", "dpo", "evaluate_reward", "evaluate_start", "evaluate_dpo", "compare"):
+    for label in (
+        "ingest_pairs",
+        "dpo.ingest-data",
+        "dpo",
+        "evaluate_reward",
+        "evaluate_start",
+        "evaluate_dpo",
+        "compare",
+    ):
         records.append_stage(run.run_id, {"label": label, "stage": label.split("_")[0], "cached": False})
     unfinished = records.get_run(run.run_id)
     records.finish_run(run.run_id, "FINISHED")
     run = records.get_run(run.run_id)
-    assert steps_of(run, Config, "evaluate") == ["evaluate_start", "evaluate_dpo"]  # evaluate_reward is a section of its own
-    assert steps_of(run, Config, "compare") == ["compare"] and steps_of(run, Config, "evaluate_dpo") == ["evaluate_dpo"] and steps_of(run, Config, "dpo") == ["dpo"]
+    # evaluate_reward is a section of its own
+    assert steps_of(run, Config, "evaluate") == ["evaluate_start", "evaluate_dpo"]
+    assert (
+        steps_of(run, Config, "compare") == ["compare"]
+        and steps_of(run, Config, "evaluate_dpo") == ["evaluate_dpo"]
+        and steps_of(run, Config, "dpo") == ["dpo"]
+    )
     assert steps_of(unfinished, Config, "reward_model") == []  # it never came to it, and will run it now
     for finished, name in ((run, "sft"), (unfinished, "nosuch")):
         with pytest.raises(ConfigError, match="its steps are: ingest_pairs, dpo, evaluate_reward, evaluate_start"):
@@ -304,19 +407,36 @@ def test_a_forced_step_that_the_plan_has_not_is_refused_before_anything_runs(pos
 
 def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain, tmp_path):
     """Each makes a Prefect server on one database; two that made its tables at once failed."""
-    program = ("import sys\nfrom flows import recipe\nrecipe.RECIPES['slow_recipe'] = 'tests.flows.slow_recipe'\nfrom flows.cli import main\n"  # its stage takes a moment and no library
-               "sys.argv = ['posttrain', 'run', 'slow_recipe', f'seed={sys.argv[1]}']\nmain()\n")
+    # its stage takes a moment and no library
+    program = (
+        "import sys\nfrom flows import recipe\nrecipe.RECIPES['slow_recipe'] = 'tests.flows.slow_recipe'\nfrom"
+        " flows.cli import main\nsys.argv = ['posttrain', 'run', 'slow_recipe', f'seed={sys.argv[1]}']\nmain()\n"
+    )
     for one in [posttrain(seed, program=program, start=True) for seed in range(3)]:
         _, error = one.communicate(timeout=280)
         assert one.returncode == 0 and "+ slow" in error and "database" not in error, error
 
 
-@pytest.mark.parametrize("stage, word, here", [
-    ("sft", "gradient_accumulation_steps", "here it is 'batch_size' (the rows of one optimizer step"), ("rl", "max_new_tokens", "here it is 'max_completion_length'"), ("rl", "num_train_epochs", "here it is 'max_steps'"),
-    ("sft", "assistant_only_loss", "here it is 'train_on' (all_assistant for true"), ("sft", "completion_only_loss", "here it is 'train_on'"), ("rl", "steps_per_generation", "here it is 'num_minibatches'"),
-    ("rl", "generation_batch_size", "here it is 'prompts_per_step' (it, divided by num_generations)"), ("rl", "vllm_importance_sampling_mode", "here it is 'importance_correction'"),
-    ("rl", "importance_sampling_level", "here it is 'ratio_level'"), ("align", "loss_weights", "here it is 'loss_weight'"), ("rl", "vllm_importance_sampling_correction", "here it is 'importance_correction'"),
-    ("rl", "adv_estimator", "here it is 'preset'"), ("align", "loss_type", "here it is 'method'"), ("sft", "output_dir", "posttrain export"), ("sft", "learing_rate", "did you mean 'learning_rate'?")])
+@pytest.mark.parametrize(
+    "stage, word, here",
+    [
+        ("sft", "gradient_accumulation_steps", "here it is 'batch_size' (the rows of one optimizer step"),
+        ("rl", "max_new_tokens", "here it is 'max_completion_length'"),
+        ("rl", "num_train_epochs", "here it is 'max_steps'"),
+        ("sft", "assistant_only_loss", "here it is 'train_on' (all_assistant for true"),
+        ("sft", "completion_only_loss", "here it is 'train_on'"),
+        ("rl", "steps_per_generation", "here it is 'num_minibatches'"),
+        ("rl", "generation_batch_size", "here it is 'prompts_per_step' (it, divided by num_generations)"),
+        ("rl", "vllm_importance_sampling_mode", "here it is 'importance_correction'"),
+        ("rl", "importance_sampling_level", "here it is 'ratio_level'"),
+        ("align", "loss_weights", "here it is 'loss_weight'"),
+        ("rl", "vllm_importance_sampling_correction", "here it is 'importance_correction'"),
+        ("rl", "adv_estimator", "here it is 'preset'"),
+        ("align", "loss_type", "here it is 'method'"),
+        ("sft", "output_dir", "posttrain export"),
+        ("sft", "learing_rate", "did you mean 'learning_rate'?"),
+    ],
+)
 def test_the_words_of_other_libraries_are_known(stage, word, here):
     from flows.config import build
     from stages.registry import get_stage
@@ -332,7 +452,11 @@ def test_words_of_other_libraries_lead_to_settings_that_exist():
     from stages.registry import STAGES, get_stage
 
     known = {key.rsplit(".", 1)[-1] for name in STAGES for key in keys(get_stage(name).SPEC.config)}
-    assert not {word for word, ours in ELSEWHERE.items() if ours.partition(": ")[0] not in known | {""} and not ours.startswith(": ")}
+    assert not {
+        word
+        for word, ours in ELSEWHERE.items()
+        if ours.partition(": ")[0] not in known | {""} and not ours.startswith(": ")
+    }
 
 
 def test_a_recipe_lists_its_settings_and_a_plan_those_that_were_chosen(posttrain):
@@ -346,9 +470,16 @@ def test_a_recipe_lists_its_settings_and_a_plan_those_that_were_chosen(posttrain
 def test_what_a_recipe_is_given_is_looked_for_before_its_first_step(tmp_path):
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "config.json").write_text("{")
-    reasons = ((["preference", "data.path=nofile.jsonl", "model=model:nosuch@champion"], "model: there is no model named"), (["post_training", "data.pairs=nofile.jsonl"], "data.pairs: nofile.jsonl does not exist"), (["post_training", "model=model:nosuch@champion"], "model: there is no model named 'nosuch'"),
-               (["preference", f"model={tmp_path / 'cut'}"], "config.json is not readable JSON"), (["post_training", "data.prompts=dataset:nosuch@latest"], "data.prompts: there is no dataset"))
-    for (given, why), (code, _, error) in zip(reasons, several(tmp_path / "refused", *(["run", *given] for given, _ in reasons))):
+    reasons = (
+        (["preference", "data.path=nofile.jsonl", "model=model:nosuch@champion"], "model: there is no model named"),
+        (["post_training", "data.pairs=nofile.jsonl"], "data.pairs: nofile.jsonl does not exist"),
+        (["post_training", "model=model:nosuch@champion"], "model: there is no model named 'nosuch'"),
+        (["preference", f"model={tmp_path / 'cut'}"], "config.json is not readable JSON"),
+        (["post_training", "data.prompts=dataset:nosuch@latest"], "data.prompts: there is no dataset"),
+    )
+    for (given, why), (code, _, error) in zip(
+        reasons, several(tmp_path / "refused", *(["run", *given] for given, _ in reasons))
+    ):
         assert code == 2 and why in error and "started" not in error, error
 
 
@@ -359,13 +490,16 @@ def test_a_server_that_does_not_answer_and_a_home_that_is_none_are_told(posttrai
     monkeypatch.setattr(services.time, "sleep", lambda seconds: None)
     clock = iter(range(0, 100, 6))
     monkeypatch.setattr(services.time, "monotonic", lambda: next(clock))
-    with pytest.raises(services.ServiceError, match="no Prefect server answers at http://127.0.0.1:9/api.*posttrain up"):
+    with pytest.raises(
+        services.ServiceError, match="no Prefect server answers at http://127.0.0.1:9/api.*posttrain up"
+    ):
         services.reachable("http://127.0.0.1:9/api")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "file" / "home"))
     with pytest.raises(ConfigError, match="set POSTTRAIN_HOME to a directory"):
         env.state_dir()
-    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "what?now" / "home"))  # both servers would keep their tables in one file named `what`
+    # both servers would keep their tables in one file named `what`
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "what?now" / "home"))
     with pytest.raises(ConfigError, match="question mark.*set POSTTRAIN_HOME to a directory without"):
         env.state_dir()
     assert not (tmp_path / "what?now").exists()
@@ -383,28 +517,58 @@ def test_a_server_that_died_comes_back_at_its_port(tmp_path):
     from flows import services
 
     assert services._last_port(tmp_path, "mlflow") == services.PORTS["mlflow"]
-    (tmp_path / "services.json").write_text(json.dumps({"mlflow": {"url": "http://127.0.0.1:45321", "pid": 1, "started": 0.0}, "worker": {"url": None}}))
+    (tmp_path / "services.json").write_text(
+        json.dumps({"mlflow": {"url": "http://127.0.0.1:45321", "pid": 1, "started": 0.0}, "worker": {"url": None}})
+    )
     assert services.running(tmp_path) == {}
-    assert services._last_port(tmp_path, "mlflow") == 45321 and services._last_port(tmp_path, "prefect") == services.PORTS["prefect"]
+    assert (
+        services._last_port(tmp_path, "mlflow") == 45321
+        and services._last_port(tmp_path, "prefect") == services.PORTS["prefect"]
+    )
 
 
 def test_the_line_of_a_step_shows_results_and_no_bounds():
     from flows.display import headline
 
-    found = {"pair_length_matched_accuracy": 0.4, "distinct_1": 0.99, "pair_accuracy": 0.575, "reward": -0.14, "reward_low": -0.19, "length_mean": 61.3}
+    found = {
+        "pair_length_matched_accuracy": 0.4,
+        "distinct_1": 0.99,
+        "pair_accuracy": 0.575,
+        "reward": -0.14,
+        "reward_low": -0.19,
+        "length_mean": 61.3,
+    }
     assert headline(found) == "reward=-0.14  pair_accuracy=0.575  length_mean=61.3  pair_length_matched_accuracy=0.4"
-    assert headline({"dropped/no_target": 0, "rows": 399, "steps": 3, "train/loss": 7.6}, 3) == "train/loss=7.6  rows=399  steps=3"
+    assert (
+        headline({"dropped/no_target": 0, "rows": 399, "steps": 3, "train/loss": 7.6}, 3)
+        == "train/loss=7.6  rows=399  steps=3"
+    )
 
 
 def test_a_metric_stands_with_its_interval_and_error_in_one_row():
     from flows.display import metric_rows
 
-    rows = metric_rows({"accuracy": 0.39, "accuracy_high": 0.4722, "accuracy_low": 0.3136, "accuracy_se": 0.04118, "prompts": 100, "length_low": 3})
-    assert rows == [{"metric": "accuracy", "value": 0.39, "95% interval": "[0.3136, 0.4722]", "se": 0.04118}, {"metric": "prompts", "value": 100}, {"metric": "length_low", "value": 3}]
+    rows = metric_rows(
+        {
+            "accuracy": 0.39,
+            "accuracy_high": 0.4722,
+            "accuracy_low": 0.3136,
+            "accuracy_se": 0.04118,
+            "prompts": 100,
+            "length_low": 3,
+        }
+    )
+    assert rows == [
+        {"metric": "accuracy", "value": 0.39, "95% interval": "[0.3136, 0.4722]", "se": 0.04118},
+        {"metric": "prompts", "value": 100},
+        {"metric": "length_low", "value": 3},
+    ]
 
 
 def test_raw_data_that_is_refused_on_the_way_to_a_stage_says_where_its_settings_go(tmp_path, monkeypatch, capsys):
-    """The advice of ingest names settings of its own, which the stage that was called does not take; what ingest says stands under its name."""
+    """The advice of ingest names settings of its own, which the stage that was called does not take; what ingest says
+    stands under its name.
+    """
     from flows.display import Display
     from tasks.run import StageError, run_stage
 
@@ -414,15 +578,25 @@ def test_raw_data_that_is_refused_on_the_way_to_a_stage_says_where_its_settings_
     file.write_text('{"prompt": "a", "completion": "b"}\n' * 5)
     with Display() as screen, pytest.raises(StageError, match="deduplicate=off") as caught:
         run_stage("mix", {"data.one": str(file)}, {}, on_event=lambda event: screen("mix", event))
-    assert f"posttrain stage ingest --input data={file} --set kind=demonstrations/1 --name-as dups-demonstrations --set KEY=VALUE, then --input data.one=dataset:dups-demonstrations@latest." in str(caught.value)
+    assert (
+        f"posttrain stage ingest --input data={file} --set kind=demonstrations/1 --name-as dups-demonstrations --set"
+        " KEY=VALUE, then --input data.one=dataset:dups-demonstrations@latest." in str(caught.value)
+    )
     told = capsys.readouterr().err
     assert "ingest: started" in told and "mix" not in told
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_result_that_stdout_cannot_encode_is_still_one_json_line(encoding):
-    """An error of somebody's code with half of a surrogate pair, or a terminal that is not UTF-8, ended ``--json`` with a traceback and no object."""
+    """An error of somebody's code with half of a surrogate pair, or a terminal that is not UTF-8, ended ``--json`` with
+    a traceback and no object.
+    """
     value = {"error": "half \ud83d é"}
-    done = subprocess.run([sys.executable, "-c", f"from flows.cli import emit\nemit({value!r})"], env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding}, cwd=ROOT,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"from flows.cli import emit\nemit({value!r})"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and json.loads(done.stdout) == value, done.stderr

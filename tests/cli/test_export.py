@@ -23,8 +23,23 @@ def made(tmp_path_factory, tiny):  # noqa: F811
     rows.write_text("".join('{"prompt": "number %d?", "completion": "it is %d"}\n' % (i, i) for i in range(4000)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POSTTRAIN_HOME", str(root / "home"))
-        data = command("stage", "ingest", "--input", f"data={rows}", "--set", "validation_fraction=0.1")["outputs"]["data"]
-        model = command("stage", "sft", "--input", f"model={tiny['policy']}", "--input", f"data={data}", "--set", "max_steps=1", "--set", "max_length=64", "--set", "lora_rank=2")["outputs"]["model"]
+        data = command("stage", "ingest", "--input", f"data={rows}", "--set", "validation_fraction=0.1")["outputs"][
+            "data"
+        ]
+        model = command(
+            "stage",
+            "sft",
+            "--input",
+            f"model={tiny['policy']}",
+            "--input",
+            f"data={data}",
+            "--set",
+            "max_steps=1",
+            "--set",
+            "max_length=64",
+            "--set",
+            "lora_rank=2",
+        )["outputs"]["model"]
         yield {"home": str(root / "home"), "data": data, "model": model, "rows": str(rows)}
 
 
@@ -50,21 +65,44 @@ def test_a_dataset_is_exported_as_parquet_by_split_with_its_lineage(made, tmp_pa
     value = command("export", made["data"], tmp_path / "out")
     ours = datasets.open_dataset(store.resolve(made["data"]).path)
     files = sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file())
-    assert value["files"] == len(files) and "data/train-00000.parquet" in files and "data/train-00001.parquet" in files and "README.md" in files
+    assert (
+        value["files"] == len(files)
+        and "data/train-00000.parquet" in files
+        and "data/train-00001.parquet" in files
+        and "README.md" in files
+    )
     found = library.load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
     assert {split: part.num_rows for split, part in found.items()} == ours.manifest["splits"] and len(found) > 1
     for split, part in found.items():
         assert part.data.table.cast(ours.schema).combine_chunks().equals(ours.table(split=split).combine_chunks())
     card = (tmp_path / "out/README.md").read_text()
     header = yaml.safe_load(card.split("---")[1])
-    assert {"ingest", "posttrain", "demonstrations-1"} <= set(header["tags"]) and [one["split"] for one in header["configs"][0]["data_files"]] == list(ours.manifest["splits"])
-    assert ours.digest in card and "talk.jsonl" in card and str(tmp_path) not in card and str(Path(made["rows"]).parent) not in card
+    assert {"ingest", "posttrain", "demonstrations-1"} <= set(header["tags"]) and [
+        one["split"] for one in header["configs"][0]["data_files"]
+    ] == list(ours.manifest["splits"])
+    assert (
+        ours.digest in card
+        and "talk.jsonl" in card
+        and str(tmp_path) not in card
+        and str(Path(made["rows"]).parent) not in card
+    )
 
 
-@pytest.mark.parametrize("arguments,said", ((("model",), "--push OWNER/NAME"), (("model", "--private", "DIR"), "write --push"), (("data", "--adapter", "DIR"), "leave them out"),
-                                            (("model", "--push", "name"), "OWNER/NAME"), (("model", "--push", "a/b/c"), "OWNER/NAME"), (("model", "--push", "me/na me"), "OWNER/NAME")))
+@pytest.mark.parametrize(
+    "arguments,said",
+    (
+        (("model",), "--push OWNER/NAME"),
+        (("model", "--private", "DIR"), "write --push"),
+        (("data", "--adapter", "DIR"), "leave them out"),
+        (("model", "--push", "name"), "OWNER/NAME"),
+        (("model", "--push", "a/b/c"), "OWNER/NAME"),
+        (("model", "--push", "me/na me"), "OWNER/NAME"),
+    ),
+)
 def test_what_makes_no_sense_is_refused(arguments, said, made, tmp_path, hub):
-    assert said in str(command("export", *(made.get(a, str(tmp_path / "no") if a == "DIR" else a) for a in arguments), code=2))
+    assert said in str(
+        command("export", *(made.get(a, str(tmp_path / "no") if a == "DIR" else a) for a in arguments), code=2)
+    )
     assert not hub.calls and not (tmp_path / "no").exists()
 
 
@@ -73,24 +111,40 @@ def test_a_model_is_pushed_with_its_card(made, hub, tmp_path):
     repo = hub.repos["model", "me/policy"]
     path = Path(store.resolve(made["model"]).path)
     assert repo["private"] and value["url"].startswith(hub.url) and value["directory"] is None
-    assert {n: d for n, d in repo["files"].items() if n not in ("README.md", ".gitattributes")} == {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
-    assert "base_model" in repo["files"]["README.md"].decode() and made["model"] in repo["commits"][0] and "model.safetensors" in repo["files"]
+    assert {n: d for n, d in repo["files"].items() if n not in ("README.md", ".gitattributes")} == {
+        str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()
+    }
+    assert (
+        "base_model" in repo["files"]["README.md"].decode()
+        and made["model"] in repo["commits"][0]
+        and "model.safetensors" in repo["files"]
+    )
     assert not list(Path(made["home"]).glob("export-*"))
     # once more, with a shard that an earlier push left, and one that is its owner's
     repo["files"] |= {"model-00001-of-00002.safetensors": b"old", "notes.txt": b"mine"}
     sent = sum(path.startswith("/storage/") for _, path in hub.calls)
     command("export", made["model"], tmp_path / "out", "--push", "me/policy")
-    assert "model-00001-of-00002.safetensors" not in repo["files"] and repo["files"]["notes.txt"] == b"mine" and len(repo["commits"]) == 2
+    assert (
+        "model-00001-of-00002.safetensors" not in repo["files"]
+        and repo["files"]["notes.txt"] == b"mine"
+        and len(repo["commits"]) == 2
+    )
     assert sum(path.startswith("/storage/") for _, path in hub.calls) == sent  # what is there is not sent again
-    assert {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()} == repo["files"].keys() - {".gitattributes", "notes.txt"}
+    assert {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()} == repo[
+        "files"
+    ].keys() - {".gitattributes", "notes.txt"}
     command("export", made["model"], "--adapter", "--push", "me/adapter")
-    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= hub.repos["model", "me/adapter"]["files"].keys() and not hub.repos["model", "me/adapter"]["private"]
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= hub.repos["model", "me/adapter"][
+        "files"
+    ].keys() and not hub.repos["model", "me/adapter"]["private"]
 
 
 def test_a_dataset_is_pushed(made, hub):
     command("export", made["data"], "--push", "me/talk")
     files = hub.repos["dataset", "me/talk"]["files"]
-    assert {"data/train-00000.parquet", "README.md"} <= files.keys() and files["data/train-00000.parquet"][:4] == b"PAR1"
+    assert {"data/train-00000.parquet", "README.md"} <= files.keys() and files["data/train-00000.parquet"][
+        :4
+    ] == b"PAR1"
 
 
 def test_what_the_hub_refuses_is_said(made, hub, monkeypatch, tmp_path):
@@ -104,9 +158,14 @@ def test_what_the_hub_refuses_is_said(made, hub, monkeypatch, tmp_path):
     hub.repos["model", "me/policy"] = {"private": False, "files": {}, "commits": []}
     assert "--private would not keep" in str(command(*push, "--private", code=2))
     assert not (tmp_path / "out").exists()  # nothing is copied for a repository that cannot be written to
-    assert "does not let this token write" in str(command(*push, code=2)) and not hub.repos["model", "me/policy"]["commits"]
+    assert (
+        "does not let this token write" in str(command(*push, code=2))
+        and not hub.repos["model", "me/policy"]["commits"]
+    )
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert "does not let this token write to theirs/policy" in str(command(*push[:2], "--push", "theirs/policy", code=2))
+    assert "does not let this token write to theirs/policy" in str(
+        command(*push[:2], "--push", "theirs/policy", code=2)
+    )
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     assert "no token" in str(command(*push[:2], "--push", "me/other", code=2))
@@ -122,9 +181,30 @@ def test_what_the_hub_refuses_is_said(made, hub, monkeypatch, tmp_path):
 
 def test_the_command_reads_its_environment(made):
     with hub_server() as server:
-        environment = {**os.environ, "POSTTRAIN_HOME": made["home"], "HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        done = subprocess.run([sys.executable, "-m", "flows.cli", "export", made["data"], "--push", "me/talk", "--private"], env=environment, capture_output=True, text=True)
+        environment = {
+            **os.environ,
+            "POSTTRAIN_HOME": made["home"],
+            "HF_ENDPOINT": server.url,
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.cli", "export", made["data"], "--push", "me/talk", "--private"],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         assert f"-> {server.url}/me/talk/commit/1" in done.stdout and server.repos["dataset", "me/talk"]["private"]
-        done = subprocess.run([sys.executable, "-m", "flows.cli", "export", made["data"], "--push", "me/talk"], env={**environment, "HF_TOKEN": "hf_wrong"}, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ") and "does not accept the token" in done.stderr
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.cli", "export", made["data"], "--push", "me/talk"],
+            env={**environment, "HF_TOKEN": "hf_wrong"},
+            capture_output=True,
+            text=True,
+        )
+        assert (
+            done.returncode == 2
+            and done.stderr.splitlines()[-1].startswith("error: ")
+            and "does not accept the token" in done.stderr
+        )

@@ -12,7 +12,9 @@ from stages.registry import STAGES, get_stage
 from stages.reward.components import RewardComponent
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "flows/README.md", "stages/README.md")}
+TEXTS = {
+    name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "flows/README.md", "stages/README.md")
+}
 
 
 def test_every_recipe_and_preset_is_described():
@@ -26,7 +28,11 @@ INNER = {"world", "base_model", "curriculum", "objective", "overoptimisation_arm
 
 
 def test_every_stage_and_kind_of_reward_is_described():
-    code = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`\n]+`", re.sub(r"```.*?```", "", TEXTS["stages/README.md"], flags=re.S)))))
+    code = set(
+        re.findall(
+            r"\w+", " ".join(re.findall(r"`[^`\n]+`", re.sub(r"```.*?```", "", TEXTS["stages/README.md"], flags=re.S)))
+        )
+    )
     assert [name for name in STAGES if name not in code | INNER] == []
     kinds = typing.get_args(RewardComponent.model_fields["kind"].annotation)
     assert [kind for kind in kinds if kind not in code] == []
@@ -42,7 +48,9 @@ def commands():
                 yield file, ["posttrain", "run", name, *re.findall(r"--set \S+", given)]
 
 
-@pytest.mark.parametrize("file,words", [pytest.param(*one, id=f"{one[0]}-{' '.join(one[1][1:4])}-{i}") for i, one in enumerate(commands())])
+@pytest.mark.parametrize(
+    "file,words", [pytest.param(*one, id=f"{one[0]}-{' '.join(one[1][1:4])}-{i}") for i, one in enumerate(commands())]
+)
 def test_commands_name_settings_and_inputs_that_exist(file, words):
     _, what, name, *rest = words
     if name.isupper():
@@ -52,7 +60,12 @@ def test_commands_name_settings_and_inputs_that_exist(file, words):
     known = set(keys(config))
     line = " ".join(rest)
     for key in re.findall(r"--set '?([a-z_.0-9]+)=", line):
-        free = [one for n in range(1, key.count(".") + 1) if (one := ".".join(key.split(".")[:n])) in known and not any(other.startswith(one + ".") for other in known)]
+        free = [
+            one
+            for n in range(1, key.count(".") + 1)
+            if (one := ".".join(key.split(".")[:n])) in known
+            and not any(other.startswith(one + ".") for other in known)
+        ]
         assert key in known or free, f"{file}: {key} of {name}"  # free: a mapping whose keys are the user's
     if what == "stage":
         for key in re.findall(r"--input ([\w]+)[./\w]*=", line):

@@ -48,7 +48,11 @@ def test_checkpoint_fault_injection(tmp_path, name, damage):
     if damage == "delete":
         path.unlink()
     else:
-        path.write_bytes({"empty": b"", "truncate": data[:-1], "flip": data[:-1] + bytes([data[-1] ^ 1]), "grow": data + b"x"}[damage])
+        path.write_bytes(
+            {"empty": b"", "truncate": data[:-1], "flip": data[:-1] + bytes([data[-1] ^ 1]), "grow": data + b"x"}[
+                damage
+            ]
+        )
     latest = Checkpoints(tmp_path).latest()
     harmless = name == "manifest.json" and damage == "truncate"  # only the final newline is gone
     assert latest.step == (2 if harmless else 1)
@@ -85,7 +89,15 @@ def test_cut_before_any_system_call_of_a_save(tmp_path, monkeypatch):
         folder = tmp_path / str(n)
         fill(folder, (1,))
         with monkeypatch.context() as patch:
-            for owner, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "mkdir"), (Path, "write_bytes"), (Path, "write_text"), (shutil, "rmtree")):
+            for owner, name in (
+                (os, "fsync"),
+                (os, "rename"),
+                (os, "replace"),
+                (os, "mkdir"),
+                (Path, "write_bytes"),
+                (Path, "write_text"),
+                (shutil, "rmtree"),
+            ):
                 patch.setattr(owner, name, cut(getattr(owner, name)))
             calls["left"] = n
             try:

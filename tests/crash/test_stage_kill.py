@@ -1,4 +1,6 @@
-"""SIGKILL of the stage process, of its parent, and of both, at random moments: the same command again ends with the same bytes."""
+"""SIGKILL of the stage process, of its parent, and of both, at random moments: the same command again ends with the
+same bytes.
+"""
 
 import json
 import os
@@ -18,7 +20,10 @@ from tasks.run import StageError, run_stage
 
 CONFIG = {"steps": 24, "save_every": 5, "sleep": 0.02}
 TOY = "tests.toy_stage"
-CODE = f"import json, sys; from tasks.run import run_stage; run_stage({TOY!r}, {{}}, json.loads(sys.argv[1]), seed=3, on_event=lambda e: e['event'] == 'started' and print(e['pid'], e['workdir'], flush=True))"
+CODE = (
+    f"import json, sys; from tasks.run import run_stage; run_stage({TOY!r}, {{}}, json.loads(sys.argv[1]), seed=3,"
+    " on_event=lambda e: e['event'] == 'started' and print(e['pid'], e['workdir'], flush=True))"
+)
 
 
 def bytes_of(result, home):
@@ -56,7 +61,13 @@ def gone(pid, seconds=30):
 
 def start_and_kill(victim, lines, extra):
     """Start the stage in a process of its own and kill after ``lines`` metric lines (and ``extra`` seconds)."""
-    parent = subprocess.Popen([sys.executable, "-c", CODE, json.dumps(CONFIG)], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", CODE, json.dumps(CONFIG)],
+        cwd=PROJECT_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     first = parent.stdout.readline().split()
     if not first:  # it was already finished
         return parent.wait() == 0
@@ -130,5 +141,7 @@ def test_killed_forced_run_continues(state_dir):
     with pytest.raises(StageError):
         run_stage(TOY, {}, {"steps": 8, "save_every": 2, "sleep": 0.05}, force=True, on_event=kill)
     logs = []
-    again = run_stage(TOY, {}, {"steps": 8, "save_every": 2}, force=True, on_event=lambda e: logs.append(e.get("text", "")))
+    again = run_stage(
+        TOY, {}, {"steps": 8, "save_every": 2}, force=True, on_event=lambda e: logs.append(e.get("text", ""))
+    )
     assert any(text.startswith("resuming") for text in logs) and again.outputs == first.outputs

@@ -1,4 +1,5 @@
 """Runs the real ingest stage in this process, without Prefect or MLflow."""
+
 from __future__ import annotations
 
 import json
@@ -15,7 +16,10 @@ class Result:
 
     def __init__(self, workdir: Path, result: dict | None = None):
         self.workdir, self.result = workdir, result or {}
-        self.data, self.quarantine = open_dataset(workdir / "out" / "data"), open_dataset(workdir / "out" / "quarantine")
+        self.data, self.quarantine = (
+            open_dataset(workdir / "out" / "data"),
+            open_dataset(workdir / "out" / "quarantine"),
+        )
         self.counts = self.data.manifest["counts"]
 
     @property
@@ -44,7 +48,15 @@ def ingest(path, workdir: Path, inputs: dict | None = None, emit=None, **config)
     """Run the stage on `path`; config as keyword arguments."""
     given = {"data": {"kind": "file", "path": str(path)}}
     given |= {name: {"kind": "file", "path": str(item)} for name, item in (inputs or {}).items()}
-    spec = {"stage": "ingest", "key": "test", "config": config, "seed": 0, "device": "cpu", "inputs": given, "workdir": str(workdir)}
+    spec = {
+        "stage": "ingest",
+        "key": "test",
+        "config": config,
+        "seed": 0,
+        "device": "cpu",
+        "inputs": given,
+        "workdir": str(workdir),
+    }
     return Result(workdir, execute(spec, emit)).check()
 
 
@@ -52,7 +64,13 @@ def write_lines(path: Path, rows) -> Path:
     """JSON Lines file of dicts, or of raw strings and bytes."""
     with open(path, "wb") as out:
         for row in rows:
-            line = row if isinstance(row, bytes) else row.encode("utf-8", "surrogatepass") if isinstance(row, str) else json.dumps(row).encode()
+            line = (
+                row
+                if isinstance(row, bytes)
+                else row.encode("utf-8", "surrogatepass")
+                if isinstance(row, str)
+                else json.dumps(row).encode()
+            )
             out.write(line + b"\n")
     return path
 

@@ -18,8 +18,17 @@ from tests.evaluation.test_stages import spec
 
 @pytest.fixture()
 def pairs(tmp_path):
-    rows = [complete_row("pairs/1", {"prompt": user(f"question {i}"), "chosen": assistant(f"good {i}"), "rejected": assistant(f"bad {i}")}, dataset="made", source="s", origin="ai",
-                         split=("train", "test")[i % 4 == 0]) for i in range(12)]
+    rows = [
+        complete_row(
+            "pairs/1",
+            {"prompt": user(f"question {i}"), "chosen": assistant(f"good {i}"), "rejected": assistant(f"bad {i}")},
+            dataset="made",
+            source="s",
+            origin="ai",
+            split=("train", "test")[i % 4 == 0],
+        )
+        for i in range(12)
+    ]
     write_dataset(str(tmp_path / "pairs"), "made", "pairs/1", rows)
     return str(tmp_path / "pairs")
 
@@ -35,7 +44,9 @@ def fill(path, tasks, choose, columns=("item_id", "choice", "annotator")):
         out = csv.writer(handle)
         out.writerow(columns)
         for row in open_dataset(tasks).iter_rows():
-            out.writerows([row["item_id"], entry, who] for entry, who in choose(row["item_id"], json.loads(row["shown_json"])))
+            out.writerows(
+                [row["item_id"], entry, who] for entry, who in choose(row["item_id"], json.loads(row["shown_json"]))
+            )
     return str(path)
 
 
@@ -57,7 +68,11 @@ def test_nobody_can_tell_the_chosen_answer_from_its_place(tmp_path, pairs):
     places = [place(shown, "good") for shown in rows]
     assert len(rows) == 12 and {"1", "2"} == set(places)
     line = as_row("compare", "i", rows[0])
-    assert list(line) == ["item_id", "prompt", "answer_1", "answer_2", "choice", "annotator", "comment"] and line["choice"] == "" and line["prompt"].startswith("question")
+    assert (
+        list(line) == ["item_id", "prompt", "answer_1", "answer_2", "choice", "annotator", "comment"]
+        and line["choice"] == ""
+        and line["prompt"].startswith("question")
+    )
     assert len(list(open_dataset(asked(tmp_path / "few", pairs, limit=5, split="train")).iter_rows())) == 5
 
 
@@ -76,7 +91,13 @@ def test_people_turn_labels_around_and_votes_are_shares(tmp_path, pairs):
 
     result, made = answered(tmp_path, pairs, tasks, fill(tmp_path / "f.csv", tasks, choose))
     summary = result["summary"]
-    assert (summary["items"], summary["rows"], summary["dropped/tie"], summary["dropped/skipped"], summary["annotators"]) == (12, 10, 1, 1, 3)
+    assert (
+        summary["items"],
+        summary["rows"],
+        summary["dropped/tie"],
+        summary["dropped/skipped"],
+        summary["annotators"],
+    ) == (12, 10, 1, 1, 3)
     assert sum(row["chosen"][0]["content"].startswith("bad") for row in made) == 9
     for row in made:
         many = row["chosen"][0]["content"].startswith("bad")
@@ -89,8 +110,11 @@ def test_what_is_no_answer_is_an_error_that_says_what_to_write(tmp_path, pairs):
     tasks = asked(tmp_path, pairs)
     items = {row["item_id"]: "compare" for row in open_dataset(tasks).iter_rows()}
     one, two = list(items)[:2]
-    for lines, says in (([(one, "3", "")], r"line 2: '3' is no answer; write one of 1, 2, tie, skip"), ([("nobody", "1", "")], "line 2: there is no item 'nobody'"),
-                        ([(one, "1", "a"), (two, "", ""), (one, "2", "a")], "line 4: a has answered")):
+    for lines, says in (
+        ([(one, "3", "")], r"line 2: '3' is no answer; write one of 1, 2, tie, skip"),
+        ([("nobody", "1", "")], "line 2: there is no item 'nobody'"),
+        ([(one, "1", "a"), (two, "", ""), (one, "2", "a")], "line 4: a has answered"),
+    ):
         file = tmp_path / "wrong.csv"
         file.write_text("item_id,choice,annotator\n" + "\n".join(",".join(line) for line in lines))
         with pytest.raises(ConfigError, match=says):
@@ -111,11 +135,20 @@ def test_rows_are_kept_as_they_are_and_a_stub_says_that_it_is_one(tmp_path, pair
     tasks = asked(tmp_path, pairs, ask="keep", instructions="Is the chosen answer polite?")
     before = {row["row_id"]: row for row in open_dataset(pairs).iter_rows()}
     keep = set(list(before)[:3])
-    result, made = answered(tmp_path, pairs, tasks, fill(tmp_path / "k.csv", tasks, lambda item, shown: [("yes" if item in keep else "no", "ann")]))
+    result, made = answered(
+        tmp_path,
+        pairs,
+        tasks,
+        fill(tmp_path / "k.csv", tasks, lambda item, shown: [("yes" if item in keep else "no", "ann")]),
+    )
     assert made == [before[item] for item in before if item in keep] and result["summary"]["dropped/not_kept"] == 9
     other = asked(tmp_path / "other", pairs)
     result, made = answered(tmp_path, pairs, other, name="stub", labeler="stub")
-    assert [w["code"] for w in result["warnings"]] == ["stub_labels"] and {row["ann"]["annotator_type"] for row in made} == {"stub"} and {row["origin"] for row in made} == {"conversion"}
+    assert (
+        [w["code"] for w in result["warnings"]] == ["stub_labels"]
+        and {row["ann"]["annotator_type"] for row in made} == {"stub"}
+        and {row["origin"] for row in made} == {"conversion"}
+    )
     with pytest.raises(ConfigError, match="write labeler=stub"):
         answered(tmp_path, pairs, other, name="none")
     version = [open_dataset(path).manifest["meta"]["version"] for path in (tasks, other)]
@@ -123,7 +156,9 @@ def test_rows_are_kept_as_they_are_and_a_stub_says_that_it_is_one(tmp_path, pair
 
 
 def test_a_second_file_says_whose_answers_it_takes_away(tmp_path, pairs, monkeypatch):
-    """Files of two people, one after the other: the second takes the place of the first, and says so; a corrected file takes nothing away."""
+    """Files of two people, one after the other: the second takes the place of the first, and says so; a corrected file
+    takes nothing away.
+    """
     from storage import store
     from tasks import people
 
@@ -131,28 +166,66 @@ def test_a_second_file_says_whose_answers_it_takes_away(tmp_path, pairs, monkeyp
     tasks = asked(tmp_path, pairs)
     ref = store.resolve(tasks, "dataset")
     people.export(tasks)
-    files = {who: fill(tmp_path / f"{who}.csv", tasks, lambda item, shown, who=who: [("1", who)]) for who in ("ann", "bob")}
+    files = {
+        who: fill(tmp_path / f"{who}.csv", tasks, lambda item, shown, who=who: [("1", who)]) for who in ("ann", "bob")
+    }
     assert people.answer(ref.digest[:8], files["ann"])["replaced"] == {}
     corrected = fill(tmp_path / "again.csv", tasks, lambda item, shown: [("2", "ann")])
-    assert people.answer(ref.digest[:8], corrected)["replaced"] == {} and people.answer(ref.digest[:8], files["bob"])["replaced"] == {"ann": 12}
-    assert {who for _, _, who in read_answers(people.answers_of(ref.digest), {row["item_id"]: "compare" for row in open_dataset(tasks).iter_rows()})} == {"bob"}
+    assert people.answer(ref.digest[:8], corrected)["replaced"] == {} and people.answer(ref.digest[:8], files["bob"])[
+        "replaced"
+    ] == {"ann": 12}
+    assert {
+        who
+        for _, _, who in read_answers(
+            people.answers_of(ref.digest), {row["item_id"]: "compare" for row in open_dataset(tasks).iter_rows()}
+        )
+    } == {"bob"}
 
 
 def test_candidates_are_compared_where_two_differ(tmp_path):
-    rows = [complete_row("candidates/1", {"prompt": user(f"q {i}"), "prompt_idx": i, "completion_idx": k, "completion": assistant("same" if i == 0 else f"answer {min(k, 1)}"), "scores": [],
-                                          "reward": 0.0, "kept": True}, dataset="c", source="s", origin="ai", split="train") for i in range(3) for k in range(3)]
+    rows = [
+        complete_row(
+            "candidates/1",
+            {
+                "prompt": user(f"q {i}"),
+                "prompt_idx": i,
+                "completion_idx": k,
+                "completion": assistant("same" if i == 0 else f"answer {min(k, 1)}"),
+                "scores": [],
+                "reward": 0.0,
+                "kept": True,
+            },
+            dataset="c",
+            source="s",
+            origin="ai",
+            split="train",
+        )
+        for i in range(3)
+        for k in range(3)
+    ]
     write_dataset(str(tmp_path / "c"), "c", "candidates/1", rows)
     shown = [json.loads(row["shown_json"]) for row in open_dataset(asked(tmp_path, str(tmp_path / "c"))).iter_rows()]
-    assert len(shown) == 2 and all({answer[0]["content"] for answer in one["answers"]} == {"answer 0", "answer 1"} for one in shown)
+    assert len(shown) == 2 and all(
+        {answer[0]["content"] for answer in one["answers"]} == {"answer 0", "answer 1"} for one in shown
+    )
     for row in rows:
-        if row["completion_idx"] == 0 and row["prompt_idx"]:  # cut answers, failed ones and empty ones teach nobody anything; unscorable ones are what people are there for
+        # cut answers, failed ones and empty ones teach nobody anything; unscorable ones are what people are there for
+        if row["completion_idx"] == 0 and row["prompt_idx"]:
             row |= {"kept": False, "drop_reason": ("truncated", "engine_error")[row["prompt_idx"] - 1]}
         elif row["prompt_idx"] == 1:
-            row |= {"kept": False, "drop_reason": "unscorable", "completion": assistant(f"ended {row['completion_idx']}")}
+            row |= {
+                "kept": False,
+                "drop_reason": "unscorable",
+                "completion": assistant(f"ended {row['completion_idx']}"),
+            }
     write_dataset(str(tmp_path / "cut"), "c", "candidates/1", rows)
     (task,) = open_dataset(asked(tmp_path / "y", str(tmp_path / "cut"))).iter_rows()
     assert {answer[0]["content"] for answer in json.loads(task["shown_json"])["answers"]} == {"ended 1", "ended 2"}
-    asked_too_much = [{**row, "kept": False, "drop_reason": "request_too_long"} if row["completion_idx"] == 0 else row for row in rows[3:6]]  # of stages that keep the reason
+    # of stages that keep the reason
+    asked_too_much = [
+        {**row, "kept": False, "drop_reason": "request_too_long"} if row["completion_idx"] == 0 else row
+        for row in rows[3:6]
+    ]
     asked_too_much[0]["completion"] = assistant("")
     write_dataset(str(tmp_path / "long"), "c", "candidates/1", asked_too_much)
     (task,) = open_dataset(asked(tmp_path / "z", str(tmp_path / "long"))).iter_rows()

@@ -26,7 +26,8 @@ def test_halves_are_disjoint_complete_and_keep_groups_together():
 def test_the_choice_sees_the_selection_half_only():
     good, bad = records(0.9, 1), records(0.3, 2)
     assert choose({"bad": bad, "good": good}, "accuracy")[0] == "good"
-    turned = [{**row, "correct": half_of(row["prompt_id"]) == "confirmation"} for row in good]  # perfect where it must not matter
+    # perfect where it must not matter
+    turned = [{**row, "correct": half_of(row["prompt_id"]) == "confirmation"} for row in good]
     best, means, prompts = choose({"bad": bad, "turned": turned}, "accuracy")
     assert best == "bad" and means["turned"] == 0.0
     assert prompts == len({row["prompt_id"] for row in part(bad, "selection")})
@@ -44,8 +45,12 @@ def test_ties_take_the_earlier_less_is_better_and_missing_values():
 
 
 def test_the_gate_counts_and_words_the_confirmation_half():
-    candidate, champion = (evaluation(name, rate).on("confirmation") for name, rate in (("candidate", 0.8), ("champion", 0.4)))
-    decision = decide(Config(prompts="confirmation", gates=[{"metric": "accuracy", "min": 0.5}]), candidate, champion=champion)
+    candidate, champion = (
+        evaluation(name, rate).on("confirmation") for name, rate in (("candidate", 0.8), ("champion", 0.4))
+    )
+    decision = decide(
+        Config(prompts="confirmation", gates=[{"metric": "accuracy", "min": 0.5}]), candidate, champion=champion
+    )
     expected = len({row["prompt_id"] for row in candidate.records})
     assert decision["promote"] and decision["prompts"] == "confirmation" and 0 < expected < 150
     assert [row["n"] for row in decision["evidence"]] == [expected, expected]
@@ -59,16 +64,27 @@ def test_metrics_of_a_half_keep_the_names_of_the_whole():
     half = whole.on("confirmation")
     assert whole.on("all") is whole
     assert {"accuracy", "accuracy/category=add"} <= set(half.metrics)
-    assert half.metrics["accuracy"].value == pytest.approx(np.mean([row["correct"] for row in part(whole.records, "confirmation")]))
+    assert half.metrics["accuracy"].value == pytest.approx(
+        np.mean([row["correct"] for row in part(whole.records, "confirmation")])
+    )
 
 
 def test_the_luckiest_of_equal_models_is_promoted_no_more_often_than_chance_allows():
-    """Eight models exactly as good as the champion: choosing and testing on the same prompts promotes a lucky one far too often."""
+    """Eight models exactly as good as the champion: choosing and testing on the same prompts promotes a lucky one far
+    too often.
+    """
+
     def promoted(prompts, trial):
         models = {f"m{k}": records(0.5, (trial, k)) for k in range(8)}
-        best = max(models, key=lambda name: np.mean([row["correct"] for row in models[name]])) if prompts == "all" else choose(models, "accuracy")[0]
-        candidate, champion = (Evaluation(name, part(rows, prompts), {}, {"protocol": PROTOCOL})
-                               for name, rows in (("candidate", models[best]), ("champion", records(0.5, (trial, 99)))))
+        best = (
+            max(models, key=lambda name: np.mean([row["correct"] for row in models[name]]))
+            if prompts == "all"
+            else choose(models, "accuracy")[0]
+        )
+        candidate, champion = (
+            Evaluation(name, part(rows, prompts), {}, {"protocol": PROTOCOL})
+            for name, rows in (("candidate", models[best]), ("champion", records(0.5, (trial, 99))))
+        )
         return decide(Config(prompts=prompts), candidate, champion=champion)["promote"]
 
     trials = 80

@@ -14,8 +14,17 @@ PROTOCOL = {"prompts": "abc", "temperature": 1.0}
 
 def evaluation(name, rate, seed=0, n=150, model="m", protocol=PROTOCOL, scorer="rm", **fields):
     draws = np.random.default_rng(seed).random((n, 2))
-    rows = [record(i, k, bool(draws[i, k] < rate), reward=float(draws[i, k] < rate), **fields) for i in range(n) for k in range(2)]
-    return Evaluation(name, rows, all_metrics(rows, 0), {"protocol": protocol, "model": f"{model}-{name}", "scorers": {"reward_model": scorer}})
+    rows = [
+        record(i, k, bool(draws[i, k] < rate), reward=float(draws[i, k] < rate), **fields)
+        for i in range(n)
+        for k in range(2)
+    ]
+    return Evaluation(
+        name,
+        rows,
+        all_metrics(rows, 0),
+        {"protocol": protocol, "model": f"{model}-{name}", "scorers": {"reward_model": scorer}},
+    )
 
 
 def test_a_clear_gain_is_promoted_with_its_evidence():
@@ -47,15 +56,23 @@ def test_gates_and_non_regression_can_veto():
     longer = Config(non_regression=[{"metric": "length_mean", "tolerance": 5}])
     decision = decide(longer, candidate, champion=champion)
     assert not decision["promote"] and "reaches beyond the tolerance" in decision["reasons"][0]
-    assert decide(Config(non_regression=[{"metric": "length_mean", "tolerance": 20}]), candidate, champion=champion)["promote"]
+    assert decide(Config(non_regression=[{"metric": "length_mean", "tolerance": 20}]), candidate, champion=champion)[
+        "promote"
+    ]
     assert not decide(Config(gates=[{"metric": "accuracy", "min": 0.9}]), candidate, champion=champion)["promote"]
-    assert not decide(Config(gates=[{"metric": "accuracy", "min": 0.79, "use_interval": True}]), candidate, champion=champion)["promote"]
+    assert not decide(
+        Config(gates=[{"metric": "accuracy", "min": 0.79, "use_interval": True}]), candidate, champion=champion
+    )["promote"]
 
 
 def test_a_metric_where_less_is_better_is_tested_downwards():
     shorter, longer = evaluation("candidate", 0.5, tokens=10), evaluation("champion", 0.5, tokens=30)
     assert decide(Config(metric="length_mean"), shorter, champion=longer)["promote"]
-    assert not decide(Config(metric="length_mean"), Evaluation("candidate", longer.records, longer.metrics, longer.meta), champion=shorter)["promote"]
+    assert not decide(
+        Config(metric="length_mean"),
+        Evaluation("candidate", longer.records, longer.metrics, longer.meta),
+        champion=shorter,
+    )["promote"]
 
 
 def test_first_model_is_judged_by_gates_and_baseline():
@@ -82,23 +99,63 @@ def test_different_protocols_and_scorers_are_refused():
         decide(Config(metric="reward"), candidate, champion=evaluation("champion", 0.5, scorer="another"))
 
 
-GRADERS = [{"name": "gold", "kind": "model", "input": "gold"}, {"name": "rm", "kind": "model"}, {"name": "judge", "kind": "judge"}, {"name": "remote", "kind": "judge", "endpoint": "http://x"},
-           {"name": "gp", "kind": "group_preference"}, {"name": "shown", "kind": "icdpo"}, {"name": "most", "kind": "majority", "votes_of": "gold"}, {"name": "rule", "kind": "verifier"},
-           {"name": "argued", "kind": "debate"}, {"name": "sure", "kind": "model", "tier": "learned"}, {"name": "last", "kind": "judge", "tier": "judge", "endpoint": "http://x"}]
-SCORERS = dict.fromkeys(("reward_model", "reference", "gold", "judge", "group_preference", "context", "rubric", "demonstrations"), "same")
+GRADERS = [
+    {"name": "gold", "kind": "model", "input": "gold"},
+    {"name": "rm", "kind": "model"},
+    {"name": "judge", "kind": "judge"},
+    {"name": "remote", "kind": "judge", "endpoint": "http://x"},
+    {"name": "gp", "kind": "group_preference"},
+    {"name": "shown", "kind": "icdpo"},
+    {"name": "most", "kind": "majority", "votes_of": "gold"},
+    {"name": "rule", "kind": "verifier"},
+    {"name": "argued", "kind": "debate"},
+    {"name": "sure", "kind": "model", "tier": "learned"},
+    {"name": "last", "kind": "judge", "tier": "judge", "endpoint": "http://x"},
+]
+SCORERS = dict.fromkeys(
+    ("reward_model", "reference", "gold", "judge", "group_preference", "context", "rubric", "demonstrations"), "same"
+)
 
 
-@pytest.mark.parametrize("metric, inputs", [
-    ("reward", "reward_model"), ("greedy_reward", "reward_model"), ("best_of_2_accuracy", "reward_model"), ("kl_reference", "reference"), ("pair_accuracy", "reference"),
-    ("reward/gold", "gold"), ("reward/gold/disagreement", "gold"), ("reward/rm", "reward_model"), ("reward/judge", "judge"), ("reward/gp", "group_preference context"),
-    ("reward/most", "gold"), ("judge_accuracy", "judge"), ("judge_accuracy_without", "judge"), ("first_side_win_rate", "judge"), ("reward/shown", "demonstrations model"),
-    ("reward/last", "reward_model"), ("reward/remote", ""), ("reward/rule", ""), ("accuracy", ""), ("length_mean", ""), ("pass_at_2", "")])
+@pytest.mark.parametrize(
+    "metric, inputs",
+    [
+        ("reward", "reward_model"),
+        ("greedy_reward", "reward_model"),
+        ("best_of_2_accuracy", "reward_model"),
+        ("kl_reference", "reference"),
+        ("pair_accuracy", "reference"),
+        ("reward/gold", "gold"),
+        ("reward/gold/disagreement", "gold"),
+        ("reward/rm", "reward_model"),
+        ("reward/judge", "judge"),
+        ("reward/gp", "group_preference context"),
+        ("reward/most", "gold"),
+        ("judge_accuracy", "judge"),
+        ("judge_accuracy_without", "judge"),
+        ("first_side_win_rate", "judge"),
+        ("reward/shown", "demonstrations model"),
+        ("reward/last", "reward_model"),
+        ("reward/remote", ""),
+        ("reward/rule", ""),
+        ("accuracy", ""),
+        ("length_mean", ""),
+        ("pass_at_2", ""),
+    ],
+)
 def test_every_input_that_measured_a_metric_must_be_the_same(metric, inputs):
     from stages.evaluation.protocol import require_same_scorers
 
     protocol = {**PROTOCOL, "target": "policy", "graders": GRADERS}
     for changed in [*SCORERS, "model"]:
-        metas = {name: {"protocol": protocol, "model": name if changed == "model" else "m", "scorers": {**SCORERS, changed: name}} for name in ("candidate", "champion")}
+        metas = {
+            name: {
+                "protocol": protocol,
+                "model": name if changed == "model" else "m",
+                "scorers": {**SCORERS, changed: name},
+            }
+            for name in ("candidate", "champion")
+        }
         if changed not in inputs.split():
             require_same_scorers(metric, metas)
             continue
@@ -108,7 +165,10 @@ def test_every_input_that_measured_a_metric_must_be_the_same(metric, inputs):
 
 @pytest.mark.parametrize("component", ["gold", "judge", "gp"])
 def test_a_component_of_another_scorer_promotes_nothing(component):
-    sides = [evaluation(name, rate, parts={component: rate}, protocol={**PROTOCOL, "graders": GRADERS}) for name, rate in (("candidate", 0.9), ("champion", 0.1))]
+    sides = [
+        evaluation(name, rate, parts={component: rate}, protocol={**PROTOCOL, "graders": GRADERS})
+        for name, rate in (("candidate", 0.9), ("champion", 0.1))
+    ]
     for side in sides:
         side.meta["scorers"] = {**SCORERS, **dict.fromkeys(("gold", "judge", "group_preference"), side.name)}
     with pytest.raises(ProtocolError, match="different inputs"):
@@ -120,12 +180,27 @@ def test_answers_without_a_verdict_do_not_win():
     hard = {f"i{i}" for i in range(0, 120, 2)}
     made = {}
     for name in ("candidate", "champion"):
-        rows = [record(i, 0, None if name == "candidate" else True) if f"i{i}" in hard else record(i, 0, name == "candidate" or i % 3 == 0) for i in range(120)]
+        rows = [
+            (
+                record(i, 0, None if name == "candidate" else True)
+                if f"i{i}" in hard
+                else record(i, 0, name == "candidate" or i % 3 == 0)
+            )
+            for i in range(120)
+        ]
         made[name] = Evaluation(name, rows, all_metrics(rows), {"protocol": PROTOCOL, "model": name})
     decision = decide(Config(), made["candidate"], champion=made["champion"])
-    assert not decision["promote"] and "The candidate has no accuracy for 50.0% of the answers" in decision["reasons"][0] and decision["evidence"][0]["note"].startswith("60 items")
+    assert (
+        not decision["promote"]
+        and "The candidate has no accuracy for 50.0% of the answers" in decision["reasons"][0]
+        and decision["evidence"][0]["note"].startswith("60 items")
+    )
     assert decide(Config(max_missing=0.5), made["candidate"], champion=made["champion"])["promote"]
-    kept = decide(Config(metric="length_mean", non_regression=[{"metric": "accuracy"}]), made["candidate"], champion=made["champion"])["evidence"][1]
+    kept = decide(
+        Config(metric="length_mean", non_regression=[{"metric": "accuracy"}]),
+        made["candidate"],
+        champion=made["champion"],
+    )["evidence"][1]
     assert not kept["passed"] and "max_missing=0.02" in kept["reason"]
 
 
@@ -135,7 +210,10 @@ def test_a_gain_on_one_passage_is_not_a_gain():
         return Evaluation(name, rows, all_metrics(rows), {"protocol": PROTOCOL, "model": name})
 
     decision = decide(Config(), passages("candidate", 21), champion=passages("champion", 20))
-    assert not decision["promote"] and "on 40 prompts (groups of the 200 items that belong together count once)" in decision["reasons"][0]
+    assert (
+        not decision["promote"]
+        and "on 40 prompts (groups of the 200 items that belong together count once)" in decision["reasons"][0]
+    )
     assert not decide(Config(min_prompts=41), passages("candidate", 40), champion=passages("champion", 0))["promote"]
 
 
@@ -151,42 +229,95 @@ def test_mistakes_name_what_to_write():
 
 @pytest.mark.parametrize("scorer, anew", [("rm", False), ("another", True)])
 def test_the_champions_evaluation_by_another_reward_model_is_no_evidence(monkeypatch, scorer, anew):
-    """`posttrain promote` takes an evaluation of the champion that measured the same, or evaluates it with the candidate's inputs."""
+    """`posttrain promote` takes an evaluation of the champion that measured the same, or evaluates it with the
+    candidate's inputs.
+    """
     from types import SimpleNamespace
 
     import tasks.run
     from tasks import promotion
 
     def made(model, reward_model):
-        return {"inputs": {name: {"ref": digest, "digest": digest} for name, digest in (("model", model), ("prompts", "p"), ("reward_model", reward_model))}, "metrics": {"protocol_hash": "h"},
-                "outputs": {name: {"ref": f"{model} by {reward_model}: {name}"} for name in ("samples", "scores")}, "config": {}, "seed": 0}
+        return {
+            "inputs": {
+                name: {"ref": digest, "digest": digest}
+                for name, digest in (("model", model), ("prompts", "p"), ("reward_model", reward_model))
+            },
+            "metrics": {"protocol_hash": "h"},
+            "outputs": {name: {"ref": f"{model} by {reward_model}: {name}"} for name in ("samples", "scores")},
+            "config": {},
+            "seed": 0,
+        }
 
     asked = []
     monkeypatch.setattr(promotion.store, "resolve", lambda ref, kind: SimpleNamespace(ref=ref, digest=ref))
     monkeypatch.setattr(promotion, "evaluations_of", lambda digest: [made(digest, "rm" if digest == "new" else scorer)])
     monkeypatch.setattr(promotion, "champion", lambda name, alias: "office")
-    monkeypatch.setattr(tasks.run, "run_stage", lambda stage, inputs, config, **more: asked.append(inputs) or SimpleNamespace(outputs={"samples": "anew", "scores": "anew"}))
+    monkeypatch.setattr(
+        tasks.run,
+        "run_stage",
+        lambda stage, inputs, config, **more: (
+            asked.append(inputs) or SimpleNamespace(outputs={"samples": "anew", "scores": "anew"})
+        ),
+    )
     found = promotion.evidence("new", name="policy", alias="champion")
     assert found["champion_samples"] == ("anew" if anew else "office by rm: samples")
     assert asked == ([{"prompts": "p", "reward_model": "rm", "model": "office"}] if anew else [])
-    monkeypatch.setattr(promotion.records, "makers_of", lambda digest: [{**made("new", "rm"), "stage": "evaluate"}] if digest == "mine" else [])
-    named = promotion.evidence("new", name="policy", alias="champion", given={"candidate_samples": "mine", "candidate_scores": "my scores"})
-    assert named == {**found, "candidate_samples": "mine", "candidate_scores": "my scores"}, "evidence that is named passes over no champion"
+    monkeypatch.setattr(
+        promotion.records,
+        "makers_of",
+        lambda digest: [{**made("new", "rm"), "stage": "evaluate"}] if digest == "mine" else [],
+    )
+    named = promotion.evidence(
+        "new", name="policy", alias="champion", given={"candidate_samples": "mine", "candidate_scores": "my scores"}
+    )
+    assert named == {
+        **found,
+        "candidate_samples": "mine",
+        "candidate_scores": "my scores",
+    }, "evidence that is named passes over no champion"
     with pytest.raises(ConfigError, match="foreign was not made by stage evaluate of this store.*champion_samples=REF"):
-        promotion.evidence("new", name="policy", alias="champion", given={"candidate_samples": "foreign", "candidate_scores": "x"})
+        promotion.evidence(
+            "new", name="policy", alias="champion", given={"candidate_samples": "foreign", "candidate_scores": "x"}
+        )
     whole = {f"{side}_{what}": what for side in ("candidate", "champion") for what in ("samples", "scores")}
-    assert promotion.evidence("new", name="policy", alias="champion", given={**whole, "champion": "office"}) == {"candidate": "new", "champion": "office", **whole}
+    assert promotion.evidence("new", name="policy", alias="champion", given={**whole, "champion": "office"}) == {
+        "candidate": "new",
+        "champion": "office",
+        **whole,
+    }
 
 
 def test_posttrain_compare_leaves_out_what_different_scorers_measured(monkeypatch):
     from flows import compare as command
 
     def made(reward_model):
-        metrics = {"accuracy": 0.5, "reward": 1.0, "reward_low": 0.5, "best_of_2_accuracy": 0.5, "reward/rule": 1.0, "protocol_hash": "h"}
-        inputs = {name: {"digest": digest} for name, digest in (("model", reward_model), ("prompts", "p"), ("reward_model", reward_model))}
-        return {"evaluate": {"stage": "evaluate", "key": "k", "config": {"target": "policy", "rewards": GRADERS}, "inputs": inputs, "metrics": metrics}}
+        metrics = {
+            "accuracy": 0.5,
+            "reward": 1.0,
+            "reward_low": 0.5,
+            "best_of_2_accuracy": 0.5,
+            "reward/rule": 1.0,
+            "protocol_hash": "h",
+        }
+        inputs = {
+            name: {"digest": digest}
+            for name, digest in (("model", reward_model), ("prompts", "p"), ("reward_model", reward_model))
+        }
+        return {
+            "evaluate": {
+                "stage": "evaluate",
+                "key": "k",
+                "config": {"target": "policy", "rewards": GRADERS},
+                "inputs": inputs,
+                "metrics": metrics,
+            }
+        }
 
     monkeypatch.setattr(command, "load", made)
     found = command.compare("a", "b")
-    assert [row["metric"] for row in found["metrics"]] == ["accuracy", "reward/rule"] and "reward, best_of_2_accuracy left out, because different reward_model" in found["notes"][0]
+    assert [row["metric"] for row in found["metrics"]] == [
+        "accuracy",
+        "reward/rule",
+    ] and "reward, best_of_2_accuracy left out, because different reward_model" in found["notes"][0]
     assert len(command.compare("a", "a")["metrics"]) == 5 and not command.compare("a", "a")["notes"]

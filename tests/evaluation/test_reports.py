@@ -10,14 +10,26 @@ import pytest
 from stages.reporting import reports
 
 FIGURES = {
-    "line": lambda: reports.line_chart({"a": ([1, 2, 3], [0.1, None, float("nan")]), "b": ([1], [2.0])}, title="t", bands={"a": ([0, 0, 0], [1, 1, 1])}),
-    "curves": lambda: reports.metric_curves([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "kl": 0.1}], ["loss", "kl", "absent"], title="t"),
+    "line": lambda: reports.line_chart(
+        {"a": ([1, 2, 3], [0.1, None, float("nan")]), "b": ([1], [2.0])}, title="t", bands={"a": ([0, 0, 0], [1, 1, 1])}
+    ),
+    "curves": lambda: reports.metric_curves(
+        [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "kl": 0.1}], ["loss", "kl", "absent"], title="t"
+    ),
     "histogram": lambda: reports.histogram({"before": [0.1, 0.2, None], "after": [0.5] * 5}, title="t", xlabel="x"),
     "whole numbers": lambda: reports.histogram({"tokens": [3, 4, 4, 9]}, title="t", xlabel="tokens"),
     "one value": lambda: reports.histogram({"x": [2.0, 2.0]}, title="t", xlabel="x"),
     "empty": lambda: reports.histogram({"x": []}, title="t", xlabel="x"),
     "calibration": lambda: reports.calibration_figure([-1.0, 0.5, 3.0, 900.0]),
-    "bars": lambda: reports.bar_chart([{"model": "base", "value": 0.2, "low": 0.1, "high": 0.3}, {"model": "sft", "value": None}, {"model": "rl", "value": 0.5}], title="t", ylabel="y"),
+    "bars": lambda: reports.bar_chart(
+        [
+            {"model": "base", "value": 0.2, "low": 0.1, "high": 0.3},
+            {"model": "sft", "value": None},
+            {"model": "rl", "value": 0.5},
+        ],
+        title="t",
+        ylabel="y",
+    ),
     "scatter": lambda: reports.scatter([1, 2, 2], [0.1, 0.2, 0.5], title="t", xlabel="x", ylabel="y"),
 }
 
@@ -32,7 +44,12 @@ CURVES = [
     {"series": {"x": ([1], [1.0])}, "title": "one point"},
     {"series": {"x": ([10, 2000, 300000], [-12345.6, 7.0, None])}, "title": "wide numbers", "ylabel": "x"},
     {"series": {"x": ([1, 2, 3], [1e-9, 2e-9, 4e-9])}, "title": "an exponent", "ylabel": "x"},
-    {"series": {"x": ([1, 2, 3], [0.1, 0.2, 0.4]), "y": ([1, 3], [0.3, 0.3])}, "title": "two of them", "bands": {"x": ([0, 0, 0], [1, 1, 1])}, "dashed": {"y": "x"}},
+    {
+        "series": {"x": ([1, 2, 3], [0.1, 0.2, 0.4]), "y": ([1, 3], [0.3, 0.3])},
+        "title": "two of them",
+        "bands": {"x": ([0, 0, 0], [1, 1, 1])},
+        "dashed": {"y": "x"},
+    },
     {"series": {"x": ([1, 2, 4], [0.1, 0.2, 0.4])}, "title": "powers of two", "log_x": True, "markers": True},
     {"series": {"x": ([1, 2], [None, float("nan")])}, "title": "gaps"},
     {"series": {}, "title": "nothing"},
@@ -40,7 +57,13 @@ CURVES = [
 
 
 def test_a_chart_does_not_depend_on_the_ones_drawn_before(monkeypatch):
-    charts = [*(partial(reports.line_chart, **curve) for curve in CURVES), FIGURES["histogram"], FIGURES["whole numbers"], FIGURES["empty"], FIGURES["scatter"]]
+    charts = [
+        *(partial(reports.line_chart, **curve) for curve in CURVES),
+        FIGURES["histogram"],
+        FIGURES["whole numbers"],
+        FIGURES["empty"],
+        FIGURES["scatter"],
+    ]
     alone = []
     for chart in charts:
         monkeypatch.setattr(reports, "_sheets", [])
@@ -52,9 +75,15 @@ def test_a_chart_does_not_depend_on_the_ones_drawn_before(monkeypatch):
 def test_nothing_is_cut_off_at_the_edge():
     from PIL import Image
 
-    charts = [*(reports.line_chart(**curve) for curve in CURVES), *(make() for make in FIGURES.values()),
-              *(reports.bar_chart([{"model": f"{name} {i}", "value": i} for i in range(bars)], title="t", ylabel="y") for name, bars in (("a long name of a model", 2), ("a long name of a model", 8))),
-              reports.path_chart({"by step": ([1e-4, 2.0], [-1.0, 5000.0], [1, 12345])}, title="t", xlabel="x", ylabel="y")]
+    charts = [
+        *(reports.line_chart(**curve) for curve in CURVES),
+        *(make() for make in FIGURES.values()),
+        *(
+            reports.bar_chart([{"model": f"{name} {i}", "value": i} for i in range(bars)], title="t", ylabel="y")
+            for name, bars in (("a long name of a model", 2), ("a long name of a model", 8))
+        ),
+        reports.path_chart({"by step": ([1e-4, 2.0], [-1.0, 5000.0], [1, 12345])}, title="t", xlabel="x", ylabel="y"),
+    ]
     for png in charts:
         image = Image.open(io.BytesIO(png)).convert("L")
         width, height = image.size
@@ -63,7 +92,9 @@ def test_nothing_is_cut_off_at_the_edge():
 
 
 def test_labels_that_do_not_fit_leave_room_for_the_chart():
-    assert reports.bar_chart([{"model": "n" * 300, "value": i} for i in range(8)], title="t", ylabel="y").startswith(b"\x89PNG")
+    assert reports.bar_chart([{"model": "n" * 300, "value": i} for i in range(8)], title="t", ylabel="y").startswith(
+        b"\x89PNG"
+    )
 
 
 def test_calibration_bins():
@@ -72,7 +103,9 @@ def test_calibration_bins():
 
 
 def test_markdown_survives_hostile_text():
-    page = reports.sample_table([{"output": "a | b\nc\x07 <script> `x`" + "y" * 1000, "n": 3, "share": 0.5, "none": None, "ok": True}])
+    page = reports.sample_table(
+        [{"output": "a | b\nc\x07 <script> `x`" + "y" * 1000, "n": 3, "share": 0.5, "none": None, "ok": True}]
+    )
     lines = page.splitlines()
     assert len(lines) == 3 and lines[2].count(" | ") == 4
     assert "<script>" not in page and "\\x07" in page and "(+" in page
@@ -85,8 +118,13 @@ def test_markdown_survives_hostile_text():
 def test_importing_reports_loads_no_plot_library():
     import subprocess
 
-    code = "import sys, stages.reporting.reports, stages.promote, stages.compare; print([m for m in ('matplotlib', 'torch', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import sys, stages.reporting.reports, stages.promote, stages.compare; print([m for m in ('matplotlib',"
+        " 'torch', 'transformers') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_of_two_evaluations_the_prompts_whose_verdicts_differ_come_first():
@@ -96,10 +134,21 @@ def test_of_two_evaluations_the_prompts_whose_verdicts_differ_come_first():
     def one(item, output, correct):
         return {"item_id": item, "mode": "greedy", "prompt": item, "output": output, "correct": correct}
 
-    records = {"a": [one("same", "x", True), one("reworded", "x", True), one("lost", "x", True), one("ungraded", "x", None)],
-               "b": [one("same", "x", True), one("reworded", "y", True), one("lost", "y", False), one("ungraded", "y", None)]}
-    assert [row["prompt"] for row in side_by_side(["a", "b"], records, 3, changes_first=True)] == ["lost", "reworded", "ungraded"]
-    assert side_by_side(["a", "b"], records, 3, changes_first=True)[0] == {"prompt": "lost", "expected": None, "a": "✓ x", "b": "✗ y"}
+    records = {
+        "a": [one("same", "x", True), one("reworded", "x", True), one("lost", "x", True), one("ungraded", "x", None)],
+        "b": [one("same", "x", True), one("reworded", "y", True), one("lost", "y", False), one("ungraded", "y", None)],
+    }
+    assert [row["prompt"] for row in side_by_side(["a", "b"], records, 3, changes_first=True)] == [
+        "lost",
+        "reworded",
+        "ungraded",
+    ]
+    assert side_by_side(["a", "b"], records, 3, changes_first=True)[0] == {
+        "prompt": "lost",
+        "expected": None,
+        "a": "✓ x",
+        "b": "✗ y",
+    }
     assert [row["prompt"] for row in side_by_side(["a", "b"], records, 2)] == ["same", "reworded"]
 
 

@@ -24,17 +24,28 @@ class Servers:
 
     def __init__(self, home: Path):
         self.home = home
-        self.env = {key: value for key, value in os.environ.items()
-                    if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
+        self.env = {
+            key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))
+        }
         self.calls_home = home.with_name("calls_home.txt")
-        self.env |= {"POSTTRAIN_HOME": str(home), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "offline")]),
-                     "POSTTRAIN_GRACE_SECONDS": "2", "OFFLINE_LOG": str(self.calls_home)}
+        self.env |= {
+            "POSTTRAIN_HOME": str(home),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "offline")]),
+            "POSTTRAIN_GRACE_SECONDS": "2",
+            "OFFLINE_LOG": str(self.calls_home),
+        }
         self.urls: dict[str, str] = {}
         self.urls_beside: dict[str, str] = {}  # of a second `up` at the same moment
 
     def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
-        done = subprocess.run([sys.executable, "-m", "flows.cli", *arguments], capture_output=True, text=True,
-                              env=self.env, cwd=ROOT, timeout=900)
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.cli", *arguments],
+            capture_output=True,
+            text=True,
+            env=self.env,
+            cwd=ROOT,
+            timeout=900,
+        )
         assert not check or done.returncode == 0, done.stdout + done.stderr
         return done
 
@@ -44,16 +55,20 @@ class Servers:
     def python(self, code: str) -> str:
         """Run code in a process whose environment points at the servers; returns its stdout."""
         prelude = "from flows import env, services; services.connect(env.prepare(quiet=True))\n"
-        done = subprocess.run([sys.executable, "-c", prelude + code], capture_output=True, text=True, env=self.env,
-                              cwd=ROOT, timeout=900)
+        done = subprocess.run(
+            [sys.executable, "-c", prelude + code], capture_output=True, text=True, env=self.env, cwd=ROOT, timeout=900
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def api(self, path: str, body: dict | None = None, method: str | None = None):
         """A call of Prefect's REST API; the decoded answer."""
         request = urllib.request.Request(
-            self.urls["prefect"] + "/api" + path, method=method or ("GET" if body is None else "POST"),
-            data=None if body is None else json.dumps(body).encode(), headers={"Content-Type": "application/json"})
+            self.urls["prefect"] + "/api" + path,
+            method=method or ("GET" if body is None else "POST"),
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
         for attempt in range(5):
             try:
                 with urllib.request.urlopen(request, timeout=60) as answer:
@@ -85,12 +100,16 @@ class Servers:
             if value:
                 return value
             time.sleep(0.5)
-        logs = "\n".join(f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-                         for log in sorted((self.home / "logs").glob("*.log")))
+        logs = "\n".join(
+            f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+            for log in sorted((self.home / "logs").glob("*.log"))
+        )
         raise AssertionError(f"waited {limit:.0f} s in vain\n{logs}")
 
     def finished(self, run: str) -> str:
-        return self.wait(lambda: (state := self.state(run)) in ("Completed", "Failed", "Crashed", "Cancelled") and state)
+        return self.wait(
+            lambda: (state := self.state(run)) in ("Completed", "Failed", "Crashed", "Cancelled") and state
+        )
 
     def tasks(self, run: str) -> dict[str, str]:
         rows = self.api("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
@@ -101,7 +120,13 @@ class Servers:
 def servers(tmp_path_factory):
     one = Servers(tmp_path_factory.mktemp("servers"))
     try:
-        with subprocess.Popen([sys.executable, "-m", "flows.cli", "up", "--json"], stdout=subprocess.PIPE, env=one.env, cwd=ROOT, text=True) as beside:
+        with subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "up", "--json"],
+            stdout=subprocess.PIPE,
+            env=one.env,
+            cwd=ROOT,
+            text=True,
+        ) as beside:
             one.urls = one.json("up")
             one.urls_beside = json.loads(beside.stdout.read().splitlines()[-1])
         one.deployed = one.json(*DEPLOY)
@@ -113,5 +138,8 @@ def servers(tmp_path_factory):
 @pytest.fixture(scope="session")
 def slow_recipe(servers):
     """The name of a deployment that runs one stage for as many seconds as it is told, on the queue of the GPU."""
-    servers.python("from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\napply(slow_recipe, 'test', {'queue': 'gpu'})")
+    servers.python(
+        "from flows.deploy import apply; from tests.flows.slow_recipe import slow_recipe\napply(slow_recipe, 'test',"
+        " {'queue': 'gpu'})"
+    )
     return "slow_recipe/test"

@@ -1,4 +1,6 @@
-"""Recipes of slow stages: one alone (deployed by the tests of cancellation), and several that do not need each other."""
+"""Recipes of slow stages: one alone (deployed by the tests of cancellation), and several that do not need each
+other.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from pydantic import Field
 from flows.recipe import RecipeConfig, Run, recipe
 from tests.flows.slow_stage import Config as SlowConfig
 
-os.environ.setdefault("POSTTRAIN_FORK", "0")  # it needs none of the libraries that forked stages have, which take a process seconds to load
+# it needs none of the libraries that forked stages have, which take a process seconds to load
+os.environ.setdefault("POSTTRAIN_FORK", "0")
 
 
 class Config(RecipeConfig):
@@ -32,8 +35,14 @@ class SideBySideConfig(RecipeConfig):
 @recipe(SideBySideConfig)
 def side_by_side(run: Run, config: SideBySideConfig) -> dict:
     """Several waits that do not need each other, each with one that follows it."""
+
     def part(i: int) -> str:
-        run("tests.flows.slow_stage", f"first_{i}", config=SlowConfig(seconds=config.seconds[i], fail=i in config.fails), seed=i)
+        run(
+            "tests.flows.slow_stage",
+            f"first_{i}",
+            config=SlowConfig(seconds=config.seconds[i], fail=i in config.fails),
+            seed=i,
+        )
         return run("tests.flows.slow_stage", f"then_{i}", config=SlowConfig(seconds=0.1), seed=100 + i).label
 
     return {"found": run.together([lambda i=i: part(i) for i in range(len(config.seconds))])}

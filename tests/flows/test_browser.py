@@ -1,4 +1,6 @@
-"""What a person does in Prefect's UI: start a run from its form with a changed parameter, watch it, cancel it, start it again."""
+"""What a person does in Prefect's UI: start a run from its form with a changed parameter, watch it, cancel it, start it
+again.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from tests.common import stage_processes
 
 CHROME = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(not (CHROME and shutil.which("chromedriver")), reason="needs chromium and chromedriver")
-FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update "
-         "--disable-sync --disable-dev-shm-usage --window-size=1500,1600")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    " --disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1500,1600"
+)
 # The first input after a leaf element with the wanted text: how a person finds a field by its label.
 FIELD = """
 const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_ELEMENT);
@@ -48,7 +52,14 @@ def named(page, selector: str, text: str):
     from selenium.common.exceptions import StaleElementReferenceException
 
     with contextlib.suppress(StaleElementReferenceException):  # drawn anew meanwhile
-        return next((one for one in page.find_elements("css selector", selector) if one.text.strip() == text and one.is_displayed()), None)
+        return next(
+            (
+                one
+                for one in page.find_elements("css selector", selector)
+                if one.text.strip() == text and one.is_displayed()
+            ),
+            None,
+        )
 
 
 def submit(servers, page, deployment: str, values: dict[str, object]) -> str:
@@ -62,12 +73,15 @@ def submit(servers, page, deployment: str, values: dict[str, object]) -> str:
         field.click()
         field.send_keys("\ue009a\ue000\ue017" + str(value))  # control-A, delete, the value
         assert field.get_attribute("value") == str(value)
-    return until(page, lambda: runs() - before, lambda: servers.wait(lambda: named(page, "button", "Submit")).click()).pop()
+    return until(
+        page, lambda: runs() - before, lambda: servers.wait(lambda: named(page, "button", "Submit")).click()
+    ).pop()
 
 
 def until(page, done, act, seconds: float = 15):
-    """Do what a person does, again where nothing comes of it, since the UI does not repeat a call for which SQLite was locked, and where the page was drawn anew between finding
-    something there and clicking on it; what ``done()`` is then."""
+    """Do what a person does, again where nothing comes of it, since the UI does not repeat a call for which SQLite was
+    locked, and where the page was drawn anew between finding something there and clicking on it; what ``done()`` is
+    then."""
     from selenium.common.exceptions import StaleElementReferenceException
 
     for _ in range(5):
@@ -104,8 +118,11 @@ def test_the_uis_ask_this_machine_only(servers, page):
         servers.wait(lambda: page.find_elements("css selector", "a[href*=deployments]"))
     page.get(servers.urls["mlflow"])
     servers.wait(lambda: "Experiments" in page.find_element("css selector", "body").text)
-    asked = {urlsplit(json.loads(entry["message"])["message"]["params"]["request"]["url"]) for entry in page.get_log("performance")
-             if json.loads(entry["message"])["message"]["method"] == "Network.requestWillBeSent"}
+    asked = {
+        urlsplit(json.loads(entry["message"])["message"]["params"]["request"]["url"])
+        for entry in page.get_log("performance")
+        if json.loads(entry["message"])["message"]["method"] == "Network.requestWillBeSent"
+    }
     assert len(asked) > 20 and {url.hostname for url in asked if url.scheme in ("http", "https")} == {"127.0.0.1"}
 
 
@@ -113,18 +130,27 @@ def test_a_run_is_started_changed_cancelled_and_continued_in_the_browser(servers
     slots = lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"]
     ours = lambda: stage_processes(servers.home)
     first = submit(servers, page, slow_recipe, {"Seed": 7, "Seconds": 601})
-    assert servers.api(f"/flow_runs/{first}")["parameters"]["config"] == {"seed": 7, "slow": {"seconds": 601, "fail": False}}
+    assert servers.api(f"/flow_runs/{first}")["parameters"]["config"] == {
+        "seed": 7,
+        "slow": {"seconds": 601, "fail": False},
+    }
     processes = servers.wait(ours)
     servers.wait(lambda: slots() == 1)
     cancel(servers, page, first)
     assert servers.finished(first) == "Cancelled"
-    servers.wait(lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes))
+    servers.wait(
+        lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    )
     servers.wait(lambda: slots() == 0, limit=90)
 
     again = submit(servers, page, slow_recipe, {"Seed": 7, "Seconds": 601})  # the same run: it goes on in its record
     servers.wait(ours)
     record = servers.json("show", again)
-    assert record["run_id"] == servers.json("show", first)["run_id"] and record["flow_runs"] == [first, again] and record["attempts"] == 2
+    assert (
+        record["run_id"] == servers.json("show", first)["run_id"]
+        and record["flow_runs"] == [first, again]
+        and record["attempts"] == 2
+    )
     cancel(servers, page, again)
     assert servers.finished(again) == "Cancelled"
 

@@ -21,10 +21,16 @@ COUNT = "import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(float(s
 
 
 def kept(folder: Path, seconds: float, soon: float = 60.0, program: str = COUNT) -> subprocess.Popen:
-    code = (f"import sys; from flows.keep import keep; "
-            f"sys.exit(keep('it', [sys.executable, '-c', {program!r}, {str(folder / 'starts')!r}, '{seconds}'], soon={soon}))")
-    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                            stdout=(folder / "log").open("w"))
+    code = (
+        f"import sys; from flows.keep import keep; sys.exit(keep('it', [sys.executable, '-c', {program!r},"
+        f" {str(folder / 'starts')!r}, '{seconds}'], soon={soon}))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=(folder / "log").open("w"),
+    )
 
 
 def starts(folder: Path) -> int:
@@ -84,9 +90,28 @@ def test_stop_ends_the_keeper_and_starts_nothing(tmp_path):
 
 def test_what_a_dead_server_left_behind_is_ended_before_it_starts_again(tmp_path):
     """A server's children hold its port when it is killed alone."""
-    program = COUNT.replace("time.sleep", "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep")
-    process = subprocess.Popen([sys.executable, "-m", "flows.keep", "--whole", "it", sys.executable, "-c", program, str(tmp_path / "starts"), "600"],
-                               cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, start_new_session=True)
+    program = COUNT.replace(
+        "time.sleep",
+        "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep",
+    )
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "flows.keep",
+            "--whole",
+            "it",
+            sys.executable,
+            "-c",
+            program,
+            str(tmp_path / "starts"),
+            "600",
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         command = child(process)
         wait(lambda: command.children())
@@ -101,8 +126,22 @@ def test_what_a_dead_server_left_behind_is_ended_before_it_starts_again(tmp_path
 def test_the_doctor_names_a_service_that_has_died(tmp_path):
     from flows.doctor import services as look
 
-    assert list(look(tmp_path, False)) == [(True, "no servers are running (runs bring their own; `posttrain up` starts them)")]
-    (tmp_path / "services.json").write_text(json.dumps({"mlflow": {"url": "http://127.0.0.1:1", "pid": os.getpid(), "started": 1.0, "log": "mlflow.log", "kept": True}}))
+    assert list(look(tmp_path, False)) == [
+        (True, "no servers are running (runs bring their own; `posttrain up` starts them)")
+    ]
+    (tmp_path / "services.json").write_text(
+        json.dumps(
+            {
+                "mlflow": {
+                    "url": "http://127.0.0.1:1",
+                    "pid": os.getpid(),
+                    "started": 1.0,
+                    "log": "mlflow.log",
+                    "kept": True,
+                }
+            }
+        )
+    )
     assert list(look(tmp_path, False)) == [(False, "mlflow has died; see mlflow.log; `posttrain up` starts it again")]
 
 
@@ -117,7 +156,9 @@ def server(tmp_path):
 
 
 def test_a_server_is_ours_also_after_the_clock_was_set(tmp_path, server, monkeypatch):
-    """The system's clock tells when a process began only as long as nobody sets it: two hours later the servers would be unknown, `up` start others beside them and `down` stop none."""
+    """The system's clock tells when a process began only as long as nobody sets it: two hours later the servers would
+    be unknown, `up` start others beside them and `down` stop none.
+    """
     began = psutil.Process.create_time
     for jump in (7200.0, -7200.0):
         monkeypatch.setattr(psutil.Process, "create_time", lambda self: began(self) + jump)
@@ -130,7 +171,9 @@ def test_a_server_is_ours_also_after_the_clock_was_set(tmp_path, server, monkeyp
 
 def test_servers_of_another_user_are_not_forgotten_by_who_cannot_stop_them(tmp_path, server, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(services.ServiceError, match="mlflow was started by .*only who started a server, or root, can stop it"):
+    with pytest.raises(
+        services.ServiceError, match="mlflow was started by .*only who started a server, or root, can stop it"
+    ):
         services.down(tmp_path)
     monkeypatch.undo()
     assert list(services.running(tmp_path)) == ["mlflow"] and server.poll() is None
@@ -138,14 +181,29 @@ def test_servers_of_another_user_are_not_forgotten_by_who_cannot_stop_them(tmp_p
 
 
 def test_a_run_whose_own_prefect_server_is_killed_goes_on(tmp_path):
-    """The kernel ends it where memory runs out: the run crawled for minutes, each event waiting for retries, and then failed."""
+    """The kernel ends it where memory runs out: the run crawled for minutes, each event waiting for retries, and then
+    failed.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))} | {
-        "POSTTRAIN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "POSTTRAIN_TRACKING": "off", "POSTTRAIN_FORK": "0"}
-    program = ("import json, sys; from flows import env, services; state = env.prepare(quiet=True)\n"
-               "with services.embedded(state) as ready:\n"
-               "    from tests.flows.slow_recipe import SideBySideConfig, side_by_side\n    ready()\n"
-               "    print(json.dumps(side_by_side(SideBySideConfig(seconds=[8.0]))), flush=True)")
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        "POSTTRAIN_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(ROOT),
+        "POSTTRAIN_TRACKING": "off",
+        "POSTTRAIN_FORK": "0",
+    }
+    program = (
+        "import json, sys; from flows import env, services; state = env.prepare(quiet=True)\n"
+        "with services.embedded(state) as ready:\n"
+        "    from tests.flows.slow_recipe import SideBySideConfig, side_by_side\n    ready()\n"
+        "    print(json.dumps(side_by_side(SideBySideConfig(seconds=[8.0]))), flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
         try:
             wait(lambda: list((tmp_path / "home").glob("work/*/SPEC.json")), 240)
             (server,) = [one for one in psutil.Process(run.pid).children() if "uvicorn" in one.cmdline()]

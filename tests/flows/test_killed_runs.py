@@ -1,4 +1,6 @@
-"""SIGKILL of a whole run and all below it, at random moments: the same command again ends with the bytes of an undisturbed run."""
+"""SIGKILL of a whole run and all below it, at random moments: the same command again ends with the bytes of an
+undisturbed run.
+"""
 
 import json
 import os
@@ -16,18 +18,56 @@ from tests.common import assistant, user
 from tests.evaluation.conftest import tiny_policy
 
 RUNS = {
-    "rounds of online DPO": (["run", "online_dpo", "rounds=2", "ingest_prompts.test_fraction=0.4", "sample.max_prompts=6", "sample.num_generations=4", "sample.max_completion_length=60", "align.batch_size=2",
-                              "align.num_train_epochs=2", "data.prompts={data}/prompts.jsonl", "model={model}",
-                              "sample.rewards=[{kind: regex, name: letters, pattern: '[0-9A-M]'}]", "sample.stop_strings=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s,t,u,v,w,x,y,z]"], 8),
-    "a sweep": (["sweep", "stage:sft", "--input", "model={model}", "--input", "data={data}/demos.jsonl", "max_steps=4", "batch_size=4", "--metric", "train/loss", "--goal", "min",
-                 "--over", "learning_rate=1e-4,1e-3"], 8),
+    "rounds of online DPO": (
+        [
+            "run",
+            "online_dpo",
+            "rounds=2",
+            "ingest_prompts.test_fraction=0.4",
+            "sample.max_prompts=6",
+            "sample.num_generations=4",
+            "sample.max_completion_length=60",
+            "align.batch_size=2",
+            "align.num_train_epochs=2",
+            "data.prompts={data}/prompts.jsonl",
+            "model={model}",
+            "sample.rewards=[{kind: regex, name: letters, pattern: '[0-9A-M]'}]",
+            "sample.stop_strings=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s,t,u,v,w,x,y,z]",
+        ],
+        8,
+    ),
+    "a sweep": (
+        [
+            "sweep",
+            "stage:sft",
+            "--input",
+            "model={model}",
+            "--input",
+            "data={data}/demos.jsonl",
+            "max_steps=4",
+            "batch_size=4",
+            "--metric",
+            "train/loss",
+            "--goal",
+            "min",
+            "--over",
+            "learning_rate=1e-4,1e-3",
+        ],
+        8,
+    ),
 }
 
 
 def start(arguments, home):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
-    return subprocess.Popen([sys.executable, "-m", "flows.cli", *arguments, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-                            env={**environment, "POSTTRAIN_HOME": str(home), "POSTTRAIN_CHECKPOINT_SECONDS": "0", "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", *arguments, "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**environment, "POSTTRAIN_HOME": str(home), "POSTTRAIN_CHECKPOINT_SECONDS": "0", "OMP_NUM_THREADS": "1"},
+    )
 
 
 def finish(process) -> dict:
@@ -55,17 +95,23 @@ def kill(process) -> None:
 
 def remains(home) -> dict:
     """Every stage's curves, and every model and dataset, by their content."""
-    return {**{f"{path.parent.name}/metrics": path.read_bytes() for path in home.glob("work/*/metrics.jsonl")},
-            **{f"model/{path.name}": tree_digest(path) for path in (home / "models").iterdir() if path.is_dir()},
-            **{f"data/{path.relative_to(home)}": path.read_bytes() for path in (home / "datasets").rglob("*.parquet")}}
+    return {
+        **{f"{path.parent.name}/metrics": path.read_bytes() for path in home.glob("work/*/metrics.jsonl")},
+        **{f"model/{path.name}": tree_digest(path) for path in (home / "models").iterdir() if path.is_dir()},
+        **{f"data/{path.relative_to(home)}": path.read_bytes() for path in (home / "datasets").rglob("*.parquet")},
+    }
 
 
 @pytest.mark.skipif(not os.environ.get("POSTTRAIN_TEST_LONG"), reason="takes minutes; POSTTRAIN_TEST_LONG=1 runs it")
 @pytest.mark.parametrize("name", RUNS)
 def test_kill9_of_a_run_equals_uninterrupted(tmp_path, name):
     tiny_policy(str(tmp_path / "model"), 0)
-    (tmp_path / "demos.jsonl").write_text("".join(json.dumps({"messages": user(f"say {i}") + assistant(f"it is {i}")}) + "\n" for i in range(20)))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(24)))
+    (tmp_path / "demos.jsonl").write_text(
+        "".join(json.dumps({"messages": user(f"say {i}") + assistant(f"it is {i}")}) + "\n" for i in range(20))
+    )
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(24))
+    )
     arguments, steps = RUNS[name]
     arguments = [a.replace("{model}", str(tmp_path / "model")).replace("{data}", str(tmp_path)) for a in arguments]
     whole = finish(start(arguments, tmp_path / "whole"))
@@ -83,5 +129,9 @@ def test_kill9_of_a_run_equals_uninterrupted(tmp_path, name):
     assert killed == 2
     again = finish(start(arguments, home))
     assert remains(home) == remains(tmp_path / "whole")
-    assert [step["step"] for step in again["steps"]] == [step["step"] for step in whole["steps"]] and any(step["cached"] for step in again["steps"])
-    assert {k: again.get(k) for k in ("trials", "best", "outputs")} == {k: whole.get(k) for k in ("trials", "best", "outputs")}
+    assert [step["step"] for step in again["steps"]] == [step["step"] for step in whole["steps"]] and any(
+        step["cached"] for step in again["steps"]
+    )
+    assert {k: again.get(k) for k in ("trials", "best", "outputs")} == {
+        k: whole.get(k) for k in ("trials", "best", "outputs")
+    }

@@ -13,7 +13,22 @@ from flows.deploy import cron_schedule, found_anywhere, recipe_deployments, stag
 from flows.recipe import made_up
 
 
-@pytest.mark.parametrize("name", ["lr-sweep", "baseline-large", "Baseline-Large", "dpo-run", "big-run", "new-data", "beta", "nightly", "first try", "Small-batch", "gold-standard-2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lr-sweep",
+        "baseline-large",
+        "Baseline-Large",
+        "dpo-run",
+        "big-run",
+        "new-data",
+        "beta",
+        "nightly",
+        "first try",
+        "Small-batch",
+        "gold-standard-2",
+    ],
+)
 def test_a_name_that_a_person_typed_is_kept(name):
     assert not made_up(name)
 
@@ -31,7 +46,15 @@ def test_every_deployment_has_a_name_of_its_own():
     assert {"post_training", "post_training-demo", "post_training-nightly", "tulu3-70b", "stage-sft"} <= set(names)
 
 
-@pytest.mark.parametrize("cron, timezone, said", [("0 2 * *", "UTC", "no cron expression"), ("0 2 * * *", "Europe/Berlim", "no time zone"), ("0 2 * * *", "/etc/passwd", "no time zone"), ("0 2 * * *", "", "no time zone")])
+@pytest.mark.parametrize(
+    "cron, timezone, said",
+    [
+        ("0 2 * *", "UTC", "no cron expression"),
+        ("0 2 * * *", "Europe/Berlim", "no time zone"),
+        ("0 2 * * *", "/etc/passwd", "no time zone"),
+        ("0 2 * * *", "", "no time zone"),
+    ],
+)
 def test_a_wrong_time_is_refused(cron, timezone, said):
     with pytest.raises(ConfigError, match=said):
         cron_schedule(cron, timezone, "cron")
@@ -45,12 +68,29 @@ def test_a_schedule_finds_files_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").touch()
     given = {"data": {"path": "pairs.jsonl"}, "model": "llama", "promote_as": "policy", "seed": 1, "judge": "self"}
-    assert found_anywhere(given) == {**given, "data": {"path": str(tmp_path / "pairs.jsonl")}, "model": str(tmp_path / "llama")}
+    assert found_anywhere(given) == {
+        **given,
+        "data": {"path": str(tmp_path / "pairs.jsonl")},
+        "model": str(tmp_path / "llama"),
+    }
 
 
 def test_an_automation_is_the_same_in_every_process():
-    """Sets have another order in every process; an automation that is taken for another one is made anew and forgets the heartbeats so far."""
-    code = ("import json, uuid; from flows.deploy import automations, installed_as\n"
-            "print(json.dumps([installed_as(one) for one in automations(uuid.UUID(int=1), 'model:policy@champion')], sort_keys=True))")
-    found = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in "0123"}
+    """Sets have another order in every process; an automation that is taken for another one is made anew and forgets
+    the heartbeats so far.
+    """
+    code = (
+        "import json, uuid; from flows.deploy import automations, installed_as\nprint(json.dumps([installed_as(one) for"
+        " one in automations(uuid.UUID(int=1), 'model:policy@champion')], sort_keys=True))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in "0123"
+    }
     assert len(found) == 1

@@ -27,21 +27,33 @@ def test_prefect_server_imports():
 
 def test_interval_schedule_creates_runs(servers):
     """With SQLAlchemy 2.1 no runs appear, and nothing but the server's log says so."""
-    servers.python("from flows.deploy import apply; from flows.single import stage_flow\n"
-                   "from datetime import timedelta; from prefect.client.schemas.schedules import IntervalSchedule\n"
-                   "apply(stage_flow('world'), 'hourly', {'queue': 'cpu', 'schedule': IntervalSchedule(interval=timedelta(hours=1))})")
+    servers.python(
+        "from flows.deploy import apply; from flows.single import stage_flow\nfrom datetime import timedelta; from"
+        " prefect.client.schemas.schedules import IntervalSchedule\napply(stage_flow('world'), 'hourly', {'queue':"
+        " 'cpu', 'schedule': IntervalSchedule(interval=timedelta(hours=1))})"
+    )
     deployment = servers.deployment("stage-world/hourly")["id"]
-    runs = servers.wait(lambda: servers.api("/flow_runs/filter", {
-        "deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}), limit=30)
+    runs = servers.wait(
+        lambda: servers.api(
+            "/flow_runs/filter",
+            {"deployments": {"id": {"any_": [deployment]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}},
+        ),
+        limit=30,
+    )
     assert len(runs) >= 2
 
 
 def test_two_ups_at_once_start_each_server_once(servers):
-    """The second waits and finds what the first started; a server that services.json does not know could not be stopped."""
+    """The second waits and finds what the first started; a server that services.json does not know could not be
+    stopped.
+    """
     assert servers.urls == servers.urls_beside
     known = {row["pid"] for row in json.loads((servers.home / "services.json").read_text()).values()}
-    found = {process.pid for process in psutil.process_iter(["cmdline", "cwd"])
-             if process.info["cwd"] == str(servers.home.resolve()) and "flows.keep" in (process.info["cmdline"] or [])}
+    found = {
+        process.pid
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if process.info["cwd"] == str(servers.home.resolve()) and "flows.keep" in (process.info["cmdline"] or [])
+    }
     assert found == known and len(known) == 3
 
 
@@ -50,29 +62,50 @@ def test_nightly_schedule_is_active(servers):
     assert [(schedule["active"], schedule["schedule"]["cron"]) for schedule in schedules] == [(True, NIGHTLY)]
 
 
-NIGHTLY_RUN, WORLD_STAGE, MIX_STAGE = "post_training/post_training-nightly", "stage-world/stage-world", "stage-mix/stage-mix"
+NIGHTLY_RUN, WORLD_STAGE, MIX_STAGE = (
+    "post_training/post_training-nightly",
+    "stage-world/stage-world",
+    "stage-mix/stage-mix",
+)
 
 
 @pytest.fixture(scope="module")
 def again(servers):
-    """Everything was deployed once more, which takes a while, so it is done for several tests: {"said": what the command printed, "before", "after": what was registered, "rows":
-    of some deployments before}. Before that people scheduled a recipe, deployed one under a name of their own, paused a schedule and edited a text, and an older version left its names."""
+    """Everything was deployed once more, which takes a while, so it is done for several tests: {"said": what the
+    command printed, "before", "after": what was registered, "rows": of some deployments before}. Before that people
+    scheduled a recipe, deployed one under a name of their own, paused a schedule and edited a text, and an older
+    version left its names."""
+
     def registered():
-        return (sorted((row["name"], row["id"], len(row["schedules"])) for row in servers.api("/deployments/filter", {"limit": 200})),
-                sorted((row["name"], row["id"]) for row in servers.api("/automations/filter", {"limit": 200})),  # a new one forgets the heartbeats of dead runs
-                sorted(row["name"] for row in servers.api("/work_pools/posttrain/queues/filter", {})))
+        return (
+            sorted(
+                (row["name"], row["id"], len(row["schedules"]))
+                for row in servers.api("/deployments/filter", {"limit": 200})
+            ),
+            # a new one forgets the heartbeats of dead runs
+            sorted((row["name"], row["id"]) for row in servers.api("/automations/filter", {"limit": 200})),
+            sorted(row["name"] for row in servers.api("/work_pools/posttrain/queues/filter", {})),
+        )
 
     command = ("deploy", "post_training", "--preset", "demo", "seed=5", "--timezone", "Europe/Berlin")
-    assert servers.json(*command, "--cron", "0 1 * * *") == {"deployments": ["post_training/post_training-demo-scheduled"]}
+    assert servers.json(*command, "--cron", "0 1 * * *") == {
+        "deployments": ["post_training/post_training-demo-scheduled"]
+    }
     servers.json(*command, "--cron", "0 2 * * *")
-    apply = ("from flows.deploy import apply; from flows.post_training import post_training; from flows.single import stage_flow\n"
-             "for flow, name in ({}): apply(flow, name, {{'queue': 'cpu'}})")
+    apply = (
+        "from flows.deploy import apply; from flows.post_training import post_training; from flows.single import"
+        " stage_flow\nfor flow, name in ({}): apply(flow, name, {{'queue': 'cpu'}})"
+    )
     servers.python(apply.format("(post_training, 'mine'),"))
     before = registered()
     servers.python(apply.format("(post_training, 'form'), (post_training, 'demo'), (stage_flow('mix'), 'stage')"))
     assert len(registered()[0]) == len(before[0]) + 3
     rows = {name: servers.deployment(name) for name in (NIGHTLY_RUN, WORLD_STAGE, MIX_STAGE)}
-    servers.api(f"/deployments/{rows[NIGHTLY_RUN]['id']}/schedules/{rows[NIGHTLY_RUN]['schedules'][0]['id']}", {"active": False}, method="PATCH")
+    servers.api(
+        f"/deployments/{rows[NIGHTLY_RUN]['id']}/schedules/{rows[NIGHTLY_RUN]['schedules'][0]['id']}",
+        {"active": False},
+        method="PATCH",
+    )
     servers.api(f"/deployments/{rows[WORLD_STAGE]['id']}", {"description": "edited"}, method="PATCH")
     found = {"said": servers.json(*DEPLOY), "before": before, "after": registered(), "rows": rows}
     servers.api(f"/deployments/{servers.deployment('post_training/mine')['id']}", method="DELETE")
@@ -82,9 +115,14 @@ def again(servers):
 def test_a_recipe_runs_by_the_clocks_of_a_time_zone(servers, again):
     """Two in the morning in Berlin is one or midnight UTC; deploying everything again leaves the schedule as it is."""
     row = servers.deployment("post_training/post_training-demo-scheduled")
-    assert [(one["active"], one["schedule"]["cron"], one["schedule"]["timezone"]) for one in row["schedules"]] == [(True, "0 2 * * *", "Europe/Berlin")]
+    assert [(one["active"], one["schedule"]["cron"], one["schedule"]["timezone"]) for one in row["schedules"]] == [
+        (True, "0 2 * * *", "Europe/Berlin")
+    ]
     assert row["parameters"]["config"]["seed"] == 5
-    scheduled = {"deployments": {"id": {"any_": [row["id"]]}}, "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
+    scheduled = {
+        "deployments": {"id": {"any_": [row["id"]]}},
+        "flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}},
+    }
     runs = servers.wait(lambda: servers.api("/flow_runs/filter", scheduled), limit=60)
     for run in runs:
         local = datetime.fromisoformat(run["expected_start_time"]).astimezone(ZoneInfo("Europe/Berlin"))
@@ -103,7 +141,9 @@ def test_deployments_have_names_that_tell_them_apart_and_older_ones_are_removed(
 
 
 def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers, again):
-    """A schedule that was paused and a text that was edited in the UI come back; what is as it should be is not written."""
+    """A schedule that was paused and a text that was edited in the UI come back; what is as it should be is not
+    written.
+    """
     now = {name: servers.deployment(name) for name in again["rows"]}
     assert [schedule["active"] for schedule in now[NIGHTLY_RUN]["schedules"]] == [True]
     assert now[WORLD_STAGE]["description"] == again["rows"][WORLD_STAGE]["description"] != "edited"
@@ -112,7 +152,9 @@ def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers, again)
 
 def test_the_gpu_queue_lets_as_many_runs_through_as_there_are_slots(servers):
     def limits():
-        queues = {row["name"]: row["concurrency_limit"] for row in servers.api("/work_pools/posttrain/queues/filter", {})}
+        queues = {
+            row["name"]: row["concurrency_limit"] for row in servers.api("/work_pools/posttrain/queues/filter", {})
+        }
         return queues["gpu"], servers.api("/v2/concurrency_limits/gpu")["limit"]
 
     before = limits()
@@ -130,10 +172,16 @@ def test_a_parameter_that_a_flow_does_not_have_is_refused_before_a_run_is_made(s
 
 
 def test_forms_are_valid_json_schemas(servers):
-    """Every parameter form is a schema that accepts the deployment's own defaults, with sections named after their steps."""
+    """Every parameter form is a schema that accepts the deployment's own defaults, with sections named after their
+    steps.
+    """
     deployments = servers.api("/deployments/filter", {"limit": 200})
-    assert {"post_training", "post_training-demo", "post_training-nightly", "stage-sft"} <= {row["name"] for row in deployments}
-    checked: set[str] = set()  # recipes have the sections of the same stages, which differ by their titles; checking them all takes most of a minute
+    assert {"post_training", "post_training-demo", "post_training-nightly", "stage-sft"} <= {
+        row["name"] for row in deployments
+    }
+    # recipes have the sections of the same stages, which differ by their titles; checking them all takes most of a
+    # minute
+    checked: set[str] = set()
     for row in deployments:
         schema, new = row["parameter_openapi_schema"], {}
         for name, section in schema.get("definitions", {}).items():
@@ -170,7 +218,11 @@ def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
     client = mlflow.MlflowClient(servers.urls["mlflow"])
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments, max_results=200)
-    (parent,) = [one for one in runs if one.data.tags.get("posttrain.kind") == "flow" and one.data.tags.get("posttrain.run") == run]
+    (parent,) = [
+        one
+        for one in runs
+        if one.data.tags.get("posttrain.kind") == "flow" and one.data.tags.get("posttrain.run") == run
+    ]
     children = [one for one in runs if one.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert [one.info.status for one in (parent, *children)] == ["FINISHED"] * 2
 
@@ -195,18 +247,33 @@ def test_run_declared_crashed_while_it_lives_ends_once_and_the_worker_goes_on(se
     run = servers.start(slow_recipe, {"config": {"slow": {"seconds": 75}}})
     servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
     servers.api(f"/flow_runs/{run}/set_state", {"state": {"type": "CRASHED", "name": "Crashed"}, "force": True})
-    servers.wait(lambda: servers.state(run) == "Completed", limit=400)  # a locked SQLite holds the server up for minutes
+    # a locked SQLite holds the server up for minutes
+    servers.wait(lambda: servers.state(run) == "Completed", limit=400)
     rows = {"flow_runs": {"id": {"any_": [run]}}}
-    servers.wait(lambda: sorted(row["state_name"] for row in servers.api("/task_runs/filter", rows)) == ["Cached", "Completed"], limit=400)
+    servers.wait(
+        lambda: sorted(row["state_name"] for row in servers.api("/task_runs/filter", rows)) == ["Cached", "Completed"],
+        limit=400,
+    )
     assert worker_processes(servers) == worker
 
 
 def test_a_run_whose_process_is_killed_starts_again_once(servers, slow_recipe):
-    """Prefect reports such a crash twice, by its runner and seconds later by its worker: two processes of the run would start."""
+    """Prefect reports such a crash twice, by its runner and seconds later by its worker: two processes of the run would
+    start.
+    """
     run = servers.start(slow_recipe, {"config": {"seed": 9, "slow": {"seconds": 5}}})
     servers.wait(lambda: servers.state(run) == "Running")
-    engine = servers.wait(lambda: next((process for process in psutil.process_iter(["cmdline", "environ"]) if "prefect.engine" in (process.info["cmdline"] or [])
-                                        and (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)), None))
+    engine = servers.wait(
+        lambda: next(
+            (
+                process
+                for process in psutil.process_iter(["cmdline", "environ"])
+                if "prefect.engine" in (process.info["cmdline"] or [])
+                and (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)
+            ),
+            None,
+        )
+    )
     engine.kill()
     servers.wait(lambda: servers.state(run) == "Completed", limit=400)
     states = [row["name"] for row in servers.api(f"/flow_run_states/?flow_run_id={run}")]
@@ -216,12 +283,23 @@ def test_a_run_whose_process_is_killed_starts_again_once(servers, slow_recipe):
 def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes_on(servers, slow_recipe):
     run = servers.start(slow_recipe, {"config": {"slow": {"seconds": 20}}, "force": ["slow"]})
     servers.wait(lambda: servers.api("/v2/concurrency_limits/gpu")["active_slots"] == 1)
-    old = [*worker_processes(servers), *service_processes(servers, "prefect", "server"), *service_processes(servers, "mlflow", "server")]
+    old = [
+        *worker_processes(servers),
+        *service_processes(servers, "prefect", "server"),
+        *service_processes(servers, "mlflow", "server"),
+    ]
     assert len(old) == 3
     for process in old:
         process.kill()
-    servers.wait(lambda: worker_processes(servers) and all(answers(servers.urls[name] + path) for name, path in (("prefect", "/api/health"), ("mlflow", "/health"))),
-                 limit=300)
+    servers.wait(
+        lambda: (
+            worker_processes(servers)
+            and all(
+                answers(servers.urls[name] + path) for name, path in (("prefect", "/api/health"), ("mlflow", "/health"))
+            )
+        ),
+        limit=300,
+    )
     assert servers.finished(run) == "Completed"
     assert all(row["running"] for row in servers.json("status")["servers"].values())
     assert servers.cli("doctor").stdout.count("ended with status -9") == 3
@@ -234,7 +312,11 @@ def test_a_run_that_is_killed_with_all_servers_starts_again_once_when_they_are_u
     run = servers.start(slow_recipe, {"config": {"seed": 11, "slow": {"seconds": 20}}})
     servers.wait(lambda: stage_processes(servers.home))
     assert servers.state(run) == "Running"
-    everything = [process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)]
+    everything = [
+        process
+        for process in psutil.process_iter(["environ"])
+        if (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)
+    ]
     assert len(everything) >= 8  # three services and what keeps them, the run and its stage
     for process in everything:
         process.suspend()
@@ -249,9 +331,13 @@ def test_a_run_that_is_killed_with_all_servers_starts_again_once_when_they_are_u
 
 def service_processes(servers, *words):
     """The commands under flows.keep that hold these arguments in a row."""
-    return [process for process in psutil.process_iter(["cmdline", "environ"])
-            if "flows.keep" not in (line := process.info["cmdline"] or []) and any(line[i:i + len(words)] == [*words] for i in range(len(line)))
-            and (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)]
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if "flows.keep" not in (line := process.info["cmdline"] or [])
+        and any(line[i : i + len(words)] == [*words] for i in range(len(line)))
+        and (process.info["environ"] or {}).get("POSTTRAIN_HOME") == str(servers.home)
+    ]
 
 
 def worker_processes(servers):
@@ -263,19 +349,31 @@ def test_crash_recovery_is_installed(servers):
     lost, recover = found["posttrain: heartbeat lost"], found["posttrain: recover crashed runs"]
     assert lost["enabled"] and lost["trigger"]["posture"] == "Proactive" and lost["trigger"]["within"] >= 300
     assert lost["actions"][0]["state"] == "CRASHED"
-    assert recover["enabled"] and recover["trigger"]["posture"] == "Proactive" and recover["trigger"]["after"] == ["prefect.flow-run.Crashed"]
+    assert (
+        recover["enabled"]
+        and recover["trigger"]["posture"] == "Proactive"
+        and recover["trigger"]["after"] == ["prefect.flow-run.Crashed"]
+    )
     assert recover["actions"][0] | {"state": "SCHEDULED", "name": "AwaitingRetry"} == recover["actions"][0]
 
 
 def test_new_pairs_start_the_preference_recipe(servers, tmp_path):
     data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(f'{{"prompt": "say {i}", "chosen": "number {i} it is", "rejected": "no {i}"}}\n' for i in range(40)))
-    result = servers.json("stage", "ingest", "--input", f"data={data}", "--set", "kind=pairs/1", "--name-as", "incoming")
+    data.write_text(
+        "".join(f'{{"prompt": "say {i}", "chosen": "number {i} it is", "rejected": "no {i}"}}\n' for i in range(40))
+    )
+    result = servers.json(
+        "stage", "ingest", "--input", f"data={data}", "--set", "kind=pairs/1", "--name-as", "incoming"
+    )
     deployment = servers.deployment("preference/preference")["id"]
-    runs = servers.wait(lambda: servers.api("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}}), limit=300)
+    runs = servers.wait(
+        lambda: servers.api("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}}), limit=300
+    )
     assert runs[0]["parameters"]["config"]["data"]["path"] == result["outputs"]["data"]
     for run in runs:
-        servers.api(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLED", "name": "Cancelled"}, "force": True})
+        servers.api(
+            f"/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLED", "name": "Cancelled"}, "force": True}
+        )
 
 
 def test_doctor_is_content(servers):
@@ -287,7 +385,11 @@ def test_doctor_is_content(servers):
 
 def test_nothing_calls_home(servers):
     """The servers, the worker, the flows and the stages of all the tests above spoke to this machine only."""
-    guard = subprocess.run([sys.executable, "-c", "import socket; socket.create_connection(('192.0.2.1', 9), 1)"], capture_output=True, text=True,
-                           env={**servers.env, "OFFLINE_LOG": str(servers.home / "guard.txt")})
+    guard = subprocess.run(
+        [sys.executable, "-c", "import socket; socket.create_connection(('192.0.2.1', 9), 1)"],
+        capture_output=True,
+        text=True,
+        env={**servers.env, "OFFLINE_LOG": str(servers.home / "guard.txt")},
+    )
     assert "do not leave this machine" in guard.stderr and "192.0.2.1" in (servers.home / "guard.txt").read_text()
     assert not servers.calls_home.exists(), servers.calls_home.read_text()

@@ -1,4 +1,6 @@
-"""Parts of a run side by side: as many as there are slots, in one flow run, ended together, with the results of one after the other."""
+"""Parts of a run side by side: as many as there are slots, in one flow run, ended together, with the results of one
+after the other.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,28 @@ def prefect(tmp_path_factory):
 
 def start(home: Path, url: str, fork: bool = False, program: str = PROGRAM, **config) -> subprocess.Popen:
     """fork: stages in processes forked from one that has loaded libraries, as usual."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))}
-    environment |= {"POSTTRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "POSTTRAIN_GPU_SLOTS": "2", "POSTTRAIN_GRACE_SECONDS": "2",
-                    "PREFECT_API_URL": url, "DO_NOT_TRACK": "true", "POSTTRAIN_FORK": str(int(fork))}
-    return subprocess.Popen([sys.executable, "-c", program, json.dumps(config)], env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in what a shell has put in the background
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))
+    }
+    environment |= {
+        "POSTTRAIN_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "POSTTRAIN_GPU_SLOTS": "2",
+        "POSTTRAIN_GRACE_SECONDS": "2",
+        "PREFECT_API_URL": url,
+        "DO_NOT_TRACK": "true",
+        "POSTTRAIN_FORK": str(int(fork)),
+    }
+    # ignored in what a shell has put in the background
+    return subprocess.Popen(
+        [sys.executable, "-c", program, json.dumps(config)],
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def spans(home: Path) -> dict[str, tuple[float, float]]:
@@ -65,13 +84,15 @@ def test_two_slots_run_two_parts_at_a_time_and_results_keep_their_order(prefect,
     assert process.returncode == 0, err
     result = json.loads(out.splitlines()[-1])
     assert result["found"] == ["then_0", "then_1", "then_2"]
-    assert [step["step"] for step in result["steps"]] == [f"{which}_{i}" for i in range(3) for which in ("first", "then")]
+    assert [step["step"] for step in result["steps"]] == [
+        f"{which}_{i}" for i in range(3) for which in ("first", "then")
+    ]
     at = spans(tmp_path)
     assert len(at) == 6
     overlaps = [(a, b) for a in at for b in at if a < b and at[a][0] < at[b][1] and at[b][0] < at[a][1]]
     assert ("first_0", "first_1") in overlaps and at["first_1"][1] <= at["then_1"][0]
     moments = sorted([(begin, 1) for begin, _ in at.values()] + [(end, -1) for _, end in at.values()])
-    running = [sum(change for _, change in moments[:i + 1]) for i in range(len(moments))]
+    running = [sum(change for _, change in moments[: i + 1]) for i in range(len(moments))]
     assert max(running) == 2
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         parents = database.execute("select count(*), sum(status = 'FINISHED') from runs").fetchone()
@@ -88,15 +109,19 @@ def test_what_ends_the_run_ends_every_part(prefect, tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=300)  # a busy machine's Prefect server takes its time over the last state
     assert process.returncode != 0
-    assert not [one for one in ours if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] and not stage_processes(tmp_path), err
+    assert not [
+        one for one in ours if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+    ] and not stage_processes(tmp_path), err
     assert not list((tmp_path / "leases").rglob("slot-*.json")), "slots are free again"
 
 
 def test_a_run_that_is_ended_does_not_wait_for_a_server_that_is_gone(prefect, tmp_path):
     """Prefect's client asks again for minutes; what it would have said is said by the next run of the same command."""
     gate = Gate(prefect)
-    program = ("import sys\nfrom flows import recipe\nrecipe.RECIPES['side_by_side'] = 'tests.flows.slow_recipe'\nfrom flows.cli import main\n"
-               "sys.argv = ['posttrain', 'run', 'side_by_side', '--set', 'seconds=[300]']\nmain()\n")
+    program = (
+        "import sys\nfrom flows import recipe\nrecipe.RECIPES['side_by_side'] = 'tests.flows.slow_recipe'\nfrom"
+        " flows.cli import main\nsys.argv = ['posttrain', 'run', 'side_by_side', '--set', 'seconds=[300]']\nmain()\n"
+    )
     process = start(tmp_path, gate.url, program=program)
     deadline = time.monotonic() + 120
     while not (ours := stage_processes(tmp_path)):
@@ -179,12 +204,21 @@ def test_order_limit_errors_and_context():
 
 def test_an_interrupt_waits_until_every_part_has_cleaned_up():
     """Also the one that was being waited for: an interrupted Thread.join takes its thread for ended."""
-    program = ("import signal, time\nfrom tasks.stopping import STOPPED\nfrom tasks.together import together\ncleaned = []\n"
-               "def interrupt(*_):\n    raise KeyboardInterrupt\n"
-               "def part():\n    STOPPED.get().wait(30)\n    time.sleep(1)\n    cleaned.append(True)\n"
-               "signal.signal(signal.SIGALRM, interrupt)\nsignal.setitimer(signal.ITIMER_REAL, 0.5)\n"
-               "try:\n    together([part] * 3, limit=2)\nexcept KeyboardInterrupt:\n    print(len(cleaned))\n")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+    program = (
+        "import signal, time\nfrom tasks.stopping import STOPPED\nfrom tasks.together import together\ncleaned = []\n"
+        "def interrupt(*_):\n    raise KeyboardInterrupt\n"
+        "def part():\n    STOPPED.get().wait(30)\n    time.sleep(1)\n    cleaned.append(True)\n"
+        "signal.signal(signal.SIGALRM, interrupt)\nsignal.setitimer(signal.ITIMER_REAL, 0.5)\n"
+        "try:\n    together([part] * 3, limit=2)\nexcept KeyboardInterrupt:\n    print(len(cleaned))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.strip() == "2", done.stderr
 
 
@@ -196,17 +230,37 @@ def test_trials_of_a_recipe_that_has_parts_of_its_own_keep_their_steps_in_order(
         def execute(self, stage, label, inputs, config, name_as, seed):
             threads[label] = threading.get_ident()
             time.sleep(0.3 if "1e-05" in label else 0.05)
-            return {"outputs": {name: f"{label}.{name}" for name in get_stage(stage).SPEC.outputs}, "metrics": {"accuracy": config.learning_rate * 1e4 if stage == "reward_model" else 0.1},
-                    "cached": False, "seconds": 0.0}
+            return {
+                "outputs": {name: f"{label}.{name}" for name in get_stage(stage).SPEC.outputs},
+                "metrics": {"accuracy": config.learning_rate * 1e4 if stage == "reward_model" else 0.1},
+                "cached": False,
+                "seconds": 0.0,
+            }
 
     monkeypatch.setenv("POSTTRAIN_GPU_SLOTS", "3")
     run = Quick("sweep", 0, [])
-    found = get_recipe("sweep").method(run, load_config("sweep", {
-        "what": "reward", "metric": "reward_1.accuracy", "settings": {"model": "(given.model)", "data.path": "(given.pairs)", "members": 2},
-        "over": {"reward_model.learning_rate": [1e-5, 2e-5]}}))
-    assert [step.label for step in run.steps] == [f"learning_rate-{rate}.{step}" for rate in ("1e-05", "2e-05") for step in ("ingest", "reward_0", "reward_1", "reward_combine")]
+    found = get_recipe("sweep").method(
+        run,
+        load_config(
+            "sweep",
+            {
+                "what": "reward",
+                "metric": "reward_1.accuracy",
+                "settings": {"model": "(given.model)", "data.path": "(given.pairs)", "members": 2},
+                "over": {"reward_model.learning_rate": [1e-5, 2e-5]},
+            },
+        ),
+    )
+    assert [step.label for step in run.steps] == [
+        f"learning_rate-{rate}.{step}"
+        for rate in ("1e-05", "2e-05")
+        for step in ("ingest", "reward_0", "reward_1", "reward_combine")
+    ]
     assert len({*threads.values()}) == 2 and len({threads[label] for label in threads if "1e-05" in label}) == 1
-    assert found["best"]["settings"] == {"reward_model.learning_rate": 2e-5} and found["trials"][0]["reward_1.accuracy"] == 0.2
+    assert (
+        found["best"]["settings"] == {"reward_model.learning_rate": 2e-5}
+        and found["trials"][0]["reward_1.accuracy"] == 0.2
+    )
 
 
 def test_as_many_as_there_are_slots_for_the_devices_of_a_stage(monkeypatch):

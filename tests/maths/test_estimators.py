@@ -1,4 +1,7 @@
-"""Advantages, returns, shaping and controllers: loops written out, degenerate cases, presets as the papers print them."""
+"""Advantages, returns, shaping and controllers: loops written out, degenerate cases, presets as the papers print
+them.
+"""
+
 import math
 
 import numpy as np
@@ -10,8 +13,8 @@ from stages.policy import credit
 from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve, rl_preset, validate_direct, validate_rl
 from tests.production import step_mean
 
-
 # --- GAE against a loop -----------------------------------------------------------------
+
 
 def gae_loop(rewards, values, mask, bootstrap, gamma, lam):
     """The definition on the stream of action tokens of one row."""
@@ -46,10 +49,18 @@ def test_lambda_one_is_return_minus_value():
 
 # --- groups -----------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("mode", ["mean_std", "mean", "leave_one_out", "batch_std", "batch_centered_std"])
 def test_groups_without_signal_get_exactly_zero(mode):
     """Equal rewards, float noise, one valid row, failed scorers."""
-    for rewards in ([0.1, 0.1, 0.1], [1.0, 1.0, 1.0 + 1e-9], [0.1 + 0.2, 0.3, 0.3], [-1e-30, -1e-30], [math.nan, 2.0], [math.nan, math.nan]):
+    for rewards in (
+        [0.1, 0.1, 0.1],
+        [1.0, 1.0, 1.0 + 1e-9],
+        [0.1 + 0.2, 0.3, 0.3],
+        [-1e-30, -1e-30],
+        [math.nan, 2.0],
+        [math.nan, math.nan],
+    ):
         adv, informative = estimators.group_advantage(rewards, ["q"] * len(rewards), mode)
         assert adv.tolist() == [0.0] * len(rewards) and not informative.any()
 
@@ -77,7 +88,9 @@ def test_failed_scores_leave_the_statistics():
 
 
 def test_a_batch_mean_is_that_of_what_counts():
-    adv, counted = estimators.group_advantage([1.0, math.nan, 4.0, 9.0], [*"aabb"], "batch_mean", valid=[True, True, True, False])
+    adv, counted = estimators.group_advantage(
+        [1.0, math.nan, 4.0, 9.0], [*"aabb"], "batch_mean", valid=[True, True, True, False]
+    )
     assert adv.tolist() == [-1.5, 0.0, 1.5, 0.0] and counted.tolist() == [True, False, True, False]
     assert estimators.group_advantage([math.nan], ["a"], "batch_mean")[0].tolist() == [0.0]
 
@@ -86,9 +99,16 @@ def test_shift_and_scale_of_rewards():
     rng = np.random.default_rng(3)
     r, ids = rng.normal(size=8), ["a"] * 4 + ["b"] * 4
     for mode in ("mean", "leave_one_out", "mean_std"):
-        assert np.allclose(estimators.group_advantage(r + 100, ids, mode)[0], estimators.group_advantage(r, ids, mode)[0])
-    assert np.allclose(estimators.group_advantage(7 * r, ids, "mean_std", std_eps=0.0)[0], estimators.group_advantage(r, ids, "mean_std", std_eps=0.0)[0])
-    assert np.allclose(estimators.group_advantage(7 * r, ids, "mean")[0], 7 * estimators.group_advantage(r, ids, "mean")[0])
+        assert np.allclose(
+            estimators.group_advantage(r + 100, ids, mode)[0], estimators.group_advantage(r, ids, mode)[0]
+        )
+    assert np.allclose(
+        estimators.group_advantage(7 * r, ids, "mean_std", std_eps=0.0)[0],
+        estimators.group_advantage(r, ids, "mean_std", std_eps=0.0)[0],
+    )
+    assert np.allclose(
+        estimators.group_advantage(7 * r, ids, "mean")[0], 7 * estimators.group_advantage(r, ids, "mean")[0]
+    )
 
 
 def test_mismatched_ids_say_what_is_wrong():
@@ -97,6 +117,7 @@ def test_mismatched_ids_say_what_is_wrong():
 
 
 # --- presets equal the papers, written out in numpy -----------------------------------------
+
 
 def data(seed=0, Q=2, G=3, T=4):
     rng = np.random.default_rng(seed)
@@ -109,10 +130,20 @@ def data(seed=0, Q=2, G=3, T=4):
 def step_loss(row, new, old, ref, lengths, rewards, ids, scale=10.0):
     mask = torch.tensor((np.arange(new.shape[1]) < lengths[:, None]).astype(int))
     adv, _ = estimators.group_advantage(rewards, ids, row.group_mode, row.std_ddof, row.std_eps)
-    per, _ = losses.policy_loss(torch.tensor(new), torch.tensor(old), torch.tensor(adv), mask, epsilon=row.epsilon, epsilon_high=row.epsilon_high,
-                                ratio_level=row.ratio_level, surrogate=row.surrogate)
+    per, _ = losses.policy_loss(
+        torch.tensor(new),
+        torch.tensor(old),
+        torch.tensor(adv),
+        mask,
+        epsilon=row.epsilon,
+        epsilon_high=row.epsilon_high,
+        ratio_level=row.ratio_level,
+        surrogate=row.surrogate,
+    )
     if row.kl_loss_coef:
-        per = per + row.kl_loss_coef * losses.kl_estimate(torch.tensor(new), torch.tensor(ref), row.kl_loss_estimator, mask)
+        per = per + row.kl_loss_coef * losses.kl_estimate(
+            torch.tensor(new), torch.tensor(ref), row.kl_loss_estimator, mask
+        )
     return float(step_mean(per, mask, row.aggregation, scale))
 
 
@@ -136,9 +167,14 @@ def test_grpo_is_equation_3_of_shao_et_al():
 
 def test_dr_grpo_has_no_std_and_no_length_division():
     new, old, ref, n, R, ids = data(1)
-    total = sum(clipped(math.exp(new[i, t] - old[i, t]), R[i] - np.mean([R[j] for j in range(len(R)) if ids[j] == ids[i]]))
-                for i in range(len(R)) for t in range(n[i]))
-    assert step_loss(RL_PRESETS["dr_grpo"], new, old, ref, n, R, ids) == pytest.approx(-total / len(R) / 10.0, abs=1e-12)
+    total = sum(
+        clipped(math.exp(new[i, t] - old[i, t]), R[i] - np.mean([R[j] for j in range(len(R)) if ids[j] == ids[i]]))
+        for i in range(len(R))
+        for t in range(n[i])
+    )
+    assert step_loss(RL_PRESETS["dr_grpo"], new, old, ref, n, R, ids) == pytest.approx(
+        -total / len(R) / 10.0, abs=1e-12
+    )
 
 
 def test_rloo_is_leave_one_out_times_sequence_logp():
@@ -168,7 +204,10 @@ def test_gspo_clips_the_geometric_mean_once_per_sequence():
 
 
 def test_presets_agree_with_the_catalogues_table():
-    table = {name: (r.advantage, r.scale, r.surrogate, r.aggregation, r.kl_reward_coef, r.kl_loss_coef, r.needs_reference) for name, r in RL_PRESETS.items()}
+    table = {
+        name: (r.advantage, r.scale, r.surrogate, r.aggregation, r.kl_reward_coef, r.kl_loss_coef, r.needs_reference)
+        for name, r in RL_PRESETS.items()
+    }
     assert table["reinforce"] == ("reward_minus_baseline", "none", "logp", "seq-mean-token-sum", 0.02, 0.0, True)
     assert table["rloo"] == ("leave_one_out", "none", "logp", "seq-mean-token-sum", 0.02, 0.0, True)
     assert table["grpo"] == ("group_mean", "group", "clip", "seq-mean-token-mean", 0.0, 0.04, True)
@@ -178,19 +217,36 @@ def test_presets_agree_with_the_catalogues_table():
     assert table["ppo_outcome"] == ("reward_minus_value", "none", "clip", "seq-mean-token-mean", 0.02, 0.0, True)
     assert table["reinforce_pp"] == ("reward_to_go", "none", "clip", "token-mean", 0.02, 0.0, True)
     assert table["trpo"] == ("gae", "none", "none", "seq-mean-token-sum", 0.0, 0.0, False)
-    assert (RL_PRESETS["dapo"].epsilon_high, RL_PRESETS["grpo_plus"].epsilon_high, RL_PRESETS["ppo"].num_iterations) == (0.28, 0.4, 4)
+    assert (
+        RL_PRESETS["dapo"].epsilon_high,
+        RL_PRESETS["grpo_plus"].epsilon_high,
+        RL_PRESETS["ppo"].num_iterations,
+    ) == (0.28, 0.4, 4)
     assert table["dr_grpo"] == ("group_mean", "none", "clip", "seq-mean-token-sum-norm", 0.0, 0.0, False)
     for row in RL_PRESETS.values():
         assert row.group_mode in estimators.GROUP_MODES and row.aggregation in losses.LOSS_AGG_MODES
-        assert row.surrogate in losses.SURROGATES and row.ratio_level in losses.RATIO_LEVELS and row.kl_loss_estimator in (*losses.KL_ESTIMATORS, "full")
+        assert (
+            row.surrogate in losses.SURROGATES
+            and row.ratio_level in losses.RATIO_LEVELS
+            and row.kl_loss_estimator in (*losses.KL_ESTIMATORS, "full")
+        )
         assert row.advantage in credit.ADVANTAGES and (not row.objective or callable(resolve(row.objective)))
         validate_rl(row, 8)
 
 
-@pytest.mark.parametrize("changes, generations, word", [
-    ({}, 1, "num_generations >= 2"), ({"kl_reward_coef": 0.1}, 8, "allow_double_kl"), ({"kl_loss_estimator": "k1"}, 8, "k3 or k2"),
-    ({"advantage": "gae"}, 8, "critic"), ({"surrogate": "logp", "num_iterations": 2}, 8, "num_iterations=1"), ({"epsilon_high": 0.1}, 8, "epsilon_high >= epsilon"),
-    ({"kl_loss_coef": -1.0}, 8, "negative"), ({"scale": "std"}, 8, "group")])
+@pytest.mark.parametrize(
+    "changes, generations, word",
+    [
+        ({}, 1, "num_generations >= 2"),
+        ({"kl_reward_coef": 0.1}, 8, "allow_double_kl"),
+        ({"kl_loss_estimator": "k1"}, 8, "k3 or k2"),
+        ({"advantage": "gae"}, 8, "critic"),
+        ({"surrogate": "logp", "num_iterations": 2}, 8, "num_iterations=1"),
+        ({"epsilon_high": 0.1}, 8, "epsilon_high >= epsilon"),
+        ({"kl_loss_coef": -1.0}, 8, "negative"),
+        ({"scale": "std"}, 8, "group"),
+    ],
+)
 def test_impossible_presets_are_refused(changes, generations, word):
     with pytest.raises(ValueError, match=word):
         validate_rl(rl_preset("grpo", **changes), generations)
@@ -219,19 +275,21 @@ def test_direct_methods_resolve_and_validate():
 def test_algorithm_tables_import_without_torch():
     import subprocess
     import sys
+
     code = "import sys, stages.algorithms; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 # --- ratios, shaping, normalisation, controllers -----------------------------------------------------------
 
+
 def test_ratio_is_one_on_policy_and_gradient_is_the_policy_gradient():
     new = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     adv, mask = torch.randn(3, dtype=torch.float64), torch.ones(3, 4)
     clip, m = losses.policy_loss(new, new.detach(), adv, mask)
     plain, _ = losses.policy_loss(new, new.detach(), adv, mask, surrogate="logp")
-    a, = torch.autograd.grad(clip.sum(), new)
-    b, = torch.autograd.grad(plain.sum(), new)
+    (a,) = torch.autograd.grad(clip.sum(), new)
+    (b,) = torch.autograd.grad(plain.sum(), new)
     assert torch.allclose(a, b) and m["ratio"] == m["tokens"] and m["k3"] == 0.0
 
 
@@ -285,10 +343,20 @@ def test_dynamic_sampling_reports_shortfall():
     counts = [0, 4, 1, 4]
 
     def fill(wanted, batches, n=2):
-        return estimators.fill_informative(lambda seen: counts[seen:seen + n] or None, lambda c: None if 0 < c < 4 else "equal", wanted, batches)
+        return estimators.fill_informative(
+            lambda seen: counts[seen : seen + n] or None, lambda c: None if 0 < c < 4 else "equal", wanted, batches
+        )
 
-    with pytest.raises(estimators.DynamicSamplingExhausted, match="1 groups with a signal of 3 after 2 generation batches"):
+    with pytest.raises(
+        estimators.DynamicSamplingExhausted, match="1 groups with a signal of 3 after 2 generation batches"
+    ):
         fill(3, 5)
     with pytest.raises(estimators.DynamicSamplingExhausted, match="0 groups with a signal of 1 after 1"):
         fill(1, 1)
-    assert fill(1, 0) == {"kept": [1], "surplus": [], "dropped": [(0, "equal"), (4, "equal"), (4, "equal")], "batches": 2, "filter_rate": 0.75}
+    assert fill(1, 0) == {
+        "kept": [1],
+        "surplus": [],
+        "dropped": [(0, "equal"), (4, "equal"), (4, "equal")],
+        "batches": 2,
+        "filter_rate": 0.75,
+    }

@@ -1,4 +1,5 @@
 """Losses: sums and counts do not depend on micro-batching, padding is inert, gradients equal independent formulas."""
+
 import math
 
 import numpy as np
@@ -29,17 +30,28 @@ def grpo_like(preset):
     row = RL_PRESETS[preset]
 
     def loss(logp, x, adv, mask):
-        per, _ = losses.policy_loss(logp, x["old"], adv, mask, epsilon=row.epsilon, epsilon_high=row.epsilon_high,
-                                    ratio_level=row.ratio_level, surrogate=row.surrogate)
+        per, _ = losses.policy_loss(
+            logp,
+            x["old"],
+            adv,
+            mask,
+            epsilon=row.epsilon,
+            epsilon_high=row.epsilon_high,
+            ratio_level=row.ratio_level,
+            surrogate=row.surrogate,
+        )
         if row.kl_loss_coef and row.kl_loss_estimator in losses.KL_ESTIMATORS:
             per = per + row.kl_loss_coef * losses.kl_estimate(logp, x["ref"], row.kl_loss_estimator, mask)
         return per
+
     return loss, row.aggregation
 
 
-CASES = {"nll": (lambda logp, x, adv, mask: losses.token_nll(logp), None),
-         "value": (lambda logp, x, adv, mask: losses.value_loss(logp, x["ref"], mask, x["old"], 0.2), "token-mean"),
-         **{name: grpo_like(name) for name in RL_PRESETS}}
+CASES = {
+    "nll": (lambda logp, x, adv, mask: losses.token_nll(logp), None),
+    "value": (lambda logp, x, adv, mask: losses.value_loss(logp, x["ref"], mask, x["old"], 0.2), "token-mean"),
+    **{name: grpo_like(name) for name in RL_PRESETS},
+}
 
 
 @pytest.mark.parametrize("mode", losses.LOSS_AGG_MODES)
@@ -64,7 +76,12 @@ def test_step_is_invariant_to_microbatching(name, mode):
 
     whole, count = run([list(range(B))])
     shuffled = rng.permutation(B).tolist()
-    for parts in ([[i] for i in range(B)], [shuffled[:3], shuffled[3:4], shuffled[4:]], [list(range(B))[::-1]], [[0, 2, 4, 6], [1, 3, 5]]):
+    for parts in (
+        [[i] for i in range(B)],
+        [shuffled[:3], shuffled[3:4], shuffled[4:]],
+        [list(range(B))[::-1]],
+        [[0, 2, 4, 6], [1, 3, 5]],
+    ):
         other, n = run(parts)
         assert n == count
         assert torch.allclose(other, whole, rtol=0, atol=1e-12)
@@ -101,8 +118,12 @@ def test_length_weighting_of_each_normaliser():
     """Gradient per token of two responses of length 10 and 1000 with equal advantage."""
     mask = torch.zeros(2, 1000)
     mask[0, :10], mask[1] = 1, 1
-    expected = {"token-mean": (1 / 1010, 1 / 1010), "seq-mean-token-sum": (1 / 2, 1 / 2), "seq-mean-token-mean": (1 / 20, 1 / 2000),
-                "seq-mean-token-sum-norm": (1 / 2000, 1 / 2000)}
+    expected = {
+        "token-mean": (1 / 1010, 1 / 1010),
+        "seq-mean-token-sum": (1 / 2, 1 / 2),
+        "seq-mean-token-mean": (1 / 20, 1 / 2000),
+        "seq-mean-token-sum-norm": (1 / 2000, 1 / 2000),
+    }
     for mode, (short, long) in expected.items():
         logp = torch.zeros(2, 1000, dtype=F64, requires_grad=True)
         step_mean(losses.token_nll(logp), mask, mode, 1000.0).backward()
@@ -119,6 +140,7 @@ def test_empty_batch_gives_zero_connected_to_the_graph():
 
 
 # --- gradients against independent formulas ------------------------------------------------------
+
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-np.asarray(x)))
@@ -143,7 +165,9 @@ def test_margin_tightens():
 
 
 def test_dpo_gradient_weights_and_ln2_at_the_reference():
-    v = [torch.randn(5, dtype=F64, requires_grad=True) for _ in range(2)] + [torch.randn(5, dtype=F64) for _ in range(2)]
+    v = [torch.randn(5, dtype=F64, requires_grad=True) for _ in range(2)] + [
+        torch.randn(5, dtype=F64) for _ in range(2)
+    ]
     losses.dpo_loss(*v, beta=0.3).sum().backward()
     u = 0.3 * ((v[0] - v[2]) - (v[1] - v[3])).detach().numpy()
     assert np.allclose(v[0].grad, -0.3 * sigmoid(-u)) and np.allclose(v[1].grad, 0.3 * sigmoid(-u))
@@ -168,7 +192,8 @@ def call(row, policy, refs, **changes):
     return fn(*policy, *refs, **given)
 
 
-@pytest.mark.parametrize("name", [n for n in DIRECT_METHODS if n not in ("wpo", "aot_unpaired")])  # those detach on purpose; see test_align_methods
+# those detach on purpose; see test_align_methods
+@pytest.mark.parametrize("name", [n for n in DIRECT_METHODS if n not in ("wpo", "aot_unpaired")])
 def test_direct_losses_match_finite_differences(name):
     row = DIRECT_METHODS[name]
     g = torch.Generator().manual_seed(4)
@@ -198,7 +223,13 @@ def test_every_option_of_the_direct_losses_matters():
         if row.default_beta is not None:
             assert not torch.equal(base, call(row, args[:2], args[2:], beta=row.default_beta * 2)), f"{name}: beta"
         for option, value in row.options.items():
-            changed = (not value) if isinstance(value, bool) else words[option] if isinstance(value, str) else value / 2 + 0.03
+            changed = (
+                (not value)
+                if isinstance(value, bool)
+                else words[option]
+                if isinstance(value, str)
+                else value / 2 + 0.03
+            )
             assert not torch.equal(base, call(row, args[:2], args[2:], **{option: changed})), f"{name}: {option}"
 
 
@@ -211,24 +242,43 @@ def test_relations_between_direct_losses():
     assert torch.allclose(dpo, losses.dpo_loss(*a, beta=0.4, label_prob=1.0, label_smoothing=0.0))
     assert torch.allclose(dpo, losses.plackett_luce_loss(torch.stack([0.4 * (a[0] - a[2]), 0.4 * (a[1] - a[3])], -1)))
     assert torch.allclose(dpo, direct_losses.odpo_loss(*a, beta=0.4, offset=0.0))
-    assert torch.allclose(direct_losses.reference_free_loss(a[0], a[1], beta=0.4), losses.dpo_loss(a[0], a[1], zero, zero, beta=0.4))
+    assert torch.allclose(
+        direct_losses.reference_free_loss(a[0], a[1], beta=0.4), losses.dpo_loss(a[0], a[1], zero, zero, beta=0.4)
+    )
     m = -a[0].abs(), -a[1].abs()
     assert torch.allclose(direct_losses.alphapo_loss(*m, alpha=1e-7), direct_losses.simpo_loss(*m))
     assert torch.allclose(direct_losses.apo_zero_loss(zero, zero, zero, zero), torch.ones(6, dtype=F64))
-    assert torch.allclose(direct_losses.ipo_loss(zero, zero, zero, zero, beta=0.2), torch.full((6,), 1 / (4 * 0.04), dtype=F64))
+    assert torch.allclose(
+        direct_losses.ipo_loss(zero, zero, zero, zero, beta=0.2), torch.full((6,), 1 / (4 * 0.04), dtype=F64)
+    )
     gap = h * 0.4
     assert torch.allclose(direct_losses.rpo_loss(*a, beta=0.4, score_gap=gap, eta=1.0), zero, atol=1e-12)
-    assert torch.allclose(direct_losses.kto_loss(zero, 0.0, torch.tensor([True, False] * 3), desirable_weight=1.0, undesirable_weight=2.0),
-                          torch.tensor([0.5, 1.0] * 3, dtype=F64))
+    assert torch.allclose(
+        direct_losses.kto_loss(
+            zero, 0.0, torch.tensor([True, False] * 3), desirable_weight=1.0, undesirable_weight=2.0
+        ),
+        torch.tensor([0.5, 1.0] * 3, dtype=F64),
+    )
 
 
 def f_prime(t, kind, alpha):
-    """f'(t) of the four divergences as the paper's table has them, less the constant that cancels (Wang et al. 2023)."""
-    return {"reverse_kl": lambda: np.log(t), "forward_kl": lambda: 1 - 1 / t, "js_divergence": lambda: np.log(2 * t / (1 + t)),
-            "alpha_divergence": lambda: (t ** (alpha - 1) - 1) / (alpha - 1)}[kind]()
+    """f'(t) of the four divergences as the paper's table has them, less the constant that cancels (Wang et al.
+    2023).
+    """
+    return {
+        "reverse_kl": lambda: np.log(t),
+        "forward_kl": lambda: 1 - 1 / t,
+        "js_divergence": lambda: np.log(2 * t / (1 + t)),
+        "alpha_divergence": lambda: (t ** (alpha - 1) - 1) / (alpha - 1),
+    }[kind]()
 
 
-DIVERGENCES = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("js_divergence", 0.5), *(("alpha_divergence", a) for a in (0.0, 0.3, 0.5, 0.9))]
+DIVERGENCES = [
+    ("reverse_kl", 0.5),
+    ("forward_kl", 0.5),
+    ("js_divergence", 0.5),
+    *(("alpha_divergence", a) for a in (0.0, 0.3, 0.5, 0.9)),
+]
 
 
 @pytest.mark.parametrize("kind,alpha", DIVERGENCES)
@@ -236,11 +286,14 @@ def test_f_divergence_scores_are_the_derivative_at_the_ratio(kind, alpha):
     h = torch.linspace(-9, 9, 37, dtype=F64, requires_grad=True)
     score = direct_losses.f_divergence_score(h, kind, alpha)
     assert np.allclose(score.detach(), f_prime(np.exp(h.detach().numpy()), kind, alpha), rtol=1e-12, atol=1e-13)
-    assert float(direct_losses.f_divergence_score(torch.zeros((), dtype=F64), kind, alpha)) == pytest.approx(0.0, abs=1e-15)
-    slope, = torch.autograd.grad(score.sum(), h)
+    assert float(direct_losses.f_divergence_score(torch.zeros((), dtype=F64), kind, alpha)) == pytest.approx(
+        0.0, abs=1e-15
+    )
+    (slope,) = torch.autograd.grad(score.sum(), h)
     eps = 1e-6
     moved = [direct_losses.f_divergence_score(h.detach() + s * eps, kind, alpha) for s in (1, -1)]
-    assert (slope > 0).all() and np.allclose(slope, (moved[0] - moved[1]) / (2 * eps), rtol=1e-5, atol=1e-5)  # a higher ratio is a higher reward
+    # a higher ratio is a higher reward
+    assert (slope > 0).all() and np.allclose(slope, (moved[0] - moved[1]) / (2 * eps), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind,alpha", DIVERGENCES)
@@ -249,30 +302,46 @@ def test_f_divergence_scores_keep_float32s_digits(kind, alpha):
     wide = h.detach().double().requires_grad_()
     scores = [direct_losses.f_divergence_score(x, kind, alpha) for x in (h, wide)]
     slopes = [torch.autograd.grad(s.sum(), x)[0].double() for s, x in zip(scores, (h, wide))]
-    assert torch.allclose(scores[0].double(), scores[1], rtol=1e-5, atol=1e-6) and torch.allclose(*slopes, rtol=1e-5, atol=2e-7)
+    assert torch.allclose(scores[0].double(), scores[1], rtol=1e-5, atol=1e-6) and torch.allclose(
+        *slopes, rtol=1e-5, atol=2e-7
+    )
 
 
 @pytest.mark.parametrize("kind,alpha", DIVERGENCES)
 def test_f_divergence_scores_stay_finite_and_keep_their_order_far_off(kind, alpha):
-    """Log-ratios of 10 000 nats in float32: a finite loss and gradient, the tangent where the power would overflow, still rising."""
+    """Log-ratios of 10 000 nats in float32: a finite loss and gradient, the tangent where the power would overflow,
+    still rising.
+    """
     h = torch.tensor([-1e4, -300.0, -41.0, -5.0, 5.0, 300.0, 1e4], requires_grad=True)
     score = direct_losses.f_divergence_score(h, kind, alpha)
     loss = losses.dpo_loss(score, score.flip(0), torch.zeros(7), torch.zeros(7))
     loss.sum().backward()
-    assert torch.isfinite(score).all() and torch.isfinite(loss).all() and torch.isfinite(h.grad).all() and (score.diff() >= 0).all() and (score[:4].diff() > 0).all()
+    assert (
+        torch.isfinite(score).all()
+        and torch.isfinite(loss).all()
+        and torch.isfinite(h.grad).all()
+        and (score.diff() >= 0).all()
+        and (score[:4].diff() > 0).all()
+    )
     power = {"forward_kl": -1.0, "alpha_divergence": alpha - 1}.get(kind)
     if power:
         at = losses.LOG_RATIO_CLAMP / power
         inside, beyond = (torch.tensor(at * s, dtype=F64, requires_grad=True) for s in (1 - 1e-9, 1 + 1e-9))
         values = [direct_losses.f_divergence_score(x, kind, alpha) for x in (inside, beyond)]
         slopes = [torch.autograd.grad(v, x)[0] for v, x in zip(values, (inside, beyond))]
-        assert float(values[0].detach()) == pytest.approx(float(values[1].detach()), rel=1e-6) and float(slopes[0]) == pytest.approx(float(slopes[1]), rel=1e-6)
+        assert float(values[0].detach()) == pytest.approx(float(values[1].detach()), rel=1e-6) and float(
+            slopes[0]
+        ) == pytest.approx(float(slopes[1]), rel=1e-6)
 
 
 def test_alpha_divergences_end_in_the_kl_divergences():
     h = torch.linspace(-5, 5, 11, dtype=F64)
     of = direct_losses.f_divergence_score
-    assert torch.allclose(of(h, "alpha_divergence", 0.0), of(h, "forward_kl")) and torch.equal(of(h, "alpha_divergence", 1.0), h) and torch.equal(of(h), h)
+    assert (
+        torch.allclose(of(h, "alpha_divergence", 0.0), of(h, "forward_kl"))
+        and torch.equal(of(h, "alpha_divergence", 1.0), h)
+        and torch.equal(of(h), h)
+    )
     assert torch.allclose(of(h, "alpha_divergence", 1 - 1e-5), h, atol=2e-4)
     with pytest.raises(ValueError, match="js_divergence"):
         of(h, "js")
@@ -297,7 +366,9 @@ def test_aot_taken_apart_by_rows_is_the_sorted_loss_of_the_batch(eps):
         assert torch.allclose(one, two, atol=1e-15)
     unpaired = direct_losses.aot_unpaired_loss(pc - rc, pr - rr, beta=0.3, label_smoothing=eps).mean()
     assert float(unpaired.detach()) == pytest.approx(logistic(np.sort(c - qc) - np.sort(r - qr)), rel=1e-12)
-    matches = dict(zip(("matched_rejected", "matched_chosen"), direct_losses.aot_matches((pc - rc).detach(), (pr - rr).detach())))
+    matches = dict(
+        zip(("matched_rejected", "matched_chosen"), direct_losses.aot_matches((pc - rc).detach(), (pr - rr).detach()))
+    )
     rows = direct_losses.aot_matched_loss(pc, pr, rc, rr, beta=0.3, label_smoothing=eps, **matches).mean()
     assert float(rows.detach()) == pytest.approx(float(unpaired.detach()), rel=1e-12)
     for one, two in zip(torch.autograd.grad(rows, (pc, pr)), torch.autograd.grad(unpaired, (pc, pr))):
@@ -325,7 +396,7 @@ def test_dynamic_and_smoothed_token_losses():
     assert torch.equal(losses.smoothed_nll(picked, logp.mean(-1), 0.0), losses.token_nll(picked))
     p = picked.detach().exp().numpy()
     assert np.allclose(losses.dynamic_nll(picked).detach(), -p * np.log(p))
-    gradient, = torch.autograd.grad(losses.dynamic_nll(picked).sum(), z, retain_graph=True)
+    (gradient,) = torch.autograd.grad(losses.dynamic_nll(picked).sum(), z, retain_graph=True)
     one_hot = np.eye(7)[labels.clamp(min=0).numpy()]
     assert np.allclose(gradient, p[..., None] * (logp.detach().exp().numpy() - one_hot))
     certain = torch.tensor([0.0, -1e4], requires_grad=True)
@@ -335,7 +406,9 @@ def test_dynamic_and_smoothed_token_losses():
 
 def test_doubling_a_response_doubles_dpo_margins_and_leaves_mean_methods_alone():
     one, two = torch.full((1, 4), -0.7, dtype=F64), torch.full((1, 8), -0.7, dtype=F64)
-    (s, n), (s2, n2) = (response_logps(DirectAlignment(Config(method="dpo")), x, torch.ones_like(x)) for x in (one, two))
+    (s, n), (s2, n2) = (
+        response_logps(DirectAlignment(Config(method="dpo")), x, torch.ones_like(x)) for x in (one, two)
+    )
     assert torch.allclose(s2, 2 * s) and torch.allclose(s2 / n2, s / n)
 
 
@@ -355,15 +428,24 @@ def test_numerics_at_the_extremes():
     per.sum().backward()
     assert torch.isfinite(per).all() and torch.isfinite(logp.grad).all()
     x = torch.tensor([-1e-12, -0.5, -100.0], dtype=F64)
-    assert torch.allclose(losses.log1mexp(x), torch.tensor([math.log(1e-12), math.log(1 - math.exp(-0.5)), -math.exp(-100)], dtype=F64), rtol=1e-6)
+    assert torch.allclose(
+        losses.log1mexp(x),
+        torch.tensor([math.log(1e-12), math.log(1 - math.exp(-0.5)), -math.exp(-100)], dtype=F64),
+        rtol=1e-6,
+    )
 
 
 def test_impossible_settings_say_what_to_write():
     x = torch.zeros(1, 1)
-    for call, word in ((lambda: losses.aggregate(x, x, "mean"), "token-mean"), (lambda: losses.aggregate(x, x, "seq-mean-token-sum-norm"), "loss_scale_factor"),
-                       (lambda: losses.policy_loss(x, x, x, x, surrogate="ppo"), "clip"), (lambda: losses.policy_loss(x, x, x, x, epsilon=0.0), "surrogate='none'"),
-                       (lambda: losses.kl_estimate(x, x, "k4", x), "k3"), (lambda: losses.dpo_loss(x, x, x, x, beta=0.0), "0.1"),
-                       (lambda: losses.bradley_terry_loss(x, x, label_smoothing=0.6), "label_smoothing"),
-                       (lambda: losses.value_loss(x, x, x, cliprange_value=0.2), "old_values_BT")):
+    for call, word in (
+        (lambda: losses.aggregate(x, x, "mean"), "token-mean"),
+        (lambda: losses.aggregate(x, x, "seq-mean-token-sum-norm"), "loss_scale_factor"),
+        (lambda: losses.policy_loss(x, x, x, x, surrogate="ppo"), "clip"),
+        (lambda: losses.policy_loss(x, x, x, x, epsilon=0.0), "surrogate='none'"),
+        (lambda: losses.kl_estimate(x, x, "k4", x), "k3"),
+        (lambda: losses.dpo_loss(x, x, x, x, beta=0.0), "0.1"),
+        (lambda: losses.bradley_terry_loss(x, x, label_smoothing=0.6), "label_smoothing"),
+        (lambda: losses.value_loss(x, x, x, cliprange_value=0.2), "old_values_BT"),
+    ):
         with pytest.raises(ValueError, match=word):
             call()

@@ -1,4 +1,7 @@
-"""tests/methods.yaml points at functions and tests that exist, and names every method of the catalogue that must be there."""
+"""tests/methods.yaml points at functions and tests that exist, and names every method of the catalogue that must be
+there.
+"""
+
 import ast
 import functools
 import re
@@ -17,7 +20,9 @@ def functions(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
         names |= {t.id for t in targets if isinstance(t, ast.Name)}
         if isinstance(node, ast.ClassDef):
             names |= {f"{node.name}.{m.name}" for m in node.body if isinstance(m, ast.FunctionDef)}
@@ -45,7 +50,9 @@ def test_every_entry_exists():
 
 
 def entries(text: str) -> dict[str, str]:
-    """{ID: class} of a catalogue page: headings ``### `id` ... - class``, with several IDs where methods share an entry."""
+    """{ID: class} of a catalogue page: headings ``### `id` ... - class``, with several IDs where methods share an
+    entry.
+    """
     found = {}
     for line in text.splitlines():
         heading = re.match(r"### (`[\w.-]+`(?: / `[\w.-]+`)*) .*?(?:- (central|described|mentioned)\b.*)?$", line)
@@ -56,35 +63,73 @@ def entries(text: str) -> dict[str, str]:
 
 def indexed(text: str) -> dict[str, str]:
     """{ID: class} of the index of a catalogue page: rows ``| `id` | name | class | ...``."""
-    return {row[1]: row[2] for row in re.finditer(r"^\| `([\w.]+)` \| .*? \| (central|described|mentioned) \|", text, re.M)}
+    return {
+        row[1]: row[2] for row in re.finditer(r"^\| `([\w.]+)` \| .*? \| (central|described|mentioned) \|", text, re.M)
+    }
 
 
-#: Central and described entries of the third page that have no row, and why: what there is instead, or what is missing. A new row shortens this.
+#: Central and described entries of the third page that have no row, and why: what there is instead, or what is missing.
+#: A new row shortens this.
 GAPS = {
-    "data.vendor": "a batch is an ingested directory with batch_id, and its report has agreement by batch; rows that supersede earlier ones by their annotation id, and drift of a reward model per batch, are missing",
+    "data.vendor": (
+        "a batch is an ingested directory with batch_id, and its report has agreement by batch; rows that supersede"
+        " earlier ones by their annotation id, and drift of a reward model per batch, are missing"
+    ),
     "data.fasttext_mining": "a web corpus and a text classifier: pretraining data, made outside",
-    "synth.matrix": "a model that plays all roles of a simulation: write_prompts and revise come near, the simulation is missing",
+    "synth.matrix": (
+        "a model that plays all roles of a simulation: write_prompts and revise come near, the simulation is missing"
+    ),
     "synth.ditto": "needs a knowledge base of characters; flows.character trains traits instead",
     "synth.saro": "preferences between steps of a safety thought: align has no pairs of single steps of one thought",
-    "synth.urial_demos": "the examples are the user's file (eval.urial shows them); nothing restyles demonstrations for it but revise with template=minimal",
+    "synth.urial_demos": (
+        "the examples are the user's file (eval.urial shows them); nothing restyles demonstrations for it but revise"
+        " with template=minimal"
+    ),
     "reward.tampering": "environments that can be gamed are not built; an environment of one's own is module:Class",
-    "eval.failure_modes": "refusals, hedging and diversity are measured of every evaluation; invented facts and offence are a judge's or a reward model's to say",
-    "eval.bias_before_after": "a probe set is multiple choice or mirrored prompts, which evaluate reads and compare sets side by side; no probe set of social bias comes with it",
-    "eval.safety_suite": "attack success is what phrases or a judge call a non-refusal; a red-teaming agent of several turns is missing",
-    "recipe.hhh_lab": "each arm is a stage (system text, distill method=context, reward_model objective=pointwise_bce or bt, sft); no recipe runs them over sizes",
-    "recipe.llama4": "pruning by a judge's difficulty, and its hybrid loop in one recipe, are missing; the catalogue calls several details unverified",
+    "eval.failure_modes": (
+        "refusals, hedging and diversity are measured of every evaluation; invented facts and offence are a judge's or"
+        " a reward model's to say"
+    ),
+    "eval.bias_before_after": (
+        "a probe set is multiple choice or mirrored prompts, which evaluate reads and compare sets side by side; no"
+        " probe set of social bias comes with it"
+    ),
+    "eval.safety_suite": (
+        "attack success is what phrases or a judge call a non-refusal; a red-teaming agent of several turns is missing"
+    ),
+    "recipe.hhh_lab": (
+        "each arm is a stage (system text, distill method=context, reward_model objective=pointwise_bce or bt, sft); no"
+        " recipe runs them over sizes"
+    ),
+    "recipe.llama4": (
+        "pruning by a judge's difficulty, and its hybrid loop in one recipe, are missing; the catalogue calls several"
+        " details unverified"
+    ),
     "recipe.matrix_ditto": "its data are missing: synth.matrix, synth.ditto",
     "recipe.fact_rlhf": "reward_model facts=true and rl are stages; no recipe runs them on rows with facts",
     "recipe.tampering": "its environments are missing: reward.tampering",
     "recipe.vendor_cycle": "its loop is data.vendor's; human_feedback asks people once",
-    "recipe.budget_toggle": "reward.length_target and system texts are there; data that switches thinking by a system text are not made",
+    "recipe.budget_toggle": (
+        "reward.length_target and system texts are there; data that switches thinking by a system text are not made"
+    ),
 }
 
 
 def test_headings_are_read():
-    page = "### `a.b` Name (x) - central\n### `c.d` / `c.e` Two of them - described\n### `f.g` Relatives (optional `z`)\n## A. no entry\n### Shared parts\n### `h.i` Other - mentioned (in ORPO)"
-    assert indexed("| `a.b` | name | central | x -> y | why |\n| `c.d` | other (1 \\| 2) | mentioned | - | - |\n| key | meaning |") == {"a.b": "central", "c.d": "mentioned"}
-    assert entries(page) == {"a.b": "central", "c.d": "described", "c.e": "described", "f.g": "described", "h.i": "mentioned"}
+    page = (
+        "### `a.b` Name (x) - central\n### `c.d` / `c.e` Two of them - described\n### `f.g` Relatives (optional"
+        " `z`)\n## A. no entry\n### Shared parts\n### `h.i` Other - mentioned (in ORPO)"
+    )
+    assert indexed(
+        "| `a.b` | name | central | x -> y | why |\n| `c.d` | other (1 \\| 2) | mentioned | - | - |\n| key | meaning |"
+    ) == {"a.b": "central", "c.d": "mentioned"}
+    assert entries(page) == {
+        "a.b": "central",
+        "c.d": "described",
+        "c.e": "described",
+        "f.g": "described",
+        "h.i": "mentioned",
+    }
 
 
 @pytest.mark.skipif(not CATALOGUE.is_dir(), reason="the catalogue is not beside the project")

@@ -1,4 +1,5 @@
 """Selectors, pair builders, masks and statistics."""
+
 import math
 from itertools import combinations
 
@@ -35,7 +36,9 @@ def test_selection_is_equivariant_to_the_order_of_prompts():
 
 def test_duplicates_keep_the_first():
     R = np.array([[1.0, 2.0, 3.0]])
-    assert rejection.drop_duplicates(R, {(0, j): {"completion": [{"content": text}]} for j, text in enumerate("aab")}) == 1
+    assert (
+        rejection.drop_duplicates(R, {(0, j): {"completion": [{"content": text}]} for j, text in enumerate("aab")}) == 1
+    )
     assert selection.top_k_per_prompt(R, 3) == [[2, 0]]
 
 
@@ -50,15 +53,24 @@ def test_best_of_n_estimate_is_the_mean_over_subsets():
 
 
 def test_rso_acceptance_frequencies():
-    """On three items, each asked where those before it refused, the accepted one of a single-sample run follows exp((r - r_max)/beta)."""
+    """On three items, each asked where those before it refused, the accepted one of a single-sample run follows exp((r
+    - r_max)/beta).
+    """
     rewards, beta = [0.0, 0.5, 1.0], 0.5
     rng = np.random.default_rng(3)
     p = np.exp((np.array(rewards) - 1.0) / beta)
-    hits = np.bincount([selection.rso_select(rewards, 1, beta, rng.random(3))[0][0] for _ in range(20_000)], minlength=3) / 20_000
+    hits = (
+        np.bincount([selection.rso_select(rewards, 1, beta, rng.random(3))[0][0] for _ in range(20_000)], minlength=3)
+        / 20_000
+    )
     assert np.abs(hits - p * np.append(1.0, np.cumprod(1 - p)[:-1])).max() < 0.02
     with pytest.raises(ValueError, match="num_samples=4"):
         selection.rso_select(rewards, 4, beta, rng.random(100))
-    assert selection.rso_select(rewards[::-1], 2, 1e-9, [0.5] * 9) == ([0, 1], 4, 2), "one pass of three draws, and a second that ends with its first"
+    assert selection.rso_select(rewards[::-1], 2, 1e-9, [0.5] * 9) == (
+        [0, 1],
+        4,
+        2,
+    ), "one pass of three draws, and a second that ends with its first"
 
 
 def test_pairs_from_scores():
@@ -76,7 +88,24 @@ def test_packing_holds_every_row_once_within_capacity():
 
 # --- masks --------------------------------------------------------------------------------------------
 
-ROLES = ["bos", "header", "system", "eot", "header", "user", "eot", "header", "assistant", "eot", "header", "tool", "eot", "header", "assistant", "eot"]
+ROLES = [
+    "bos",
+    "header",
+    "system",
+    "eot",
+    "header",
+    "user",
+    "eot",
+    "header",
+    "assistant",
+    "eot",
+    "header",
+    "tool",
+    "eot",
+    "header",
+    "assistant",
+    "eot",
+]
 TURNS = [-1, 0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
 
 
@@ -91,20 +120,31 @@ def test_headers_user_and_tool_tokens_are_not_trained():
 
 def test_all_assistant_is_the_sum_of_unrolled_final_turns():
     said = [("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "ddd")]
-    roles, turns = ([[role for role, text in said for _ in text], [k for k, (_, text) in enumerate(said) for _ in text]])
+    roles, turns = [[role for role, text in said for _ in text], [k for k, (_, text) in enumerate(said) for _ in text]]
     rows = pairing.unroll([role for role, _ in said])
-    parts = [rendered_mask(roles[:end], turns[:end], "final_turn") for end in (turns.index(at) + len(said[at][1]) for at, _ in rows)]
-    assert [at for at, _ in rows] == [1, 3] and np.sum([part + [0] * (len(roles) - len(part)) for part in parts], 0).tolist() == rendered_mask(roles, turns, "all_assistant")
-    assert [weight for _, weight in pairing.unroll([role for role, _ in said], balance="per_conversation")] == [0.5, 0.5]
+    parts = [
+        rendered_mask(roles[:end], turns[:end], "final_turn")
+        for end in (turns.index(at) + len(said[at][1]) for at, _ in rows)
+    ]
+    assert [at for at, _ in rows] == [1, 3] and np.sum(
+        [part + [0] * (len(roles) - len(part)) for part in parts], 0
+    ).tolist() == rendered_mask(roles, turns, "all_assistant")
+    assert [weight for _, weight in pairing.unroll([role for role, _ in said], balance="per_conversation")] == [
+        0.5,
+        0.5,
+    ]
 
 
 def test_chatml_rejects_what_it_cannot_say():
     for roles in (["assistant"], ["user", "user"], ["user", "tool"], ["system", "system"]):
         with pytest.raises(RenderError, match="must alternate user/assistant"):
-            renderer(CHATML, None, "<|im_end|>", "<|im_start|>").conversation([{"role": r, "content": "x"} for r in roles])
+            renderer(CHATML, None, "<|im_end|>", "<|im_start|>").conversation(
+                [{"role": r, "content": "x"} for r in roles]
+            )
 
 
 # --- statistics ----------------------------------------------------------------------------------------
+
 
 def test_intervals_cover():
     rng = np.random.default_rng(5)
@@ -121,7 +161,9 @@ def test_intervals_cover():
 
 def test_bootstrap_is_a_function_of_its_seed():
     x = np.arange(10.0)
-    assert statistics.bootstrap_ci(x, seed=1) == statistics.bootstrap_ci(x, seed=1) != statistics.bootstrap_ci(x, seed=2)
+    assert (
+        statistics.bootstrap_ci(x, seed=1) == statistics.bootstrap_ci(x, seed=1) != statistics.bootstrap_ci(x, seed=2)
+    )
     low, high = statistics.bootstrap_ci(x, clusters=[0] * 5 + [1] * 5, seed=1)
     assert low == 2.0 and high == 7.0
 
@@ -149,7 +191,7 @@ def test_accuracy_counts_ties_apart():
 
 
 def test_mcnemar_and_clusters():
-    assert statistics.mcnemar_exact(0, 0) == 1.0 and statistics.mcnemar_exact(8, 0) == 2 / 2 ** 8
+    assert statistics.mcnemar_exact(0, 0) == 1.0 and statistics.mcnemar_exact(8, 0) == 2 / 2**8
     x = [1.0, 0.0, 1.0, 1.0]
     assert statistics.clustered_se(x, [0, 1, 2, 3]) == pytest.approx(np.std(x) / 2)
     assert math.isnan(statistics.pearson([1, 1], [0, 1]))

@@ -3,6 +3,7 @@
 A policy is a table of logits, one row per prefix. Exact expectations and gradients come from summing over all
 completions, so estimators and losses can be compared with the truth.
 """
+
 from __future__ import annotations
 
 import math
@@ -47,8 +48,13 @@ def random_policy(seed: int) -> torch.Tensor:
 def token_logps(logits) -> torch.Tensor:
     """log pi(y_t | y_<t) of every completion, [completions, HORIZON]; NaN where there is no token."""
     logp = torch.log_softmax(logits, -1)
-    rows = [[logp[STATES[y[:t]], y[t]] if t < len(y) else torch.full((), math.nan, dtype=torch.float64) for t in range(HORIZON)]
-            for y in COMPLETIONS]
+    rows = [
+        [
+            logp[STATES[y[:t]], y[t]] if t < len(y) else torch.full((), math.nan, dtype=torch.float64)
+            for t in range(HORIZON)
+        ]
+        for y in COMPLETIONS
+    ]
     return torch.stack([torch.stack(r) for r in rows])
 
 

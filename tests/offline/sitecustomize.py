@@ -1,4 +1,6 @@
-"""Put on PYTHONPATH by tests: no process of theirs reaches another machine, and each attempt is written to OFFLINE_LOG with its stack."""
+"""Put on PYTHONPATH by tests: no process of theirs reaches another machine, and each attempt is written to OFFLINE_LOG
+with its stack.
+"""
 
 import os
 import socket

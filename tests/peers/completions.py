@@ -10,7 +10,14 @@ def chat(*turns):
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
-PAIRS = [{"prompt": chat(f"q {i}"), "chosen": chat("", "yes " * (1 + i % 3) + "x")[1:], "rejected": chat("", "no " * (1 + i % 4) + str(i))[1:]} for i in range(12)]
+PAIRS = [
+    {
+        "prompt": chat(f"q {i}"),
+        "chosen": chat("", "yes " * (1 + i % 3) + "x")[1:],
+        "rejected": chat("", "no " * (1 + i % 4) + str(i))[1:],
+    }
+    for i in range(12)
+]
 
 
 def uneven(samples, iteration: int) -> None:

@@ -1,14 +1,15 @@
-"""This project's stages on the same rows as :mod:`tests.peers.trl_side`: the encoders, objectives and trainer that the stages run, in float64, in the order of the file."""
+"""This project's stages on the same rows as :mod:`tests.peers.trl_side`: the encoders, objectives and trainer that the
+stages run, in float64, in the order of the file.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 
 from stages.running import randomness
 from storage.datasets import open_dataset
-from tests.peers.trl_side import ROWS, STEPS, Run, flat
+from tests.peers.trl_side import ROWS, STEPS, Run
 
 #: What both sides train with, under our names.
 COMMON = {"learning_rate": 1e-2, "lr_schedule": "constant", "warmup_ratio": 0.0, "max_grad_norm": 0.5}
@@ -30,13 +31,22 @@ def rng(*purpose):
     return randomness.rng(0, "peers", *purpose)
 
 
-def steps_of(model, objective, config, items, prepare=lambda items: None, after=lambda step: None, total: int = STEPS, rows: int = ROWS) -> Run:
+def steps_of(
+    model,
+    objective,
+    config,
+    items,
+    prepare=lambda items: None,
+    after=lambda step: None,
+    total: int = STEPS,
+    rows: int = ROWS,
+) -> Run:
     """One optimizer step on every ``rows`` items."""
     from stages.training import Trainer
 
     trainer, run = Trainer(model, objective, config, total), Run()
     for step in range(total):
-        part = items[step * rows:(step + 1) * rows]
+        part = items[step * rows : (step + 1) * rows]
         prepare(part)
         found = trainer.step(part)
         after(step + 1)
@@ -58,10 +68,15 @@ def sft(path, rows, folder, ingest=None, step_rows: int = ROWS, total: int = STE
     encode = encode_text if data.kind == "text/1" else encode_demonstrations
     items, _ = encode(data, "train", renderer_for(path), config)
     noise = None if config.neftune_noise_alpha is None else Noise(config.neftune_noise_alpha, rng)
-    objective = NextToken(config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor or config.max_length, loss_type=config.loss_type,
-                          label_smoothing_factor=config.label_smoothing_factor, noise=noise)
+    objective = NextToken(
+        config.loss_agg_mode,
+        loss_scale_factor=config.loss_scale_factor or config.max_length,
+        loss_type=config.loss_type,
+        label_smoothing_factor=config.label_smoothing_factor,
+        noise=noise,
+    )
     run = steps_of(policy_of(path), objective, config, items, total=total, rows=step_rows)
-    run.batches = [{"items": items[at:at + ROWS]} for at in range(0, len(items), ROWS)]
+    run.batches = [{"items": items[at : at + ROWS]} for at in range(0, len(items), ROWS)]
     return run
 
 
@@ -92,8 +107,15 @@ def align(path, reference, rows, folder, ingest=None, rotate: bool = False, **se
             moving.attach(objective, part)
         objective.prepare(policy, part, "cpu")
 
-    run = steps_of(policy, objective, config, items, prepare, after=(lambda step: moving.after_step(step, policy)) if moving is not None else lambda step: None)
-    run.batches = [{"items": items[at:at + ROWS]} for at in range(0, len(items), ROWS)]
+    run = steps_of(
+        policy,
+        objective,
+        config,
+        items,
+        prepare,
+        after=(lambda step: moving.after_step(step, policy)) if moving is not None else lambda step: None,
+    )
+    run.batches = [{"items": items[at : at + ROWS]} for at in range(0, len(items), ROWS)]
     return run
 
 
@@ -101,16 +123,28 @@ def rotated(items) -> None:
     from stages.batching import make_item
 
     for at in range(0, len(items), ROWS):
-        part = items[at:at + ROWS]
+        part = items[at : at + ROWS]
         for item, before in zip(part, [part[-1], *part[:-1]]):
-            item.extra["mismatched"] = make_item(f"{item.row_id}~{before.row_id}", item.prompt, [before.responses[0]], [before.masks[0]], prompt_id=item.extra["prompt_id"])
+            item.extra["mismatched"] = make_item(
+                f"{item.row_id}~{before.row_id}",
+                item.prompt,
+                [before.responses[0]],
+                [before.masks[0]],
+                prompt_id=item.extra["prompt_id"],
+            )
 
 
 def reward(path, rows, folder, ingest=None, **settings) -> Run:
-    from stages.reward_model import Config, Setup
+    from stages.reward_model import Setup
 
     data = ingested(rows, folder, **(ingest or {}))
-    stage = stage_of("reward_model", {**COMMON, "max_length": 256, "init_head": "keep", **settings}, {"model": path}, folder, data=data.path)
+    stage = stage_of(
+        "reward_model",
+        {**COMMON, "max_length": 256, "init_head": "keep", **settings},
+        {"model": path},
+        folder,
+        data=data.path,
+    )
     setup = Setup(stage, data)
     items = setup.items(data, "train", {}, training=True)
     return steps_of(setup.model.double(), setup.objective, stage.config, items)
@@ -131,11 +165,27 @@ def stage_of(name: str, config: dict, models: dict, folder, **datasets):
     from stages.harness import Stage
     from stages.registry import get_stage
 
-    given = {key: {"kind": "model", "path": value, "ref": key, "digest": f"digest-{key}"} for key, value in models.items()}
-    given |= {key: {"kind": "dataset", "path": str(value), "ref": key, "digest": f"digest-{key}"} for key, value in datasets.items()}
+    given = {
+        key: {"kind": "model", "path": value, "ref": key, "digest": f"digest-{key}"} for key, value in models.items()
+    }
+    given |= {
+        key: {"kind": "dataset", "path": str(value), "ref": key, "digest": f"digest-{key}"}
+        for key, value in datasets.items()
+    }
     Path(folder).mkdir(parents=True, exist_ok=True)
-    return Stage(get_stage(name), {"stage": name, "key": f"peers-{name}", "config": config, "seed": 5, "device": "cpu", "inputs": given, "workdir": str(Path(folder) / name)},
-                 lambda event: None)
+    return Stage(
+        get_stage(name),
+        {
+            "stage": name,
+            "key": f"peers-{name}",
+            "config": config,
+            "seed": 5,
+            "device": "cpu",
+            "inputs": given,
+            "workdir": str(Path(folder) / name),
+        },
+        lambda event: None,
+    )
 
 
 def on_policy(path, reference, prompts, folder, change=None, **settings) -> tuple[Run, list[dict]]:
@@ -155,26 +205,57 @@ def on_policy(path, reference, prompts, folder, change=None, **settings) -> tupl
     from stages.rollouts.source import Rollouts
     from stages.training import Trainer
 
-    config = {**COMMON, "max_steps": STEPS, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 8, "reward_override": "random",
-              "rewards": [{"name": "length", "kind": "length"}], **settings}
+    config = {
+        **COMMON,
+        "max_steps": STEPS,
+        "prompts_per_step": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "reward_override": "random",
+        "rewards": [{"name": "length", "kind": "length"}],
+        **settings,
+    }
     stage = stage_of("rl", config, {"model": path, "reference": reference}, folder, data=prompts)
     config, (row, _) = stage.config, resolve_preset(stage.config)
     renderer, model = renderer_for(path), policy_of(path)
     given = prompt_rows(stage, stage.dataset("data"), "train", renderer, 64)
-    source = Rollouts(stage, row, renderer, Acting(model, False), build_rewards(config.rewards, stage.inputs, renderer=renderer), given,
-                      reference=freeze(policy_of(reference)) if row.needs_reference else None)
+    source = Rollouts(
+        stage,
+        row,
+        renderer,
+        Acting(model, False),
+        build_rewards(config.rewards, stage.inputs, renderer=renderer),
+        given,
+        reference=freeze(policy_of(reference)) if row.needs_reference else None,
+    )
     seen, fill = [], source.groups.fill
-    source.policy.exact_logps = source.policy.exact_logps and change is None  # else the trainer computes old log-probs itself, of what became of the samples
+    # else the trainer computes old log-probs itself, of what became of the samples
+    source.policy.exact_logps = source.policy.exact_logps and change is None
 
     def filled(*args):
         groups, dropped, metrics = fill(*args)
         samples = [s for group in groups for s in group.samples]
         if change is not None:
             change(samples, len(seen))
-        seen.append({"prompt_ids": [list(s.prompt_ids) for s in samples], "completion_ids": [list(s.ids) for s in samples], "logprobs": [list(s.logps) for s in samples],
-                     "cut": [not s.terminated for s in samples], "greedy": None if groups[0].greedy_sample is None else [g.greedy_sample.total for g in groups],
-                     "rewards": [[s.parts[n] for n in sorted(s.weights)] if config.multi_objective_aggregation == "normalize_then_sum" else
-                                 None if s.total != s.total else s.total for s in samples]})
+        seen.append(
+            {
+                "prompt_ids": [list(s.prompt_ids) for s in samples],
+                "completion_ids": [list(s.ids) for s in samples],
+                "logprobs": [list(s.logps) for s in samples],
+                "cut": [not s.terminated for s in samples],
+                "greedy": None if groups[0].greedy_sample is None else [g.greedy_sample.total for g in groups],
+                "rewards": [
+                    (
+                        [s.parts[n] for n in sorted(s.weights)]
+                        if config.multi_objective_aggregation == "normalize_then_sum"
+                        else None
+                        if s.total != s.total
+                        else s.total
+                    )
+                    for s in samples
+                ],
+            }
+        )
         return groups, dropped, metrics
 
     source.groups.fill = filled

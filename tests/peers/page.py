@@ -8,12 +8,17 @@ from pathlib import Path
 
 import yaml
 
-PAGE, VERL, OPENRLHF = ((Path(__file__).parents[2] / "stages" / f"FROM_{name}.md").read_text(encoding="utf-8") for name in ("TRL", "VERL", "OPENRLHF"))
+PAGE, VERL, OPENRLHF = (
+    (Path(__file__).parents[2] / "stages" / f"FROM_{name}.md").read_text(encoding="utf-8")
+    for name in ("TRL", "VERL", "OPENRLHF")
+)
 
 
 @dataclasses.dataclass
 class Row:
-    """``section``: the heading, and behind a slash the first word of the paragraph above the table; ``stage``: the one that the heading names (of the optimizer's settings sft)."""
+    """``section``: the heading, and behind a slash the first word of the paragraph above the table; ``stage``: the one
+    that the heading names (of the optimizer's settings sft).
+    """
 
     section: str
     stage: str
@@ -39,12 +44,22 @@ def rows_of(page: str) -> list[Row]:
         elif line and not line.startswith("|"):
             above = line.split()[0].strip("`(,:")
         elif match := re.match(r"\| `([^`]*)`([^|]*)\| `([^`]*)` \| (the same|differs)(.*) \|$", line):
-            found.append(Row(f"{section}/{above}", stage, match[1] + match[2].rstrip().replace("`", ""), match[3], match[4] + match[5]))
+            found.append(
+                Row(
+                    f"{section}/{above}",
+                    stage,
+                    match[1] + match[2].rstrip().replace("`", ""),
+                    match[3],
+                    match[4] + match[5],
+                )
+            )
     return found
 
 
 def names_of(page: str) -> list[tuple[list[str], list[str], str]]:
-    """(their settings, ours, remark) of the tables that have names and no values, under headings that end in a colon and a stage."""
+    """(their settings, ours, remark) of the tables that have names and no values, under headings that end in a colon
+    and a stage.
+    """
     found = []
     for line in page.splitlines():
         if match := re.match(r"\| ((?:`[\w.]+`(?:, )?)+) \| ((?:`[\w.]+`(?:, )?)+|) ?\| ?(.*?) ?\|$", line):

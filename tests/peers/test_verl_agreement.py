@@ -32,14 +32,36 @@ def binary(samples, iteration: int) -> None:
 
 
 def change_of(row: Row):
-    return from_another_engine if row.section.endswith("/With") else binary if "adv_estimator=gpg" in row.theirs else uneven
+    return (
+        from_another_engine
+        if row.section.endswith("/With")
+        else binary
+        if "adv_estimator=gpg" in row.theirs
+        else uneven
+    )
 
 
 def both(row: Row, models, prompts, folder, reorder=lambda sampled, ours: sampled, **more):
     """(our run, verl's, the weights that both started from). ``reorder``: what verl is given of what we sampled."""
-    ours, sampled = our_side.on_policy(models["policy"], models["other"], prompts, folder / "ours", change=change_of(row), learning_rate=RATE, max_tokens_per_micro_batch=64,
-                                       **row.settings("ours") | more)
-    theirs = verl_side.on_policy(models["policy"], models["other"], reorder(sampled, ours), num_generations=4, learning_rate=RATE, sampler=row.section.endswith("/With"), **row.settings("theirs"))
+    ours, sampled = our_side.on_policy(
+        models["policy"],
+        models["other"],
+        prompts,
+        folder / "ours",
+        change=change_of(row),
+        learning_rate=RATE,
+        max_tokens_per_micro_batch=64,
+        **row.settings("ours") | more,
+    )
+    theirs = verl_side.on_policy(
+        models["policy"],
+        models["other"],
+        reorder(sampled, ours),
+        num_generations=4,
+        learning_rate=RATE,
+        sampler=row.section.endswith("/With"),
+        **row.settings("theirs"),
+    )
     return ours, theirs, trl_side.flat(trl_side.model_of(models["policy"]))
 
 
@@ -59,12 +81,21 @@ def agree(ours, theirs, start, losses: bool = True, near: float = 1e-7) -> None:
 def test_a_row_of_the_page_is_true(row, models, prompts, tmp_path):
     ours, theirs, start = both(row, models, prompts, tmp_path)
     if row.says.startswith("the same"):
-        agree(ours, theirs, start, losses="gradient" not in row.says.split(";")[0], near=1e-5 if "float32" in row.says else 1e-7)
+        agree(
+            ours,
+            theirs,
+            start,
+            losses="gradient" not in row.says.split(";")[0],
+            near=1e-5 if "float32" in row.says else 1e-7,
+        )
     else:
-        assert any(apart(a, b) > 1e-3 for a, b in zip(ours.gradients, theirs.gradients)) or ours.norms != pytest.approx(theirs.norms, rel=1e-3)
+        assert any(apart(a, b) > 1e-3 for a, b in zip(ours.gradients, theirs.gradients)) or ours.norms != pytest.approx(
+            theirs.norms, rel=1e-3
+        )
 
 
-# --- why rows differ -----------------------------------------------------------------------------------------------------
+# --- why rows differ --------------------------------------------------------------------------------------------------
+
 
 def row_of(theirs: str) -> Row:
     return next(row for row in ROWS if row.theirs == theirs)
@@ -72,22 +103,42 @@ def row_of(theirs: str) -> Row:
 
 def prompts_in_the_same_order(models, prompts, folder):
     """Given the groups in the order of our steps verl's run is ours."""
+
     def reorder(sampled, ours):
         found = []
         for k, given in enumerate(sampled):
-            first = [response.tolist() for response in ours.batches[2 * k]["items"][0].responses] if 2 * k < len(ours.batches) else given["completion_ids"][:4]
+            first = (
+                [response.tolist() for response in ours.batches[2 * k]["items"][0].responses]
+                if 2 * k < len(ours.batches)
+                else given["completion_ids"][:4]
+            )
             groups = (0, 1) if given["completion_ids"][:4] == first else (1, 0)
-            found.append({name: None if value is None else [value[4 * g + i] for g in groups for i in range(4)] for name, value in given.items()})
+            found.append(
+                {
+                    name: None if value is None else [value[4 * g + i] for g in groups for i in range(4)]
+                    for name, value in given.items()
+                }
+            )
         return found
 
     agree(*both(row_of("adv_estimator=grpo ppo_mini_batch_size=1"), models, prompts, folder, reorder))
 
 
 def completions_of_groups_without_a_signal(models, prompts, folder):
-    """One group of two teaches nothing: the paper's factor is 2, verl's is 8 over the number of rewards that are not 0."""
+    """One group of two teaches nothing: the paper's factor is 2, verl's is 8 over the number of rewards that are not
+    0.
+    """
     row = row_of("adv_estimator=gpg loss_mode=gpg")
     ours, theirs, _ = both(row, models, prompts, folder, max_grad_norm=1e9)
-    masked, _, _ = both(row, models, prompts, folder / "mask", max_grad_norm=1e9, zero_advantage="mask", loss_agg_mode="seq-mean-token-mean")
+    masked, _, _ = both(
+        row,
+        models,
+        prompts,
+        folder / "mask",
+        max_grad_norm=1e9,
+        zero_advantage="mask",
+        loss_agg_mode="seq-mean-token-mean",
+    )
     plain, _, _ = both(row, models, prompts, folder / "plain", max_grad_norm=1e9, loss_agg_mode="seq-mean-token-mean")
     assert plain.norms[0] > 0 and masked.norms[0] == pytest.approx(2 * plain.norms[0])
     right = sum(sample > 0 for sample in rewards_of(binary))
@@ -97,14 +148,22 @@ def completions_of_groups_without_a_signal(models, prompts, folder):
 def rewards_of(change) -> list[float]:
     from types import SimpleNamespace
 
-    samples = [SimpleNamespace(ids=[5] * 8, logps=[0.0] * 8, finish_reason="", total=0.0, weights={}, parts={}) for _ in range(8)]
+    samples = [
+        SimpleNamespace(ids=[5] * 8, logps=[0.0] * 8, finish_reason="", total=0.0, weights={}, parts={})
+        for _ in range(8)
+    ]
     change(samples, 0)
     return [sample.total for sample in samples]
 
 
 def small_weights_are_raised(models, prompts, folder):
     """The first step has ratios of 1 and agrees; later ones do where no bound is below."""
-    ours, theirs, _ = both(row_of("adv_estimator=grpo loss_mode=cispo ppo_epochs=3 clip_ratio_low=0.01 clip_ratio_high=0.28"), models, prompts, folder)
+    ours, theirs, _ = both(
+        row_of("adv_estimator=grpo loss_mode=cispo ppo_epochs=3 clip_ratio_low=0.01 clip_ratio_high=0.28"),
+        models,
+        prompts,
+        folder,
+    )
     assert apart(ours.gradients[0], theirs.gradients[0]) < 1e-7 and apart(ours.gradients[2], theirs.gradients[2]) > 1e-3
 
 
@@ -113,10 +172,22 @@ def tokens_are_chosen_once(name):
         """A batch in one micro-batch and steps so small that the choice stays what it was: the two agree."""
         monkeypatch.setattr(verl_side.loop, "MICRO", 8)
         row = row_of(name)
-        ours, sampled = our_side.on_policy(models["policy"], models["other"], prompts, folder / "ours", change=uneven, **row.settings("ours") | {"learning_rate": 1e-6})
-        theirs = verl_side.on_policy(models["policy"], models["other"], sampled, num_generations=4, learning_rate=1e-6, **row.settings("theirs"))
+        ours, sampled = our_side.on_policy(
+            models["policy"],
+            models["other"],
+            prompts,
+            folder / "ours",
+            change=uneven,
+            **row.settings("ours") | {"learning_rate": 1e-6},
+        )
+        theirs = verl_side.on_policy(
+            models["policy"], models["other"], sampled, num_generations=4, learning_rate=1e-6, **row.settings("theirs")
+        )
         for k in range(trl_side.STEPS):
-            assert ours.losses[k] == pytest.approx(theirs.losses[k], rel=1e-6) and apart(ours.gradients[k], theirs.gradients[k]) < 1e-6
+            assert (
+                ours.losses[k] == pytest.approx(theirs.losses[k], rel=1e-6)
+                and apart(ours.gradients[k], theirs.gradients[k]) < 1e-6
+            )
 
     return with_steps_that_move_little
 
@@ -125,7 +196,9 @@ EXPLAINED = {
     **{row.theirs: tokens_are_chosen_once(row.theirs) for row in ROWS if "_cov" in row.theirs},
     "adv_estimator=grpo ppo_mini_batch_size=1": prompts_in_the_same_order,
     "adv_estimator=gpg loss_mode=gpg": completions_of_groups_without_a_signal,
-    "adv_estimator=grpo loss_mode=cispo ppo_epochs=3 clip_ratio_low=0.01 clip_ratio_high=0.28": small_weights_are_raised,
+    "adv_estimator=grpo loss_mode=cispo ppo_epochs=3 clip_ratio_low=0.01 clip_ratio_high=0.28": (
+        small_weights_are_raised
+    ),
 }
 
 
@@ -144,9 +217,10 @@ def test_the_names_of_the_page_are_settings_of_verl():
     assert not [name for names, _, _ in names_of(VERL) for name in names if name not in known]
 
 
-# --- what is not a row: critics, controllers, and the last table ---------------------------------------------------------------
+# --- what is not a row: critics, controllers, and the last table ------------------------------------------------------
 
-MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 1], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]])  # one with a tool's tokens inside
+# one with a tool's tokens inside
+MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 1], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0]])
 
 
 def test_gae_and_the_value_loss_are_the_same():
@@ -177,7 +251,8 @@ def whitening():
     core = verl_side.modules()[0]
     x = torch.tensor([[1e-4, 3e-4, 2e-4]], dtype=torch.float64)
     theirs, ours = core.verl_F.masked_whiten(x, torch.ones(1, 3)), whiten(x, ddof=1)
-    assert ours.std(ddof=1) == pytest.approx(1, abs=1e-3) and float(theirs.std()) == pytest.approx(1 / 2 ** 0.5, abs=1e-3)  # the variance is 1e-8 too
+    # the variance is 1e-8 too
+    assert ours.std(ddof=1) == pytest.approx(1, abs=1e-3) and float(theirs.std()) == pytest.approx(1 / 2**0.5, abs=1e-3)
     same = torch.full((1, 3), 0.3, dtype=torch.float64)
     assert not whiten(same, ddof=1).any()
 
@@ -185,7 +260,9 @@ def whitening():
 def one_completion():
     core = verl_side.modules()[0]
     rewards = torch.tensor([[0.0, 2.0]], dtype=torch.float64)
-    assert core.compute_grpo_outcome_advantage(rewards, torch.ones(1, 2), [0])[0].tolist() == [[pytest.approx(2.0, abs=1e-5)] * 2]
+    assert core.compute_grpo_outcome_advantage(rewards, torch.ones(1, 2), [0])[0].tolist() == [
+        [pytest.approx(2.0, abs=1e-5)] * 2
+    ]
     with pytest.raises(ValueError, match="num_generations >= 2"):
         resolve_preset(Config(preset="grpo", num_generations=1))
 
@@ -197,18 +274,30 @@ def k3_in_the_loss():
     theirs, ours = core.kl_penalty(logps, ref, "low_var_kl"), kl_estimate(logps, ref, "k3", torch.ones(1, 2))
     assert float(theirs[0, 0].detach()) == 10 < float(ours[0, 0].detach()) and torch.allclose(theirs[0, 1], ours[0, 1])
     a, b = (torch.autograd.grad(x.sum(), logps)[0][0] for x in (theirs, ours))
-    assert float(a[0]) == 0 and float(b[0]) == pytest.approx(1 - 2.718281828459045 ** 4) and float(a[1]) == pytest.approx(float(b[1]))
+    assert (
+        float(a[0]) == 0
+        and float(b[0]) == pytest.approx(1 - 2.718281828459045**4)
+        and float(a[1]) == pytest.approx(float(b[1]))
+    )
 
 
 def sequences_without_a_token():
     core = verl_side.modules()[0]
     loss, mask = torch.ones(2, 3, dtype=torch.float64), torch.tensor([[1, 1, 0], [0, 0, 0]])
     total, counts = aggregate(loss, mask, "seq-mean-token-sum")
-    assert float(core.agg_loss(loss, mask, "seq-mean-token-sum", global_batch_size=2)) == 1.0 and float(total) / counts["sequences"] == 2.0
+    assert (
+        float(core.agg_loss(loss, mask, "seq-mean-token-sum", global_batch_size=2)) == 1.0
+        and float(total) / counts["sequences"] == 2.0
+    )
 
 
 #: The tests of the last table, by its first column.
-ALSO = {"whitening": whitening, "one completion of a prompt": one_completion, "k3 in the loss": k3_in_the_loss, "sequences without a token": sequences_without_a_token}
+ALSO = {
+    "whitening": whitening,
+    "one completion of a prompt": one_completion,
+    "k3 in the loss": k3_in_the_loss,
+    "sequences without a token": sequences_without_a_token,
+}
 
 
 def test_every_other_difference_has_a_test():

@@ -1,7 +1,8 @@
 """TRL's trainers on given rows, step by step: what :mod:`tests.peers.our_side` is compared with.
 
-Both sides have the same weights in float64, the same rows in the same order, AdamW and gradient clipping. A run gives one :class:`Run`: loss, gradient norm,
-clipped gradient and weights of every optimizer step. RL gets its completions and rewards given.
+Both sides have the same weights in float64, the same rows in the same order, AdamW and gradient clipping. A run gives
+one :class:`Run`: loss, gradient norm, clipped gradient and weights of every optimizer step. RL gets its completions and
+rewards given.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ STEPS, ROWS = 3, 4
 
 @dataclass
 class Run:
-    """Of each optimizer step; ``batches``: the token ids, labels and masks of every micro-batch; here the items of every step."""
+    """Of each optimizer step; ``batches``: the token ids, labels and masks of every micro-batch; here the items of
+    every step.
+    """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -36,17 +39,35 @@ class Run:
 
 def flat(model, what: str = "data") -> torch.Tensor:
     """All parameters (or their gradients) as one vector, by name, so that both sides have one order."""
+
     def part(p):
         found = p.grad if what == "grad" else p.data
         return torch.zeros(p.numel(), dtype=p.dtype) if found is None else found.detach().clone().flatten()
+
     return torch.cat([part(p) for name, p in sorted(model.named_parameters()) if p.requires_grad])
 
 
 def arguments(folder, **more) -> dict:
-    """Arguments of a TRL config that make its run the same as ours: one process, float32 kept, no dropout, no shuffling, a constant learning rate, clipping that is felt."""
-    return {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "logging_steps": 1, "gradient_checkpointing": False,
-            "per_device_train_batch_size": ROWS, "max_steps": STEPS, "lr_scheduler_type": "constant", "learning_rate": 1e-2, "max_grad_norm": 0.5, "disable_tqdm": True,
-            "seed": 0, **more}
+    """Arguments of a TRL config that make its run the same as ours: one process, float32 kept, no dropout, no
+    shuffling, a constant learning rate, clipping that is felt.
+    """
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": ROWS,
+        "max_steps": STEPS,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "disable_tqdm": True,
+        "seed": 0,
+        **more,
+    }
 
 
 def in_order(kind):
@@ -61,7 +82,9 @@ def in_order(kind):
 
 
 def train(trainer, by_step: bool = False) -> Run:
-    """Run a constructed trainer and take down its steps; the loss is the sum over its micro-batches, as it goes into the backward. ``by_step``: the trainer has no compute_loss."""
+    """Run a constructed trainer and take down its steps; the loss is the sum over its micro-batches, as it goes into
+    the backward. ``by_step``: the trainer has no compute_loss.
+    """
     from transformers import TrainerCallback
     from transformers.trainer_callback import PrinterCallback
 
@@ -69,7 +92,9 @@ def train(trainer, by_step: bool = False) -> Run:
     compute, clip = trainer.compute_loss, torch.nn.utils.clip_grad_norm_
 
     def compute_loss(model, inputs, *args, **kwargs):
-        run.batches.append({k: inputs[k].tolist() for k in ("input_ids", "labels", "completion_mask", "completion_ids") if k in inputs})
+        run.batches.append(
+            {k: inputs[k].tolist() for k in ("input_ids", "labels", "completion_mask", "completion_ids") if k in inputs}
+        )
         loss = compute(model, inputs, *args, **kwargs)
         seen.loss += float(loss.detach())
         return loss
@@ -121,7 +146,9 @@ def patched(where, name, value):
 
 
 def model_of(path: str, every_token: bool = True):
-    """``every_token``: the pad token's embedding learns too, where a text or a sample holds it; transformers' models leave it out of every gradient."""
+    """``every_token``: the pad token's embedding learns too, where a text or a sample holds it; transformers' models
+    leave it out of every gradient.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
@@ -146,14 +173,26 @@ def sft(path, rows, folder, **settings) -> Run:
     from trl import SFTConfig, SFTTrainer
 
     config = SFTConfig(**arguments(folder, **{"max_length": 256, "shuffle_dataset": False, **settings}))
-    return train(in_order(SFTTrainer)(model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+    return train(
+        in_order(SFTTrainer)(
+            model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)
+        )
+    )
 
 
 def dpo(path, reference, rows, folder, **settings) -> Run:
     from trl import DPOConfig, DPOTrainer
 
     config = DPOConfig(**arguments(folder, **{"max_length": 256, **settings}))
-    return train(in_order(DPOTrainer)(model_of(path), ref_model=model_of(reference), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+    return train(
+        in_order(DPOTrainer)(
+            model_of(path),
+            ref_model=model_of(reference),
+            args=config,
+            train_dataset=dataset_of(rows),
+            processing_class=tokenizer_of(path),
+        )
+    )
 
 
 def reward(path, rows, folder, **settings) -> Run:
@@ -162,42 +201,71 @@ def reward(path, rows, folder, **settings) -> Run:
 
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64, num_labels=1)
     config = RewardConfig(**arguments(folder, **{"max_length": 256, **settings}))
-    return train(in_order(RewardTrainer)(model, args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+    return train(
+        in_order(RewardTrainer)(model, args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path))
+    )
 
 
 def kto(path, reference, rows, folder, **settings) -> Run:
     from trl import KTOConfig, KTOTrainer
 
     config = KTOConfig(**arguments(folder, **{"max_length": 256, **settings}))
-    return train(in_order(KTOTrainer)(model_of(path), ref_model=model_of(reference), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+    return train(
+        in_order(KTOTrainer)(
+            model_of(path),
+            ref_model=model_of(reference),
+            args=config,
+            train_dataset=dataset_of(rows),
+            processing_class=tokenizer_of(path),
+        )
+    )
 
 
 def cpo(path, rows, folder, **settings) -> Run:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     config = CPOConfig(**arguments(folder, **{"max_length": 256, **settings}))
-    return train(in_order(CPOTrainer)(model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+    return train(
+        in_order(CPOTrainer)(
+            model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)
+        )
+    )
 
 
 def orpo(path, rows, folder, **settings) -> Run:
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     config = ORPOConfig(**arguments(folder, **{"max_length": 256, **settings}))
-    return train(in_order(ORPOTrainer)(model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+    return train(
+        in_order(ORPOTrainer)(
+            model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)
+        )
+    )
 
 
 def gkd(path, teacher, rows, folder, **settings) -> Run:
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
     config = GKDConfig(**arguments(folder, **{"max_length": 256, "lmbda": 0.0, **settings}))
-    return train(in_order(GKDTrainer)(model_of(path), teacher_model=model_of(teacher), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)))
+    return train(
+        in_order(GKDTrainer)(
+            model_of(path),
+            teacher_model=model_of(teacher),
+            args=config,
+            train_dataset=dataset_of(rows),
+            processing_class=tokenizer_of(path),
+        )
+    )
 
 
-def on_policy(kind: str, path, reference, iterations, folder, num_generations: int, limit: int, sampler: bool = False, **settings) -> Run:
+def on_policy(
+    kind: str, path, reference, iterations, folder, num_generations: int, limit: int, sampler: bool = False, **settings
+) -> Run:
     """GRPO (``kind="grpo"``) or RLOO on given completions.
 
     Args:
-        iterations: one dict per rollout batch: ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``rewards`` of each completion, group after group.
+        iterations: one dict per rollout batch: ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``rewards`` of each
+            completion, group after group.
         sampler: ``logprobs`` are those of another engine, as with ``use_vllm``: importance weights correct for them.
     """
     import trl
@@ -207,7 +275,10 @@ def on_policy(kind: str, path, reference, iterations, folder, num_generations: i
 
     def rollout(prompts, trainer):
         current.update(next(at))
-        return {name: current[name] for name in ("prompt_ids", "completion_ids", "logprobs", *(["env_mask"] if "env_mask" in current else []))}
+        return {
+            name: current[name]
+            for name in ("prompt_ids", "completion_ids", "logprobs", *(["env_mask"] if "env_mask" in current else []))
+        }
 
     def given(prompts, completions, **columns):
         return list(current["rewards"])
@@ -215,6 +286,7 @@ def on_policy(kind: str, path, reference, iterations, folder, num_generations: i
     def column(k):
         def reward(prompts, completions, **columns):
             return [r[k] for r in current["rewards"]]
+
         reward.__name__ = f"part_{k}"
         return reward
 
@@ -223,22 +295,45 @@ def on_policy(kind: str, path, reference, iterations, folder, num_generations: i
     name = {"grpo": "GRPO", "rloo": "RLOO"}[kind]
     batch = len(iterations[0]["completion_ids"])
     prompts = dataset_of([{"prompt": f"prompt {k}"} for k in range(batch // num_generations * len(iterations))])
-    config = getattr(trl, f"{name}Config")(**arguments(folder, **{"num_generations": num_generations, "max_completion_length": limit, "per_device_train_batch_size": batch,
-                                                                  "shuffle_dataset": False, **settings}))
+    config = getattr(trl, f"{name}Config")(
+        **arguments(
+            folder,
+            **{
+                "num_generations": num_generations,
+                "max_completion_length": limit,
+                "per_device_train_batch_size": batch,
+                "shuffle_dataset": False,
+                **settings,
+            },
+        )
+    )
     more = {"rollout_func": rollout}
     if kind == "rloo":  # has no rollout_func
         more = {}
-    trainer = getattr(trl, f"{name}Trainer")(model_of(path), reward_funcs=functions, args=config, train_dataset=prompts, processing_class=tokenizer_of(path), **more)
+    trainer = getattr(trl, f"{name}Trainer")(
+        model_of(path),
+        reward_funcs=functions,
+        args=config,
+        train_dataset=prompts,
+        processing_class=tokenizer_of(path),
+        **more,
+    )
     if kind == "rloo":
+
         def generate(prompts):
             current.update(next(at))
             return current["prompt_ids"], current["completion_ids"], ["" for _ in current["completion_ids"]]
+
         trainer._generate = generate
     if trainer.ref_model is not None:
         trainer.ref_model.get_input_embeddings().padding_idx = None
         trainer.ref_model.double().load_state_dict(model_of(reference).state_dict())
     if sampler:
-        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, SimpleNamespace(sync_weights=lambda: None), 0
+        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = (
+            True,
+            SimpleNamespace(sync_weights=lambda: None),
+            0,
+        )
     return train(trainer)
 
 
@@ -246,7 +341,8 @@ def online_dpo(path, reference, items, folder, **settings) -> Run:
     """Online DPO on given pairs of completions.
 
     Args:
-        items: with ``prompt`` and two ``responses``, the better one first; every other pair is shown the worse one first.
+        items: with ``prompt`` and two ``responses``, the better one first; every other pair is shown the worse one
+            first.
     """
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
@@ -254,16 +350,30 @@ def online_dpo(path, reference, items, folder, **settings) -> Run:
 
     def generate(model, prompts, images=None):
         start = next(at)
-        shown = [[(r.tolist(), k == 0) for k, r in enumerate(item.responses[:2])][::1 if i % 2 else -1] for i, item in enumerate(items[start:start + ROWS])]
+        shown = [
+            [(r.tolist(), k == 0) for k, r in enumerate(item.responses[:2])][:: 1 if i % 2 else -1]
+            for i, item in enumerate(items[start : start + ROWS])
+        ]
         drawn = [pair[0] for pair in shown] + [pair[1] for pair in shown]
         better[:] = [float(first) for _, first in drawn]
-        before, after = [item.prompt.tolist() for item in items[start:start + ROWS]] * 2, [ids for ids, _ in drawn]
+        before, after = [item.prompt.tolist() for item in items[start : start + ROWS]] * 2, [ids for ids, _ in drawn]
         wide, long = max(map(len, before)), max(map(len, after))
-        return (torch.tensor([[3] * (wide - len(ids)) + ids for ids in before]), torch.tensor([[0] * (wide - len(ids)) + [1] * len(ids) for ids in before]),
-                torch.tensor([ids + [3] * (long - len(ids)) for ids in after]), torch.tensor([[1] * len(ids) + [0] * (long - len(ids)) for ids in after]), {})
+        return (
+            torch.tensor([[3] * (wide - len(ids)) + ids for ids in before]),
+            torch.tensor([[0] * (wide - len(ids)) + [1] * len(ids) for ids in before]),
+            torch.tensor([ids + [3] * (long - len(ids)) for ids in after]),
+            torch.tensor([[1] * len(ids) + [0] * (long - len(ids)) for ids in after]),
+            {},
+        )
 
     config = OnlineDPOConfig(**arguments(folder, **{"missing_eos_penalty": None, **settings}))
-    trainer = in_order(OnlineDPOTrainer)(model_of(path), ref_model=model_of(reference), reward_funcs=lambda prompts, completions, **columns: list(better), args=config,
-                                         train_dataset=dataset_of([{"prompt": f"prompt {i}"} for i in range(len(items))]), processing_class=tokenizer_of(path))
+    trainer = in_order(OnlineDPOTrainer)(
+        model_of(path),
+        ref_model=model_of(reference),
+        reward_funcs=lambda prompts, completions, **columns: list(better),
+        args=config,
+        train_dataset=dataset_of([{"prompt": f"prompt {i}"} for i in range(len(items))]),
+        processing_class=tokenizer_of(path),
+    )
     trainer._generate = generate
     return train(trainer, by_step=True)

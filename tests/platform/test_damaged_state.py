@@ -41,11 +41,15 @@ def emptied(path):
 
 
 @pytest.mark.parametrize("harm", [shortened, changed, emptied, os.unlink])
-@pytest.mark.parametrize("output, file", [("model", "weights.bin"), ("data", "part-00000.parquet"), ("data", "manifest.json")])
+@pytest.mark.parametrize(
+    "output, file", [("model", "weights.bin"), ("data", "part-00000.parquet"), ("data", "manifest.json")]
+)
 def test_the_doctor_sees_every_kind_of_damage_and_rerun_mends_it(state_dir, tmp_path, harm, output, file):
     result = run_stage(TOY, {}, {"steps": 3}, name_as="kept")
     assert told(state_dir, "contents") == []
-    path = next(p for p in (state_dir / f"{output}s" if output == "model" else state_dir / "datasets" / "kept").rglob(file))
+    path = next(
+        p for p in (state_dir / f"{output}s" if output == "model" else state_dir / "datasets" / "kept").rglob(file)
+    )
     path.chmod(0o644)
     harm(path)
     found = told(state_dir, "contents")
@@ -68,9 +72,19 @@ def test_a_model_that_is_gone_is_made_again_by_the_name_it_had(state_dir):
     with pytest.raises(store.StoreError):
         records.digest_of("model:other/1")
     env = {**os.environ, "POSTTRAIN_TRACKING": "off", "PYTHONPATH": str(PROJECT_ROOT)}
-    done = subprocess.run([sys.executable, "-m", "flows.cli", "rerun", "model:kept/1", "--json"], cwd=PROJECT_ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "rerun", "model:kept/1", "--json"],
+        cwd=PROJECT_ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
-    assert all(row["same"] for row in json.loads(done.stdout.splitlines()[-1])["compared"]) and store.resolve("model:kept/1").path == result.paths["model"]
+    assert (
+        all(row["same"] for row in json.loads(done.stdout.splitlines()[-1])["compared"])
+        and store.resolve("model:kept/1").path == result.paths["model"]
+    )
 
 
 def test_a_damaged_store_model_is_refused_before_a_stage_starts_on_it(state_dir, tmp_path):
@@ -100,7 +114,11 @@ def test_the_doctor_names_records_and_lines_of_the_registry_that_cannot_be_read(
     for folder in ("records", "runs"):
         emptied(next((state_dir / folder).glob("*.json")))
     found = told(state_dir, "bookkeeping")
-    assert ["/records/" in found[0], "/runs/" in found[1], "line 2 of" in found[2]] == [True] * 3 and len(found) == 3 and "remove it" in found[0]
+    assert (
+        ["/records/" in found[0], "/runs/" in found[1], "line 2 of" in found[2]] == [True] * 3
+        and len(found) == 3
+        and "remove it" in found[0]
+    )
 
 
 def harmed(path):
@@ -130,22 +148,45 @@ def test_a_damaged_database_is_told_with_what_to_do(state_dir, harm):
     (state_dir / "logs" / "prefect-embedded.log").write_text("")
     ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(services.ServiceError, match="its database .*prefect.db is damaged .*Move it away"):
-        services._wait("the embedded Prefect server", ended, "http://127.0.0.1:9/", str(state_dir / "logs" / "prefect-embedded.log"))
+        services._wait(
+            "the embedded Prefect server",
+            ended,
+            "http://127.0.0.1:9/",
+            str(state_dir / "logs" / "prefect-embedded.log"),
+        )
 
 
 def test_a_lost_mlflow_database_is_made_anew_and_told_everything_again(state_dir, monkeypatch):
     """Every run had been sent once, and so none was sent again: the UI stayed empty."""
     monkeypatch.setenv("POSTTRAIN_TRACKING", "on")
     monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "200")
-    program = (f"from tasks.run import run_stage; from storage import tracking; run_stage({TOY!r}, {{}}, {{'steps': 4}}, name_as='kept'); assert tracking.sync()['pending'] == 0")
+    program = (
+        f"from tasks.run import run_stage; from storage import tracking; run_stage({TOY!r}, {{}}, {{'steps': 4}},"
+        " name_as='kept'); assert tracking.sync()['pending'] == 0"
+    )
 
     def shown():
         with contextlib.closing(sqlite3.connect(state_dir / "mlflow.db")) as database:
-            return [database.execute(query).fetchall() for query in (
-                "SELECT r.name, r.status, m.key, m.step, m.value FROM runs r JOIN metrics m USING (run_uuid) WHERE m.key NOT LIKE 'perf/%' ORDER BY 3, 4",
-                "SELECT name, version, run_link IS NULL FROM model_versions", "SELECT name, alias, version FROM registered_model_aliases")]
+            return [
+                database.execute(query).fetchall()
+                for query in (
+                    (
+                        "SELECT r.name, r.status, m.key, m.step, m.value FROM runs r JOIN metrics m USING (run_uuid)"
+                        " WHERE m.key NOT LIKE 'perf/%' ORDER BY 3, 4"
+                    ),
+                    "SELECT name, version, run_link IS NULL FROM model_versions",
+                    "SELECT name, alias, version FROM registered_model_aliases",
+                )
+            ]
 
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=PROJECT_ROOT, env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT)}, timeout=300)  # MLflow keeps the file open
+    # MLflow keeps the file open
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        cwd=PROJECT_ROOT,
+        env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT)},
+        timeout=300,
+    )
     before = shown()
     assert len(before[0]) > 8 and before[1] and before[2]
     for left in state_dir.glob("mlflow.db*"):

@@ -11,7 +11,18 @@ from pydantic import Field
 
 from stages import spec as spec_module
 from stages.running.randomness import rng, seed_for
-from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec, UnhashableError, canonical_key, closure_digest, parse_config, stage_key
+from stages.spec import (
+    ConfigError,
+    InputSpec,
+    OutputSpec,
+    StageConfig,
+    StageSpec,
+    UnhashableError,
+    canonical_key,
+    closure_digest,
+    parse_config,
+    stage_key,
+)
 from storage.files import canonical_json
 
 
@@ -31,7 +42,12 @@ class Config(StageConfig):
     anything: object = None
 
 
-SPEC = StageSpec("toy", Config, inputs={"model": InputSpec("model", doc="what to train"), "eval": InputSpec("dataset", many=True, required=False)}, outputs={"model": OutputSpec("model")})
+SPEC = StageSpec(
+    "toy",
+    Config,
+    inputs={"model": InputSpec("model", doc="what to train"), "eval": InputSpec("dataset", many=True, required=False)},
+    outputs={"model": OutputSpec("model")},
+)
 
 
 def key(config=None, inputs=None, seed=0, code="c"):
@@ -39,7 +55,14 @@ def key(config=None, inputs=None, seed=0, code="c"):
 
 
 def test_everything_that_counts_changes_the_key():
-    keys = [key(), key({"learning_rate": 2e-5}), key({"optimizer.beta1": 0.8}), key(seed=1), key(code="d"), key(inputs={"model": "a" * 64})]
+    keys = [
+        key(),
+        key({"learning_rate": 2e-5}),
+        key({"optimizer.beta1": 0.8}),
+        key(seed=1),
+        key(code="d"),
+        key(inputs={"model": "a" * 64}),
+    ]
     assert len(set(keys)) == len(keys)
     assert key({"workers": 8}) == key()
     assert key({"learning_rate": 0.00001}) == key()
@@ -50,7 +73,16 @@ def test_key_is_the_same_in_any_process():
     keys = set()
     for seed, locale in (("0", "C"), ("1", "C.UTF-8"), ("random", "de_DE.UTF-8")):
         env = {"PYTHONHASHSEED": seed, "LC_ALL": locale, "PATH": "/usr/bin:/bin"}
-        keys.add(subprocess.run([sys.executable, "-c", code], env=env, cwd=spec_module.PROJECT_ROOT, capture_output=True, text=True, check=True).stdout)
+        keys.add(
+            subprocess.run(
+                [sys.executable, "-c", code],
+                env=env,
+                cwd=spec_module.PROJECT_ROOT,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
     assert keys == {key({"learning_rate": 3e-5}, {"a": "2" * 64, "b": "1" * 64}) + "\n"}
 
 
@@ -66,8 +98,13 @@ def test_input_without_digest_is_refused():
 
 
 def test_catalogue_canonical_form():
-    text, digest = canonical_key("train_rm", "v1", {"model": "tiny", "lr": 1e-06, "betas": [0.9, 0.95], "name": "été", "steps": 10}, ["b", "a"])
-    assert text == '{"code_version":"v1","config":{"betas":[0.9,0.95],"lr":1e-06,"model":"tiny","name":"été","steps":10},"inputs":["a","b"],"stage":"train_rm"}'
+    text, digest = canonical_key(
+        "train_rm", "v1", {"model": "tiny", "lr": 1e-06, "betas": [0.9, 0.95], "name": "été", "steps": 10}, ["b", "a"]
+    )
+    assert (
+        text
+        == '{"code_version":"v1","config":{"betas":[0.9,0.95],"lr":1e-06,"model":"tiny","name":"été","steps":10},"inputs":["a","b"],"stage":"train_rm"}'
+    )
     assert digest == "88791cccc95ad83120281535e28b4ca0e02695d5a5ef457d4b22f0ac033be0bf"
 
 
@@ -108,7 +145,9 @@ def test_resources_count(project):
 
 
 def test_computed_import_is_refused(project):
-    (project / "stages/deep.py").write_text("import importlib\n\ndef g(name):\n    return importlib.import_module(name)\n")
+    (project / "stages/deep.py").write_text(
+        "import importlib\n\ndef g(name):\n    return importlib.import_module(name)\n"
+    )
     with pytest.raises(UnhashableError, match="import the modules by name"):
         closure_digest("stages.main")
 
@@ -136,7 +175,9 @@ def test_a_list_of_settings_is_shown_whole():
     from stages.registry import get_stage
 
     for given in ("verifier", "[{kind: verifier}", {"0": {"weight": 2}}):
-        with pytest.raises(ConfigError, match=r"rewards: .* write the whole list, for example rewards='\[\{kind: verifier\}\]'"):
+        with pytest.raises(
+            ConfigError, match=r"rewards: .* write the whole list, for example rewards='\[\{kind: verifier\}\]'"
+        ):
             parse_config(get_stage("rl").SPEC, {"rewards": given})
 
 
@@ -158,7 +199,10 @@ def test_randomness_is_counter_based():
 
 
 def test_table_of_functions_counts_as_imports(project):
-    (project / "stages/helper.py").write_text("import importlib\n\nTABLE = {'a': 'stages.other:x'}\n\ndef f(name):\n    return importlib.import_module(TABLE[name])\n")
+    (project / "stages/helper.py").write_text(
+        "import importlib\n\nTABLE = {'a': 'stages.other:x'}\n\ndef f(name):\n    return"
+        " importlib.import_module(TABLE[name])\n"
+    )
     before = closure_digest("stages.main")
     (project / "stages/other.py").write_text("x = 2\n")
     assert closure_digest("stages.main") != before
@@ -187,7 +231,9 @@ def test_a_refusal_is_told_without_its_traceback_and_a_defect_with_it():
         raise RenderError("write this instead")
 
     assert refused_by_us(caught(refuse))
-    assert not refused_by_us(caught(lambda: int("x"))) and not refused_by_us(caught(lambda: RewardComponent(kind="nonsense")))
+    assert not refused_by_us(caught(lambda: int("x"))) and not refused_by_us(
+        caught(lambda: RewardComponent(kind="nonsense"))
+    )
 
 
 def test_a_reward_function_may_be_a_file_and_its_text_is_the_setting(tmp_path):
@@ -203,11 +249,17 @@ def test_a_default_is_one_short_line():
     from flows.display import setting
     from stages.reward.components import RewardComponent
 
-    assert setting("\n\n") == r"'\n\n'" and setting(0.5) == "0.5" and len(setting([RewardComponent(kind="verifier")])) <= 40
+    assert (
+        setting("\n\n") == r"'\n\n'"
+        and setting(0.5) == "0.5"
+        and len(setting([RewardComponent(kind="verifier")])) <= 40
+    )
 
 
 def test_parsing_sources_survives_other_threads():
-    """CPython 3.11 shares the depth of the tree under construction between threads: SystemError when a collection lets another one parse."""
+    """CPython 3.11 shares the depth of the tree under construction between threads: SystemError when a collection lets
+    another one parse.
+    """
     import ast
     import gc
     import threading
@@ -244,7 +296,9 @@ def test_parsing_sources_survives_other_threads():
 
 
 def test_what_sources_say_is_kept_and_never_taken_for_another_source(project, monkeypatch):
-    """Parsing all sources takes two seconds; the next process reads what the last one found, which must not outlive the source, the parser or a file that appears."""
+    """Parsing all sources takes two seconds; the next process reads what the last one found, which must not outlive the
+    source, the parser or a file that appears.
+    """
     from stages import sources
 
     monkeypatch.setattr(sys, "dont_write_bytecode", False)

@@ -1,5 +1,5 @@
-"""What is exact although something happens meanwhile: a kill between two acts of publishing, inputs and code that change while a stage waits or runs, hosts whose clocks
-differ, a full disk, libraries that are upgraded."""
+"""What is exact although something happens meanwhile: a kill between two acts of publishing, inputs and code that
+change while a stage waits or runs, hosts whose clocks differ, a full disk, libraries that are upgraded."""
 
 import errno
 import os
@@ -32,18 +32,24 @@ def dataset_of(state_dir, name="toy-data"):
     return store.resolve(f"dataset:{name}@latest").digest
 
 
-# --- publishing ------------------------------------------------------------------------------------------------------------------
+# --- publishing -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("instant", ["before the name points at it", "while a copy of it is removed", "before the record"])
+@pytest.mark.parametrize(
+    "instant", ["before the name points at it", "while a copy of it is removed", "before the record"]
+)
 def test_publishing_goes_on_wherever_it_was_cut_off(state_dir, monkeypatch, instant):
-    """A dataset that was moved into the store before the kill stayed without its ``@latest``, and one half removed could never be published."""
+    """A dataset that was moved into the store before the kill stayed without its ``@latest``, and one half removed
+    could never be published.
+    """
     first = run_stage(TOY, {}, {"steps": 4})
     if instant == "while a copy of it is removed":  # the same bytes again, under another seed's key but for one step
+
         def half(path, *_, **__):
             if Path(path).name == "data":
                 (Path(path) / "manifest.json").unlink()
                 raise Killed
+
         monkeypatch.setattr(store.shutil, "rmtree", half)
         source = state_dir / "copy" / "data"
         source.parent.mkdir()
@@ -52,7 +58,11 @@ def test_publishing_goes_on_wherever_it_was_cut_off(state_dir, monkeypatch, inst
             store.publish_dataset(source, "toy-data", Path(first.paths["data"]).name)
         monkeypatch.undo()
         monkeypatch.setenv("POSTTRAIN_HOME", str(state_dir))
-        assert source.is_dir() and store.publish_dataset(source, "toy-data", Path(first.paths["data"]).name).path == first.paths["data"] and not source.exists()
+        assert (
+            source.is_dir()
+            and store.publish_dataset(source, "toy-data", Path(first.paths["data"]).name).path == first.paths["data"]
+            and not source.exists()
+        )
         return
     real = {"before the name points at it": (store, "set_latest"), "before the record": (records, "write")}[instant]
     with monkeypatch.context() as patch:
@@ -61,7 +71,10 @@ def test_publishing_goes_on_wherever_it_was_cut_off(state_dir, monkeypatch, inst
             run_stage(TOY, {}, {"steps": 5})
     seen = []
     result = run_stage(TOY, {}, {"steps": 5}, on_event=lambda e: seen.append(e["event"]))
-    assert "started" not in seen and store.resolve("dataset:toy-data@latest").path == result.paths["data"] != first.paths["data"]
+    assert (
+        "started" not in seen
+        and store.resolve("dataset:toy-data@latest").path == result.paths["data"] != first.paths["data"]
+    )
 
 
 def test_a_forced_run_that_was_killed_after_its_record_is_over(state_dir, monkeypatch):
@@ -95,7 +108,7 @@ def test_a_reason_with_line_separators_keeps_its_promotion(state_dir):
     assert registry.digest_of("policy", "champion") == ("a" * 64, 1)
 
 
-# --- what changes meanwhile ------------------------------------------------------------------------------------------------------
+# --- what changes meanwhile -------------------------------------------------------------------------------------------
 
 
 def test_an_input_that_changes_while_a_stage_runs_is_refused_until_it_is_back(state_dir, tmp_path):
@@ -133,7 +146,9 @@ def test_code_that_changes_while_a_stage_waits_is_not_run_under_the_old_key(stat
 
 
 def test_a_copy_that_keeps_size_and_time_is_seen(state_dir, tmp_path):
-    """Archives and `cp -p` set modification times, and weights of one architecture have one size: digests were taken from the cache for other contents."""
+    """Archives and `cp -p` set modification times, and weights of one architecture have one size: digests were taken
+    from the cache for other contents.
+    """
     model, other = tmp_path / "model", tmp_path / "other"
     for folder, value in ((model, "a"), (other, "b")):
         folder.mkdir()
@@ -177,16 +192,20 @@ def test_the_version_of_vllm_is_known_where_it_samples(state_dir, monkeypatch):
 
 
 def test_a_stage_that_is_told_to_stop_keeps_its_vllm_until_it_ends(tmp_path):
-    """The step under way, which is finished before the checkpoint, still samples from it; a helper of another kind is told to stop too."""
+    """The step under way, which is finished before the checkpoint, still samples from it; a helper of another kind is
+    told to stop too.
+    """
     import psutil
 
     for name in ("VLLM::Engine", "helper"):
         shutil.copy(shutil.which("sleep"), tmp_path / name)
     (tmp_path / "stage.py").write_text(
-        "import pathlib, signal, subprocess, sys, time\nhere = pathlib.Path(sys.argv[1])\n"
-        "def heed(*_):\n    time.sleep(1.0)\n    (here / 'seen').write_text(' '.join('gone' if p.poll() is not None else 'there' for p in made))\n    sys.exit(143)\n"
-        "signal.signal(signal.SIGTERM, heed)\nmade = [subprocess.Popen([str(here / n), '60']) for n in ('VLLM::Engine', 'helper')]\n"
-        "(here / 'ready').write_text('')\nwhile True:\n    time.sleep(0.1)\n")
+        "import pathlib, signal, subprocess, sys, time\nhere = pathlib.Path(sys.argv[1])\ndef heed(*_):\n   "
+        " time.sleep(1.0)\n    (here / 'seen').write_text(' '.join('gone' if p.poll() is not None else 'there' for p in"
+        " made))\n    sys.exit(143)\nsignal.signal(signal.SIGTERM, heed)\nmade = [subprocess.Popen([str(here / n),"
+        " '60']) for n in ('VLLM::Engine', 'helper')]\n(here / 'ready').write_text('')\nwhile True:\n   "
+        " time.sleep(0.1)\n"
+    )
     child = subprocess.Popen([sys.executable, str(tmp_path / "stage.py"), str(tmp_path)], start_new_session=True)
     while not (tmp_path / "ready").exists():
         time.sleep(0.05)
@@ -220,7 +239,7 @@ def prompts(folder):
     return folder / "raw"
 
 
-# --- hosts and disks -------------------------------------------------------------------------------------------------------------
+# --- hosts and disks --------------------------------------------------------------------------------------------------
 
 
 def elsewhere(**more):
@@ -234,7 +253,9 @@ def aged(path, seconds):
 
 @pytest.mark.parametrize("clock", [-3600.0, 0.0, 3600.0])
 def test_another_hosts_clock_may_be_wrong(state_dir, clock):
-    """A host that was five minutes behind lost the locks of its running stages; one that was ahead kept them for good."""
+    """A host that was five minutes behind lost the locks of its running stages; one that was ahead kept them for
+    good.
+    """
     path = home.leases_dir() / "x.json"
     atomic_write_json(path, elsewhere(heartbeat=time.time() + clock))
     assert leases.holder(path)
@@ -251,7 +272,10 @@ def test_a_run_on_another_host_is_running_while_it_beats(state_dir):
     atomic_write_json(one.path, {**one.data, "owner": there})
     far = leases._beat_file(there)
     far.touch()
-    assert records.get_run(one.run_id).status == "RUNNING" and records.start_run("demo", {}, identity="i").run_id != one.run_id
+    assert (
+        records.get_run(one.run_id).status == "RUNNING"
+        and records.start_run("demo", {}, identity="i").run_id != one.run_id
+    )
     aged(far, 400)
     assert records.get_run(one.run_id).status == "KILLED"
 

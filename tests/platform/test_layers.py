@@ -10,8 +10,22 @@ from stages.spec import PROJECT_ROOT, imports_of
 
 LAYERS = ("storage", "stages", "tasks", "flows")  # each may import itself and those before it
 FOR_STAGES = {"storage.files", "storage.schema", "storage.datasets", "storage.checkpoints"}
-PACKAGES = ("running", "reporting", "measures", "verification", "models", "decoding", "acting", "reward_models", "reward", "evaluation", "ingestion", "direct", "policy",
-            "rollouts")  # of stages; each may import itself, those before it, and what all of them share (stages/*.py)
+PACKAGES = (
+    "running",
+    "reporting",
+    "measures",
+    "verification",
+    "models",
+    "decoding",
+    "acting",
+    "reward_models",
+    "reward",
+    "evaluation",
+    "ingestion",
+    "direct",
+    "policy",
+    "rollouts",
+)  # of stages; each may import itself, those before it, and what all of them share (stages/*.py)
 FILES = sorted(p for layer in LAYERS for p in (PROJECT_ROOT / layer).rglob("*.py"))
 
 
@@ -24,7 +38,13 @@ def wanted(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     name = name_of(path)
     if name == "stages.registry":  # the one table of names -> modules
-        tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef)] + [n for f in tree.body if isinstance(f, ast.FunctionDef) for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+        tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef)] + [
+            n
+            for f in tree.body
+            if isinstance(f, ast.FunctionDef)
+            for n in ast.walk(f)
+            if isinstance(n, (ast.Import, ast.ImportFrom))
+        ]
     return {n for n in imports_of(name, _without_computed(tree), path.name == "__init__.py") if n}
 
 
@@ -51,17 +71,26 @@ def test_arrows(path):
         if top == "prefect":
             assert layer in ("tasks", "flows"), f"{name} imports prefect"
         if top == "mlflow":
-            assert layer in ("flows", "tasks") or name in ("storage.projector", "storage.mlflow_database"), f"{name} imports mlflow"
+            assert layer in ("flows", "tasks") or name in (
+                "storage.projector",
+                "storage.mlflow_database",
+            ), f"{name} imports mlflow"
         if layer == "stages" and top == "storage" and target != "storage":
-            assert ".".join(target.split(".")[:2]) in FOR_STAGES, f"{name} imports {target}; stages may use {sorted(FOR_STAGES)}"
+            assert ".".join(target.split(".")[:2]) in FOR_STAGES, (
+                f"{name} imports {target}; stages may use {sorted(FOR_STAGES)}"
+            )
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name in PACKAGES], ids=lambda p: str(p.relative_to(PROJECT_ROOT)))
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.parent.name in PACKAGES], ids=lambda p: str(p.relative_to(PROJECT_ROOT))
+)
 def test_arrows_between_the_packages_of_stages(path):
     for target in wanted(path):
         package = (*target.split("."), "")[1]
         if target.startswith("stages.") and package in PACKAGES:
-            assert PACKAGES.index(package) <= PACKAGES.index(path.parent.name), f"{name_of(path)} imports {target}: stages/{path.parent.name} may not know stages/{package}"
+            assert PACKAGES.index(package) <= PACKAGES.index(path.parent.name), (
+                f"{name_of(path)} imports {target}: stages/{path.parent.name} may not know stages/{package}"
+            )
 
 
 def test_every_package_of_stages_has_its_place():
@@ -69,7 +98,19 @@ def test_every_package_of_stages_has_its_place():
     assert found - {"worldgen"} == set(PACKAGES)
 
 
-@pytest.mark.parametrize("module", ["flows", "tasks", "tasks.run", "storage.store", "storage.records", "storage.tracking", "stages.registry", "stages.harness"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "flows",
+        "tasks",
+        "tasks.run",
+        "storage.store",
+        "storage.records",
+        "storage.tracking",
+        "stages.registry",
+        "stages.harness",
+    ],
+)
 def test_light_imports(module):
     heavy = ("torch", "transformers", "datasets", "mlflow", "prefect", "pandas", "matplotlib")
     code = f"import sys, {module}; print([m for m in {heavy!r} if m in sys.modules])"
@@ -79,10 +120,10 @@ def test_light_imports(module):
 
 def test_every_stage_declares_itself_lightly():
     code = (
-        "import sys\nfrom stages.registry import STAGES, get_stage\n"
-        "for name in STAGES:\n    spec = get_stage(name).SPEC\n    assert spec.name == name, (name, spec.name)\n    spec.config()\n"
-        "    for field, info in spec.config.model_fields.items():\n        assert info.description, f'{name}.{field} has no description'\n"
-        "print([m for m in ('torch', 'transformers', 'mlflow', 'prefect') if m in sys.modules])"
+        "import sys\nfrom stages.registry import STAGES, get_stage\nfor name in STAGES:\n    spec ="
+        " get_stage(name).SPEC\n    assert spec.name == name, (name, spec.name)\n    spec.config()\n    for field, info"
+        " in spec.config.model_fields.items():\n        assert info.description, f'{name}.{field} has no"
+        " description'\nprint([m for m in ('torch', 'transformers', 'mlflow', 'prefect') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT)
     assert run.returncode == 0, run.stderr
@@ -98,7 +139,9 @@ def test_every_stage_can_be_hashed():
 
 
 def test_every_config_field_is_read():
-    """No option of a stage or a recipe is accepted and then ignored: each is read by name, or by a name put together from a pattern."""
+    """No option of a stage or a recipe is accepted and then ignored: each is read by name, or by a name put together
+    from a pattern.
+    """
     import ast
     import re
     import typing
@@ -119,9 +162,15 @@ def test_every_config_field_is_read():
                     if isinstance(name, ast.Constant):
                         read.add(name.value)
                     elif isinstance(name, ast.JoinedStr):
-                        patterns.add("".join(part.value if isinstance(part, ast.Constant) else r"\w+" for part in name.values))
+                        patterns.add(
+                            "".join(part.value if isinstance(part, ast.Constant) else r"\w+" for part in name.values)
+                        )
                 elif isinstance(node, (ast.Tuple, ast.Dict)):  # tables of names that are looked up
-                    read |= {part.value for part in [*getattr(node, "elts", ()), *getattr(node, "keys", ())] if isinstance(part, ast.Constant)}
+                    read |= {
+                        part.value
+                        for part in [*getattr(node, "elts", ()), *getattr(node, "keys", ())]
+                        if isinstance(part, ast.Constant)
+                    }
 
     assert {r"ingest_\w+", r"\w+_column"} <= patterns
     seen: set[type] = set()
@@ -138,6 +187,10 @@ def test_every_config_field_is_read():
         visit(get_stage(stage).SPEC.config)
     for recipe in RECIPES:
         visit(get_recipe(recipe).config_type)
-    ignored = [f"{model.__module__}.{model.__name__}.{field}" for model in seen for field in model.model_fields
-               if field not in read and not any(re.fullmatch(pattern, field) for pattern in patterns)]
+    ignored = [
+        f"{model.__module__}.{model.__name__}.{field}"
+        for model in seen
+        for field in model.model_fields
+        if field not in read and not any(re.fullmatch(pattern, field) for pattern in patterns)
+    ]
     assert len(seen) > 40 and not ignored, ignored

@@ -17,7 +17,9 @@ HOLD = "import sys, time\nfrom storage import leases\nheld = leases.{call}\nprin
 
 
 def hold(call):
-    process = subprocess.Popen([sys.executable, "-c", HOLD.format(call=call)], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD.format(call=call)], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -77,7 +79,11 @@ def test_the_newest_run_is_the_one_that_began_last_whatever_the_clock_said(state
     other = records.start_run("demo", {}, identity="j")
     newest = records.start_run("demo", {}, identity="i")
     records.finish_run(newest.run_id, "FAILED")
-    assert records.get_run("latest").run_id == newest.run_id and [run.run_id for run in records.all_runs()] == [newest.run_id, other.run_id, before.run_id]
+    assert records.get_run("latest").run_id == newest.run_id and [run.run_id for run in records.all_runs()] == [
+        newest.run_id,
+        other.run_id,
+        before.run_id,
+    ]
     assert records.start_run("demo", {}, identity="i").run_id == newest.run_id
 
 

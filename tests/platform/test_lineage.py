@@ -1,4 +1,6 @@
-"""Where things come from, also where stages give back what they were given, and after the state directory was moved, copied or lost a part."""
+"""Where things come from, also where stages give back what they were given, and after the state directory was moved,
+copied or lost a part.
+"""
 
 import os
 import shutil
@@ -24,7 +26,9 @@ def leaves(node):
 
 
 def test_stages_that_change_nothing_hide_no_origin(raw):
-    """Ingesting a dataset again with other limits keeps its content and so its digest: every such stage is in the tree once, and the file at its end."""
+    """Ingesting a dataset again with other limits keeps its content and so its digest: every such stage is in the tree
+    once, and the file at its end.
+    """
     first = run_stage("ingest", {"data": raw}, {"dataset": "pairs"})
     digest = store.resolve(first.outputs["data"]).digest
     keys = [first.key]
@@ -57,7 +61,9 @@ def test_what_was_made_later_is_no_origin(tmp_path, raw):
 
 
 def test_a_moved_home_is_whole_and_a_copy_stands_by_itself(state_dir, tmp_path, raw, monkeypatch):
-    """After ``mv`` and after ``cp -r``: the same tree, cached results, and nothing is read from or written to where it was."""
+    """After ``mv`` and after ``cp -r``: the same tree, cached results, and nothing is read from or written to where it
+    was.
+    """
     first = run_stage("ingest", {"data": raw}, {"dataset": "pairs"})
     config = {"kind": "unpaired/1", "dataset": "thumbs"}
     second = run_stage("ingest", {"data": first.outputs["data"]}, config)
@@ -66,17 +72,28 @@ def test_a_moved_home_is_whole_and_a_copy_stands_by_itself(state_dir, tmp_path, 
     os.rename(state_dir, moved)
     monkeypatch.setenv("POSTTRAIN_HOME", str(moved))
     assert lineage.lines(lineage.tree(second.outputs["data"])) == lineage.lines(tree)
-    record = records.read(second.key)       # before anything is verified: what compare, costs and cards read
-    assert all(os.path.isdir(output["path"]) for output in record["outputs"].values()) and os.path.isfile(os.path.join(record["workdir"], "SPEC.json")) and record["metrics_file"].startswith(str(moved))
-    assert record["reports"] and all(os.path.isfile(report[kind]) for report in record["reports"] for kind in ("markdown", "table") if report.get(kind))
-    assert [one["workdir"] for one in records.all_records()] == [str(moved / "work" / key) for key in (first.key, second.key)]
+    record = records.read(second.key)  # before anything is verified: what compare, costs and cards read
+    assert (
+        all(os.path.isdir(output["path"]) for output in record["outputs"].values())
+        and os.path.isfile(os.path.join(record["workdir"], "SPEC.json"))
+        and record["metrics_file"].startswith(str(moved))
+    )
+    assert record["reports"] and all(
+        os.path.isfile(report[kind])
+        for report in record["reports"]
+        for kind in ("markdown", "table")
+        if report.get(kind)
+    )
+    assert [one["workdir"] for one in records.all_records()] == [
+        str(moved / "work" / key) for key in (first.key, second.key)
+    ]
     again = run_stage("ingest", {"data": first.outputs["data"]}, config)
     assert again.cached and again.key == second.key and str(moved) in again.paths["data"]
     shutil.copytree(moved, copied)
     monkeypatch.setenv("POSTTRAIN_HOME", str(copied))
     again = run_stage("ingest", {"data": first.outputs["data"]}, config)
     assert again.cached and again.key == second.key and str(copied) in again.paths["data"], "a copy reads its own files"
-    shutil.rmtree(store.resolve(first.outputs["data"]).path)       # a result in the middle
+    shutil.rmtree(store.resolve(first.outputs["data"]).path)  # a result in the middle
     assert leaves(lineage.tree(second.outputs["data"])) == [raw]
     with pytest.raises(store.StoreError):
         store.resolve(first.outputs["data"])
@@ -86,13 +103,20 @@ def test_a_moved_home_is_whole_and_a_copy_stands_by_itself(state_dir, tmp_path, 
 
 
 def test_a_step_that_trials_share_has_no_trials_name(raw):
-    """Of a stage that several steps of a run share, the lineage and the card say what their names end in alike; a run that takes it from another one has a name of its own for it."""
+    """Of a stage that several steps of a run share, the lineage and the card say what their names end in alike; a run
+    that takes it from another one has a name of its own for it.
+    """
     from storage.cards import dataset_card
     from tasks.run import finish_flow, start_flow
 
     def trial(run, name, least):
         shared = run_stage("ingest", {"data": raw}, {"dataset": "pairs"}, flow_run=run.as_flow_run(f"{name}.ingest"))
-        return shared.key, run_stage("ingest", {"data": shared.outputs["data"]}, {"kind": "unpaired/1", "dataset": "thumbs", "max_pairs_per_prompt": least}, flow_run=run.as_flow_run(f"{name}.label"))
+        return shared.key, run_stage(
+            "ingest",
+            {"data": shared.outputs["data"]},
+            {"kind": "unpaired/1", "dataset": "thumbs", "max_pairs_per_prompt": least},
+            flow_run=run.as_flow_run(f"{name}.label"),
+        )
 
     sweep = start_flow("sweep", {})
     shared, first = trial(sweep, "max-0.1", 1)
@@ -100,9 +124,20 @@ def test_a_step_that_trials_share_has_no_trials_name(raw):
     _, second = trial(sweep, "max-0.2", 2)
     finish_flow(sweep.run_id, "FINISHED")
     node = lineage.tree(second.key)
-    assert node["label"] == "max-0.2.label" and node["inputs"]["data"]["label"] == "ingest" and records.read(shared)["label"] == "max-0.1.ingest"
-    assert "ingest" in dataset_card(second.outputs["data"]) and "max-0.1.ingest" not in dataset_card(second.outputs["data"])
+    assert (
+        node["label"] == "max-0.2.label"
+        and node["inputs"]["data"]["label"] == "ingest"
+        and records.read(shared)["label"] == "max-0.1.ingest"
+    )
+    assert "ingest" in dataset_card(second.outputs["data"]) and "max-0.1.ingest" not in dataset_card(
+        second.outputs["data"]
+    )
     later = start_flow("preference", {})
     assert run_stage("ingest", {"data": raw}, {"dataset": "pairs"}, flow_run=later.as_flow_run("pairs")).cached
-    third = run_stage("ingest", {"data": first.outputs["data"]}, {"kind": "unpaired/1", "dataset": "more"}, flow_run=later.as_flow_run("more"))
+    third = run_stage(
+        "ingest",
+        {"data": first.outputs["data"]},
+        {"kind": "unpaired/1", "dataset": "more"},
+        flow_run=later.as_flow_run("more"),
+    )
     assert lineage.tree(third.outputs["data"])["inputs"]["data"]["inputs"]["data"]["label"] == "pairs"

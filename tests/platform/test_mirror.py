@@ -35,7 +35,13 @@ def test_every_metric_comes_once_and_in_order(state_dir, monkeypatch, capfd):
     assert [step for _, step, _, _ in seen] == [*range(6), None] and {name for *_, name in seen} == {"mirror"}
     run, _, metrics, _ = seen[-1]
     assert metrics["position"] == seen[-2][2]["position"] == result.metrics["position"]
-    assert (run["stage"], run["label"], run["key"], run["run_id"], run["config"]["steps"]) == ("toy", "toy", result.key, None, 6)
+    assert (run["stage"], run["label"], run["key"], run["run_id"], run["config"]["steps"]) == (
+        "toy",
+        "toy",
+        result.key,
+        None,
+        6,
+    )
     assert run_stage(TOY, {}, {"steps": 6}).cached and len(seen) == 7  # what does not run has no metrics
     with pytest.raises(StageError):
         run_stage(TOY, {}, {"steps": 6, "fail_at": 3})
@@ -43,14 +49,22 @@ def test_every_metric_comes_once_and_in_order(state_dir, monkeypatch, capfd):
     assert "POSTTRAIN_MIRROR" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("target, said", (("fail", "OSError: no network"), ("absent", "AttributeError"), ("hang", "not waited for")))
+@pytest.mark.parametrize(
+    "target, said", (("fail", "OSError: no network"), ("absent", "AttributeError"), ("hang", "not waited for"))
+)
 def test_what_it_does_wrong_is_told_once_and_changes_nothing(target, said, state_dir, monkeypatch, capfd):
     monkeypatch.setattr(mirror, "LAST_SECONDS", 0.2)
     plain = run_stage(TOY, {}, {"steps": 5})
     monkeypatch.setenv("POSTTRAIN_MIRROR", f"{__name__}:{target}")
     result = run_stage(TOY, {}, {"steps": 5}, force=True)
     err = capfd.readouterr().err
-    assert not result.cached and result.outputs == plain.outputs and err.count("POSTTRAIN_MIRROR") == 1 and said in err and "the stage goes on" in err
+    assert (
+        not result.cached
+        and result.outputs == plain.outputs
+        and err.count("POSTTRAIN_MIRROR") == 1
+        and said in err
+        and "the stage goes on" in err
+    )
     if target == "fail":
         assert seen == [*range(5), None]
 

@@ -45,7 +45,10 @@ def client():
 
 
 def points(run_id, *keys):
-    return {k: [(m.step, m.value) for m in sorted(client().get_metric_history(run_id, k), key=lambda m: m.step)] for k in keys}
+    return {
+        k: [(m.step, m.value) for m in sorted(client().get_metric_history(run_id, k), key=lambda m: m.step)]
+        for k in keys
+    }
 
 
 def expected(key):
@@ -66,7 +69,9 @@ def test_artifacts_live_under_the_state_directory(state_dir, tmp_path, monkeypat
 
 @pytest.mark.parametrize("cut_off", [False, True])
 def test_the_first_stage_of_a_home_gets_a_whole_database(state_dir, monkeypatch, cut_off):
-    """A stage of a second ended within MLflow's migrations, which cannot go on from there; and the next one found what was left."""
+    """A stage of a second ended within MLflow's migrations, which cannot go on from there; and the next one found what
+    was left.
+    """
     import sqlite3
 
     (state_dir / "mlflow.db").unlink()
@@ -77,7 +82,8 @@ def test_the_first_stage_of_a_home_gets_a_whole_database(state_dir, monkeypatch,
     monkeypatch.setattr(tracking, "FIRST_SECONDS", 120.0)
     (state_dir / "raw.txt").write_text("x\ny\n")
     result = run_stage(TOY, {"text": str(state_dir / "raw.txt")}, {"steps": 3})
-    assert result.mlflow_run_id and client().get_run(result.mlflow_run_id).info.status == "FINISHED"  # waited for although the limit was short
+    # waited for although the limit was short
+    assert result.mlflow_run_id and client().get_run(result.mlflow_run_id).info.status == "FINISHED"
     assert not list(state_dir.glob("mlflow.db.new*"))
 
 
@@ -86,36 +92,76 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     raw.write_text("x")
     run = start_flow("demo", {"sft": {"lr": 0.1}}, prefect={"flow_run_id": "f-1", "url": "http://prefect/runs/f-1"})
     first = run_stage(TOY, {"text": str(raw)}, {"steps": 6}, flow_run=run.as_flow_run("one"))
-    second = run_stage(TOY, {"data": first.outputs["data"], "model": first.outputs["model"]}, {"steps": 4}, name_as="final", flow_run=run.as_flow_run("two"))
+    second = run_stage(
+        TOY,
+        {"data": first.outputs["data"], "model": first.outputs["model"]},
+        {"steps": 4},
+        name_as="final",
+        flow_run=run.as_flow_run("two"),
+    )
     third = run_stage(TOY, {"text": str(raw)}, {"steps": 6}, flow_run=run.as_flow_run("three"))
     parent = finish_flow(run.run_id, "FINISHED", timeout=120)
     mlflow = client()
     assert outbox.pending() == [] and third.cached
-    runs = {r.info.run_name: r for r in mlflow.search_runs([mlflow.get_experiment_by_name("posttrain/demo").experiment_id])}
+    runs = {
+        r.info.run_name: r for r in mlflow.search_runs([mlflow.get_experiment_by_name("posttrain/demo").experiment_id])
+    }
     assert len(runs) == 4 and {r.info.status for r in runs.values()} == {"FINISHED"}
     assert all(runs[n].data.tags["mlflow.parentRunId"] == parent for n in ("one", "two", "three"))
     assert points(first.mlflow_run_id, "position", "abs") == expected(first.key)
     one, two = runs["one"], mlflow.get_run(runs["two"].info.run_id)
-    assert one.data.params["steps"] == "6" and one.data.params["seed"] == "0" and one.data.metrics["final/position"] == first.metrics["position"]
-    assert one.data.metrics["perf/peak_memory_mib"] > 1 and one.data.tags["prefect.flow_run_id"] == "f-1" and "http://prefect/runs/f-1" in one.data.tags["mlflow.note.content"]
-    assert runs["three"].data.tags["posttrain.cached"] == "true" and runs["three"].data.metrics["final/position"] == first.metrics["position"]
+    assert (
+        one.data.params["steps"] == "6"
+        and one.data.params["seed"] == "0"
+        and one.data.metrics["final/position"] == first.metrics["position"]
+    )
+    assert (
+        one.data.metrics["perf/peak_memory_mib"] > 1
+        and one.data.tags["prefect.flow_run_id"] == "f-1"
+        and "http://prefect/runs/f-1" in one.data.tags["mlflow.note.content"]
+    )
+    assert (
+        runs["three"].data.tags["posttrain.cached"] == "true"
+        and runs["three"].data.metrics["final/position"] == first.metrics["position"]
+    )
     data = two.inputs.dataset_inputs[0]
     full = {t.key: t.value for t in data.tags}
-    assert full["posttrain.digest"].startswith(data.dataset.digest) and len(full["posttrain.digest"]) == 64 and data.dataset.name == "toy-data"
-    assert [m.model_id for m in two.inputs.model_inputs] == [projector.model_id_of(registry.lookup("toy").versions[1]["digest"])]
-    assert mlflow.get_model_version_by_alias("final", "candidate").tags["posttrain.digest"] == registry.lookup("final").versions[1]["digest"]
+    assert (
+        full["posttrain.digest"].startswith(data.dataset.digest)
+        and len(full["posttrain.digest"]) == 64
+        and data.dataset.name == "toy-data"
+    )
+    assert [m.model_id for m in two.inputs.model_inputs] == [
+        projector.model_id_of(registry.lookup("toy").versions[1]["digest"])
+    ]
+    assert (
+        mlflow.get_model_version_by_alias("final", "candidate").tags["posttrain.digest"]
+        == registry.lookup("final").versions[1]["digest"]
+    )
     model = mlflow.get_logged_model(two.outputs.model_outputs[0].model_id)
-    assert str(model.status) in ("READY", "LoggedModelStatus.READY") and {m.key for m in model.metrics} == {"final/position"}
+    assert str(model.status) in ("READY", "LoggedModelStatus.READY") and {m.key for m in model.metrics} == {
+        "final/position"
+    }
     stored = os.stat(os.path.join(second.paths["model"], "weights.bin"))
-    assert os.stat(os.path.join(mlflow_database.local_path(model.artifact_location), "weights.bin")).st_ino == stored.st_ino
-    assert {a.path for a in mlflow.list_artifacts(one.info.run_id, "reports")} == {"reports/walk.md", "reports/walk.json"}
+    assert (
+        os.stat(os.path.join(mlflow_database.local_path(model.artifact_location), "weights.bin")).st_ino
+        == stored.st_ino
+    )
+    assert {a.path for a in mlflow.list_artifacts(one.info.run_id, "reports")} == {
+        "reports/walk.md",
+        "reports/walk.json",
+    }
     assert records.read(first.key)["mlflow"]["run_id"] == first.mlflow_run_id
     registry.record_decision("final", 1, promoted=True, evidence={"win_rate": 0.7})
     assert tracking.sync()["error"] is None
     champion = mlflow.get_model_version_by_alias("final", "champion")
     assert json.loads(champion.tags["posttrain.evidence"]) == {"win_rate": 0.7}
     top = mlflow.get_run(parent)
-    assert top.data.params == {"sft.lr": "0.1"} and top.data.metrics["two/position"] == second.metrics["position"] and "| two | toy | ran |" in top.data.tags["mlflow.note.content"]
+    assert (
+        top.data.params == {"sft.lr": "0.1"}
+        and top.data.metrics["two/position"] == second.metrics["position"]
+        and "| two | toy | ran |" in top.data.tags["mlflow.note.content"]
+    )
 
 
 def test_a_dataset_is_called_in_mlflow_as_it_was_published(state_dir):
@@ -144,7 +190,10 @@ def test_kill_and_resume_is_one_run_with_each_point_once(state_dir):
         run_stage(TOY, {}, {"steps": 20, "sleep": 0.1}, on_event=kill)
     assert tracking.sync(timeout=60)["pending"] == 0
     failed = outbox.run_id_of(f"stage.toy.{key[:16]}")
-    assert client().get_run(failed).info.status == "FAILED" and "SIGKILL" in client().get_run(failed).data.tags["posttrain.error"]
+    assert (
+        client().get_run(failed).info.status == "FAILED"
+        and "SIGKILL" in client().get_run(failed).data.tags["posttrain.error"]
+    )
     result = run_stage(TOY, {}, {"steps": 20})
     assert result.mlflow_run_id == failed and client().get_run(failed).info.status == "FINISHED"
     assert points(failed, "position", "abs") == expected(result.key)
@@ -156,8 +205,14 @@ def test_a_failed_stage_is_shown_as_failed_when_its_command_ends(state_dir):
     """Without any later command, which would send what is left."""
     with pytest.raises(StageError):
         run_stage(TOY, {}, {"steps": 9, "fail_at": 7})
-    code = f"import sqlite3; print(sqlite3.connect({str(state_dir / 'mlflow.db')!r}).execute('select status from runs').fetchall())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[('FAILED',)]"
+    code = (
+        f"import sqlite3; print(sqlite3.connect({str(state_dir / 'mlflow.db')!r}).execute('select status from"
+        " runs').fetchall())"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "[('FAILED',)]"
+    )
 
 
 def test_server_away_then_back(state_dir, monkeypatch, capsys):
@@ -179,7 +234,9 @@ def test_server_away_then_back(state_dir, monkeypatch, capsys):
 
 
 def test_batch_sent_but_not_noted_is_not_doubled(state_dir, tmp_path, monkeypatch):
-    """Stop the projection at each write of its cursor in turn; whoever goes on sends nothing twice and leaves nothing out."""
+    """Stop the projection at each write of its cursor in turn; whoever goes on sends nothing twice and leaves nothing
+    out.
+    """
     lines = [json.dumps({"step": s, "metrics": {"loss": 1.0 / (s + 1)}}) for s in range(5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "perf.jsonl").write_text("\n".join(lines) + "\n")
@@ -214,7 +271,11 @@ def test_batch_sent_but_not_noted_is_not_doubled(state_dir, tmp_path, monkeypatc
 
 
 def test_dead_process_is_shown_as_killed(state_dir):
-    code = f"from tasks.run import run_stage, start_flow; r = start_flow('demo', {{}}); print(r.run_id, flush=True); run_stage({TOY!r}, {{}}, {{'steps': 900, 'sleep': 0.1}}, flow_run=r.as_flow_run('walk'), on_event=lambda e: e['event'] == 'metric' and print('go', flush=True))"
+    code = (
+        "from tasks.run import run_stage, start_flow; r = start_flow('demo', {}); print(r.run_id, flush=True);"
+        f" run_stage({TOY!r}, {{}}, {{'steps': 900, 'sleep': 0.1}}, flow_run=r.as_flow_run('walk'), on_event=lambda e:"
+        " e['event'] == 'metric' and print('go', flush=True))"
+    )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True)
     run_id = parent.stdout.readline().strip()
     assert parent.stdout.readline() == "go\n"
@@ -263,10 +324,14 @@ def test_the_same_run_given_again_goes_on_in_its_mlflow_run(state_dir):
     assert again.run_id == "flow-1" and again.data["attempts"] == 2 and again.data["flow_runs"] == ["flow-1", "flow-2"]
     assert records.get_run("flow-2").run_id == "flow-1"
     assert run_stage(TOY, {}, {"steps": 3}, flow_run=again.as_flow_run("walk")).mlflow_run_id == stage.mlflow_run_id
-    assert start_flow("demo", {"x": 1}, run_id="flow-3", identity="same").run_id == "flow-3"  # flow-1 runs: a second copy is a run of its own
+    # flow-1 runs: a second copy is a run of its own
+    assert start_flow("demo", {"x": 1}, run_id="flow-3", identity="same").run_id == "flow-3"
     finish_flow("flow-3", "FINISHED", timeout=120)
-    assert finish_flow("flow-1", "FINISHED", timeout=120) == parent and client().get_run(parent).info.status == "FINISHED"
-    assert start_flow("demo", {"x": 1}, run_id="flow-4", identity="same").run_id == "flow-4"  # the newest one finished: nothing to go on with
+    assert (
+        finish_flow("flow-1", "FINISHED", timeout=120) == parent and client().get_run(parent).info.status == "FINISHED"
+    )
+    # the newest one finished: nothing to go on with
+    assert start_flow("demo", {"x": 1}, run_id="flow-4", identity="same").run_id == "flow-4"
     assert start_flow("demo", {"x": 2}, run_id="flow-5", identity="other").run_id == "flow-5"
 
 
@@ -277,10 +342,15 @@ def test_a_server_in_front_of_the_same_database_continues_what_was_sent(state_di
     done, cursor_path = outbox.done_files_of(unit)
     document = read_json(done)
     before = client().get_metric_history(result.mlflow_run_id, "position")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:////{str(state_dir / 'mlflow.db')}")  # one slash more: the same file under another name
+    # one slash more: the same file under another name
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:////{str(state_dir / 'mlflow.db')}")
     tracking.put({**document, "more": 1})
     assert tracking.flush(unit, timeout=120) == result.mlflow_run_id and outbox.pending() == []
-    assert len(client().get_metric_history(result.mlflow_run_id, "position")) == len(before) == len(expected(result.key)["position"])
+    assert (
+        len(client().get_metric_history(result.mlflow_run_id, "position"))
+        == len(before)
+        == len(expected(result.key)["position"])
+    )
 
 
 def aliases():
@@ -292,7 +362,10 @@ def test_the_champion_is_in_mlflow_when_the_run_ends(state_dir):
     run = start_flow("demo", {})
     result = run_stage(TOY, {}, {"steps": 3}, name_as="toy", flow_run=run.as_flow_run("walk"))
     digest = result.outputs["model"].removeprefix("model:m-")
-    version = registry.register("policy", next(o["digest"] for o in records.read(result.key)["outputs"].values() if o["digest"].startswith(digest)))
+    version = registry.register(
+        "policy",
+        next(o["digest"] for o in records.read(result.key)["outputs"].values() if o["digest"].startswith(digest)),
+    )
     registry.set_alias("policy", "champion", version)
     finish_flow(run.run_id, "FINISHED", timeout=120)
     assert aliases()["policy"]["champion"] in (1, "1") and "toy" in aliases()
@@ -308,7 +381,8 @@ def test_a_model_that_a_store_has_not_got_holds_up_its_own_name_only(state_dir, 
     tracking.flush_registry(120)
     assert {"first", "policy"} <= set(aliases()) and "unseen" not in aliases()
     assert "champion" in aliases()["policy"]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:////{str(state_dir / 'mlflow.db')}")  # the same store under another address
+    # the same store under another address
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:////{str(state_dir / 'mlflow.db')}")
     registry.set_alias("policy", "champion", None)
     tracking.flush_registry(120)
     assert "champion" not in aliases()["policy"]
@@ -335,10 +409,19 @@ def test_a_moved_home_keeps_its_artifacts_and_leaves_the_old_place_alone(state_d
 
 
 def test_killed_after_any_call_of_mlflow_the_next_goes_on(state_dir, monkeypatch):
-    """SIGKILL, or a full disk, after MLflow took a call and before the cursor says so: whoever goes on completes the run, and what it shows is there once."""
+    """SIGKILL, or a full disk, after MLflow took a call and before the cursor says so: whoever goes on completes the
+    run, and what it shows is there once.
+    """
     monkeypatch.setattr(tracking, "poke", lambda unit: None)
     result = run_stage(TOY, {}, {"steps": 12, "save_every": 100})
-    done = next(path for path in [*outbox.home.outbox_dir().glob("stage.*.json"), *outbox.home.subdir("outbox", "done").glob("stage.*.json")] if not path.name.endswith(".cursor.json"))
+    done = next(
+        path
+        for path in [
+            *outbox.home.outbox_dir().glob("stage.*.json"),
+            *outbox.home.subdir("outbox", "done").glob("stage.*.json"),
+        ]
+        if not path.name.endswith(".cursor.json")
+    )
     document = read_json(done)
     assert document["status"] == "FINISHED"
 
@@ -365,7 +448,17 @@ def test_killed_after_any_call_of_mlflow_the_next_goes_on(state_dir, monkeypatch
     seen = []
     for stop in range(100):
         unit, cut = f"cut{stop}", Client(stop)
-        atomic_write_json(outbox.files_of(unit)[0], {**document, "unit": unit, "outputs": {name: {**o, "digest": f"{stop:064x}"} if o["kind"] == "model" else o for name, o in document["outputs"].items()}})
+        atomic_write_json(
+            outbox.files_of(unit)[0],
+            {
+                **document,
+                "unit": unit,
+                "outputs": {
+                    name: {**o, "digest": f"{stop:064x}"} if o["kind"] == "model" else o
+                    for name, o in document["outputs"].items()
+                },
+            },
+        )
         projecting = projector.Projector()
         projecting._client, projecting._uri = cut, outbox.tracking_uri()
         try:
@@ -376,5 +469,9 @@ def test_killed_after_any_call_of_mlflow_the_next_goes_on(state_dir, monkeypatch
             break
         assert projector.Projector().project(unit) == (True, None), seen[-1]
         run = client().get_run(outbox.run_id_of(unit))
-        assert run.info.status == "FINISHED" and len(run.outputs.model_outputs) == 1 and points(run.info.run_id, "position", "abs") == expected(result.key), seen[-1]
+        assert (
+            run.info.status == "FINISHED"
+            and len(run.outputs.model_outputs) == 1
+            and points(run.info.run_id, "position", "abs") == expected(result.key)
+        ), seen[-1]
     assert {"log_outputs", "log_batch", "create_run", "create_logged_model"} <= set(seen) and len(seen) > 10

@@ -1,4 +1,6 @@
-"""How stage processes start: forked from a parent that has the libraries, or by themselves; the same work either way."""
+"""How stage processes start: forked from a parent that has the libraries, or by themselves; the same work either
+way.
+"""
 
 import dataclasses
 import os
@@ -59,7 +61,9 @@ def test_a_forked_stage_does_what_a_started_one_does(state_dir, tmp_path, trains
     alone, (command, parent, leads) = started({"steps": 9})
     assert "SPEC.json" in command and parent == os.getpid() and leads
     assert alone.outputs == forked.outputs and alone.metrics == forked.metrics and alone.versions == forked.versions
-    assert (tmp_path / "other/work" / alone.key / "metrics.jsonl").read_bytes() == (state_dir / "work" / forked.key / "metrics.jsonl").read_bytes()
+    assert (tmp_path / "other/work" / alone.key / "metrics.jsonl").read_bytes() == (
+        state_dir / "work" / forked.key / "metrics.jsonl"
+    ).read_bytes()
 
 
 @FORKS
@@ -101,7 +105,9 @@ def test_side_by_side_they_end_each_for_itself(state_dir, trains, fresh):
 
     def one(seed):
         try:
-            found[seed] = started({"steps": 40, "sleep": 0.02, "fail_at": 30 if seed == 2 else -1}, seed=seed)[0].outputs
+            found[seed] = started({"steps": 40, "sleep": 0.02, "fail_at": 30 if seed == 2 else -1}, seed=seed)[
+                0
+            ].outputs
         except StageError as error:
             found[seed] = str(error)
 
@@ -124,7 +130,13 @@ def test_they_end_with_their_owner(tmp_path):
         run_stage({TOY!r}, {{}}, {{"steps": 5000, "sleep": 0.02}}, on_event=lambda e: e["event"] == "started" and print(e["pid"], flush=True))
     """
     environment = {**os.environ, "POSTTRAIN_HOME": str(tmp_path / "home"), "POSTTRAIN_TRACKING": "off"}
-    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, cwd=PROJECT_ROOT, env=environment)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=PROJECT_ROOT,
+        env=environment,
+    )
     stage = psutil.Process(int(owner.stdout.readline()))
     parent = stage.parent()
     assert parent.ppid() == owner.pid
@@ -135,11 +147,17 @@ def test_they_end_with_their_owner(tmp_path):
 
 def test_the_parent_holds_libraries_only_and_no_thread_that_a_fork_would_lose():
     """None of the project's modules, so that a stage edited between two runs runs as edited."""
-    code = ("import importlib, os, sys\nfrom pathlib import Path\nfrom stages.running import warm\nfor name in warm.LIBRARIES:\n    importlib.import_module(name)\n"
-            "print(sorted(m for m in sys.modules if m.split('.')[0] in ('stages', 'storage', 'tasks', 'flows')),\n"
-            "      {p.read_text().strip() for p in Path('/proc/self/task').glob('*/comm') if p.parent.name != str(os.getpid())} - {'jemalloc_bg_thd'})")
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # its threads, and those of Arrow's allocator, are started again after a fork
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT, env=environment, check=True)
+    code = (
+        "import importlib, os, sys\nfrom pathlib import Path\nfrom stages.running import warm\nfor name in"
+        " warm.LIBRARIES:\n    importlib.import_module(name)\nprint(sorted(m for m in sys.modules if m.split('.')[0] in"
+        " ('stages', 'storage', 'tasks', 'flows')),\n      {p.read_text().strip() for p in"
+        " Path('/proc/self/task').glob('*/comm') if p.parent.name != str(os.getpid())} - {'jemalloc_bg_thd'})"
+    )
+    # its threads, and those of Arrow's allocator, are started again after a fork
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT, env=environment, check=True
+    )
     assert done.stdout.strip() == "['stages', 'stages.running', 'stages.running.warm'] set()"
 
 
@@ -150,7 +168,9 @@ def test_a_fork_that_cannot_use_its_gpu_becomes_a_new_interpreter(monkeypatch):
 
     called = []
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    monkeypatch.setattr(os, "execv", lambda path, arguments: called.append((path, arguments)) or (_ for _ in ()).throw(SystemExit))
+    monkeypatch.setattr(
+        os, "execv", lambda path, arguments: called.append((path, arguments)) or (_ for _ in ()).throw(SystemExit)
+    )
     with pytest.raises(SystemExit):
         warm.run_stage({"spec": "/x/SPEC.json"})
     assert called == [(sys.executable, [sys.executable, "-m", "stages", "/x/SPEC.json"])]

@@ -35,7 +35,9 @@ def test_second_run_is_cached_and_outputs_are_checked(state_dir):
     seen = []
     first = run_stage(TOY, {}, {"steps": 6}, on_event=events(seen))
     assert not first.cached and "started" in seen and first.perf["seconds"] > 0 and first.perf["peak_memory_mib"] > 1
-    assert first.perf["tokens_per_second"] == 3.5 and first.metrics["position"] and first.seconds == first.perf["seconds"]
+    assert (
+        first.perf["tokens_per_second"] == 3.5 and first.metrics["position"] and first.seconds == first.perf["seconds"]
+    )
     seen.clear()
     again = run_stage(TOY, {}, {"steps": 6}, name_as="other", on_event=events(seen))
     assert again.cached and "started" not in seen and again.key == first.key
@@ -63,8 +65,12 @@ def test_results_of_stages_that_ran_by_themselves_are_listed(state_dir):
 
     first, second = (run_stage(TOY, {}, {"steps": 6}, seed=seed) for seed in (0, 1))
     listed = report.listing("results")
-    assert [row["key"] for row in listed] == [second.key[:12], first.key[:12]] and {row["stage"] for row in listed} == {"toy"}
-    assert "model:" in listed[0]["outputs"] and "dataset:" in listed[0]["outputs"] and "position" in listed[0]["numbers"]
+    assert [row["key"] for row in listed] == [second.key[:12], first.key[:12]] and {row["stage"] for row in listed} == {
+        "toy"
+    }
+    assert (
+        "model:" in listed[0]["outputs"] and "dataset:" in listed[0]["outputs"] and "position" in listed[0]["numbers"]
+    )
     assert report.describe(listed[0]["key"])["key"] == second.key
 
 
@@ -126,8 +132,13 @@ def test_cancel_takes_the_whole_tree_down(state_dir, kind):
 
 
 def test_sigterm_to_the_parent_ends_the_child(state_dir):
-    code = f"from tasks.run import run_stage; run_stage({TOY!r}, {{}}, {{'steps': 5000, 'sleep': 0.05}}, on_event=lambda e: e['event'] == 'started' and print(e['pid'], flush=True))"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE)
+    code = (
+        f"from tasks.run import run_stage; run_stage({TOY!r}, {{}}, {{'steps': 5000, 'sleep': 0.05}}, on_event=lambda"
+        " e: e['event'] == 'started' and print(e['pid'], flush=True))"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE
+    )
     child = int(parent.stdout.readline())
     parent.send_signal(signal.SIGTERM)
     _, err = parent.communicate(timeout=120)
@@ -135,7 +146,10 @@ def test_sigterm_to_the_parent_ends_the_child(state_dir):
 
 
 def test_second_copy_waits_or_is_refused(state_dir):
-    code = f"from tasks.run import run_stage; run_stage({TOY!r}, {{}}, {{'steps': 60, 'sleep': 0.05}}, on_event=lambda e: print(e['event'], flush=True))"
+    code = (
+        f"from tasks.run import run_stage; run_stage({TOY!r}, {{}}, {{'steps': 60, 'sleep': 0.05}}, on_event=lambda e:"
+        " print(e['event'], flush=True))"
+    )
     other = subprocess.Popen([sys.executable, "-c", code], cwd=PROJECT_ROOT, stdout=subprocess.PIPE, text=True)
     while other.stdout.readline() != "started\n":
         assert other.poll() is None
@@ -230,7 +244,13 @@ def test_vllm_over_several_cards_leases_them_all(state_dir, monkeypatch, cards):
 
     spec = dataclasses.replace(toy.SPEC, gpu=True)
     asked = lambda **options: engine_cards(Config(engine="vllm", engine_options=options))
-    assert (asked(tensor_parallel_size=2), asked(tensor_parallel_size=2, pipeline_parallel_size=2), asked(), engine_cards(Config()), engine_cards(toy.SPEC.config())) == (2, 4, 1, 1, 1)
+    assert (
+        asked(tensor_parallel_size=2),
+        asked(tensor_parallel_size=2, pipeline_parallel_size=2),
+        asked(),
+        engine_cards(Config()),
+        engine_cards(toy.SPEC.config()),
+    ) == (2, 4, 1, 1, 1)
     cards(3)
     slots, device, env = take_devices(spec, 1, False, lambda e: None, 2)
     assert len(slots) == 2 and device == "auto" and env == {"CUDA_VISIBLE_DEVICES": "0,1"}
@@ -246,7 +266,10 @@ def test_gpus_without_device_files_are_those_that_nvidia_smi_names(state_dir, tm
     if Path("/proc/driver/nvidia/gpus").is_dir() or list(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has device files")
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: NVIDIA RTX (UUID: GPU-1)\\n  MIG 1g.5gb (UUID: MIG-2)\\nGPU 1: NVIDIA RTX (UUID: GPU-3)\\n'\n")
+    program.write_text(
+        "#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: NVIDIA RTX (UUID: GPU-1)\\n  MIG 1g.5gb (UUID: MIG-2)\\nGPU 1: NVIDIA"
+        " RTX (UUID: GPU-3)\\n'\n"
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     for content, found in ((None, ["0", "1"]), ("#!/bin/sh\nexit 9\n", [])):
         if content:
@@ -332,7 +355,11 @@ def test_lineage_reads_from_a_name_to_the_outside(state_dir, tmp_path):
     first = run_stage(TOY, {"text": str(raw)}, {"steps": 3})
     run_stage(TOY, {"data": first.outputs["data"], "model": first.outputs["model"]}, {"steps": 4}, name_as="final")
     tree = lineage.tree("model:final@candidate")
-    assert tree["stage"] == "toy" and set(tree["inputs"]) == {"data", "model"} and tree["names"] == ["model:final/1 (candidate)"]
+    assert (
+        tree["stage"] == "toy"
+        and set(tree["inputs"]) == {"data", "model"}
+        and tree["names"] == ["model:final/1 (candidate)"]
+    )
     leaf = tree["inputs"]["data"]["inputs"]["text"]
     assert leaf["path"] == str(raw) and "stage" not in leaf
     assert tree["inputs"]["model"].get("again") is True
@@ -345,7 +372,9 @@ def test_lineage_reads_from_a_name_to_the_outside(state_dir, tmp_path):
 
 
 def test_the_name_of_a_raw_file_is_part_of_what_was_given(state_dir, tmp_path):
-    """The same bytes as lines of text and as CSV are two datasets, a file that moved is the one it was, and rows name the file that they were read from."""
+    """The same bytes as lines of text and as CSV are two datasets, a file that moved is the one it was, and rows name
+    the file that they were read from.
+    """
     found = {}
     for name in ("x.txt", "x.csv", "y.CSV", "moved/x.csv"):
         path = tmp_path / name
@@ -364,11 +393,15 @@ def test_stage_runs_by_hand(state_dir, tmp_path):
     import json
 
     (tmp_path / "s.json").write_text(json.dumps({"stage": TOY, "config": {"steps": 2}}))
-    run = subprocess.run([sys.executable, "-m", "stages", str(tmp_path / "s.json")], capture_output=True, text=True, cwd=PROJECT_ROOT)
+    run = subprocess.run(
+        [sys.executable, "-m", "stages", str(tmp_path / "s.json")], capture_output=True, text=True, cwd=PROJECT_ROOT
+    )
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     assert run.returncode == 0 and lines[-1]["event"] == "done" and (tmp_path / "s.work" / "out" / "model").is_dir()
     (tmp_path / "s.json").write_text(json.dumps({"stage": TOY, "config": {"stepps": 2}}))
-    run = subprocess.run([sys.executable, "-m", "stages", str(tmp_path / "s.json")], capture_output=True, text=True, cwd=PROJECT_ROOT)
+    run = subprocess.run(
+        [sys.executable, "-m", "stages", str(tmp_path / "s.json")], capture_output=True, text=True, cwd=PROJECT_ROOT
+    )
     assert run.returncode == 2 and "did you mean 'steps'" in run.stdout and "Traceback" not in run.stderr
 
 
@@ -396,10 +429,14 @@ def test_a_signal_while_a_process_is_started_waits_until_somebody_can_end_it():
 
 
 def test_what_a_rubric_names_is_part_of_its_identity(tmp_path):
-    """A function or a word list that changed behind an unchanged rubric file is another ingestion; a wrong rubric is left to the stage to refuse."""
+    """A function or a word list that changed behind an unchanged rubric file is another ingestion; a wrong rubric is
+    left to the stage to refuse.
+    """
     rubric, source, words = tmp_path / "r.yaml", tmp_path / "score.py", tmp_path / "words.txt"
-    rubric.write_text("categories: {c: {items: [{id: own, kind: verifiable, criterion: Own., weight: 1.0, "
-                      f"scorer: {{kind: python, source: {source}, files: [{words}]}}}}]}}}}")
+    rubric.write_text(
+        "categories: {c: {items: [{id: own, kind: verifiable, criterion: Own., weight: 1.0, "
+        f"scorer: {{kind: python, source: {source}, files: [{words}]}}}}]}}}}"
+    )
 
     def key():
         return prepare("ingest", {"data": str(rubric)}, {"kind": "rubric_items/1"}).key

@@ -14,8 +14,13 @@ def bucket():
     service.start()
     host, port = service.get_host_and_port()
     patch = pytest.MonkeyPatch()
-    for name, value in {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1",
-                        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "FSSPEC_S3_ENDPOINT_URL": f"http://{host}:{port}"}.items():
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "FSSPEC_S3_ENDPOINT_URL": f"http://{host}:{port}",
+    }.items():
         patch.setenv(name, value)
     fsspec.config.conf["s3"] = {"endpoint_url": f"http://{host}:{port}", "key": "test", "secret": "test"}
     fsspec.filesystem("s3").mkdir("bucket")
@@ -28,7 +33,10 @@ def bucket():
 def rows():
     from storage.schema import complete_row
 
-    return [complete_row("text/1", {"text": f"line {i}"}, dataset="lines", source="made", origin="human") for i in range(100)]
+    return [
+        complete_row("text/1", {"text": f"line {i}"}, dataset="lines", source="made", origin="human")
+        for i in range(100)
+    ]
 
 
 def test_a_dataset_on_s3_equals_the_one_on_disk(bucket, tmp_path):

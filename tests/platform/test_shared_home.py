@@ -1,4 +1,6 @@
-"""A state directory of a group: what one of its users writes, the others can read and go on with, whatever their umask; and what is another user's is not taken for gone."""
+"""A state directory of a group: what one of its users writes, the others can read and go on with, whatever their umask;
+and what is another user's is not taken for gone.
+"""
 
 import os
 import stat
@@ -27,7 +29,11 @@ def private_umask():
 
 def closed_to_the_group(folder):
     """Files and directories below ``folder`` that its group may not read and write."""
-    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_symlink() and (p.stat().st_mode & 0o060) != 0o060)
+    return sorted(
+        str(p.relative_to(folder))
+        for p in folder.rglob("*")
+        if not p.is_symlink() and (p.stat().st_mode & 0o060) != 0o060
+    )
 
 
 @pytest.fixture
@@ -53,30 +59,49 @@ def test_a_directory_of_one_user_keeps_to_his_umask(state_dir, private_umask, mo
 
 
 def test_weights_have_the_mode_that_every_file_has(state_dir):
-    """The library that writes them gives them to their owner alone; in checkpoints and in the store whoever may read what lies beside them reads them, too."""
+    """The library that writes them gives them to their owner alone; in checkpoints and in the store whoever may read
+    what lies beside them reads them, too.
+    """
     import torch
     from safetensors.torch import save_file
 
     before = os.umask(0o002)
     try:
-        saved = Checkpoints(state_dir / "checkpoints").save(1, {}, {"weights": lambda path: save_file({"w": torch.zeros(2)}, path), "plain": b"x"})
+        saved = Checkpoints(state_dir / "checkpoints").save(
+            1, {}, {"weights": lambda path: save_file({"w": torch.zeros(2)}, path), "plain": b"x"}
+        )
         (state_dir / "made").mkdir()
         (state_dir / "made" / "config.json").write_text("{}")
         save_file({"w": torch.zeros(2)}, state_dir / "made" / "model.safetensors")
         published = store.publish_model(state_dir / "made")
     finally:
         os.umask(before)
-    assert {stat.S_IMODE(path.stat().st_mode) for folder in (saved.path, Path(published.path)) for path in folder.iterdir()} == {0o664}
+    assert {
+        stat.S_IMODE(path.stat().st_mode) for folder in (saved.path, Path(published.path)) for path in folder.iterdir()
+    } == {0o664}
 
 
 def test_prefects_own_files_are_the_groups_too(shared, monkeypatch):
-    """Prefect makes its directory for its owner alone, and SQLite its database without the right of the group to write."""
+    """Prefect makes its directory for its owner alone, and SQLite its database without the right of the group to
+    write.
+    """
     from flows import env
 
     monkeypatch.setattr(os, "environ", os.environ.copy())
     env.prepare()
-    assert (shared / "prefect").stat().st_mode & 0o070 == 0o070 and (shared / "prefect" / "prefect.db").stat().st_mode & 0o060 == 0o060
-    program = ("import asyncio, datetime, sys; from flows import env; env.prepare(); from flows.prefect_leases import ConcurrencyLeaseStorage as Storage\n"
-               "lease = asyncio.run(Storage().create_lease([], datetime.timedelta(seconds=60)))\nassert asyncio.run(Storage().read_lease(lease.id)) == lease")
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=PROJECT_ROOT, env={**os.environ, "POSTTRAIN_HOME": str(shared)}, timeout=120)
+    assert (shared / "prefect").stat().st_mode & 0o070 == 0o070 and (
+        shared / "prefect" / "prefect.db"
+    ).stat().st_mode & 0o060 == 0o060
+    program = (
+        "import asyncio, datetime, sys; from flows import env; env.prepare(); from flows.prefect_leases import"
+        " ConcurrencyLeaseStorage as Storage\nlease = asyncio.run(Storage().create_lease([],"
+        " datetime.timedelta(seconds=60)))\nassert asyncio.run(Storage().read_lease(lease.id)) == lease"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        cwd=PROJECT_ROOT,
+        env={**os.environ, "POSTTRAIN_HOME": str(shared)},
+        timeout=120,
+    )
     assert list((shared / "prefect" / "concurrency_leases").glob("*.json")) and closed_to_the_group(shared) == []

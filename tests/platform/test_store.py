@@ -41,7 +41,11 @@ def test_model_refs(tmp_path):
     other = store.publish_model(make_model(tmp_path / "n", "x"))
     assert registry.register("policy", other.digest) == 2
     assert store.resolve("model:policy@candidate").digest == other.digest == store.resolve("model:policy").digest
-    assert store.resolve("model:policy/1", "model").digest == found.digest == store.resolve(f"model:m-{found.digest[:12]}").digest
+    assert (
+        store.resolve("model:policy/1", "model").digest
+        == found.digest
+        == store.resolve(f"model:m-{found.digest[:12]}").digest
+    )
     registry.record_decision("policy", 1, promoted=True, evidence={"accuracy": [0.5, 0.6]})
     assert store.resolve("model:policy@champion").digest == found.digest
     registry.record_decision("policy", 2, promoted=False, evidence={"accuracy": [0.4, 0.5]})
@@ -106,7 +110,10 @@ def test_second_name_costs_no_bytes(tmp_path):
     found = store.publish_dataset(make_dataset(tmp_path / "a"), "one")
     other = store.also_as(found.path, found.digest, "two")
     assert other.ref == f"dataset:two@{found.digest}"
-    assert os.stat(os.path.join(other.path, "manifest.json")).st_ino == os.stat(os.path.join(found.path, "manifest.json")).st_ino
+    assert (
+        os.stat(os.path.join(other.path, "manifest.json")).st_ino
+        == os.stat(os.path.join(found.path, "manifest.json")).st_ino
+    )
     shutil.rmtree(found.path)
     open_dataset(other.path).verify()
 
@@ -157,10 +164,17 @@ def test_a_damaged_model_directory_is_refused_before_a_stage_starts(state_dir, t
     assert store.resolve(str(good), "model").kind == "model"
     cut, index, pointer, config = map(directory, ("cut", "index", "pointer", "config"))
     os.truncate(cut / "model.safetensors", 200)
-    (index / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}')
+    (index / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+    )
     (pointer / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
     (config / "config.json").write_text('{"model_type": ')
-    for folder, said in ((cut, r"has 200 of [\d,]+ bytes"), (index, r"names model-00002-of-00002.safetensors, which is not there \(1 of 2"), (pointer, "Git LFS pointer"), (config, "config.json is not readable JSON")):
+    for folder, said in (
+        (cut, r"has 200 of [\d,]+ bytes"),
+        (index, r"names model-00002-of-00002.safetensors, which is not there \(1 of 2"),
+        (pointer, "Git LFS pointer"),
+        (config, "config.json is not readable JSON"),
+    ):
         with pytest.raises(store.StoreError, match=said):
             store.resolve(str(folder), "model")
 
@@ -169,7 +183,10 @@ def test_a_part_that_is_no_parquet_any_more_is_told_with_what_to_do(tmp_path):
     from storage.datasets import DatasetError, open_dataset, write_dataset
     from storage.schema import complete_row
 
-    rows = [complete_row("text/1", {"text": f"{i} " + "a" * 50}, dataset="d", source="d", origin="human") for i in range(100)]
+    rows = [
+        complete_row("text/1", {"text": f"{i} " + "a" * 50}, dataset="d", source="d", origin="human")
+        for i in range(100)
+    ]
     write_dataset(tmp_path / "d", "d", "text/1", rows)
     part = next((tmp_path / "d").glob("*.parquet"))
     part.chmod(0o644)
@@ -183,13 +200,21 @@ def decided(where, candidate, champion, promote=True):
     from storage.datasets import write_dataset
 
     ref = lambda model: f"model:m-{model.digest[:12]}" if model else None
-    decision = {"promote": promote, "candidate": ref(candidate), "champion": ref(champion), "reasons": ["it is better"], "evidence": []}
+    decision = {
+        "promote": promote,
+        "candidate": ref(candidate),
+        "champion": ref(champion),
+        "reasons": ["it is better"],
+        "evidence": [],
+    }
     write_dataset(where, "decision", "eval_scores/1", [], meta={"decision": decision})
     return str(where)
 
 
 def test_a_decision_against_somebody_else_moves_nothing(tmp_path):
-    """Two runs beat the same champion: the second one was never compared with the first, so it waits for another comparison. Says who is in office, and is kept."""
+    """Two runs beat the same champion: the second one was never compared with the first, so it waits for another
+    comparison. Says who is in office, and is kept.
+    """
     from tasks.promotion import conclude
 
     old, a, b = (store.publish_model(make_model(tmp_path / name, name)) for name in "oab")
@@ -198,12 +223,21 @@ def test_a_decision_against_somebody_else_moves_nothing(tmp_path):
     one, two = decided(tmp_path / "1", a, old), decided(tmp_path / "2", b, old)
     assert conclude(a.ref, one, name="policy")["promoted"] and conclude(a.ref, one, name="policy")["promoted"]
     late = conclude(b.ref, two, name="policy")
-    assert not late["promoted"] and late["reasons"][0].startswith(f"model:m-{a.digest[:12]} holds model:policy@champion by now") and "promote again" in late["reasons"][0]
+    assert (
+        not late["promoted"]
+        and late["reasons"][0].startswith(f"model:m-{a.digest[:12]} holds model:policy@champion by now")
+        and "promote again" in late["reasons"][0]
+    )
     assert store.resolve("model:policy@champion").digest == a.digest
     kept = [e for e in registry.lookup("policy").history if e["event"] == "decision"]
     assert [e["promoted"] for e in kept] == [True, True, False] and kept[-1]["office"] == a.digest
-    assert not conclude(b.ref, decided(tmp_path / "3", b, None), name="policy")["promoted"], "nobody in office when it was decided"
-    assert conclude(b.ref, decided(tmp_path / "4", b, a), name="policy")["promoted"] and store.resolve("model:policy@champion").digest == b.digest
+    assert not conclude(b.ref, decided(tmp_path / "3", b, None), name="policy")["promoted"], (
+        "nobody in office when it was decided"
+    )
+    assert (
+        conclude(b.ref, decided(tmp_path / "4", b, a), name="policy")["promoted"]
+        and store.resolve("model:policy@champion").digest == b.digest
+    )
     registry.set_alias("policy", "champion", None)
     assert conclude(a.ref, one, name="policy")["promoted"], "nobody is displaced"
 

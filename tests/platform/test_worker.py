@@ -22,7 +22,11 @@ from storage.home import runs_dir
 def processes():
     """(a flow run, a living process that was started for it, one that has ended)."""
     run = FlowRun(id=uuid.uuid4(), flow_id=uuid.uuid4(), state=Running())
-    living = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE, env={**os.environ, "PREFECT__FLOW_RUN_ID": str(run.id)})
+    living = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PREFECT__FLOW_RUN_ID": str(run.id)},
+    )
     living.stdout.readline()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -32,14 +36,18 @@ def processes():
 
 
 def recorded(run, **owner):
-    path = runs_dir() / f"{records.start_run('preference', {}, run_id=str(run.id), prefect={'flow_run_id': str(run.id)}).run_id}.json"
+    path = (
+        runs_dir()
+        / f"{records.start_run('preference', {}, run_id=str(run.id), prefect={'flow_run_id': str(run.id)}).run_id}.json"
+    )
     data = read_json(path)
     atomic_write_json(path, {**data, "owner": {**data["owner"], **owner}})
 
 
 def test_a_run_without_a_record_is_judged_by_its_process(state_dir, processes):
     run, living, ended = processes
-    for pid, dead in ((living.pid, False), (ended.pid, True), (os.getpid(), True), (None, True)):  # this process was not started for it
+    # this process was not started for it
+    for pid, dead in ((living.pid, False), (ended.pid, True), (os.getpid(), True), (None, True)):
         run.infrastructure_pid = pid and str(pid)
         assert gone(run, alone=True) == dead
         assert not gone(run, alone=False)  # the process of another machine's worker may have the number

@@ -1,4 +1,6 @@
-"""Group preferences in context (rm.gpo): the invariances of the module, learning from groups, and the reward of one group."""
+"""Group preferences in context (rm.gpo): the invariances of the module, learning from groups, and the reward of one
+group.
+"""
 
 import json
 
@@ -8,7 +10,14 @@ import torch
 
 from stages.batching import collate, make_item
 from stages.harness import execute
-from stages.reward_models.preference_module import ContextLikelihood, GroupPreferenceScorer, PreferenceModule, attention_mask, gaussian_nll, points_of
+from stages.reward_models.preference_module import (
+    ContextLikelihood,
+    GroupPreferenceScorer,
+    PreferenceModule,
+    attention_mask,
+    gaussian_nll,
+    points_of,
+)
 from stages.reward_models.reward_scorers import Response, load_scorer
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
@@ -30,7 +39,17 @@ def episodes(n=6, seed=0):
     items = []
     for i in range(n):
         size = int(rng.integers(3, 9))
-        items.append(make_item(f"g{i}", [], [[0] * size], [[1] * size], x=rng.normal(size=(size, 6)), y=rng.normal(size=size), m=int(rng.integers(1, size))))
+        items.append(
+            make_item(
+                f"g{i}",
+                [],
+                [[0] * size],
+                [[1] * size],
+                x=rng.normal(size=(size, 6)),
+                y=rng.normal(size=size),
+                m=int(rng.integers(1, size)),
+            )
+        )
     return items
 
 
@@ -46,13 +65,15 @@ def test_the_order_of_the_context_and_other_targets_change_nothing(learned):
     mean, log_variance = predicted(made, x, y, m)
     order = np.concatenate([rng.permutation(m), np.arange(m, 9)])
     permuted = predicted(made, x[order], y[order], m)
-    assert torch.allclose(permuted[0][0, m:], mean[0, m:], atol=1e-12) and torch.allclose(permuted[1][0, m:], log_variance[0, m:], atol=1e-12)
+    assert torch.allclose(permuted[0][0, m:], mean[0, m:], atol=1e-12) and torch.allclose(
+        permuted[1][0, m:], log_variance[0, m:], atol=1e-12
+    )
     for t in range(m, 9):  # each target alone, with another rating of its own, and with changed neighbours
-        alone = predicted(made, np.concatenate([x[:m], x[t:t + 1]]), np.concatenate([y[:m], [99.0]]), m)
+        alone = predicted(made, np.concatenate([x[:m], x[t : t + 1]]), np.concatenate([y[:m], [99.0]]), m)
         assert alone[0][0, m] == pytest.approx(float(mean[0, t]), abs=1e-12)
     moved = x.copy()
-    moved[m + 1:] += 5.0
-    assert torch.allclose(predicted(made, moved, y, m)[0][0, :m + 1], mean[0, :m + 1], atol=1e-12)
+    moved[m + 1 :] += 5.0
+    assert torch.allclose(predicted(made, moved, y, m)[0][0, : m + 1], mean[0, : m + 1], atol=1e-12)
     other = y.copy()
     other[0] += 1.0
     assert not torch.allclose(predicted(made, x, other, m)[0][0, m:], mean[0, m:], atol=1e-6)
@@ -93,7 +114,9 @@ def test_the_loss_equals_an_independent_computation_however_episodes_are_batched
     assert value == pytest.approx(expected / total, rel=1e-5)  # y passes through float32 between item and module
     for max_tokens, order in ((1, items), (9, items[::-1])):
         other, ours = gradient(made, objective, order, max_tokens)
-        assert other == pytest.approx(value, rel=1e-12) and torch.allclose(ours, whole, rtol=0, atol=1e-12 * float(whole.abs().max()) + 1e-13)
+        assert other == pytest.approx(value, rel=1e-12) and torch.allclose(
+            ours, whole, rtol=0, atol=1e-12 * float(whole.abs().max()) + 1e-13
+        )
     made.zero_grad()
     objective(made, collate(items)).loss["nll"][0].backward()
     step = 1e-5
@@ -118,25 +141,56 @@ def groups(tmp_path_factory):
         for question in range(14):
             for answer in range(2):
                 x = rng.normal(size=4)
-                rows.append(complete_row("group_preferences/1", {"group": f"g{g}", "question": f"q{question}", "response": f"{g}.{question}.{answer}",
-                                                                 "embedding": x.tolist(),
-                                                                 "y": float(x[:2] @ taste)}, dataset="tastes", source="made", origin="human"))
+                rows.append(
+                    complete_row(
+                        "group_preferences/1",
+                        {
+                            "group": f"g{g}",
+                            "question": f"q{question}",
+                            "response": f"{g}.{question}.{answer}",
+                            "embedding": x.tolist(),
+                            "y": float(x[:2] @ taste),
+                        },
+                        dataset="tastes",
+                        source="made",
+                        origin="human",
+                    )
+                )
     path = str(tmp_path_factory.mktemp("groups") / "points")
     write_dataset(path, "tastes", "group_preferences/1", rows)
     return path
 
 
 def test_more_context_predicts_unseen_groups_better(groups, tiny, spec):  # noqa: F811
-    config = {"max_steps": 250, "batch_size": 16, "hidden_size": 32, "num_layers": 2, "learning_rate": 3e-3, "eval_context_sizes": [1, 4, 12],
-              "eval_repeats": 4}
+    config = {
+        "max_steps": 250,
+        "batch_size": 16,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "learning_rate": 3e-3,
+        "eval_context_sizes": [1, 4, 12],
+        "eval_repeats": 4,
+    }
     result = execute(spec("group_preference", config, {"model": tiny["policy"], "data": groups}, "gpo"), silent)
     summary = result["summary"]
     assert summary["groups"] == 32 and summary["held_out_groups"] == 8 and summary["points"] == 32 * 28
-    assert summary["held_out/mse_at_12"] < 0.5 * summary["held_out/mse_at_1"] and summary["held_out/mse_at_12"] < 0.3 * summary["held_out/mse_at_0"]
+    assert (
+        summary["held_out/mse_at_12"] < 0.5 * summary["held_out/mse_at_1"]
+        and summary["held_out/mse_at_12"] < 0.3 * summary["held_out/mse_at_0"]
+    )
     assert summary["held_out/accuracy_at_12"] > 0.85 > summary["held_out/accuracy_at_1"] and not result["warnings"]
-    again = execute(spec("group_preference", {**config, "max_steps": 3, "likelihood": "learned_variance"}, {"model": tiny["policy"], "data": groups}, "short"),
-                    silent)
-    assert [w["code"] for w in again["warnings"]] == ["context_does_not_help"] or again["summary"]["held_out/mse_at_12"] < again["summary"]["held_out/mse_at_0"]
+    again = execute(
+        spec(
+            "group_preference",
+            {**config, "max_steps": 3, "likelihood": "learned_variance"},
+            {"model": tiny["policy"], "data": groups},
+            "short",
+        ),
+        silent,
+    )
+    assert [w["code"] for w in again["warnings"]] == ["context_does_not_help"] or again["summary"][
+        "held_out/mse_at_12"
+    ] < again["summary"]["held_out/mse_at_0"]
 
 
 @pytest.fixture(scope="module")
@@ -151,12 +205,32 @@ def rated(tmp_path_factory):
             scores = [float(n if g % 2 else 9 - n) for n in lengths]
             more = {"extra_json": json.dumps({"group": f"{'long' if g % 2 else 'short'}{g}"})}
             answers = [assistant("a" * n) for n in lengths]
-            ratings += [complete_row("ratings/1", {"prompt": user(f"q {q}"), "completion": a, "score": s, "scale_min": 1.0, "scale_max": 8.0, **more},
-                                     dataset="r", source="s", origin="human")
-                        for a, s in zip(answers, scores)]
+            ratings += [
+                complete_row(
+                    "ratings/1",
+                    {"prompt": user(f"q {q}"), "completion": a, "score": s, "scale_min": 1.0, "scale_max": 8.0, **more},
+                    dataset="r",
+                    source="s",
+                    origin="human",
+                )
+                for a, s in zip(answers, scores)
+            ]
             best = int(np.argmax(scores))
-            pairs.append(complete_row("pairs/1", {"prompt": user(f"q {q}"), "chosen": answers[best], "rejected": answers[1 - best], "pairs_in_group": 1,
-                                                  **more}, dataset="p", source="s", origin="human"))
+            pairs.append(
+                complete_row(
+                    "pairs/1",
+                    {
+                        "prompt": user(f"q {q}"),
+                        "chosen": answers[best],
+                        "rejected": answers[1 - best],
+                        "pairs_in_group": 1,
+                        **more,
+                    },
+                    dataset="p",
+                    source="s",
+                    origin="human",
+                )
+            )
     paths = {"ratings": str(root / "ratings"), "pairs": str(root / "pairs")}
     write_dataset(paths["ratings"], "r", "ratings/1", ratings)
     write_dataset(paths["pairs"], "p", "pairs/1", pairs)
@@ -164,29 +238,58 @@ def rated(tmp_path_factory):
 
 
 def trained(spec, tiny, rated, kind="ratings"):  # noqa: F811
-    config = {"max_steps": 150, "batch_size": 8, "hidden_size": 32, "num_layers": 2, "learning_rate": 3e-3, "held_out_share": 0.0, "eval_context_sizes": [2]}
-    return execute(spec("group_preference", config, {"model": tiny["policy"], "data": rated[kind]}, f"gpo-{kind}"), silent)
+    config = {
+        "max_steps": 150,
+        "batch_size": 8,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "learning_rate": 3e-3,
+        "held_out_share": 0.0,
+        "eval_context_sizes": [2],
+    }
+    return execute(
+        spec("group_preference", config, {"model": tiny["policy"], "data": rated[kind]}, f"gpo-{kind}"), silent
+    )
 
 
 def test_the_published_module_rewards_one_group(spec, tiny, rated):  # noqa: F811
-    """Through rejection sampling: every stored score is what the scorer says in the group's context; another group, other scores."""
+    """Through rejection sampling: every stored score is what the scorer says in the group's context; another group,
+    other scores.
+    """
     path = trained(spec, tiny, rated)["outputs"]["model"]["path"]
     chosen = {}
     for group in ("long1", "short0"):
-        made = spec("rejection", {"num_generations": 4, "max_completion_length": 12, "rewards": [{"kind": "group_preference", "group": group}],
-                                  "max_prompts": 6, "block": 4, "split": "test",
-                                  "allow_empty": True}, {"model": tiny["policy"], "prompts": tiny["prompts"], "group_preference": path}, f"rs-{group}")
+        made = spec(
+            "rejection",
+            {
+                "num_generations": 4,
+                "max_completion_length": 12,
+                "rewards": [{"kind": "group_preference", "group": group}],
+                "max_prompts": 6,
+                "block": 4,
+                "split": "test",
+                "allow_empty": True,
+            },
+            {"model": tiny["policy"], "prompts": tiny["prompts"], "group_preference": path},
+            f"rs-{group}",
+        )
         made["inputs"]["context"] = {"kind": "dataset", "path": rated["ratings"], "ref": "c", "digest": "c"}
-        rows = [r for r in open_dataset(execute(made, silent)["outputs"]["candidates"]["path"]).iter_rows()
-                if r["kept"] and r["completion"][0]["content"].strip()]
+        rows = [
+            r
+            for r in open_dataset(execute(made, silent)["outputs"]["candidates"]["path"]).iter_rows()
+            if r["kept"] and r["completion"][0]["content"].strip()
+        ]
         scorer = load_scorer(path)
         assert isinstance(scorer, GroupPreferenceScorer)
         scorer.observe(points_of(open_dataset(rated["ratings"]), group))
         again = scorer.score([Response(r["prompt"], r["completion"]) for r in rows])
         assert rows and np.allclose([r["reward"] for r in rows], again, atol=1e-4)
-        answers = [Response([{"role": "user", "content": "q 3"}], [{"role": "assistant", "content": "a" * n}]) for n in (1, 8)]
+        answers = [
+            Response([{"role": "user", "content": "q 3"}], [{"role": "assistant", "content": "a" * n}]) for n in (1, 8)
+        ]
         chosen[group] = scorer.score(answers)
-        assert chosen[group] == pytest.approx([scorer.score([a])[0] for a in answers], abs=1e-4)  # targets are independent
+        # targets are independent
+        assert chosen[group] == pytest.approx([scorer.score([a])[0] for a in answers], abs=1e-4)
         scorer.observe(points_of(open_dataset(rated["ratings"]), group)[::-1])
         assert scorer.score(answers) == pytest.approx(chosen[group], abs=1e-4)
     assert chosen["long1"][1] > chosen["long1"][0] and chosen["short0"][0] > chosen["short0"][1]
@@ -194,14 +297,26 @@ def test_the_published_module_rewards_one_group(spec, tiny, rated):  # noqa: F81
 
 def test_pairs_become_points_and_what_is_missing_is_said(spec, tiny, rated):  # noqa: F811
     points = points_of(open_dataset(rated["pairs"]), "long1")
-    assert [p.y for p in points] == [1.0, 0.0] * 6 and all(len(a.completion[0]["content"]) > len(b.completion[0]["content"]) for a, b in zip(points[::2],
-                                                                                                                                             points[1::2]))
+    assert [p.y for p in points] == [1.0, 0.0] * 6 and all(
+        len(a.completion[0]["content"]) > len(b.completion[0]["content"]) for a, b in zip(points[::2], points[1::2])
+    )
     path = trained(spec, tiny, rated, "pairs")["outputs"]["model"]["path"]
     given = {"model": tiny["policy"], "prompts": tiny["prompts"], "group_preference": path}
-    for rewards, more, text in (([{"kind": "group_preference", "group": "nobody"}], {"context": rated["pairs"]}, "its groups are: long1, long3"),
-                                ([{"kind": "group_preference", "group": "long1"}], {}, "'context'"),
-                                ([{"kind": "model", "input": "group_preference"}], {}, "kind: group_preference")):
-        made = spec("rejection", {"num_generations": 2, "max_completion_length": 4, "rewards": rewards, "split": "test"}, given, "no")
+    for rewards, more, text in (
+        (
+            [{"kind": "group_preference", "group": "nobody"}],
+            {"context": rated["pairs"]},
+            "its groups are: long1, long3",
+        ),
+        ([{"kind": "group_preference", "group": "long1"}], {}, "'context'"),
+        ([{"kind": "model", "input": "group_preference"}], {}, "kind: group_preference"),
+    ):
+        made = spec(
+            "rejection",
+            {"num_generations": 2, "max_completion_length": 4, "rewards": rewards, "split": "test"},
+            given,
+            "no",
+        )
         made["inputs"] |= {k: {"kind": "dataset", "path": v, "ref": "c", "digest": "c"} for k, v in more.items()}
         with pytest.raises(Exception, match=text):
             execute(made, silent)

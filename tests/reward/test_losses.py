@@ -1,4 +1,6 @@
-"""One step of every objective equals an independent computation: plain transformers forwards, one response at a time, float64."""
+"""One step of every objective equals an independent computation: plain transformers forwards, one response at a time,
+float64.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,9 +11,26 @@ import pytest
 import torch
 
 from stages.batching import collate, plan
-from stages.reward_models.reward_data import Drop, annotator_shifts, balanced, encode, pair_difficulty, ranking_items, standardise
-from stages.reward_models.reward_heads import (ChatReader, add_gain_bias, drop_lm_head, keep_lm_head, new_reward_model, reader_for, resolve_pooling, response_outputs,
-                                 score_head)
+from stages.reward_models.reward_data import (
+    Drop,
+    annotator_shifts,
+    balanced,
+    encode,
+    pair_difficulty,
+    ranking_items,
+    standardise,
+)
+from stages.reward_models.reward_heads import (
+    ChatReader,
+    add_gain_bias,
+    drop_lm_head,
+    keep_lm_head,
+    new_reward_model,
+    reader_for,
+    resolve_pooling,
+    response_outputs,
+    score_head,
+)
 from stages.reward_models.reward_losses import RewardLoss
 from stages.reward_model import Config
 from stages.reward_models.reward_objectives import READ_BY, REWARD_OBJECTIVES, objective_for
@@ -27,11 +46,13 @@ def setup(path, data, objective, n=4, outputs=1, **settings):
     config = Config(objective=objective, max_length=96, **{**dict(row.settings), **settings})
     if row.reads == "labels":
         from stages.models.modeling import load_policy
+
         model, pooling = load_policy(path).double(), "last"
     else:
         model = new_reward_model(path, seed=1, outputs=outputs).double()
         pooling = resolve_pooling(config.pooling, model, row.reads)
-    model._posttrain_lean = False  # the independent computation runs the model's own forward, whose norms round to float32
+    # the independent computation runs the model's own forward, whose norms round to float32
+    model._posttrain_lean = False
     reader = reader_for(path, model, config.max_length, pooling)
     items = encode(row, open_dataset(data), "train", reader, config, limit=n)
     return model, items, RewardLoss(row, config, pooling), config
@@ -53,7 +74,9 @@ def gradients(model):
 
 
 def states(model, item, k, first=None):
-    """Hidden states [T, H] of one response behind its prompt, by transformers' own forward; its first response position."""
+    """Hidden states [T, H] of one response behind its prompt, by transformers' own forward; its first response
+    position.
+    """
     ids = torch.tensor([[*item.prompt.tolist(), *item.responses[k].tolist()]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if model.reads_both_ways if hasattr(model, "reads_both_ways") else False:
@@ -81,7 +104,12 @@ def bt(margin=False, soft=False, smooth=0.0, centre=0.0):
         d = a - b - (extra["margin"] if margin else 0.0)
         p = extra["label_prob"] if soft else 1.0
         p = p * (1 - smooth) + (1 - p) * smooth
-        return -p * torch.nn.functional.logsigmoid(d) - (1 - p) * torch.nn.functional.logsigmoid(-d) + centre * (a + b) ** 2
+        return (
+            -p * torch.nn.functional.logsigmoid(d)
+            - (1 - p) * torch.nn.functional.logsigmoid(-d)
+            + centre * (a + b) ** 2
+        )
+
     return lambda model, items, config: pair_loss(model, items, each)
 
 
@@ -92,7 +120,11 @@ def kwise(model, items, config):
         each = [softplus(s[j] - s[i]) for i in range(len(s)) for j in range(i + 1, len(s))]
         losses.append(sum(each))
         counts.append(len(each))
-    return sum(l / c for l, c in zip(losses, counts)) / len(items) if config.pair_weighting == "per_prompt" else sum(losses) / sum(counts)
+    return (
+        sum(l / c for l, c in zip(losses, counts)) / len(items)
+        if config.pair_weighting == "per_prompt"
+        else sum(losses) / sum(counts)
+    )
 
 
 def listwise(model, items, config):
@@ -111,7 +143,9 @@ def regress(model, items, config):
     for item in items:
         out = last_score(model, item, 0)
         errors = [abs(out[k] - t) for k, t in enumerate(item.extra["targets"]) if t == t]
-        total = total + sum(e ** 2 if config.regression_loss == "mse" or e <= 1 else 2 * e - 1 for e in errors) / len(errors)
+        total = total + sum(e**2 if config.regression_loss == "mse" or e <= 1 else 2 * e - 1 for e in errors) / len(
+            errors
+        )
     return total / len(items)
 
 
@@ -119,6 +153,7 @@ def per_token(each):
     def loss(model, items, config):
         values = [each(z, item.extra["target"]) for item in items for z in target_outputs(model, item)[:, 0]]
         return sum(values) / len(values)
+
     return loss
 
 
@@ -141,7 +176,9 @@ def pairwise(model, items, config):
         p = item.extra["label_prob"]
         p = p * (1 - config.label_smoothing) + (1 - p) * config.label_smoothing
         forward, backward = (last_score(model, item, k)[0] for k in (0, 1))
-        total = total + p * (softplus(-forward) + softplus(backward)) + (1 - p) * (softplus(forward) + softplus(-backward))
+        total = (
+            total + p * (softplus(-forward) + softplus(backward)) + (1 - p) * (softplus(forward) + softplus(-backward))
+        )
     return total / 2 / len(items)
 
 
@@ -155,16 +192,36 @@ def label_words(model, items, config):
 
 
 CASES = {
-    "bt": ("pairs", "bt", {}, bt()), "margin": ("pairs", "margin", {}, bt(margin=True)), "soft": ("pairs", "soft_label", {}, bt(soft=True)),
-    "bt smoothed, centred": ("pairs", "bt", {"label_smoothing": 0.1, "center_rewards_coefficient": 0.01}, bt(smooth=0.1, centre=0.01)),
-    "kwise per prompt": ("rankings", "kwise_pairs", {}, kwise), "kwise per pair": ("rankings", "kwise_pairs", {"pair_weighting": "per_pair"}, kwise),
-    "plackett-luce": ("rankings", "plackett_luce", {}, listwise), "plackett-luce top": ("rankings", "plackett_luce", {"top_ranks": 1}, listwise),
+    "bt": ("pairs", "bt", {}, bt()),
+    "margin": ("pairs", "margin", {}, bt(margin=True)),
+    "soft": ("pairs", "soft_label", {}, bt(soft=True)),
+    "bt smoothed, centred": (
+        "pairs",
+        "bt",
+        {"label_smoothing": 0.1, "center_rewards_coefficient": 0.01},
+        bt(smooth=0.1, centre=0.01),
+    ),
+    "kwise per prompt": ("rankings", "kwise_pairs", {}, kwise),
+    "kwise per pair": ("rankings", "kwise_pairs", {"pair_weighting": "per_pair"}, kwise),
+    "plackett-luce": ("rankings", "plackett_luce", {}, listwise),
+    "plackett-luce top": ("rankings", "plackett_luce", {"top_ranks": 1}, listwise),
     "plackett-luce / K": ("rankings", "plackett_luce", {"normalise_by_k": True}, listwise),
-    "regression": ("ratings", "regression", {"attributes": ["help", "truth"]}, regress), "huber": ("ratings", "regression", {"regression_loss": "huber"}, regress),
-    "pointwise": ("labels", "pointwise_bce", {}, lambda m, items, c: sum(bce(last_score(m, i, 0)[0], i.extra["target"]) for i in items) / len(items)),
-    "orm": ("labels", "orm", {}, per_token(bce)), "value": ("labels", "value", {}, per_token(lambda z, y: (z - y) ** 2)),
-    "prm 2": ("steps", "prm", {}, steps), "prm 3": ("steps", "prm", {"step_classes": 3}, steps),
-    "pairwise": ("pairs", "pairwise", {}, pairwise), "pairwise soft, smoothed": ("pairs", "pairwise", {"use_soft_labels": True, "label_smoothing": 0.2}, pairwise), "t2t_point": ("pairs", "t2t_point", {}, label_words), "t2t_pair": ("pairs", "t2t_pair", {}, label_words),
+    "regression": ("ratings", "regression", {"attributes": ["help", "truth"]}, regress),
+    "huber": ("ratings", "regression", {"regression_loss": "huber"}, regress),
+    "pointwise": (
+        "labels",
+        "pointwise_bce",
+        {},
+        lambda m, items, c: sum(bce(last_score(m, i, 0)[0], i.extra["target"]) for i in items) / len(items),
+    ),
+    "orm": ("labels", "orm", {}, per_token(bce)),
+    "value": ("labels", "value", {}, per_token(lambda z, y: (z - y) ** 2)),
+    "prm 2": ("steps", "prm", {}, steps),
+    "prm 3": ("steps", "prm", {"step_classes": 3}, steps),
+    "pairwise": ("pairs", "pairwise", {}, pairwise),
+    "pairwise soft, smoothed": ("pairs", "pairwise", {"use_soft_labels": True, "label_smoothing": 0.2}, pairwise),
+    "t2t_point": ("pairs", "t2t_point", {}, label_words),
+    "t2t_pair": ("pairs", "t2t_pair", {}, label_words),
 }
 OUTPUTS = {"prm 2": 2, "prm 3": 3, "regression": 2}
 
@@ -180,7 +237,8 @@ def test_a_step_equals_an_independent_computation(tiny, rows, name):
     model.zero_grad(set_to_none=True)
     plain = expected(model, items, config)
     plain.backward()
-    # transformers keeps norms and rotary tables in float32 inside, the training forward does not: that is all they may differ by.
+    # transformers keeps norms and rotary tables in float32 inside, the training forward does not: that is all they may
+    # differ by.
     assert value == pytest.approx(float(plain.detach()), rel=2e-6) and split_value == pytest.approx(value, rel=1e-12)
     theirs = gradients(model)
     assert set(grads) == set(theirs)
@@ -190,9 +248,26 @@ def test_a_step_equals_an_independent_computation(tiny, rows, name):
         assert torch.allclose(split[key], grads[key], rtol=0, atol=1e-12 * largest), key
 
 
-@pytest.mark.parametrize("name", ["bt", "kwise per prompt", "kwise per pair", "plackett-luce", "huber", "pointwise", "orm", "value", "prm 2", "pairwise", "t2t_pair"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bt",
+        "kwise per prompt",
+        "kwise per pair",
+        "plackett-luce",
+        "huber",
+        "pointwise",
+        "orm",
+        "value",
+        "prm 2",
+        "pairwise",
+        "t2t_pair",
+    ],
+)
 def test_row_weights_share_the_step_however_small_they_are(tiny, rows, name):
-    """A step is the weighted mean of its rows, also where the weights of all of them add up to less than one; metrics of answers count every row once."""
+    """A step is the weighted mean of its rows, also where the weights of all of them add up to less than one; metrics
+    of answers count every row once.
+    """
     from stages.settings import OptimizerConfig
     from stages.training import Trainer
 
@@ -210,17 +285,23 @@ def test_row_weights_share_the_step_however_small_they_are(tiny, rows, name):
         weighted = []
         for item, weight in zip(items, np.linspace(scale, 2 * scale, len(items))):
             counts = {k: v * (weight if k == by else 1.0) for k, v in item.extra["counts"].items()}
-            extra = {**item.extra, "weight": weight, "counts": counts} | ({"pair_weight": item.extra["pair_weight"] * weight} if "pair_weight" in item.extra else {})
+            extra = {**item.extra, "weight": weight, "counts": counts} | (
+                {"pair_weight": item.extra["pair_weight"] * weight} if "pair_weight" in item.extra else {}
+            )
             weighted.append(replace(item, extra=extra))
         found = trainer.evaluate(weighted)
-        assert found["loss"] == pytest.approx(expected, rel=1e-6) and term not in found, "one term is the loss itself, and not logged twice"
+        assert found["loss"] == pytest.approx(expected, rel=1e-6) and term not in found, (
+            "one term is the loss itself, and not logged twice"
+        )
         assert {**found, "loss": 0.0} == pytest.approx({**trainer.evaluate(items), "loss": 0.0}, rel=1e-6)
         norms.append(trainer.gradient_norm(weighted))
     assert norms[1] == pytest.approx(norms[0], rel=1e-6) and norms[0] > 0
 
 
 def test_metrics_equal_an_independent_computation(tiny, rows):
-    """What the log says of scores, attributes, outcomes, orders and steps, of responses whose scores lie on both sides of every border."""
+    """What the log says of scores, attributes, outcomes, orders and steps, of responses whose scores lie on both sides
+    of every border.
+    """
     from stages.settings import OptimizerConfig
     from stages.training import Trainer
 
@@ -231,19 +312,42 @@ def test_metrics_equal_an_independent_computation(tiny, rows):
         return [torch.sigmoid(last_score(model, item, k)[0]) for k in (0, 1)]
 
     def by_attribute(model, items):
-        return {"absolute_error": mean(np.nanmean(np.abs(last_score(model, i, 0).numpy() - i.extra["targets"])) for i in items)}
+        return {
+            "absolute_error": mean(
+                np.nanmean(np.abs(last_score(model, i, 0).numpy() - i.extra["targets"])) for i in items
+            )
+        }
 
     expected = {
-        "bt": lambda m, items: (lambda s: {"accuracy": mean(a > b for a, b in s), "margin": mean(a - b for a, b in s), "score_mean": mean(x for one in s for x in one),
-                                           "score_square_mean": mean(x * x for one in s for x in one)})([[last_score(m, i, k)[0] for k in (0, 1)] for i in items]),
+        "bt": lambda m, items: (
+            lambda s: {
+                "accuracy": mean(a > b for a, b in s),
+                "margin": mean(a - b for a, b in s),
+                "score_mean": mean(x for one in s for x in one),
+                "score_square_mean": mean(x * x for one in s for x in one),
+            }
+        )([[last_score(m, i, k)[0] for k in (0, 1)] for i in items]),
         "regression": by_attribute,
-        "orm": lambda m, items: {"accuracy": mean((target_outputs(m, i)[-1, 0] > 0) == (i.extra["target"] > 0.5) for i in items), "base_rate": mean(i.extra["target"] for i in items)},
-        "pairwise": lambda m, items: {"accuracy": mean(a > b for a, b in (both(m, i) for i in items)), "order_inconsistency": mean(abs(a + b - 1) for a, b in (both(m, i) for i in items))},
-        "prm 3": lambda m, items: {"accuracy": mean(o.argmax() == np.argmax(t) for i in items for o, t in zip(target_outputs(m, i), i.extra["targets"])),
-                                   "base_rate": mean(t[-1] for i in items for t in i.extra["targets"])}}
+        "orm": lambda m, items: {
+            "accuracy": mean((target_outputs(m, i)[-1, 0] > 0) == (i.extra["target"] > 0.5) for i in items),
+            "base_rate": mean(i.extra["target"] for i in items),
+        },
+        "pairwise": lambda m, items: {
+            "accuracy": mean(a > b for a, b in (both(m, i) for i in items)),
+            "order_inconsistency": mean(abs(a + b - 1) for a, b in (both(m, i) for i in items)),
+        },
+        "prm 3": lambda m, items: {
+            "accuracy": mean(
+                o.argmax() == np.argmax(t) for i in items for o, t in zip(target_outputs(m, i), i.extra["targets"])
+            ),
+            "base_rate": mean(t[-1] for i in items for t in i.extra["targets"]),
+        },
+    }
     for name, metrics in expected.items():
         data, objective, settings, _ = CASES[name]
-        model, items, loss, _ = setup(tiny["policy"], rows[data], objective, n=12, outputs=OUTPUTS.get(name, 1), **settings)
+        model, items, loss, _ = setup(
+            tiny["policy"], rows[data], objective, n=12, outputs=OUTPUTS.get(name, 1), **settings
+        )
         if objective == "regression":
             standardise(items, None)
         trainer = Trainer(model, loss, OptimizerConfig(max_tokens_per_micro_batch=300), 1)
@@ -263,13 +367,18 @@ def test_every_objective_is_among_the_cases():
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_an_encoder_pools_what_transformers_pools(encoder, rows, pooling):
-    """Padding, micro-batches and segment ids change nothing; cls is the model's own head, mean averages prompt and response tokens."""
+    """Padding, micro-batches and segment ids change nothing; cls is the model's own head, mean averages prompt and
+    response tokens.
+    """
     model, items, loss, _ = setup(encoder, rows["pairs"], "bt", pooling=pooling)
     batched = response_outputs(model, collate(items), pooling)[:, 0]
     alone = []
     for item in items:
         for k, ids in enumerate(item.responses):
-            inputs = {"input_ids": torch.tensor(ids[None].astype(np.int64)), "token_type_ids": (torch.arange(len(ids)) >= item.extra["first"][k]).long()[None]}
+            inputs = {
+                "input_ids": torch.tensor(ids[None].astype(np.int64)),
+                "token_type_ids": (torch.arange(len(ids)) >= item.extra["first"][k]).long()[None],
+            }
             if pooling == "cls":
                 alone.append(model(**inputs).logits[0, 0])
             else:
@@ -286,20 +395,45 @@ def test_special_token_text_in_what_an_encoder_reads_is_text(encoder):
     from stages.reward_models.reward_heads import EncoderReader
 
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    reader, control = EncoderReader(tokenizer, 64), {tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id, tokenizer.pad_token_id}
-    prompt, [(answer, _)] = reader.parts([{"role": "user", "content": "a [CLS] good"}], [[{"role": "assistant", "content": "good [SEP] bad [MASK] [PAD]"}]])
+    reader, control = (
+        EncoderReader(tokenizer, 64),
+        {
+            tokenizer.cls_token_id,
+            tokenizer.sep_token_id,
+            tokenizer.mask_token_id,
+            tokenizer.pad_token_id,
+        },
+    )
+    prompt, [(answer, _)] = reader.parts(
+        [{"role": "user", "content": "a [CLS] good"}],
+        [[{"role": "assistant", "content": "good [SEP] bad [MASK] [PAD]"}]],
+    )
     assert not control & {*prompt, *answer}
     _, ids, _, _ = reader.wrap(prompt, answer, [1] * len(answer))
     assert [i for i in ids if i in control] == [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.sep_token_id]
     assert reader.plain("a good one") == tokenizer("a good one", add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("name, positions", [("bert", 20), ("roberta", 18), ("mpnet", 18), ("xlm-roberta-xl", 18), ("data2vec-text", 18)])
+@pytest.mark.parametrize(
+    "name, positions", [("bert", 20), ("roberta", 18), ("mpnet", 18), ("xlm-roberta-xl", 18), ("data2vec-text", 18)]
+)
 def test_rows_are_cut_to_the_positions_that_an_encoder_has(encoder, name, positions):
-    """RoBERTa's family counts positions from behind the padding token's, so a row as long as the table would end the run in the middle."""
+    """RoBERTa's family counts positions from behind the padding token's, so a row as long as the table would end the
+    run in the middle.
+    """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    config = AutoConfig.for_model(name, vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=20, pad_token_id=1, num_labels=1)
+    config = AutoConfig.for_model(
+        name,
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=20,
+        pad_token_id=1,
+        num_labels=1,
+    )
     model = AutoModelForSequenceClassification.from_config(config).eval()
     model.reads_both_ways = True
     reader = reader_for(encoder, model, None)
@@ -321,7 +455,9 @@ def test_an_encoder_without_special_tokens_says_what_to_give(encoder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     assert EncoderReader(tokenizer, 64).middle == [tokenizer.sep_token_id]
     for template in ("$A", "[CLS] $A"):  # nothing at all, and nothing between the texts
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, pair=f"{template} $B:1", special_tokens=[("[CLS]", tokenizer.cls_token_id)])
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=template, pair=f"{template} $B:1", special_tokens=[("[CLS]", tokenizer.cls_token_id)]
+        )
         with pytest.raises(ModelError, match="no special token between two texts.*post_processor"):
             EncoderReader(tokenizer, 64)
 
@@ -359,7 +495,9 @@ def test_the_language_model_term_is_the_nll_of_the_chosen_answer(tiny, rows):
 
 
 def test_gain_and_bias_fold_into_a_linear_head(tiny, rows):
-    """rm.orm, Cobbe et al.: sigma(gain * logit + bias) after training equals the saved linear head plus its constant."""
+    """rm.orm, Cobbe et al.: sigma(gain * logit + bias) after training equals the saved linear head plus its
+    constant.
+    """
     model, items, loss, config = setup(tiny["policy"], rows["labels"], "orm", outcome_head="gain_bias")
     lm_head = keep_lm_head(model, tiny["policy"])
     read = add_gain_bias(model, lm_head, 7)
@@ -376,7 +514,8 @@ def test_gain_and_bias_fold_into_a_linear_head(tiny, rows):
     assert torch.allclose(before, after, atol=1e-9)
 
 
-# -- degenerate rows ----------------------------------------------------------------------------------------------------------
+# -- degenerate rows ---------------------------------------------------------------------------------------------------
+
 
 class Characters:
     """A reader whose tokens are characters."""
@@ -395,7 +534,12 @@ class Characters:
 
 def ranking(ranks, texts=None, **settings):
     texts = texts or [f"answer {i}" for i in range(len(ranks))]
-    row = {"row_id": "r", "prompt": [{"role": "user", "content": "q"}], "ranks": ranks, "completions": [[{"role": "assistant", "content": t}] for t in texts]}
+    row = {
+        "row_id": "r",
+        "prompt": [{"role": "user", "content": "q"}],
+        "ranks": ranks,
+        "completions": [[{"role": "assistant", "content": t}] for t in texts],
+    }
     return ranking_items(row, Characters(), Config(**settings), Counter())
 
 
@@ -404,7 +548,9 @@ def test_rankings_without_signal_are_dropped_and_counted():
         with pytest.raises(Drop, match=reason):
             ranking(ranks, objective="kwise_pairs")
     (item,) = ranking([2, 1, 2], objective="kwise_pairs")
-    assert item.extra["pairs"] == [(0, 1), (0, 2)] and item.extra["pair_weight"] == 0.5, "tied pairs are dropped from the divisor too"
+    assert item.extra["pairs"] == [(0, 1), (0, 2)] and item.extra["pair_weight"] == 0.5, (
+        "tied pairs are dropped from the divisor too"
+    )
     with pytest.raises(Drop, match="identical_after_truncation"):
         ranking([1, 2], ["x" * 60 + "a", "x" * 60 + "b"], objective="kwise_pairs")
 
@@ -419,26 +565,57 @@ def test_ties_under_plackett_luce():
 
 
 def test_ties_matter_where_the_ranking_is_certain():
-    """rm.plackett_luce, partial rankings: below the top m nothing is known, so ties there are no ties; at the border of the top they are."""
+    """rm.plackett_luce, partial rankings: below the top m nothing is known, so ties there are no ties; at the border of
+    the top they are.
+    """
     top = lambda ranks, m, **more: ranking(ranks, objective="plackett_luce", top_ranks=m, **more)[0]
     tail = top([1, 2, 3, 3, 3], 2)
-    assert tail.extra["listwise"] and len(tail.responses) == 5, "the three at the end are one crowd that lost to the first two"
+    assert tail.extra["listwise"] and len(tail.responses) == 5, (
+        "the three at the end are one crowd that lost to the first two"
+    )
     for ranks, m in (([1, 1, 2, 3], 2), ([1, 2, 2, 3], 2), ([1, 1], 1)):
         with pytest.raises(ValueError, match="tie_policy=drop_item"):
             top(ranks, m)
     kept = top([1, 1, 2, 3, 3], 2, tie_policy="drop_item")
-    assert kept.extra["listwise"] and kept.extra["ranks"] == [1, 2, 3, 3], "of the tied in the top the first, of those below all"
+    assert kept.extra["listwise"] and kept.extra["ranks"] == [
+        1,
+        2,
+        3,
+        3,
+    ], "of the tied in the top the first, of those below all"
     assert top([1, 2, 2, 2, 3], 2, tie_policy="drop_item").extra["ranks"] == [1, 2, 3]
     fallback = top([1, 2, 2, 3, 4], 2, tie_policy="use_pairs")
-    assert not fallback.extra["listwise"] and fallback.extra["pairs"] == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 3), (1, 4), (2, 3), (2, 4)], "nobody wins below the top"
-    assert fallback.extra["pair_weight"] == 1 / 8 and top([1, 2, 3, 4], 2).extra["pairs"] == [(i, j) for i in range(4) for j in range(i + 1, 4)]
+    assert not fallback.extra["listwise"] and fallback.extra["pairs"] == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (0, 4),
+        (1, 3),
+        (1, 4),
+        (2, 3),
+        (2, 4),
+    ], "nobody wins below the top"
+    assert fallback.extra["pair_weight"] == 1 / 8 and top([1, 2, 3, 4], 2).extra["pairs"] == [
+        (i, j) for i in range(4) for j in range(i + 1, 4)
+    ]
 
 
 def test_attributes_that_no_row_has_are_named_with_those_there_are(tiny, rows, train):
     """rm.regression: the mean of nothing would make every score NaN."""
-    for attributes, said in ((["help", "thruth"], r"\['thruth'\]: no row of split train is rated by it; the aspects of the data are help, overall, truth"), (["x", "y"], "rated by them")):
+    for attributes, said in (
+        (
+            ["help", "thruth"],
+            r"\['thruth'\]: no row of split train is rated by it; the aspects of the data are help, overall, truth",
+        ),
+        (["x", "y"], "rated by them"),
+    ):
         with pytest.raises(ConfigError, match=said):
-            train("reward_model", {"objective": "regression", "attributes": attributes, "max_steps": 1, "max_length": 96}, {"model": tiny["policy"], "data": rows["ratings"]}, attributes[0])
+            train(
+                "reward_model",
+                {"objective": "regression", "attributes": attributes, "max_steps": 1, "max_length": 96},
+                {"model": tiny["policy"], "data": rows["ratings"]},
+                attributes[0],
+            )
 
 
 @pytest.mark.parametrize("objective", ("pairwise", "t2t_point", "t2t_pair"))
@@ -447,10 +624,20 @@ def test_comparisons_that_the_cut_makes_the_same_are_dropped_and_cuts_are_counte
     from stages.algorithms import resolve
     from stages.chat import renderer_for
 
-    reader, make, dropped = ChatReader(renderer_for(tiny["policy"]), 200), resolve(REWARD_OBJECTIVES[objective].encode), Counter()
+    reader, make, dropped = (
+        ChatReader(renderer_for(tiny["policy"]), 200),
+        resolve(REWARD_OBJECTIVES[objective].encode),
+        Counter(),
+    )
     config = Config(objective=objective)
-    row = lambda chosen, rejected: {"row_id": "r", "prompt": [{"role": "user", "content": "q"}],
-                                    **{side: [{"role": "assistant", "content": text}] for side, text in (("chosen", chosen), ("rejected", rejected))}}
+    row = lambda chosen, rejected: {
+        "row_id": "r",
+        "prompt": [{"role": "user", "content": "q"}],
+        **{
+            side: [{"role": "assistant", "content": text}]
+            for side, text in (("chosen", chosen), ("rejected", rejected))
+        },
+    }
     assert make(row("yes", "no"), reader, config, dropped) and not dropped
     assert make(row("no " + "yes " * 200, "yes " * 200), reader, config, dropped) and dropped == {"truncated": 1}
     with pytest.raises(Drop, match="identical_after_truncation"):
@@ -472,23 +659,42 @@ def test_two_responses_make_all_ranking_losses_equal():
 
 
 def test_ratings_are_standardised_per_attribute_and_annotators_centred():
-    items = [SimpleNamespace(extra={"targets": [v], "annotator": a, "weight": 1.0}) for v, a in ((1.0, "low"), (3.0, "low"), (3.0, "high"), (5.0, "high"))]
+    items = [
+        SimpleNamespace(extra={"targets": [v], "annotator": a, "weight": 1.0})
+        for v, a in ((1.0, "low"), (3.0, "low"), (3.0, "high"), (5.0, "high"))
+    ]
     shifts = annotator_shifts(items)
     mean, std = standardise(items, None, shifts)
     assert mean == [3.0] and std == [1.0] and [i.extra["targets"] for i in items] == [[-1.0], [1.0], [-1.0], [1.0]]
     constant = [SimpleNamespace(extra={"targets": [2.0], "annotator": None, "weight": 1.0})] * 1
-    held_out = [SimpleNamespace(extra={"targets": [v], "annotator": a, "weight": 1.0}) for v, a in ((4.0, "low"), (4.0, "high"), (4.0, "new"))]
+    held_out = [
+        SimpleNamespace(extra={"targets": [v], "annotator": a, "weight": 1.0})
+        for v, a in ((4.0, "low"), (4.0, "high"), (4.0, "new"))
+    ]
     standardise(held_out, (mean, std), shifts)
-    assert [i.extra["targets"] for i in held_out] == [[2.0], [0.0], [1.0]], "held-out ratings move with their annotators, as far as these are known"
+    assert [i.extra["targets"] for i in held_out] == [
+        [2.0],
+        [0.0],
+        [1.0],
+    ], "held-out ratings move with their annotators, as far as these are known"
     assert standardise(constant, None) == ([2.0], [1.0]) and constant[0].extra["targets"] == [0.0]
 
 
 def test_a_rating_sets_the_scale_by_its_weight():
-    """A row of weight 2 is two rows, one of weight 0 none: an outlier that is weighted out squeezed all other targets together."""
-    def made(*rows):
-        return [SimpleNamespace(extra={"targets": [v, np.nan if v == 3.0 else -v], "annotator": a, "weight": w}) for v, a, w in rows]
+    """A row of weight 2 is two rows, one of weight 0 none: an outlier that is weighted out squeezed all other targets
+    together.
+    """
 
-    weighted, plain = made((1.0, "low", 2.0), (3.0, "low", 1.0), (5.0, "high", 1.0), (1000.0, "high", 0.0)), made((1.0, "low", 1.0), (1.0, "low", 1.0), (3.0, "low", 1.0), (5.0, "high", 1.0))
+    def made(*rows):
+        return [
+            SimpleNamespace(extra={"targets": [v, np.nan if v == 3.0 else -v], "annotator": a, "weight": w})
+            for v, a, w in rows
+        ]
+
+    weighted, plain = (
+        made((1.0, "low", 2.0), (3.0, "low", 1.0), (5.0, "high", 1.0), (1000.0, "high", 0.0)),
+        made((1.0, "low", 1.0), (1.0, "low", 1.0), (3.0, "low", 1.0), (5.0, "high", 1.0)),
+    )
     shifts, expected = annotator_shifts(weighted), annotator_shifts(plain)
     assert all(shifts[name] == pytest.approx(expected[name]) for name in expected)
     assert np.allclose(standardise(weighted, None, shifts), standardise(plain, None, expected), rtol=1e-12)
@@ -497,7 +703,10 @@ def test_a_rating_sets_the_scale_by_its_weight():
 
 
 def test_outcomes_are_balanced_per_prompt():
-    items = [SimpleNamespace(extra={"prompt_id": p, "target": y, "weight": 1.0}) for p, y in (("a", 1.0), ("a", 1.0), ("a", 0.0), ("b", 1.0))]
+    items = [
+        SimpleNamespace(extra={"prompt_id": p, "target": y, "weight": 1.0})
+        for p, y in (("a", 1.0), ("a", 1.0), ("a", 0.0), ("b", 1.0))
+    ]
     dropped = Counter()
     assert balanced(items, dropped) == [items[0], items[2]] and dropped["unbalanced"] == 2
     items[0].extra["weight"] = 0.0  # does not stand in for one that counts
@@ -512,7 +721,7 @@ def test_steps_keep_their_borders(tiny):
     reader = ChatReader(renderer_for(tiny["policy"]), 96)
     ids, ends = step_ids(reader, ["two plus", "two"], "\n\n")
     tail = reader.plain("\n\n")
-    assert ids[ends[0] - len(tail) + 1: ends[0] + 1] == tail and ends[1] == len(ids) - 1
+    assert ids[ends[0] - len(tail) + 1 : ends[0] + 1] == tail and ends[1] == len(ids) - 1
 
 
 def test_labels_behind_the_first_error_are_not_used(tiny, rows):
@@ -521,19 +730,29 @@ def test_labels_behind_the_first_error_are_not_used(tiny, rows):
     data = [r for r in open_dataset(rows["steps"]).iter_rows(split="train") if -1 in r["labels"]][0]
     reader = reader_for(tiny["policy"], new_reward_model(tiny["policy"], outputs=2), 96)
     assert step_items(data, reader, Config(objective="prm"), Counter())[0].extra["n_steps"] == 2
-    assert step_items(data, reader, Config(objective="prm", after_first_error="keep"), Counter())[0].extra["n_steps"] == 3
+    assert (
+        step_items(data, reader, Config(objective="prm", after_first_error="keep"), Counter())[0].extra["n_steps"] == 3
+    )
 
 
 def test_steps_that_do_not_fit_divide_nothing(tiny, rows):
-    """rm.prm: the mean over the labelled steps that the model reads; a cut solution is counted, and weights do not enter shares."""
+    """rm.prm: the mean over the labelled steps that the model reads; a cut solution is counted, and weights do not
+    enter shares.
+    """
     from stages.reward_models.reward_data import step_items
 
-    data = {**next(r for r in open_dataset(rows["steps"]).iter_rows(split="train") if -1 not in r["labels"]), "weight": 3.0}
+    data = {
+        **next(r for r in open_dataset(rows["steps"]).iter_rows(split="train") if -1 not in r["labels"]),
+        "weight": 3.0,
+    }
     reader, dropped = reader_for(tiny["policy"], new_reward_model(tiny["policy"], outputs=2), 96), Counter()
     long = {**data, "completions": [*data["completions"][:2], "good end " * 40]}
     (whole,), (item,) = (step_items(row, reader, Config(objective="prm"), dropped) for row in (data, long))
     assert (whole.extra["n_steps"], item.extra["n_steps"], dropped["truncated"]) == (3, 2, 1)
-    assert item.extra["counts"] == {"steps": 6.0, "labelled": 2.0, "rows": 1.0} and len(item.extra["targets"]) == item.n_targets == 2
+    assert (
+        item.extra["counts"] == {"steps": 6.0, "labelled": 2.0, "rows": 1.0}
+        and len(item.extra["targets"]) == item.n_targets == 2
+    )
     loss = RewardLoss(REWARD_OBJECTIVES["prm"], Config(objective="prm"), "last")
     sums = loss(new_reward_model(tiny["policy"], outputs=2), collate([item]))
     share, by = sums.metrics["base_rate"]
@@ -552,32 +771,63 @@ def test_an_empty_step_changes_nothing(tiny):
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
-UNREAD = [("kwise_pairs", {"label_smoothing": 0.3}), ("kwise_pairs", {"use_margin": True}), ("kwise_pairs", {"use_soft_labels": True}), ("kwise_pairs", {"normalise_by_k": True}),
-          ("kwise_pairs", {"top_ranks": 1}), ("kwise_pairs", {"center_rewards_coefficient": 1.0}), ("plackett_luce", {"label_smoothing": 0.3}),
-          ("plackett_luce", {"center_rewards_coefficient": 1.0}), ("plackett_luce", {"pair_weighting": "per_pair"}), ("pairwise", {"center_rewards_coefficient": 1.0}),
-          ("pairwise", {"use_margin": True}), ("t2t_point", {"label_smoothing": 0.3}), ("t2t_point", {"use_soft_labels": True}), ("bt", {"top_ranks": 1}), ("bt", {"attributes": ["a"]}),
-          ("t2t_pair", {"init_head": "keep"}), ("t2t_point", {"pooling": "mean"}),
-          ("margin", {"hard_labels": True}), ("kwise_pairs", {"curriculum": "margin"}), ("kwise_pairs", {"lm_loss_weight": 0.5})]
+UNREAD = [
+    ("kwise_pairs", {"label_smoothing": 0.3}),
+    ("kwise_pairs", {"use_margin": True}),
+    ("kwise_pairs", {"use_soft_labels": True}),
+    ("kwise_pairs", {"normalise_by_k": True}),
+    ("kwise_pairs", {"top_ranks": 1}),
+    ("kwise_pairs", {"center_rewards_coefficient": 1.0}),
+    ("plackett_luce", {"label_smoothing": 0.3}),
+    ("plackett_luce", {"center_rewards_coefficient": 1.0}),
+    ("plackett_luce", {"pair_weighting": "per_pair"}),
+    ("pairwise", {"center_rewards_coefficient": 1.0}),
+    ("pairwise", {"use_margin": True}),
+    ("t2t_point", {"label_smoothing": 0.3}),
+    ("t2t_point", {"use_soft_labels": True}),
+    ("bt", {"top_ranks": 1}),
+    ("bt", {"attributes": ["a"]}),
+    ("t2t_pair", {"init_head": "keep"}),
+    ("t2t_point", {"pooling": "mean"}),
+    ("margin", {"hard_labels": True}),
+    ("kwise_pairs", {"curriculum": "margin"}),
+    ("kwise_pairs", {"lm_loss_weight": 0.5}),
+]
 
 
 @pytest.mark.parametrize("objective,setting", UNREAD)
 def test_settings_that_an_objective_would_ignore_are_refused(objective, setting):
     """Other values than the defaults only: recipes give complete configurations."""
     (name,) = setting
-    with pytest.raises(ValueError, match=f"{name}=.* is a setting of objective .*, which objective={objective} does not read; leave {name} out"):
+    with pytest.raises(
+        ValueError,
+        match=f"{name}=.* is a setting of objective .*, which objective={objective} does not read; leave {name} out",
+    ):
         Config(objective=objective, **setting)
     complete = Config(objective=objective).model_dump()
     assert Config(**complete).model_dump() == complete
     Config(objective=READ_BY[name][0], **setting)
 
 
-@pytest.mark.parametrize("given,says", [({"last_layers": 1}, "train_layers=head_and_last"), ({"curriculum_stages": 2}, "curriculum=margin"), ({"curriculum": "stage_index", "curriculum_stages": 2}, "curriculum"),
-                                        ({"objective": "orm", "outcome_token": "x"}, "outcome_head=gain_bias"), ({"objective": "prm", "neutral_as": "negative"}, "step_classes=3")])
+@pytest.mark.parametrize(
+    "given,says",
+    [
+        ({"last_layers": 1}, "train_layers=head_and_last"),
+        ({"curriculum_stages": 2}, "curriculum=margin"),
+        ({"curriculum": "stage_index", "curriculum_stages": 2}, "curriculum"),
+        ({"objective": "orm", "outcome_token": "x"}, "outcome_head=gain_bias"),
+        ({"objective": "prm", "neutral_as": "negative"}, "step_classes=3"),
+    ],
+)
 def test_settings_that_others_would_have_to_be_set_for_are_refused(given, says):
     with pytest.raises(ValueError, match=f"would change nothing.*{says}"):
         Config(**given)
-    for whole in (Config(train_layers="head_and_last", last_layers=1), Config(curriculum="margin", curriculum_stages=2), Config(objective="orm", outcome_head="gain_bias", outcome_token="x"),
-                  Config(objective="prm", step_classes=3, neutral_as="negative")):
+    for whole in (
+        Config(train_layers="head_and_last", last_layers=1),
+        Config(curriculum="margin", curriculum_stages=2),
+        Config(objective="orm", outcome_head="gain_bias", outcome_token="x"),
+        Config(objective="prm", step_classes=3, neutral_as="negative"),
+    ):
         assert Config(**whole.model_dump()) == whole
 
 
@@ -586,16 +836,30 @@ def test_settings_of_inputs_that_are_not_given_are_refused(tiny, rows, train, tm
     from storage.datasets import write_dataset
 
     common = {"max_steps": 1, "max_length": 96}
-    for given, says in (({"replay_fraction": 0.3}, "give the input replay"), ({"drift_alarm": 0.2}, "give the input previous")):
+    for given, says in (
+        ({"replay_fraction": 0.3}, "give the input replay"),
+        ({"drift_alarm": 0.2}, "give the input previous"),
+    ):
         with pytest.raises(ConfigError, match=f"would change nothing.*{says}"):
             train("reward_model", {**common, **given}, {"model": tiny["policy"], "data": rows["pairs"]}, says[-6:])
     plain = [{**row, "stage_index": None} for row in open_dataset(rows["pairs"]).iter_rows()]
     write_dataset(str(tmp_path / "plain"), "plain", "pairs/1", plain)
     with pytest.raises(ConfigError, match="no pair has one; give the output of stage curriculum"):
-        train("reward_model", {**common, "curriculum": "stage_index"}, {"model": tiny["policy"], "data": str(tmp_path / "plain")}, "stages")
+        train(
+            "reward_model",
+            {**common, "curriculum": "stage_index"},
+            {"model": tiny["policy"], "data": str(tmp_path / "plain")},
+            "stages",
+        )
     set_ = Config(replay_fraction=0.3, drift_alarm=0.2)
-    assert [(c.replay_fraction, c.drift_alarm) for c in (reading(set_, replay=None, previous="m"), reading(set_, replay={"a": "b"}, previous=None), reading(set_, replay=True, previous=True))] == [
-        (0.1, 0.2), (0.3, 0.05), (0.3, 0.2)]
+    assert [
+        (c.replay_fraction, c.drift_alarm)
+        for c in (
+            reading(set_, replay=None, previous="m"),
+            reading(set_, replay={"a": "b"}, previous=None),
+            reading(set_, replay=True, previous=True),
+        )
+    ] == [(0.1, 0.2), (0.3, 0.05), (0.3, 0.2)]
     assert kept_head(Config()).init_head == "keep" and kept_head(Config(objective="t2t_pair")).init_head == "fresh"
 
 
@@ -603,7 +867,11 @@ def test_settings_of_inputs_that_are_not_given_are_refused(tiny, rows, train, tm
 def test_what_auto_stands_for_is_held_to_the_same(tiny, rows, train, setting):
     """Rankings are learned by kwise_pairs, which reads none of these."""
     with pytest.raises(ConfigError, match="which objective=kwise_pairs does not read"):
-        train("reward_model", {"max_steps": 1, "max_length": 96, **setting}, {"model": tiny["policy"], "data": rows["rankings"]})
+        train(
+            "reward_model",
+            {"max_steps": 1, "max_length": 96, **setting},
+            {"model": tiny["policy"], "data": rows["rankings"]},
+        )
 
 
 def test_what_does_not_fit_says_what_to_write(tiny, encoder):
@@ -618,18 +886,40 @@ def test_what_does_not_fit_says_what_to_write(tiny, encoder):
         pair_difficulty({"row_id": "x", "margin": None}, "margin")
     with pytest.raises(ValueError, match="lm_loss_weight=0"):
         keep_lm_head(new_reward_model(encoder), encoder)
-    for bad in ({"attribute_weights": [1.0]}, {"label_words": ["A"]}, {"objective": "prm", "lm_loss_weight": 1.0}, {"objective": "prm", "curriculum": "margin"}):
+    for bad in (
+        {"attribute_weights": [1.0]},
+        {"label_words": ["A"]},
+        {"objective": "prm", "lm_loss_weight": 1.0},
+        {"objective": "prm", "curriculum": "margin"},
+    ):
         with pytest.raises(ValueError):
             Config(**bad)
 
 
-SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, max_position_embeddings=64, pad_token_id=0)
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    vocab_size=64,
+    max_position_embeddings=64,
+    pad_token_id=0,
+)
 ARCHITECTURES = {
-    "LlamaConfig": (False, {**SIZES, "num_key_value_heads": 2}), "Qwen2Config": (False, {**SIZES, "num_key_value_heads": 2}),
-    "Gemma2Config": (False, {**SIZES, "num_key_value_heads": 2, "head_dim": 16}), "GPT2Config": (False, dict(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=64, pad_token_id=0)),
-    "GPTNeoXConfig": (False, SIZES), "BertConfig": (True, SIZES), "RobertaConfig": (True, {**SIZES, "pad_token_id": 1}),
-    "DistilBertConfig": (True, dict(dim=32, hidden_dim=64, n_layers=2, n_heads=2, vocab_size=64, max_position_embeddings=64, pad_token_id=0)),
-    "ElectraConfig": (True, {**SIZES, "embedding_size": 32}), "DebertaV2Config": (True, SIZES), "ModernBertConfig": (True, {**SIZES, "cls_token_id": 1, "sep_token_id": 2}),
+    "LlamaConfig": (False, {**SIZES, "num_key_value_heads": 2}),
+    "Qwen2Config": (False, {**SIZES, "num_key_value_heads": 2}),
+    "Gemma2Config": (False, {**SIZES, "num_key_value_heads": 2, "head_dim": 16}),
+    "GPT2Config": (False, dict(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=64, pad_token_id=0)),
+    "GPTNeoXConfig": (False, SIZES),
+    "BertConfig": (True, SIZES),
+    "RobertaConfig": (True, {**SIZES, "pad_token_id": 1}),
+    "DistilBertConfig": (
+        True,
+        dict(dim=32, hidden_dim=64, n_layers=2, n_heads=2, vocab_size=64, max_position_embeddings=64, pad_token_id=0),
+    ),
+    "ElectraConfig": (True, {**SIZES, "embedding_size": 32}),
+    "DebertaV2Config": (True, SIZES),
+    "ModernBertConfig": (True, {**SIZES, "cls_token_id": 1, "sep_token_id": 2}),
 }
 
 

@@ -1,4 +1,7 @@
-"""Reward models behind a URL (kind remote), against a real server on this machine: what OpenRLHF's ``--remote_rm_url`` asks and gets."""
+"""Reward models behind a URL (kind remote), against a real server on this machine: what OpenRLHF's ``--remote_rm_url``
+asks and gets.
+"""
+
 from __future__ import annotations
 
 import json
@@ -16,12 +19,32 @@ from tests.common import assistant, user
 
 
 def row(text, answer="4", finish="eos", ids=None, prompt="How many?", **columns):
-    return {"prompt_row": {"row_id": prompt, "prompt": user(prompt), "answer": answer, "extra_json": '{"level": 3}', **columns}, "completion_text": text, "completion_ids": ids or [1, 2],
-            "finish_reason": finish, "prompt_ids": None}
+    return {
+        "prompt_row": {
+            "row_id": prompt,
+            "prompt": user(prompt),
+            "answer": answer,
+            "extra_json": '{"level": 3}',
+            **columns,
+        },
+        "completion_text": text,
+        "completion_ids": ids or [1, 2],
+        "finish_reason": finish,
+        "prompt_ids": None,
+    }
 
 
 def scored(server, rows, renderer=None, **settings):
-    component = RewardComponent(**{"kind": "remote", "name": "rm", "url": server.url, "endpoint_model": "our-rm", "request_form": "messages", **settings})
+    component = RewardComponent(
+        **{
+            "kind": "remote",
+            "name": "rm",
+            "url": server.url,
+            "endpoint_model": "our-rm",
+            "request_form": "messages",
+            **settings,
+        }
+    )
     return Rewards([component], {}, renderer).score(rows)
 
 
@@ -30,22 +53,42 @@ def lengths(body):
 
 
 def test_it_is_asked_in_batches_as_openrlhf_asks(tiny):
-    """The query is the prompt with the policy's template and the response with its end token; numbers come back in order, for batches of two, several at once."""
+    """The query is the prompt with the policy's template and the response with its end token; numbers come back in
+    order, for batches of two, several at once.
+    """
     renderer = renderer_for(tiny["policy"])
     rows = []
     for i in range(5):
         prompt = user(f"which, number {i}?")
         start, ids, _ = renderer.completion_ids(prompt, assistant("x" * i + "!"))
-        rows.append({**row("x" * i + "!", answer=str(i)), "prompt_row": {"prompt": prompt, "answer": str(i)}, "completion_ids": ids, "prompt_ids": start})
-    with chat_server(lambda body: json.dumps({"rewards": [float(label) for label in body["labels"]]}).encode()) as server:
-        component = RewardComponent(kind="remote", url=server.url + "/get_reward", endpoint_model="our-rm", batch_size=2, key_variable="")
+        rows.append(
+            {
+                **row("x" * i + "!", answer=str(i)),
+                "prompt_row": {"prompt": prompt, "answer": str(i)},
+                "completion_ids": ids,
+                "prompt_ids": start,
+            }
+        )
+    with chat_server(
+        lambda body: json.dumps({"rewards": [float(label) for label in body["labels"]]}).encode()
+    ) as server:
+        component = RewardComponent(
+            kind="remote", url=server.url + "/get_reward", endpoint_model="our-rm", batch_size=2, key_variable=""
+        )
         found = build_rewards([component], {}, renderer=renderer).score(rows)
         assert [one.total for one in found] == [0.0, 1.0, 2.0, 3.0, 4.0] and found[0].parts == {"remote": 0.0}
-        assert sorted(len(body["query"]) for body in server.seen) == [1, 2, 2] and all(path == "/v1/get_reward" for path, _ in server.calls)
+        assert sorted(len(body["query"]) for body in server.seen) == [1, 2, 2] and all(
+            path == "/v1/get_reward" for path, _ in server.calls
+        )
         (first,) = [body for body in server.seen if body["labels"] == ["0", "1"]]
         assert list(first) == ["query", "prompts", "labels"]
-        assert first["query"] == [renderer.decode([*one["prompt_ids"], *one["completion_ids"]], skip_special_tokens=False) for one in rows[:2]]
-        assert all(query.startswith(prompt) and text in prompt for query, prompt, text in zip(first["query"], first["prompts"], ("which, number 0?", "which, number 1?")))
+        assert first["query"] == [
+            renderer.decode([*one["prompt_ids"], *one["completion_ids"]], skip_special_tokens=False) for one in rows[:2]
+        ]
+        assert all(
+            query.startswith(prompt) and text in prompt
+            for query, prompt, text in zip(first["query"], first["prompts"], ("which, number 0?", "which, number 1?"))
+        )
         with pytest.raises(ValueError, match="write request_form=messages"):
             build_rewards([component], {}).score(rows)
         with_view = Rewards([component.model_copy(update={"view": "answer_only"})], {}, renderer)
@@ -57,11 +100,18 @@ def test_it_is_asked_in_batches_as_openrlhf_asks(tiny):
 def test_a_server_of_ones_own_is_shown_messages_and_rows(monkeypatch):
     monkeypatch.setenv("RM_KEY", "secret")
     with chat_server(lambda body: json.dumps({"scores": [[0.5]]}).encode()) as server:
-        (one,) = scored(server, [row("four", category="sums")], score_key="scores", key_variable="RM_KEY", squash="sigmoid")
+        (one,) = scored(
+            server, [row("four", category="sums")], score_key="scores", key_variable="RM_KEY", squash="sigmoid"
+        )
         assert one.total == pytest.approx(1 / (1 + math.exp(-0.5)))
         assert server.calls[0] == ("/v1", "Bearer secret")
         (body,) = server.seen
-        assert body["model"] == "our-rm" and body["messages"] == [[*user("How many?"), *assistant("four")]] and body["answers"] == ["4"] and body["finish_reasons"] == ["eos"]
+        assert (
+            body["model"] == "our-rm"
+            and body["messages"] == [[*user("How many?"), *assistant("four")]]
+            and body["answers"] == ["4"]
+            and body["finish_reasons"] == ["eos"]
+        )
         assert body["rows"][0]["category"] == "sums" and body["rows"][0]["metadata"] == {"level": 3}
         server.choice = lambda body: b"[1e9, -1e9]"
         assert [one.total for one in scored(server, [row("a"), row("b")], clip=2.0)] == [2.0, -2.0]
@@ -72,21 +122,43 @@ def test_a_server_of_ones_own_is_shown_messages_and_rows(monkeypatch):
         assert (cut.total, whole.total) == (-1.0, 3.0) and len(server.seen[0]["messages"]) == 1
 
 
-@pytest.mark.parametrize("answer, why", [
-    (b"what?", "JSONDecodeError"), (b"", "holds no list 'rewards'"), (b'{"scores": [1, 2]}', "but only scores; score_key=NAME"), (b'{"rewards": [1]}', "1 numbers for 2 answers"),
-    (b'{"rewards": [1, 2, 3]}', "3 numbers for 2 answers"), (b'{"rewards": 3}', "holds no list"), (500, "HTTP 500"), (404, "HTTP 404"), (429, "HTTP 429")])
+@pytest.mark.parametrize(
+    "answer, why",
+    [
+        (b"what?", "JSONDecodeError"),
+        (b"", "holds no list 'rewards'"),
+        (b'{"scores": [1, 2]}', "but only scores; score_key=NAME"),
+        (b'{"rewards": [1]}', "1 numbers for 2 answers"),
+        (b'{"rewards": [1, 2, 3]}', "3 numbers for 2 answers"),
+        (b'{"rewards": 3}', "holds no list"),
+        (500, "HTTP 500"),
+        (404, "HTTP 404"),
+        (429, "HTTP 429"),
+    ],
+)
 def test_a_server_that_answers_otherwise_leaves_rows_unscorable(answer, why, monkeypatch):
     """Never a zero: the whole batch has the reason, after asking again where that may help."""
     monkeypatch.setattr(http_json, "WAITS", (0.0, 0.0))
     monkeypatch.setattr(http_json.time, "sleep", lambda seconds: None)
     with chat_server(lambda body: answer) as server:
         found = scored(server, [row("a"), row("b")])
-        assert [one.total for one in found] == [None, None] and all(why in one.reasons["rm"] for one in found), found[0].reasons
+        assert [one.total for one in found] == [None, None] and all(why in one.reasons["rm"] for one in found), found[
+            0
+        ].reasons
         assert len(server.seen) == (1 if answer == 404 else 3)
 
 
-@pytest.mark.parametrize("value, why", [("NaN", "no finite number"), ("null", "no number"), ('"7"', "no finite number"), ("[1, 2]", "no finite number"), ("Infinity", "no finite number"),
-                                        ("1" + "0" * 400, "no finite number")])
+@pytest.mark.parametrize(
+    "value, why",
+    [
+        ("NaN", "no finite number"),
+        ("null", "no number"),
+        ('"7"', "no finite number"),
+        ("[1, 2]", "no finite number"),
+        ("Infinity", "no finite number"),
+        ("1" + "0" * 400, "no finite number"),
+    ],
+)
 def test_one_number_that_is_none_costs_its_own_row(value, why):
     with chat_server(lambda body: f'{{"rewards": [1.5, {value}]}}'.encode()) as server:
         good, bad = scored(server, [row("a"), row("b")])
@@ -117,7 +189,9 @@ def test_an_overloaded_server_is_asked_again_and_others_at_once(monkeypatch):
 
 def test_one_answer_that_is_refused_costs_its_own_score(monkeypatch):
     """HTTP 413 of a batch is about one of its answers: it is halved until it is alone."""
-    with chat_server(lambda body: 413 if any(len(one[-1]["content"]) > 5 for one in body["messages"]) else lengths(body)) as server:
+    with chat_server(
+        lambda body: 413 if any(len(one[-1]["content"]) > 5 for one in body["messages"]) else lengths(body)
+    ) as server:
         found = scored(server, [row(text) for text in ("a", "bb", "too long", "ccc", "dddd")])
         assert [one.total for one in found] == [1.0, 2.0, None, 3.0, 4.0] and "HTTP 413" in found[2].reasons["rm"]
 
@@ -136,16 +210,33 @@ def test_a_slow_or_absent_server_leaves_rows_unscorable(monkeypatch):
 def test_the_name_and_not_the_url_is_what_a_result_is_known_by():
     base = {"kind": "remote", "url": "http://a:1/x", "endpoint_model": "rm"}
     of = lambda **more: RewardComponent(**{**base, **more}).identity()
-    assert of() == of(url="https://b:2/y", concurrency=3, batch_size=5) and of() != of(endpoint_model="other") and of() != of(request_form="messages")
-    assert "url" not in of() and RewardComponent(**base).timeout_s == 60.0 and RewardComponent(**base).missing_policy == "invalidate"
+    assert (
+        of() == of(url="https://b:2/y", concurrency=3, batch_size=5)
+        and of() != of(endpoint_model="other")
+        and of() != of(request_form="messages")
+    )
+    assert (
+        "url" not in of()
+        and RewardComponent(**base).timeout_s == 60.0
+        and RewardComponent(**base).missing_policy == "invalidate"
+    )
     again = RewardComponent.model_validate(RewardComponent(**base).model_dump())
     assert again == RewardComponent(**base)
 
 
-@pytest.mark.parametrize("wrong, text", [
-    ({"url": ""}, "write url=http://HOST:PORT/PATH"), ({"url": "localhost:5000"}, "write url=http"), ({"endpoint_model": ""}, "needs endpoint_model"), ({"endpoint": "http://a"}, "write url"),
-    ({"empty_reward": 0.0}, "shown empty answers too"), ({"kind": "judge"}, "url is for kind remote"), ({"kind": "verifier", "url": "", "endpoint_model": "", "score_key": "x"}, "score_key is for kind remote"),
-    ({"kind": "model", "url": "", "endpoint_model": "", "batch_size": 4}, "batch_size is for kind remote")])
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        ({"url": ""}, "write url=http://HOST:PORT/PATH"),
+        ({"url": "localhost:5000"}, "write url=http"),
+        ({"endpoint_model": ""}, "needs endpoint_model"),
+        ({"endpoint": "http://a"}, "write url"),
+        ({"empty_reward": 0.0}, "shown empty answers too"),
+        ({"kind": "judge"}, "url is for kind remote"),
+        ({"kind": "verifier", "url": "", "endpoint_model": "", "score_key": "x"}, "score_key is for kind remote"),
+        ({"kind": "model", "url": "", "endpoint_model": "", "batch_size": 4}, "batch_size is for kind remote"),
+    ],
+)
 def test_what_would_not_be_read_is_refused(wrong, text):
     with pytest.raises(ValueError, match=text):
         RewardComponent(**{"kind": "remote", "url": "http://a:1/x", "endpoint_model": "rm", **wrong})

@@ -1,4 +1,6 @@
-"""Every objective trains through the stage, and its model, loaded in a fresh process, gives the same scores bit for bit."""
+"""Every objective trains through the stage, and its model, loaded in a fresh process, gives the same scores bit for
+bit.
+"""
 
 import json
 import subprocess
@@ -13,10 +15,19 @@ from tests.reward.conftest import better, worse
 
 COMMON = {"learning_rate": 3e-3, "batch_size": 8, "max_length": 96, "probe_pairs": 2, "num_train_epochs": 2}
 CASES = {
-    "bt": ("pairs", {}), "margin": ("pairs", {}), "soft_label": ("pairs", {}), "pairwise": ("pairs", {}), "t2t_pair": ("pairs", {}),
-    "t2t_point": ("pairs", {"normalise_over_labels": True}), "kwise_pairs": ("rankings", {}), "plackett_luce": ("rankings", {}),
-    "regression": ("ratings", {"attributes": ["help", "truth"], "attribute_weights": [0.75, 0.25]}), "pointwise_bce": ("labels", {}),
-    "orm": ("labels", {}), "value": ("labels", {}), "prm": ("steps", {"step_classes": 3}),
+    "bt": ("pairs", {}),
+    "margin": ("pairs", {}),
+    "soft_label": ("pairs", {}),
+    "pairwise": ("pairs", {}),
+    "t2t_pair": ("pairs", {}),
+    "t2t_point": ("pairs", {"normalise_over_labels": True}),
+    "kwise_pairs": ("rankings", {}),
+    "plackett_luce": ("rankings", {}),
+    "regression": ("ratings", {"attributes": ["help", "truth"], "attribute_weights": [0.75, 0.25]}),
+    "pointwise_bce": ("labels", {}),
+    "orm": ("labels", {}),
+    "value": ("labels", {}),
+    "prm": ("steps", {"step_classes": 3}),
 }
 SCORE = """
 import json, sys
@@ -26,7 +37,14 @@ print(json.dumps([load_scorer(path).score(rows) for path in sys.argv[2:]]))
 """
 #: Two answers each to two prompts.
 ASKED = [(user(f"which, number {i}?"), assistant(text)) for i in (3, 50) for text in (better(i), worse(i))]
-ENCODER = [("bt", {}), ("bt", {"pooling": "cls"}), ("kwise_pairs", {}), ("orm", {}), ("prm", {}), ("pairwise", {"num_train_epochs": 5})]
+ENCODER = [
+    ("bt", {}),
+    ("bt", {"pooling": "cls"}),
+    ("kwise_pairs", {}),
+    ("orm", {}),
+    ("prm", {}),
+    ("pairwise", {"num_train_epochs": 5}),
+]
 TRAINED: dict[str, list[float]] = {}  # path -> scores in this process
 
 
@@ -46,42 +64,86 @@ def check(result, objective):
 @pytest.mark.parametrize("objective", list(CASES))
 def test_trains_and_judges(tiny, rows, train, objective):
     data, more = CASES[objective]
-    _, summary = check(train("reward_model", {**COMMON, "objective": objective, **more}, {"model": tiny["policy"], "data": rows[data]}), objective)
+    _, summary = check(
+        train(
+            "reward_model", {**COMMON, "objective": objective, **more}, {"model": tiny["policy"], "data": rows[data]}
+        ),
+        objective,
+    )
     if objective in ("bt", "margin", "soft_label", "kwise_pairs", "plackett_luce"):
         assert summary["calibration_bias"] != 0
 
 
 def test_a_guard_classifier_is_a_reward_beside_accuracy(tiny, rows, train):
-    """reward.safety: a classifier of labelled answers, read as a probability of the whole answer, weighted beside the verifier."""
+    """reward.safety: a classifier of labelled answers, read as a probability of the whole answer, weighted beside the
+    verifier.
+    """
     import math
 
     from stages.reward.components import RewardComponent
     from stages.reward.rewards import build_rewards
 
-    path = train("reward_model", {**COMMON, "objective": "pointwise_bce"}, {"model": tiny["policy"], "data": rows["labels"]})["outputs"]["model"]["path"]
+    path = train(
+        "reward_model", {**COMMON, "objective": "pointwise_bce"}, {"model": tiny["policy"], "data": rows["labels"]}
+    )["outputs"]["model"]["path"]
     scorer = load_scorer(path)
-    rewards = build_rewards([RewardComponent(kind="verifier"), RewardComponent(name="safe", kind="model", weight=0.5, squash="sigmoid")], {"reward_model": scorer})
+    rewards = build_rewards(
+        [RewardComponent(kind="verifier"), RewardComponent(name="safe", kind="model", weight=0.5, squash="sigmoid")],
+        {"reward_model": scorer},
+    )
     asked, answers = user("what is 2 + 2?"), ("\\boxed{4} " + better(3), "\\boxed{5} " + worse(3))
-    found = rewards.score([{"prompt_row": {"prompt": asked, "answer": "4", "answer_type": "integer"}, "completion_text": text, "completion_ids": [1], "finish_reason": "eos"} for text in answers])
-    safe = [1 / (1 + math.exp(-score)) for score in scorer.score([Response(asked, assistant(text)) for text in answers])]
-    assert [one.parts["safe"] for one in found] == pytest.approx(safe) and [one.total for one in found] == pytest.approx([1 + 0.5 * safe[0], 0.5 * safe[1]])
+    found = rewards.score(
+        [
+            {
+                "prompt_row": {"prompt": asked, "answer": "4", "answer_type": "integer"},
+                "completion_text": text,
+                "completion_ids": [1],
+                "finish_reason": "eos",
+            }
+            for text in answers
+        ]
+    )
+    safe = [
+        1 / (1 + math.exp(-score)) for score in scorer.score([Response(asked, assistant(text)) for text in answers])
+    ]
+    assert [one.parts["safe"] for one in found] == pytest.approx(safe) and [
+        one.total for one in found
+    ] == pytest.approx([1 + 0.5 * safe[0], 0.5 * safe[1]])
     assert safe[0] > safe[1]
 
 
 @pytest.mark.parametrize("objective", ("t2t_point", "t2t_pair"))
 def test_label_models_score_in_the_form_that_they_were_trained_in(tiny, rows, train, objective):
-    path, _ = check(train("reward_model", {**COMMON, "objective": objective, "label_request": "slic"}, {"model": tiny["policy"], "data": rows["pairs"]}), objective)
+    path, _ = check(
+        train(
+            "reward_model",
+            {**COMMON, "objective": objective, "label_request": "slic"},
+            {"model": tiny["policy"], "data": rows["pairs"]},
+        ),
+        objective,
+    )
     scorer, seen = load_scorer(path), []
     instruction = scorer.reader.instruction
     scorer.reader.instruction = lambda text: seen.append(text) or instruction(text)
     scorer.score([Response(prompt, completion) for prompt, completion in ASKED[:2]])
     (asked, first), (_, second) = ((prompt[0]["content"], completion[0]["content"]) for prompt, completion in ASKED[:2])
-    assert seen[0] == (f"[Context] {asked} [Summary] {first}" if objective == "t2t_point" else f"[Context] {asked} [Summary A] {first} [Summary B] {second}")
+    assert seen[0] == (
+        f"[Context] {asked} [Summary] {first}"
+        if objective == "t2t_point"
+        else f"[Context] {asked} [Summary A] {first} [Summary B] {second}"
+    )
 
 
 @pytest.mark.parametrize("objective,more", ENCODER)
 def test_an_encoder_is_a_reward_model_too(encoder, rows, train, objective, more):
-    path, _ = check(train("reward_model", {**COMMON, "objective": objective, **more}, {"model": encoder, "data": rows[CASES[objective][0]]}), objective)
+    path, _ = check(
+        train(
+            "reward_model",
+            {**COMMON, "objective": objective, **more},
+            {"model": encoder, "data": rows[CASES[objective][0]]},
+        ),
+        objective,
+    )
     assert load_scorer(path).reads_ids_of(None) is False
 
 
@@ -94,28 +156,70 @@ def modern(encoder, path):
 
     shutil.copytree(encoder, path, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
     torch.manual_seed(6)
-    ModernBertModel(ModernBertConfig(vocab_size=200, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=128, pad_token_id=0,
-                                     cls_token_id=2, sep_token_id=3, bos_token_id=2, eos_token_id=3, initializer_range=0.2, classifier_pooling="cls")).save_pretrained(path)
+    ModernBertModel(
+        ModernBertConfig(
+            vocab_size=200,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=128,
+            pad_token_id=0,
+            cls_token_id=2,
+            sep_token_id=3,
+            bos_token_id=2,
+            eos_token_id=3,
+            initializer_range=0.2,
+            classifier_pooling="cls",
+        )
+    ).save_pretrained(path)
     return str(path)
 
 
-@pytest.mark.parametrize("backbone,pooling,advice", (("bert", "auto", "pooling=cls"), ("bert", "cls", None), ("modernbert", "auto", None), ("modernbert", "mean", None),
-                                                      ("decoder", "mean", "pooling=last"), ("decoder", "auto", None)))
-def test_other_tools_read_the_published_model_alike_or_the_stage_warns(tiny, encoder, rows, tmp_path, backbone, pooling, advice):
+@pytest.mark.parametrize(
+    "backbone,pooling,advice",
+    (
+        ("bert", "auto", "pooling=cls"),
+        ("bert", "cls", None),
+        ("modernbert", "auto", None),
+        ("modernbert", "mean", None),
+        ("decoder", "mean", "pooling=last"),
+        ("decoder", "auto", None),
+    ),
+)
+def test_other_tools_read_the_published_model_alike_or_the_stage_warns(
+    tiny, encoder, rows, tmp_path, backbone, pooling, advice
+):
     """AutoModelForSequenceClassification on the tokenizer's own pair (or chat) encoding against our scorer."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from stages.harness import execute
 
-    path = {"bert": lambda: encoder, "modernbert": lambda: modern(encoder, tmp_path / "modern"), "decoder": lambda: tiny["policy"]}[backbone]()
+    path = {
+        "bert": lambda: encoder,
+        "modernbert": lambda: modern(encoder, tmp_path / "modern"),
+        "decoder": lambda: tiny["policy"],
+    }[backbone]()
     events = []
-    result = execute({"stage": "reward_model", "config": {**COMMON, "pooling": pooling, "max_steps": 3, "probe_pairs": 0}, "device": "cpu", "workdir": str(tmp_path / "work"),
-                      "inputs": {"model": {"path": path}, "data": {"path": rows["pairs"]}}}, events.append)
+    result = execute(
+        {
+            "stage": "reward_model",
+            "config": {**COMMON, "pooling": pooling, "max_steps": 3, "probe_pairs": 0},
+            "device": "cpu",
+            "workdir": str(tmp_path / "work"),
+            "inputs": {"model": {"path": path}, "data": {"path": rows["pairs"]}},
+        },
+        events.append,
+    )
     warnings = [e["text"] for e in events if e.get("code") == "pooling_of_our_own"]
     assert len(warnings) == bool(advice) and all(advice in text for text in warnings)
     out = result["outputs"]["model"]["path"]
-    scorer, model, tokenizer = load_scorer(out), AutoModelForSequenceClassification.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
+    scorer, model, tokenizer = (
+        load_scorer(out),
+        AutoModelForSequenceClassification.from_pretrained(out).eval(),
+        AutoTokenizer.from_pretrained(out),
+    )
     theirs = []
     for prompt, answer in ASKED:
         if backbone == "decoder":
@@ -136,7 +240,13 @@ def test_scores_are_the_same_bits_in_a_fresh_process(tmp_path):
     if not TRAINED:
         pytest.skip("needs the models of the tests above; run the whole file")
     (tmp_path / "rows.json").write_text(json.dumps(ASKED))
-    out = subprocess.run([sys.executable, "-c", SCORE, str(tmp_path / "rows.json"), *TRAINED], cwd=PROJECT_ROOT, check=True, capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", SCORE, str(tmp_path / "rows.json"), *TRAINED],
+        cwd=PROJECT_ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     assert json.loads(out.stdout.splitlines()[-1]) == list(TRAINED.values())
 
 
@@ -147,22 +257,37 @@ def test_an_anchor_that_is_given_is_used(tiny, rows, data, train):
     from storage.datasets import open_dataset
 
     config = {**COMMON, "max_steps": 1}
-    path = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"], "anchor": data["demonstrations"]})["outputs"]["model"]["path"]
+    path = train(
+        "reward_model", config, {"model": tiny["policy"], "data": rows["pairs"], "anchor": data["demonstrations"]}
+    )["outputs"]["model"]["path"]
     scorer = load_scorer(path)
-    scores = scorer.score([Response(r["messages"][:1], r["messages"][1:]) for r in open_dataset(data["demonstrations"]).iter_rows()])
+    scores = scorer.score(
+        [Response(r["messages"][:1], r["messages"][1:]) for r in open_dataset(data["demonstrations"]).iter_rows()]
+    )
     assert scorer.card.anchor == "demonstrations" and np.mean(scores) == pytest.approx(0, abs=1e-5)
     with pytest.raises(ValueError, match="anchor=auto"):
-        train("reward_model", {**config, "anchor": "chosen"}, {"model": tiny["policy"], "data": rows["pairs"], "anchor": data["demonstrations"]}, "refused")
+        train(
+            "reward_model",
+            {**config, "anchor": "chosen"},
+            {"model": tiny["policy"], "data": rows["pairs"], "anchor": data["demonstrations"]},
+            "refused",
+        )
 
 
 def test_an_anchor_that_cannot_be_had_is_refused_before_training(tiny, rows, data, train, monkeypatch):
-    """Steps and ratings prefer no answer, and a model that compares has no zero point: said at the start, not after hours."""
+    """Steps and ratings prefer no answer, and a model that compares has no zero point: said at the start, not after
+    hours.
+    """
     from stages import training
 
     monkeypatch.setattr(training, "fit", lambda *a, **k: pytest.fail("it began to train"))
-    for name, config, more, said in (("steps", {"anchor": "chosen"}, {}, "stepwise/1 has none; write anchor=none"), ("ratings", {"anchor": "chosen"}, {}, "ratings/1 has none"),
-                                     ("pairs", {"anchor": "demonstrations"}, {}, "needs the input `anchor`"), ("pairs", {"objective": "pairwise", "anchor": "chosen"}, {}, "leave anchor=chosen out"),
-                                     ("pairs", {"objective": "t2t_pair"}, {"anchor": data["demonstrations"]}, "leave the input `anchor` out")):
+    for name, config, more, said in (
+        ("steps", {"anchor": "chosen"}, {}, "stepwise/1 has none; write anchor=none"),
+        ("ratings", {"anchor": "chosen"}, {}, "ratings/1 has none"),
+        ("pairs", {"anchor": "demonstrations"}, {}, "needs the input `anchor`"),
+        ("pairs", {"objective": "pairwise", "anchor": "chosen"}, {}, "leave anchor=chosen out"),
+        ("pairs", {"objective": "t2t_pair"}, {"anchor": data["demonstrations"]}, "leave the input `anchor` out"),
+    ):
         with pytest.raises(ConfigError, match=said):
             train("reward_model", {**COMMON, **config}, {"model": tiny["policy"], "data": rows[name], **more}, said[:6])
 
@@ -170,11 +295,18 @@ def test_an_anchor_that_cannot_be_had_is_refused_before_training(tiny, rows, dat
 def test_probes_are_of_the_split_that_judges(tiny, rows, train, tmp_path):
     from storage.datasets import open_dataset, write_dataset
 
-    write_dataset(str(tmp_path / "two"), "two", "pairs/1", [row for row in open_dataset(rows["pairs"]).iter_rows() if row["split"] != "test"])
+    write_dataset(
+        str(tmp_path / "two"),
+        "two",
+        "pairs/1",
+        [row for row in open_dataset(rows["pairs"]).iter_rows() if row["split"] != "test"],
+    )
     config = {**COMMON, "max_steps": 2, "probe_pairs": 4}
     both = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"]}, "both")["summary"]
     two = train("reward_model", config, {"model": tiny["policy"], "data": str(tmp_path / "two")}, "two")["summary"]
-    assert "test/probe/repeated" in both and "validation/probe/repeated" not in both and "validation/probe/repeated" in two
+    assert (
+        "test/probe/repeated" in both and "validation/probe/repeated" not in both and "validation/probe/repeated" in two
+    )
 
 
 def test_no_held_out_rows_means_none_and_the_zero_point_is_of_all_answers(tiny, rows, train):
@@ -183,14 +315,18 @@ def test_no_held_out_rows_means_none_and_the_zero_point_is_of_all_answers(tiny, 
 
     from storage.datasets import open_dataset
 
-    result = train("reward_model", {**COMMON, "max_steps": 2, "eval_rows": 0}, {"model": tiny["policy"], "data": rows["pairs"]})
+    result = train(
+        "reward_model", {**COMMON, "max_steps": 2, "eval_rows": 0}, {"model": tiny["policy"], "data": rows["pairs"]}
+    )
     assert not any(name.startswith(("validation/", "test/")) for name in result["summary"])
     chosen = [Response(r["prompt"], r["chosen"]) for r in open_dataset(rows["pairs"]).iter_rows(split="train")]
     assert np.mean(load_scorer(result["outputs"]["model"]["path"]).score(chosen)) == pytest.approx(0, abs=1e-5)
 
 
 def test_spoiled_copies_of_answers_are_learned_to_be_worse(tiny, rows, train):
-    """spoiled_fraction: so many of the rows trained on are an answer over a spoiled copy of it, by the probes named; these fool the model no more."""
+    """spoiled_fraction: so many of the rows trained on are an answer over a spoiled copy of it, by the probes named;
+    these fool the model no more.
+    """
     import numpy as np
 
     from stages.measures.reward_model import PROBES, probes
@@ -198,13 +334,18 @@ def test_spoiled_copies_of_answers_are_learned_to_be_worse(tiny, rows, train):
     assert set(PROBES) == set(probes("Three words and 7.", np.random.default_rng(0), "What?"))
     inputs = {"model": tiny["policy"], "data": rows["pairs"]}
     config = {**COMMON, "num_train_epochs": 4, "probe_pairs": 20}
-    plain, hardened = (train("reward_model", {**config, **more}, inputs, name)["summary"] for name, more in (
-        ("plain", {}), ("hardened", {"spoiled_fraction": 0.5, "spoiled_by": ["repeated", "padded"]})))
+    plain, hardened = (
+        train("reward_model", {**config, **more}, inputs, name)["summary"]
+        for name, more in (("plain", {}), ("hardened", {"spoiled_fraction": 0.5, "spoiled_by": ["repeated", "padded"]}))
+    )
     assert "spoiled" not in plain and hardened["spoiled"] == plain["rows"] and hardened["rows"] == 2 * plain["rows"]
     names = ("test/probe/repeated", "test/probe/padded")
     assert max(hardened[name] for name in names) < 0.2 < max(plain[name] for name in names)
     assert hardened["test/accuracy"] >= 0.9
-    for wrong, message in (({"spoiled_fraction": 0.1, "spoiled_by": ["empty"]}, "no such probe"), ({"spoiled_by": ["padded"]}, "spoiled_fraction=0 adds none"),
-                           ({"spoiled_fraction": 0.1, "objective": "pairwise"}, "does not read")):
+    for wrong, message in (
+        ({"spoiled_fraction": 0.1, "spoiled_by": ["empty"]}, "no such probe"),
+        ({"spoiled_by": ["padded"]}, "spoiled_fraction=0 adds none"),
+        ({"spoiled_fraction": 0.1, "objective": "pairwise"}, "does not read"),
+    ):
         with pytest.raises(ValueError, match=message):
             train("reward_model", {**COMMON, **wrong}, inputs, "refused")

@@ -6,10 +6,26 @@ import pytest
 import torch
 
 VOCAB = 96
-SHAPE = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=96, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 24}
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=96,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
 
 
 def build(name):
@@ -23,8 +39,11 @@ def build(name):
         "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**SHAPE)),
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(head_dim=16, tie_word_embeddings=True, **SHAPE)),
         "mistral-window": lambda: t.MistralForCausalLM(t.MistralConfig(sliding_window=8, **SHAPE)),
-        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=96,
-                                                       bos_token_id=None, eos_token_id=None)),
+        "gpt2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(
+                vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=96, bos_token_id=None, eos_token_id=None
+            )
+        ),
     }[name]()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,10 +1,12 @@
-"""A stand-in for the package vllm with its public shapes: ``LLM``, ``SamplingParams``, request outputs, sleep mode, weight reload.
+"""A stand-in for the package vllm with its public shapes: ``LLM``, ``SamplingParams``, request outputs, sleep mode,
+weight reload.
 
-It really samples (with transformers' forward and its own random numbers) and has the habits that an adapter must cope with, as seen in vLLM
-0.32.0 (``tests/sampler/test_real_vllm.py`` runs the same contract over vLLM itself): unknown arguments are errors, a stop id is in
-``token_ids`` but not in ``text``, EOS stops unless ignored and is banned below ``min_tokens`` all the same, temperatures below 0.01 become
-0.01, bad words are not banned in every spelling, text is wrong without detokenisation, log-probs are raw unless asked for processed, the
-prefix cache keeps what old weights computed, level-2 sleep loses the weights, a worker's error arrives as a plain Exception with its text.
+It really samples (with transformers' forward and its own random numbers) and has the habits that an adapter must cope
+with, as seen in vLLM 0.32.0 (``tests/sampler/test_real_vllm.py`` runs the same contract over vLLM itself): unknown
+arguments are errors, a stop id is in ``token_ids`` but not in ``text``, EOS stops unless ignored and is banned below
+``min_tokens`` all the same, temperatures below 0.01 become 0.01, bad words are not banned in every spelling, text is
+wrong without detokenisation, log-probs are raw unless asked for processed, the prefix cache keeps what old weights
+computed, level-2 sleep loses the weights, a worker's error arrives as a plain Exception with its text.
 """
 
 from __future__ import annotations
@@ -56,10 +58,12 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise VLLMClientError(f"{name} must be in [-2, 2], got {getattr(self, name)}.")
-        if self.seed is not None and not -2**63 <= self.seed < 2**63:
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError("seed must fit int64")
         if self.stop and not self.detokenize:
-            raise ValueError("stop strings are only supported when detokenize is True. Set detokenize=True to use stop.")
+            raise ValueError(
+                "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
+            )
 
 
 @dataclasses.dataclass
@@ -91,9 +95,20 @@ class RequestOutput:
 class LLM:
     requests = 0
 
-    def __init__(self, model: str, *, max_num_seqs: int = 256, enable_prefix_caching: bool | None = None, logprobs_mode: str = "raw_logprobs",
-                 enable_sleep_mode: bool = False, seed: int = 0, gpu_memory_utilization: float = 0.9, max_model_len: int | None = None, dtype: str = "auto",
-                 kv_cache_memory_bytes: int | None = None):
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_num_seqs: int = 256,
+        enable_prefix_caching: bool | None = None,
+        logprobs_mode: str = "raw_logprobs",
+        enable_sleep_mode: bool = False,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        dtype: str = "auto",
+        kv_cache_memory_bytes: int | None = None,
+    ):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.model = AutoModelForCausalLM.from_pretrained(model).eval()
@@ -105,7 +120,10 @@ class LLM:
     def generate(self, prompts, sampling_params, use_tqdm=True):
         if self.awake != {"weights", "kv_cache"}:
             raise RuntimeError("the engine sleeps")
-        return [self._request(prompt["prompt_token_ids"], params) for prompt, params in zip(prompts, sampling_params, strict=True)]
+        return [
+            self._request(prompt["prompt_token_ids"], params)
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
 
     def _request(self, prompt: list[int], p: SamplingParams) -> RequestOutput:
         LLM.requests += 1
@@ -125,13 +143,30 @@ class LLM:
                 break
             text = self.tokenizer.decode(ids, skip_special_tokens=p.skip_special_tokens)
             before = len(self.tokenizer.decode(ids[: p.min_tokens], skip_special_tokens=p.skip_special_tokens))
-            hit = next((s for s in (p.stop or ()) if text.find(s, max(0, before - len(s) + 1)) >= 0), None) if len(ids) > p.min_tokens else None
+            hit = (
+                next((s for s in p.stop or () if text.find(s, max(0, before - len(s) + 1)) >= 0), None)
+                if len(ids) > p.min_tokens
+                else None
+            )
             if hit is not None:
                 finish, why = "stop", hit
                 break
         text = self.tokenizer.decode(ids, skip_special_tokens=p.skip_special_tokens) if p.detokenize else ""
-        return RequestOutput(str(LLM.requests), list(prompt), [CompletionOutput(0, text.split(why)[0] if isinstance(why, str) else text, ids, None,
-                                                                                logprobs if p.logprobs is not None else None, finish, why)])
+        return RequestOutput(
+            str(LLM.requests),
+            list(prompt),
+            [
+                CompletionOutput(
+                    0,
+                    text.split(why)[0] if isinstance(why, str) else text,
+                    ids,
+                    None,
+                    logprobs if p.logprobs is not None else None,
+                    finish,
+                    why,
+                )
+            ],
+        )
 
     @torch.inference_mode()
     def _token(self, prompt, ids, p: SamplingParams, draw) -> tuple[int, float]:
@@ -162,9 +197,11 @@ class LLM:
 
     def _processed(self, z, prompt, ids, p: SamplingParams):
         for word in p.bad_words or ():
-            bare, spaced = (self.tokenizer.encode(start + word.lstrip(), add_special_tokens=False) for start in ("", " "))
+            bare, spaced = (
+                self.tokenizer.encode(start + word.lstrip(), add_special_tokens=False) for start in ("", " ")
+            )
             for *head, last in [bare] + ([spaced] if spaced[0] != bare[0] and len(spaced) == len(bare) else []):
-                if not head or ids[-len(head):] == head:
+                if not head or ids[-len(head) :] == head:
                     z[last] = -math.inf
         if len(ids) < p.min_tokens:
             z[[self.model.config.eos_token_id, *(p.stop_token_ids or ())]] = -math.inf

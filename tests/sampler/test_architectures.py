@@ -1,4 +1,6 @@
-"""The sampler on every architecture: its tokens' log-probs are the trainer's, whatever sits in the other slots, and what it cannot decode it refuses."""
+"""The sampler on every architecture: its tokens' log-probs are the trainer's, whatever sits in the other slots, and
+what it cannot decode it refuses.
+"""
 
 import numpy as np
 import pytest
@@ -46,7 +48,9 @@ def test_log_probs_are_the_models_own_in_any_company(name, lean):
     assert [[row.ids for row in group] for group in again] == [[row.ids for row in group] for group in found]
 
 
-@pytest.mark.parametrize("name", ("gemma2", "gemma3", "olmo3", "phi3 window", "granite", "qwen3-moe", "cohere2", "gpt-oss", "lfm2"))
+@pytest.mark.parametrize(
+    "name", ("gemma2", "gemma3", "olmo3", "phi3 window", "granite", "qwen3-moe", "cohere2", "gpt-oss", "lfm2")
+)
 def test_turns_continue_rows_that_are_kept(name):
     model, given = build(name), prompts()[5:]
     sampler = Sampler(model, None, max_batch=4)
@@ -61,13 +65,23 @@ def test_another_type_is_that_of_all_weights(name):
     model, given = build(name), prompts()
     found = Sampler(model, None, max_batch=5, dtype=torch.float64).generate(given, PARAMS, [[1]] * len(given))
     check(model, given, found)
-    low = Sampler(model, None, max_batch=5, dtype=torch.bfloat16).generate(given, SamplingParams(max_new_tokens=1), [[1]] * len(given))
+    low = Sampler(model, None, max_batch=5, dtype=torch.bfloat16).generate(
+        given, SamplingParams(max_new_tokens=1), [[1]] * len(given)
+    )
     assert all(np.isfinite(row.logps).all() for (row,) in low)
 
 
 def test_windows_that_a_config_names_otherwise_are_kept_to():
     torch.manual_seed(0)
-    config = transformers.GPTNeoConfig(vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=16, max_position_embeddings=256)
+    config = transformers.GPTNeoConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=16,
+        max_position_embeddings=256,
+    )
     model = transformers.GPTNeoForCausalLM(config).eval()
     given, params = [[5] * 9, [7, 8, 9]], SamplingParams(max_new_tokens=7)
     check(model, given, Sampler(model, None).generate(given, params, [[1], [2]]), params)
@@ -79,12 +93,24 @@ def test_a_model_that_cannot_be_decoded_row_by_row_is_computed_whole():
     """ALiBi counts places in a batch; so does a model whose positions are not given to it."""
     torch.manual_seed(0)
     shape = dict(vocab_size=VOCABULARY, hidden_size=32)
-    for model, reason in ((transformers.FalconForCausalLM(transformers.FalconConfig(num_hidden_layers=1, num_attention_heads=4, alibi=True, **shape)), "rows of different length"),
-                          (transformers.BloomForCausalLM(transformers.BloomConfig(n_layer=1, n_head=4, **shape)), "takes no position_ids"),
-                          (build("stablelm"), "other log-probs than each by itself")):
+    for model, reason in (
+        (
+            transformers.FalconForCausalLM(
+                transformers.FalconConfig(num_hidden_layers=1, num_attention_heads=4, alibi=True, **shape)
+            ),
+            "rows of different length",
+        ),
+        (
+            transformers.BloomForCausalLM(transformers.BloomConfig(n_layer=1, n_head=4, **shape)),
+            "takes no position_ids",
+        ),
+        (build("stablelm"), "other log-probs than each by itself"),
+    ):
         if reason.startswith("other"):
             inner = model.forward
-            model.forward = lambda *args, position_ids=None, past_key_values=None, inner=inner, **more: inner(*args, past_key_values=past_key_values, **more)
+            model.forward = lambda *args, position_ids=None, past_key_values=None, inner=inner, **more: inner(
+                *args, past_key_values=past_key_values, **more
+            )
         found = make_decoder(model.eval())
         assert type(found) is WholeDecoder and reason in found.reason
         given = prompts()

@@ -30,6 +30,7 @@ def serve(tmp_path_factory):
 def engines(made, request, monkeypatch):
     """``engines(kind)`` -> a fresh engine over the policy."""
     with contextlib.ExitStack() as stack:
+
         def build(kind):
             from stages.decoding.server_engine import ServerEngine
             from stages.decoding.vllm_engine import VLLMEngine
@@ -61,7 +62,9 @@ class TestPromises(contract.Promises):
 
 @pytest.mark.parametrize("kind", ENGINES[:3])
 def test_greedy_settings(engines, made, kind):
-    contract.check_greedy_settings_do_what_the_built_in_engine_does(engines(kind), Sampler(made["policy"][1], made["tokenizer"]))
+    contract.check_greedy_settings_do_what_the_built_in_engine_does(
+        engines(kind), Sampler(made["policy"][1], made["tokenizer"])
+    )
 
 
 @pytest.mark.parametrize("kind", ENGINES[:3])
@@ -87,9 +90,15 @@ def test_new_weights(engines, made, kind, tmp_path):
 
 
 def test_which_engines_give_log_probs_and_ids(engines):
-    """The built-in and vLLM always, a vLLM server where nothing changes its raw log-probs, transformers serve neither."""
-    for kind, plain, warm, ids in (("builtin", True, True, True), ("vllm", True, True, True), ("vllm-server", True, False, True), ("transformers-serve",
-        False, False, False)):
+    """The built-in and vLLM always, a vLLM server where nothing changes its raw log-probs, transformers serve
+    neither.
+    """
+    for kind, plain, warm, ids in (
+        ("builtin", True, True, True),
+        ("vllm", True, True, True),
+        ("vllm-server", True, False, True),
+        ("transformers-serve", False, False, False),
+    ):
         engine = engines(kind)
         for temperature, expected in ((1.0, plain), (0.7, warm)):
             ((c,),) = engine.generate([[1, 40]], SamplingParams(max_new_tokens=3, temperature=temperature), [[5]])
@@ -106,7 +115,11 @@ def test_vllm_retries_a_failed_row_and_reports_it(engines, monkeypatch):
     n = fake_vllm.LLM.requests
     monkeypatch.setattr(fake_vllm, "ABORT", {n + 2, n + total + 1})
     got = engine.generate(contract.PROMPTS, params, contract.SEEDS)
-    assert [c.finish_reason for c in got[0]] == ["length", "error", "length"] and "abort" in got[0][1].error and got[0][1].ids == []
+    assert (
+        [c.finish_reason for c in got[0]] == ["length", "error", "length"]
+        and "abort" in got[0][1].error
+        and got[0][1].ids == []
+    )
     assert contract.facts(got[1:]) == contract.facts(whole[1:])
     monkeypatch.setattr(fake_vllm, "ABORT", set(range(10**6)))
     with pytest.raises(EngineError, match="failed on all 6 completions"):
@@ -114,7 +127,9 @@ def test_vllm_retries_a_failed_row_and_reports_it(engines, monkeypatch):
 
 
 def test_what_vllm_gives_up_when_all_are_told_to_stop_is_no_lost_row(engines, monkeypatch):
-    """Rows that a stopping vLLM aborts are drawn again by the run that continues; were they left out, it would end at another model."""
+    """Rows that a stopping vLLM aborts are drawn again by the run that continues; were they left out, it would end at
+    another model.
+    """
     from stages.running.stopping import Terminated, stopping
 
     engine, params = engines("vllm"), SamplingParams(max_new_tokens=4)
@@ -176,7 +191,9 @@ def test_a_vllm_that_cannot_reload_from_a_directory_is_named(engines, monkeypatc
 
 
 def test_vllm_on_a_cpu_takes_what_its_rows_need(made, monkeypatch):
-    """Two layers with two heads of 16: 512 bytes a token in float32; rows of 256 positions in blocks of 128, and one block more."""
+    """Two layers with two heads of 16: 512 bytes a token in float32; rows of 256 positions in blocks of 128, and one
+    block more.
+    """
     from stages.decoding import vllm_engine
 
     given = []
@@ -199,11 +216,14 @@ def test_a_vllm_that_does_not_start_says_what_to_write(made, monkeypatch):
     def broken(error):
         def start(**arguments):
             raise error
+
         return start
 
-    for error, sleeps, advice in ((TypeError("got an unexpected keyword argument 'logprobs_mode'"), False, "this version is too old"),
-                                  (ValueError("Sleep mode is not supported on current platform."), True, "write engine_sleep=false"),
-                                  (RuntimeError("Engine core initialization failed."), False, "kv_cache_memory_bytes: BYTES")):
+    for error, sleeps, advice in (
+        (TypeError("got an unexpected keyword argument 'logprobs_mode'"), False, "this version is too old"),
+        (ValueError("Sleep mode is not supported on current platform."), True, "write engine_sleep=false"),
+        (RuntimeError("Engine core initialization failed."), False, "kv_cache_memory_bytes: BYTES"),
+    ):
         monkeypatch.setattr(fake_vllm, "LLM", broken(error))
         with pytest.raises(EngineError, match=advice):
             VLLMEngine(made["policy"][0], made["tokenizer"], sleeps=sleeps)
@@ -231,14 +251,20 @@ def test_a_vllm_server_that_says_so_gives_log_probs_of_what_is_sampled(made):
 
     path, model = made["policy"]
     with vllm_server(fake_vllm.LLM(path, logprobs_mode="processed_logprobs")) as (url, _):
-        contract.check_logps_are_of_the_sampled_distribution(engine := ServerEngine(url, made["tokenizer"], path), model)
-        assert len(engine.generate([[1, 40]], SamplingParams(max_new_tokens=3, temperature=0.7), [[5]])[0][0].logps) == 3
+        contract.check_logps_are_of_the_sampled_distribution(
+            engine := ServerEngine(url, made["tokenizer"], path), model
+        )
+        assert (
+            len(engine.generate([[1, 40]], SamplingParams(max_new_tokens=3, temperature=0.7), [[5]])[0][0].logps) == 3
+        )
         with pytest.raises(SamplerError, match="takes no more than 100"):
             engine.generate([[1, 40]], SamplingParams(logit_bias={5: 300.0}), [[0]])
 
 
 def test_a_stop_string_that_is_a_special_token_stops_vllm(made, tmp_path, monkeypatch):
-    """Texts keep the tags of thought and answer where they are special tokens; vLLM's text leaves special tokens out unless told otherwise."""
+    """Texts keep the tags of thought and answer where they are special tokens; vLLM's text leaves special tokens out
+    unless told otherwise.
+    """
     from stages.decoding.sampler import tag_ids
     from stages.decoding.vllm_engine import VLLMEngine
     from stages.models.modeling import save_policy
@@ -253,7 +279,10 @@ def test_a_stop_string_that_is_a_special_token_stops_vllm(made, tmp_path, monkey
     model.resize_token_embeddings(len(tokenizer))
     save_policy(model, tokenizer, str(tmp_path / "tagged"))
     monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
-    engine, params = VLLMEngine(str(tmp_path / "tagged"), tokenizer), SamplingParams(temperature=0, max_new_tokens=6, logit_bias={tag: 50.0}, stop_strings=("</answer>",))
+    engine, params = (
+        VLLMEngine(str(tmp_path / "tagged"), tokenizer),
+        SamplingParams(temperature=0, max_new_tokens=6, logit_bias={tag: 50.0}, stop_strings=("</answer>",)),
+    )
     assert tag in tag_ids(tokenizer)
     ((c,),) = engine.generate([[1, 40]], params, [[0]])
     assert (c.ids, c.finish_reason, c.text) == ([tag], "stop", "")
@@ -272,10 +301,16 @@ def test_a_server_row_is_asked_for_twice_and_then_named(made, monkeypatch):
             engine = server_engine.ServerEngine(url, made["tokenizer"], path, concurrency=1)
             got = engine.generate([[1, 40]], SamplingParams(max_new_tokens=3), [[1, 2, 3]])[0]
             assert [c.finish_reason for c in got] == reasons
-            assert all(("HTTP 500" in c.error and "stumbled" in c.error) == (c.finish_reason == "error") for c in got if c.error)
+            assert all(
+                ("HTTP 500" in c.error and "stumbled" in c.error) == (c.finish_reason == "error")
+                for c in got
+                if c.error
+            )
     with vllm_server(fake_vllm.LLM(path), lambda n: True) as (url, _):
         with pytest.raises(EngineError, match="failed on all 1 completions"):
-            server_engine.ServerEngine(url, made["tokenizer"], path).generate([[1, 40]], SamplingParams(max_new_tokens=3), [[1]])
+            server_engine.ServerEngine(url, made["tokenizer"], path).generate(
+                [[1, 40]], SamplingParams(max_new_tokens=3), [[1]]
+            )
 
 
 def test_servers_refuse_what_they_cannot_do(made, engines):
@@ -286,7 +321,13 @@ def test_servers_refuse_what_they_cannot_do(made, engines):
         ServerEngine("http://127.0.0.1:9/v1", made["tokenizer"], path)
     with vllm_server(fake_vllm.LLM(path)) as (url, seen):
         plain = ServerEngine(url, made["tokenizer"], path, api="openai")
-        for setting in (dict(top_k=5), dict(min_p=0.1), dict(repetition_penalty=1.2), dict(min_tokens=1), dict(bad_words=["x"])):
+        for setting in (
+            dict(top_k=5),
+            dict(min_p=0.1),
+            dict(repetition_penalty=1.2),
+            dict(min_tokens=1),
+            dict(bad_words=["x"]),
+        ):
             with pytest.raises(SamplerError, match=f"openai has no {next(iter(setting))}"):
                 plain.generate([[1, 40]], SamplingParams(**setting), [[0]])
         with pytest.raises(EngineError, match="cannot be given new weights"):
@@ -314,7 +355,9 @@ def test_pushed_weights_are_the_policys_with_lora_merged_and_the_policy_unchange
 
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    model = peft.get_peft_model(copy.deepcopy(made["policy"][1]), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+    model = peft.get_peft_model(
+        copy.deepcopy(made["policy"][1]), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    ).eval()
     before = {name: p.clone() for name, p in model.named_parameters()}
     write_weights(model, made["tokenizer"], tmp_path / "new")
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())

@@ -1,5 +1,6 @@
-"""What must hold at the edges: sampled frequencies against exact probabilities, transformers' generate with every setting that both have, logits that leave nothing to draw,
-completions that are continued or cut, stop strings that are special tokens."""
+"""What must hold at the edges: sampled frequencies against exact probabilities, transformers' generate with every
+setting that both have, logits that leave nothing to draw, completions that are continued or cut, stop strings that are
+special tokens."""
 
 import itertools
 import math
@@ -19,10 +20,28 @@ BOTH = [("llama", True), ("gpt2", False)]
 
 
 @pytest.mark.parametrize("lean", [True, False])
-@pytest.mark.parametrize("settings", [dict(), dict(temperature=1.4, top_k=7, top_p=0.95, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2,
-                                                   logit_bias={3: 1.5}, min_tokens=1)], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(),
+        dict(
+            temperature=1.4,
+            top_k=7,
+            top_p=0.95,
+            min_p=0.02,
+            repetition_penalty=1.3,
+            presence_penalty=0.4,
+            frequency_penalty=0.2,
+            logit_bias={3: 1.5},
+            min_tokens=1,
+        ),
+    ],
+    ids=["plain", "everything"],
+)
 def test_two_tokens_come_as_often_as_their_exact_probability(lean, settings):
-    """Chi-square of 20,000 completions of two tokens against the product of the exact conditional probabilities of all of them."""
+    """Chi-square of 20,000 completions of two tokens against the product of the exact conditional probabilities of all
+    of them.
+    """
     import transformers as t
 
     torch.manual_seed(5)
@@ -37,7 +56,14 @@ def test_two_tokens_come_as_often_as_their_exact_probability(lean, settings):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + begun])).logits[:, -1]
         generated, counts = torch.tensor([begun + [0] * (2 - len(begun))]), torch.tensor([len(begun)])
-        return filtered_log_softmax(processed_logits(logits, params, generated, counts, given, torch.tensor([3])), params)[0].double().exp().tolist()
+        return (
+            filtered_log_softmax(processed_logits(logits, params, generated, counts, given, torch.tensor([3])), params)[
+                0
+            ]
+            .double()
+            .exp()
+            .tolist()
+        )
 
     first = logps([])
     expected = {(a,): first[a] for a in range(9) if a == stop}
@@ -50,7 +76,9 @@ def test_two_tokens_come_as_often_as_their_exact_probability(lean, settings):
     assert set(found) <= {ids for ids, p in expected.items() if p > 0}
     likely = [ids for ids, p in expected.items() if p * n >= 5]
     rest = 1.0 - sum(expected[ids] for ids in likely)
-    pairs = [(found.get(ids, 0), expected[ids] * n) for ids in likely] + ([(n - sum(found.get(ids, 0) for ids in likely), rest * n)] if rest * n >= 5 else [])
+    pairs = [(found.get(ids, 0), expected[ids] * n) for ids in likely] + (
+        [(n - sum(found.get(ids, 0) for ids in likely), rest * n)] if rest * n >= 5 else []
+    )
     chi2 = sum((seen - want) ** 2 / want for seen, want in pairs)
     from scipy.stats import chi2 as distribution
 
@@ -61,16 +89,41 @@ def test_two_tokens_come_as_often_as_their_exact_probability(lean, settings):
 def test_greedy_with_settings_is_transformers_generate(models, prompts, tokenizer, name, lean):
     """Repetition penalty, a least length, bad words, biases and several end tokens, as a generation config has them."""
     model, bad, ends = models(name), ["e", "th", "?"], [10, 47, 80]
-    params = SamplingParams(temperature=0, max_new_tokens=20, stop_ids=ends, min_tokens=6, repetition_penalty=1.3, bad_words=bad, logit_bias={7: 2.0, 20: -1.5})
-    ends += [row[0].ids[9] for row in Sampler(model, tokenizer, lean=lean).generate(prompts, params, [[0]] * len(prompts))[:2]]  # so that some do end
+    params = SamplingParams(
+        temperature=0,
+        max_new_tokens=20,
+        stop_ids=ends,
+        min_tokens=6,
+        repetition_penalty=1.3,
+        bad_words=bad,
+        logit_bias={7: 2.0, 20: -1.5},
+    )
+    # so that some do end
+    ends += [
+        row[0].ids[9]
+        for row in Sampler(model, tokenizer, lean=lean).generate(prompts, params, [[0]] * len(prompts))[:2]
+    ]
     params = replace(params, stop_ids=ends)
     reasons = set()
-    for prompt, (got,) in zip(prompts, Sampler(model, tokenizer, max_batch=3, lean=lean).generate(prompts, params, [[0]] * len(prompts))):
+    for prompt, (got,) in zip(
+        prompts, Sampler(model, tokenizer, max_batch=3, lean=lean).generate(prompts, params, [[0]] * len(prompts))
+    ):
         ids = torch.tensor([prompt])
         words = [tokenizer.encode(space + word, add_special_tokens=False) for word in bad for space in ("", " ")]
-        assert not any(prompt[-1:] == word[:1] for word in words if len(word) > 1)  # there transformers also bans what completes a word of the prompt
-        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0, eos_token_id=ends, min_new_tokens=6, repetition_penalty=1.3,
-                              bad_words_ids=words, sequence_bias=[[[7], 2.0], [[20], -1.5]])[0, len(prompt):].tolist()
+        # there transformers also bans what completes a word of the prompt
+        assert not any(prompt[-1:] == word[:1] for word in words if len(word) > 1)
+        want = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=20,
+            pad_token_id=0,
+            eos_token_id=ends,
+            min_new_tokens=6,
+            repetition_penalty=1.3,
+            bad_words_ids=words,
+            sequence_bias=[[[7], 2.0], [[20], -1.5]],
+        )[0, len(prompt) :].tolist()
         assert got.ids == want and got.finish_reason == ("eos" if want[-1] in ends else "length")
         reasons.add(got.finish_reason)
     assert "eos" in reasons
@@ -85,7 +138,9 @@ def test_a_model_without_probabilities_is_refused(lean, settings):
     model = t.LlamaForCausalLM(t.LlamaConfig(**SHAPE)).eval()
     with torch.no_grad():
         model.lm_head.weight[3] = math.nan
-    with pytest.raises(SamplerError, match="no probabilities for token 1 after prompt 0: its logits are not finite. Look for weights"):
+    with pytest.raises(
+        SamplerError, match="no probabilities for token 1 after prompt 0: its logits are not finite. Look for weights"
+    ):
         Sampler(model, None, lean=lean).generate([[1, 2, 3]], SamplingParams(max_new_tokens=3, **settings), [[0]])
 
 
@@ -93,10 +148,14 @@ def test_a_model_without_probabilities_is_refused(lean, settings):
 def test_all_tokens_banned_is_refused_and_one_left_is_drawn(models, tokenizer, name, lean):
     sampler = Sampler(models(name), tokenizer, lean=lean)
     every = tuple(chr(33 + i) for i in range(94))  # all but the space and <end>
-    one = sampler.generate([[1, 2]], SamplingParams(max_new_tokens=4, stop_ids={95}, min_tokens=4, bad_words=every), [[0, 1]])[0]
+    one = sampler.generate(
+        [[1, 2]], SamplingParams(max_new_tokens=4, stop_ids={95}, min_tokens=4, bad_words=every), [[0, 1]]
+    )[0]
     assert [c.ids for c in one] == [[0] * 4] * 2 and [c.logps for c in one] == [[0.0] * 4] * 2
     with pytest.raises(SamplerError, match="no probabilities .* ban every token: leave some out"):
-        sampler.generate([[1, 2]], SamplingParams(max_new_tokens=4, stop_ids={0, 95}, min_tokens=4, bad_words=every), [[0]])
+        sampler.generate(
+            [[1, 2]], SamplingParams(max_new_tokens=4, stop_ids={0, 95}, min_tokens=4, bad_words=every), [[0]]
+        )
 
 
 def test_a_stop_string_that_is_a_special_token_is_a_stop_token(models, tokenizer):
@@ -112,7 +171,7 @@ def test_a_stop_string_that_is_a_special_token_is_a_stop_token(models, tokenizer
     assert any(c.ids[-1] == 95 and c.finish_reason == "eos" for c in found) and not any(95 in c.ids[:-1] for c in found)
 
 
-# --- completions that are cut or continued --------------------------------------------------------------------------------------
+# --- completions that are cut or continued ----------------------------------------------------------------------------
 
 
 class Told:
@@ -131,13 +190,24 @@ def test_rows_of_engines_without_log_probs_are_cut_to_their_room(tokenizer):
     """A row that was cut asked for the log-probs that there are not, which ended a stage with several turns."""
     engine = Told(tokenizer, "abcdefgh")
     found = sample_with_room(engine, [[1], [2]], SamplingParams(), [[0], [1]], [8, 3])
-    assert [(c.text, c.finish_reason, c.logps) for (c,) in found] == [("abcdefgh", "length", None), ("abc", "length", None)]
+    assert [(c.text, c.finish_reason, c.logps) for (c,) in found] == [
+        ("abcdefgh", "length", None),
+        ("abc", "length", None),
+    ]
 
 
 def test_min_tokens_over_the_room_is_the_room(models, tokenizer):
     """The last turns of a trajectory have less room than min_tokens, which was an error."""
-    found = sample_with_room(Sampler(models("llama"), tokenizer), [[1], [2]], SamplingParams(max_new_tokens=40, min_tokens=8, stop_ids=range(0, 90)), [[0], [1]], [5, 3])
-    assert [(len(c.ids), c.finish_reason) for (c,) in found] == [(5, "length"), (3, "length")] and not any(set(c.ids) & set(range(90)) for (c,) in found)
+    found = sample_with_room(
+        Sampler(models("llama"), tokenizer),
+        [[1], [2]],
+        SamplingParams(max_new_tokens=40, min_tokens=8, stop_ids=range(0, 90)),
+        [[0], [1]],
+        [5, 3],
+    )
+    assert [(len(c.ids), c.finish_reason) for (c,) in found] == [(5, "length"), (3, "length")] and not any(
+        set(c.ids) & set(range(90)) for (c,) in found
+    )
 
 
 def begun(tokenizer, text):
@@ -153,20 +223,30 @@ def test_continued_completions_count_the_tokens_they_begin_with(tokenizer):
         continuations(engine, [(start, 6)], SamplingParams(presence_penalty=0.5), [[0]])
 
 
-@pytest.mark.parametrize("said, new, ids, text, reason", [
-    ("abcdef", "wxyz", "abcdefwxyz", "abcdefwxyz", "length"),
-    ("abcQ:", "wxyz", "abcQ:wxyz", "abcQ:wxyz", "length"),  # what a completion begins with does not end it
-    ("abcQ", ":xyz", "abcQ:", "abc", "stop"),  # nor is one found by the engine that begins before the new tokens
-    ("abcd", "eQ:z", "abcdeQ:", "abcde", "stop"),
-])
+@pytest.mark.parametrize(
+    "said, new, ids, text, reason",
+    [
+        ("abcdef", "wxyz", "abcdefwxyz", "abcdefwxyz", "length"),
+        ("abcQ:", "wxyz", "abcQ:wxyz", "abcQ:wxyz", "length"),  # what a completion begins with does not end it
+        ("abcQ", ":xyz", "abcQ:", "abc", "stop"),  # nor is one found by the engine that begins before the new tokens
+        ("abcd", "eQ:z", "abcdeQ:", "abcde", "stop"),
+    ],
+)
 def test_stop_strings_of_continued_completions(tokenizer, said, new, ids, text, reason):
     """The text of a continued completion held the stop string that ended it, and a reward judged that text."""
-    ((found,),) = continuations(Told(tokenizer, new), [(begun(tokenizer, said), len(said))], SamplingParams(max_new_tokens=20, stop_strings=("Q:",)), [[0]])
+    ((found,),) = continuations(
+        Told(tokenizer, new),
+        [(begun(tokenizer, said), len(said))],
+        SamplingParams(max_new_tokens=20, stop_strings=("Q:",)),
+        [[0]],
+    )
     assert (text_of(tokenizer, found.ids), found.text, found.finish_reason) == (ids, text, reason)
 
 
 def test_a_stop_string_across_tokens_and_characters_of_several_bytes():
-    """Byte-level tokens: é and the emoji take two and four; any split of the text into a beginning and new tokens ends at the same place."""
+    """Byte-level tokens: é and the emoji take two and four; any split of the text into a beginning and new tokens ends
+    at the same place.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -180,15 +260,34 @@ def test_a_stop_string_across_tokens_and_characters_of_several_bytes():
         assert derived.ended(ids[:split], ids[split:], "length") == (ids[:end], "stop")
     import numpy as np
 
-    hits = [n for n in range(1, len(ids) + 1) if derived.watch(np.array(ids[n - 1: n]), np.array([0]), np.array([ids]), np.array([n]))]
+    hits = [
+        n
+        for n in range(1, len(ids) + 1)
+        if derived.watch(np.array(ids[n - 1 : n]), np.array([0]), np.array([ids]), np.array([n]))
+    ]
     assert hits[0] == end and derived.of(ids[:end]) == "Zoé sagt "
 
 
-@pytest.mark.parametrize("stop, text, least, ends, said", [
-    ("ab", "a" + "<r>" * 9 + "b!", 0, 11, ""), ("ab", "<r>" * 9 + "ab!", 0, 11, ""), ("🙂", "a🙂!", 0, 5, "a"), ("🙂", "a🙂!", 2, 5, "a"), ("🙂", "a🙂!", 4, 5, "a"), ("🙂", "a🙂!", 5, None, "a🙂!"), ("🙂!", "a🙂!", 5, 6, "a"),
-    ("é", "éé!", 1, 2, ""), ("é", "éé!", 2, 4, "é"), ("é", "éé!", 3, 4, "é"), ("é", "éé!", 4, None, "éé!")])
+@pytest.mark.parametrize(
+    "stop, text, least, ends, said",
+    [
+        ("ab", "a" + "<r>" * 9 + "b!", 0, 11, ""),
+        ("ab", "<r>" * 9 + "ab!", 0, 11, ""),
+        ("🙂", "a🙂!", 0, 5, "a"),
+        ("🙂", "a🙂!", 2, 5, "a"),
+        ("🙂", "a🙂!", 4, 5, "a"),
+        ("🙂", "a🙂!", 5, None, "a🙂!"),
+        ("🙂!", "a🙂!", 5, 6, "a"),
+        ("é", "éé!", 1, 2, ""),
+        ("é", "éé!", 2, 4, "é"),
+        ("é", "éé!", 3, 4, "é"),
+        ("é", "éé!", 4, None, "éé!"),
+    ],
+)
 def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(stop, text, least, ends, said):
-    """Reserved special tokens between its characters hid it from the sampler, as did least tokens that end inside of a character: the row ran on to its limit, its text cut all the same."""
+    """Reserved special tokens between its characters hid it from the sampler, as did least tokens that end inside of a
+    character: the row ran on to its limit, its text cut all the same.
+    """
     import numpy as np
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -200,13 +299,17 @@ def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(stop, te
     ids = tokenizer.encode(text)
     assert tokenizer.convert_tokens_to_ids("<r>") not in tokenizer.all_special_ids
     derived = DerivedText(tokenizer, SamplingParams(stop_strings=(stop,), min_tokens=least, max_new_tokens=64))
-    hits = [n for n in range(1, len(ids) + 1) if derived.watch(np.array(ids[n - 1: n]), np.array([0]), np.array([ids]), np.array([n]))]
+    hits = [
+        n
+        for n in range(1, len(ids) + 1)
+        if derived.watch(np.array(ids[n - 1 : n]), np.array([0]), np.array([ids]), np.array([n]))
+    ]
     assert hits[:1] == ([ends] if ends else [])
     assert derived.ended([], ids, "length") == ((ids[:ends], "stop") if ends else (ids, "length"))
     assert derived.of(ids[:ends]) == said
 
 
-# --- servers ---------------------------------------------------------------------------------------------------------------------
+# --- servers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("finish", ["content_filter", None, "abort"])
@@ -225,7 +328,9 @@ def test_prompts_as_long_as_the_context_say_what_fits(models):
     sampler, length = Sampler(models("llama"), None), SHAPE["max_position_embeddings"]
     for tokens, wanted in itertools.product((length - 1, length, length + 1), (1, 2)):
         if tokens + wanted <= length:
-            assert len(sampler.generate([[1] * tokens], SamplingParams(max_new_tokens=wanted), [[0]])[0][0].ids) == wanted
+            assert (
+                len(sampler.generate([[1] * tokens], SamplingParams(max_new_tokens=wanted), [[0]])[0][0].ids) == wanted
+            )
         else:
             with pytest.raises(SamplerError, match=f"{length} positions"):
                 sampler.generate([[1] * tokens], SamplingParams(max_new_tokens=wanted), [[0]])

@@ -1,4 +1,6 @@
-"""The sampler's CUDA graphs on the second device (tests/second_device.py), which replays what was captured at the addresses it had."""
+"""The sampler's CUDA graphs on the second device (tests/second_device.py), which replays what was captured at the
+addresses it had.
+"""
 
 import gc
 import threading
@@ -55,7 +57,9 @@ def test_storage_that_grows_takes_new_graphs_and_a_new_pool(models, captured, mo
     with second.second_device(monkeypatch):
         found = Sampler(there(model), None, max_batch=2).generate([[1, 2, 3]], long, [[1, 2]])
     assert captured.count("captured") >= 2
-    assert [c.ids for c in found[0]] == [c.ids for c in Sampler(model, None, max_batch=2).generate([[1, 2, 3]], long, [[1, 2]])[0]]
+    assert [c.ids for c in found[0]] == [
+        c.ids for c in Sampler(model, None, max_batch=2).generate([[1, 2, 3]], long, [[1, 2]])[0]
+    ]
 
 
 def test_rotary_tables_that_are_computed_anew_leave_those_of_a_graph(models, captured, monkeypatch):

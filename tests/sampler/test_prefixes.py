@@ -15,11 +15,18 @@ from tests.sampler.test_sampler import ENGINES, ids_of, trainer_logps
 
 
 def prompts_of(seed=0, vocabulary=96):
-    """Two long beginnings with tails of 1 to 12 tokens, one of them cut (the whole beginning and less), and prompts that begin like nobody."""
+    """Two long beginnings with tails of 1 to 12 tokens, one of them cut (the whole beginning and less), and prompts
+    that begin like nobody.
+    """
     rng = random.Random(seed)
     draw = lambda n: [rng.randrange(vocabulary) for _ in range(n)]
     first, second = draw(70), draw(66)
-    prompts = [first + draw(n) for n in (1, 12, 5, 5, 9)] + [second + draw(n) for n in (3, 1, 11, 4, 6)] + [draw(n) for n in (9, 2, 80)] + [list(first), list(first)]
+    prompts = (
+        [first + draw(n) for n in (1, 12, 5, 5, 9)]
+        + [second + draw(n) for n in (3, 1, 11, 4, 6)]
+        + [draw(n) for n in (9, 2, 80)]
+        + [list(first), list(first)]
+    )
     rng.shuffle(prompts)
     return prompts
 
@@ -37,6 +44,7 @@ def test_a_shared_beginning_changes_nothing_but_the_work(models, monkeypatch, na
     def counted(self, ids, lengths, past=None):
         seen.append((int(lengths.sum()), past is not None))
         return original(self, ids, lengths, past)
+
     monkeypatch.setattr(decoder, "prefill", counted)
     out = Sampler(model, None, max_batch=4, lean=lean).generate(prompts, params, seeds)
     shared, seen[:] = list(seen), []
@@ -48,7 +56,9 @@ def test_a_shared_beginning_changes_nothing_but_the_work(models, monkeypatch, na
     assert ids_of(out) == ids_of(apart)
     for prompt, group, other in zip(prompts, out, apart):
         for c, d in zip(group, other):
-            torch.testing.assert_close(torch.tensor(c.logps), trainer_logps(model, prompt, c.ids, params), atol=2e-5, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(c.logps), trainer_logps(model, prompt, c.ids, params), atol=2e-5, rtol=0
+            )
             torch.testing.assert_close(torch.tensor(c.logps), torch.tensor(d.logps), atol=2e-5, rtol=0)
 
 
@@ -57,14 +67,22 @@ def test_penalties_read_the_whole_prompt(models):
     prompts, seeds = prompts_of(3), [[i] for i in range(15)]
     params = SamplingParams(max_new_tokens=10, repetition_penalty=1.7)
     sampler = Sampler(models("llama"), None, max_batch=5)
-    assert ids_of(sampler.generate(prompts, params, seeds)) == ids_of([sampler.generate([p], params, [s])[0] for p, s in zip(prompts, seeds)])
+    assert ids_of(sampler.generate(prompts, params, seeds)) == ids_of(
+        [sampler.generate([p], params, [s])[0] for p, s in zip(prompts, seeds)]
+    )
 
 
 def test_groups_share_what_they_say():
     for seed in range(200):
         rng = random.Random(seed)
         trunk = [rng.randrange(3) for _ in range(300)]
-        prompts = [[*trunk[: rng.choice((60, 64, 65, 130, 200, 300))], *(rng.randrange(3) for _ in range(rng.randrange(1, 40)))] for _ in range(rng.randrange(1, 30))]
+        prompts = [
+            [
+                *trunk[: rng.choice((60, 64, 65, 130, 200, 300))],
+                *(rng.randrange(3) for _ in range(rng.randrange(1, 40))),
+            ]
+            for _ in range(rng.randrange(1, 30))
+        ]
         prompts += [list(rng.choice(prompts)) for _ in range(rng.randrange(4))]
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
         groups = shared_beginnings(prompts, order)
@@ -72,20 +90,26 @@ def test_groups_share_what_they_say():
         assert [members[0] for members, _ in groups] == sorted((members[0] for members, _ in groups), key=order.index)
         for members, shared in groups:
             assert members == sorted(members, key=order.index)
-            assert len({tuple(prompts[i][:shared]) for i in members}) == 1 and all(len(prompts[i]) > shared for i in members)
+            assert len({tuple(prompts[i][:shared]) for i in members}) == 1 and all(
+                len(prompts[i]) > shared for i in members
+            )
             assert shared == 0 or (shared >= prefixes.MIN_SHARED and (len(members) - 1) * shared >= prefixes.MIN_SAVED)
         assert sum(shared == 0 for _, shared in groups) <= 1
 
 
 def test_the_groups_that_save_most_of_what_one_level_can():
-    """Few-shot: one beginning per category. An agent: the tools once for all tasks, or each task's own start, whichever saves more."""
+    """Few-shot: one beginning per category. An agent: the tools once for all tasks, or each task's own start, whichever
+    saves more.
+    """
     base = np.random.default_rng(0)
     draw = lambda n: base.integers(0, 1000, n).tolist()
     categories = [draw(400) for _ in range(3)]
     prompts = [start + draw(20) for start in categories for _ in range(10)]
     assert sorted((len(m), s) for m, s in shared_beginnings(prompts, range(30))) == [(10, 400)] * 3
     tools = draw(300)
-    short, long = ([tools + task + draw(9) for task in [draw(length) for _ in range(8)] for _ in range(4)] for length in (10, 400))
+    short, long = (
+        [tools + task + draw(9) for task in [draw(length) for _ in range(8)] for _ in range(4)] for length in (10, 400)
+    )
     assert [(len(m), s) for m, s in shared_beginnings(short, range(32))] == [(32, 300)]
     assert [(len(m), s) for m, s in shared_beginnings(long, range(32))] == [(4, 700)] * 8
     assert shared_beginnings([draw(40) for _ in range(5)], [3, 1, 0, 2, 4]) == [([3, 1, 0, 2, 4], 0)]
@@ -95,12 +119,18 @@ def test_the_groups_that_save_most_of_what_one_level_can():
 @pytest.mark.parametrize("name, lean", ENGINES)
 @pytest.mark.parametrize("limit", [None, 60_000, 0])
 def test_turns_go_on_from_what_is_kept(models, monkeypatch, name, lean, limit):
-    """Three turns of rows that share a start, part, and are cut: the same tokens as from nothing, and no token is computed twice that is still kept."""
+    """Three turns of rows that share a start, part, and are cut: the same tokens as from nothing, and no token is
+    computed twice that is still kept.
+    """
     if limit is not None:
         monkeypatch.setattr(prefixes, "KEPT_BYTES", limit)
     decoder, computed = (LeanDecoder if lean else GenericDecoder), []
     original = decoder.prefill
-    monkeypatch.setattr(decoder, "prefill", lambda self, ids, lengths, past=None: computed.append(int(lengths.sum())) or original(self, ids, lengths, past))
+    monkeypatch.setattr(
+        decoder,
+        "prefill",
+        lambda self, ids, lengths, past=None: computed.append(int(lengths.sum())) or original(self, ids, lengths, past),
+    )
     sampler = Sampler(models(name), None, max_batch=4, lean=lean)
     params = SamplingParams(max_new_tokens=6, stop_ids={1, 2, 3}, top_p=0.95)
 
@@ -111,11 +141,21 @@ def test_turns_go_on_from_what_is_kept(models, monkeypatch, name, lean, limit):
         for turn in range(3):
             distinct = sorted({tuple(row) for row in rows})
             asked += sum(map(len, distinct))
-            groups = dict(zip(distinct, sampler.generate([list(row) for row in distinct], params, [[turn * 100 + i for i, row in enumerate(rows) if tuple(row) == own] for own in distinct])))
+            groups = dict(
+                zip(
+                    distinct,
+                    sampler.generate(
+                        [list(row) for row in distinct],
+                        params,
+                        [[turn * 100 + i for i, row in enumerate(rows) if tuple(row) == own] for own in distinct],
+                    ),
+                )
+            )
             for i, row in enumerate(rows):
                 own = groups[tuple(row)].pop(0)
                 found.append((row[:], own))
-                rows[i] = row + own.ids[: 4 if i == 4 else None] + [rng.randrange(96) for _ in range(1 + i % 3)]  # what row 4 said is cut
+                # what row 4 said is cut
+                rows[i] = row + own.ids[: 4 if i == 4 else None] + [rng.randrange(96) for _ in range(1 + i % 3)]
         return found, asked
 
     found, asked = play()
@@ -126,8 +166,11 @@ def test_turns_go_on_from_what_is_kept(models, monkeypatch, name, lean, limit):
     assert sampler.kept is None
     assert [(prompt, c.ids) for prompt, c in again] == [(prompt, c.ids) for prompt, c in found]
     for prompt, c in again:
-        torch.testing.assert_close(torch.tensor(c.logps), trainer_logps(models(name), prompt, c.ids, params), atol=2e-5, rtol=0)
-    if limit is None:  # the starts, and of every later turn the token that was sampled last, the rest of what was cut, and what was heard
+        torch.testing.assert_close(
+            torch.tensor(c.logps), trainer_logps(models(name), prompt, c.ids, params), atol=2e-5, rtol=0
+        )
+    # the starts, and of every later turn the token that was sampled last, the rest of what was cut, and what was heard
+    if limit is None:
         assert sum(computed) <= 64 + 66 + 65 + 2 * sum(1 + 1 + i % 3 for i in range(9))
     else:
         assert sum(computed) == asked if limit == 0 else sum(computed) < asked
@@ -135,8 +178,10 @@ def test_turns_go_on_from_what_is_kept(models, monkeypatch, name, lean, limit):
 
 def test_kept_rows_are_found_by_what_they_begin_with():
     """The longest common beginning over all rows, as by comparing with each; the oldest are dropped first."""
+
     def row(ids):
         return prefixes.Kept(ids, [torch.zeros(1, len(ids), 1)], [torch.zeros(1, len(ids), 1)])
+
     for seed in range(50):
         rng = random.Random(seed)
         trunk = [rng.randrange(2) for _ in range(200)]
@@ -149,11 +194,17 @@ def test_kept_rows_are_found_by_what_they_begin_with():
             kept.drop(one)
             kept.drop(one)
             rows.remove(one)
-        assert kept.rows == sorted(rows, key=lambda one: one.ids) and kept.bytes == sum(8 * len(one.ids) for one in rows)
+        assert kept.rows == sorted(rows, key=lambda one: one.ids) and kept.bytes == sum(
+            8 * len(one.ids) for one in rows
+        )
         for prompt in [draw() for _ in range(20)] + [list(rows[0].ids), rows[1].ids[:70]]:
             most = max(prefixes.alike(np.array(prompt[:-1]), np.array(one.ids)) for one in rows)
             found = kept.longest(prompt)
-            assert found is None if most < prefixes.MIN_SHARED else (found[1] == most and found[0].ids[:most] == prompt[:most])
+            assert (
+                found is None
+                if most < prefixes.MIN_SHARED
+                else (found[1] == most and found[0].ids[:most] == prompt[:most])
+            )
     kept = prefixes.KeptRows(limit=8 * 150)
     first, second, third = row([1] * 70), row([2] * 70), row([3] * 70)
     for one in (first, second, third):
@@ -169,7 +220,9 @@ def made(monkeypatch):
     found = {SlotKV: [], Trunks: []}
     for kind, ones in found.items():
         init = kind.__init__
-        monkeypatch.setattr(kind, "__init__", lambda self, *given, init=init, ones=ones: init(self, *given) or ones.append(self))
+        monkeypatch.setattr(
+            kind, "__init__", lambda self, *given, init=init, ones=ones: init(self, *given) or ones.append(self)
+        )
     return found
 
 
@@ -182,18 +235,25 @@ def doubled(model):
 @pytest.mark.parametrize("batch", [36, 5])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "llama3-rope"])
 def test_a_beginning_that_all_prompts_share_is_attended_in_common(models, monkeypatch, made, name, batch):
-    """40 rows over several attention blocks, in float64: the log-probs of a plain forward; the shared tokens are no slot's columns."""
+    """40 rows over several attention blocks, in float64: the log-probs of a plain forward; the shared tokens are no
+    slot's columns.
+    """
     model = doubled(models(name))
     rng = random.Random(2)
     start = [rng.randrange(96) for _ in range(66)]
     prompts = [start + [rng.randrange(96) for _ in range(1 + i % 9)] for i in range(20)]
-    params, seeds = SamplingParams(max_new_tokens=20, stop_ids=set(range(9)), temperature=0.7), [[i, 50 + i] for i in range(20)]
+    params, seeds = (
+        SamplingParams(max_new_tokens=20, stop_ids=set(range(9)), temperature=0.7),
+        [[i, 50 + i] for i in range(20)],
+    )
     out = Sampler(model, None, max_batch=batch).generate(prompts, params, seeds)
     assert [t.length.tolist() for t in made[Trunks]] == [[66]] and made[SlotKV][-1].columns <= 9 + 20
     assert len({len(c.ids) for group in out for c in group}) > 5
     for prompt, group in zip(prompts, out):
         for c in group:  # the logits are float32
-            torch.testing.assert_close(torch.tensor(c.logps), trainer_logps(model, prompt, c.ids, params).float(), atol=3e-6, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(c.logps), trainer_logps(model, prompt, c.ids, params).float(), atol=3e-6, rtol=0
+            )
     monkeypatch.setattr(prefixes, "MIN_SAVED", 10**9)
     monkeypatch.setattr(sampler_module, "MIN_TRUNK", 10**9)
     assert ids_of(Sampler(model, None, max_batch=batch).generate(prompts, params, seeds)) == ids_of(out)
@@ -203,7 +263,9 @@ def test_a_beginning_that_all_prompts_share_is_attended_in_common(models, monkey
 @pytest.mark.parametrize("batch", [36, 5, 1])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "llama3-rope"])
 def test_a_prompt_of_several_completions_is_attended_once(models, monkeypatch, made, name, batch):
-    """Groups that are split over admissions, prompts of different lengths, of one completion and of none, two that share a beginning; in float64."""
+    """Groups that are split over admissions, prompts of different lengths, of one completion and of none, two that
+    share a beginning; in float64.
+    """
     model = doubled(models(name))
     rng = random.Random(6)
     draw = lambda n: [rng.randrange(96) for _ in range(n)]
@@ -216,7 +278,11 @@ def test_a_prompt_of_several_completions_is_attended_once(models, monkeypatch, m
     assert kv.columns <= 20 and trunks.keys[0].shape[2] == 75 and len(trunks.length) == min(batch, 10)
     monkeypatch.setattr(sampler_module, "MIN_TRUNK", 10**9)
     plain = Sampler(model, None, max_batch=batch).generate(prompts, params, seeds)
-    assert len(made[Trunks]) == 1 and ids_of(plain) == ids_of(out) and len({len(c.ids) for group in out for c in group}) > 5
+    assert (
+        len(made[Trunks]) == 1
+        and ids_of(plain) == ids_of(out)
+        and len({len(c.ids) for group in out for c in group}) > 5
+    )
     for group, other in zip(out, plain):
         for c, d in zip(group, other):
             torch.testing.assert_close(torch.tensor(c.logps), torch.tensor(d.logps), atol=3e-6, rtol=0)
@@ -224,7 +290,9 @@ def test_a_prompt_of_several_completions_is_attended_once(models, monkeypatch, m
 
 def test_short_prompts_keep_columns_of_their_own(models, made):
     """Below the threshold nothing changes: numbers of runs with short prompts stay what they were."""
-    Sampler(models("llama"), None).generate([[5] * 40, [6] * 50], SamplingParams(max_new_tokens=3), [[1, 2, 3, 4], [5, 6, 7, 8]])
+    Sampler(models("llama"), None).generate(
+        [[5] * 40, [6] * 50], SamplingParams(max_new_tokens=3), [[1, 2, 3, 4], [5, 6, 7, 8]]
+    )
     assert made[Trunks] == []
 
 
@@ -240,10 +308,17 @@ def test_letters_behind_shared_examples_have_the_same_log_probs(models, monkeypa
     prompts = [examples[i % 2] + draw(1 + i) for i in range(12)] + [draw(7), draw(80)]
     letters = [[[5], [6], [7]]] * 14
     letters[3] = [[5], [6, 7]]  # a letter of two tokens
-    items = [make_item(str(i), prompt, said, [[1] * len(one) for one in said]) for i, (prompt, said) in enumerate(zip(prompts, letters))]
+    items = [
+        make_item(str(i), prompt, said, [[1] * len(one) for one in said])
+        for i, (prompt, said) in enumerate(zip(prompts, letters))
+    ]
     want = likelihood.response_logps(model, items, 300, "cpu")
     plain, asked = likelihood.response_logps, []
-    monkeypatch.setattr(likelihood, "response_logps", lambda model, items, *more: asked.extend(item.row_id for item in items) or plain(model, items, *more))
+    monkeypatch.setattr(
+        likelihood,
+        "response_logps",
+        lambda model, items, *more: asked.extend(item.row_id for item in items) or plain(model, items, *more),
+    )
     got = likelihood.prompted_logps(model, items, 300, "cpu")
     assert asked == ["3", "12", "13"]
     for one, other in zip(got, want):

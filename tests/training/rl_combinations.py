@@ -1,7 +1,8 @@
 """Combinations of the rl stage's settings, drawn so that pairs of values come up together, and the runs of one of them.
 
-Axes come from the registry: presets from :data:`stages.rl.Preset`, values of settings with a choice from their types. Settings that are numbers have their values in :data:`NUMBERS`; a setting that is in no
-table here is an error that says so, so that a new one cannot be forgotten.
+Axes come from the registry: presets from :data:`stages.rl.Preset`, values of settings with a choice from their types.
+Settings that are numbers have their values in :data:`NUMBERS`; a setting that is in no table here is an error that says
+so, so that a new one cannot be forgotten.
 
     python -m tests.training.rl_combinations FOLDER COUNT SEED    # many of them, audited; what is wrong goes to FOLDER/found.txt
 """
@@ -18,43 +19,156 @@ from typing import Literal, get_args, get_origin
 
 import numpy as np
 
-SPREAD = {"name": "spread", "kind": "python", "source": "def score(completion_ids):\n    return sum(i * i for i in completion_ids) % 7 / 3 - 0.9"}
-EVEN = {"name": "even", "kind": "python", "source": "def score(completion_ids):\n    return sum(completion_ids) % 2 == 0"}
-SOME = {"name": "some", "kind": "python", "source": "def score(completion_ids):\n    return None if sum(completion_ids) % 5 == 0 else len(completion_ids) % 3"}
+SPREAD = {
+    "name": "spread",
+    "kind": "python",
+    "source": "def score(completion_ids):\n    return sum(i * i for i in completion_ids) % 7 / 3 - 0.9",
+}
+EVEN = {
+    "name": "even",
+    "kind": "python",
+    "source": "def score(completion_ids):\n    return sum(completion_ids) % 2 == 0",
+}
+SOME = {
+    "name": "some",
+    "kind": "python",
+    "source": (
+        "def score(completion_ids):\n    return None if sum(completion_ids) % 5 == 0 else len(completion_ids) % 3"
+    ),
+}
 COST = {"name": "cost", "kind": "length_penalty", "length_alpha": 0.05, "weight": 2.0}
 CUT = {"name": "cut", "kind": "truncation"}
 MODEL = {"name": "model", "kind": "model", "weight": 0.5}
-ENVIRONMENT = {"environment": "tests.training.environments:Countdown", "environment_options": {"turns": 3}, "max_turn_length": 5, "max_completion_length": 90, "rewards": [{"kind": "environment"}]}
+ENVIRONMENT = {
+    "environment": "tests.training.environments:Countdown",
+    "environment_options": {"turns": 3},
+    "max_turn_length": 5,
+    "max_completion_length": 90,
+    "rewards": [{"kind": "environment"}],
+}
 
-BASE = {"max_steps": 3, "prompts_per_step": 3, "num_generations": 3, "max_completion_length": 8, "learning_rate": 3e-3, "rewards": [EVEN, {**SPREAD, "weight": 0.7}], "max_grad_norm": 1e6}
+BASE = {
+    "max_steps": 3,
+    "prompts_per_step": 3,
+    "num_generations": 3,
+    "max_completion_length": 8,
+    "learning_rate": 3e-3,
+    "rewards": [EVEN, {**SPREAD, "weight": 0.7}],
+    "max_grad_norm": 1e6,
+}
 #: Values of settings that are numbers or lists: those beside the default.
 NUMBERS = {
-    "std_eps": [1e-6, 0.1], "advantage_clip": [0.6], "gamma": [0.9], "lam": [0.5], "lam_alpha": [0.4], "lam_critic": [1.0], "epsilon": [0.02, 0.1], "epsilon_high": [0.28], "clip_ratio_c": [3.0],
-    "loss_scale_factor": [5.0], "top_entropy_quantile": [0.5], "covariance_clip": [0.2], "covariance_kl": [0.2], "off_policy_mask_threshold": [0.01], "beta": [0.0, 0.3], "kl_coef": [0.0, 0.2],
-    "target_kl": [1e-3], "k_beta": [0.5], "kl_horizon": [50.0], "kl_coef_min": [0.05], "kl_coef_max": [0.3], "ref_sync_steps": [1, 2], "ref_sync_alpha": [1.0], "ref_decay": [0.5], "entropy_coef": [0.05],
-    "n_steps": [2], "critic_warmup_steps": [1], "vf_coef": [0.1], "cliprange_value": [0.01], "missing_eos_penalty": [0.4], "reward_clip": [0.5], "soft_punish_cache": [4], "gen_batch_size": [2],
-    "baseline_value": [0.3], "baseline_decay": [0.5], "baseline_samples": [2], "importance_clip_max": [1.05], "importance_clip_min": [0.9], "rejection_min": [0.8], "rejection_max": [1.2, 0.01], "replay_fraction": [0.34],
-    "num_iterations": [1, 2], "num_minibatches": [2, 3], "num_generations": [1, 2, 4], "prompts_per_step": [2, 4], "temperature": [0.7, 1.4], "top_p": [0.8], "top_k": [20], "min_p": [0.02],
-    "stop_strings": [["e"], ["an"]], "min_tokens": [2], "max_tokens_per_micro_batch": [40], "lora_rank": [4], "context_schedule": [[[0, 5], [2, 8]]], "weight_decay": [0.1], "max_grad_norm": [0.05],
-    "ema_decay": [0.5], "max_staleness": [3], "replay_window": [2], "fisher_fraction": [0.5], "covariance_band": [[0.0, 3.0]], "covariance_kl_coef": [0.2], "max_completion_length": [6],
-    "repetition_penalty": [1.2], "no_resampling_pass_rate": [0.6], "curriculum_mix": [0.5], "difficulty_band": [[0.0, 0.9]], "rerank_score": ["std"]}
+    "std_eps": [1e-6, 0.1],
+    "advantage_clip": [0.6],
+    "gamma": [0.9],
+    "lam": [0.5],
+    "lam_alpha": [0.4],
+    "lam_critic": [1.0],
+    "epsilon": [0.02, 0.1],
+    "epsilon_high": [0.28],
+    "clip_ratio_c": [3.0],
+    "loss_scale_factor": [5.0],
+    "top_entropy_quantile": [0.5],
+    "covariance_clip": [0.2],
+    "covariance_kl": [0.2],
+    "off_policy_mask_threshold": [0.01],
+    "beta": [0.0, 0.3],
+    "kl_coef": [0.0, 0.2],
+    "target_kl": [1e-3],
+    "k_beta": [0.5],
+    "kl_horizon": [50.0],
+    "kl_coef_min": [0.05],
+    "kl_coef_max": [0.3],
+    "ref_sync_steps": [1, 2],
+    "ref_sync_alpha": [1.0],
+    "ref_decay": [0.5],
+    "entropy_coef": [0.05],
+    "n_steps": [2],
+    "critic_warmup_steps": [1],
+    "vf_coef": [0.1],
+    "cliprange_value": [0.01],
+    "missing_eos_penalty": [0.4],
+    "reward_clip": [0.5],
+    "soft_punish_cache": [4],
+    "gen_batch_size": [2],
+    "baseline_value": [0.3],
+    "baseline_decay": [0.5],
+    "baseline_samples": [2],
+    "importance_clip_max": [1.05],
+    "importance_clip_min": [0.9],
+    "rejection_min": [0.8],
+    "rejection_max": [1.2, 0.01],
+    "replay_fraction": [0.34],
+    "num_iterations": [1, 2],
+    "num_minibatches": [2, 3],
+    "num_generations": [1, 2, 4],
+    "prompts_per_step": [2, 4],
+    "temperature": [0.7, 1.4],
+    "top_p": [0.8],
+    "top_k": [20],
+    "min_p": [0.02],
+    "stop_strings": [["e"], ["an"]],
+    "min_tokens": [2],
+    "max_tokens_per_micro_batch": [40],
+    "lora_rank": [4],
+    "context_schedule": [[[0, 5], [2, 8]]],
+    "weight_decay": [0.1],
+    "max_grad_norm": [0.05],
+    "ema_decay": [0.5],
+    "max_staleness": [3],
+    "replay_window": [2],
+    "fisher_fraction": [0.5],
+    "covariance_band": [[0.0, 3.0]],
+    "covariance_kl_coef": [0.2],
+    "max_completion_length": [6],
+    "repetition_penalty": [1.2],
+    "no_resampling_pass_rate": [0.6],
+    "curriculum_mix": [0.5],
+    "difficulty_band": [[0.0, 0.9]],
+    "rerank_score": ["std"],
+}
 #: Values of settings that name a whole setup.
 SETUPS = {
-    "rewards": [[EVEN], [SPREAD], [EVEN, COST], [SPREAD, {**EVEN, "at_least": 0.5, "multiplier_step": 0.3}], [SPREAD, {**COST, "from_step": 2}, CUT], [SOME, {**EVEN, "weight": 0.0}], [MODEL, SPREAD],
-                [{**SPREAD, "on_missing": "skip"}, {**SOME, "on_missing": "renormalise"}, {"kind": "verifier", "name": "right", "weight": 0.0}]],
-    "environment": [ENVIRONMENT["environment"]]}
-#: Settings that are left as they are: who computes and where, what is measured beside training, and what has tests of its own (tests/training/test_grape.py, test_resume.py, test_rl_parts.py).
-FIXED = {*"""preset engine engine_url engine_model engine_api engine_key_variable engine_timeout_s engine_concurrency engine_options engine_sleep engine_max_mismatch allow_reencoded_ids sampling_dtype
+    "rewards": [
+        [EVEN],
+        [SPREAD],
+        [EVEN, COST],
+        [SPREAD, {**EVEN, "at_least": 0.5, "multiplier_step": 0.3}],
+        [SPREAD, {**COST, "from_step": 2}, CUT],
+        [SOME, {**EVEN, "weight": 0.0}],
+        [MODEL, SPREAD],
+        [
+            {**SPREAD, "on_missing": "skip"},
+            {**SOME, "on_missing": "renormalise"},
+            {"kind": "verifier", "name": "right", "weight": 0.0},
+        ],
+    ],
+    "environment": [ENVIRONMENT["environment"]],
+}
+#: Settings that are left as they are: who computes and where, what is measured beside training, and what has tests of
+#: its own (tests/training/test_grape.py, test_resume.py, test_rl_parts.py).
+FIXED = {
+    *"""preset engine engine_url engine_model engine_api engine_key_variable engine_timeout_s engine_concurrency engine_options engine_sleep engine_max_mismatch allow_reencoded_ids sampling_dtype
     generation_batch forward sharding activation_checkpointing frozen_dtype save_dtype compute_dtype device_memory_gib memory_check router_aux_loss_coef select_by early_stopping_patience optimizer momentum
     adam_beta1 adam_beta2 adam_epsilon lr_schedule warmup_ratio warmup_steps decay_ratio decay_type lr_power lr_cycles min_lr_ratio learning_rate critic_learning_rate max_steps max_nonfinite_steps packing
     lora_alpha lora_rslora lora_dora lora_dropout lora_targets lora_exclude lora_modules_to_save chat_template chat_template_digest chat_template_kwargs prompt_template split max_prompts max_prompt_length
     stop_on eval_every eval_prompts log_entropy environment_options environment_digest environment_timeout_s environment_memory_mib environment_network environment_workers max_turns max_turn_length
     observation_role mode_mix improve_share prior_choice conditioning sft_member sft_in_loss early_stop_kl options ptx_coef ptx_batch_ratio ptx_agg ptx_max_length max_kl cg_iters cg_damping
     backtrack_coeff backtrack_iters trust_region_max_parameters opponent_decay mixture_coef vine_samples step_separator curriculum_beta curriculum_sigma passk_bands passk_k passk_samples
-    self_paced_thresholds v_star_beta bad_words logit_bias frequency_penalty presence_penalty max_num_gen_batches""".split()}
-OF_PRESET = {"vineppo": {"vine_samples": 2, "step_separator": "e"}, "grpo_process": {"step_separator": "e"}, "astar_po": {"options": {"beta": 0.1}, "baseline_samples": 2, "num_generations": 1},
-             "sppo": {"options": {"eta": 1.0}}, "online_ipo": {"options": {"tau": 1.0}}, "ppo_ptx": {"ptx_coef": 1.0}, "agent": ENVIRONMENT, "grpo_plus": {}, "a_lol": {"baseline_samples": 2},
-             "gspo": {"epsilon": 0.02, "epsilon_high": 0.03}}
+    self_paced_thresholds v_star_beta bad_words logit_bias frequency_penalty presence_penalty max_num_gen_batches""".split()
+}
+OF_PRESET = {
+    "vineppo": {"vine_samples": 2, "step_separator": "e"},
+    "grpo_process": {"step_separator": "e"},
+    "astar_po": {"options": {"beta": 0.1}, "baseline_samples": 2, "num_generations": 1},
+    "sppo": {"options": {"eta": 1.0}},
+    "online_ipo": {"options": {"tau": 1.0}},
+    "ppo_ptx": {"ptx_coef": 1.0},
+    "agent": ENVIRONMENT,
+    "grpo_plus": {},
+    "a_lol": {"baseline_samples": 2},
+    "gspo": {"epsilon": 0.02, "epsilon_high": 0.03},
+}
 
 
 def axes() -> dict[str, list]:
@@ -74,19 +188,33 @@ def axes() -> dict[str, list]:
             found[name] = [True, False]
         else:
             forgotten.append(name)
-    assert not forgotten, f"say in tests/training/rl_combinations.py which values {', '.join(forgotten)} of the rl stage is tried with (NUMBERS), or why not (FIXED)"
+    assert not forgotten, (
+        f"say in tests/training/rl_combinations.py which values {', '.join(forgotten)} of the rl stage is tried with"
+        " (NUMBERS), or why not (FIXED)"
+    )
     return found
 
 
 def says_what_to_write(error: Exception) -> bool:
-    return any(word in str(error) for word in ("write", "leave", "give", "use ", "add ", "set ", "lower", "should be", "take "))
+    return any(
+        word in str(error) for word in ("write", "leave", "give", "use ", "add ", "set ", "lower", "should be", "take ")
+    )
 
 
 class Covering:
-    """Configurations in which pairs of axis values come up that did not before; ``refusals``: what was refused without saying what to write."""
+    """Configurations in which pairs of axis values come up that did not before; ``refusals``: what was refused without
+    saying what to write.
+    """
 
     def __init__(self, seed: int, size: int = 7):
-        self.rng, self.size, self.axes, self.seen, self.tried, self.refusals = np.random.default_rng(seed), size, axes(), set(), set(), []
+        self.rng, self.size, self.axes, self.seen, self.tried, self.refusals = (
+            np.random.default_rng(seed),
+            size,
+            axes(),
+            set(),
+            set(),
+            [],
+        )
         from stages.rl import Preset
 
         self.presets, self.order = list(get_args(Preset)), []
@@ -114,8 +242,13 @@ class Covering:
         for _ in range(8 * self.size):
             if len(chosen) > self.size:
                 break
-            pool = [(name, k) for name, values in self.axes.items() if name not in dict(chosen) for k in range(len(values))]
-            best = max((pool[i] for i in self.rng.permutation(len(pool))[:12]), key=lambda one: sum(frozenset((one, other)) not in self.tried for other in chosen))
+            pool = [
+                (name, k) for name, values in self.axes.items() if name not in dict(chosen) for k in range(len(values))
+            ]
+            best = max(
+                (pool[i] for i in self.rng.permutation(len(pool))[:12]),
+                key=lambda one: sum(frozenset((one, other)) not in self.tried for other in chosen),
+            )
             self.tried |= {frozenset((best, other)) for other in chosen}
             name, value = best[0], self.axes[best[0]][best[1]]
             more = ENVIRONMENT if name == "environment" else {name: value}
@@ -129,27 +262,56 @@ class Covering:
                     config = made
                     chosen.append(best)
                     break
-        self.seen |= {frozenset(pair) for i, one in enumerate(chosen) for pair in ((one, other) for other in chosen[:i])}
+        self.seen |= {
+            frozenset(pair) for i, one in enumerate(chosen) for pair in ((one, other) for other in chosen[:i])
+        }
         return config
 
 
 #: What a setting needs beside itself to be read.
-PARTNERS = {"kl_controller": [{"target_kl": 1e-3}], "k_beta": [{"kl_controller": "adaptive_ziegler", "target_kl": 1e-3}], "kl_unit": [{"target_kl": 1e-3}, {"target_kl": 1e-3, "kl_controller": "adaptive_ppo"}],
-            "kl_estimator": [{"beta": 0.3}], "kl_direction": [{"kl_estimator": "full", "beta": 0.3}], "kl_is_weighted": [{"beta": 0.3}], "kl_target": [{"beta": 0.3}], "ref_mode": [{"beta": 0.3}, {"monitor_kl": True}],
-            "ref_sync_alpha": [{"ref_mode": "refresh", "ref_sync_steps": 1, "beta": 0.3}], "ref_decay": [{"ref_mode": "ema", "beta": 0.3}], "baseline": [{"advantage": "reward_minus_baseline"}, {"advantage": "reward_to_go"}],
-            "importance_clip_max": [{"importance_correction": "token_truncate", "top_p": 0.9}], "importance_correction": [{"top_p": 0.9}], "rejection": [{"top_p": 0.9}], "importance_normalise": [
-                {"importance_correction": "sequence_truncate", "top_k": 30}], "rejection_scope": [{"rejection": "token", "rejection_max": 1.2, "top_p": 0.8}],
-            "rejection_statistic": [{"rejection": "sequence_mean", "rejection_max": 0.01, "top_p": 0.8}], "minibatch_unit": [{"num_minibatches": 2}], "missing_eos_mode": [{"truncation_policy": "penalty"}],
-            "truncated_in_stats": [{"truncation_policy": "mask"}], "token_norm_scope": [{"loss_agg_mode": "token-mean"}], "seq_denominator": [{"loss_agg_mode": "seq-mean-token-mean"}],
-            "kl_reward_mode": [{"kl_coef": 0.2}], "kl_reward_estimator": [{"kl_coef": 0.2}], "covariance_kl": [{"num_minibatches": 3}], "off_policy_mask_threshold": [{"num_iterations": 2}],
-            "surrogate": [{"num_iterations": 1, "num_minibatches": 1}], "filter_groups_metric": [{"dynamic_sampling": True}], "adv_norm_ddof": [{"whiten": True}],
-            "loss_scale_factor": [{"loss_agg_mode": "seq-mean-token-sum-norm"}], "truncation_policy": [{"advantage": "gae"}], "multi_objective_aggregation": [{"advantage": "group_mean"}]}
+PARTNERS = {
+    "kl_controller": [{"target_kl": 1e-3}],
+    "k_beta": [{"kl_controller": "adaptive_ziegler", "target_kl": 1e-3}],
+    "kl_unit": [{"target_kl": 1e-3}, {"target_kl": 1e-3, "kl_controller": "adaptive_ppo"}],
+    "kl_estimator": [{"beta": 0.3}],
+    "kl_direction": [{"kl_estimator": "full", "beta": 0.3}],
+    "kl_is_weighted": [{"beta": 0.3}],
+    "kl_target": [{"beta": 0.3}],
+    "ref_mode": [{"beta": 0.3}, {"monitor_kl": True}],
+    "ref_sync_alpha": [{"ref_mode": "refresh", "ref_sync_steps": 1, "beta": 0.3}],
+    "ref_decay": [{"ref_mode": "ema", "beta": 0.3}],
+    "baseline": [{"advantage": "reward_minus_baseline"}, {"advantage": "reward_to_go"}],
+    "importance_clip_max": [{"importance_correction": "token_truncate", "top_p": 0.9}],
+    "importance_correction": [{"top_p": 0.9}],
+    "rejection": [{"top_p": 0.9}],
+    "importance_normalise": [{"importance_correction": "sequence_truncate", "top_k": 30}],
+    "rejection_scope": [{"rejection": "token", "rejection_max": 1.2, "top_p": 0.8}],
+    "rejection_statistic": [{"rejection": "sequence_mean", "rejection_max": 0.01, "top_p": 0.8}],
+    "minibatch_unit": [{"num_minibatches": 2}],
+    "missing_eos_mode": [{"truncation_policy": "penalty"}],
+    "truncated_in_stats": [{"truncation_policy": "mask"}],
+    "token_norm_scope": [{"loss_agg_mode": "token-mean"}],
+    "seq_denominator": [{"loss_agg_mode": "seq-mean-token-mean"}],
+    "kl_reward_mode": [{"kl_coef": 0.2}],
+    "kl_reward_estimator": [{"kl_coef": 0.2}],
+    "covariance_kl": [{"num_minibatches": 3}],
+    "off_policy_mask_threshold": [{"num_iterations": 2}],
+    "surrogate": [{"num_iterations": 1, "num_minibatches": 1}],
+    "filter_groups_metric": [{"dynamic_sampling": True}],
+    "adv_norm_ddof": [{"whiten": True}],
+    "loss_scale_factor": [{"loss_agg_mode": "seq-mean-token-sum-norm"}],
+    "truncation_policy": [{"advantage": "gae"}],
+    "multi_objective_aggregation": [{"advantage": "group_mean"}],
+}
 
 
 def _critic(config) -> bool:
     from stages.rl import Config, row_of
 
-    return row_of(Config(**{k: v for k, v in config.items() if k != "critic_learning_rate"})).needs_critic and config.get("critic_mode") != "shared"
+    return (
+        row_of(Config(**{k: v for k, v in config.items() if k != "critic_learning_rate"})).needs_critic
+        and config.get("critic_mode") != "shared"
+    )
 
 
 class World:
@@ -166,9 +328,17 @@ class World:
 
         row, c = resolve_preset(Config(**config))[0], Config(**config)
         given = {"model": self.tiny["policy"], "data": self.prompts}
-        if (row.advantage == "process" and not c.environment) or any(x.kind == "model" for x in c.rewards) or (row.needs_critic and c.critic_mode == "separate" and c.critic_init != "policy"):
+        if (
+            (row.advantage == "process" and not c.environment)
+            or any(x.kind == "model" for x in c.rewards)
+            or (row.needs_critic and c.critic_mode == "separate" and c.critic_init != "policy")
+        ):
             given["reward_model"] = self.tiny["reward"]
-        if (row.needs_reference or c.monitor_kl or row.opponent == "mixture") and c.ref_mode != "previous" and not (c.lora_rank and self.count % 2):
+        if (
+            (row.needs_reference or c.monitor_kl or row.opponent == "mixture")
+            and c.ref_mode != "previous"
+            and not (c.lora_rank and self.count % 2)
+        ):
             given["reference"] = self.tiny["other"]
         if row.ptx_coef:
             given["ptx"] = self.text
@@ -176,8 +346,23 @@ class World:
 
     def spec(self, config: dict, name: str, inputs: dict | None = None) -> dict:
         inputs = self.inputs(config) if inputs is None else inputs
-        return {"stage": "rl", "key": f"test-{name}", "config": config, "seed": 5, "device": "cpu", "workdir": str(self.folder / name),
-                "inputs": {k: {"kind": "dataset" if k in ("data", "ptx", "stored") else "model", "path": v, "ref": k, "digest": f"digest-{k}"} for k, v in inputs.items()}}
+        return {
+            "stage": "rl",
+            "key": f"test-{name}",
+            "config": config,
+            "seed": 5,
+            "device": "cpu",
+            "workdir": str(self.folder / name),
+            "inputs": {
+                k: {
+                    "kind": "dataset" if k in ("data", "ptx", "stored") else "model",
+                    "path": v,
+                    "ref": k,
+                    "digest": f"digest-{k}",
+                }
+                for k, v in inputs.items()
+            },
+        }
 
     def run(self, config: dict, name: str, inputs: dict, watch):
         """(rollouts, metrics by step) of one run in this process."""
@@ -187,11 +372,15 @@ class World:
         spec = self.spec(config, name, inputs)
         with watch:
             result = execute(spec, lambda event: None)
-        metrics = [json.loads(line)["metrics"] for line in Path(spec["workdir"], "metrics.jsonl").read_text().splitlines()]
+        metrics = [
+            json.loads(line)["metrics"] for line in Path(spec["workdir"], "metrics.jsonl").read_text().splitlines()
+        ]
         return list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows()), metrics, spec
 
     def audit(self, config: dict, more: bool = False, **given: str) -> tuple[str, list[str]]:
-        """("refused", why) or ("ran", what is wrong): one run computed again; with ``more`` also in smaller micro-batches, and killed and gone on with. ``given``: further inputs."""
+        """("refused", why) or ("ran", what is wrong): one run computed again; with ``more`` also in smaller
+        micro-batches, and killed and gone on with. ``given``: further inputs.
+        """
         from stages.spec import ConfigError
         from tests.training.rl_audit import Watch, audit
 
@@ -203,11 +392,18 @@ class World:
             rows, metrics, spec = self.run(config, name, inputs, watch)
         except (ConfigError, ValueError, RuntimeError) as error:
             if isinstance(error, (ConfigError,)) or says_what_to_write(error):
-                return "refused", [] if says_what_to_write(error) else [f"refused without a word on what to write: {error}"]
+                return "refused", (
+                    [] if says_what_to_write(error) else [f"refused without a word on what to write: {error}"]
+                )
             return "failed", ["".join(traceback.format_exception(error))[-1500:]]
         problems = audit(config, inputs, rows, metrics, watch, self.tokenizer, "stored" in given)
         problems += self.published(config, inputs, spec, watch)
-        problems += [f"metric {k} of step {i + 1} is {v}" for i, m in enumerate(metrics) for k, v in m.items() if v is not None and not np.isfinite(v)]
+        problems += [
+            f"metric {k} of step {i + 1} is {v}"
+            for i, m in enumerate(metrics)
+            for k, v in m.items()
+            if v is not None and not np.isfinite(v)
+        ]
         if more:
             problems += self.otherwise(config, name, inputs, rows, metrics, watch) + self.killed(config, name, inputs)
         shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -221,22 +417,48 @@ class World:
 
         rank, decay = config.get("lora_rank", 0), config.get("ema_decay", 0.0)
         plain = Model(inputs["model"], scale=2.0 if rank else 1.0).plain
-        average = {n: watch.policy[0].before[n] for n in watch.policy[0].trained}  # of what is trained: an adapter's factors one by one
+        # of what is trained: an adapter's factors one by one
+        average = {n: watch.policy[0].before[n] for n in watch.policy[0].trained}
         for noted in watch.policy:
             average = {n: decay * w + (1 - decay) * noted.after[n] for n, w in average.items()}
-        expected, found = plain({**watch.policy[-1].after, **average}), load_file(str(Path(spec["workdir"], "out", "model", "model.safetensors")))
-        return [f"the published {n} is off by {float((w - found[n].double()).abs().max()):.3g}" for n, w in expected.items() if n in found and float((w - found[n].double()).abs().max()) > 1e-5][:2] + [
-            f"{n} is not published" for n in expected if n not in found][:2]
+        expected, found = (
+            plain({**watch.policy[-1].after, **average}),
+            load_file(str(Path(spec["workdir"], "out", "model", "model.safetensors"))),
+        )
+        return [
+            f"the published {n} is off by {float((w - found[n].double()).abs().max()):.3g}"
+            for n, w in expected.items()
+            if n in found and float((w - found[n].double()).abs().max()) > 1e-5
+        ][:2] + [f"{n} is not published" for n in expected if n not in found][:2]
 
     def otherwise(self, config, name, inputs, rows, metrics, watch) -> list[str]:
         """The same in other micro-batches: the first step's loss, gradient and curves are the same up to rounding."""
         from tests.training.rl_audit import Watch
 
         again = Watch()
-        _, other, _ = self.run({**config, "max_tokens_per_micro_batch": 23 if config.get("max_tokens_per_micro_batch") else 50, "packing": "best_fit"}, f"{name}-parts", inputs, again)
+        _, other, _ = self.run(
+            {
+                **config,
+                "max_tokens_per_micro_batch": 23 if config.get("max_tokens_per_micro_batch") else 50,
+                "packing": "best_fit",
+            },
+            f"{name}-parts",
+            inputs,
+            again,
+        )
         shutil.rmtree(self.folder / f"{name}-parts", ignore_errors=True)
-        found = [f"in other micro-batches {k} of the first step is {other[0].get(k)} and not {v}" for k, v in metrics[0].items()
-                 if v is not None and (other[0].get(k) is None or not np.isclose(v, other[0][k], rtol=2e-3, atol=2e-4 if config.get("compute_dtype") != "bfloat16" else 0.1)) and not k.startswith("trpo")]
+        found = [
+            f"in other micro-batches {k} of the first step is {other[0].get(k)} and not {v}"
+            for k, v in metrics[0].items()
+            if v is not None
+            and (
+                other[0].get(k) is None
+                or not np.isclose(
+                    v, other[0][k], rtol=2e-3, atol=2e-4 if config.get("compute_dtype") != "bfloat16" else 0.1
+                )
+            )
+            and not k.startswith("trpo")
+        ]
         for key, g in watch.policy[0].grads.items():
             h = again.policy[0].grads.get(key)
             norm = sum(float(x.norm()) ** 2 for x in watch.policy[0].grads.values()) ** 0.5
@@ -254,7 +476,10 @@ class World:
 
         def left(workdir):
             made = Path(workdir)
-            return {**{p.name: tree_digest(p) for p in (made / "out").iterdir()}, "metrics": (made / "metrics.jsonl").read_bytes()}
+            return {
+                **{p.name: tree_digest(p) for p in (made / "out").iterdir()},
+                "metrics": (made / "metrics.jsonl").read_bytes(),
+            }
 
         whole = left(self.folder / name)
         os.environ["POSTTRAIN_CHECKPOINT_SECONDS"] = "0"
@@ -302,7 +527,11 @@ def main(folder: str, count: str, seed: str, more: str = "") -> None:
             if problems:
                 tally["wrong"] = tally.get("wrong", 0) + 1
                 short = {name: value for name, value in config.items() if BASE.get(name) != value}
-                print(f"## {k} {kind} {json.dumps(short)}\n" + "\n".join(problems[:8]) + f"\n({len(problems)})\n", file=out, flush=True)
+                print(
+                    f"## {k} {kind} {json.dumps(short)}\n" + "\n".join(problems[:8]) + f"\n({len(problems)})\n",
+                    file=out,
+                    flush=True,
+                )
         for config, text in made.refusals[:20]:
             print(f"## refusal without advice: {text}\n", file=out)
         print(f"{tally}, {len(made.seen)} pairs in {time.monotonic() - started:.0f} s", file=out)
@@ -318,11 +547,37 @@ def world_in(home: Path, tiny_policy) -> World:
     if not (home / "reward").exists():
         for seed, name in enumerate(("policy", "other")):
             fast = tiny_policy(paths[name], seed)
-        save_reward_model(new_reward_model(paths["policy"], seed=3), fast, paths["reward"], RewardCard(bias=0.5, anchor="chosen"))
-        rows = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"what is {i} plus {i}?"}], "answer": str(2 * i), "answer_type": "integer", "extra_json": f'{{"difficulty":{1 + i % 3}}}'},
-                             dataset="made", source="s", origin="human", split="train") for i in range(10)]
+        save_reward_model(
+            new_reward_model(paths["policy"], seed=3), fast, paths["reward"], RewardCard(bias=0.5, anchor="chosen")
+        )
+        rows = [
+            complete_row(
+                "prompts/1",
+                {
+                    "prompt": [{"role": "user", "content": f"what is {i} plus {i}?"}],
+                    "answer": str(2 * i),
+                    "answer_type": "integer",
+                    "extra_json": f'{{"difficulty":{1 + i % 3}}}',
+                },
+                dataset="made",
+                source="s",
+                origin="human",
+                split="train",
+            )
+            for i in range(10)
+        ]
         write_dataset(str(home / "prompts"), "prompts", "prompts/1", rows)
-        write_dataset(str(home / "text"), "text", "text/1", [complete_row("text/1", {"text": f"two plus {i} is a sum. " * 3}, dataset="t", source="s", origin="human") for i in range(6)])
+        write_dataset(
+            str(home / "text"),
+            "text",
+            "text/1",
+            [
+                complete_row(
+                    "text/1", {"text": f"two plus {i} is a sum. " * 3}, dataset="t", source="s", origin="human"
+                )
+                for i in range(6)
+            ],
+        )
     return World(paths, str(home / "prompts"), str(home / "text"), home)
 
 

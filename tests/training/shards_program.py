@@ -1,4 +1,5 @@
-"""Run on one process or on ranks: load models, shard them where there are several ranks, publish them untrained. Not a test module.
+"""Run on one process or on ranks: load models, shard them where there are several ranks, publish them untrained. Not a
+test module.
 
 ``everything DIR OUT``: one of each kind in DIR. ``peak MODEL OUT``: how much a process grows at most, in MiB.
 """
@@ -14,7 +15,13 @@ from stages.chat import load_tokenizer
 from stages.models import pending, sharding
 from stages.models.adapters import add_lora
 from stages.models.modeling import load_policy, save_policy
-from stages.reward_models.reward_heads import RewardCard, load_reward_model, new_reward_model, save_reward_model, score_head
+from stages.reward_models.reward_heads import (
+    RewardCard,
+    load_reward_model,
+    new_reward_model,
+    save_reward_model,
+    score_head,
+)
 from stages.running import ranks
 from stages.settings import OptimizerConfig
 from stages.training import Trainer
@@ -84,7 +91,8 @@ def everything(root: str, out: str) -> None:
 
 def peak(path: str, out: str) -> None:
     def highest() -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()  # getrusage would count the process that this one was forked from
+        # getrusage would count the process that this one was forked from
+        lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
     tokenizer = load_tokenizer(path)
@@ -97,7 +105,9 @@ def peak(path: str, out: str) -> None:
     ranks.barrier()
     save_policy(ready(warm, "policy", {}), tokenizer, f"{out}/small")  # imports, the process group, one unit's buffers
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what is held now: that of the small model, which varies, would hide as much of the large one's
+    # the highest so far is what is held now: that of the small model, which varies, would hide as much of the large
+    # one's
+    Path("/proc/self/clear_refs").write_text("5")
     before = highest()
     model = ready(path, "policy", {})
     loaded = highest() - before

@@ -1,4 +1,6 @@
-"""Every row of DIRECT_METHODS through the align stage's own encoder and one training step, against an independent computation."""
+"""Every row of DIRECT_METHODS through the align stage's own encoder and one training step, against an independent
+computation.
+"""
 
 import math
 from dataclasses import replace
@@ -22,7 +24,12 @@ def preferences(tmp_path_factory):
     root = tmp_path_factory.mktemp("preferences")
 
     def made(kind, make, n=8):
-        rows = [complete_row(kind, make(i), dataset="made", source="s", origin="human", split="validation" if i % 4 == 3 else "train") for i in range(n)]
+        rows = [
+            complete_row(
+                kind, make(i), dataset="made", source="s", origin="human", split="validation" if i % 4 == 3 else "train"
+            )
+            for i in range(n)
+        ]
         path = str(root / kind.replace("/", "-"))
         write_dataset(path, "made", kind, rows)
         return path
@@ -31,18 +38,54 @@ def preferences(tmp_path_factory):
         return [{"aspect": str(k), "score": s} for k, s in enumerate(scores)]
 
     return {
-        "pairs": made("pairs/1", lambda i: {
-            "prompt": user(f"number {i}. Say something. " + "hm " * (i % 3)), "chosen": assistant("yes " * (1 + i % 3) + "."), "rejected": assistant("no " * (1 + i % 2) + str(i)),
-            "chosen_score": 2.5 + 0.25 * i, "rejected_score": 0.5, "label_prob": 0.9 - 0.05 * i, "weight": 1.0 + i % 2}),
-        "unpaired": made("unpaired/1", lambda i: {"prompt": user(f"question {i}?"), "completion": assistant("ok " * (1 + i % 3) + str(i)), "label": i % 3 != 1, "label_kind": "thumbs"}),
-        "rankings": made("rankings/1", lambda i: {
-            "prompt": user(f"rank {i}"), "completions": [assistant(t) for t in ("b" * (1 + i % 2), "best one", "cc c", "worst of all")], "ranks": [2, 1, 3, 4],
-            "scores": [0.6, 0.9 - 0.01 * i, 0.5, 0.1]}),
-        "segments": made("segments/1", lambda i: {
-            "prompt": user(f"explain {i}"), "chosen": assistant("first part. second part."), "rejected": assistant("wrong. also wrong. more"), "offset_unit": "char",
-            "chosen_segments": [{"start": 0, "end": 11, "scores": aspects(0.9, 0.7)}, {"start": 11, "end": 24, "scores": aspects(0.4)}],
-            "rejected_segments": [{"start": 0, "end": 6, "scores": aspects(0.2)}, {"start": 6, "end": 18, "scores": aspects(0.6)},
-                                  {"start": 18, "end": 23, "scores": aspects(0.1)}]}),
+        "pairs": made(
+            "pairs/1",
+            lambda i: {
+                "prompt": user(f"number {i}. Say something. " + "hm " * (i % 3)),
+                "chosen": assistant("yes " * (1 + i % 3) + "."),
+                "rejected": assistant("no " * (1 + i % 2) + str(i)),
+                "chosen_score": 2.5 + 0.25 * i,
+                "rejected_score": 0.5,
+                "label_prob": 0.9 - 0.05 * i,
+                "weight": 1.0 + i % 2,
+            },
+        ),
+        "unpaired": made(
+            "unpaired/1",
+            lambda i: {
+                "prompt": user(f"question {i}?"),
+                "completion": assistant("ok " * (1 + i % 3) + str(i)),
+                "label": i % 3 != 1,
+                "label_kind": "thumbs",
+            },
+        ),
+        "rankings": made(
+            "rankings/1",
+            lambda i: {
+                "prompt": user(f"rank {i}"),
+                "completions": [assistant(t) for t in ("b" * (1 + i % 2), "best one", "cc c", "worst of all")],
+                "ranks": [2, 1, 3, 4],
+                "scores": [0.6, 0.9 - 0.01 * i, 0.5, 0.1],
+            },
+        ),
+        "segments": made(
+            "segments/1",
+            lambda i: {
+                "prompt": user(f"explain {i}"),
+                "chosen": assistant("first part. second part."),
+                "rejected": assistant("wrong. also wrong. more"),
+                "offset_unit": "char",
+                "chosen_segments": [
+                    {"start": 0, "end": 11, "scores": aspects(0.9, 0.7)},
+                    {"start": 11, "end": 24, "scores": aspects(0.4)},
+                ],
+                "rejected_segments": [
+                    {"start": 0, "end": 6, "scores": aspects(0.2)},
+                    {"start": 6, "end": 18, "scores": aspects(0.6)},
+                    {"start": 18, "end": 23, "scores": aspects(0.1)},
+                ],
+            },
+        ),
     }
 
 
@@ -62,7 +105,12 @@ class World:
         self.objective = DirectAlignment(self.config)
         self.method = self.objective.method
         self.policy, self.reference = load_policy(tiny["policy"]).double(), freeze(load_policy(tiny["other"]).double())
-        encode = Encoder(renderer_for(tiny["policy"]), self.objective.reads, self.config, lambda *purpose: randomness.rng(0, "align", *purpose))
+        encode = Encoder(
+            renderer_for(tiny["policy"]),
+            self.objective.reads,
+            self.config,
+            lambda *purpose: randomness.rng(0, "align", *purpose),
+        )
         self.items = encode(open_dataset(preferences[DATA[self.method.data]]), split)
         self.dropped = encode.dropped
         self.rows = self.items + [i.extra["mismatched"] for i in self.items if "mismatched" in i.extra]
@@ -73,7 +121,9 @@ class World:
             if self.config.ld_alpha is not None:
                 item.extra["ref"] = [[float(part.sum()) for part in parts(values, item, k)] for k in range(2)]
             elif self.method.data == "segments":
-                item.extra["ref"] = [[float(v[a:b].sum()) for a, b in side] for v, side in zip(values, item.extra["segments"])]
+                item.extra["ref"] = [
+                    [float(v[a:b].sum()) for a, b in side] for v, side in zip(values, item.extra["segments"])
+                ]
             else:
                 item.extra["ref"] = [float(v.sum()) for v in values]
 
@@ -93,14 +143,27 @@ class World:
         return loss, torch.cat([p.grad.flatten() for p in self.policy.parameters()])
 
     def independent(self, formula):
-        """(loss, flat gradient) from `formula(rows)`, rows = one dict per item with policy and reference sums, lengths and columns."""
+        """(loss, flat gradient) from `formula(rows)`, rows = one dict per item with policy and reference sums, lengths
+        and columns.
+        """
         self.policy.zero_grad(set_to_none=True)
         rows = []
         for item in self.items:
             tokens = [self.logps(self.policy, item, k) for k in range(len(item.responses))]
-            rows.append({"S": [t.sum() for t in tokens], "tokens": tokens, "n": [int(m.sum()) for m in item.masks], **item.extra,
-                         "mis": self.logps(self.policy, item.extra["mismatched"], 0).sum().item() - item.extra["mismatched"].extra["ref"][0]
-                         if "mismatched" in item.extra else None})
+            rows.append(
+                {
+                    "S": [t.sum() for t in tokens],
+                    "tokens": tokens,
+                    "n": [int(m.sum()) for m in item.masks],
+                    **item.extra,
+                    "mis": (
+                        self.logps(self.policy, item.extra["mismatched"], 0).sum().item()
+                        - item.extra["mismatched"].extra["ref"][0]
+                        if "mismatched" in item.extra
+                        else None
+                    ),
+                }
+            )
         total = formula(rows)
         total.backward()
         return float(total.detach()), torch.cat([p.grad.flatten() for p in self.policy.parameters()])
@@ -127,15 +190,19 @@ def H(r):
 
 def pairwise(f):
     """Weighted mean over pairs of f(row, h_w, h_l)."""
+
     def loss(rows):
         return sum(r["weight"] * f(r, *H(r)) for r in rows) / sum(r["weight"] for r in rows)
+
     return loss
 
 
 def free(f):
     """The same for f(row, policy chosen, policy rejected) without a reference."""
+
     def loss(rows):
         return sum(r["weight"] * f(r, r["S"][0], r["S"][1]) for r in rows) / sum(r["weight"] for r in rows)
+
     return loss
 
 
@@ -149,7 +216,10 @@ def log_odds_ratio(r):
 
 
 def aot_paired(rows):
-    policy, ref = torch.stack([r["S"][0] - r["S"][1] for r in rows]), torch.tensor([r["ref"][0] - r["ref"][1] for r in rows], dtype=torch.float64)
+    policy, ref = (
+        torch.stack([r["S"][0] - r["S"][1] for r in rows]),
+        torch.tensor([r["ref"][0] - r["ref"][1] for r in rows], dtype=torch.float64),
+    )
     return L(0.1 * (torch.sort(policy)[0] - torch.sort(ref)[0])).mean()
 
 
@@ -163,7 +233,9 @@ def aql(rows):
     mean = sum(r["weight"] * float(x) for r, x in zip(rows, h.detach())) / sum(r["weight"] for r in rows)
     m = 0.5 + 0.01 * (1 / (1 + math.exp(-mean)) - 0.5)
     q = sig(-0.05 * (h - m))
-    return sum(r["weight"] * x for r, x in zip(rows, q * L(0.05 * h) + (1 - q) * (1 - 0.05 * h).clamp(min=0))) / sum(r["weight"] for r in rows)
+    return sum(r["weight"] * x for r, x in zip(rows, q * L(0.05 * h) + (1 - q) * (1 - 0.05 * h).clamp(min=0))) / sum(
+        r["weight"] for r in rows
+    )
 
 
 def kto(rows):
@@ -203,8 +275,16 @@ def rrhf(rows):
     total = 0.0
     for r in rows:
         p = [s / n for s, n in zip(r["S"], r["n"])]
-        total = total - r["S"][int(np.argmax(r["rewards"]))] + sum(
-            (p[i] - p[j]).clamp(min=0.0) for i in range(len(p)) for j in range(len(p)) if r["rewards"][i] < r["rewards"][j])
+        total = (
+            total
+            - r["S"][int(np.argmax(r["rewards"]))]
+            + sum(
+                (p[i] - p[j]).clamp(min=0.0)
+                for i in range(len(p))
+                for j in range(len(p))
+                if r["rewards"][i] < r["rewards"][j]
+            )
+        )
     return total / len(rows)
 
 
@@ -213,8 +293,13 @@ def two_d(rows):
     for r in rows:
         for k in range(2):
             (a, b), (c, d) = r["segments"][0][k], r["segments"][1][k]
-            total = total + L(0.1 * (r["segment_weights"][0][k] * (r["tokens"][0][a:b].sum() - r["ref"][0][k])
-                                     - r["segment_weights"][1][k] * (r["tokens"][1][c:d].sum() - r["ref"][1][k])))
+            total = total + L(
+                0.1
+                * (
+                    r["segment_weights"][0][k] * (r["tokens"][0][a:b].sum() - r["ref"][0][k])
+                    - r["segment_weights"][1][k] * (r["tokens"][1][c:d].sum() - r["ref"][1][k])
+                )
+            )
     return total / len(rows)
 
 
@@ -235,16 +320,22 @@ FORMULAS = {
     "dpo": pairwise(lambda r, w, l: L(0.1 * (w - l))),
     "cdpo": pairwise(lambda r, w, l: 0.9 * L(0.1 * (w - l)) + 0.1 * L(-0.1 * (w - l))),
     "robust_dpo": pairwise(lambda r, w, l: (0.9 * L(0.1 * (w - l)) - 0.1 * L(-0.1 * (w - l))) / 0.8),
-    "soft_dpo": pairwise(lambda r, w, l: r["label_prob"] * L(0.1 * (w - l)) + (1 - r["label_prob"]) * L(-0.1 * (w - l))),
+    "soft_dpo": pairwise(
+        lambda r, w, l: r["label_prob"] * L(0.1 * (w - l)) + (1 - r["label_prob"]) * L(-0.1 * (w - l))
+    ),
     "ipo": pairwise(lambda r, w, l: (w - l - 5.0) ** 2),
     "soft_ipo": pairwise(lambda r, w, l: (w - l - (r["label_prob"] - 0.5) / 0.1) ** 2),
     "hinge_norm": pairwise(lambda r, w, l: (1 - 0.05 * (w - l)).clamp(min=0)),
     "length_norm": pairwise(lambda r, w, l: L(5.0 * (w / r["n"][0] - l / r["n"][1]))),
     "apo_zero": pairwise(lambda r, w, l: 1 - sig(0.1 * w) + sig(0.1 * l)),
     "apo_down": pairwise(lambda r, w, l: sig(0.1 * w) + 1 - sig(0.1 * (w - l))),
-    "discopop": pairwise(lambda r, w, l: (1 - sig((w - l))) * L(0.05 * (w - l)) + sig((w - l)) * torch.exp(-0.05 * (w - l))),
+    "discopop": pairwise(
+        lambda r, w, l: (1 - sig((w - l))) * L(0.05 * (w - l)) + sig((w - l)) * torch.exp(-0.05 * (w - l))
+    ),
     "discovered": pairwise(lambda r, w, l: 0.9 * (0.5 if w < l else 1.0) * L(0.05 * (w - l))),
-    "pfl": pairwise(lambda r, w, l: 0.5 * L(0.05 * (w - l)) if r["S"][0] > r["S"][1] else 2 * (1 - 0.05 * (w - l)).clamp(min=0)),
+    "pfl": pairwise(
+        lambda r, w, l: 0.5 * L(0.05 * (w - l)) if r["S"][0] > r["S"][1] else 2 * (1 - 0.05 * (w - l)).clamp(min=0)
+    ),
     "aql": aql,
     "written": pairwise(lambda r, w, l: L(0.05 * (w - l))),  # its example is DPO's loss
     "cal_dpo": pairwise(lambda r, w, l: L(w - l) + 0.5 * ((w - 5) ** 2 + (l + 5) ** 2)),
@@ -252,14 +343,17 @@ FORMULAS = {
     "exo_pair": pairwise(lambda r, w, l: exo(0.1 * (w - l))),
     "r_dpo": pairwise(lambda r, w, l: L(0.1 * (w - l) + 0.05 * r["n"][0] - 0.05 * r["n"][1])),
     "wpo": pairwise(lambda r, w, l: torch.exp(sum(M(r))).item() * L(0.1 * (w - l))),
-    "aot_unpaired": aot_unpaired, "aot_paired": aot_paired,
+    "aot_unpaired": aot_unpaired,
+    "aot_paired": aot_paired,
     "dpo_nll": pairwise(lambda r, w, l: L(0.1 * (w - l)) + nll(r)),
     "mdpo": pairwise(lambda r, w, l: L(0.1 * (w - l)) + L(0.1 * (w - (r["S"][2] - r["ref"][2]))) + L(0.1 * w)),
     "2d_dpo": two_d,
     "odpo": pairwise(lambda r, w, l: L(0.1 * (w - l) - math.log(r["score_gap"]))),
     "rpo": pairwise(lambda r, w, l: bernoulli_kl(0.1 * (w - l), r["score_gap"])),
     "rebel": pairwise(lambda r, w, l: (w - l - r["score_gap"]) ** 2),
-    "pl_dpo": plackett_luce, "sppo": sppo, "rrhf": rrhf,
+    "pl_dpo": plackett_luce,
+    "sppo": sppo,
+    "rrhf": rrhf,
     "sppo_hard": pairwise(lambda r, w, l: (w - 500.0) ** 2 + (l + 500.0) ** 2),
     "kto": kto,
     "bco": unpaired(lambda reward, good: L(reward) if good else L(-reward)),
@@ -267,7 +361,11 @@ FORMULAS = {
     "apo_zero_unpaired": unpaired(lambda reward, good: 1 - sig(reward) if good else sig(reward)),
     "reference_free": free(lambda r, w, l: L(0.1 * (w - l))),
     "simpo": free(lambda r, w, l: L(2.0 * (M(r)[0] - M(r)[1]) - 0.5)),
-    "alphapo": free(lambda r, w, l: L(2.0 * (1 - torch.exp(-0.25 * M(r)[0])) / 0.25 - 2.0 * (1 - torch.exp(-0.25 * M(r)[1])) / 0.25 - 0.5)),
+    "alphapo": free(
+        lambda r, w, l: L(
+            2.0 * (1 - torch.exp(-0.25 * M(r)[0])) / 0.25 - 2.0 * (1 - torch.exp(-0.25 * M(r)[1])) / 0.25 - 0.5
+        )
+    ),
     "cpo": free(lambda r, w, l: L(0.1 * (w - l)) - w),
     "orpo": free(lambda r, w, l: 0.1 * L(log_odds_ratio(r)) + nll(r)),
     "slic": free(lambda r, w, l: (1.0 - w + l).clamp(min=0) - 0.1 * w),
@@ -280,19 +378,24 @@ def test_every_method_has_an_independent_formula():
 
 @pytest.mark.parametrize("method", list(DIRECT_METHODS))
 def test_one_step_equals_an_independent_computation(tiny, preferences, method):
-    """Loss and gradient of one optimizer step, through encoder, batching and objective, in float64 (models of another init as reference)."""
+    """Loss and gradient of one optimizer step, through encoder, batching and objective, in float64 (models of another
+    init as reference).
+    """
     world = World(tiny, preferences, method=method, max_tokens_per_micro_batch=150)
     assert len(world.items) == 6
     expected, gradient = world.independent(FORMULAS[method])
     loss, ours = world.step()
-    assert loss == pytest.approx(expected, rel=2e-6)  # float32 norms and rotary tables inside the model round between layouts
+    # float32 norms and rotary tables inside the model round between layouts
+    assert loss == pytest.approx(expected, rel=2e-6)
     assert gradient.abs().max() > 0
     assert torch.allclose(ours, gradient, rtol=0, atol=2e-6 * float(gradient.abs().max()))
 
 
 @pytest.mark.parametrize("method", list(DIRECT_METHODS))
 def test_a_step_is_the_same_however_it_is_cut(tiny, preferences, method):
-    """One micro-batch, one per item, and the items backwards: value and gradient to 1e-12, for every row of the table."""
+    """One micro-batch, one per item, and the items backwards: value and gradient to 1e-12, for every row of the
+    table.
+    """
     from tests.training.test_invariance import gradient
 
     world = World(tiny, preferences, method=method)
@@ -306,7 +409,9 @@ def test_a_step_is_the_same_however_it_is_cut(tiny, preferences, method):
 
 @pytest.mark.parametrize("method", ["kto", "bco", "aql", "apo_zero_unpaired", "pl_dpo"])
 def test_a_row_counts_by_its_weight_in_every_number_of_a_step(tiny, preferences, method):
-    """Weight 0 is as if the row were not there, weight 2 as if it were there twice: in the loss, in KTO's z0, in BCO's running means, in AQL's mean margin."""
+    """Weight 0 is as if the row were not there, weight 2 as if it were there twice: in the loss, in KTO's z0, in BCO's
+    running means, in AQL's mean margin.
+    """
     world = World(tiny, preferences, method=method)
     first, second, *others = world.items
 
@@ -319,7 +424,9 @@ def test_a_row_counts_by_its_weight_in_every_number_of_a_step(tiny, preferences,
         found = {**world.objective.prepare(world.policy, items, "cpu"), **trainer.step(items)}
         world.objective.after_step(found)
         assert not any(name.startswith("weighted/") for name in found)
-        return {name: found[name] for name in ("loss", "grad_norm", "z0", "mean_h") if name in found} | world.objective.means
+        return {
+            name: found[name] for name in ("loss", "grad_norm", "z0", "mean_h") if name in found
+        } | world.objective.means
 
     twice = replace(second, extra=dict(second.extra))
     plain = numbers(*((item, 1.0) for item in (second, twice, *others)))
@@ -332,11 +439,18 @@ def test_a_row_counts_by_its_weight_in_every_number_of_a_step(tiny, preferences,
 
 def test_rows_of_weight_0_are_not_matched(tiny, preferences, tmp_path):
     """AOT sorts all rows of a step and weighs none, so a row that counts nothing is left out, and said to be."""
-    rows = [{**row, "weight": 0.0 if i == 2 else 1.0} for i, row in enumerate(open_dataset(preferences["pairs"]).iter_rows())]
+    rows = [
+        {**row, "weight": 0.0 if i == 2 else 1.0}
+        for i, row in enumerate(open_dataset(preferences["pairs"]).iter_rows())
+    ]
     write_dataset(str(tmp_path / "rows"), "made", "pairs/1", rows)
     for method in ("aot_paired", "aot_unpaired"):
         world = World(tiny, {"pairs": str(tmp_path / "rows")}, method=method)
-        assert len(world.items) == 5 and rows[2]["row_id"] not in {item.row_id for item in world.items} and world.dropped["weight_0"] == 1
+        assert (
+            len(world.items) == 5
+            and rows[2]["row_id"] not in {item.row_id for item in world.items}
+            and world.dropped["weight_0"] == 1
+        )
 
 
 def test_pairs_that_truncation_makes_identical_are_dropped_and_counted(tiny, tmp_path):
@@ -346,22 +460,43 @@ def test_pairs_that_truncation_makes_identical_are_dropped_and_counted(tiny, tmp
 
     same = "yes " * 40
     answers = [("yes " * 3, "no"), (same + "good", same + "bad"), ("no " + same, same)]
-    rows = [complete_row("pairs/1", {"prompt": user(f"number {i}"), "chosen": assistant(a), "rejected": assistant(b)}, dataset="made", source="s", origin="human", split="train")
-            for i, (a, b) in enumerate(answers)]
+    rows = [
+        complete_row(
+            "pairs/1",
+            {"prompt": user(f"number {i}"), "chosen": assistant(a), "rejected": assistant(b)},
+            dataset="made",
+            source="s",
+            origin="human",
+            split="train",
+        )
+        for i, (a, b) in enumerate(answers)
+    ]
     write_dataset(str(tmp_path / "pairs"), "made", "pairs/1", rows)
-    encode = Encoder(renderer_for(tiny["policy"]), DIRECT_METHODS["dpo"], Config(max_length=48), lambda *purpose: randomness.rng(0, "align", *purpose))
+    encode = Encoder(
+        renderer_for(tiny["policy"]),
+        DIRECT_METHODS["dpo"],
+        Config(max_length=48),
+        lambda *purpose: randomness.rng(0, "align", *purpose),
+    )
     items = encode(open_dataset(str(tmp_path / "pairs")), "train")
     assert {i.row_id for i in items} == {rows[0]["row_id"], rows[2]["row_id"]}
     assert encode.dropped["identical_after_truncation"] == 1 and encode.dropped["truncated"] == 2
 
 
 def test_orpos_nll_may_count_the_prompt(tiny, preferences):
-    """da.orpo, nll_on_prompt: the reference code's NLL over prompt and chosen answer; the odds stay those of the answers."""
+    """da.orpo, nll_on_prompt: the reference code's NLL over prompt and chosen answer; the odds stay those of the
+    answers.
+    """
     world = World(tiny, preferences, method="orpo", options={"nll_on_prompt": True})
     plain = World(tiny, preferences, method="orpo")
     for item, other in zip(world.items, plain.items):
-        assert [int(m.sum()) for m in item.masks] == [*(int(m.sum()) for m in other.masks), len(other.prompt) + len(other.responses[0]) - 1]
+        assert [int(m.sum()) for m in item.masks] == [
+            *(int(m.sum()) for m in other.masks),
+            len(other.prompt) + len(other.responses[0]) - 1,
+        ]
     expected = world.independent(free(lambda r, w, l: 0.1 * L(log_odds_ratio(r)) - r["S"][2] / r["n"][2]))
     found = world.step()
-    assert found[0] == pytest.approx(expected[0], rel=1e-7) and torch.allclose(found[1], expected[1], rtol=1e-5, atol=1e-7)
+    assert found[0] == pytest.approx(expected[0], rel=1e-7) and torch.allclose(
+        found[1], expected[1], rtol=1e-5, atol=1e-7
+    )
     assert abs(found[0] - plain.step()[0]) > 1e-3

@@ -14,8 +14,17 @@ from stages.rl import Config, resolve_preset
 from storage.datasets import open_dataset
 from tests.training.test_resume import outputs
 
-SMALL = {"preset": "grpo", "max_steps": 4, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6, "learning_rate": 3e-3, "reward_override": "random",
-         "rewards": [{"name": "length", "kind": "length"}], "async_rollouts": True}
+SMALL = {
+    "preset": "grpo",
+    "max_steps": 4,
+    "prompts_per_step": 2,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "learning_rate": 3e-3,
+    "reward_override": "random",
+    "rewards": [{"name": "length", "kind": "length"}],
+    "async_rollouts": True,
+}
 
 
 @pytest.fixture()
@@ -48,9 +57,14 @@ def log_probs(path, rows):
 
 
 def test_every_batch_is_sampled_by_the_policy_of_one_iteration_before_and_says_so(tiny, rl):
-    """Ratios start from whoever sampled: log-probs stored with a batch are those of the weights that its policy_version names, computed here by the model itself."""
+    """Ratios start from whoever sampled: log-probs stored with a batch are those of the weights that its policy_version
+    names, computed here by the model itself.
+    """
     whole, _ = rl("whole")
-    weights = {0: tiny["policy"], **{steps: rl(f"{steps} steps", max_steps=steps)[0]["outputs"]["model"]["path"] for steps in (1, 2)}}
+    weights = {
+        0: tiny["policy"],
+        **{steps: rl(f"{steps} steps", max_steps=steps)[0]["outputs"]["model"]["path"] for steps in (1, 2)},
+    }
     rows = rollouts(whole)
     assert {(r["iteration"], r["policy_version"]) for r in rows} == {(0, 0), (1, 0), (2, 1), (3, 2)}
     for iteration, version in ((0, 0), (1, 0), (2, 1), (3, 2)):
@@ -77,7 +91,9 @@ def test_the_result_does_not_depend_on_what_is_faster(rl, monkeypatch, slow):
     from pathlib import Path
 
     _, one = rl("one", eval_prompts=4, eval_every=2)
-    owner, name = (stages.decoding.sampler.Sampler, "generate") if slow == "sampling" else (stages.training.Trainer, "step")
+    owner, name = (
+        (stages.decoding.sampler.Sampler, "generate") if slow == "sampling" else (stages.training.Trainer, "step")
+    )
     real = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *a, **k: (time.sleep(0.3), real(*a, **k))[1])
     _, other = rl("other", eval_prompts=4, eval_every=2)
@@ -126,14 +142,26 @@ def test_an_adapter_is_sampled_from_as_it_was(tiny, rl):
     path = rl("one step of it", lora_rank=4, learning_rate=0.1, max_steps=1)[0]["outputs"]["model"]["path"]
     own = [r for r in rows if r["iteration"] == 2]
     assert {r["policy_version"] for r in own} == {1}
-    apart = [max(np.abs(np.subtract(r["logp_old"], logps)).max() for r, logps in zip(own, log_probs(of, own))) for of in (path, tiny["policy"])]
+    apart = [
+        max(np.abs(np.subtract(r["logp_old"], logps)).max() for r, logps in zip(own, log_probs(of, own)))
+        for of in (path, tiny["policy"])
+    ]
     assert apart[0] < 1e-4 and apart[1] > 1e-3
 
 
-@pytest.mark.parametrize("config, says", [
-    ({"preset": "rloo"}, "importance_correction=token_truncate"), ({"preset": "sppo", "opponent": "self"}, "preset=grpo"), ({"preset": "trpo"}, "preset=ppo"),
-    ({"preset": "topr", "replay_fraction": 0.25}, "replay_fraction=0"), ({"num_minibatches": 4, "max_staleness": 2}, "max_staleness=4"), ({"preset": "vineppo"}, "group_mean"),
-    ({"ref_mode": "previous", "beta": 0.1}, "ref_mode=refresh"), ({"preset": "ppo_clip_kl", "kl_target": "old"}, "kl_target=ref")])
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"preset": "rloo"}, "importance_correction=token_truncate"),
+        ({"preset": "sppo", "opponent": "self"}, "preset=grpo"),
+        ({"preset": "trpo"}, "preset=ppo"),
+        ({"preset": "topr", "replay_fraction": 0.25}, "replay_fraction=0"),
+        ({"num_minibatches": 4, "max_staleness": 2}, "max_staleness=4"),
+        ({"preset": "vineppo"}, "group_mean"),
+        ({"ref_mode": "previous", "beta": 0.1}, "ref_mode=refresh"),
+        ({"preset": "ppo_clip_kl", "kl_target": "old"}, "kl_target=ref"),
+    ],
+)
 def test_what_would_be_wrong_is_refused(config, says):
     with pytest.raises(ValueError, match=f"async_rollouts=true.*{says}"):
         resolve_preset(Config(**{"prompts_per_step": 8, **config, "async_rollouts": True}))

@@ -1,4 +1,6 @@
-"""The load-balancing loss of mixtures of experts: transformers' number and gradient, and the same whatever a step is cut into."""
+"""The load-balancing loss of mixtures of experts: transformers' number and gradient, and the same whatever a step is
+cut into.
+"""
 
 import importlib
 import pickle
@@ -58,7 +60,9 @@ def rows_of(rng, n=9):
 
 
 def theirs(model, items):
-    """The loss of transformers' own forward over padded rows, prompt and response each; responses without a target are no rows."""
+    """The loss of transformers' own forward over padded rows, prompt and response each; responses without a target are
+    no rows.
+    """
     rows = [[*i.prompt.tolist(), *r.tolist()] for i in items for r, m in zip(i.responses, i.masks) if m.any()]
     longest = max(map(len, rows)) + 3
     ids = torch.tensor([r + [0] * (longest - len(r)) for r in rows])
@@ -72,7 +76,9 @@ def theirs(model, items):
 
 
 def trained(model, items, budget, **config):
-    settings = OptimizerConfig(router_aux_loss_coef=0.3, max_tokens_per_micro_batch=budget, max_grad_norm=1e9, learning_rate=1e-12, **config)
+    settings = OptimizerConfig(
+        router_aux_loss_coef=0.3, max_tokens_per_micro_batch=budget, max_grad_norm=1e9, learning_rate=1e-12, **config
+    )
     trainer = Trainer(model, Nothing(), settings, 1)
     metrics = trainer.step(items)
     return metrics, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, trainer
@@ -87,13 +93,17 @@ def test_value_and_gradient_are_those_of_transformers_however_a_step_is_cut(name
         wanted, float32 = theirs(model, items)
         assert float(float32) == pytest.approx(float(wanted), rel=1e-6)  # which sums in float32
         (0.3 * wanted).backward()
-        gradient = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+        gradient = {
+            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().max() > 0
+        }
         scale = max(float(g.abs().max()) for g in gradient.values())
         assert any("gate.weight" in n for n in gradient) and len(gradient) > 5
         for budget, more in ((10**6, {}), (60, {}), (1, {}), (60, {"activation_checkpointing": True})):
             other = build(name, torch.float64)
             metrics, found, _ = trained(other, items, budget, forward=forward, **more)
-            assert metrics["router/aux_loss"] == pytest.approx(float(wanted), rel=1e-12) and metrics["loss"] == metrics["router_aux"] == pytest.approx(0.3 * float(wanted), rel=1e-12)
+            assert metrics["router/aux_loss"] == pytest.approx(float(wanted), rel=1e-12) and metrics["loss"] == metrics[
+                "router_aux"
+            ] == pytest.approx(0.3 * float(wanted), rel=1e-12)
             for n, g in gradient.items():
                 assert float((found[n] - g).abs().max()) < 1e-11 * scale, (budget, n)
 
@@ -128,8 +138,14 @@ def test_metrics_say_how_the_experts_are_loaded():
         loads += np.bincount(chosen.flatten().numpy(), minlength=4)
     relative = loads / loads.mean()
     assert [metrics[f"router/load/{e:02d}"] for e in range(4)] == pytest.approx(relative.tolist())
-    assert metrics["router/violation_max"] == metrics["router/violation_mean"] == pytest.approx(relative.max() - 1) and metrics["router/unused_experts"] == 0
-    assert loads.sum() == 2 * trainer.objective.counts(items)["router_tokens"] and float(batch.ids_U.numel()) < loads.sum() / 2
+    assert (
+        metrics["router/violation_max"] == metrics["router/violation_mean"] == pytest.approx(relative.max() - 1)
+        and metrics["router/unused_experts"] == 0
+    )
+    assert (
+        loads.sum() == 2 * trainer.objective.counts(items)["router_tokens"]
+        and float(batch.ids_U.numel()) < loads.sum() / 2
+    )
 
 
 def test_validation_and_zero_have_no_such_loss():
@@ -144,7 +160,9 @@ def test_who_has_such_a_loss():
     from stages.sft import Config as SFT
 
     mixture = build("mixtral", router_aux_loss_coef=0.02)
-    assert balance.coefficient(mixture, SFT()) == 0.02 and balance.coefficient(mixture, SFT(router_aux_loss_coef=0)) == 0 == balance.coefficient(mixture, OptimizerConfig())
+    assert balance.coefficient(mixture, SFT()) == 0.02 and balance.coefficient(
+        mixture, SFT(router_aux_loss_coef=0)
+    ) == 0 == balance.coefficient(mixture, OptimizerConfig())
     assert balance.coefficient(build("llama"), SFT()) == 0 and routers_of(build("deepseek-v3")) is None
     assert balance.coefficient(build("gpt-oss"), OptimizerConfig(router_aux_loss_coef=0.1)) == 0.1
     with pytest.raises(TrainingError, match="router_aux_loss_coef=0.1: LlamaForCausalLM has no routers"):
@@ -170,8 +188,17 @@ def on_ranks(out, sharding):
         for name in MIXTURES:
             for count in (9, 1):  # one row: the other rank has none of its own
                 model = build(name, torch.float64)
-                metrics, _, _ = trained(model, rows_of(np.random.default_rng(8), count), 60, sharding=sharding, forward="model" if sharding == "full" else "auto")
-                found[name, count] = metrics, {n: whole(p.grad).numpy() for n, p in model.named_parameters() if p.grad is not None}
+                metrics, _, _ = trained(
+                    model,
+                    rows_of(np.random.default_rng(8), count),
+                    60,
+                    sharding=sharding,
+                    forward="model" if sharding == "full" else "auto",
+                )
+                found[name, count] = (
+                    metrics,
+                    {n: whole(p.grad).numpy() for n, p in model.named_parameters() if p.grad is not None},
+                )
     if ranks.rank() == 0:
         with open(out, "wb") as file:
             pickle.dump(found, file)
@@ -190,19 +217,39 @@ def test_two_ranks_have_the_loss_of_one(tmp_path, forks, sharding):
 
 
 def test_a_resumed_run_has_the_loss_of_its_tokens(tmp_path, data, tiny, spec, monkeypatch):
-    """A head is tried out once, on four tokens, the first time it is asked for: in a resumed run inside a step, whose routers are watched."""
+    """A head is tried out once, on four tokens, the first time it is asked for: in a resumed run inside a step, whose
+    routers are watched.
+    """
     from transformers import AutoTokenizer
 
     from stages.harness import Stage, execute
 
     monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
     tokenizer = AutoTokenizer.from_pretrained(tiny["policy"])
-    build("olmoe", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, pad_token_id=tokenizer.pad_token_id).save_pretrained(tmp_path / "olmoe")
+    build(
+        "olmoe",
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+    ).save_pretrained(tmp_path / "olmoe")
     tokenizer.save_pretrained(tmp_path / "olmoe")
-    config, save = {"max_steps": 3, "batch_size": 6, "learning_rate": 1e-3, "router_aux_loss_coef": 0.1, "eval_rows": 0}, Stage.save_checkpoint
+    config, save = (
+        {
+            "max_steps": 3,
+            "batch_size": 6,
+            "learning_rate": 1e-3,
+            "router_aux_loss_coef": 0.1,
+            "eval_rows": 0,
+        },
+        Stage.save_checkpoint,
+    )
 
     def run(name):
-        execute(spec("sft", config, {"model": str(tmp_path / "olmoe"), "data": data["demonstrations"]}, name), lambda event: None)
+        execute(
+            spec("sft", config, {"model": str(tmp_path / "olmoe"), "data": data["demonstrations"]}, name),
+            lambda event: None,
+        )
 
     def then_killed(stage, *args, **more):
         save(stage, *args, **more)
@@ -215,7 +262,9 @@ def test_a_resumed_run_has_the_loss_of_its_tokens(tmp_path, data, tiny, spec, mo
     monkeypatch.setattr(Stage, "save_checkpoint", save)
     run("killed")
     assert (tmp_path / "killed/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text()
-    assert (tmp_path / "killed/out/model/model.safetensors").read_bytes() == (tmp_path / "whole/out/model/model.safetensors").read_bytes()
+    assert (tmp_path / "killed/out/model/model.safetensors").read_bytes() == (
+        tmp_path / "whole/out/model/model.safetensors"
+    ).read_bytes()
 
 
 def test_what_has_no_place_for_it_is_refused():
@@ -234,10 +283,27 @@ def test_sft_and_rl_train_mixtures_with_it(tmp_path, tiny, data, spec):
     root, tokenizer = str(tmp_path / "mixture"), load_tokenizer(tiny["policy"])
     build("mixtral", vocab_size=len(tokenizer)).save_pretrained(root)
     tokenizer.save_pretrained(root)
-    for stage, config, rows in (("sft", {"batch_size": 8, "max_tokens_per_micro_batch": 64}, "demonstrations"), ("rl", {"preset": "grpo", "prompts_per_step": 4, "num_generations": 2, "max_completion_length": 4,
-                                "rewards": [{"name": "length", "kind": "length", "max_length": 3, "cache_length": 3}]}, "prompts")):
+    for stage, config, rows in (
+        ("sft", {"batch_size": 8, "max_tokens_per_micro_batch": 64}, "demonstrations"),
+        (
+            "rl",
+            {
+                "preset": "grpo",
+                "prompts_per_step": 4,
+                "num_generations": 2,
+                "max_completion_length": 4,
+                "rewards": [{"name": "length", "kind": "length", "max_length": 3, "cache_length": 3}],
+            },
+            "prompts",
+        ),
+    ):
         for coefficient in (None, 0.5):
-            made = spec(stage, {"max_steps": 2, **config, **({} if coefficient is None else {"router_aux_loss_coef": coefficient})}, {"model": root, "data": data[rows]}, f"{stage}-{coefficient}")
+            made = spec(
+                stage,
+                {"max_steps": 2, **config, **({} if coefficient is None else {"router_aux_loss_coef": coefficient})},
+                {"model": root, "data": data[rows]},
+                f"{stage}-{coefficient}",
+            )
             execute(made, silent)
             text = open(made["workdir"] + "/metrics.jsonl").read()
             assert ("router/aux_loss" in text) == (stage == "sft" or coefficient is not None)

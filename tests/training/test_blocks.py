@@ -1,4 +1,6 @@
-"""Work before the first checkpoint: what is finished when a stage is killed is not done again, and the result has the same bytes."""
+"""Work before the first checkpoint: what is finished when a stage is killed is not done again, and the result has the
+same bytes.
+"""
 
 import json
 from pathlib import Path
@@ -58,20 +60,53 @@ def test_finished_blocks_are_read_back_and_damaged_ones_computed_again(tmp_path,
         in_blocks(stage, "n", range(10), squares(stage, calls, 6), 3)
     file = tmp_path / "work" / "blocks" / "n.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes({"none": b"".join(lines), "torn": lines[0] + lines[1][:-9], "flipped": lines[0] + lines[1].replace(b'"4"', b'"7"'), "other settings": b"".join(lines)}[damage])
+    file.write_bytes(
+        {
+            "none": b"".join(lines),
+            "torn": lines[0] + lines[1][:-9],
+            "flipped": lines[0] + lines[1].replace(b'"4"', b'"7"'),
+            "other settings": b"".join(lines),
+        }[damage]
+    )
     stage, again = Told(tmp_path / "work"), []
     size = 4 if damage == "other settings" else 3
-    assert repr(in_blocks(stage, "n", range(10), squares(stage, again), size)) == repr(whole) and calls == [[0, 1, 2], [3, 4, 5]]
+    assert repr(in_blocks(stage, "n", range(10), squares(stage, again), size)) == repr(whole) and calls == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]
     assert again[0][0] == {"none": 6, "torn": 3, "flipped": 3, "other settings": 0}[damage]
-    assert usage.so_far() == {"judge_calls": 10} and stage.warnings == [{"code": "four", "text": "a four"}]  # as if it had never been killed
+    # as if it had never been killed
+    assert usage.so_far() == {"judge_calls": 10} and stage.warnings == [{"code": "four", "text": "a four"}]
     third = []
-    assert repr(in_blocks(Told(tmp_path / "work"), "n", range(10), squares(stage, third), size)) == repr(whole) and not third
+    assert (
+        repr(in_blocks(Told(tmp_path / "work"), "n", range(10), squares(stage, third), size)) == repr(whole)
+        and not third
+    )
 
 
 def demonstrations(path, n=40):
-    write_dataset(path, "many", "demonstrations/1", [complete_row("demonstrations/1", {
-        "messages": [{"role": "user", "content": f"say {i} " * (1 + i % 5)}, {"role": "assistant", "content": f"well, {i} it is " * (1 + i % 7)}], "train_turns": [1]},
-        dataset="many", source="s", origin="human", split="validation" if i % 10 == 0 else "train") for i in range(n)])
+    write_dataset(
+        path,
+        "many",
+        "demonstrations/1",
+        [
+            complete_row(
+                "demonstrations/1",
+                {
+                    "messages": [
+                        {"role": "user", "content": f"say {i} " * (1 + i % 5)},
+                        {"role": "assistant", "content": f"well, {i} it is " * (1 + i % 7)},
+                    ],
+                    "train_turns": [1],
+                },
+                dataset="many",
+                source="s",
+                origin="human",
+                split="validation" if i % 10 == 0 else "train",
+            )
+            for i in range(n)
+        ],
+    )
     return str(path)
 
 
@@ -100,27 +135,66 @@ def lines_of(name):
 
 def test_kill9_judges_every_demonstration_once(spec, tiny, tmp_path, forks):
     rows = demonstrations(tmp_path / "rows")
-    whole, killed = kill_twice(forks, spec, "superfilter", {"keep_fraction": 0.3, "block": 4}, {"model": tiny["policy"], "data": rows}, "data", lines_of("nll"))
+    whole, killed = kill_twice(
+        forks,
+        spec,
+        "superfilter",
+        {"keep_fraction": 0.3, "block": 4},
+        {"model": tiny["policy"], "data": rows},
+        "data",
+        lines_of("nll"),
+    )
     files = [Path(made["workdir"], "blocks", "nll.jsonl").read_bytes() for made in (whole, killed)]
     assert files[0] == files[1] and len(files[0].splitlines()) == 9
-    assert sum(row["kept"] for row in open_dataset(str(Path(killed["workdir"], "out", "data"))).iter_rows(split="train")) == 10
+    assert (
+        sum(row["kept"] for row in open_dataset(str(Path(killed["workdir"], "out", "data"))).iter_rows(split="train"))
+        == 10
+    )
 
 
 @pytest.mark.parametrize("min_gain", [None, 0.0])
 def test_kill9_makes_every_call_once(spec, tiny, tmp_path, forks, min_gain):
-    path, texts = str(tmp_path / "texts"), [f"{i} and {i} is <API>calculator({i} + {i})</API>, is it not? <API>clock({i})</API>" for i in range(30)]
-    write_dataset(path, "texts", "text/1", [complete_row("text/1", {"text": t, "n_chars": len(t)}, dataset="texts", source="s", origin="human", split="train") for t in texts])
+    path, texts = (
+        str(tmp_path / "texts"),
+        [f"{i} and {i} is <API>calculator({i} + {i})</API>, is it not? <API>clock({i})</API>" for i in range(30)],
+    )
+    write_dataset(
+        path,
+        "texts",
+        "text/1",
+        [
+            complete_row(
+                "text/1", {"text": t, "n_chars": len(t)}, dataset="texts", source="s", origin="human", split="train"
+            )
+            for t in texts
+        ],
+    )
     config, inputs = {"block": 3}, {"data": path}
     if min_gain is not None:
         config, inputs = {**config, "min_gain": min_gain, "mode": "append"}, {**inputs, "model": tiny["policy"]}
-    _, killed = kill_twice(forks, spec, "inline_tools", config, inputs, "data", lambda work: len(list((work / "out" / "data").glob("part-*.parquet"))))
+    _, killed = kill_twice(
+        forks,
+        spec,
+        "inline_tools",
+        config,
+        inputs,
+        "data",
+        lambda work: len(list((work / "out" / "data").glob("part-*.parquet"))),
+    )
     result = json.loads(Path(killed["workdir"], "result.json").read_text())
-    assert result["resumed_from"] and result["summary"]["calls"] == 60 and result["summary"]["failed"] == 30 and result["summary"]["rows"] == 30
+    assert (
+        result["resumed_from"]
+        and result["summary"]["calls"] == 60
+        and result["summary"]["failed"] == 30
+        and result["summary"]["rows"] == 30
+    )
     assert (result["summary"]["kept"] == 30) if min_gain is None else ("gain_mean" in result["summary"])
 
 
 def interrupted(monkeypatch, owner, name, after):
-    """Let ``owner.name`` be called ``after`` times, and have whoever calls it once more killed; gives the list of the calls that were let through."""
+    """Let ``owner.name`` be called ``after`` times, and have whoever calls it once more killed; gives the list of the
+    calls that were let through.
+    """
     calls, real = [], getattr(owner, name)
 
     def counted(*args, **more):
@@ -138,7 +212,13 @@ def test_reference_log_probs_are_computed_once(spec, tiny, data, monkeypatch):
     from stages.direct.direct_alignment import DirectAlignment
 
     monkeypatch.setattr(align, "BLOCK", 8)
-    config, inputs = {"max_steps": 2, "batch_size": 24, "max_length": 64}, {"model": tiny["policy"], "data": data["pairs"]}
+    config, inputs = (
+        {"max_steps": 2, "batch_size": 24, "max_length": 64},
+        {
+            "model": tiny["policy"],
+            "data": data["pairs"],
+        },
+    )
     with monkeypatch.context() as patch:
         every = interrupted(patch, DirectAlignment, "log_probs", 99)
         whole = execute(spec("align", config, inputs, "whole"), silent)
@@ -149,15 +229,32 @@ def test_reference_log_probs_are_computed_once(spec, tiny, data, monkeypatch):
             execute(made, silent)
     calls = interrupted(monkeypatch, DirectAlignment, "log_probs", 99)
     again = execute(made, silent)
-    assert len(calls) == len(every) - 2 and again["summary"] == whole["summary"]  # of six blocks; the first call looks at a cache, of which there is none
-    assert [again["outputs"]["ref_logps"]["digest"], tree_digest(Path(again["outputs"]["model"]["path"]))] == [whole["outputs"]["ref_logps"]["digest"], tree_digest(Path(whole["outputs"]["model"]["path"]))]
+    # of six blocks; the first call looks at a cache, of which there is none
+    assert len(calls) == len(every) - 2 and again["summary"] == whole["summary"]
+    assert [again["outputs"]["ref_logps"]["digest"], tree_digest(Path(again["outputs"]["model"]["path"]))] == [
+        whole["outputs"]["ref_logps"]["digest"],
+        tree_digest(Path(whole["outputs"]["model"]["path"])),
+    ]
 
 
-@pytest.mark.parametrize("config, purpose", [({"preset": "reinforce", "baseline": "table", "baseline_samples": 2}, "baseline"), ({"preset": "grpo", "curriculum": "self_paced", "passk_samples": 2, "num_generations": 2}, "pass-at-k")])
+@pytest.mark.parametrize(
+    "config, purpose",
+    [
+        ({"preset": "reinforce", "baseline": "table", "baseline_samples": 2}, "baseline"),
+        ({"preset": "grpo", "curriculum": "self_paced", "passk_samples": 2, "num_generations": 2}, "pass-at-k"),
+    ],
+)
 def test_completions_before_rl_are_sampled_once(spec, tiny, data, monkeypatch, config, purpose):
     from stages.rollouts.groups import GroupSampler
 
-    config = {"max_steps": 1, "prompts_per_step": 4, "max_completion_length": 4, "generation_batch": 2, "learning_rate": 1e-5, **config}
+    config = {
+        "max_steps": 1,
+        "prompts_per_step": 4,
+        "max_completion_length": 4,
+        "generation_batch": 2,
+        "learning_rate": 1e-5,
+        **config,
+    }
     inputs = {"model": tiny["policy"], "data": data["prompts"]}
     whole = execute(spec("rl", config, inputs, "whole"), silent)
     made = spec("rl", config, inputs, "killed")
@@ -167,7 +264,8 @@ def test_completions_before_rl_are_sampled_once(spec, tiny, data, monkeypatch, c
             execute(made, silent)
     calls = interrupted(monkeypatch, GroupSampler, "of_every_prompt", 99)
     again = execute(made, silent)
-    assert sum(len(args[1]) for args in calls) == 42 - 16 and {args[2] for args in calls} == {purpose}  # 42 prompts, eight a block
+    # 42 prompts, eight a block
+    assert sum(len(args[1]) for args in calls) == 42 - 16 and {args[2] for args in calls} == {purpose}
     assert again["summary"] == whole["summary"] and {n: v for n, v in again["usage"].items()} == whole["usage"]
     assert tree_digest(Path(again["outputs"]["model"]["path"])) == tree_digest(Path(whole["outputs"]["model"]["path"]))
 
@@ -178,10 +276,36 @@ def test_scores_and_embeddings_are_computed_once(spec, tiny, tmp_path, monkeypat
 
     monkeypatch.setattr(group_preference, "BLOCK", 16)
     path = str(tmp_path / "ratings")
-    write_dataset(path, "ratings", "ratings/1", [complete_row("ratings/1", {
-        "prompt": [{"role": "user", "content": f"question {i % 6}"}], "completion": [{"role": "assistant", "content": f"answer {i}"}], "score": float(i % 5), "scale_min": 0.0, "scale_max": 4.0,
-        "extra_json": json.dumps({"group": f"g{i % 4}"})}, dataset="ratings", source="s", origin="human", split="train") for i in range(48)])
-    config, inputs = {"max_steps": 2, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "eval_context_sizes": [1]}, {"model": tiny["policy"], "data": path}
+    write_dataset(
+        path,
+        "ratings",
+        "ratings/1",
+        [
+            complete_row(
+                "ratings/1",
+                {
+                    "prompt": [{"role": "user", "content": f"question {i % 6}"}],
+                    "completion": [{"role": "assistant", "content": f"answer {i}"}],
+                    "score": float(i % 5),
+                    "scale_min": 0.0,
+                    "scale_max": 4.0,
+                    "extra_json": json.dumps({"group": f"g{i % 4}"}),
+                },
+                dataset="ratings",
+                source="s",
+                origin="human",
+                split="train",
+            )
+            for i in range(48)
+        ],
+    )
+    config, inputs = (
+        {"max_steps": 2, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "eval_context_sizes": [1]},
+        {
+            "model": tiny["policy"],
+            "data": path,
+        },
+    )
     whole = execute(spec("group_preference", config, inputs, "whole"), silent)
     made = spec("group_preference", config, inputs, "killed")
     with monkeypatch.context() as patch:
@@ -209,9 +333,14 @@ def test_scores_are_computed_once_and_compared_ones_together(tmp_path, relative)
             prompts = [r.prompt[0]["content"] for r in responses]
             return [len(r.text) / (prompts.count(p) if relative else 1) for r, p in zip(responses, prompts)]
 
-    responses = [Response([{"role": "user", "content": f"p{i % 200}"}], [{"role": "assistant", "content": "a" * (i % 9)}]) for i in range(1400)]
+    responses = [
+        Response([{"role": "user", "content": f"p{i % 200}"}], [{"role": "assistant", "content": "a" * (i % 9)}])
+        for i in range(1400)
+    ]
     with pytest.raises(Killed):
         score_in_blocks(Told(tmp_path), "s", Scorer(2), responses)
     scorer = Scorer()
-    assert score_in_blocks(Told(tmp_path), "s", scorer, responses) == [(i % 9) / (7 if relative else 1) for i in range(1400)]
+    assert score_in_blocks(Told(tmp_path), "s", scorer, responses) == [
+        (i % 9) / (7 if relative else 1) for i in range(1400)
+    ]
     assert scorer.calls == ([448, 56] if relative else [376])

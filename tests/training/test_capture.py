@@ -1,4 +1,6 @@
-"""A teacher's distributions as a dataset: captured once per row whatever is killed, and trained on without the teacher."""
+"""A teacher's distributions as a dataset: captured once per row whatever is killed, and trained on without the
+teacher.
+"""
 
 import json
 import os
@@ -32,8 +34,16 @@ def captured(spec, model, rows, name="capture", **config):
 
 def heads(vocabulary=13):
     torch.manual_seed(0)
-    hidden, weight, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((9, 6), (vocabulary, 6), (vocabulary,)))
-    return hidden, Head(weight, bias), torch.randn(9, 4, dtype=torch.float64), Head(torch.randn(vocabulary, 4, dtype=torch.float64), None)
+    hidden, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((9, 6), (vocabulary, 6), (vocabulary,))
+    )
+    return (
+        hidden,
+        Head(weight, bias),
+        torch.randn(9, 4, dtype=torch.float64),
+        Head(torch.randn(vocabulary, 4, dtype=torch.float64), None),
+    )
 
 
 @pytest.mark.parametrize("direction", ("forward", "reverse", "jsd"))
@@ -49,7 +59,9 @@ def test_the_whole_vocabulary_is_the_teacher_in_memory(direction, temperature, m
     whole = divergence(student, hidden, teacher, theirs, direction, temperature, 0.3)
     assert torch.allclose(mine, whole, atol=1e-12)
     leaves = (hidden, student.weight, student.bias)
-    for a, b in zip(torch.autograd.grad((mine * upstream).sum(), leaves), torch.autograd.grad((whole * upstream).sum(), leaves)):
+    for a, b in zip(
+        torch.autograd.grad((mine * upstream).sum(), leaves), torch.autograd.grad((whole * upstream).sum(), leaves)
+    ):
         assert torch.allclose(a, b, atol=1e-11)
 
 
@@ -71,7 +83,9 @@ def test_fewer_tokens_are_bounded_by_the_whole_and_tails_say_what_they_leave_out
         for tail, value in wanted.items():
             mine = topk_divergence(logq, rest_q, logp, rest, tail=tail)
             assert torch.allclose(mine, value, atol=1e-12)
-            for a, b in zip(*(torch.autograd.grad(x.sum(), (hidden, student.weight), retain_graph=True) for x in (mine, value))):
+            for a, b in zip(
+                *(torch.autograd.grad(x.sum(), (hidden, student.weight), retain_graph=True) for x in (mine, value))
+            ):
                 assert torch.allclose(a, b, atol=1e-11)
     with pytest.raises(ValueError, match="tail=bucket"):
         topk_divergence(logq, rest_q, logp, rest, "reverse", tail="drop")
@@ -84,8 +98,12 @@ def test_capturing_everything_trains_like_the_teacher_in_memory(spec, tiny, data
     if not Path(weighted).exists():
         from storage.datasets import write_dataset
 
-        write_dataset(weighted, "weighted", "demonstrations/1", [{**row, "weight": 0.5 + i % 3} for i,
-                                                                 row in enumerate(open_dataset(data["demonstrations"]).iter_rows())])
+        write_dataset(
+            weighted,
+            "weighted",
+            "demonstrations/1",
+            [{**row, "weight": 0.5 + i % 3} for i, row in enumerate(open_dataset(data["demonstrations"]).iter_rows())],
+        )
     result, _ = captured(spec, teacher, weighted, top_k=1000, context=config.get("context"))
     assert result["summary"]["mass_outside"] == 0 and result["summary"]["rows"] == 48
     inputs = {"model": tiny["policy"], "data": weighted, "teacher": teacher}
@@ -93,22 +111,37 @@ def test_capturing_everything_trains_like_the_teacher_in_memory(spec, tiny, data
     stage = Stage(get_stage("distill"), spec("distill", {**BASE, **config}, inputs, "memory"), silent)
     items, _ = encode(stage, renderer, "train")
     memory = Distillation(stage.config, freeze(load_policy(teacher)).double())
-    stage = Stage(get_stage("distill"), spec("distill", BASE, {**inputs, "data": result["outputs"]["captured"]["path"]}, "stored"), silent)
+    stage = Stage(
+        get_stage("distill"),
+        spec("distill", BASE, {**inputs, "data": result["outputs"]["captured"]["path"]}, "stored"),
+        silent,
+    )
     stored, dropped = encode_captured(stage, renderer, "train")
     assert dropped == {"truncated": 0, "no_target": 0}
-    assert [i.responses[0].tolist() for i in stored] == [i.responses[0].tolist() for i in items] and {i.extra["weight"] for i in stored} == {0.5, 1.5, 2.5}
+    assert [i.responses[0].tolist() for i in stored] == [i.responses[0].tolist() for i in items] and {
+        i.extra["weight"] for i in stored
+    } == {0.5, 1.5, 2.5}
     model = load_policy(tiny["policy"]).double()
     model._posttrain_lean = memory.teacher._posttrain_lean = False
     value, whole = gradient(model, memory, items, 10**6)
     for max_tokens in (30, 10**6):
         other, ours = gradient(model, Distillation(stage.config, None), stored, max_tokens)
-        assert other == pytest.approx(value, rel=1e-6) and torch.allclose(ours, whole, rtol=0, atol=1e-6 * float(whole.abs().max()))
+        assert other == pytest.approx(value, rel=1e-6) and torch.allclose(
+            ours, whole, rtol=0, atol=1e-6 * float(whole.abs().max())
+        )
     even = [type(i)(i.row_id, i.prompt, i.responses, i.masks, {**i.extra, "weight": 1.0}) for i in stored]
-    assert not torch.allclose(gradient(model, Distillation(stage.config, None), even, 10**6)[1], whole, rtol=0, atol=1e-3 * float(whole.abs().max()))
+    assert not torch.allclose(
+        gradient(model, Distillation(stage.config, None), even, 10**6)[1],
+        whole,
+        rtol=0,
+        atol=1e-3 * float(whole.abs().max()),
+    )
 
 
 def test_the_teacher_reads_the_context_before_the_same_tokens(spec, tiny, data):
-    """Position shift: what is stored at a target is the teacher's distribution there behind the context, not at the student's position."""
+    """Position shift: what is stored at a target is the teacher's distribution there behind the context, not at the
+    student's position.
+    """
     context = "answer with the letter b"
     result, _ = captured(spec, tiny["policy"], data["demonstrations"], top_k=5, context=context)
     rows = list(open_dataset(result["outputs"]["captured"]["path"]).iter_rows())
@@ -119,34 +152,52 @@ def test_the_teacher_reads_the_context_before_the_same_tokens(spec, tiny, data):
         source = next(r for r in sources.values() if renderer.conversation(r["messages"]).ids == row["ids"])
         theirs = renderer.conversation([{"role": "system", "content": context}, *source["messages"]])
         shift = len(theirs.ids) - len(row["ids"])
-        assert shift > 5 and theirs.ids[-len(row["ids"]) + 5:] == row["ids"][5:]
-        logp = torch.log_softmax(model(input_ids=torch.tensor([theirs.ids]), use_cache=False).logits[0].float(), -1).detach()
+        assert shift > 5 and theirs.ids[-len(row["ids"]) + 5 :] == row["ids"][5:]
+        logp = torch.log_softmax(
+            model(input_ids=torch.tensor([theirs.ids]), use_cache=False).logits[0].float(), -1
+        ).detach()
         at = [j for j, m in enumerate(row["mask"]) if m]
         for n, j in enumerate(at):
-            ids, kept = row["teacher_ids"][5 * n:5 * n + 5], row["teacher_logps"][5 * n:5 * n + 5]
+            ids, kept = row["teacher_ids"][5 * n : 5 * n + 5], row["teacher_logps"][5 * n : 5 * n + 5]
             assert np.allclose(logp[j + shift - 1][ids].numpy(), kept, atol=1e-4)
             assert np.log1p(-np.exp(kept).sum()) == pytest.approx(row["rest_logps"][n], abs=1e-3)
-        alone = torch.log_softmax(model(input_ids=torch.tensor([row["ids"]]), use_cache=False).logits[0].float(), -1).detach()
+        alone = torch.log_softmax(
+            model(input_ids=torch.tensor([row["ids"]]), use_cache=False).logits[0].float(), -1
+        ).detach()
         assert not np.allclose(alone[at[0] - 1][row["teacher_ids"][:5]].numpy(), row["teacher_logps"][:5], atol=1e-2)
 
 
 def test_a_student_learns_from_the_dataset_alone(spec, tiny, data, teacher):  # noqa: F811
     result, _ = captured(spec, teacher, data["demonstrations"], top_k=20)
     path = result["outputs"]["captured"]["path"]
-    made = spec("distill", {**BASE, "num_train_epochs": 6, "soft_weight": 0.8}, {"model": tiny["policy"], "data": path}, "from-data")
+    made = spec(
+        "distill",
+        {**BASE, "num_train_epochs": 6, "soft_weight": 0.8},
+        {"model": tiny["policy"], "data": path},
+        "from-data",
+    )
     learned = execute(made, silent)
     assert learned["summary"]["validation/kl"] < 0.3 * learned["summary"]["validation/kl_before"]
     assert "teacher" not in made["inputs"] and learned["summary"]["rows"] == 42
-    short = execute(spec("distill", {**BASE, "max_length": 36, "max_steps": 1}, {"model": tiny["policy"], "data": path}, "short"), silent)
+    short = execute(
+        spec("distill", {**BASE, "max_length": 36, "max_steps": 1}, {"model": tiny["policy"], "data": path}, "short"),
+        silent,
+    )
     assert short["summary"]["dropped/truncated"] + short["summary"]["dropped/no_target"] > 0
-    for config, more, text in (({"distillation_temperature": 2.0}, {}, "distillation_temperature=1"), ({}, {"teacher": teacher}, "leave teacher out"),
-                               ({"method": "on_policy"}, {}, "method=logit"), ({"tail": "drop", "direction": "reverse"}, {}, "direction=forward")):
+    for config, more, text in (
+        ({"distillation_temperature": 2.0}, {}, "distillation_temperature=1"),
+        ({}, {"teacher": teacher}, "leave teacher out"),
+        ({"method": "on_policy"}, {}, "method=logit"),
+        ({"tail": "drop", "direction": "reverse"}, {}, "direction=forward"),
+    ):
         with pytest.raises(ConfigError, match=text):
             execute(spec("distill", {**BASE, **config}, {"model": tiny["policy"], "data": path, **more}, "no"), silent)
 
 
 def test_a_teacher_whose_head_is_padded_further_is_refused_with_the_way_out(spec, tiny, data, tmp_path):
-    """One tokenizer, heads of different size, as in the Qwen family: an id that only the teacher has is named, not looked up."""
+    """One tokenizer, heads of different size, as in the Qwen family: an id that only the teacher has is named, not
+    looked up.
+    """
     from stages.chat import load_tokenizer
 
     wide = load_policy(tiny["policy"])
@@ -155,15 +206,35 @@ def test_a_teacher_whose_head_is_padded_further_is_refused_with_the_way_out(spec
     wide.save_pretrained(tmp_path / "wide")
     load_tokenizer(tiny["policy"]).save_pretrained(tmp_path / "wide")
     result, _ = captured(spec, str(tmp_path / "wide"), data["demonstrations"], top_k=rows + 9)
-    made = spec("distill", {**BASE, "max_steps": 1}, {"model": tiny["policy"], "data": result["outputs"]["captured"]["path"]}, "narrow")
-    with pytest.raises(ConfigError, match=f"token id {rows + 8}, and the student's head has {rows} rows.*resize_token_embeddings.*smaller top_k"):
+    made = spec(
+        "distill",
+        {**BASE, "max_steps": 1},
+        {"model": tiny["policy"], "data": result["outputs"]["captured"]["path"]},
+        "narrow",
+    )
+    with pytest.raises(
+        ConfigError,
+        match=f"token id {rows + 8}, and the student's head has {rows} rows.*resize_token_embeddings.*smaller top_k",
+    ):
         execute(made, silent)
 
 
 def test_kill9_captures_every_row_once(spec, tiny, data, forks):
-    config, inputs = {"max_length": 64, "top_k": 3, "block": 5}, {"model": tiny["policy"], "data": data["demonstrations"]}
+    config, inputs = (
+        {"max_length": 64, "top_k": 3, "block": 5},
+        {
+            "model": tiny["policy"],
+            "data": data["demonstrations"],
+        },
+    )
     whole = spec("capture", config, inputs, "whole")
-    subprocess.run([sys.executable, "-m", "stages", spec.path("whole")], cwd=PROJECT_ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "stages", spec.path("whole")],
+        cwd=PROJECT_ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+    )
     killed = spec("capture", config, inputs, "killed")
     folder = Path(killed["workdir"], "out", "captured")
     for parts in (2, 5):

@@ -1,4 +1,6 @@
-"""What the catalogue says in words about sft, distill, reward models, rejection sampling and align: defaults, what is dropped, what is refused, what is logged."""
+"""What the catalogue says in words about sft, distill, reward models, rejection sampling and align: defaults, what is
+dropped, what is refused, what is logged.
+"""
 
 import json
 import math
@@ -17,14 +19,33 @@ BASE = {"batch_size": 4, "max_steps": 2, "max_length": 96, "learning_rate": 1e-3
 
 
 def write(path, kind, rows):
-    write_dataset(str(path), path.name, kind, [complete_row(kind, r, dataset="d", source="s", origin="human", split=r.get("split", "validation" if i % 6 == 0 else "train"))
-                                               for i, r in enumerate(rows)])
+    write_dataset(
+        str(path),
+        path.name,
+        kind,
+        [
+            complete_row(
+                kind,
+                r,
+                dataset="d",
+                source="s",
+                origin="human",
+                split=r.get("split", "validation" if i % 6 == 0 else "train"),
+            )
+            for i, r in enumerate(rows)
+        ],
+    )
     return str(path)
 
 
 def pair(i, **more):
-    return {"prompt": user(f"which {i}? " + "hm " * (i % 5)), "chosen": assistant("yes " * (1 + i % 3) + "good"), "rejected": assistant("no " * (1 + i % 4) + str(i)),
-            "pairs_in_group": 1, **more}
+    return {
+        "prompt": user(f"which {i}? " + "hm " * (i % 5)),
+        "chosen": assistant("yes " * (1 + i % 3) + "good"),
+        "rejected": assistant("no " * (1 + i % 4) + str(i)),
+        "pairs_in_group": 1,
+        **more,
+    }
 
 
 def metrics_of(made):
@@ -38,13 +59,19 @@ def warnings_of(stage_made):
     return result, json.dumps(events)
 
 
-# -- direct alignment -------------------------------------------------------------------------------------------------------
+# -- direct alignment --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("method,expected", (("dpo", math.log(2)), ("ipo", 25.0), ("kto", 0.5)))
 @pytest.mark.parametrize("update", ("frozen", "ema"))
 def test_the_reference_is_computed_in_the_precision_of_training(tiny, data, spec, method, expected, update):
     """da.dpo: "ref computed with different dtype". In bfloat16 too policy equals reference at step 0."""
-    made = spec("align", {**BASE, "method": method, "compute_dtype": "bfloat16", "reference_update": update}, {"model": tiny["policy"], "data": data["pairs"]}, "half")
+    made = spec(
+        "align",
+        {**BASE, "method": method, "compute_dtype": "bfloat16", "reference_update": update},
+        {"model": tiny["policy"], "data": data["pairs"]},
+        "half",
+    )
     execute(made, silent)
     first = metrics_of(made)[0][0]
     assert first["train/loss"] == pytest.approx(expected, rel=1e-3) and abs(first["displacement/chosen_shift"]) < 1e-2
@@ -56,7 +83,11 @@ def test_a_cache_whose_values_are_not_the_references_is_not_used(tiny, data, spe
     rows = list(open_dataset(execute(made, silent)["outputs"]["ref_logps"]["path"]).iter_rows())
     for name, shift, reused in (("true", 0.0, len(rows)), ("false", 1.0, 0)):
         made = spec("align", BASE, {"model": tiny["policy"], "data": data["pairs"]}, name)
-        path = write(tmp_path / f"cache-{name}", "ref_logps/1", [{**r, "ref_chosen_logp": r["ref_chosen_logp"] + shift} for r in rows])
+        path = write(
+            tmp_path / f"cache-{name}",
+            "ref_logps/1",
+            [{**r, "ref_chosen_logp": r["ref_chosen_logp"] + shift} for r in rows],
+        )
         made["inputs"]["ref_logps"] = {"kind": "dataset", "path": path, "ref": "c", "digest": "c"}
         result, events = warnings_of(made)
         assert open_dataset(result["outputs"]["ref_logps"]["path"]).manifest["counts"]["from_cache"] == reused
@@ -64,11 +95,24 @@ def test_a_cache_whose_values_are_not_the_references_is_not_used(tiny, data, spe
 
 
 def test_options_out_of_range_are_refused(tiny, data, spec):
-    for method, options, more, text in (("odpo", {"offset_fn": "ln"}, {}, "log, identity"), ("robust_dpo", {"label_smoothing": 0.5}, {}, "< 0.5"), ("discopop", {"discopop_tau": 0.0}, {}, "discopop_tau"),
-                                        ("kto", {"desirable_weight": -1.0}, {}, "desirable_weight"), ("bco", {"momentum": 1.0}, {}, "momentum"),
-                                        ("cpo", {}, {"nll_coef": 0.0}, "reference_free")):
+    for method, options, more, text in (
+        ("odpo", {"offset_fn": "ln"}, {}, "log, identity"),
+        ("robust_dpo", {"label_smoothing": 0.5}, {}, "< 0.5"),
+        ("discopop", {"discopop_tau": 0.0}, {}, "discopop_tau"),
+        ("kto", {"desirable_weight": -1.0}, {}, "desirable_weight"),
+        ("bco", {"momentum": 1.0}, {}, "momentum"),
+        ("cpo", {}, {"nll_coef": 0.0}, "reference_free"),
+    ):
         with pytest.raises(ValueError, match=text):
-            execute(spec("align", {**BASE, "method": method, "options": options, **more}, {"model": tiny["policy"], "data": data["pairs"]}, "wrong"), silent)
+            execute(
+                spec(
+                    "align",
+                    {**BASE, "method": method, "options": options, **more},
+                    {"model": tiny["policy"], "data": data["pairs"]},
+                    "wrong",
+                ),
+                silent,
+            )
 
 
 def test_a_reference_with_another_vocabulary_is_refused(tiny, data, spec, tmp_path):
@@ -81,17 +125,29 @@ def test_a_reference_with_another_vocabulary_is_refused(tiny, data, spec, tmp_pa
     words["a"], words["b"] = words["b"], words["a"]
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match="another tokenizer"):
-        execute(spec("align", BASE, {"model": tiny["policy"], "data": data["pairs"], "reference": str(tmp_path / "alien")}, "alien"), silent)
+        execute(
+            spec(
+                "align",
+                BASE,
+                {"model": tiny["policy"], "data": data["pairs"], "reference": str(tmp_path / "alien")},
+                "alien",
+            ),
+            silent,
+        )
 
 
-# -- rows that say nothing --------------------------------------------------------------------------------------------------
+# -- rows that say nothing ---------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("stage,data_kind", (("sft", "demonstrations"), ("align", "pairs"), ("reward_model", "pairs")))
 def test_a_weight_of_zero_counts_nothing(tiny, data, spec, tmp_path, stage, data_kind):
     """Rows of weight 0 beside weighted ones leave the step as if they were not there (section 0: sum w l / sum w)."""
     rows = [r for r in open_dataset(data[data_kind]).iter_rows() if r["split"] == "train"][:8]
     losses = []
-    for name, weighted in (("half", [{**r, "weight": 2.0 * (i % 2)} for i, r in enumerate(rows)]), ("kept", [{**r, "weight": 2.0} for r in rows[1::2]])):
+    for name, weighted in (
+        ("half", [{**r, "weight": 2.0 * (i % 2)} for i, r in enumerate(rows)]),
+        ("kept", [{**r, "weight": 2.0} for r in rows[1::2]]),
+    ):
         path = write(tmp_path / name, rows[0]["schema"], [{**r, "split": "train"} for r in weighted])
         made = spec(stage, {**BASE, "batch_size": 8}, {"model": tiny["policy"], "data": path}, name)
         execute(made, silent)
@@ -103,12 +159,39 @@ def test_ties_train_no_hard_label(tiny, spec, tmp_path):
     """rm.bt: a tie is dropped from training and counted, unless the loss reads label_prob."""
     path = write(tmp_path / "ties", "pairs/1", [pair(i, label_prob=0.5 if i % 2 else 0.9) for i in range(24)])
     ties = 12
-    for stage, config, dropped in (("reward_model", {"objective": "bt"}, ties), ("reward_model", {"objective": "soft_label"}, 0), ("reward_model", {"objective": "pairwise"}, ties),
-                                   ("reward_model", {"objective": "t2t_pair"}, ties), ("align", {"method": "dpo"}, ties), ("align", {"method": "mdpo"}, ties), ("align", {"method": "soft_dpo"}, 0)):
-        summary = execute(spec(stage, {**BASE, **config, "max_steps": 1}, {"model": tiny["policy"], "data": path}, f"{stage}-{'-'.join(config.values())}"), silent)["summary"]
+    for stage, config, dropped in (
+        ("reward_model", {"objective": "bt"}, ties),
+        ("reward_model", {"objective": "soft_label"}, 0),
+        ("reward_model", {"objective": "pairwise"}, ties),
+        ("reward_model", {"objective": "t2t_pair"}, ties),
+        ("align", {"method": "dpo"}, ties),
+        ("align", {"method": "mdpo"}, ties),
+        ("align", {"method": "soft_dpo"}, 0),
+    ):
+        summary = execute(
+            spec(
+                stage,
+                {**BASE, **config, "max_steps": 1},
+                {"model": tiny["policy"], "data": path},
+                f"{stage}-{'-'.join(config.values())}",
+            ),
+            silent,
+        )["summary"]
         assert summary.get("dropped/tie", 0) == dropped, (stage, config)
-    judged = execute(spec("reward_model", {**BASE, "max_steps": 1}, {"model": tiny["policy"], "data": write(tmp_path / "held", "pairs/1", [pair(
-        i, label_prob=0.5 if i in (0, 6) else 1.0) for i in range(24)])}, "held"), silent)["summary"]
+    judged = execute(
+        spec(
+            "reward_model",
+            {**BASE, "max_steps": 1},
+            {
+                "model": tiny["policy"],
+                "data": write(
+                    tmp_path / "held", "pairs/1", [pair(i, label_prob=0.5 if i in (0, 6) else 1.0) for i in range(24)]
+                ),
+            },
+            "held",
+        ),
+        silent,
+    )["summary"]
     assert judged["validation/pairs"] == 2, "nobody can be right about a tie"
 
 
@@ -116,8 +199,17 @@ def test_a_margin_tightens_or_the_run_says_that_there_is_none(tiny, spec, tmp_pa
     """rm.margin: m >= 0; a pair with a negative one would relax the loss, and pairs without any are plain bt."""
     for name, margin, negative in (("some", lambda i: -1.0 if i in (1, 2) else 0.5, 2), ("none", lambda i: None, 0)):
         path = write(tmp_path / name, "pairs/1", [pair(i, margin=margin(i)) for i in range(18)])
-        result, events = warnings_of(spec("reward_model", {**BASE, "objective": "margin", "max_steps": 1}, {"model": tiny["policy"], "data": path}, name))
-        assert result["summary"].get("dropped/negative_margin", 0) == negative and ("no_margins" in events) == (name == "none")
+        result, events = warnings_of(
+            spec(
+                "reward_model",
+                {**BASE, "objective": "margin", "max_steps": 1},
+                {"model": tiny["policy"], "data": path},
+                name,
+            )
+        )
+        assert result["summary"].get("dropped/negative_margin", 0) == negative and ("no_margins" in events) == (
+            name == "none"
+        )
 
 
 def test_pairs_that_a_template_writes_alike_are_dropped(tiny, spec, tmp_path):
@@ -130,9 +222,18 @@ def test_pairs_that_a_template_writes_alike_are_dropped(tiny, spec, tmp_path):
     trimming = str(tmp_path / "trimming")
     save_policy(load_policy(tiny["policy"]), tokenizer, trimming)
     rows = [pair(i) for i in range(18)]
-    path = write(tmp_path / "alike", "pairs/1", [{**r, "rejected": assistant(r["chosen"][0]["content"] + "  ")} if i in (1, 2, 3) else r for i, r in enumerate(rows)])
+    path = write(
+        tmp_path / "alike",
+        "pairs/1",
+        [
+            {**r, "rejected": assistant(r["chosen"][0]["content"] + "  ")} if i in (1, 2, 3) else r
+            for i, r in enumerate(rows)
+        ],
+    )
     for stage in ("align", "reward_model"):
-        summary = execute(spec(stage, {**BASE, "max_steps": 1}, {"model": trimming, "data": path}, stage), silent)["summary"]
+        summary = execute(spec(stage, {**BASE, "max_steps": 1}, {"model": trimming, "data": path}, stage), silent)[
+            "summary"
+        ]
         assert summary["dropped/identical_after_tokenisation"] == 3 and summary["pairs"] == 12
 
 
@@ -153,11 +254,25 @@ def test_the_token_that_begins_a_document_is_not_trained():
 
     renderer = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=0), text_ids=lambda text: [0, *map(ord, text), 0])
     (first, second), _ = encode_text(Texts, "train", renderer, SimpleNamespace(max_length=8))
-    assert first.responses[0].tolist() == [0, 97, 98, 0, 0, 99, 0, 0] and first.masks[0].tolist() == [0, 1, 1, 1, 0, 1, 1, 0]
-    assert second.responses[0].tolist() == [100, 101, 0] and second.masks[0].tolist() == [0, 1, 1], "a row's first token has no predictor"
+    assert first.responses[0].tolist() == [0, 97, 98, 0, 0, 99, 0, 0] and first.masks[0].tolist() == [
+        0,
+        1,
+        1,
+        1,
+        0,
+        1,
+        1,
+        0,
+    ]
+    assert second.responses[0].tolist() == [100, 101, 0] and second.masks[0].tolist() == [
+        0,
+        1,
+        1,
+    ], "a row's first token has no predictor"
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------------
+
 
 def test_defaults_of_the_catalogue():
     from stages.align import Config as Align
@@ -165,9 +280,17 @@ def test_defaults_of_the_catalogue():
     from stages.reward_model import Config as Reward
     from stages.sft import Config as SFT
 
-    assert (SFT().learning_rate, SFT(lora_rank=8).learning_rate, SFT(lora_rank=8, learning_rate=1e-5).learning_rate) == (2e-5, pytest.approx(2e-4), 1e-5)
-    assert (Align().learning_rate, Align(lora_rank=8).learning_rate) == (5e-7, pytest.approx(5e-6)) and Reward(lora_rank=8).learning_rate == 1e-5
-    assert SFT(**SFT(lora_rank=8).model_dump()).learning_rate == pytest.approx(2e-4), "resolved settings come back as they are"
+    assert (
+        SFT().learning_rate,
+        SFT(lora_rank=8).learning_rate,
+        SFT(lora_rank=8, learning_rate=1e-5).learning_rate,
+    ) == (2e-5, pytest.approx(2e-4), 1e-5)
+    assert (Align().learning_rate, Align(lora_rank=8).learning_rate) == (5e-7, pytest.approx(5e-6)) and Reward(
+        lora_rank=8
+    ).learning_rate == 1e-5
+    assert SFT(**SFT(lora_rank=8).model_dump()).learning_rate == pytest.approx(2e-4), (
+        "resolved settings come back as they are"
+    )
     gkd = Distill(method="on_policy")
     assert (gkd.direction, gkd.jsd_beta, gkd.lmbda, gkd.sampling_temperature) == ("jsd", 0.5, 0.5, 0.9)
     assert Distill().direction == "forward" and Distill(method="on_policy", direction="reverse").direction == "reverse"
@@ -181,37 +304,60 @@ def test_rank_stabilised_lora_counts_by_the_root_of_the_rank(tiny):
     from stages.settings import OptimizerConfig
 
     for stabilised, expected in ((False, 8 / 4), (True, 8 / 2)):
-        model = add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=4, lora_alpha=8, lora_rslora=stabilised), 0)
+        model = add_lora(
+            load_policy(tiny["policy"]), OptimizerConfig(lora_rank=4, lora_alpha=8, lora_rslora=stabilised), 0
+        )
         assert {m.scaling["default"] for m in model.modules() if hasattr(m, "lora_A")} == {expected}
 
 
 def test_the_best_pass_by_a_divergence_is_the_lowest(tiny, data, spec):
-    made = spec("distill", {**BASE, "max_steps": 3, "learning_rate": 1e-2, "select_by": "kl", "eval_every": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, "kl")
+    made = spec(
+        "distill",
+        {**BASE, "max_steps": 3, "learning_rate": 1e-2, "select_by": "kl", "eval_every": 1},
+        {"model": tiny["policy"], "data": data["demonstrations"]},
+        "kl",
+    )
     made["inputs"]["teacher"] = {"kind": "model", "path": tiny["other"], "ref": "t", "digest": "t"}
     summary = execute(made, silent)["summary"]
     passes = [row["validation/kl"] for row in metrics_of(made)[1] if "validation/kl" in row]
-    assert summary["validation/kl"] == pytest.approx(min(passes)) and summary["validation/kl"] < summary["validation/kl_before"]
+    assert (
+        summary["validation/kl"] == pytest.approx(min(passes))
+        and summary["validation/kl"] < summary["validation/kl_before"]
+    )
 
 
 def test_a_constant_divides_token_sums(tiny, data, spec):
     """AGG seq-mean-token-sum-norm: the sum mode over the constant, by default max_length."""
     losses = {}
-    for name, config in (("sum", {"loss_agg_mode": "seq-mean-token-sum"}), ("norm", {"loss_agg_mode": "seq-mean-token-sum-norm"}),
-                         ("given", {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 7})):
-        made = spec("sft", {**BASE, **config, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, name)
+    for name, config in (
+        ("sum", {"loss_agg_mode": "seq-mean-token-sum"}),
+        ("norm", {"loss_agg_mode": "seq-mean-token-sum-norm"}),
+        ("given", {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 7}),
+    ):
+        made = spec(
+            "sft", {**BASE, **config, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, name
+        )
         execute(made, silent)
         losses[name] = metrics_of(made)[0][0]["train/loss"]
     assert losses["norm"] == pytest.approx(losses["sum"] / 96) and losses["given"] == pytest.approx(losses["sum"] / 7)
 
 
-# -- metrics ----------------------------------------------------------------------------------------------------------------
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
 
 def test_sft_logs_accuracy_tokens_and_cut_rows(tiny, data, spec):
-    """Section H: token accuracy, the unaggregated token count, the share of cut rows; accuracy against argmax over whole logits."""
+    """Section H: token accuracy, the unaggregated token count, the share of cut rows; accuracy against argmax over
+    whole logits.
+    """
     from stages.chat import renderer_for
     from stages.models.modeling import load_policy
 
-    made = spec("sft", {**BASE, "batch_size": 64, "max_steps": 1, "max_length": 36}, {"model": tiny["policy"], "data": data["demonstrations"]}, "log")
+    made = spec(
+        "sft",
+        {**BASE, "batch_size": 64, "max_steps": 1, "max_length": 36},
+        {"model": tiny["policy"], "data": data["demonstrations"]},
+        "log",
+    )
     execute(made, silent)
     logged, model, renderer = metrics_of(made)[0][0], load_policy(tiny["policy"]).eval(), renderer_for(tiny["policy"])
     right = total = cut = rows = 0
@@ -221,31 +367,57 @@ def test_sft_logs_accuracy_tokens_and_cut_rows(tiny, data, spec):
             continue
         best = model(torch.tensor([found.ids])).logits[0, :-1].argmax(-1).numpy()
         mask = np.array(found.mask[1:], bool)
-        right, total, cut, rows = right + (best == np.array(found.ids[1:]))[mask].sum(), total + mask.sum(), cut + found.truncated, rows + 1
+        right, total, cut, rows = (
+            right + (best == np.array(found.ids[1:]))[mask].sum(),
+            total + mask.sum(),
+            cut + found.truncated,
+            rows + 1,
+        )
     assert 0 < cut < rows
     assert logged["train/token_accuracy"] == pytest.approx(right / total) and logged["train/trained_tokens"] == total
     assert logged["train/truncated_fraction"] == pytest.approx(cut / rows)
 
 
-# -- rejection sampling -----------------------------------------------------------------------------------------------------
+# -- rejection sampling ------------------------------------------------------------------------------------------------
+
 
 def test_selectors_of_the_whole_matrix(tiny, data, spec, tmp_path):
     """rs.select: a cap per prompt, the size-matched random control, copies of a text that could not be scored."""
     prompts = [(user(f"question {i}"), [("a", 9.0), ("a", 9.0), ("b", 8.0), ("c", None), ("c", 7.0)]) for i in range(3)]
-    rows = [{"prompt": prompt, "prompt_idx": i, "completion_idx": j, "completion": assistant(text), "scores": [], "reward": None if value is None else value - i,
-             "correct": None, "kept": value is not None, "drop_reason": None if value is not None else "truncated", "split": "train"}
-            for i, (prompt, group) in enumerate(prompts) for j, (text, value) in enumerate(group)]
+    rows = [
+        {
+            "prompt": prompt,
+            "prompt_idx": i,
+            "completion_idx": j,
+            "completion": assistant(text),
+            "scores": [],
+            "reward": None if value is None else value - i,
+            "correct": None,
+            "kept": value is not None,
+            "drop_reason": None if value is not None else "truncated",
+            "split": "train",
+        }
+        for i, (prompt, group) in enumerate(prompts)
+        for j, (text, value) in enumerate(group)
+    ]
     path = write(tmp_path / "candidates", "candidates/1", rows)
 
     def selected(name, **config):
         made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
         made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "c", "digest": "c"}
         result = execute(made, silent)
-        return [(r["messages"][0]["content"], r["messages"][-1]["content"]) for r in open_dataset(result["outputs"]["selected"]["path"]).iter_rows()], result["summary"]
+        return [
+            (r["messages"][0]["content"], r["messages"][-1]["content"])
+            for r in open_dataset(result["outputs"]["selected"]["path"]).iter_rows()
+        ], result["summary"]
 
     best, summary = selected("best", select="top_k_overall", k=3)
     assert best == [("question 0", "a"), ("question 0", "b"), ("question 1", "a")]
-    assert (summary["duplicates"], summary["failed"], summary["reward/best"]) == (3, 0, 8.0) and "distinct_2" not in summary, "one word has no pair"
+    assert (summary["duplicates"], summary["failed"], summary["reward/best"]) == (
+        3,
+        0,
+        8.0,
+    ) and "distinct_2" not in summary, "one word has no pair"
     capped, _ = selected("capped", select="top_k_overall", k=3, max_per_prompt=1)
     assert capped == [(f"question {i}", "a") for i in range(3)]
     chance, _ = selected("chance", select="random_k_overall", k=4)
@@ -254,13 +426,23 @@ def test_selectors_of_the_whole_matrix(tiny, data, spec, tmp_path):
     assert [text for _, text in low] == ["a", "b", "c"] * 3, "an unscorable copy does not hide a scored one"
 
 
-@pytest.mark.parametrize("text,finish,total,reason", (("fine", "eos", 1.0, None), (" \n", "eos", 1.0, "empty"), ("", "length", 1.0, "truncated"), ("fine", "eos", math.nan, "unscorable")))
+@pytest.mark.parametrize(
+    "text,finish,total,reason",
+    (
+        ("fine", "eos", 1.0, None),
+        (" \n", "eos", 1.0, "empty"),
+        ("", "length", 1.0, "truncated"),
+        ("fine", "eos", math.nan, "unscorable"),
+    ),
+)
 def test_what_is_no_answer_is_never_selected(text, finish, total, reason):
     """Section 0: truncated, empty and failed completions are no targets and no chosen responses."""
     from stages.generation import Sample
     from stages.rejection import candidate
 
-    sample = Sample({"prompt": user("q"), "prompt_id": "p", "group_id": "p", "split": "train"}, [1], 0, [2], None, finish, text)
+    sample = Sample(
+        {"prompt": user("q"), "prompt_id": "p", "group_id": "p", "split": "train"}, [1], 0, [2], None, finish, text
+    )
     sample.total, sample.parts = total, {}
     row = candidate(sample, 0, {}, {})
     assert (row["kept"], row["drop_reason"]) == (reason is None, reason)

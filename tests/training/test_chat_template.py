@@ -1,4 +1,6 @@
-"""chat_template and chat_template_kwargs: which template conversations are shown by, what a model is saved with, and what part of a run's identity it is; tool calls through the stages."""
+"""chat_template and chat_template_kwargs: which template conversations are shown by, what a model is saved with, and
+what part of a run's identity it is; tool calls through the stages.
+"""
 
 import json
 from pathlib import Path
@@ -16,16 +18,36 @@ from tests.common import silent
 from tests.data.driver import ingest, write_lines
 
 #: Shows tools and calls, and thinks unless it is told not to.
-TEMPLATE = ("{% set quick = '(quick) ' if enable_thinking is defined and not enable_thinking else '' %}{% for t in tools or [] %}{{ 'Tool ' + t.function.name + '\n' }}{% endfor %}{% for m in messages %}{{ m.role + ': ' + (quick if m.role == 'assistant' else '') + m.content }}{% for c in m.tool_calls or [] %}{{ '{' + c.function.name + ' ' }}"
-            "{{ c.function.arguments | tojson }}{{ '}' }}{% endfor %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' + quick }}"
-            "{% endif %}")
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}]
+TEMPLATE = (
+    "{% set quick = '(quick) ' if enable_thinking is defined and not enable_thinking else '' %}{% for t in tools or []"
+    " %}{{ 'Tool ' + t.function.name + '\n' }}{% endfor %}{% for m in messages %}{{ m.role + ': ' + (quick if m.role =="
+    " 'assistant' else '') + m.content }}{% for c in m.tool_calls or [] %}{{ '{' + c.function.name + ' ' }}{{"
+    " c.function.arguments | tojson }}{{ '}' }}{% endfor %}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{"
+    " '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' + quick }}{% endif %}"
+)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Sum.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        },
+    }
+]
 
 
 def openai(i: int) -> dict:
     call = {"id": f"call{i:05}", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": i})}}
-    return {"messages": [{"role": "user", "content": f"sum of {i}?"}, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": call["id"], "content": f"= {2 * i}"},
-                         {"role": "assistant", "content": f"{2 * i}"}], "tools": TOOLS}
+    return {
+        "messages": [
+            {"role": "user", "content": f"sum of {i}?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": f"= {2 * i}"},
+            {"role": "assistant", "content": f"{2 * i}"},
+        ],
+        "tools": TOOLS,
+    }
 
 
 @pytest.fixture()
@@ -40,12 +62,31 @@ def calls(tmp_path_factory):
     """{kind: dataset} of OpenAI-format files with tools, through ingest."""
     root = tmp_path_factory.mktemp("calls")
     rows = [openai(i) for i in range(24)]
-    made = {"demonstrations/1": rows, "prompts/1": [{"prompt": r["messages"][:1], "answer": r["messages"][-1]["content"], "tools": TOOLS} for r in rows],
-            "pairs/1": [{"prompt": r["messages"][:1], "chosen": r["messages"][1:2], "rejected": [{"role": "assistant", "content": f"no {i}"}], "tools": TOOLS} for i, r in enumerate(rows)]}
+    made = {
+        "demonstrations/1": rows,
+        "prompts/1": [
+            {"prompt": r["messages"][:1], "answer": r["messages"][-1]["content"], "tools": TOOLS} for r in rows
+        ],
+        "pairs/1": [
+            {
+                "prompt": r["messages"][:1],
+                "chosen": r["messages"][1:2],
+                "rejected": [{"role": "assistant", "content": f"no {i}"}],
+                "tools": TOOLS,
+            }
+            for i, r in enumerate(rows)
+        ],
+    }
     found = {}
     for kind, content in made.items():
         name = kind.split("/")[0]
-        found[name] = str(ingest(write_lines(root / f"{name}.jsonl", content), root / name, kind=kind, validation_fraction=0.2).workdir / "out" / "data")
+        found[name] = str(
+            ingest(
+                write_lines(root / f"{name}.jsonl", content), root / name, kind=kind, validation_fraction=0.2
+            ).workdir
+            / "out"
+            / "data"
+        )
     return found
 
 
@@ -53,9 +94,20 @@ def test_sft_of_an_openai_file_trains_the_calls_and_saves_the_template(tiny, cal
     config = {"max_steps": 3, "batch_size": 4, "max_length": 256, "learning_rate": 1e-3}
     with pytest.raises(RenderError, match="row .*has tools .add.*Set chat_template"):
         execute(spec("sft", config, {"model": tiny["policy"], "data": calls["demonstrations"]}, "refused"), silent)
-    made = execute(spec("sft", {**config, "chat_template": template}, {"model": tiny["policy"], "data": calls["demonstrations"]}, "tools"), silent)
+    made = execute(
+        spec(
+            "sft",
+            {**config, "chat_template": template},
+            {"model": tiny["policy"], "data": calls["demonstrations"]},
+            "tools",
+        ),
+        silent,
+    )
     path = made["outputs"]["model"]["path"]
-    assert load_tokenizer(path).chat_template == TEMPLATE and made["summary"]["validation/nll"] < made["summary"]["validation/nll_before"]
+    assert (
+        load_tokenizer(path).chat_template == TEMPLATE
+        and made["summary"]["validation/nll"] < made["summary"]["validation/nll_before"]
+    )
     renderer = renderer_for(path)
     row = next(open_dataset(calls["demonstrations"]).iter_rows())
     encoded = renderer.conversation(row["messages"], train_turns=row["train_turns"])
@@ -64,11 +116,35 @@ def test_sft_of_an_openai_file_trains_the_calls_and_saves_the_template(tiny, cal
     assert text == f'{{add {{"a": {number}}}}}{renderer.tokenizer.eos_token}{2 * number}{renderer.tokenizer.eos_token}'
 
 
-@pytest.mark.parametrize("stage, data, config", [
-    ("align", "pairs", {"max_steps": 2, "batch_size": 4, "max_length": 256}), ("reward_model", "pairs", {"max_steps": 2, "batch_size": 4, "max_length": 256}),
-    ("rl", "prompts", {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "eval_prompts": 0, "kl_coef": 0.0})])
+@pytest.mark.parametrize(
+    "stage, data, config",
+    [
+        ("align", "pairs", {"max_steps": 2, "batch_size": 4, "max_length": 256}),
+        ("reward_model", "pairs", {"max_steps": 2, "batch_size": 4, "max_length": 256}),
+        (
+            "rl",
+            "prompts",
+            {
+                "max_steps": 1,
+                "prompts_per_step": 2,
+                "num_generations": 2,
+                "max_completion_length": 4,
+                "eval_prompts": 0,
+                "kl_coef": 0.0,
+            },
+        ),
+    ],
+)
 def test_pairs_and_prompts_with_tools_train_and_save_the_template(stage, data, config, tiny, calls, spec, template):
-    made = execute(spec(stage, {**config, "chat_template": template, "chat_template_kwargs": {"enable_thinking": False}}, {"model": tiny["policy"], "data": calls[data]}, stage), silent)
+    made = execute(
+        spec(
+            stage,
+            {**config, "chat_template": template, "chat_template_kwargs": {"enable_thinking": False}},
+            {"model": tiny["policy"], "data": calls[data]},
+            stage,
+        ),
+        silent,
+    )
     path = made["outputs"]["model"]["path"]
     assert load_tokenizer(path).chat_template == TEMPLATE
     if stage == "rl":
@@ -86,15 +162,50 @@ def test_pairs_and_prompts_with_tools_train_and_save_the_template(stage, data, c
 def test_sampling_and_evaluation_show_the_tools(tiny, calls, spec, template):
     shown = {"chat_template": template, "max_completion_length": 4}
     with pytest.raises(RenderError, match="has tools"):
-        execute(spec("rejection", {"max_completion_length": 4, "num_generations": 2}, {"model": tiny["policy"], "prompts": calls["prompts"]}, "refused"), silent)
-    made = execute(spec("rejection", {**shown, "num_generations": 2, "allow_empty": True}, {"model": tiny["policy"], "prompts": calls["prompts"]}, "sampled"), silent)
+        execute(
+            spec(
+                "rejection",
+                {"max_completion_length": 4, "num_generations": 2},
+                {"model": tiny["policy"], "prompts": calls["prompts"]},
+                "refused",
+            ),
+            silent,
+        )
+    made = execute(
+        spec(
+            "rejection",
+            {**shown, "num_generations": 2, "allow_empty": True},
+            {"model": tiny["policy"], "prompts": calls["prompts"]},
+            "sampled",
+        ),
+        silent,
+    )
     row = next(open_dataset(made["outputs"]["candidates"]["path"]).iter_rows())
-    assert row["gen"]["template_id"] == renderer_for(tiny["policy"], TEMPLATE).template_hash != renderer_for(tiny["policy"]).template_hash
+    assert (
+        row["gen"]["template_id"]
+        == renderer_for(tiny["policy"], TEMPLATE).template_hash
+        != renderer_for(tiny["policy"]).template_hash
+    )
     inputs = {"model": tiny["policy"], "prompts": calls["prompts"]}
-    plain, quick = (execute(spec("evaluate", {**shown, "split": "train", "num_samples": 1, "limit": 3, "chat_template_kwargs": kwargs}, inputs, f"evaluated{len(kwargs)}"), silent)
-                    for kwargs in ({}, {"enable_thinking": False}))
-    hashes = [json.loads(next(open_dataset(e["outputs"]["scores"]["path"]).iter_rows())["config_json"])["template"] for e in (plain, quick)]
-    assert hashes[0] == renderer_for(tiny["policy"], TEMPLATE).template_hash and hashes[0] != hashes[1], "other variables are another protocol"
+    plain, quick = (
+        execute(
+            spec(
+                "evaluate",
+                {**shown, "split": "train", "num_samples": 1, "limit": 3, "chat_template_kwargs": kwargs},
+                inputs,
+                f"evaluated{len(kwargs)}",
+            ),
+            silent,
+        )
+        for kwargs in ({}, {"enable_thinking": False})
+    )
+    hashes = [
+        json.loads(next(open_dataset(e["outputs"]["scores"]["path"]).iter_rows())["config_json"])["template"]
+        for e in (plain, quick)
+    ]
+    assert hashes[0] == renderer_for(tiny["policy"], TEMPLATE).template_hash and hashes[0] != hashes[1], (
+        "other variables are another protocol"
+    )
 
 
 def test_the_template_is_part_of_the_identity_by_its_content(tmp_path, template):
@@ -104,7 +215,10 @@ def test_the_template_is_part_of_the_identity_by_its_content(tmp_path, template)
     elsewhere.write_text(TEMPLATE)
     assert config.identity() == sft.Config(chat_template=str(elsewhere)).identity() != sft.Config().identity()
     assert sft.Config(**config.resolved()).identity() == config.identity(), "a run started from its resolved settings"
-    assert config.identity() != sft.Config(chat_template=template, chat_template_kwargs={"enable_thinking": False}).identity()
+    assert (
+        config.identity()
+        != sft.Config(chat_template=template, chat_template_kwargs={"enable_thinking": False}).identity()
+    )
     Path(template).write_text(TEMPLATE + " ")
     assert sft.Config(chat_template=template).identity() != config.identity()
     with pytest.raises(ValueError, match="is not the chat_template that this run was started with"):
@@ -112,9 +226,14 @@ def test_the_template_is_part_of_the_identity_by_its_content(tmp_path, template)
 
 
 def test_a_template_is_read_from_a_file_or_a_model_directory(tmp_path, tiny, template):
-    assert template_text(template) == TEMPLATE and template_text(tiny["policy"]) == load_tokenizer(tiny["policy"]).chat_template
+    assert (
+        template_text(template) == TEMPLATE
+        and template_text(tiny["policy"]) == load_tokenizer(tiny["policy"]).chat_template
+    )
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]}))
+    (tmp_path / "old" / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]})
+    )
     assert template_text(str(tmp_path / "old")) == "d"
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "tokenizer_config.json").write_text("{}")
@@ -130,7 +249,15 @@ def test_variables_and_templates_that_nothing_reads_are_refused(tiny, data, spec
 
     given = {"chat_template": template}
     with pytest.raises(RenderError, match="reads no variable 'enable_thoughts'"):
-        execute(spec("sft", {"max_steps": 1, **given, "chat_template_kwargs": {"enable_thoughts": True}}, {"model": tiny["policy"], "data": data["demonstrations"]}, "a"), silent)
+        execute(
+            spec(
+                "sft",
+                {"max_steps": 1, **given, "chat_template_kwargs": {"enable_thoughts": True}},
+                {"model": tiny["policy"], "data": data["demonstrations"]},
+                "a",
+            ),
+            silent,
+        )
     with pytest.raises(ValueError, match="tools is the platform's own to give"):
         sft.Config(chat_template_kwargs={"tools": []})
     with pytest.raises(ValueError, match="chat_template_digest is filled in by itself"):
@@ -139,19 +266,46 @@ def test_variables_and_templates_that_nothing_reads_are_refused(tiny, data, spec
         with pytest.raises(ValueError, match="prompt_template=none shows prompts without the chat template"):
             config(prompt_template="none", **given)
     text = str(tmp_path / "text")
-    write_dataset(text, "text", "text/1", [complete_row("text/1", {"text": "plain words", "n_chars": 11}, dataset="t", source="s", origin="human", split="train")])
+    write_dataset(
+        text,
+        "text",
+        "text/1",
+        [
+            complete_row(
+                "text/1", {"text": "plain words", "n_chars": 11}, dataset="t", source="s", origin="human", split="train"
+            )
+        ],
+    )
     with pytest.raises(ConfigError, match="plain text, which no chat template shows"):
         execute(spec("sft", {"max_steps": 1, **given}, {"model": tiny["policy"], "data": text}, "b"), silent)
     with pytest.raises(ConfigError, match="show prompts and pairs to a policy"):
-        execute(spec("evaluate", {"target": "reward_model", **given}, {"model": tiny["policy"], "pairs": data["pairs"]}, "c"), silent)
+        execute(
+            spec(
+                "evaluate", {"target": "reward_model", **given}, {"model": tiny["policy"], "pairs": data["pairs"]}, "c"
+            ),
+            silent,
+        )
     for stage in ("sft", "distill", "align", "reward_model", "rl", "rejection", "evaluate", "capture", "label_steps"):
         assert "chat_template" in get_spec(stage).config.model_fields
-    assert "chat_template" not in get_spec("merge").config.model_fields and "chat_template" not in get_spec("ingest").config.model_fields
+    assert (
+        "chat_template" not in get_spec("merge").config.model_fields
+        and "chat_template" not in get_spec("ingest").config.model_fields
+    )
 
 
 def test_a_prompt_with_tools_is_not_shown_as_plain_text(tiny, calls, spec):
-    with pytest.raises(RenderError, match="row .*prompt_template=none shows the last message alone, and the prompt has tools"):
-        execute(spec("rejection", {"prompt_template": "none", "num_generations": 2, "max_completion_length": 4}, {"model": tiny["policy"], "prompts": calls["prompts"]}, "plain"), silent)
+    with pytest.raises(
+        RenderError, match="row .*prompt_template=none shows the last message alone, and the prompt has tools"
+    ):
+        execute(
+            spec(
+                "rejection",
+                {"prompt_template": "none", "num_generations": 2, "max_completion_length": 4},
+                {"model": tiny["policy"], "prompts": calls["prompts"]},
+                "plain",
+            ),
+            silent,
+        )
 
 
 def test_encoders_read_calls_as_they_are_stored():
@@ -160,13 +314,24 @@ def test_encoders_read_calls_as_they_are_stored():
 
     call = {"role": "assistant", "content": "", "function_calls": "f(x=1)"}
     assert transcript([call]) == "f(x=1)" and transcript([{"role": "assistant", "content": "a"}]) == "a"
-    assert transcript([{"role": "system", "content": "", "functions": "[]"}, {"role": "user", "content": "u"}, {**call, "content": "t"}]) == "System: []\n\nHuman: u\n\nAssistant: t\nf(x=1)"
+    assert (
+        transcript(
+            [
+                {"role": "system", "content": "", "functions": "[]"},
+                {"role": "user", "content": "u"},
+                {**call, "content": "t"},
+            ]
+        )
+        == "System: []\n\nHuman: u\n\nAssistant: t\nf(x=1)"
+    )
     told = system_message(["search"])
     assert transcript([told]) == told["content"]
 
 
 def test_stop_tokens_are_looked_for_where_training_ends(tiny):
-    """What a template writes behind the last turn (two newlines, several tokens in a small vocabulary) is not trained and hides no stop token."""
+    """What a template writes behind the last turn (two newlines, several tokens in a small vocabulary) is not trained
+    and hides no stop token.
+    """
     from types import SimpleNamespace
 
     from stages.batching import make_item
@@ -186,16 +351,36 @@ def test_stop_tokens_are_looked_for_where_training_ends(tiny):
     assert heard == ["stop_token_not_trained"]
 
 
-@pytest.mark.parametrize("stage,config,max_length", [("sft", {"max_steps": 1}, 30), ("align", {"method": "dpo", "max_steps": 1}, 16), ("reward_model", {"max_steps": 1, "probe_pairs": 0}, 16)])
+@pytest.mark.parametrize(
+    "stage,config,max_length",
+    [
+        ("sft", {"max_steps": 1}, 30),
+        ("align", {"method": "dpo", "max_steps": 1}, 16),
+        ("reward_model", {"max_steps": 1, "probe_pairs": 0}, 16),
+    ],
+)
 def test_rows_that_max_length_cuts_are_warned_of(tiny, data, spec, stage, config, max_length):
     """Counts alone are easily missed: half of the data may be cut or gone."""
+
     def warnings(length):
         heard = []
-        execute(spec(stage, {"batch_size": 4, "max_length": length, **config}, {"model": tiny["policy"], "data": data["demonstrations" if stage == "sft" else "pairs"]}, f"{stage}{length}"), heard.append)
+        execute(
+            spec(
+                stage,
+                {"batch_size": 4, "max_length": length, **config},
+                {"model": tiny["policy"], "data": data["demonstrations" if stage == "sft" else "pairs"]},
+                f"{stage}{length}",
+            ),
+            heard.append,
+        )
         return [event["text"] for event in heard if event["event"] == "warning" and event["code"] == "rows_cut"]
 
     told = warnings(max_length)
-    assert len(told) == 1 and f"rows are longer than max_length={max_length} tokens and were cut" in told[0] and "Raise max_length" in told[0]
+    assert (
+        len(told) == 1
+        and f"rows are longer than max_length={max_length} tokens and were cut" in told[0]
+        and "Raise max_length" in told[0]
+    )
     assert not warnings(200)
 
 
@@ -210,7 +395,15 @@ def test_a_base_model_without_a_chat_template_is_told_of(tiny, data, spec, tmp_p
 
     def warnings(name, **more):
         heard = []
-        execute(spec("sft", {"max_steps": 1, "batch_size": 4, **more}, {"model": str(tmp_path / "base"), "data": data["demonstrations"]}, name), heard.append)
+        execute(
+            spec(
+                "sft",
+                {"max_steps": 1, "batch_size": 4, **more},
+                {"model": str(tmp_path / "base"), "data": data["demonstrations"]},
+                name,
+            ),
+            heard.append,
+        )
         return [event["code"] for event in heard if event["event"] == "warning"]
 
     told = warnings("plain")

@@ -1,4 +1,6 @@
-"""What is said to torch on CUDA only: as far as a CPU can tell by pretending, and what only a GPU shows (marked gpu)."""
+"""What is said to torch on CUDA only: as far as a CPU can tell by pretending, and what only a GPU shows (marked
+gpu).
+"""
 
 import json
 import sys
@@ -36,8 +38,13 @@ def pretended(monkeypatch):
 
 
 def mode():
-    return "strict" if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled() else \
-        "weak" if torch.are_deterministic_algorithms_enabled() else "off"
+    return (
+        "strict"
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        else "weak"
+        if torch.are_deterministic_algorithms_enabled()
+        else "off"
+    )
 
 
 class Watch(torch.autograd.Function):
@@ -63,9 +70,16 @@ def watched_rl(tiny, data, spec, monkeypatch, name, **settings):
 
     sampling, hidden, generate = [], stages.policy.policy_update.hidden_states, Sampler.generate
     monkeypatch.setattr(stages.policy.policy_update, "hidden_states", lambda *given: Watch.apply(hidden(*given)))
-    monkeypatch.setattr(Sampler, "generate", lambda self, *given, **more: (sampling.append(mode()), generate(self, *given, **more))[1])
+    monkeypatch.setattr(
+        Sampler, "generate", lambda self, *given, **more: (sampling.append(mode()), generate(self, *given, **more))[1]
+    )
     Watch.seen = []
-    made = spec("rl", {**_RL, "preset": "grpo", "max_steps": 2, **settings}, {"model": tiny["policy"], "data": data["prompts"]}, name)
+    made = spec(
+        "rl",
+        {**_RL, "preset": "grpo", "max_steps": 2, **settings},
+        {"model": tiny["policy"], "data": data["prompts"]},
+        name,
+    )
     result = execute(made, lambda event: None)
     return Path(made["workdir"], "metrics.jsonl").read_bytes(), sampling, Watch.seen, result
 
@@ -73,7 +87,11 @@ def watched_rl(tiny, data, spec, monkeypatch, name, **settings):
 def test_backward_is_strict_sampling_free_and_the_rest_as_before(tiny, data, spec, monkeypatch, pretended):  # noqa: F811
     metrics, sampling, seen, result = watched_rl(tiny, data, spec, monkeypatch, "pretended")
     assert set(sampling) == {"off"}
-    assert {m for what, m in seen if what == "backward"} == {"strict"} and {m for what, m in seen if what == "forward"} == {"weak"} and mode() == "weak"
+    assert (
+        {m for what, m in seen if what == "backward"} == {"strict"}
+        and {m for what, m in seen if what == "forward"} == {"weak"}
+        and mode() == "weak"
+    )
     assert [w["code"] for w in result["warnings"]].count("slow_precision") == 1
     monkeypatch.undo()
     plain, sampling, seen, result = watched_rl(tiny, data, spec, monkeypatch, "plain")
@@ -92,7 +110,9 @@ def test_a_thread_that_samples_keeps_one_mode_for_both(pretended):
 
 @pytest.mark.parametrize("trainer", ["step", "preflight"])
 def test_what_has_no_deterministic_form_is_computed_without(pretended, trainer):
-    """torch refuses in the strict mode; the same step is done again in the weak one, and gives what it would have given."""
+    """torch refuses in the strict mode; the same step is done again in the weak one, and gives what it would have
+    given.
+    """
     from stages.batching import make_item
     from stages.preflight import try_dearest
     from stages.settings import OptimizerConfig
@@ -106,7 +126,10 @@ def test_what_has_no_deterministic_form_is_computed_without(pretended, trainer):
         @staticmethod
         def backward(ctx, grad):
             if mode() == "strict":
-                raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_deterministic_algorithms(True)'.")
+                raise RuntimeError(
+                    "cumsum_cuda_kernel does not have a deterministic implementation, but you set"
+                    " 'torch.use_deterministic_algorithms(True)'."
+                )
             return grad
 
     class Objective:
@@ -144,8 +167,15 @@ def test_other_errors_of_backward_are_raised(pretended):
 
 
 def test_numbers_are_those_of_float():
-    values = [torch.tensor(0.1), torch.tensor(3), torch.tensor(0.1, dtype=torch.float64), torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor([7.25], requires_grad=True),
-              torch.tensor(float("nan")), torch.tensor(float("inf"))]
+    values = [
+        torch.tensor(0.1),
+        torch.tensor(3),
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.tensor([7.25], requires_grad=True),
+        torch.tensor(float("nan")),
+        torch.tensor(float("inf")),
+    ]
     found = cuda.numbers(values)
     assert [repr(v) for v in found] == [repr(float(v.detach())) for v in values]
 
@@ -169,18 +199,30 @@ def test_attention_with_repeated_heads_is_transformers_own(groups, masked, monke
     mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, None] if masked else None
     module = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
     asked, known = [], torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *given, **more: (asked.append(more.get("enable_gqa", False)), known(*given, **more))[1])
-    ours, theirs = (attend(module, q, k, v, mask, dropout=0.0, scaling=0.5)[0] for attend in (cuda.attend, sdpa_attention_forward))
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *given, **more: (asked.append(more.get("enable_gqa", False)), known(*given, **more))[1],
+    )
+    ours, theirs = (
+        attend(module, q, k, v, mask, dropout=0.0, scaling=0.5)[0] for attend in (cuda.attend, sdpa_attention_forward)
+    )
     assert asked == [False, groups > 1 and not masked], "the memory-efficient kernel takes no grouped heads"
     assert torch.allclose(ours, theirs, atol=1e-6)
     weights = torch.randn_like(ours)
-    for one, other in zip(torch.autograd.grad((ours * weights).sum(), (q, k, v)), torch.autograd.grad((theirs * weights).sum(), (q, k, v))):
+    for one, other in zip(
+        torch.autograd.grad((ours * weights).sum(), (q, k, v)), torch.autograd.grad((theirs * weights).sum(), (q, k, v))
+    ):
         assert torch.allclose(one, other, atol=1e-5)
 
 
 def test_half_types_keep_torchs_grouped_heads(monkeypatch):
     asked, known = [], torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *given, **more: (asked.append(more.get("enable_gqa", False)), known(*given, **more))[1])
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *given, **more: (asked.append(more.get("enable_gqa", False)), known(*given, **more))[1],
+    )
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     cuda.attend(SimpleNamespace(num_key_value_groups=2), q.bfloat16(), k.bfloat16(), k.bfloat16(), None)
     with torch.autocast("cpu", torch.bfloat16):
@@ -206,8 +248,13 @@ def test_settling_puts_our_attention_in_the_place_of_sdpa(tiny, monkeypatch):
         torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
-@pytest.mark.parametrize("given, ranks, current", [("cuda:1", 1, "cuda:1"), ("cuda", 2, "cuda:1"), ("cuda:0", 2, "cuda:1"), ("cuda", 1, None)])
-def test_a_stages_device_is_the_current_one_and_each_rank_has_its_own(tiny, data, spec, monkeypatch, given, ranks, current):  # noqa: F811
+@pytest.mark.parametrize(
+    "given, ranks, current",
+    [("cuda:1", 1, "cuda:1"), ("cuda", 2, "cuda:1"), ("cuda:0", 2, "cuda:1"), ("cuda", 1, None)],
+)
+def test_a_stages_device_is_the_current_one_and_each_rank_has_its_own(
+    tiny, data, spec, monkeypatch, given, ranks, current
+):  # noqa: F811
     from transformers import AttentionInterface
 
     asked = []
@@ -220,7 +267,7 @@ def test_a_stages_device_is_the_current_one_and_each_rank_has_its_own(tiny, data
     assert stage.device == stage.device == (current or given) and asked == ([torch.device(current)] if current else [])
 
 
-# -- threads, processes, memory -------------------------------------------------------------------------------------------------
+# -- threads, processes, memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device, fails", [("cuda", False), ("cuda:7", True)])
@@ -239,12 +286,18 @@ def test_what_goes_wrong_in_the_thread_reaches_who_waits(device, fails, monkeypa
         with pytest.raises(RuntimeError, match="invalid device ordinal"):
             ahead.take()
     else:
-        assert ahead.take() == 3 and not asked, "a device without a number is the thread's anyway, and set_device refuses it"
+        assert ahead.take() == 3 and not asked, (
+            "a device without a number is the thread's anyway, and set_device refuses it"
+        )
     assert cuda._shared
 
 
 def stage_of(spec, tiny, data, name, device="auto"):  # noqa: F811
-    return Stage(get_stage("sft"), {**spec("sft", {}, {"model": tiny["policy"], "data": data["demonstrations"]}, name), "device": device}, lambda event: None)
+    return Stage(
+        get_stage("sft"),
+        {**spec("sft", {}, {"model": tiny["policy"], "data": data["demonstrations"]}, name), "device": device},
+        lambda event: None,
+    )
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_warning_and_of_several_an_error(tiny, data, spec, monkeypatch):  # noqa: F811
@@ -275,7 +328,12 @@ def test_a_stage_by_hand_has_cublas_workspaces_of_its_own(tiny, data, spec, monk
     import os
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    execute(spec("sft", {"max_steps": 1, "batch_size": 2}, {"model": tiny["policy"], "data": data["demonstrations"]}, "hand"), lambda event: None)
+    execute(
+        spec(
+            "sft", {"max_steps": 1, "batch_size": 2}, {"model": tiny["policy"], "data": data["demonstrations"]}, "hand"
+        ),
+        lambda event: None,
+    )
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
@@ -296,31 +354,45 @@ def test_a_file_hashed_while_it_is_written_is_the_file(tmp_path):
     digest = writer_of(tensors)(tmp_path / "file")
     assert isinstance(digest, Sha256) and digest == sha256_file(tmp_path / "file")
     store = Checkpoints(tmp_path / "store")
-    saved = store.save(1, {}, {"weights": writer_of(tensors), "text": lambda path: str(path.write_text("x")), "raw": b"y"})
+    saved = store.save(
+        1, {}, {"weights": writer_of(tensors), "text": lambda path: str(path.write_text("x")), "raw": b"y"}
+    )
     listed = json.loads((saved.path / "manifest.json").read_text())["files"]
-    assert {name: entry["sha256"] for name, entry in listed.items()} == {name: sha256_file(saved.path / name) for name in ("weights", "text", "raw", "state.json")}
+    assert {name: entry["sha256"] for name, entry in listed.items()} == {
+        name: sha256_file(saved.path / name) for name in ("weights", "text", "raw", "state.json")
+    }
     assert store.latest().step == 1
 
 
 def test_the_engines_share_is_what_training_leaves():
     gib = 2**30
-    # 7B of 16 bytes on 80 GiB do not fit beside anything; with an adapter the weights of 14 GiB are there, and hardly more is needed
-    assert memory.engine_share(66 * gib, 80 * gib, 14 * gib, 15 * gib, gib, sleeps=False) == pytest.approx((66 - 1 - 8) * 100 // 80 / 100)
+    # 7B of 16 bytes on 80 GiB do not fit beside anything; with an adapter the weights of 14 GiB are there, and hardly
+    # more is needed
+    assert memory.engine_share(66 * gib, 80 * gib, 14 * gib, 15 * gib, gib, sleeps=False) == pytest.approx(
+        (66 - 1 - 8) * 100 // 80 / 100
+    )
     assert memory.engine_share(66 * gib, 80 * gib, 14 * gib, 44 * gib, gib, sleeps=False) == 0.35
-    assert memory.engine_share(66 * gib, 80 * gib, 14 * gib, 44 * gib, gib, sleeps=True) == 0.55  # two thirds of 30 GiB, and 1.6
+    # two thirds of 30 GiB, and 1.6
+    assert memory.engine_share(66 * gib, 80 * gib, 14 * gib, 44 * gib, gib, sleeps=True) == 0.55
     assert memory.engine_share(1 * gib, 80 * gib, 14 * gib, 99 * gib, gib, sleeps=False) == 0.05
     assert memory.engine_share(66 * gib, 80 * gib, 14 * gib, 15 * gib, 20 * gib, sleeps=False) == 0.56
 
 
 def test_a_gpu_computes_more_logits_at_a_time_and_the_plan_counts_them():
-    config, shape = SimpleNamespace(max_tokens_per_micro_batch=100, engine="builtin", compute_dtype="float32"), memory.Shape(1, config={"vocab_size": 1000})
+    config, shape = (
+        SimpleNamespace(max_tokens_per_micro_batch=100, engine="builtin", compute_dtype="float32"),
+        memory.Shape(1, config={"vocab_size": 1000}),
+    )
     assert memory.caches_of(config, shape) == {"logits": 400_000}
     assert memory.caches_of(config, shape, "cuda:0") == {"logits": 400_000 + 14 * 100_000}
     config.max_tokens_per_micro_batch = 10**6
-    assert memory.caches_of(config, shape, "cuda:0")["logits"] == 4 * memory.HEAD_KEEP_ELEMENTS + 14 * memory.HEAD_CHUNK_ON_GPU
+    assert (
+        memory.caches_of(config, shape, "cuda:0")["logits"]
+        == 4 * memory.HEAD_KEEP_ELEMENTS + 14 * memory.HEAD_CHUNK_ON_GPU
+    )
 
 
-# -- vLLM beside training ---------------------------------------------------------------------------------------------------------
+# -- vLLM beside training ----------------------------------------------------------------------------------------------
 
 
 class Half:
@@ -333,25 +405,45 @@ def vllms(monkeypatch):
     given, read = [], []
     original, rpc = fake_vllm.LLM.__init__, fake_vllm.LLM.collective_rpc
     monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
-    monkeypatch.setattr(fake_vllm.LLM, "__init__", lambda self, **arguments: (given.append((self, arguments)), original(self, **arguments))[1])
+    monkeypatch.setattr(
+        fake_vllm.LLM,
+        "__init__",
+        lambda self, **arguments: (given.append((self, arguments)), original(self, **arguments))[1],
+    )
 
     def reload(self, method, timeout=None, args=(), kwargs=None):
         from safetensors.torch import load_file
 
         path = Path(kwargs["weights_path"])
-        read.append((path, {t.dtype for t in load_file(path / "model.safetensors").values()}, json.loads((path / "config.json").read_text())["dtype"]))
+        read.append(
+            (
+                path,
+                {t.dtype for t in load_file(path / "model.safetensors").values()},
+                json.loads((path / "config.json").read_text())["dtype"],
+            )
+        )
         return rpc(self, method, timeout, args, kwargs)
 
     monkeypatch.setattr(fake_vllm.LLM, "collective_rpc", reload)
     return given, read
 
 
-VLLM = {**_RL, "preset": "grpo", "max_steps": 2, "engine": "vllm", "importance_correction": "token_truncate", "max_prompt_length": 40, "max_completion_length": 6}
+VLLM = {
+    **_RL,
+    "preset": "grpo",
+    "max_steps": 2,
+    "engine": "vllm",
+    "importance_correction": "token_truncate",
+    "max_prompt_length": 40,
+    "max_completion_length": 6,
+}
 
 
 def test_vllm_has_room_for_the_longest_row_and_what_training_leaves(tiny, data, spec, vllms, monkeypatch):  # noqa: F811
     given, read = vllms
-    run = lambda name, **settings: execute(spec("rl", {**VLLM, **settings}, {"model": tiny["policy"], "data": data["prompts"]}, name), lambda event: None)
+    run = lambda name, **settings: execute(
+        spec("rl", {**VLLM, **settings}, {"model": tiny["policy"], "data": data["prompts"]}, name), lambda event: None
+    )
     run("cpu")
     assert given[-1][1]["max_model_len"] == 46 and "gpu_memory_utilization" not in given[-1][1]
     assert read and all(not path.exists() and kinds == {torch.float32} for path, kinds, _ in read)
@@ -360,28 +452,54 @@ def test_vllm_has_room_for_the_longest_row_and_what_training_leaves(tiny, data, 
 
 
 def test_the_share_is_asked_of_the_gpu(tiny, data, spec, vllms, monkeypatch):  # noqa: F811
-    stage = Stage(get_stage("rl"), spec("rl", VLLM, {"model": tiny["policy"], "data": data["prompts"]}, "share"), lambda event: None)
+    stage = Stage(
+        get_stage("rl"),
+        spec("rl", VLLM, {"model": tiny["policy"], "data": data["prompts"]}, "share"),
+        lambda event: None,
+    )
     monkeypatch.setattr(cuda, "is_cuda", lambda device: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (60 * 2**30, 80 * 2**30))
-    assert engines.beside_training(stage, tiny["policy"], False) == {"max_model_len": 46, "gpu_memory_utilization": 0.64}  # less a tenth for activations, rounded down
+    # less a tenth for activations, rounded down
+    assert engines.beside_training(stage, tiny["policy"], False) == {
+        "max_model_len": 46,
+        "gpu_memory_utilization": 0.64,
+    }
     assert engines.beside_training(stage, tiny["policy"], True)["gpu_memory_utilization"] == 0.72
-    stage = Stage(get_stage("rejection"), spec("rejection", {}, {"model": tiny["policy"], "prompts": data["prompts"]}, "alone"), lambda event: None)
+    stage = Stage(
+        get_stage("rejection"),
+        spec("rejection", {}, {"model": tiny["policy"], "prompts": data["prompts"]}, "alone"),
+        lambda event: None,
+    )
     assert engines.beside_training(stage, tiny["policy"], False) == {}
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_weights_are_pushed_in_the_engines_type_through_memory_and_leave_nothing(tiny, data, spec, vllms, monkeypatch, room):  # noqa: F811
+def test_weights_are_pushed_in_the_engines_type_through_memory_and_leave_nothing(
+    tiny, data, spec, vllms, monkeypatch, room
+):  # noqa: F811
     given, read = vllms
     monkeypatch.setattr(fake_vllm.LLM, "llm_engine", SimpleNamespace(model_config=Half()), raising=False)
     if not room:
         monkeypatch.setattr(engines, "memory_disk", lambda name, size: None)
     made = spec("rl", {**VLLM, "engine_sleep": True}, {"model": tiny["policy"], "data": data["prompts"]}, "half")
     result = execute(made, lambda event: None)
-    assert len(read) == 3 and len({path.name for path, *_ in read}) == 2, "asleep during the preflight's trial it loses what it was given"
+    assert len(read) == 3 and len({path.name for path, *_ in read}) == 2, (
+        "asleep during the preflight's trial it loses what it was given"
+    )
     for path, kinds, kind in read:
-        assert kinds == {torch.bfloat16} and kind == "bfloat16" and not path.exists() and path.is_relative_to("/dev/shm") == room
+        assert (
+            kinds == {torch.bfloat16}
+            and kind == "bfloat16"
+            and not path.exists()
+            and path.is_relative_to("/dev/shm") == room
+        )
     assert not list(Path("/dev/shm").glob(f"posttrain-*/{read[0][0].name}")) and result["summary"]["steps"] == 2
-    assert given[-1][0].calls[:4] == ["reload", "reset", "sleep 2", "wake weights"], "it sleeps while the dearest micro-batch is tried"
+    assert given[-1][0].calls[:4] == [
+        "reload",
+        "reset",
+        "sleep 2",
+        "wake weights",
+    ], "it sleeps while the dearest micro-batch is tried"
 
 
 def test_room_in_memory_is_taken_only_where_there_is_twice_as_much(monkeypatch):
@@ -392,7 +510,7 @@ def test_room_in_memory_is_taken_only_where_there_is_twice_as_much(monkeypatch):
     assert engines.memory_disk("a stage", 2**60) is None and not found.exists()
 
 
-# -- on a GPU -----------------------------------------------------------------------------------------------------------------------
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[pytest.param(None, marks=gpu)])
@@ -407,14 +525,25 @@ def test_backward_of_attention_repeats_itself(on_gpu):
         found = []
         for _ in range(5):
             with cuda.strictly(on_gpu):
-                found.append(torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum(), (q, k, v)))
+                found.append(
+                    torch.autograd.grad(
+                        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum(), (q, k, v)
+                    )
+                )
         assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0]))
 
 
-@pytest.mark.parametrize("config", [{}, {"compute_dtype": "bfloat16"}, {"forward": "model"}, {"activation_checkpointing": True}])
+@pytest.mark.parametrize(
+    "config", [{}, {"compute_dtype": "bfloat16"}, {"forward": "model"}, {"activation_checkpointing": True}]
+)
 def test_a_killed_run_ends_with_the_same_bytes(on_gpu, tiny, data, spec, config):  # noqa: F811
     def run(name):
-        made = spec("rl", {**_RL, "preset": "grpo", "max_steps": 4, **config}, {"model": tiny["policy"], "data": data["prompts"]}, name)
+        made = spec(
+            "rl",
+            {**_RL, "preset": "grpo", "max_steps": 4, **config},
+            {"model": tiny["policy"], "data": data["prompts"]},
+            name,
+        )
         execute({**made, "device": on_gpu}, lambda event: None)
         assert not cuda._given_up, "an operation has no deterministic form"
         return Path(made["workdir"], "out", "model", "model.safetensors").read_bytes()

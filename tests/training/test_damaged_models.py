@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from stages.models.modeling import ModelError, head_of, load_policy
 from stages.reward_models.reward_heads import load_reward_model
 
-SHAPE = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32)
+SHAPE = dict(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+)
 
 
 @pytest.fixture
 def damaged(tmp_path):
     """``damaged(change)``: a Llama directory whose weights ``change`` has changed in place."""
+
     def make(change, kind=LlamaForCausalLM):
         kind(LlamaConfig(**SHAPE)).save_pretrained(tmp_path)
         weights = load_file(tmp_path / "model.safetensors")
@@ -45,5 +53,7 @@ def test_weights_that_are_nan_are_named(damaged):
     def spoil(weights):
         weights["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
 
-    with pytest.raises(ModelError, match=r"NaN or infinity \(1 tensors, the first is model\.layers\.0\.mlp\.up_proj\.weight\)"):
+    with pytest.raises(
+        ModelError, match=r"NaN or infinity \(1 tensors, the first is model\.layers\.0\.mlp\.up_proj\.weight\)"
+    ):
         head_of(load_policy(damaged(spoil)))

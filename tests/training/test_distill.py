@@ -20,7 +20,9 @@ BASE = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_leng
 def test_divergence_equals_autograd(direction, temperature, monkeypatch):
     monkeypatch.setattr(modeling, "HEAD_CHUNK_ELEMENTS", 40)
     torch.manual_seed(0)
-    hidden, weight, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((9, 6), (13, 6), (13,)))
+    hidden, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((9, 6), (13, 6), (13,))
+    )
     theirs, teacher = torch.randn(9, 4, dtype=torch.float64), Head(torch.randn(13, 4, dtype=torch.float64), None)
     upstream = torch.randn(9, dtype=torch.float64)
     for scale, softcap in ((1.0, None), (0.7, 4.0)):
@@ -29,9 +31,14 @@ def test_divergence_equals_autograd(direction, temperature, monkeypatch):
         q, p = (torch.softmax(h.logits(x) / temperature, -1) for h, x in ((student, hidden), (teacher, theirs)))
         kl = lambda a, b: (a * (a / b).log()).sum(-1)
         m = 0.3 * p + 0.7 * q
-        plain = {"forward": kl(p, q), "reverse": kl(q, p), "jsd": 0.3 * kl(p, m) + 0.7 * kl(q, m)}[direction] * temperature ** 2
+        plain = {"forward": kl(p, q), "reverse": kl(q, p), "jsd": 0.3 * kl(p, m) + 0.7 * kl(q, m)}[
+            direction
+        ] * temperature**2
         assert torch.allclose(ours, plain, atol=1e-12)
-        for a, b in zip(torch.autograd.grad((ours * upstream).sum(), (hidden, weight, bias)), torch.autograd.grad((plain * upstream).sum(), (hidden, weight, bias))):
+        for a, b in zip(
+            torch.autograd.grad((ours * upstream).sum(), (hidden, weight, bias)),
+            torch.autograd.grad((plain * upstream).sum(), (hidden, weight, bias)),
+        ):
             assert torch.allclose(a, b, atol=1e-11)
 
 
@@ -40,7 +47,9 @@ def test_a_distribution_equal_to_the_teachers_has_no_gradient():
     for direction in ("forward", "reverse", "jsd"):
         value = divergence(Head(weight, None), hidden, Head(weight, None), hidden.detach(), direction)
         assert torch.allclose(value, torch.zeros(5, dtype=torch.float64), atol=1e-14)
-        assert torch.allclose(torch.autograd.grad(value.sum(), hidden)[0], torch.zeros(5, 3, dtype=torch.float64), atol=1e-14)
+        assert torch.allclose(
+            torch.autograd.grad(value.sum(), hidden)[0], torch.zeros(5, 3, dtype=torch.float64), atol=1e-14
+        )
 
 
 def test_other_vocabularies_are_refused_with_the_way_out():
@@ -52,13 +61,23 @@ def test_other_vocabularies_are_refused_with_the_way_out():
 def teacher(tiny, data, tmp_path_factory):
     """A tiny model that has learned the demonstrations."""
     workdir = tmp_path_factory.mktemp("teacher")
-    result = execute({"stage": "sft", "config": {**BASE, "num_train_epochs": 6}, "device": "cpu", "workdir": str(workdir),
-                      "inputs": {"model": {"path": tiny["policy"]}, "data": {"path": data["demonstrations"]}}}, silent)
+    result = execute(
+        {
+            "stage": "sft",
+            "config": {**BASE, "num_train_epochs": 6},
+            "device": "cpu",
+            "workdir": str(workdir),
+            "inputs": {"model": {"path": tiny["policy"]}, "data": {"path": data["demonstrations"]}},
+        },
+        silent,
+    )
     return result["outputs"]["model"]["path"]
 
 
 def distilled(spec, tiny, data, config, name, **inputs):
-    made = spec("distill", {**BASE, **config}, {"model": tiny["policy"], "data": data["demonstrations"], **inputs}, name)
+    made = spec(
+        "distill", {**BASE, **config}, {"model": tiny["policy"], "data": data["demonstrations"], **inputs}, name
+    )
     return execute(made, silent), made
 
 
@@ -68,21 +87,41 @@ def test_the_student_moves_to_its_teacher(spec, tiny, data, teacher, direction):
     assert result["summary"]["validation/kl"] < 0.2 * result["summary"]["validation/kl_before"]
 
 
-@pytest.mark.parametrize("schedule,weights", (("linear", (1.0, 0.75, 0.5, 0.25, 0.0)), ("cosine", (1.0, 0.8535534, 0.5, 0.1464466, 0.0))))
+@pytest.mark.parametrize(
+    "schedule,weights", (("linear", (1.0, 0.75, 0.5, 0.25, 0.0)), ("cosine", (1.0, 0.8535534, 0.5, 0.1464466, 0.0)))
+)
 def test_codistillation_mixes_both_losses_with_a_scheduled_weight(spec, tiny, data, teacher, schedule, weights):
-    _, made = distilled(spec, tiny, data, {"soft_weight": 1.0, "soft_weight_end": 0.0, "soft_weight_schedule": schedule, "max_steps": 5}, "co", teacher=teacher)
+    _, made = distilled(
+        spec,
+        tiny,
+        data,
+        {"soft_weight": 1.0, "soft_weight_end": 0.0, "soft_weight_schedule": schedule, "max_steps": 5},
+        "co",
+        teacher=teacher,
+    )
     rows = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in rows if "train/loss" in r]
     assert len(steps) == len(weights)
     for soft, row in zip(weights, steps):
-        assert row.get("train/divergence", row["train/loss"]) == pytest.approx(soft * row["train/kl"], rel=1e-4, abs=1e-6)
+        assert row.get("train/divergence", row["train/loss"]) == pytest.approx(
+            soft * row["train/kl"], rel=1e-4, abs=1e-6
+        )
     assert steps[-1]["train/nll"] == pytest.approx(steps[-1]["train/loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("soft,end", ((1.0, 0.0), (0.3, 0.8)))
 def test_validation_passes_are_under_one_soft_weight(spec, tiny, data, teacher, soft, end):
-    """Those of weights that hardly move are equal although the weight of the divergence goes from one end to the other: select_by=loss compares like with like."""
-    config = {"soft_weight": soft, "soft_weight_end": end, "max_steps": 4, "learning_rate": 1e-9, "eval_every": 1, "select_by": "loss"}
+    """Those of weights that hardly move are equal although the weight of the divergence goes from one end to the other:
+    select_by=loss compares like with like.
+    """
+    config = {
+        "soft_weight": soft,
+        "soft_weight_end": end,
+        "max_steps": 4,
+        "learning_rate": 1e-9,
+        "eval_every": 1,
+        "select_by": "loss",
+    }
     _, made = distilled(spec, tiny, data, config, "passes", teacher=teacher)
     rows = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
     losses = [r["validation/loss"] for r in rows if "validation/loss" in r]
@@ -91,7 +130,9 @@ def test_validation_passes_are_under_one_soft_weight(spec, tiny, data, teacher, 
 
 def test_context_moves_into_the_weights(spec, tiny, data, teacher):
     """The teacher is the starting model with the context in front; its targets are the student's tokens."""
-    result, _ = distilled(spec, tiny, data, {"method": "context", "context": "answer with the letter b", "num_train_epochs": 4}, "context")
+    result, _ = distilled(
+        spec, tiny, data, {"method": "context", "context": "answer with the letter b", "num_train_epochs": 4}, "context"
+    )
     assert 0 < result["summary"]["validation/kl"] < result["summary"]["validation/kl_before"]
     assert result["summary"]["rows"] == 42 and result["summary"]["dropped/context_does_not_fit"] == 0
 
@@ -103,12 +144,18 @@ def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher):
     from stages.models.modeling import load_policy
     from stages.registry import get_stage
 
-    made = spec("distill", {**BASE, "method": "on_policy", "lmbda": 0.5, "max_completion_length": 6, "direction": "jsd"},
-                {"model": tiny["policy"], "data": data["demonstrations"], "teacher": teacher}, "gkd")
+    made = spec(
+        "distill",
+        {**BASE, "method": "on_policy", "lmbda": 0.5, "max_completion_length": 6, "direction": "jsd"},
+        {"model": tiny["policy"], "data": data["demonstrations"], "teacher": teacher},
+        "gkd",
+    )
     stage = Stage(get_stage("distill"), made, silent)
     renderer = renderer_for(tiny["policy"])
     train, _ = encode(stage, renderer, "train")
-    source = answers(stage, train, Distillation(Config(method="on_policy"), None), renderer, load_policy(tiny["policy"]))
+    source = answers(
+        stage, train, Distillation(Config(method="on_policy"), None), renderer, load_policy(tiny["policy"])
+    )
     known = {i.row_id: i for i in train}
     own = [item for step in range(6) for item in source.items(step) if item is not known[item.row_id]]
     assert 0 < len(own) < 48 and all(1 <= len(i.responses[0]) <= 6 and i.masks[0].all() and len(i.prompt) for i in own)
@@ -119,7 +166,9 @@ def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher):
 
 
 def test_the_student_answers_in_the_room_it_has_and_the_last_trained_turn(spec, tiny, teacher, tmp_path):
-    """A prompt that leaves less than max_completion_length of the model's positions ended the run at the step that drew it; a conversation that ends with the user was answered behind its own answer."""
+    """A prompt that leaves less than max_completion_length of the model's positions ended the run at the step that drew
+    it; a conversation that ends with the user was answered behind its own answer.
+    """
     from stages.chat import renderer_for
     from stages.distill import Config, Distillation, answers, encode
     from stages.harness import Stage
@@ -130,17 +179,39 @@ def test_the_student_answers_in_the_room_it_has_and_the_last_trained_turn(spec, 
 
     renderer, said = renderer_for(tiny["policy"]), lambda role, text: {"role": role, "content": text}
     long = next(m for n in range(1, 300) if len(renderer.prompt_ids(m := [said("user", "q" * n)])) >= 250)
-    talks = {"long": [*long, said("assistant", "yes")], "open": [said("user", "a"), said("assistant", "b"), said("user", "c")],
-             "chosen": [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]}
-    rows = [complete_row("demonstrations/1", {"messages": m, "train_turns": [1], "kept": True}, dataset=name, source="s", origin="human", split="train") for name, m in talks.items()]
+    talks = {
+        "long": [*long, said("assistant", "yes")],
+        "open": [said("user", "a"), said("assistant", "b"), said("user", "c")],
+        "chosen": [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")],
+    }
+    rows = [
+        complete_row(
+            "demonstrations/1",
+            {"messages": m, "train_turns": [1], "kept": True},
+            dataset=name,
+            source="s",
+            origin="human",
+            split="train",
+        )
+        for name, m in talks.items()
+    ]
     write_dataset(str(tmp_path / "talks"), "talks", "demonstrations/1", rows)
-    made = spec("distill", {**BASE, "method": "on_policy", "lmbda": 1.0, "max_completion_length": 40, "max_length": 256}, {"model": tiny["policy"], "data": str(tmp_path / "talks"), "teacher": teacher}, "room")
+    made = spec(
+        "distill",
+        {**BASE, "method": "on_policy", "lmbda": 1.0, "max_completion_length": 40, "max_length": 256},
+        {"model": tiny["policy"], "data": str(tmp_path / "talks"), "teacher": teacher},
+        "room",
+    )
     stage = Stage(get_stage("distill"), made, silent)
     train, _ = encode(stage, renderer, "train")
-    source = answers(stage, train, Distillation(Config(method="on_policy"), None), renderer, load_policy(tiny["policy"]))
+    source = answers(
+        stage, train, Distillation(Config(method="on_policy"), None), renderer, load_policy(tiny["policy"])
+    )
     asked = {r["row_id"]: renderer.prompt_ids(m[:1]) for r, m in zip(rows, talks.values())}
     found = {item.row_id: item for item in source.sample(train, 0)}
-    assert len(found) == 3 and all(i.prompt.tolist() == asked[row_id] and i.masks[0].all() for row_id, i in found.items())
+    assert len(found) == 3 and all(
+        i.prompt.tolist() == asked[row_id] and i.masks[0].all() for row_id, i in found.items()
+    )
     assert all(1 <= len(i.responses[0]) <= min(40, 256 - len(i.prompt)) for i in found.values())
 
 
@@ -151,13 +222,29 @@ def test_a_teacher_is_asked_for(spec, tiny, data):
         distilled(spec, tiny, data, {}, "none")
 
 
-@pytest.mark.parametrize("given,says", [({"jsd_beta": 0.3}, "direction=jsd"), ({"lmbda": 0.2}, "method=on_policy"), ({"sampling_temperature": 0.5}, "method=on_policy and lmbda=0.5"),
-                                        ({"max_completion_length": 8, "method": "on_policy", "lmbda": 0.0}, "lmbda=0.5"), ({"soft_weight_schedule": "cosine"}, "soft_weight_end=0"),
-                                        ({"jsd_beta": 0.3, "method": "on_policy", "direction": "reverse"}, "direction=jsd")])
+@pytest.mark.parametrize(
+    "given,says",
+    [
+        ({"jsd_beta": 0.3}, "direction=jsd"),
+        ({"lmbda": 0.2}, "method=on_policy"),
+        ({"sampling_temperature": 0.5}, "method=on_policy and lmbda=0.5"),
+        ({"max_completion_length": 8, "method": "on_policy", "lmbda": 0.0}, "lmbda=0.5"),
+        ({"soft_weight_schedule": "cosine"}, "soft_weight_end=0"),
+        ({"jsd_beta": 0.3, "method": "on_policy", "direction": "reverse"}, "direction=jsd"),
+    ],
+)
 def test_settings_that_this_method_would_not_read_are_refused(given, says):
     from stages.distill import Config
 
     with pytest.raises(ValueError, match=f"would change nothing.*{says}"):
         Config(**given)
-    whole = Config(method="on_policy", jsd_beta=0.3, lmbda=0.2, sampling_temperature=0.5, max_completion_length=8, soft_weight_end=0.0, soft_weight_schedule="cosine")
+    whole = Config(
+        method="on_policy",
+        jsd_beta=0.3,
+        lmbda=0.2,
+        sampling_temperature=0.5,
+        max_completion_length=8,
+        soft_weight_end=0.0,
+        soft_weight_schedule="cosine",
+    )
     assert whole.direction == "jsd" and Config(**whole.model_dump()) == whole

@@ -1,5 +1,5 @@
-"""Two gloo ranks give the single process's result; a run resumes on another number of ranks. The cases in LAUNCHED start their ranks as users do,
-the others fork them from warm parents (tests/processes.py)."""
+"""Two gloo ranks give the single process's result; a run resumes on another number of ranks. The cases in LAUNCHED
+start their ranks as users do, the others fork them from warm parents (tests/processes.py)."""
 
 import json
 import os
@@ -17,73 +17,198 @@ from stages.harness import execute
 from tests.reward.conftest import encoder  # noqa: F401
 
 # Ranks end with the process that started them, as under a task.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "POSTTRAIN_PARENT_PID": str(os.getpid())}
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "POSTTRAIN_PARENT_PID": str(os.getpid()),
+}
 
 
 @pytest.mark.parametrize("sharding", ("none", "full"))
 def test_every_objectives_gradient_is_the_single_process_one(tiny, tmp_path, sharding, forks):
     """DDP through our forward to 1e-12; FSDP2 through the model's own, whose norms round to float32, to 2e-6."""
     for name, ranks in (("one", 1), ("two", 2)):
-        forks.run(tiny["policy"], tmp_path / f"{name}.pt", sharding, target="tests.training.ranks_program:main", ranks=ranks)
+        forks.run(
+            tiny["policy"], tmp_path / f"{name}.pt", sharding, target="tests.training.ranks_program:main", ranks=ranks
+        )
     one, two = (torch.load(tmp_path / f"{n}.pt") for n in ("one", "two"))
     assert set(one) == set(two) and one
     exact = 1e-12 if sharding == "none" else 2e-6
     for name, (gradient, metrics, judged) in one.items():
         other, other_metrics, other_judged = two[name]
         assert torch.allclose(other, gradient, rtol=0, atol=exact * float(gradient.abs().max())), name
-        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6) and other_judged == pytest.approx(judged, rel=1e-5, abs=1e-6), name
+        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6) and other_judged == pytest.approx(
+            judged, rel=1e-5, abs=1e-6
+        ), name
 
 
 LENGTH = [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]
-RL = {"max_steps": 6, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, "learning_rate": 1e-3, "rewards": LENGTH}
+RL = {
+    "max_steps": 6,
+    "prompts_per_step": 4,
+    "num_generations": 4,
+    "max_completion_length": 10,
+    "learning_rate": 1e-3,
+    "rewards": LENGTH,
+}
 ROWS = {"max_steps": 6, "batch_size": 8, "learning_rate": 1e-3, "eval_rows": 4}
 FULL = {"sharding": "full", "forward": "model"}  # one process computes the layers as the ranks do
-TURNS = {"preset": "agent", "environment": "tests.training.environments:Countdown", "rewards": [{"kind": "environment"}], "max_completion_length": 90, "max_turn_length": 6, "max_steps": 4}
+TURNS = {
+    "preset": "agent",
+    "environment": "tests.training.environments:Countdown",
+    "rewards": [{"kind": "environment"}],
+    "max_completion_length": 90,
+    "max_turn_length": 6,
+    "max_steps": 4,
+}
 CASES = {  # name: (stage, settings, rows)
     "sft": ("sft", {**ROWS, "ema_decay": 0.5}, "demonstrations"),
     "align": ("align", ROWS, "pairs"),
     "align, muon": ("align", {**ROWS, "optimizer": "muon", "learning_rate": 2e-4}, "pairs"),  # it computes in bfloat16
     "align, muon, sharded": ("align", {**ROWS, **FULL, "optimizer": "muon", "learning_rate": 2e-4}, "pairs"),
-    "sft, muon on LoRA, sharded": ("sft", {**ROWS, **FULL, "optimizer": "muon", "learning_rate": 1e-3, "lora_rank": 4}, "demonstrations"),
-    "sft, adafactor, sharded": ("sft", {**ROWS, **FULL, "optimizer": "adafactor", "weight_decay": 0.1}, "demonstrations"),
-    "sft, momentum, sharded": ("sft", {**ROWS, **FULL, "optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9}, "demonstrations"),
+    "sft, muon on LoRA, sharded": (
+        "sft",
+        {**ROWS, **FULL, "optimizer": "muon", "learning_rate": 1e-3, "lora_rank": 4},
+        "demonstrations",
+    ),
+    "sft, adafactor, sharded": (
+        "sft",
+        {**ROWS, **FULL, "optimizer": "adafactor", "weight_decay": 0.1},
+        "demonstrations",
+    ),
+    "sft, momentum, sharded": (
+        "sft",
+        {**ROWS, **FULL, "optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9},
+        "demonstrations",
+    ),
     "rl": ("rl", {**RL, "preset": "dr_grpo"}, "prompts"),
     "rl, environment": ("rl", {**RL, **TURNS}, "prompts"),
     "rl, environment, sharded": ("rl", {**RL, **TURNS, **FULL, "eval_prompts": 3, "eval_every": 2}, "prompts"),
-    "rl, sampled ahead": ("rl", {**RL, "preset": "dr_grpo", "surrogate": "clip", "async_rollouts": True, "eval_prompts": 3, "eval_every": 2}, "prompts"),
-    "rl, sampled ahead, sharded": ("rl", {**RL, **FULL, "preset": "dr_grpo", "surrogate": "clip", "async_rollouts": True}, "prompts"),
+    "rl, sampled ahead": (
+        "rl",
+        {**RL, "preset": "dr_grpo", "surrogate": "clip", "async_rollouts": True, "eval_prompts": 3, "eval_every": 2},
+        "prompts",
+    ),
+    "rl, sampled ahead, sharded": (
+        "rl",
+        {**RL, **FULL, "preset": "dr_grpo", "surrogate": "clip", "async_rollouts": True},
+        "prompts",
+    ),
     "rl, trust region": ("rl", {**RL, "preset": "trpo", "truncation_policy": "score", "max_steps": 4}, "prompts"),
-    "rl, trust region, LoRA": ("rl", {**RL, "preset": "trpo", "truncation_policy": "score", "lora_rank": 4, "max_steps": 4}, "prompts"),
-    "sft, LoRA, sharded": ("sft", {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "ema_decay": 0.5}, "demonstrations"),
-    "sft, noise and smoothing, sharded": ("sft", {**ROWS, **FULL, "neftune_noise_alpha": 20.0, "label_smoothing_factor": 0.1}, "demonstrations"),
-    "align, pairs matched over the step and weighed in parts, sharded": ("align", {**ROWS, **FULL, "method": "aot_paired", "ld_alpha": 0.5}, "pairs"),
+    "rl, trust region, LoRA": (
+        "rl",
+        {**RL, "preset": "trpo", "truncation_policy": "score", "lora_rank": 4, "max_steps": 4},
+        "prompts",
+    ),
+    "sft, LoRA, sharded": (
+        "sft",
+        {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "ema_decay": 0.5},
+        "demonstrations",
+    ),
+    "sft, noise and smoothing, sharded": (
+        "sft",
+        {**ROWS, **FULL, "neftune_noise_alpha": 20.0, "label_smoothing_factor": 0.1},
+        "demonstrations",
+    ),
+    "align, pairs matched over the step and weighed in parts, sharded": (
+        "align",
+        {**ROWS, **FULL, "method": "aot_paired", "ld_alpha": 0.5},
+        "pairs",
+    ),
     "align, own statistics, sharded": ("align", {**ROWS, **FULL, "method": "kto"}, "pairs"),
     "align, given reference, sharded": ("align", {**ROWS, **FULL}, "pairs"),
-    "align, LoRA, moving reference, sharded": ("align", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "reference_update": "tr_soft", "reference_interval": 2}, "pairs"),
+    "align, LoRA, moving reference, sharded": (
+        "align",
+        {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "reference_update": "tr_soft", "reference_interval": 2},
+        "pairs",
+    ),
     "reward model, language model loss, sharded": ("reward_model", {**ROWS, **FULL, "lm_loss_weight": 0.1}, "pairs"),
     "reward model, LoRA, sharded": ("reward_model", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2}, "pairs"),
     "reward model on an encoder, sharded": ("reward_model", {**ROWS, **FULL}, "pairs"),
     "rl, critic, reference, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "beta": 0.1, "kl_coef": 0}, "prompts"),
-    "rl, shared critic, averages, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "critic_mode": "shared", "ema_decay": 0.5, "eval_prompts": 3, "eval_every": 2}, "prompts"),
-    "rl, LoRA, shared critic, sharded": ("rl", {**RL, **FULL, "preset": "ppo", "critic_mode": "shared", "beta": 0.1, "kl_coef": 0, "lora_rank": 4, "learning_rate": 1e-2}, "prompts"),
-    "rl, LoRA on a base kept in bfloat16": ("rl", {**RL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "bfloat16"}, "prompts"),
-    "rl, LoRA on a base kept in 4 bits": ("rl", {**RL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "nf4"}, "prompts"),
-    "rl, LoRA on a base kept in bfloat16, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2, "frozen_dtype": "bfloat16"}, "prompts"),
-    "reward model, LoRA on a base kept in bfloat16, sharded": ("reward_model", {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "bfloat16", "save_dtype": "bfloat16"}, "pairs"),
-    "rl, DoRA, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "lora_dora": True, "learning_rate": 1e-2}, "prompts"),
-    "sft, LoRA and whole modules on a base kept in bfloat16, sharded": ("sft", {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "lora_targets": "q_proj,v_proj",
-                                                                               "lora_modules_to_save": "embed_tokens,lm_head", "frozen_dtype": "bfloat16"}, "demonstrations"),
-    "rl, LoRA, sharded": ("rl", {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2}, "prompts"),
+    "rl, shared critic, averages, sharded": (
+        "rl",
+        {**RL, **FULL, "preset": "ppo", "critic_mode": "shared", "ema_decay": 0.5, "eval_prompts": 3, "eval_every": 2},
+        "prompts",
+    ),
+    "rl, LoRA, shared critic, sharded": (
+        "rl",
+        {
+            **RL,
+            **FULL,
+            "preset": "ppo",
+            "critic_mode": "shared",
+            "beta": 0.1,
+            "kl_coef": 0,
+            "lora_rank": 4,
+            "learning_rate": 1e-2,
+        },
+        "prompts",
+    ),
+    "rl, LoRA on a base kept in bfloat16": (
+        "rl",
+        {**RL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "bfloat16"},
+        "prompts",
+    ),
+    "rl, LoRA on a base kept in 4 bits": (
+        "rl",
+        {**RL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "nf4"},
+        "prompts",
+    ),
+    "rl, LoRA on a base kept in bfloat16, sharded": (
+        "rl",
+        {
+            **RL,
+            **FULL,
+            "preset": "grpo",
+            "beta": 0.1,
+            "lora_rank": 4,
+            "learning_rate": 1e-2,
+            "num_iterations": 2,
+            "frozen_dtype": "bfloat16",
+        },
+        "prompts",
+    ),
+    "reward model, LoRA on a base kept in bfloat16, sharded": (
+        "reward_model",
+        {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "frozen_dtype": "bfloat16", "save_dtype": "bfloat16"},
+        "pairs",
+    ),
+    "rl, DoRA, sharded": (
+        "rl",
+        {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "lora_dora": True, "learning_rate": 1e-2},
+        "prompts",
+    ),
+    "sft, LoRA and whole modules on a base kept in bfloat16, sharded": (
+        "sft",
+        {
+            **ROWS,
+            **FULL,
+            "learning_rate": 1e-2,
+            "lora_rank": 4,
+            "lora_targets": "q_proj,v_proj",
+            "lora_modules_to_save": "embed_tokens,lm_head",
+            "frozen_dtype": "bfloat16",
+        },
+        "demonstrations",
+    ),
+    "rl, LoRA, sharded": (
+        "rl",
+        {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2},
+        "prompts",
+    ),
 }
 
 
-LAUNCHED = {"sft": "0", "rl": "1"}  # POSTTRAIN_FORK of the run that is killed: its ranks are new interpreters, or forked as in the others
+# POSTTRAIN_FORK of the run that is killed: its ranks are new interpreters, or forked as in the others
+LAUNCHED = {"sft": "0", "rl": "1"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_path, forks):
-    """Same weights (to float32 rounding) from 1 rank, 2 ranks, and 2 ranks for the first steps then 1; with sharded weights a kill and a
-    resume on 2 ranks give the same bytes."""
+    """Same weights (to float32 rounding) from 1 rank, 2 ranks, and 2 ranks for the first steps then 1; with sharded
+    weights a kill and a resume on 2 ranks give the same bytes."""
     if "4 bits" in case:
         pytest.importorskip("bitsandbytes", reason="the extra `qlora` is not installed")
     stage, config, rows = CASES[case]
@@ -94,14 +219,21 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
     start = launched(LAUNCHED[case]) if case in LAUNCHED else forked(forks)
     one, _ = trained(spec, stage, config, inputs, "one", [1], start)
     two, result = trained(spec, stage, config, inputs, "two", [2], start)
-    before = {k.removeprefix("bert."): v for k, v in load_file(os.path.join(inputs["model"], "model.safetensors")).items()}
-    moved = [float((v - before[k]).abs().max()) for k, v in ((k.removeprefix("bert."), v) for k, v in one.items()) if k in before]
+    before = {
+        k.removeprefix("bert."): v for k, v in load_file(os.path.join(inputs["model"], "model.safetensors")).items()
+    }
+    moved = [
+        float((v - before[k]).abs().max())
+        for k, v in ((k.removeprefix("bert."), v) for k, v in one.items())
+        if k in before
+    ]
     assert max(moved) > 1e-4, "nothing was learned, so nothing was compared"
     changed, again = trained(spec, stage, config, inputs, "changed", [2, 2] if sharded else [2, 1], start)
     assert again["resumed_from"]
     assert one.keys() == two.keys() == changed.keys()
     for key, value in one.items():
-        if "encoder" in case and key.endswith("bias"):  # softmax cannot see a key's, a comparison not the last one: Adam follows the rounding of a zero gradient
+        # softmax cannot see a key's, a comparison not the last one: Adam follows the rounding of a zero gradient
+        if "encoder" in case and key.endswith("bias"):
             continue
         assert torch.allclose(two[key], value, atol=2e-5), key
         assert torch.equal(changed[key], two[key]) if sharded else torch.allclose(changed[key], value, atol=2e-5), key
@@ -112,15 +244,37 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
 
 @pytest.mark.parametrize("sharding", ("none", "full"))
 def test_ranks_share_a_server(tiny, data, spec, sharding, forks):
-    """Two ranks ask one vLLM server for their prompts; the first pushes the weights, once whenever they changed. The result is one rank's."""
+    """Two ranks ask one vLLM server for their prompts; the first pushes the weights, once whenever they changed. The
+    result is one rank's.
+    """
     from tests.sampler import fake_vllm
     from tests.sampler.servers import vllm_server
 
-    config, found, asked = {**RL, **(FULL if sharding == "full" else {}), "preset": "dr_grpo", "engine": "server", "importance_correction": "token_truncate"}, [], []
+    config, found, asked = (
+        {
+            **RL,
+            **(FULL if sharding == "full" else {}),
+            "preset": "dr_grpo",
+            "engine": "server",
+            "importance_correction": "token_truncate",
+        },
+        [],
+        [],
+    )
     for devices in (1, 2):
         llm = fake_vllm.LLM(tiny["policy"])
         with vllm_server(llm) as (url, seen):
-            found.append(trained(spec, "rl", {**config, "engine_url": url}, {"model": tiny["policy"], "data": data["prompts"]}, f"{devices} ranks", [devices], forked(forks))[0])
+            found.append(
+                trained(
+                    spec,
+                    "rl",
+                    {**config, "engine_url": url},
+                    {"model": tiny["policy"], "data": data["prompts"]},
+                    f"{devices} ranks",
+                    [devices],
+                    forked(forks),
+                )[0]
+            )
             asked.append(sorted((tuple(body["prompt"]), body["seed"]) for body in seen))
         asked.append(llm.calls.count("reload"))
     assert asked[:2] == asked[2:] and asked[1] > 2
@@ -130,7 +284,9 @@ def test_ranks_share_a_server(tiny, data, spec, sharding, forks):
 
 
 def test_sharded_checkpoints_resume_on_any_number_of_ranks(tiny, data, spec, tmp_path, forks):
-    """Every rank's file holds about its share of weights, moments, averages and best weights; 1, 2 and 3 ranks continue from them."""
+    """Every rank's file holds about its share of weights, moments, averages and best weights; 1, 2 and 3 ranks continue
+    from them.
+    """
     config = {**ROWS, **FULL, "ema_decay": 0.5, "eval_every": 2, "select_by": "loss"}
     inputs = {"model": tiny["policy"], "data": data["demonstrations"]}
     expected, _ = trained(spec, "sft", config, inputs, "undisturbed", [2], forked(forks))
@@ -152,23 +308,26 @@ from pathlib import Path
 from stages.models.tensor_files import TensorFiles, writer_of
 tensors = {{f"t{{i}}": torch.full((1 << 20,), float(i)) for i in range(32)}} | {{"step": torch.tensor(7.0), "half": torch.ones(3, 5, dtype=torch.bfloat16)}}
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-writer_of(tensors)(Path({str(tmp_path / 'state')!r}))
+writer_of(tensors)(Path({str(tmp_path / "state")!r}))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-stored = TensorFiles([Path({str(tmp_path / 'state')!r})])
+stored = TensorFiles([Path({str(tmp_path / "state")!r})])
 assert all(torch.equal(stored.into(n, torch.empty_like(t)), t) for n, t in tensors.items())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 16, f"grew by {done.stdout} MiB"
 
 
-# --- sharding=full reads and publishes shard by shard --------------------------------------------------------------------------
+# --- sharding=full reads and publishes shard by shard -----------------------------------------------------------------
+
 
 def files_of(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
 def test_what_was_loaded_into_shards_is_published_as_a_whole_model_is(tiny, encoder, tmp_path, forks):
-    """Policies (tied, untied, GPT-2, bfloat16 in several files), adapters, reward heads and an encoder: the same bytes in every file."""
+    """Policies (tied, untied, GPT-2, bfloat16 in several files), adapters, reward heads and an encoder: the same bytes
+    in every file.
+    """
     import shutil
 
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -185,9 +344,15 @@ def test_what_was_loaded_into_shards_is_published_as_a_whole_model_is(tiny, enco
     save_policy(tied, tokenizer, root / "tied")
     load_policy(tiny["policy"], dtype=torch.bfloat16).save_pretrained(root / "half", max_shard_size="20KB")
     tokenizer.save_pretrained(root / "half")
-    assert len(list((root / "half").glob("model-*.safetensors"))) > 2 and "lm_head.weight" not in load_file(root / "tied/model.safetensors")
+    assert len(list((root / "half").glob("model-*.safetensors"))) > 2 and "lm_head.weight" not in load_file(
+        root / "tied/model.safetensors"
+    )
     torch.manual_seed(0)
-    save_policy(GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64)), tokenizer, root / "gpt2")
+    save_policy(
+        GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64)),
+        tokenizer,
+        root / "gpt2",
+    )
     for name, count in (("whole", 1), ("shards", 2)):
         forks.run("everything", root, tmp_path / name, target="tests.training.shards_program:main", ranks=count)
     whole, shards = files_of(tmp_path / "whole"), files_of(tmp_path / "shards")
@@ -197,15 +362,28 @@ def test_what_was_loaded_into_shards_is_published_as_a_whole_model_is(tiny, enco
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
 def test_a_rank_holds_its_shard_and_little_more_than_a_layer(tiny, tmp_path, forks):
-    """280 MiB of weights on two ranks: loading, sharding and publishing take each of them well under the whole model, and one process all of it."""
+    """280 MiB of weights on two ranks: loading, sharding and publishing take each of them well under the whole model,
+    and one process all of it.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from stages.chat import load_tokenizer
     from stages.models.modeling import save_policy
 
     tokenizer = load_tokenizer(tiny["policy"])
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=20, num_attention_heads=8,
-                                         num_key_value_heads=8, max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=4096,
+            hidden_size=512,
+            intermediate_size=1536,
+            num_hidden_layers=20,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            max_position_embeddings=64,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
     save_policy(model, tokenizer, tmp_path / "model")
     weights = sum(p.numel() for p in model.parameters()) * 4 / 2**20
     assert weights > 250
@@ -213,12 +391,16 @@ def test_a_rank_holds_its_shard_and_little_more_than_a_layer(tiny, tmp_path, for
         forks.run("peak", tmp_path / "model", tmp_path / name, target="tests.training.shards_program:main", ranks=count)
     one, two = (json.loads((tmp_path / name / "grown.json").read_text()) for name in ("one", "two"))
     assert one[0][1] > 0.9 * weights, one  # a whole model lies in its mapped file until it is read
-    assert max(grown for _, grown in two) < 0.8 * weights and max(grown - loaded for loaded, grown in two) < 0.1 * weights, (weights, one, two)
+    assert (
+        max(grown for _, grown in two) < 0.8 * weights and max(grown - loaded for loaded, grown in two) < 0.1 * weights
+    ), (weights, one, two)
     assert files_of(tmp_path / "two/model") == files_of(tmp_path / "model")
 
 
 def trained(spec, stage, config, inputs, name, devices, start):
-    """(weights, result) of a stage run on these numbers of ranks one after the other, killed behind later and later checkpoints between."""
+    """(weights, result) of a stage run on these numbers of ranks one after the other, killed behind later and later
+    checkpoints between.
+    """
     built = spec(stage, config, inputs, name)
     work = Path(built["workdir"])
     if devices == [1]:
@@ -231,7 +413,14 @@ def trained(spec, stage, config, inputs, name, devices, start):
 
 
 def newest(checkpoints: Path) -> int:
-    return max((int("".join(c for c in p.name if c.isdigit()) or 0) for p in checkpoints.glob("*") if not p.name.startswith(".")), default=0)
+    return max(
+        (
+            int("".join(c for c in p.name if c.isdigit()) or 0)
+            for p in checkpoints.glob("*")
+            if not p.name.startswith(".")
+        ),
+        default=0,
+    )
 
 
 def forked(forks):
@@ -244,9 +433,20 @@ def forked(forks):
 
 def launched(killed_fork):
     """A stage's own start of its ranks. SIGKILL goes to the launcher: its ranks notice and end."""
+
     def start(path, count, killed_behind):
-        process = subprocess.Popen([sys.executable, "-m", "stages", str(path)], env={**ENVIRONMENT, "POSTTRAIN_CHECKPOINT_SECONDS": "0", "POSTTRAIN_FORK": killed_fork if killed_behind else "1"},
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "stages", str(path)],
+            env={
+                **ENVIRONMENT,
+                "POSTTRAIN_CHECKPOINT_SECONDS": "0",
+                "POSTTRAIN_FORK": killed_fork if killed_behind else "1",
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         if not killed_behind:
             _, said = process.communicate(timeout=600)
             assert process.returncode == 0, said[-4000:]

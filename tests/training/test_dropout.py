@@ -1,4 +1,6 @@
-"""lora_dropout: peft's formula with masks of our own, which are the same however a step is cut, and nowhere but in training."""
+"""lora_dropout: peft's formula with masks of our own, which are the same however a step is cut, and nowhere but in
+training.
+"""
 
 import pickle
 
@@ -34,7 +36,15 @@ def rows_of(rng, n=8):
     found = []
     for i in range(n):
         responses = [rng.integers(3, 97, rng.integers(1, 12)).tolist() for _ in range(1 + i % 4)]
-        found.append(make_item(f"row-{i}", rng.integers(3, 97, rng.integers(1, 20)).tolist() if i % 3 else [], responses, [[1] * len(r) for r in responses], by_response=()))
+        found.append(
+            make_item(
+                f"row-{i}",
+                rng.integers(3, 97, rng.integers(1, 20)).tolist() if i % 3 else [],
+                responses,
+                [[1] * len(r) for r in responses],
+                by_response=(),
+            )
+        )
     return found
 
 
@@ -49,7 +59,19 @@ def adapted(name, p=P, dtype=torch.float64, **config):
 
 
 def step(model, items, budget=10**6, at=0, **config):
-    trainer = Trainer(model, Likelihood(), OptimizerConfig(max_tokens_per_micro_batch=budget, max_grad_norm=1e9, learning_rate=1e-12, lora_rank=3, lora_dropout=P, **config), 9)
+    trainer = Trainer(
+        model,
+        Likelihood(),
+        OptimizerConfig(
+            max_tokens_per_micro_batch=budget,
+            max_grad_norm=1e9,
+            learning_rate=1e-12,
+            lora_rank=3,
+            lora_dropout=P,
+            **config,
+        ),
+        9,
+    )
     trainer.step_index = at
     metrics = trainer.step(items)
     return metrics["loss"], {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -57,7 +79,11 @@ def step(model, items, budget=10**6, at=0, **config):
 
 def same(one, other, tolerance=1e-10):
     scale = max(float(g.abs().max()) for g in one[1].values())
-    return set(one[1]) == set(other[1]) and one[0] == pytest.approx(other[0], rel=tolerance) and all(float((other[1][n] - g).abs().max()) < tolerance * scale for n, g in one[1].items())
+    return (
+        set(one[1]) == set(other[1])
+        and one[0] == pytest.approx(other[0], rel=tolerance)
+        and all(float((other[1][n] - g).abs().max()) < tolerance * scale for n, g in one[1].items())
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -67,9 +93,18 @@ def test_own_and_model_forward_have_the_same_masks_however_a_step_is_cut(name):
     with in_float64():
         targets = {"lora_targets": "q_proj,v_proj,o_proj"} if name == "mixtral" else {}
         first = step(adapted(name, **targets), items)
-        for budget, more in ((40, {}), (1, {}), (10**6, {"forward": "model"}), (40, {"forward": "model"}), (40, {"activation_checkpointing": True}),
-                             (40, {"activation_checkpointing": True, "forward": "model"}), (40, {"packing": "best_fit"})):
-            assert same(first, step(adapted(name, **targets), items[::-1] if budget == 40 else items, budget, **more)), (budget, more)
+        for budget, more in (
+            (40, {}),
+            (1, {}),
+            (10**6, {"forward": "model"}),
+            (40, {"forward": "model"}),
+            (40, {"activation_checkpointing": True}),
+            (40, {"activation_checkpointing": True, "forward": "model"}),
+            (40, {"packing": "best_fit"}),
+        ):
+            assert same(
+                first, step(adapted(name, **targets), items[::-1] if budget == 40 else items, budget, **more)
+            ), (budget, more)
         assert not same(first, step(adapted(name, **targets), items, at=1), 1e-3)  # drawn anew at every step
 
 
@@ -87,16 +122,35 @@ def test_values_are_those_of_the_formula():
             places.in_rows(batch, pad(batch))
             out = layer(x)
             mask = drop.mask(places.of(batch), 32, torch.float64)
-        wanted = x @ layer.base_layer.weight.T + layer.base_layer.bias + layer.scaling["default"] * ((x * mask) @ layer.lora_A["default"].weight.T) @ layer.lora_B["default"].weight.T
+        wanted = (
+            x @ layer.base_layer.weight.T
+            + layer.base_layer.bias
+            + layer.scaling["default"]
+            * ((x * mask) @ layer.lora_A["default"].weight.T)
+            @ layer.lora_B["default"].weight.T
+        )
         assert torch.allclose(out, wanted, atol=1e-12) and set(mask.unique().tolist()) == {0.0, 1 / (1 - P)}
-        assert torch.allclose(layer(x), layer.base_layer(x) + layer.scaling["default"] * (x @ layer.lora_A["default"].weight.T) @ layer.lora_B["default"].weight.T, atol=1e-12)  # outside of a step
+        # outside of a step
+        assert torch.allclose(
+            layer(x),
+            layer.base_layer(x)
+            + layer.scaling["default"] * (x @ layer.lora_A["default"].weight.T) @ layer.lora_B["default"].weight.T,
+            atol=1e-12,
+        )
 
 
 def test_masks_are_even_and_independent():
-    """Share of zeros, and correlation between tokens, features, layers, steps, rows and responses, within five standard errors."""
+    """Share of zeros, and correlation between tokens, features, layers, steps, rows and responses, within five standard
+    errors.
+    """
     places = Places(11)
     drops = [Dropped(0.3, dropout.seed_for(11, "", "layer", str(k)), places) for k in range(2)]
-    batch = collate([make_item(name, list(range(200)), [list(range(100)), list(range(100))], [[1] * 100] * 2) for name in ("a", "b")])
+    batch = collate(
+        [
+            make_item(name, list(range(200)), [list(range(100)), list(range(100))], [[1] * 100] * 2)
+            for name in ("a", "b")
+        ]
+    )
     found = []
     for at in (0, 1):
         with places.at_step(at):
@@ -104,11 +158,22 @@ def test_masks_are_even_and_independent():
     kept = torch.stack([m > 0 for m in found]).double()  # [4, 800, 64]
     n = kept[0].numel()
     assert float((kept.mean((1, 2)) - 0.7).abs().max()) < 5 * (0.21 / n) ** 0.5
-    z = (kept - 0.7) / 0.21 ** 0.5
-    pairs = [(z[0], z[1]), (z[0], z[2]), (z[0][:400], z[0][400:]), (z[0][200:300], z[0][300:400]), (z[0][:-1], z[0][1:]), (z[0][:, :-1], z[0][:, 1:]), (z[0][:-1, 1:], z[0][1:, :-1])]
+    z = (kept - 0.7) / 0.21**0.5
+    pairs = [
+        (z[0], z[1]),
+        (z[0], z[2]),
+        (z[0][:400], z[0][400:]),
+        (z[0][200:300], z[0][300:400]),
+        (z[0][:-1], z[0][1:]),
+        (z[0][:, :-1], z[0][:, 1:]),
+        (z[0][:-1, 1:], z[0][1:, :-1]),
+    ]
     for a, b in pairs:
         assert abs(float((a * b).mean())) < 5 / a.numel() ** 0.5
-    assert float(kept[0].mean(1).std()) < 1.3 * (0.21 / 64) ** 0.5 and float(kept[0].mean(0).std()) < 1.3 * (0.21 / 800) ** 0.5
+    assert (
+        float(kept[0].mean(1).std()) < 1.3 * (0.21 / 64) ** 0.5
+        and float(kept[0].mean(0).std()) < 1.3 * (0.21 / 800) ** 0.5
+    )
 
 
 def test_mixing_is_splitmix64():
@@ -123,10 +188,15 @@ def test_nothing_but_training_has_dropout():
     with in_float64():
         plain, with_dropout = adapted("llama", 0.0), adapted("llama")
         trainer = Trainer(with_dropout, Likelihood(), OptimizerConfig(lora_rank=3, lora_dropout=P), 9)
-        assert trainer.evaluate(items)["loss"] == Trainer(plain, Likelihood(), OptimizerConfig(lora_rank=3), 9).evaluate(items)["loss"]
+        assert (
+            trainer.evaluate(items)["loss"]
+            == Trainer(plain, Likelihood(), OptimizerConfig(lora_rank=3), 9).evaluate(items)["loss"]
+        )
         trainer.step(items[:2])
         batch = collate(items)
-        assert dropout.active(with_dropout) is None and torch.equal(hidden_states(with_dropout, batch), hidden_states(with_dropout, batch))
+        assert dropout.active(with_dropout) is None and torch.equal(
+            hidden_states(with_dropout, batch), hidden_states(with_dropout, batch)
+        )
     assert dropout.places_of(plain) is None and not any(isinstance(m, Dropped) for m in plain.modules())
     assert all(isinstance(m, torch.nn.Identity) for n, m in plain.named_modules() if n.endswith("lora_dropout.default"))
 
@@ -137,7 +207,9 @@ def test_parts_of_a_group_have_the_masks_of_the_whole():
     item = make_item("group", rng.integers(3, 97, 30).tolist(), responses, [[1] * 9] * 6, by_response=())
     with in_float64():
         for forward in ("auto", "model"):
-            assert same(step(adapted("llama"), [item], forward=forward), step(adapted("llama"), [item], 50, forward=forward))
+            assert same(
+                step(adapted("llama"), [item], forward=forward), step(adapted("llama"), [item], 50, forward=forward)
+            )
 
 
 def test_what_has_no_place_for_it_is_refused():
@@ -156,7 +228,13 @@ def on_ranks(out, sharding):
 
     with in_float64():
         model = adapted("llama")
-        loss, _ = step(model, rows_of(np.random.default_rng(8)), 40, sharding=sharding, forward="model" if sharding == "full" else "auto")
+        loss, _ = step(
+            model,
+            rows_of(np.random.default_rng(8)),
+            40,
+            sharding=sharding,
+            forward="model" if sharding == "full" else "auto",
+        )
         found = loss, {n: whole(p.grad).numpy() for n, p in model.named_parameters() if p.grad is not None}
     if ranks.rank() == 0:
         with open(out, "wb") as file:
@@ -167,12 +245,29 @@ def on_ranks(out, sharding):
 def test_two_ranks_have_the_masks_of_one(tmp_path, forks, sharding):
     for name, count in (("one", 1), ("two", 2)):
         forks.run(tmp_path / name, sharding, target="tests.training.test_dropout:on_ranks", ranks=count)
-    one, two = ((loss, {n: torch.as_tensor(g) for n, g in grads.items()}) for loss, grads in (pickle.loads((tmp_path / name).read_bytes()) for name in ("one", "two")))
+    one, two = (
+        (loss, {n: torch.as_tensor(g) for n, g in grads.items()})
+        for loss, grads in (pickle.loads((tmp_path / name).read_bytes()) for name in ("one", "two"))
+    )
     assert same(one, two)
 
 
-STAGES = {"sft": ({"batch_size": 8}, "demonstrations"), "align": ({"batch_size": 8}, "pairs"), "reward_model": ({"batch_size": 8}, "pairs"),
-          "rl": ({"preset": "rloo", "prompts_per_step": 4, "num_generations": 2, "max_completion_length": 4, "reward_override": "random", "rewards": [{"name": "length", "kind": "length", "max_length": 3, "cache_length": 3}]}, "prompts")}
+STAGES = {
+    "sft": ({"batch_size": 8}, "demonstrations"),
+    "align": ({"batch_size": 8}, "pairs"),
+    "reward_model": ({"batch_size": 8}, "pairs"),
+    "rl": (
+        {
+            "preset": "rloo",
+            "prompts_per_step": 4,
+            "num_generations": 2,
+            "max_completion_length": 4,
+            "reward_override": "random",
+            "rewards": [{"name": "length", "kind": "length", "max_length": 3, "cache_length": 3}],
+        },
+        "prompts",
+    ),
+}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -184,14 +279,27 @@ def test_stages_train_with_it(stage, tiny, data, spec):
 
     config, rows = STAGES[stage]
     losses = {}
-    for name, more in (("none", {}), ("dropped", {"lora_dropout": 0.4}), ("again", {"lora_dropout": 0.4, "max_tokens_per_micro_batch": 64})):
-        made = spec(stage, {"max_steps": 2, "lora_rank": 4, "learning_rate": 1e-2, **config, **more}, {"model": tiny["policy"], "data": data[rows]}, name)
+    for name, more in (
+        ("none", {}),
+        ("dropped", {"lora_dropout": 0.4}),
+        ("again", {"lora_dropout": 0.4, "max_tokens_per_micro_batch": 64}),
+    ):
+        made = spec(
+            stage,
+            {"max_steps": 2, "lora_rank": 4, "learning_rate": 1e-2, **config, **more},
+            {"model": tiny["policy"], "data": data[rows]},
+            name,
+        )
         execute(made, silent)
-        losses[name] = [json.loads(line)["metrics"].get("train/grad_norm") for line in open(made["workdir"] + "/metrics.jsonl")]
+        losses[name] = [
+            json.loads(line)["metrics"].get("train/grad_norm") for line in open(made["workdir"] + "/metrics.jsonl")
+        ]
         losses[name] = [x for x in losses[name] if x is not None]
     assert losses["none"] != losses["dropped"] and losses["dropped"] == pytest.approx(losses["again"], rel=1e-3)
     if stage != "reward_model":  # whose adapter is merged and not kept
-        assert json.loads(open(made["workdir"] + "/out/model/adapter/adapter_config.json").read())["lora_dropout"] == 0.4
+        assert (
+            json.loads(open(made["workdir"] + "/out/model/adapter/adapter_config.json").read())["lora_dropout"] == 0.4
+        )
 
 
 def test_ratios_to_old_log_probs_are_refused():

@@ -1,4 +1,6 @@
-"""Frozen matrices kept in bfloat16: the bits of float32 where the checkpoint is stored so, in every stage that holds a frozen model, in half the memory."""
+"""Frozen matrices kept in bfloat16: the bits of float32 where the checkpoint is stored so, in every stage that holds a
+frozen model, in half the memory.
+"""
 
 import gc
 import json
@@ -13,7 +15,17 @@ from stages.models.adapters import AdapterOff
 from stages.batching import collate
 from stages.models.divergence import divergence
 from stages.harness import execute
-from stages.models.modeling import Head, head_of, hidden_states, load_frozen, load_policy, policy_to_train, save_policy, target_logps, top_logps
+from stages.models.modeling import (
+    Head,
+    head_of,
+    hidden_states,
+    load_frozen,
+    load_policy,
+    policy_to_train,
+    save_policy,
+    target_logps,
+    top_logps,
+)
 from stages.chat import load_tokenizer
 from stages.registry import get_spec
 from stages.decoding.sampler import Sampler
@@ -29,8 +41,18 @@ from tests.training.fresh import scores, scores_elsewhere
 from tests.training.test_invariance import text_items
 
 SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 1, "max_length": 64, "lora_rank": 4}
-RL = {"preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "max_steps": 4, "prompts_per_step": 4, "num_generations": 4, "num_iterations": 2,
-      "max_completion_length": 10, "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]}
+RL = {
+    "preset": "grpo",
+    "beta": 0.1,
+    "lora_rank": 4,
+    "learning_rate": 1e-2,
+    "max_steps": 4,
+    "prompts_per_step": 4,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 10,
+    "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}],
+}
 
 
 def low(model) -> set[str]:
@@ -57,11 +79,25 @@ def trained(path, **settings):
     return model, steps
 
 
-@pytest.mark.parametrize("settings", ({}, {"compute_dtype": "bfloat16"}, {"forward": "model"}, {"forward": "model", "compute_dtype": "bfloat16"}, {"activation_checkpointing": True},
-                                      {"forward": "model", "activation_checkpointing": True}, {"lora_targets": "q_proj,lm_head"}))
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {},
+        {"compute_dtype": "bfloat16"},
+        {"forward": "model"},
+        {"forward": "model", "compute_dtype": "bfloat16"},
+        {"activation_checkpointing": True},
+        {"forward": "model", "activation_checkpointing": True},
+        {"lora_targets": "q_proj,lm_head"},
+    ),
+)
 def test_what_is_stored_in_bfloat16_gives_the_bits_of_float32(half, settings):
-    """Losses, gradients (as they move the adapter) and log-probs of trained model and reference, in every way that the layers are computed."""
-    (kept, steps), (wide, expected) = (trained(half["policy"], frozen_dtype=how, **settings) for how in ("auto", "float32"))
+    """Losses, gradients (as they move the adapter) and log-probs of trained model and reference, in every way that the
+    layers are computed.
+    """
+    (kept, steps), (wide, expected) = (
+        trained(half["policy"], frozen_dtype=how, **settings) for how in ("auto", "float32")
+    )
     assert low(kept) == {n for n, p in kept.named_parameters() if p.ndim == 2 and not p.requires_grad} and not low(wide)
     assert frozen.arithmetic(kept) == torch.float32
     assert steps == expected and steps[0]["loss"] != steps[1]["loss"]
@@ -83,7 +119,9 @@ def test_a_float32_model_kept_in_bfloat16_is_the_model_of_its_rounded_matrices(t
         if parameter.ndim == 2:
             parameter.data = parameter.data.bfloat16().float()
     with torch.no_grad():
-        assert torch.equal(*(target_logps(m, collate(items))[0] for m in (load_frozen(tiny["policy"], how="bfloat16"), rounded)))
+        assert torch.equal(
+            *(target_logps(m, collate(items))[0] for m in (load_frozen(tiny["policy"], how="bfloat16"), rounded))
+        )
     assert not low(load_frozen(tiny["policy"])) and not low(load_frozen(half["policy"], how="float32"))
     assert low(load_frozen(half["policy"])) == low(load_frozen(tiny["policy"], how="bfloat16")) != set()
     model = frozen.widen(load_frozen(half["policy"]))
@@ -92,17 +130,24 @@ def test_a_float32_model_kept_in_bfloat16_is_the_model_of_its_rounded_matrices(t
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_policy_and_reference_are_the_same_numbers_at_the_first_step(tiny, half, dtype):
-    """log pi / ref is exactly 0 before the first update, by the adapter switched off and by a model of its own, whatever the products' type."""
+    """log pi / ref is exactly 0 before the first update, by the adapter switched off and by a model of its own,
+    whatever the products' type.
+    """
     items = text_items(np.random.default_rng(3))
     for path, how in ((half["policy"], "auto"), (tiny["policy"], "bfloat16")):
         model, config = to_train(path, frozen_dtype=how, compute_dtype=dtype)
         with torch.no_grad(), products(config, "cpu"):
-            policy, off, apart = (target_logps(m, collate(items))[0] for m in (model.train(), AdapterOff(model), load_frozen(path, how=how)))
+            policy, off, apart = (
+                target_logps(m, collate(items))[0]
+                for m in (model.train(), AdapterOff(model), load_frozen(path, how=how))
+            )
         assert torch.equal(policy, off) and torch.equal(policy, apart)
 
 
 def test_the_sampler_samples_what_the_trainer_computes(half):
-    """Tokens and log-probs are those of the float32 model, which are the trainer's; in bfloat16 too the adapter is merged in float32 and rounded once."""
+    """Tokens and log-probs are those of the float32 model, which are the trainer's; in bfloat16 too the adapter is
+    merged in float32 and rounded once.
+    """
     (kept, _), (wide, _) = (trained(half["policy"], frozen_dtype=how) for how in ("auto", "float32"))
     prompts, seeds = [[1, 40, 50, 60], [1, 70, 80]], [[1, 2], [3, 4]]
     for dtype, lean in ((torch.float32, None), (torch.float32, False), (torch.bfloat16, None), (torch.bfloat16, False)):
@@ -125,7 +170,9 @@ def test_distributions_under_a_kept_head_are_those_of_the_widened_one(half):
     with torch.no_grad():
         states = hidden_states(wide, batch, batch.src_N)
         assert torch.equal(states, hidden_states(kept, batch, batch.src_N))
-        assert all(torch.equal(a, b) for a, b in zip(top_logps(head_of(kept), states, 5), top_logps(head_of(wide), states, 5)))
+        assert all(
+            torch.equal(a, b) for a, b in zip(top_logps(head_of(kept), states, 5), top_logps(head_of(wide), states, 5))
+        )
     student = Head(torch.randn(wide.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)), None)
     for teacher_first in (False, True):
         found = []
@@ -143,27 +190,62 @@ STAGES = {
     "sft in bfloat16": ("sft", {**SFT, "compute_dtype": "bfloat16"}, "demonstrations", {}),
     "align": ("align", {**SFT, "max_length": 96}, "pairs", {}),
     "align with a given reference": ("align", {**SFT, "max_length": 96}, "pairs", {"reference": "other"}),
-    "distill from a teacher": ("distill", {**SFT, "method": "logit", "direction": "forward"}, "demonstrations", {"teacher": "other"}),
+    "distill from a teacher": (
+        "distill",
+        {**SFT, "method": "logit", "direction": "forward"},
+        "demonstrations",
+        {"teacher": "other"},
+    ),
     "reward_model": ("reward_model", {**SFT, "max_length": 96}, "pairs", {}),
     "rl": ("rl", RL, "prompts", {}),
-    "rl with a reference of its own and a reward model": ("rl", {**RL, "rewards": [{"kind": "model"}]}, "prompts", {"reference": "other", "reward_model": "reward"}),
-    "rl with a trust region": ("rl", {**RL, "preset": "trpo", "beta": 0, "truncation_policy": "score", "num_iterations": 1}, "prompts", {}),
+    "rl with a reference of its own and a reward model": (
+        "rl",
+        {**RL, "rewards": [{"kind": "model"}]},
+        "prompts",
+        {"reference": "other", "reward_model": "reward"},
+    ),
+    "rl with a trust region": (
+        "rl",
+        {**RL, "preset": "trpo", "beta": 0, "truncation_policy": "score", "num_iterations": 1},
+        "prompts",
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", STAGES)
 def test_a_stage_on_a_bfloat16_checkpoint_publishes_the_bytes_of_float32(case, half, data, spec):
-    """frozen_dtype=auto against float32: metrics, published model, adapter and datasets are the same bytes; the published model is float32."""
+    """frozen_dtype=auto against float32: metrics, published model, adapter and datasets are the same bytes; the
+    published model is float32.
+    """
     stage, config, rows, more = STAGES[case]
-    inputs, found = {"model": half["policy"], "data": data[rows], **{name: half[which] for name, which in more.items()}}, {}
+    inputs, found = (
+        {
+            "model": half["policy"],
+            "data": data[rows],
+            **{name: half[which] for name, which in more.items()},
+        },
+        {},
+    )
     for how in ("auto", "float32"):
         made = spec(stage, {**config, "frozen_dtype": how}, inputs, how)
         result = execute(made, silent)
         out = Path(made["workdir"], "out")
-        found[how] = {p.name: tree_digest(p) for p in out.iterdir()}, Path(made["workdir"], "metrics.jsonl").read_bytes(), result["summary"]
+        found[how] = (
+            {p.name: tree_digest(p) for p in out.iterdir()},
+            Path(made["workdir"], "metrics.jsonl").read_bytes(),
+            result["summary"],
+        )
     assert found["auto"] == found["float32"]
-    published = load_policy if stage != "reward_model" else __import__("stages.reward_models.reward_heads", fromlist=["x"]).load_reward_model
-    assert not low(published(str(out / "model"))) and json.loads((out / "model/config.json").read_text())["dtype"] == "float32"
+    published = (
+        load_policy
+        if stage != "reward_model"
+        else __import__("stages.reward_models.reward_heads", fromlist=["x"]).load_reward_model
+    )
+    assert (
+        not low(published(str(out / "model")))
+        and json.loads((out / "model/config.json").read_text())["dtype"] == "float32"
+    )
     assert not memory.shape_of(out / "model").low
 
 
@@ -175,7 +257,11 @@ def test_scores_come_back_to_the_bit_in_a_fresh_process(half, tmp_path):
     merged = scores(load_policy(str(tmp_path / "out")))
     assert merged == pytest.approx(mine, abs=1e-4)
     policy, out = half["policy"], str(tmp_path / "out")
-    assert scores_elsewhere(f"PeftModel.from_pretrained(load_policy({policy!r}), {out + '/adapter'!r})", f"load_policy({out!r})", f"load_frozen({out!r})") == [mine, merged, merged]
+    assert scores_elsewhere(
+        f"PeftModel.from_pretrained(load_policy({policy!r}), {out + '/adapter'!r})",
+        f"load_policy({out!r})",
+        f"load_frozen({out!r})",
+    ) == [mine, merged, merged]
 
 
 @pytest.mark.parametrize("stage,rows", (("sft", "demonstrations"), ("reward_model", "pairs")))
@@ -185,8 +271,13 @@ def test_published_in_bfloat16_is_the_float32_model_rounded_once_and_it_is_said(
 
     config, found = {**SFT, "max_length": 96, "lora_rank": rank}, {}
     for dtype in ("float32", "bfloat16"):
-        result = execute(spec(stage, {**config, "save_dtype": dtype}, {"model": tiny["policy"], "data": data[rows]}, dtype), silent)
-        found[dtype] = load_file(Path(result["outputs"]["model"]["path"], "model.safetensors")), [w for w in result["warnings"] if w["code"] == "rounded_weights"]
+        result = execute(
+            spec(stage, {**config, "save_dtype": dtype}, {"model": tiny["policy"], "data": data[rows]}, dtype), silent
+        )
+        found[dtype] = (
+            load_file(Path(result["outputs"]["model"]["path"], "model.safetensors")),
+            [w for w in result["warnings"] if w["code"] == "rounded_weights"],
+        )
     (exact, none), (rounded, (warned,)) = found["float32"], found["bfloat16"]
     assert not none and exact.keys() == rounded.keys()
     assert all(v.dtype == torch.bfloat16 and torch.equal(v, exact[n].bfloat16()) for n, v in rounded.items())
@@ -195,13 +286,18 @@ def test_published_in_bfloat16_is_the_float32_model_rounded_once_and_it_is_said(
     if rank:
         base = load_file(Path(tiny["policy"], "model.safetensors"))
         adapted = [n for n in base if n in exact and not torch.equal(base[n], exact[n])]
-        share = (sum(float((rounded[n].float() - exact[n]).square().sum()) for n in adapted) / sum(float((exact[n] - base[n]).square().sum()) for n in adapted)) ** 0.5
+        share = (
+            sum(float((rounded[n].float() - exact[n]).square().sum()) for n in adapted)
+            / sum(float((exact[n] - base[n]).square().sum()) for n in adapted)
+        ) ** 0.5
         assert f"by {share:.1%} of what the adapter moved them" in warned["text"]
 
 
 @pytest.mark.parametrize("stage,rows", (("sft", "demonstrations"), ("rl", "prompts"), ("reward_model", "pairs")))
 def test_the_plan_of_memory_is_what_is_held(stage, rows, tiny, half, data, spec, monkeypatch):
-    """Bytes of all parameters that are alive when training begins, for a checkpoint in bfloat16 under auto and for a float32 one kept so."""
+    """Bytes of all parameters that are alive when training begins, for a checkpoint in bfloat16 under auto and for a
+    float32 one kept so.
+    """
     from stages import preflight
     from transformers import PreTrainedModel
 
@@ -212,7 +308,9 @@ def test_the_plan_of_memory_is_what_is_held(stage, rows, tiny, half, data, spec,
 
         def looked_at(running, trainer, *arguments, **more):
             gc.collect()
-            held.append(sum(preflight.held_bytes([one for key, one in alive().items() if key not in before], [trainer])))
+            held.append(
+                sum(preflight.held_bytes([one for key, one in alive().items() if key not in before], [trainer]))
+            )
             raise InterruptedError
 
         monkeypatch.setattr(preflight, "rl_preflight" if stage == "rl" else "preflight", looked_at)
@@ -225,17 +323,44 @@ def test_the_plan_of_memory_is_what_is_held(stage, rows, tiny, half, data, spec,
         found = memory.need(roles, {"model": shape}, config)
         assert found.states == pytest.approx(held[0], rel=0.02)
         wide = memory.need(roles, {"model": shape}, config.model_copy(update={"frozen_dtype": "float32"})).states
-        assert found.states < wide - 1.8 * sum(a * b for n, (a, b) in shape.matrices.items() if n != "lm_head.weight" or stage != "reward_model")
+        assert found.states < wide - 1.8 * sum(
+            a * b for n, (a, b) in shape.matrices.items() if n != "lm_head.weight" or stage != "reward_model"
+        )
         if how == "bfloat16":
-            refused = memory.refusal(stage, roles, {"model": shape}, config.model_copy(update={"frozen_dtype": "auto"}), found.states)
+            refused = memory.refusal(
+                stage, roles, {"model": shape}, config.model_copy(update={"frozen_dtype": "auto"}), found.states
+            )
             assert f"frozen_dtype=bfloat16 (needs {memory.shown(found.states)})" in refused
 
 
-@pytest.mark.parametrize("name", ("llama", "llama tied", "mistral window", "gemma2", "gemma3", "olmo3", "phi3", "glm4", "granite", "smollm3", "mixtral", "olmoe",
-                                  "gpt2", "falcon", "deepseek-v3", "gpt-oss", "qwen3.5", "lfm2"))
+@pytest.mark.parametrize(
+    "name",
+    (
+        "llama",
+        "llama tied",
+        "mistral window",
+        "gemma2",
+        "gemma3",
+        "olmo3",
+        "phi3",
+        "glm4",
+        "granite",
+        "smollm3",
+        "mixtral",
+        "olmoe",
+        "gpt2",
+        "falcon",
+        "deepseek-v3",
+        "gpt-oss",
+        "qwen3.5",
+        "lfm2",
+    ),
+)
 @pytest.mark.parametrize("adapter", (False, True))
 def test_any_architecture_computes_the_same_bits(name, adapter, tmp_path):
-    """Log-probs and an adapter's gradient, of a checkpoint stored in bfloat16, read tensor by tensor; and what is published."""
+    """Log-probs and an adapter's gradient, of a checkpoint stored in bfloat16, read tensor by tensor; and what is
+    published.
+    """
     build(name).bfloat16().save_pretrained(tmp_path)
     path, items, found = str(tmp_path), items_of((30, (6, 9)), (12, (5, 3)), (4, (3, 4))), []
     for how in ("auto", "float32"):
@@ -248,16 +373,22 @@ def test_any_architecture_computes_the_same_bits(name, adapter, tmp_path):
         else:
             model = load_frozen(path, how=how)
         logps, narrow = target_logps(model.train(), collate(items))[0], low(model)
-        gradients = torch.autograd.grad(logps.sum(), [p for p in model.parameters() if p.requires_grad]) if adapter else ()
+        gradients = (
+            torch.autograd.grad(logps.sum(), [p for p in model.parameters() if p.requires_grad]) if adapter else ()
+        )
         if adapter:
             from stages.models.modeling import save_weights
 
             save_weights(model, tmp_path / how)
         found.append((narrow, logps.detach(), gradients))
     (kept, mine, gradients), (wide, expected, others) = found
-    assert kept and not wide and torch.equal(mine, expected) and all(torch.equal(a, b) for a, b in zip(gradients, others))
+    assert (
+        kept and not wide and torch.equal(mine, expected) and all(torch.equal(a, b) for a, b in zip(gradients, others))
+    )
     if adapter:
-        assert {p.name: p.read_bytes() for p in (tmp_path / "auto").iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "float32").iterdir()}
+        assert {p.name: p.read_bytes() for p in (tmp_path / "auto").iterdir()} == {
+            p.name: p.read_bytes() for p in (tmp_path / "float32").iterdir()
+        }
 
 
 @pytest.mark.parametrize("name", ("llama", "llama tied", "gemma3", "mixtral", "olmoe"))
@@ -273,8 +404,17 @@ def test_an_encoder_scores_the_same_bits(encoder, tmp_path):
     from stages.reward_models.reward_heads import RewardCard, new_reward_model, save_reward_model
     from stages.reward_models.reward_scorers import Response, load_scorer
 
-    save_reward_model(new_reward_model(encoder), AutoTokenizer.from_pretrained(encoder), tmp_path, RewardCard(pooling="mean", max_length=128), torch.bfloat16)
-    asked = [Response([{"role": "user", "content": "which one?"}], [{"role": "assistant", "content": text}]) for text in ("yes", "no no")]
+    save_reward_model(
+        new_reward_model(encoder),
+        AutoTokenizer.from_pretrained(encoder),
+        tmp_path,
+        RewardCard(pooling="mean", max_length=128),
+        torch.bfloat16,
+    )
+    asked = [
+        Response([{"role": "user", "content": "which one?"}], [{"role": "assistant", "content": text}])
+        for text in ("yes", "no no")
+    ]
     kept, wide = (load_scorer(str(tmp_path), frozen=how) for how in ("auto", "float32"))
     assert low(kept.model) and not low(wide.model) and kept.score(asked) == wide.score(asked)
     assert torch.nn.Linear(1, 1).weight.dtype == next(iter(kept.model.classifier.parameters())).dtype
@@ -286,4 +426,12 @@ def test_under_torch_compile_weights_are_kept_so_too(half):
 
 def test_a_setting_that_nothing_reads_is_refused(tiny, data, spec):
     with pytest.raises(ValueError, match="nothing is frozen.*lora_rank=16"):
-        execute(spec("sft", {**SFT, "lora_rank": 0, "frozen_dtype": "bfloat16"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "unread"), silent)
+        execute(
+            spec(
+                "sft",
+                {**SFT, "lora_rank": 0, "frozen_dtype": "bfloat16"},
+                {"model": tiny["policy"], "data": data["demonstrations"]},
+                "unread",
+            ),
+            silent,
+        )

@@ -14,9 +14,22 @@ def pair_items(rng, n=7):
     for i in range(n):
         prompt = rng.integers(10, 250, rng.integers(3, 20)).tolist()
         responses = [rng.integers(10, 250, rng.integers(1, 9)).tolist() for _ in range(2)]
-        items.append(make_item(f"row-{i}", prompt, responses, [[1] * len(r) for r in responses], margin=0.3 * (i % 2), label_prob=1.0 - 0.1 * (i % 3),
-                               weight=1.0 + i % 3, ended=(True, False), prompt_id=str(i), strength=None, ref=[-3.0 - i, -4.0],
-                               counts={"weight": 1.0 + i % 3, "pairs": 1.0}))
+        items.append(
+            make_item(
+                f"row-{i}",
+                prompt,
+                responses,
+                [[1] * len(r) for r in responses],
+                margin=0.3 * (i % 2),
+                label_prob=1.0 - 0.1 * (i % 3),
+                weight=1.0 + i % 3,
+                ended=(True, False),
+                prompt_id=str(i),
+                strength=None,
+                ref=[-3.0 - i, -4.0],
+                counts={"weight": 1.0 + i % 3, "pairs": 1.0},
+            )
+        )
     return items
 
 
@@ -28,10 +41,21 @@ def group_items(rng, n=4, g=3):
         masks = [[1] * len(r) for r in responses]
         if i == 1:
             masks[0] = [0] * len(responses[0])
-        items.append(make_item(f"row-{i}", prompt, responses, masks, by_response=("advantages", "rewards", "correct", "values", "old_logps", "ref_logps"), advantages=rng.normal(size=g).tolist(),
-                               rewards=rng.normal(size=g).tolist(), correct=[1.0, 0.0, 1.0][:g], values=[rng.normal(0, 1, len(r)).tolist() for r in responses],
-                               old_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses],
-                               ref_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses]))
+        items.append(
+            make_item(
+                f"row-{i}",
+                prompt,
+                responses,
+                masks,
+                by_response=("advantages", "rewards", "correct", "values", "old_logps", "ref_logps"),
+                advantages=rng.normal(size=g).tolist(),
+                rewards=rng.normal(size=g).tolist(),
+                correct=[1.0, 0.0, 1.0][:g],
+                values=[rng.normal(0, 1, len(r)).tolist() for r in responses],
+                old_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses],
+                ref_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses],
+            )
+        )
     return items
 
 
@@ -39,7 +63,9 @@ def text_items(rng, n=7):
     items = []
     for i in range(n):
         ids = rng.integers(10, 250, rng.integers(4, 30)).tolist()
-        items.append(make_item(f"row-{i}", [], [ids], [rng.integers(0, 2, len(ids)).tolist()[:-1] + [1]], weight=1.0 + i % 2))
+        items.append(
+            make_item(f"row-{i}", [], [ids], [rng.integers(0, 2, len(ids)).tolist()[:-1] + [1]], weight=1.0 + i % 2)
+        )
     return items
 
 
@@ -55,19 +81,47 @@ def objectives():
     from stages.running import randomness
     from stages.sft import NextToken, Noise
 
-    out = {f"sft/{mode}": (NextToken(mode), text_items, False) for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
+    out = {
+        f"sft/{mode}": (NextToken(mode), text_items, False)
+        for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+    }
     out["sft/unlikelihood"] = (NextToken("token-mean", unlikelihood_coef=0.5, unlikelihood_window=4), text_items, False)
     out["sft/self_paced"] = (NextToken("seq-mean-token-sum", unlikelihood_coef=0.5, threshold=7.5), text_items, False)
     noise = Noise(20.0, lambda *purpose: randomness.rng(0, "sft", *purpose))
-    out |= {f"sft/{name}": (NextToken("token-mean", **more), text_items, False) for name, more in (
-        ("dft", {"loss_type": "dft"}), ("label_smoothing", {"label_smoothing_factor": 0.1}), ("neftune", {"noise": noise}))}
-    out["reward_model"] = (RewardLoss(
-        REWARD_OBJECTIVES["bt"], RewardConfig(use_margin=True, use_soft_labels=True, center_rewards_coefficient=0.01), "last"), pair_items, True)
+    out |= {
+        f"sft/{name}": (NextToken("token-mean", **more), text_items, False)
+        for name, more in (
+            ("dft", {"loss_type": "dft"}),
+            ("label_smoothing", {"label_smoothing_factor": 0.1}),
+            ("neftune", {"noise": noise}),
+        )
+    }
+    out["reward_model"] = (
+        RewardLoss(
+            REWARD_OBJECTIVES["bt"],
+            RewardConfig(use_margin=True, use_soft_labels=True, center_rewards_coefficient=0.01),
+            "last",
+        ),
+        pair_items,
+        True,
+    )
     for method in ("dpo", "orpo"):  # every method: test_align_methods
         out[f"align/{method}"] = (DirectAlignment(AlignConfig(method=method)), pair_items, False)
-    out["align/mpo"] = (DirectAlignment(AlignConfig(loss_weight=0.8, also=[{"method": "bco_pair", "weight": 0.2}], nll_coef=1.0, nll_reduction="token-mean")), pair_items, False)
+    out["align/mpo"] = (
+        DirectAlignment(
+            AlignConfig(
+                loss_weight=0.8, also=[{"method": "bco_pair", "weight": 0.2}], nll_coef=1.0, nll_reduction="token-mean"
+            )
+        ),
+        pair_items,
+        False,
+    )
     for preset, row in RL_PRESETS.items():
-        out[f"rl/{preset}"] = (PolicyGradient(row, RLConfig(preset=preset, num_generations=3, entropy_coef=0.01)), group_items, False)
+        out[f"rl/{preset}"] = (
+            PolicyGradient(row, RLConfig(preset=preset, num_generations=3, entropy_coef=0.01)),
+            group_items,
+            False,
+        )
     return out
 
 
@@ -92,8 +146,14 @@ def test_step_is_invariant_to_microbatching(tiny, name):
         objective.anchor = load_policy(tiny["other"]).double()
     value, whole = gradient(model, objective, items, 10**6)
     assert torch.isfinite(whole).all() and whole.abs().max() > 0
-    # The model's own forward rounds norms and rotary tables to float32: it serves as the check of the value, not of the invariance.
-    for own, max_tokens, order, tolerance in ((False, 1, items, 1e-12), (False, 60, items[::-1], 1e-12), (True, 10**6, items, 2e-6), (True, 60, items[::-1], 2e-6)):
+    # The model's own forward rounds norms and rotary tables to float32: it serves as the check of the value, not of the
+    # invariance.
+    for own, max_tokens, order, tolerance in (
+        (False, 1, items, 1e-12),
+        (False, 60, items[::-1], 1e-12),
+        (True, 10**6, items, 2e-6),
+        (True, 60, items[::-1], 2e-6),
+    ):
         model._posttrain_lean = not own
         other_value, other = gradient(model, objective, order, max_tokens)
         assert other_value == pytest.approx(value, rel=tolerance)
@@ -109,7 +169,9 @@ def test_padding_content_changes_nothing(tiny):
     logps = []
     for filler in (0, 7, 249):
         ids = torch.where(real.view_as(rows.ids_BT), rows.ids_BT, filler)
-        states = model.base_model(input_ids=ids, position_ids=rows.positions_BT, use_cache=False).last_hidden_state.flatten(0, 1)[rows.where_U]
+        states = model.base_model(
+            input_ids=ids, position_ids=rows.positions_BT, use_cache=False
+        ).last_hidden_state.flatten(0, 1)[rows.where_U]
         logps.append(token_logps(head_of(model), states[batch.src_N], batch.target_N)[0].detach())
     assert torch.equal(logps[0], logps[1]) and torch.equal(logps[0], logps[2])
 
@@ -118,7 +180,12 @@ def test_head_equals_plain_softmax_with_gradients(monkeypatch):
     from stages.models import modeling
 
     torch.manual_seed(0)
-    for softcap, scale, temperature, chunk, keep in ((None, 1.0, 1.0, 1 << 23, 1 << 25), (None, 0.5, 0.7, 40, 80), (None, 0.5, 0.7, 40, 0), (5.0, 2.0, 1.3, 40, 80)):
+    for softcap, scale, temperature, chunk, keep in (
+        (None, 1.0, 1.0, 1 << 23, 1 << 25),
+        (None, 0.5, 0.7, 40, 80),
+        (None, 0.5, 0.7, 40, 0),
+        (5.0, 2.0, 1.3, 40, 80),
+    ):
         monkeypatch.setattr(modeling, "HEAD_CHUNK_ELEMENTS", chunk)
         monkeypatch.setattr(modeling, "HEAD_KEEP_ELEMENTS", keep)
         hidden = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
@@ -126,14 +193,18 @@ def test_head_equals_plain_softmax_with_gradients(monkeypatch):
         bias = torch.randn(13, dtype=torch.float64, requires_grad=True)
         targets = torch.randint(0, 13, (9,))
         upstream, upstream_entropy = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
-        logps, entropy = token_logps(modeling.Head(weight, bias, scale, softcap), hidden, targets, temperature, entropy=True)
+        logps, entropy = token_logps(
+            modeling.Head(weight, bias, scale, softcap), hidden, targets, temperature, entropy=True
+        )
         ours = torch.autograd.grad((logps * upstream + entropy * upstream_entropy).sum(), (hidden, weight, bias))
         z = (hidden @ weight.t() + bias) * scale
         z = (softcap * torch.tanh(z / softcap) if softcap else z) / temperature
         plain = torch.log_softmax(z, -1)
         plain_entropy = -(plain.exp() * plain).sum(-1)
         picked = plain.gather(1, targets[:, None])[:, 0]
-        theirs = torch.autograd.grad((picked * upstream + plain_entropy * upstream_entropy).sum(), (hidden, weight, bias))
+        theirs = torch.autograd.grad(
+            (picked * upstream + plain_entropy * upstream_entropy).sum(), (hidden, weight, bias)
+        )
         assert torch.allclose(logps, picked, atol=1e-12) and torch.allclose(entropy, plain_entropy, atol=1e-12)
         for a, b in zip(ours, theirs):
             assert torch.allclose(a, b, atol=1e-11)
@@ -146,8 +217,18 @@ def test_a_group_without_signal_counts_but_is_not_forwarded(tiny):
 
     config = Config(preset="dr_grpo", num_generations=3)
     items = group_items(np.random.default_rng(2))
-    quiet = [make_item(i.row_id, i.prompt, i.responses, i.masks, **{**i.extra, "advantages": [0.0] * 3, "skip_forward": True}) for i in items[:2]]
-    loud = [make_item(i.row_id, i.prompt, i.responses, i.masks, **{**i.extra, "advantages": [0.0] * 3, "skip_forward": False}) for i in items[:2]]
+    quiet = [
+        make_item(
+            i.row_id, i.prompt, i.responses, i.masks, **{**i.extra, "advantages": [0.0] * 3, "skip_forward": True}
+        )
+        for i in items[:2]
+    ]
+    loud = [
+        make_item(
+            i.row_id, i.prompt, i.responses, i.masks, **{**i.extra, "advantages": [0.0] * 3, "skip_forward": False}
+        )
+        for i in items[:2]
+    ]
     weights = []
     for head in (quiet, loud):
         model = load_policy(tiny["policy"])
@@ -167,13 +248,35 @@ def test_metrics_are_divided_by_their_counts_and_maxima_by_nothing(tiny):
 
         def __call__(self, model, batch):
             value, share = (torch.tensor([i.extra[name] for i in batch.items]) for name in ("value", "share"))
-            return Sums({"first": (value.sum(), "rows"), "second": ((value * share).sum(), "shares")}, {"mean": (value.sum(), "rows"), "value_max": (value.max(), "rows"), "by_share": (share.sum(), "shares")})
+            return Sums(
+                {"first": (value.sum(), "rows"), "second": ((value * share).sum(), "shares")},
+                {
+                    "mean": (value.sum(), "rows"),
+                    "value_max": (value.max(), "rows"),
+                    "by_share": (share.sum(), "shares"),
+                },
+            )
 
-    items = [make_item(f"row-{k}", [1], [[2]], [[1]], value=v, share=0.01 * (k + 1)) for k, v in enumerate((0.5, 0.25, 0.125))]
+    items = [
+        make_item(f"row-{k}", [1], [[2]], [[1]], value=v, share=0.01 * (k + 1))
+        for k, v in enumerate((0.5, 0.25, 0.125))
+    ]
     for budget in (2, 4, 100):
-        found = Trainer(load_policy(tiny["policy"]), Told(), OptimizerConfig(max_tokens_per_micro_batch=budget), 1).evaluate(items)
+        found = Trainer(
+            load_policy(tiny["policy"]), Told(), OptimizerConfig(max_tokens_per_micro_batch=budget), 1
+        ).evaluate(items)
         second = (0.5 + 2 * 0.25 + 3 * 0.125) / 6
-        assert found == pytest.approx({"loss": 0.875 / 3 + second, "first": 0.875 / 3, "second": second, "mean": 0.875 / 3, "value_max": 0.5, "by_share": 1.0}, rel=1e-6)
+        assert found == pytest.approx(
+            {
+                "loss": 0.875 / 3 + second,
+                "first": 0.875 / 3,
+                "second": second,
+                "mean": 0.875 / 3,
+                "value_max": 0.5,
+                "by_share": 1.0,
+            },
+            rel=1e-6,
+        )
 
 
 def test_a_non_finite_step_is_skipped_then_fails_with_the_row(tiny):
@@ -200,8 +303,16 @@ def test_a_step_is_the_same_to_the_last_bit_however_threads_are_scheduled(tiny):
     config = Config(preset="dr_grpo", num_generations=768, max_tokens_per_micro_batch=10**6)
     rng = np.random.default_rng(4)
     responses = [rng.integers(10, 250, 2).tolist() for _ in range(768)]
-    items = [make_item("row", rng.integers(10, 250, 400).tolist(), responses, [[1] * 2] * 768, advantages=rng.normal(size=768).tolist(),
-                       old_logps=[[-5.5] * 2] * 768)]
+    items = [
+        make_item(
+            "row",
+            rng.integers(10, 250, 400).tolist(),
+            responses,
+            [[1] * 2] * 768,
+            advantages=rng.normal(size=768).tolist(),
+            old_logps=[[-5.5] * 2] * 768,
+        )
+    ]
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     try:

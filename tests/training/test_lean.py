@@ -1,4 +1,6 @@
-"""The training forward against the models' own, and its written-out backward against autograd's and finite differences."""
+"""The training forward against the models' own, and its written-out backward against autograd's and finite
+differences.
+"""
 
 import numpy as np
 import pytest
@@ -14,9 +16,22 @@ FAMILIES = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")
 def build(family: str, dtype=torch.float32, layers: int = 2):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    extra = {"llama-bias": {"attention_bias": True, "mlp_bias": True}, "mistral": {"sliding_window": None}}.get(family, {})
-    config = AutoConfig.for_model(family.split("-")[0], vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=layers, num_attention_heads=4,
-                                  num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=True, **extra)
+    extra = {"llama-bias": {"attention_bias": True, "mlp_bias": True}, "mistral": {"sliding_window": None}}.get(
+        family, {}
+    )
+    config = AutoConfig.for_model(
+        family.split("-")[0],
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        **extra,
+    )
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     with torch.no_grad():
@@ -40,7 +55,9 @@ def trees(seed=0, n=5, short=False):
 
 def own_forward(model, batch, form):
     rows = pad(batch, form)
-    out = model.base_model(input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT, use_cache=False).last_hidden_state
+    out = model.base_model(
+        input_ids=rows.ids_BT, position_ids=rows.positions_BT, attention_mask=rows.attention_B1TT, use_cache=False
+    ).last_hidden_state
     return out.flatten(0, 1)[rows.where_U]
 
 
@@ -73,12 +90,22 @@ def test_who_asks_first_does_not_decide_how_long_groups_attend(mode):
 
 
 @pytest.mark.parametrize("family", ("llama", "qwen3"))
-@pytest.mark.parametrize("prompt, responses", ((85, (64,) * 8), (30, (40, 7, 7, 130, 1, 64)), (1, (200, 2, 200)), (150, (1, 1, 1, 150, 150, 150))))
+@pytest.mark.parametrize(
+    "prompt, responses",
+    ((85, (64,) * 8), (30, (40, 7, 7, 130, 1, 64)), (1, (200, 2, 200)), (150, (1, 1, 1, 150, 150, 150))),
+)
 def test_long_groups_attend_part_by_part(family, prompt, responses, monkeypatch):
-    """A group whose responses are not multiplied with each other: values and every gradient are those behind the mask, in float64 to 1e-12."""
+    """A group whose responses are not multiplied with each other: values and every gradient are those behind the mask,
+    in float64 to 1e-12.
+    """
     model = build(family, torch.float64)
     rng = np.random.default_rng(7)
-    item = make_item("0", rng.integers(1, 61, prompt).tolist(), [rng.integers(1, 61, n).tolist() for n in responses], [[1] * n for n in responses])
+    item = make_item(
+        "0",
+        rng.integers(1, 61, prompt).tolist(),
+        [rng.integers(1, 61, n).tolist() for n in responses],
+        [[1] * n for n in responses],
+    )
     batch = collate([item, *trees(2, 1, short=True)])
     plan = lean.blocks(batch.segments, torch.device("cpu"), torch.float64)
     assert plan[0].tree == (prompt, responses)
@@ -94,19 +121,32 @@ def test_long_groups_attend_part_by_part(family, prompt, responses, monkeypatch)
         assert torch.allclose(ours, masked, rtol=0, atol=1e-12 * max(1.0, float(masked.abs().max())))
 
 
-PACKED = (((85, (64,) * 8), [8]), ((30, (40, 7, 0, 7, 130, 1, 64)), [3, 1, 2]), ((1, (200, 2, 150)), [1, 2]), ((0, (30, 89, 1)), [3]), ((300, (1, 1, 1, 150, 150, 250)), [5, 1]),
-          ((250, (0, 120, 0)), [1]))
+PACKED = (
+    ((85, (64,) * 8), [8]),
+    ((30, (40, 7, 0, 7, 130, 1, 64)), [3, 1, 2]),
+    ((1, (200, 2, 150)), [1, 2]),
+    ((0, (30, 89, 1)), [3]),
+    ((300, (1, 1, 1, 150, 150, 250)), [5, 1]),
+    ((250, (0, 120, 0)), [1]),
+)
 
 
 @pytest.mark.parametrize("recompute", (False, True))
 @pytest.mark.parametrize("family", ("llama", "qwen3"))
 @pytest.mark.parametrize("item, counts", PACKED)
 def test_packs_attend_as_behind_the_mask(family, item, counts, recompute, monkeypatch):
-    """What devices other than the CPU do with a long group, done here: values and every gradient are those behind the mask, in float64 to 1e-12."""
+    """What devices other than the CPU do with a long group, done here: values and every gradient are those behind the
+    mask, in float64 to 1e-12.
+    """
     limit = {8: 600, 3: 120, 1: 200, 5: 450}[counts[0]]
     model, (prompt, responses) = build(family, torch.float64), item
     rng = np.random.default_rng(7)
-    made = make_item("0", rng.integers(1, 61, prompt).tolist(), [rng.integers(1, 61, n).tolist() for n in responses], [[1] * n for n in responses])
+    made = make_item(
+        "0",
+        rng.integers(1, 61, prompt).tolist(),
+        [rng.integers(1, 61, n).tolist() for n in responses],
+        [[1] * n for n in responses],
+    )
     batch = collate([made, *trees(2, 1, short=True)])
     block = lean.packed(prompt, responses, limit, torch.device("cpu"))
     assert [1 if pack.owner is None else int(pack.owner[-1]) + 1 for pack in block.packs[1]] == counts
@@ -126,14 +166,29 @@ def test_packs_attend_as_behind_the_mask(family, item, counts, recompute, monkey
 
 
 def test_no_mask_is_larger_than_a_block_of_short_items_on_other_devices():
-    """Blocks of a device that is not the CPU, planned without computing: long items in packs, short ones together behind a mask of their block."""
-    plan = lean.blocks([(10, [5, 5]), (20, [4]), (3000, [9000] * 3 + [100] * 40), (700, [2000]), (0, [1500, 1500])], torch.device("meta"), torch.float32)
-    assert [b.length for b in plan] == [44, 34000, 2700, 3000] and [b.mask is None for b in plan] == [False, True, True, True]
+    """Blocks of a device that is not the CPU, planned without computing: long items in packs, short ones together
+    behind a mask of their block.
+    """
+    plan = lean.blocks(
+        [(10, [5, 5]), (20, [4]), (3000, [9000] * 3 + [100] * 40), (700, [2000]), (0, [1500, 1500])],
+        torch.device("meta"),
+        torch.float32,
+    )
+    assert [b.length for b in plan] == [44, 34000, 2700, 3000] and [b.mask is None for b in plan] == [
+        False,
+        True,
+        True,
+        True,
+    ]
     for block in plan:
         for pack in (block.packs or (0, ()))[1]:
-            assert pack.owner is None or pack.length * (block.packs[0] + pack.length) <= lean.BLOCK.get("meta", 256) ** 2
+            assert (
+                pack.owner is None or pack.length * (block.packs[0] + pack.length) <= lean.BLOCK.get("meta", 256) ** 2
+            )
     assert [b.packs is not None for b in plan] == [False, True, False, True]
-    assert [p.length for p in lean.packed(3000, [9000] * 3 + [100] * 40, 2048, torch.device("meta")).packs[1]] == [9000] * 3 + [1000] * 4
+    assert [p.length for p in lean.packed(3000, [9000] * 3 + [100] * 40, 2048, torch.device("meta")).packs[1]] == [
+        9000
+    ] * 3 + [1000] * 4
 
 
 @pytest.mark.parametrize("family", ("llama-bias", "qwen3"))
@@ -182,7 +237,9 @@ def test_recomputing_layers_gives_the_same_gradient():
     grads = []
     for recompute in (False, True):
         model.zero_grad(set_to_none=True)
-        lean.states(model, batch.ids_U, batch.positions_U, batch.segments, recompute=recompute).square().sum().backward()
+        lean.states(
+            model, batch.ids_U, batch.positions_U, batch.segments, recompute=recompute
+        ).square().sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert torch.equal(*grads)
 
@@ -190,7 +247,9 @@ def test_recomputing_layers_gives_the_same_gradient():
 def test_lora_products_are_pefts():
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(build("qwen2", torch.float64), LoraConfig(r=3, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0))
+    model = get_peft_model(
+        build("qwen2", torch.float64), LoraConfig(r=3, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0)
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
@@ -227,13 +286,25 @@ def test_padded_forms_agree_and_the_cheaper_one_is_chosen():
     model = build("llama")
     batch = collate(trees(6))
     assert torch.allclose(own_forward(model, batch, "rows"), own_forward(model, batch, "tree"), atol=1e-5)
-    assert choose_form([(100, [10, 10])]) == "tree" and choose_form([(3, [50, 50])]) == "rows" and choose_form([(0, [7])]) == "rows"
+    assert (
+        choose_form([(100, [10, 10])]) == "tree"
+        and choose_form([(3, [50, 50])]) == "rows"
+        and choose_form([(0, [7])]) == "rows"
+    )
 
 
 def test_refusals_name_the_reason():
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    shape = dict(vocab_size=11, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0)
+    shape = dict(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
     assert "GPT2Model" in lean.why_not(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11)))
     assert "activation 'gelu'" in lean.why_not(LlamaForCausalLM(LlamaConfig(hidden_act="gelu", **shape)))
     partial = LlamaForCausalLM(LlamaConfig(**shape))

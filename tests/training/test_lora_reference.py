@@ -1,4 +1,6 @@
-"""Where the reference is the model under the LoRA adapter, it is that model with the adapter off: no second copy, the same numbers (LORA-RL)."""
+"""Where the reference is the model under the LoRA adapter, it is that model with the adapter off: no second copy, the
+same numbers (LORA-RL).
+"""
 
 import gc
 from pathlib import Path
@@ -18,14 +20,29 @@ from storage.datasets import open_dataset
 from tests.common import silent
 from tests.training.test_invariance import text_items
 
-RL = {"preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "max_steps": 4, "prompts_per_step": 4, "num_generations": 4, "num_iterations": 2,
-      "max_completion_length": 10, "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]}
+RL = {
+    "preset": "grpo",
+    "beta": 0.1,
+    "lora_rank": 4,
+    "learning_rate": 1e-2,
+    "max_steps": 4,
+    "prompts_per_step": 4,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "max_completion_length": 10,
+    "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}],
+}
 
 
 def adapted(path, forward="auto"):
     """A policy with an adapter that has learned something."""
     model = add_lora(load_policy(path), OptimizerConfig(lora_rank=4), seed=7)
-    trainer = Trainer(model, NextToken("token-mean"), OptimizerConfig(learning_rate=1e-2, lora_rank=4, warmup_ratio=0, forward=forward), 3)
+    trainer = Trainer(
+        model,
+        NextToken("token-mean"),
+        OptimizerConfig(learning_rate=1e-2, lora_rank=4, warmup_ratio=0, forward=forward),
+        3,
+    )
     for _ in range(3):
         trainer.step(text_items(np.random.default_rng(0)))
     return model
@@ -33,7 +50,11 @@ def adapted(path, forward="auto"):
 
 @pytest.mark.parametrize("forward", ("auto", "model"))
 def test_the_adapter_off_is_the_separate_reference_to_the_last_bit(tiny, forward):
-    model, separate, items = adapted(tiny["policy"], forward), load_policy(tiny["policy"]), text_items(np.random.default_rng(1))
+    model, separate, items = (
+        adapted(tiny["policy"], forward),
+        load_policy(tiny["policy"]),
+        text_items(np.random.default_rng(1)),
+    )
     if forward == "model":
         separate._posttrain_lean = False
     reference = AdapterOff(model)
@@ -53,7 +74,9 @@ def test_the_adapter_off_is_the_separate_reference_to_the_last_bit(tiny, forward
 
 
 def test_switching_off_for_the_reference_does_not_reach_the_policys_gradient(tiny):
-    """The reference's forward between the policy's forward and its backward changes no gradient, recomputed layers included."""
+    """The reference's forward between the policy's forward and its backward changes no gradient, recomputed layers
+    included.
+    """
     items = text_items(np.random.default_rng(2))
     gradients = []
     for interrupted in (False, True):
@@ -69,12 +92,18 @@ def test_switching_off_for_the_reference_does_not_reach_the_policys_gradient(tin
     assert gradients[0] and all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
-def test_rl_with_an_adapter_holds_the_base_once_and_gives_the_separate_references_numbers(tiny, data, spec, monkeypatch):
+def test_rl_with_an_adapter_holds_the_base_once_and_gives_the_separate_references_numbers(
+    tiny, data, spec, monkeypatch
+):
     held, step = [], Trainer.step
 
     def measured(self, items):
         gc.collect()
-        alive = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in gc.get_objects() if type(p) is torch.nn.Parameter}
+        alive = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+            for p in gc.get_objects()
+            if type(p) is torch.nn.Parameter
+        }
         held.append(sum(alive.values()) - sum(before.values()))
         return step(self, items)
 
@@ -82,12 +111,22 @@ def test_rl_with_an_adapter_holds_the_base_once_and_gives_the_separate_reference
     results = {}
     for name, extra in (("off", {}), ("separate", {"reference": tiny["policy"]})):
         gc.collect()
-        before = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in gc.get_objects() if type(p) is torch.nn.Parameter}
+        before = {
+            p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+            for p in gc.get_objects()
+            if type(p) is torch.nn.Parameter
+        }
         held.clear()
         result = execute(spec("rl", RL, {"model": tiny["policy"], "data": data["prompts"], **extra}, name), silent)
         rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
         page = next(Path(r["markdown"]).read_text() for r in result["reports"] if r["name"] == "preflight")
-        results[name] = (Path(result["outputs"]["model"]["path"], "model.safetensors").read_bytes(), [r["logp_ref"] for r in rows], [r["logp_old"] for r in rows], max(held), page)
+        results[name] = (
+            Path(result["outputs"]["model"]["path"], "model.safetensors").read_bytes(),
+            [r["logp_ref"] for r in rows],
+            [r["logp_old"] for r in rows],
+            max(held),
+            page,
+        )
     model = load_policy(tiny["policy"])
     base = sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
     wrapped = add_lora(model, OptimizerConfig(lora_rank=4), seed=1)
@@ -99,16 +138,33 @@ def test_rl_with_an_adapter_holds_the_base_once_and_gives_the_separate_reference
 
 
 def test_align_computes_its_reference_with_the_policy_itself(tiny, data, spec, monkeypatch):
-    """One model is loaded, with an adapter or without, and the cached log-probs are those of the model given as a reference."""
+    """One model is loaded, with an adapter or without, and the cached log-probs are those of the model given as a
+    reference.
+    """
     from stages.models import modeling
 
     loaded, load = [], modeling.load_policy
     monkeypatch.setattr(modeling, "load_policy", lambda *a, **k: loaded.append(a) or load(*a, **k))
     found = {}
-    for name, config, extra in (("plain", {}, {}), ("adapter", {"lora_rank": 4}, {}), ("given", {}, {"reference": tiny["policy"]})):
+    for name, config, extra in (
+        ("plain", {}, {}),
+        ("adapter", {"lora_rank": 4}, {}),
+        ("given", {}, {"reference": tiny["policy"]}),
+    ):
         loaded.clear()
-        result = execute(spec("align", {"max_steps": 2, "batch_size": 6, "max_length": 96, **config}, {"model": tiny["policy"], "data": data["pairs"], **extra}, name), silent)
-        found[name] = [(r["ref_chosen_logp"], r["ref_rejected_logp"]) for r in open_dataset(result["outputs"]["ref_logps"]["path"]).iter_rows()]
+        result = execute(
+            spec(
+                "align",
+                {"max_steps": 2, "batch_size": 6, "max_length": 96, **config},
+                {"model": tiny["policy"], "data": data["pairs"], **extra},
+                name,
+            ),
+            silent,
+        )
+        found[name] = [
+            (r["ref_chosen_logp"], r["ref_rejected_logp"])
+            for r in open_dataset(result["outputs"]["ref_logps"]["path"]).iter_rows()
+        ]
         assert len(loaded) == (2 if extra else 1), name
     assert found["plain"] == found["adapter"] == found["given"]
 
@@ -123,8 +179,16 @@ def test_a_reference_that_follows_the_policy_takes_the_adapter_in(tiny):
     assert any(not torch.equal(moved[n], start[n]) for n in start)
 
 
-@pytest.mark.parametrize("settings", ({"ref_mode": "refresh", "ref_sync_steps": 2, "ref_sync_alpha": 1.0}, {"ref_mode": "ema"},
-                                      {"kl_target": "old", "kl_estimator": "full", "kl_direction": "reverse"}))
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {"ref_mode": "refresh", "ref_sync_steps": 2, "ref_sync_alpha": 1.0},
+        {"ref_mode": "ema"},
+        {"kl_target": "old", "kl_estimator": "full", "kl_direction": "reverse"},
+    ),
+)
 def test_rl_references_that_move_have_a_copy_of_their_own_beside_an_adapter(settings, tiny, data, spec):
-    result = execute(spec("rl", {**RL, **settings}, {"model": tiny["policy"], "data": data["prompts"]}, "moving"), silent)
+    result = execute(
+        spec("rl", {**RL, **settings}, {"model": tiny["policy"], "data": data["prompts"]}, "moving"), silent
+    )
     assert result["summary"]["steps"] == 4 and result["summary"]["skipped_steps"] == 0

@@ -13,7 +13,16 @@ from stages.spec import ConfigError
 from tests.common import silent
 
 SFT = {"learning_rate": 1e-3, "batch_size": 4, "max_length": 96, "max_tokens_per_micro_batch": 256}
-RL = {"preset": "ppo", "beta": 0.1, "kl_coef": 0, "max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "rewards": [{"kind": "length"}]}
+RL = {
+    "preset": "ppo",
+    "beta": 0.1,
+    "kl_coef": 0,
+    "max_steps": 1,
+    "prompts_per_step": 2,
+    "num_generations": 2,
+    "max_completion_length": 4,
+    "rewards": [{"kind": "length"}],
+}
 
 
 def told(events):
@@ -38,16 +47,38 @@ def test_adapters_have_the_parameters_that_peft_gives_them(tiny, targets):
     assert memory.lora_parameters(memory.shape_of(tiny["policy"]), Stage.config) == adapted > 0
 
 
-@pytest.mark.parametrize("changes", ({}, {"lora_rank": 4, "kl_coef": 0.1, "beta": 0}, {"ref_mode": "ema", "ema_decay": 0.9}, {"critic_mode": "shared"}))
+@pytest.mark.parametrize(
+    "changes",
+    ({}, {"lora_rank": 4, "kl_coef": 0.1, "beta": 0}, {"ref_mode": "ema", "ema_decay": 0.9}, {"critic_mode": "shared"}),
+)
 def test_the_plan_of_rl_is_what_it_holds(tiny, data, spec, monkeypatch, changes):
-    """Against an independent count: every storage of every model that the stage has, gradients, moments and averages, just before training."""
+    """Against an independent count: every storage of every model that the stage has, gradients, moments and averages,
+    just before training.
+    """
     from stages import preflight
 
     held = []
 
     def rl_preflight(stage, trainer, source):
         trainers = [t for t in (trainer, getattr(source.critic, "trainer", None)) if t is not None]
-        held.append(sum(held_bytes([m for m in (trainer.model, source.policy.model, source.reference, source.old, getattr(source.critic, "model", None)) if m is not None], trainers)))
+        held.append(
+            sum(
+                held_bytes(
+                    [
+                        m
+                        for m in (
+                            trainer.model,
+                            source.policy.model,
+                            source.reference,
+                            source.old,
+                            getattr(source.critic, "model", None),
+                        )
+                        if m is not None
+                    ],
+                    trainers,
+                )
+            )
+        )
         raise InterruptedError
 
     monkeypatch.setattr(preflight, "rl_preflight", rl_preflight)
@@ -62,16 +93,22 @@ def test_the_plan_of_rl_is_what_it_holds(tiny, data, spec, monkeypatch, changes)
     assert f"{memory.shown(found.states)} for weights" in told(events) and "KV cache" in told(events)
 
 
-@pytest.mark.parametrize("stage,changes,inputs", (
-    ("sft", {"ema_decay": 0.9, "eval_every": 1, "select_by": "loss"}, {"data": "demonstrations"}),
-    ("sft", {"lora_rank": 4}, {"data": "demonstrations"}),
-    ("align", {"method": "dpo", "reference_update": "ema"}, {"data": "pairs"}),
-    ("align", {"method": "dpo"}, {"data": "pairs", "reference": "tiny"}),
-    ("reward_model", {}, {"data": "pairs"}),
-    ("distill", {"method": "logit"}, {"data": "demonstrations", "teacher": "tiny"}),
-    ("distill", {"method": "context", "context": "Be kind."}, {"data": "demonstrations"})))
+@pytest.mark.parametrize(
+    "stage,changes,inputs",
+    (
+        ("sft", {"ema_decay": 0.9, "eval_every": 1, "select_by": "loss"}, {"data": "demonstrations"}),
+        ("sft", {"lora_rank": 4}, {"data": "demonstrations"}),
+        ("align", {"method": "dpo", "reference_update": "ema"}, {"data": "pairs"}),
+        ("align", {"method": "dpo"}, {"data": "pairs", "reference": "tiny"}),
+        ("reward_model", {}, {"data": "pairs"}),
+        ("distill", {"method": "logit"}, {"data": "demonstrations", "teacher": "tiny"}),
+        ("distill", {"method": "context", "context": "Be kind."}, {"data": "demonstrations"}),
+    ),
+)
 def test_the_plan_of_other_stages_is_what_they_hold(tiny, data, spec, monkeypatch, stage, changes, inputs):
-    """Against every model that is alive when training begins, gradients, moments and averages; heads of reward models come on top."""
+    """Against every model that is alive when training begins, gradients, moments and averages; heads of reward models
+    come on top.
+    """
     import gc
 
     from transformers import PreTrainedModel
@@ -86,18 +123,26 @@ def test_the_plan_of_other_stages_is_what_they_hold(tiny, data, spec, monkeypatc
         raise InterruptedError
 
     monkeypatch.setattr("stages.preflight.preflight", looked_at)
-    given = {"model": tiny["policy"], **{name: tiny["policy"] if what == "tiny" else data[what] for name, what in inputs.items()}}
+    given = {
+        "model": tiny["policy"],
+        **{name: tiny["policy"] if what == "tiny" else data[what] for name, what in inputs.items()},
+    }
     config = get_spec(stage).config(**{**SFT, "max_steps": 1, **changes})
     with pytest.raises(InterruptedError):
         execute(spec(stage, {**SFT, "max_steps": 1, **changes}, given, "held"), silent)
     shape = memory.shape_of(tiny["policy"])
-    found = memory.need(get_spec(stage).roles(config, set(given)), {name: shape for name in given if name != "data"}, config)
-    best = 4 * shape.parameters if "select_by" in changes else 0  # the best weights are kept from the first validation pass on
+    found = memory.need(
+        get_spec(stage).roles(config, set(given)), {name: shape for name in given if name != "data"}, config
+    )
+    # the best weights are kept from the first validation pass on
+    best = 4 * shape.parameters if "select_by" in changes else 0
     assert found.states == pytest.approx(held[0] + best, rel=0.02)
 
 
 def test_the_previous_reward_model_is_loaded_when_training_holds_nothing_any_more(tiny, data, spec, monkeypatch):
-    """The plan has one reward model: the earlier one is compared with it once gradients and moments are gone, not on top of them."""
+    """The plan has one reward model: the earlier one is compared with it once gradients and moments are gone, not on
+    top of them.
+    """
     import gc
 
     import torch
@@ -114,7 +159,15 @@ def test_the_previous_reward_model_is_loaded_when_training_holds_nothing_any_mor
         return {}
 
     monkeypatch.setattr(reward_model, "drift", compared)
-    execute(spec("reward_model", {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["pairs"], "previous": tiny["reward"]}, "previous"), silent)
+    execute(
+        spec(
+            "reward_model",
+            {**SFT, "max_steps": 1},
+            {"model": tiny["policy"], "data": data["pairs"], "previous": tiny["reward"]},
+            "previous",
+        ),
+        silent,
+    )
     assert left == [[]]
 
 
@@ -123,15 +176,25 @@ def test_a_plan_that_cannot_fit_is_refused_before_anything_is_loaded(tiny, data,
     config, inputs = {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}
     small = {"device_memory_gib": 0.6 * states / memory.GIB}
     monkeypatch.setattr("stages.models.modeling.load_policy", lambda *a, **k: pytest.fail("loaded"))
-    with pytest.raises(ConfigError, match=r"sft cannot fit on this device: it needs 0.\d+ MiB for weights, .*lora_rank=16 \(needs 0.\d+ MiB.*sharding=full with --devices 2.*memory_check=warn"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"sft cannot fit on this device: it needs 0.\d+ MiB for weights, .*lora_rank=16 \(needs 0.\d+"
+            r" MiB.*sharding=full with --devices 2.*memory_check=warn"
+        ),
+    ):
         execute(spec("sft", {**config, **small}, inputs, "small"), silent)
-    with pytest.raises(ConfigError, match="a plan without a resident reference: beta=0 kl_coef=0.*; or critic_mode=shared"):
+    with pytest.raises(
+        ConfigError, match="a plan without a resident reference: beta=0 kl_coef=0.*; or critic_mode=shared"
+    ):
         execute(spec("rl", {**RL, **small}, {"model": tiny["policy"], "data": data["prompts"]}, "rl"), silent)
     monkeypatch.undo()
     events = []
     result = execute(spec("sft", {**config, **small, "memory_check": "warn"}, inputs, "warned"), events.append)
     plain = execute(spec("sft", config, inputs, "plain"), silent)
-    assert any(w["code"] == "memory" for w in result["warnings"]) and not any(w["code"] == "memory" for w in plain["warnings"])
+    assert any(w["code"] == "memory" for w in result["warnings"]) and not any(
+        w["code"] == "memory" for w in plain["warnings"]
+    )
     assert result["summary"] == plain["summary"]
 
 
@@ -140,18 +203,38 @@ def test_what_fits_by_certain_bytes_only_is_a_warning(tiny, data, spec, monkeypa
     shapes = {"model": memory.shape_of(tiny["policy"])}
     found = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config)
     assert set(found.caches) == {memory.SAMPLED, "logits"}
-    text, rows, length = shapes["model"].config, 4, 256  # max_prompt_length is 512 by default, the model has 256 positions
+    # max_prompt_length is 512 by default, the model has 256 positions
+    text, rows, length = shapes["model"].config, 4, 256
     cache, weights = 2 * text["num_hidden_layers"] * 32 * rows * length * 4, 4 * shapes["model"].parameters
     assert found.caches[memory.SAMPLED] == cache + weights
-    low = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config.model_copy(update={"sampling_dtype": "bfloat16"}))
+    low = memory.need(
+        get_spec("rl").roles(config, {"model", "data"}),
+        shapes,
+        config.model_copy(update={"sampling_dtype": "bfloat16"}),
+    )
     assert low.caches[memory.SAMPLED] == found.caches[memory.SAMPLED] // 2
-    agent = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config.model_copy(update={"environment": "tools", "generation_batch": 1}))
-    assert agent.caches[memory.SAMPLED] == cache * (rows + 1) // rows + weights  # one row at a time, and all that may be continued
+    agent = memory.need(
+        get_spec("rl").roles(config, {"model", "data"}),
+        shapes,
+        config.model_copy(update={"environment": "tools", "generation_batch": 1}),
+    )
+    # one row at a time, and all that may be continued
+    assert agent.caches[memory.SAMPLED] == cache * (rows + 1) // rows + weights
     monkeypatch.setattr(memory, "KEPT_BYTES", 10)
-    agent = memory.need(get_spec("rl").roles(config, {"model", "data"}), shapes, config.model_copy(update={"environment": "tools"}))
+    agent = memory.need(
+        get_spec("rl").roles(config, {"model", "data"}), shapes, config.model_copy(update={"environment": "tools"})
+    )
     assert agent.caches[memory.SAMPLED] == found.caches[memory.SAMPLED] + 10
     events = []
-    result = execute(spec("rl", {**RL, "device_memory_gib": (found.states + 1) / memory.GIB}, {"model": tiny["policy"], "data": data["prompts"]}, "tight"), events.append)
+    result = execute(
+        spec(
+            "rl",
+            {**RL, "device_memory_gib": (found.states + 1) / memory.GIB},
+            {"model": tiny["policy"], "data": data["prompts"]},
+            "tight",
+        ),
+        events.append,
+    )
     (warned,) = [w["text"] for w in result["warnings"] if w["code"] == "memory"]
     assert "generation_batch or max_completion_length" in warned or "max_tokens_per_micro_batch" in warned
 
@@ -159,10 +242,17 @@ def test_what_fits_by_certain_bytes_only_is_a_warning(tiny, data, spec, monkeypa
 def test_sharding_divides_what_is_sharded_and_sampling_needs_a_whole_copy(tiny):
     spec, n = get_spec("rl"), memory.shape_of(tiny["policy"]).parameters
     config = spec.config(**{**RL, "preset": "grpo", "sharding": "full"})
-    need = memory.need(spec.roles(config, {"model", "data"}), {"model": memory.shape_of(tiny["policy"])}, config, devices=4)
+    need = memory.need(
+        spec.roles(config, {"model", "data"}), {"model": memory.shape_of(tiny["policy"])}, config, devices=4
+    )
     assert need.states == 16 * n // 4 + 4 * n // 4 + 4 * n
     sft = get_spec("sft").config(sharding="full", ema_decay=0.9)
-    assert memory.need(get_spec("sft").roles(sft, {"model"}), {"model": memory.shape_of(tiny["policy"])}, sft, devices=2).states == 20 * n // 2
+    assert (
+        memory.need(
+            get_spec("sft").roles(sft, {"model"}), {"model": memory.shape_of(tiny["policy"])}, sft, devices=2
+        ).states
+        == 20 * n // 2
+    )
 
 
 def test_a_dry_run_tells_and_refuses(tiny, data, tmp_path, monkeypatch):
@@ -172,10 +262,26 @@ def test_a_dry_run_tells_and_refuses(tiny, data, tmp_path, monkeypatch):
     from flows.cli import app
 
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
-    command = ["run", "preference", f"data.path={data['pairs']}", f"model={tiny['policy']}", "sft_first=true", "--dry-run", "--json"]
+    command = [
+        "run",
+        "preference",
+        f"data.path={data['pairs']}",
+        f"model={tiny['policy']}",
+        "sft_first=true",
+        "--dry-run",
+        "--json",
+    ]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     plan = {row["step"]: row for row in json.loads(done.stdout.splitlines()[-1])["plan"]}
-    assert "MiB of" in plan["sft"]["memory"] and plan["dpo"]["memory"] == plan["sft"]["memory"] and "memory" not in plan["evaluate_dpo"]
+    assert (
+        "MiB of" in plan["sft"]["memory"]
+        and plan["dpo"]["memory"] == plan["sft"]["memory"]
+        and "memory" not in plan["evaluate_dpo"]
+    )
     done = CliRunner().invoke(app, [*command, "dpo.device_memory_gib=1e-4"])
-    assert isinstance(done.exception, ConfigError) and str(done.exception).startswith("dpo cannot fit") and "dpo  " not in str(done.exception)
+    assert (
+        isinstance(done.exception, ConfigError)
+        and str(done.exception).startswith("dpo cannot fit")
+        and "dpo  " not in str(done.exception)
+    )

@@ -30,7 +30,9 @@ def test_slerp_keeps_the_length_and_ends_at_both_models():
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     for share in (0.0, 0.3, 0.5, 1.0):
         assert float(slerp(a, b, share).norm()) == pytest.approx(1.0, abs=1e-6)
-    assert torch.allclose(slerp(a, b, 0.5), torch.full((2,), 0.5 ** 0.5)) and torch.allclose(slerp(a, b, 1.0), b, atol=1e-6)
+    assert torch.allclose(slerp(a, b, 0.5), torch.full((2,), 0.5**0.5)) and torch.allclose(
+        slerp(a, b, 1.0), b, atol=1e-6
+    )
     assert torch.allclose(slerp(a, 2 * a, 0.25), 1.25 * a)
 
 
@@ -54,9 +56,14 @@ def test_the_stage_averages_models_and_names_what_does_not_fit(tiny, spec, tmp_p
             p.add_(1.0)
     save_policy(other, load_tokenizer(tiny["policy"]), tmp_path / "other")
     made = spec("merge", {"coefficients": {"a": 0.75, "b": 0.25}}, {}, "merge")
-    made["inputs"] = {f"models.{n}": {"kind": "model", "path": p, "ref": n, "digest": n} for n, p in (("a", tiny["policy"]), ("b", str(tmp_path / "other")))}
+    made["inputs"] = {
+        f"models.{n}": {"kind": "model", "path": p, "ref": n, "digest": n}
+        for n, p in (("a", tiny["policy"]), ("b", str(tmp_path / "other")))
+    }
     result = execute(made, lambda e: None)
-    merged, first = (dict(load_policy(p).named_parameters()) for p in (result["outputs"]["model"]["path"], tiny["policy"]))
+    merged, first = (
+        dict(load_policy(p).named_parameters()) for p in (result["outputs"]["model"]["path"], tiny["policy"])
+    )
     assert all(torch.allclose(merged[n], first[n] + 0.25, atol=1e-6) for n in first)
     with pytest.raises(ConfigError, match="sum to 1"):
         coefficients_of(Config(coefficients={"a": 0.5, "b": 0.4}), ["a", "b"])
@@ -83,20 +90,46 @@ def swap_words(folder: Path) -> None:
 
 
 def set_in_config(**changes):
-    return lambda folder: (folder / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **changes}))
+    return lambda folder: (folder / "config.json").write_text(
+        json.dumps({**json.loads((folder / "config.json").read_text()), **changes})
+    )
 
 
-@pytest.mark.parametrize("change,text", [
-    (swap_words, "the same ids to different words"), (set_in_config(rope_parameters={"rope_type": "default", "rope_theta": 1e6}), "rope_parameters"),
-    (set_in_config(num_attention_heads=1, num_key_value_heads=1, head_dim=32), "num_attention_heads"), (set_in_config(rms_norm_eps=1e-2), r"rms_norm_eps \(1e-06 and 0.01\)"),
-    (set_in_config(use_cache=False, initializer_range=0.5, attention_dropout=0.3, transformers_version="4.0.0", pad_token_id=0), None)])
+@pytest.mark.parametrize(
+    "change,text",
+    [
+        (swap_words, "the same ids to different words"),
+        (set_in_config(rope_parameters={"rope_type": "default", "rope_theta": 1e6}), "rope_parameters"),
+        (set_in_config(num_attention_heads=1, num_key_value_heads=1, head_dim=32), "num_attention_heads"),
+        (set_in_config(rms_norm_eps=1e-2), r"rms_norm_eps \(1e-06 and 0.01\)"),
+        (
+            set_in_config(
+                use_cache=False,
+                initializer_range=0.5,
+                attention_dropout=0.3,
+                transformers_version="4.0.0",
+                pad_token_id=0,
+            ),
+            None,
+        ),
+    ],
+)
 @pytest.mark.parametrize("place", ("model", "base"))
 def test_models_whose_weights_mean_something_else_are_not_averaged(tiny, spec, tmp_path, change, text, place):
-    """Other words behind the same ids, or other settings of the same tensors; what changes nothing of what the weights compute is allowed."""
+    """Other words behind the same ids, or other settings of the same tensors; what changes nothing of what the weights
+    compute is allowed.
+    """
     shutil.copytree(tiny["policy"], tmp_path / "other")
     change(tmp_path / "other")
     other, config = str(tmp_path / "other"), {"method": "task_arithmetic"} if place == "base" else {}
-    made = of_two(spec, tiny["policy"], tiny["policy"] if place == "base" else other, "merge", config, other if place == "base" else None)
+    made = of_two(
+        spec,
+        tiny["policy"],
+        tiny["policy"] if place == "base" else other,
+        "merge",
+        config,
+        other if place == "base" else None,
+    )
     if text is None:
         execute(made, silent)
         return
@@ -106,10 +139,21 @@ def test_models_whose_weights_mean_something_else_are_not_averaged(tiny, spec, t
 
 def test_kill9_merges_to_the_same_bytes(tiny, spec, forks):
     """Killed at a moment of chance and while the model is being written."""
-    whole, killed = (of_two(spec, tiny["policy"], tiny["other"], name, {"method": "slerp"}) for name in ("whole", "killed"))
-    subprocess.run([sys.executable, "-m", "stages", spec.path("whole")], cwd=PROJECT_ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    whole, killed = (
+        of_two(spec, tiny["policy"], tiny["other"], name, {"method": "slerp"}) for name in ("whole", "killed")
+    )
+    subprocess.run(
+        [sys.executable, "-m", "stages", spec.path("whole")],
+        cwd=PROJECT_ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+    )
     out = Path(killed["workdir"], "out")
-    for started, delay in ((lambda: True, random.uniform(0, 1)), ((out / ".model.tmp").exists, random.uniform(0, 0.02))):
+    for started, delay in (
+        (lambda: True, random.uniform(0, 1)),
+        ((out / ".model.tmp").exists, random.uniform(0, 0.02)),
+    ):
         since = []
 
         def due():

@@ -1,4 +1,6 @@
-"""What moves the weights: torch's optimizers against their formulas, what they hold, and the learning rates of a run against transformers' schedules."""
+"""What moves the weights: torch's optimizers against their formulas, what they hold, and the learning rates of a run
+against transformers' schedules.
+"""
 
 import gc
 import math
@@ -19,28 +21,40 @@ from stages.training import Trainer, learning_rate_at
 from tests.common import silent
 from tests.training.test_invariance import text_items
 
-RATES = {"adamw": {}, "sgd": {"learning_rate": 0.1}, "sgd with momentum": {"learning_rate": 0.1, "momentum": 0.9}, "adafactor": {}, "muon": {}}
+RATES = {
+    "adamw": {},
+    "sgd": {"learning_rate": 0.1},
+    "sgd with momentum": {"learning_rate": 0.1, "momentum": 0.9},
+    "adafactor": {},
+    "muon": {},
+}
 
 
 def settings(name, **more) -> OptimizerConfig:
-    return OptimizerConfig(optimizer=name.split()[0], **{"warmup_ratio": 0, "lr_schedule": "constant", **RATES[name], **more})
+    return OptimizerConfig(
+        optimizer=name.split()[0], **{"warmup_ratio": 0, "lr_schedule": "constant", **RATES[name], **more}
+    )
 
 
 def expected(name, config, value, gradients, muon: bool):
-    """Weight after steps with these gradients, written out in float64 (Muon's polynomial in bfloat16, as its paper runs it)."""
+    """Weight after steps with these gradients, written out in float64 (Muon's polynomial in bfloat16, as its paper runs
+    it).
+    """
     w, lr, decay = value.double(), config.learning_rate, config.weight_decay if value.ndim >= 2 else 0.0
     first, second, row, column = torch.zeros_like(w), torch.zeros_like(w), 0.0, 0.0
     for t, g in enumerate((g.double() for g in gradients), 1):
         if name == "adamw" or name == "muon" and not muon:
             b1, b2 = config.adam_beta1, config.adam_beta2
             first, second = b1 * first + (1 - b1) * g, b2 * second + (1 - b2) * g * g
-            w = w * (1 - lr * decay) - lr * (first / (1 - b1 ** t)) / ((second / (1 - b2 ** t)).sqrt() + config.adam_epsilon)
+            w = w * (1 - lr * decay) - lr * (first / (1 - b1**t)) / (
+                (second / (1 - b2**t)).sqrt() + config.adam_epsilon
+            )
         elif name.startswith("sgd"):
             g = g + decay * w
             first = g if t == 1 else (config.momentum or 0.0) * first + g
             w = w - lr * first
         elif name == "adafactor":
-            keep, eps = 1 - t ** -0.8, torch.finfo(torch.float32).eps
+            keep, eps = 1 - t**-0.8, torch.finfo(torch.float32).eps
             w2 = w * (1 - lr * decay)
             if w.ndim >= 2:
                 row = keep * row + (1 - keep) * (g * g).mean(-1, keepdim=True)
@@ -49,8 +63,8 @@ def expected(name, config, value, gradients, muon: bool):
             else:
                 v = second = keep * second + (1 - keep) * g * g
             update = g / v.clamp(min=eps * eps).sqrt()
-            update = update / max(1.0, float((update ** 2).mean().sqrt()))
-            w = w2 - max(1e-3, float((w ** 2).mean().sqrt())) * min(lr, t ** -0.5) * update
+            update = update / max(1.0, float((update**2).mean().sqrt()))
+            w = w2 - max(1e-3, float((w**2).mean().sqrt())) * min(lr, t**-0.5) * update
         else:
             momentum = 0.95 if config.momentum is None else config.momentum
             first = momentum * first + (1 - momentum) * g
@@ -68,8 +82,12 @@ def expected(name, config, value, gradients, muon: bool):
 
 @pytest.mark.parametrize("name", RATES)
 def test_three_steps_are_those_of_the_papers(name, tiny):
-    """Every weight of the model, matrices with weight decay and vectors without; of Muon the layers' matrices, while embedding and head take AdamW's step."""
-    config = settings(name, weight_decay=0.1, max_grad_norm=1e9, **({"learning_rate": 1e-3} if name in ("adamw", "muon") else {}))
+    """Every weight of the model, matrices with weight decay and vectors without; of Muon the layers' matrices, while
+    embedding and head take AdamW's step.
+    """
+    config = settings(
+        name, weight_decay=0.1, max_grad_norm=1e9, **({"learning_rate": 1e-3} if name in ("adamw", "muon") else {})
+    )
     model = load_policy(tiny["policy"])
     trainer = Trainer(model, NextToken("token-mean"), config, 3)
     before, seen = {n: p.detach().clone() for n, p in trainer.parameters.items()}, {n: [] for n in trainer.parameters}
@@ -97,7 +115,9 @@ def test_three_steps_are_those_of_the_papers(name, tiny):
 @pytest.mark.parametrize("name", RATES)
 @pytest.mark.parametrize("rank", (0, 4))
 def test_the_plan_of_memory_counts_what_the_optimizer_holds(name, rank, tiny):
-    """States after a step, before it (state_shapes, for the trial) and in the plan; counters of steps are four bytes each."""
+    """States after a step, before it (state_shapes, for the trial) and in the plan; counters of steps are four bytes
+    each.
+    """
     if rank and name == "adafactor":
         pytest.skip("refused")
     config = settings(name, lora_rank=rank)
@@ -106,7 +126,12 @@ def test_the_plan_of_memory_counts_what_the_optimizer_holds(name, rank, tiny):
     before = preflight.held_bytes([model], [trainer])
     stand_in = preflight.optimizer_state(trainer)
     trainer.step(text_items(np.random.default_rng(0)))
-    held = [value for state in trainer.optimizer.state.values() for key, value in state.items() if value is not None and key != "step"]
+    held = [
+        value
+        for state in trainer.optimizer.state.values()
+        for key, value in state.items()
+        if value is not None and key != "step"
+    ]
     assert sum(t.nbytes for t in held) == sum(t.nbytes for t in stand_in)
     trained = sum(p.nbytes for p in trainer.parameters.values())
     assert preflight.held_bytes([model], [trainer]) == before and before[1] == trained + sum(t.nbytes for t in held)
@@ -114,11 +139,21 @@ def test_the_plan_of_memory_counts_what_the_optimizer_holds(name, rank, tiny):
     assert memory.need(roles, {"model": memory.shape_of(tiny["policy"])}, config).states == sum(before)
 
 
-@pytest.mark.parametrize("given,says", (
-    ({"optimizer": "sgd"}, "learning_rate=0.1"), ({"optimizer": "sgd", "learning_rate": 0.1, "adam_beta2": 0.95}, "optimizer=adamw"), ({"momentum": 0.9}, "optimizer=sgd"),
-    ({"optimizer": "adafactor", "lora_rank": 8}, "adamw"),
-    ({"lr_schedule": "warmup_stable_decay"}, "lr_schedule=wsd"), ({"lr_schedule": "cosine_with_min_lr"}, "min_lr_ratio"), ({"lr_power": 2.0}, "lr_schedule=polynomial"),
-    ({"lr_cycles": 2}, "cosine_with_restarts"), ({"decay_type": "cosine"}, "lr_schedule=wsd"), ({"warmup_ratio": 0.3, "warmup_steps": 5}, "leave warmup_steps out")))
+@pytest.mark.parametrize(
+    "given,says",
+    (
+        ({"optimizer": "sgd"}, "learning_rate=0.1"),
+        ({"optimizer": "sgd", "learning_rate": 0.1, "adam_beta2": 0.95}, "optimizer=adamw"),
+        ({"momentum": 0.9}, "optimizer=sgd"),
+        ({"optimizer": "adafactor", "lora_rank": 8}, "adamw"),
+        ({"lr_schedule": "warmup_stable_decay"}, "lr_schedule=wsd"),
+        ({"lr_schedule": "cosine_with_min_lr"}, "min_lr_ratio"),
+        ({"lr_power": 2.0}, "lr_schedule=polynomial"),
+        ({"lr_cycles": 2}, "cosine_with_restarts"),
+        ({"decay_type": "cosine"}, "lr_schedule=wsd"),
+        ({"warmup_ratio": 0.3, "warmup_steps": 5}, "leave warmup_steps out"),
+    ),
+)
 def test_settings_that_nothing_would_read_are_refused(given, says):
     with pytest.raises(ValueError, match=says.replace("(", r"\(")):
         OptimizerConfig(**given)
@@ -126,8 +161,12 @@ def test_settings_that_nothing_would_read_are_refused(given, says):
 
 def test_default_learning_rates():
     rate = lambda stage, **given: get_spec(stage).config(**given).learning_rate
-    assert rate("sft") == rate("sft", optimizer="muon") == 2e-5 and rate("sft", optimizer="adafactor") == pytest.approx(1e-3)
-    assert rate("sft", lora_rank=4, optimizer="muon") == pytest.approx(2e-4) and rate("rl", optimizer="adafactor") == pytest.approx(5e-5)
+    assert rate("sft") == rate("sft", optimizer="muon") == 2e-5 and rate("sft", optimizer="adafactor") == pytest.approx(
+        1e-3
+    )
+    assert rate("sft", lora_rank=4, optimizer="muon") == pytest.approx(2e-4) and rate(
+        "rl", optimizer="adafactor"
+    ) == pytest.approx(5e-5)
     assert rate("sft", optimizer="adafactor", learning_rate=1e-4) == 1e-4
 
 
@@ -135,22 +174,46 @@ def test_a_plan_that_cannot_fit_names_the_optimizer_that_does(tiny):
     shape, config = memory.shape_of(tiny["policy"]), get_spec("sft").config()
     roles = get_spec("sft").roles(config, {"model", "data"})
     small = memory.need(roles, {"model": shape}, config.model_copy(update={"optimizer": "adafactor"})).states
-    assert f"optimizer=adafactor (needs {memory.shown(small)})" in memory.refusal("sft", roles, {"model": shape}, config, small)
+    assert f"optimizer=adafactor (needs {memory.shown(small)})" in memory.refusal(
+        "sft", roles, {"model": shape}, config, small
+    )
 
 
 def test_trpo_reads_no_optimizer_and_a_critic_keeps_adamw(tiny, data, spec, monkeypatch):
-    rl = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4, "rewards": [{"kind": "length"}]}
+    rl = {
+        "max_steps": 1,
+        "prompts_per_step": 2,
+        "num_generations": 2,
+        "max_completion_length": 4,
+        "rewards": [{"kind": "length"}],
+    }
     with pytest.raises(ValueError, match="optimizer=muon would change nothing"):
-        execute(spec("rl", {**rl, "preset": "trpo", "optimizer": "muon"}, {"model": tiny["policy"], "data": data["prompts"]}, "trpo"), silent)
+        execute(
+            spec(
+                "rl",
+                {**rl, "preset": "trpo", "optimizer": "muon"},
+                {"model": tiny["policy"], "data": data["prompts"]},
+                "trpo",
+            ),
+            silent,
+        )
     gc.collect()
     made = []
     real = optimizers.make
     monkeypatch.setattr(optimizers, "make", lambda config, *rest: made.append(config.optimizer) or real(config, *rest))
-    execute(spec("rl", {**rl, "preset": "ppo", "optimizer": "muon"}, {"model": tiny["policy"], "data": data["prompts"]}, "ppo"), silent)
+    execute(
+        spec(
+            "rl",
+            {**rl, "preset": "ppo", "optimizer": "muon"},
+            {"model": tiny["policy"], "data": data["prompts"]},
+            "ppo",
+        ),
+        silent,
+    )
     assert sorted(made) == ["adamw", "muon"]
 
 
-# --- learning rates -------------------------------------------------------------------------------------------------------------
+# --- learning rates ---------------------------------------------------------------------------------------------------
 
 TOTAL, WARMUP = 97, 13
 SCHEDULES = {  # ours -> transformers' name and arguments; its lr_end is an absolute rate
@@ -161,9 +224,21 @@ SCHEDULES = {  # ours -> transformers' name and arguments; its lr_end is an abso
     "cosine_with_restarts": ({"lr_cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
     "cosine_with_restarts once": ({}, "cosine_with_restarts", {"num_cycles": 1}),
     "polynomial": ({"lr_power": 2.0, "min_lr_ratio": 0.05}, "polynomial", {"power": 2.0, "lr_end": 0.05 * 0.02}),
-    "wsd": ({"decay_ratio": 20 / TOTAL, "min_lr_ratio": 0.1}, "warmup_stable_decay", {"num_decay_steps": 20, "min_lr_ratio": 0.1, "decay_type": "linear"}),
-    "wsd by cosine": ({"decay_ratio": 20 / TOTAL, "decay_type": "cosine"}, "warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "cosine"}),
-    "wsd by root": ({"decay_ratio": 20 / TOTAL, "decay_type": "1-sqrt"}, "warmup_stable_decay", {"num_decay_steps": 20, "decay_type": "1-sqrt"}),
+    "wsd": (
+        {"decay_ratio": 20 / TOTAL, "min_lr_ratio": 0.1},
+        "warmup_stable_decay",
+        {"num_decay_steps": 20, "min_lr_ratio": 0.1, "decay_type": "linear"},
+    ),
+    "wsd by cosine": (
+        {"decay_ratio": 20 / TOTAL, "decay_type": "cosine"},
+        "warmup_stable_decay",
+        {"num_decay_steps": 20, "decay_type": "cosine"},
+    ),
+    "wsd by root": (
+        {"decay_ratio": 20 / TOTAL, "decay_type": "1-sqrt"},
+        "warmup_stable_decay",
+        {"num_decay_steps": 20, "decay_type": "1-sqrt"},
+    ),
     "inverse_sqrt": ({}, "inverse_sqrt", {}),
 }
 
@@ -171,14 +246,21 @@ SCHEDULES = {  # ours -> transformers' name and arguments; its lr_end is an abso
 @pytest.mark.parametrize("case", SCHEDULES)
 @pytest.mark.parametrize("warmup", (0, WARMUP))
 def test_rates_are_those_of_transformers(case, warmup):
-    """Step by step from the end of warm-up on; within it one step ahead of transformers, whose first step has the rate 0."""
+    """Step by step from the end of warm-up on; within it one step ahead of transformers, whose first step has the rate
+    0.
+    """
     from transformers import get_scheduler
 
     given, name, arguments = SCHEDULES[case]
     if case == "inverse_sqrt" and not warmup:
         pytest.skip("transformers takes 10,000 steps for the time scale then, we one")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
-    theirs, schedule = [], get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=TOTAL, scheduler_specific_kwargs=arguments)
+    theirs, schedule = (
+        [],
+        get_scheduler(
+            name, optimizer, num_warmup_steps=warmup, num_training_steps=TOTAL, scheduler_specific_kwargs=arguments
+        ),
+    )
     for _ in range(TOTAL + 1):
         theirs.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -187,13 +269,17 @@ def test_rates_are_those_of_transformers(case, warmup):
     ours = [learning_rate_at(step, TOTAL, config) for step in range(TOTAL)]
     if case == "wsd":  # its warm-up starts at min_lr_ratio
         theirs[1:warmup] = [0.02 * (k + 1) / warmup for k in range(warmup)][: warmup - 1]
-    assert ours[:warmup] == pytest.approx(theirs[1:warmup + 1])
+    assert ours[:warmup] == pytest.approx(theirs[1 : warmup + 1])
     ahead = case == "inverse_sqrt"
-    assert ours[warmup:] == pytest.approx(theirs[warmup + ahead:TOTAL + ahead])
+    assert ours[warmup:] == pytest.approx(theirs[warmup + ahead : TOTAL + ahead])
 
 
 def test_warm_up_steps_are_the_ratios_steps():
-    by_ratio, by_steps = (OptimizerConfig(learning_rate=1.0, **given) for given in ({"warmup_ratio": 0.25}, {"warmup_steps": 10}))
-    assert [learning_rate_at(s, 40, by_ratio) for s in range(40)] == [learning_rate_at(s, 40, by_steps) for s in range(40)]
+    by_ratio, by_steps = (
+        OptimizerConfig(learning_rate=1.0, **given) for given in ({"warmup_ratio": 0.25}, {"warmup_steps": 10})
+    )
+    assert [learning_rate_at(s, 40, by_ratio) for s in range(40)] == [
+        learning_rate_at(s, 40, by_steps) for s in range(40)
+    ]
     short = OptimizerConfig(learning_rate=1.0, warmup_steps=100)
     assert learning_rate_at(2, 3, short) == 1.0  # a run that is shorter than its warm-up

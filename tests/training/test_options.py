@@ -1,4 +1,6 @@
-"""What every trained stage can be asked for: LoRA, averaged weights, the best validation pass, early stopping, who computes the layers."""
+"""What every trained stage can be asked for: LoRA, averaged weights, the best validation pass, early stopping, who
+computes the layers.
+"""
 
 import json
 import re
@@ -32,13 +34,17 @@ def scores(model, items) -> list[float]:
 
 
 def test_lora_trains_only_the_adapter_and_comes_back_to_the_last_bit(tiny, tmp_path):
-    """In a fresh process: base + adapter give the trained scores exactly, the merged directory gives the merged model's."""
+    """In a fresh process: base + adapter give the trained scores exactly, the merged directory gives the merged
+    model's.
+    """
     items = text_items(np.random.default_rng(0))
     base = load_policy(tiny["policy"])
     before = scores(base, items)
     model = add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=4), seed=7)
     assert scores(model, items) == pytest.approx(before, abs=1e-6)  # B starts at 0
-    trainer = Trainer(model, NextToken("token-mean"), OptimizerConfig(learning_rate=1e-2, lora_rank=4, warmup_ratio=0), 3)
+    trainer = Trainer(
+        model, NextToken("token-mean"), OptimizerConfig(learning_rate=1e-2, lora_rank=4, warmup_ratio=0), 3
+    )
     assert trainer.parameters and all("lora_" in name for name in trainer.parameters)
     for _ in range(3):
         trainer.step(items)
@@ -49,7 +55,10 @@ def test_lora_trains_only_the_adapter_and_comes_back_to_the_last_bit(tiny, tmp_p
     save_policy(model, load_tokenizer(tiny["policy"]), tmp_path / "out", base="model:base")
     merged = scores(load_policy(str(tmp_path / "out")), items)
     assert merged == pytest.approx(trained, abs=1e-4)
-    assert json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "model:base"
+    assert (
+        json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+        == "model:base"
+    )
     program = f"""
 import json, numpy as np
 from peft import PeftModel
@@ -57,8 +66,8 @@ from stages.models.modeling import load_policy
 from tests.training.test_invariance import text_items
 from tests.training.test_options import scores
 items = text_items(np.random.default_rng(0))
-adapted = PeftModel.from_pretrained(load_policy({tiny['policy']!r}), {str(tmp_path / 'out' / 'adapter')!r})
-print(json.dumps([scores(adapted, items), scores(load_policy({str(tmp_path / 'out')!r}), items)]))
+adapted = PeftModel.from_pretrained(load_policy({tiny["policy"]!r}), {str(tmp_path / "out" / "adapter")!r})
+print(json.dumps([scores(adapted, items), scores(load_policy({str(tmp_path / "out")!r}), items)]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == [trained, merged]
@@ -68,10 +77,22 @@ print(json.dumps([scores(adapted, items), scores(load_policy({str(tmp_path / 'ou
 def test_stages_train_with_lora(stage, tiny, data, spec):
     from transformers import AutoModelForCausalLM
 
-    config = {"sft": SFT, "align": {**SFT, "max_length": 96}, "rl": {"learning_rate": 1e-2, "max_steps": 2, "prompts_per_step": 6, "num_generations": 8,
-              "max_completion_length": 48, "rewards": [{"name": "length", "kind": "length", "max_length": 48, "cache_length": 48}]}}[stage]
+    config = {
+        "sft": SFT,
+        "align": {**SFT, "max_length": 96},
+        "rl": {
+            "learning_rate": 1e-2,
+            "max_steps": 2,
+            "prompts_per_step": 6,
+            "num_generations": 8,
+            "max_completion_length": 48,
+            "rewards": [{"name": "length", "kind": "length", "max_length": 48, "cache_length": 48}],
+        },
+    }[stage]
     rows = {"sft": "demonstrations", "align": "pairs", "rl": "prompts"}[stage]
-    result = execute(spec(stage, {**config, "lora_rank": 4}, {"model": tiny["policy"], "data": data[rows]}, "lora"), silent)
+    result = execute(
+        spec(stage, {**config, "lora_rank": 4}, {"model": tiny["policy"], "data": data[rows]}, "lora"), silent
+    )
     out = Path(result["outputs"]["model"]["path"])
     new, old = (dict(AutoModelForCausalLM.from_pretrained(p).named_parameters()) for p in (out, tiny["policy"]))
     changed = {n for n in old if not torch.equal(old[n], new[n])}
@@ -85,9 +106,13 @@ def test_unknown_lora_targets_name_the_layers(tiny):
 
 
 def test_an_adapter_on_the_output_layer_is_the_models_own_forward(tiny):
-    """The chunked head with the adapter's product in its weight: log-probs, entropy and gradients are those of the model's logits; off, the base's."""
+    """The chunked head with the adapter's product in its weight: log-probs, entropy and gradients are those of the
+    model's logits; off, the base's.
+    """
     items = text_items(np.random.default_rng(0))
-    model = add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=2, lora_targets="v_proj,lm_head"), 0).double()
+    model = add_lora(
+        load_policy(tiny["policy"]), OptimizerConfig(lora_rank=2, lora_targets="v_proj,lm_head"), 0
+    ).double()
     for name, parameter in model.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
@@ -105,14 +130,20 @@ def test_an_adapter_on_the_output_layer_is_the_models_own_forward(tiny):
     own_logps, own_entropy = (torch.stack(x) for x in zip(*expected))
     assert torch.allclose(logps, own_logps, atol=1e-6) and torch.allclose(entropy, own_entropy, atol=1e-6)
     weights = torch.linspace(-1, 1, len(logps), dtype=torch.float64)
-    found, own = (torch.autograd.grad((weights * (a + b)).sum(), trained) for a, b in ((logps, entropy), (own_logps, own_entropy)))
-    assert len(found) == 6 and all(torch.allclose(a, b, atol=1e-5 * float(b.abs().max())) and b.any() for a, b in zip(found, own))
+    found, own = (
+        torch.autograd.grad((weights * (a + b)).sum(), trained) for a, b in ((logps, entropy), (own_logps, own_entropy))
+    )
+    assert len(found) == 6 and all(
+        torch.allclose(a, b, atol=1e-5 * float(b.abs().max())) and b.any() for a, b in zip(found, own)
+    )
     assert torch.equal(head_of(AdapterOff(model)).weight, load_policy(tiny["policy"]).lm_head.weight.double())
 
 
 @pytest.mark.parametrize("layer", ("lm_head", "embed_tokens"))
 @pytest.mark.parametrize("tied", (False, True))
-def test_a_stage_trains_an_adapter_on_the_output_layer_or_the_embedding_unless_they_are_one(tied, layer, tiny, data, spec, tmp_path):
+def test_a_stage_trains_an_adapter_on_the_output_layer_or_the_embedding_unless_they_are_one(
+    tied, layer, tiny, data, spec, tmp_path
+):
     from transformers import AutoModelForCausalLM
 
     path = tiny["policy"]
@@ -122,18 +153,27 @@ def test_a_stage_trains_an_adapter_on_the_output_layer_or_the_embedding_unless_t
         model.tie_weights()
         path = str(tmp_path / "tied")
         save_policy(model, load_tokenizer(tiny["policy"]), path)
-    built = spec("sft", {**SFT, "lora_rank": 4, "lora_targets": f"q_proj,{layer}"}, {"model": path, "data": data["demonstrations"]}, "head")
+    built = spec(
+        "sft",
+        {**SFT, "lora_rank": 4, "lora_targets": f"q_proj,{layer}"},
+        {"model": path, "data": data["demonstrations"]},
+        "head",
+    )
     if tied:
         with pytest.raises(ModelError, match="one weight for the embedding and the output layer"):
             execute(built, silent)
         return
     out = execute(built, silent)["outputs"]["model"]["path"]
     new, old = (dict(AutoModelForCausalLM.from_pretrained(p).named_parameters()) for p in (out, path))
-    assert {n for n in old if not torch.equal(old[n], new[n])} == {n for n in old if n.endswith(("q_proj.weight", f"{layer}.weight"))}
+    assert {n for n in old if not torch.equal(old[n], new[n])} == {
+        n for n in old if n.endswith(("q_proj.weight", f"{layer}.weight"))
+    }
     items = text_items(np.random.default_rng(0))
     from peft import PeftModel
 
-    assert scores(PeftModel.from_pretrained(load_policy(path), f"{out}/adapter"), items) == pytest.approx(scores(load_policy(out), items), rel=1e-5)
+    assert scores(PeftModel.from_pretrained(load_policy(path), f"{out}/adapter"), items) == pytest.approx(
+        scores(load_policy(out), items), rel=1e-5
+    )
 
 
 def test_averaged_weights_are_the_published_ones(tiny):
@@ -154,9 +194,19 @@ def test_averaged_weights_are_the_published_ones(tiny):
 
 
 def test_the_best_validation_pass_is_published_and_training_stops(tiny, data, spec):
-    """A learning rate that ruins the model: the published weights are those of the best pass, and patience ends the run."""
-    config = {**SFT, "learning_rate": 3.0, "warmup_ratio": 0, "lr_schedule": "constant", "num_train_epochs": 6, "eval_every": 2, "select_by": "loss",
-              "early_stopping_patience": 2}
+    """A learning rate that ruins the model: the published weights are those of the best pass, and patience ends the
+    run.
+    """
+    config = {
+        **SFT,
+        "learning_rate": 3.0,
+        "warmup_ratio": 0,
+        "lr_schedule": "constant",
+        "num_train_epochs": 6,
+        "eval_every": 2,
+        "select_by": "loss",
+        "early_stopping_patience": 2,
+    }
     made = spec("sft", config, {"model": tiny["policy"], "data": data["demonstrations"]}, "best")
     result = execute(made, silent)
     rows = [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
@@ -164,25 +214,46 @@ def test_the_best_validation_pass_is_published_and_training_stops(tiny, data, sp
     best = min(passes, key=passes.get)
     assert result["summary"]["selected_step"] == best and result["summary"]["steps"] == best + 4 < 36
     assert result["summary"]["validation/nll"] == pytest.approx(passes[best], rel=1e-5)
-    same = execute(spec("sft", {**SFT, "max_steps": 1}, {"model": result["outputs"]["model"]["path"], "data": data["demonstrations"]}, "again"), silent)
+    same = execute(
+        spec(
+            "sft",
+            {**SFT, "max_steps": 1},
+            {"model": result["outputs"]["model"]["path"], "data": data["demonstrations"]},
+            "again",
+        ),
+        silent,
+    )
     assert same["summary"]["validation/nll_before"] == pytest.approx(passes[best], rel=1e-5)
 
 
-def test_the_summarys_loss_is_the_mean_of_the_last_tenth_of_the_steps_and_the_averages_best_pass_is_published(tiny, data, spec):
-    made = spec("sft", {**SFT, "max_steps": 29, "ema_decay": 0.5, "eval_every": 4, "learning_rate": 0.1, "select_by": "loss"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "late")
+def test_the_summarys_loss_is_the_mean_of_the_last_tenth_of_the_steps_and_the_averages_best_pass_is_published(
+    tiny, data, spec
+):
+    made = spec(
+        "sft",
+        {**SFT, "max_steps": 29, "ema_decay": 0.5, "eval_every": 4, "learning_rate": 0.1, "select_by": "loss"},
+        {"model": tiny["policy"], "data": data["demonstrations"]},
+        "late",
+    )
     result = execute(made, silent)
     rows = [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
     losses = [r["metrics"]["train/loss"] for r in rows if "train/loss" in r["metrics"]]
     assert len(losses) == 29 and losses[-1] != pytest.approx(losses[-2], rel=1e-6)
     assert result["summary"]["train/loss"] == pytest.approx(sum(losses[-2:]) / 2, rel=1e-12)
     passes = {r["step"]: r["metrics"]["validation/loss"] for r in rows if "validation/loss" in r["metrics"]}
-    assert list(passes) == [0, *range(4, 29, 4), 29] and result["summary"]["selected_step"] == min(passes, key=passes.get)
+    assert list(passes) == [0, *range(4, 29, 4), 29] and result["summary"]["selected_step"] == min(
+        passes, key=passes.get
+    )
     assert result["summary"]["validation/nll"] == pytest.approx(min(passes.values()), rel=1e-5)
 
 
 def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
-    made = spec("sft", {**SFT, "learning_rate": 0.3, "eval_every": 2, "select_by": "reward", "eval_completion_length": 8},
-                {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": tiny["reward"]}, "judged")
+    made = spec(
+        "sft",
+        {**SFT, "learning_rate": 0.3, "eval_every": 2, "select_by": "reward", "eval_completion_length": 8},
+        {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": tiny["reward"]},
+        "judged",
+    )
     result = execute(made, silent)
     rows = [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
     passes = {r["step"]: r["metrics"]["validation/reward"] for r in rows if "validation/reward" in r["metrics"]}
@@ -192,14 +263,30 @@ def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
 
 
 @pytest.mark.parametrize("patience", (0, 2))
-def test_where_no_pass_was_finite_the_last_weights_are_published_and_it_is_said(tiny, data, spec, monkeypatch, patience):
-    """select_by of a metric that is never a number, with and without early stopping: a warning, and the weights of the last step."""
+def test_where_no_pass_was_finite_the_last_weights_are_published_and_it_is_said(
+    tiny, data, spec, monkeypatch, patience
+):
+    """select_by of a metric that is never a number, with and without early stopping: a warning, and the weights of the
+    last step.
+    """
     evaluate = Trainer.evaluate
     monkeypatch.setattr(Trainer, "evaluate", lambda self, items: {**evaluate(self, items), "odd": float("nan")})
     config = {**SFT, "max_steps": 4, "eval_every": 1}
-    chosen = execute(spec("sft", {**config, "select_by": "odd", "early_stopping_patience": patience}, {"model": tiny["policy"], "data": data["demonstrations"]}, "odd"), silent)
+    chosen = execute(
+        spec(
+            "sft",
+            {**config, "select_by": "odd", "early_stopping_patience": patience},
+            {"model": tiny["policy"], "data": data["demonstrations"]},
+            "odd",
+        ),
+        silent,
+    )
     steps = 4 if not patience else chosen["summary"]["steps"]
-    assert [w["code"] for w in chosen["warnings"]].count("nothing_selected") == 1 and "selected_step" not in chosen["summary"] and (steps == 4 or steps < 4 and patience)
+    assert (
+        [w["code"] for w in chosen["warnings"]].count("nothing_selected") == 1
+        and "selected_step" not in chosen["summary"]
+        and (steps == 4 or steps < 4 and patience)
+    )
     if not patience:
         plain = execute(spec("sft", config, {"model": tiny["policy"], "data": data["demonstrations"]}, "plain"), silent)
         assert chosen["summary"]["validation/nll"] == plain["summary"]["validation/nll"]
@@ -211,22 +298,47 @@ def test_a_model_that_compares_answers_cannot_choose_the_best_pass(tiny, data, s
     """Every pass would get 0.5 and the first, untrained, would be published; inside a combination too."""
     from stages.reward_models.reward_heads import RewardCard, new_reward_model, save_reward_model, write_card
 
-    save_reward_model(new_reward_model(tiny["policy"]), load_tokenizer(tiny["policy"]), tmp_path / "both/members/a", RewardCard("pairwise", max_length=96))
+    save_reward_model(
+        new_reward_model(tiny["policy"]),
+        load_tokenizer(tiny["policy"]),
+        tmp_path / "both/members/a",
+        RewardCard("pairwise", max_length=96),
+    )
     write_card(tmp_path / "both", RewardCard("combined", options={"members": ["a"], "combine": "mean"}))
     for name, path in (("alone", tmp_path / "both/members/a"), ("inside", tmp_path / "both")):
         with pytest.raises(ConfigError, match="compares answers.*objective=bt"):
-            execute(spec("sft", {**SFT, "eval_every": 2, "select_by": "reward"}, {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": str(path)}, name), silent)
+            execute(
+                spec(
+                    "sft",
+                    {**SFT, "eval_every": 2, "select_by": "reward"},
+                    {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": str(path)},
+                    name,
+                ),
+                silent,
+            )
 
 
 def test_a_validation_pass_behind_every_epoch(tiny, data, spec):
     """eval_every=epoch: 42 rows in batches of 8 are 6 steps; the weights of the best such pass are published."""
     for stage, more in (("sft", {}), ("distill", {"method": "context", "context": "Be brief."})):
-        config = {**SFT, "learning_rate": 3.0, "warmup_ratio": 0, "lr_schedule": "constant", "batch_size": 8, "num_train_epochs": 3, "eval_every": "epoch", "select_by": "loss", **more}
+        config = {
+            **SFT,
+            "learning_rate": 3.0,
+            "warmup_ratio": 0,
+            "lr_schedule": "constant",
+            "batch_size": 8,
+            "num_train_epochs": 3,
+            "eval_every": "epoch",
+            "select_by": "loss",
+            **more,
+        }
         made = spec(stage, config, {"model": tiny["policy"], "data": data["demonstrations"]}, f"epochs-{stage}")
         result = execute(made, silent)
         rows = [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
         passes = {r["step"]: r["metrics"]["validation/loss"] for r in rows if "validation/loss" in r["metrics"]}
-        assert list(passes) == [0, 6, 12, 18] and result["summary"]["selected_step"] == min(passes, key=passes.get), stage
+        assert list(passes) == [0, 6, 12, 18] and result["summary"]["selected_step"] == min(passes, key=passes.get), (
+            stage
+        )
 
 
 def test_a_curriculum_goes_from_short_to_long(tiny, data, spec):
@@ -236,7 +348,9 @@ def test_a_curriculum_goes_from_short_to_long(tiny, data, spec):
     from stages.sft import encode_demonstrations, rows_in_order
     from stages.spec import ConfigError
 
-    made = spec("sft", {**SFT, "curriculum": "length"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "ordered")
+    made = spec(
+        "sft", {**SFT, "curriculum": "length"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "ordered"
+    )
     stage = Stage(get_stage("sft"), made, silent)
     items, _ = encode_demonstrations(stage.dataset("data"), "train", renderer_for(tiny["policy"]), stage.config)
     source = rows_in_order(stage, items, stage.config)
@@ -256,7 +370,15 @@ def test_selection_needs_something_to_select_by(tiny, data, spec):
     with pytest.raises(ValueError, match="eval_every=STEPS"):
         Config(select_by="loss")
     with pytest.raises(TrainingError, match="write one of.*loss"):
-        execute(spec("sft", {**SFT, "eval_every": 1, "select_by": "quality"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "wrong"), silent)
+        execute(
+            spec(
+                "sft",
+                {**SFT, "eval_every": 1, "select_by": "quality"},
+                {"model": tiny["policy"], "data": data["demonstrations"]},
+                "wrong",
+            ),
+            silent,
+        )
 
 
 def test_a_layers_own_forward_and_ours_train_alike(tiny):
@@ -264,7 +386,12 @@ def test_a_layers_own_forward_and_ours_train_alike(tiny):
     weights = []
     for forward in ("own", "model"):
         model = load_policy(tiny["policy"])
-        trainer = Trainer(model, NextToken("token-mean"), OptimizerConfig(learning_rate=1e-3, forward=forward, activation_checkpointing=forward == "own"), 3)
+        trainer = Trainer(
+            model,
+            NextToken("token-mean"),
+            OptimizerConfig(learning_rate=1e-3, forward=forward, activation_checkpointing=forward == "own"),
+            3,
+        )
         for _ in range(3):
             trainer.step(items)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
@@ -274,7 +401,11 @@ def test_a_layers_own_forward_and_ours_train_alike(tiny):
 @pytest.mark.parametrize("rank", (0, 2))
 def test_activation_checkpointing_leaves_the_layers_to_our_forward(tiny, rank):
     """transformers hooks the embedding where it turns checkpointing on, and what is hooked is not for our forward."""
-    model = add_lora(load_policy(tiny["policy"]), config := OptimizerConfig(learning_rate=1e-3, activation_checkpointing=True, lora_rank=rank), 0)
+    model = add_lora(
+        load_policy(tiny["policy"]),
+        config := OptimizerConfig(learning_rate=1e-3, activation_checkpointing=True, lora_rank=rank),
+        0,
+    )
     trainer = Trainer(model, NextToken("token-mean"), config, 1)
     assert is_lean(model) and trainer.step(text_items(np.random.default_rng(0)))["grad_norm"] > 0
     own = add_lora(load_policy(tiny["policy"]), other := config.model_copy(update={"forward": "model"}), 0)
@@ -286,8 +417,16 @@ def test_activation_checkpointing_leaves_the_layers_to_our_forward(tiny, rank):
 
 
 def test_a_pad_token_that_a_text_holds_is_learned_by_every_forward(tiny):
-    """Transformers' embeddings leave the pad token's row out of the gradient (``padding_idx``), also where it was sampled, or is the end token too; our forward does not."""
-    items, found = [make_item("r", [20, 3, 30], [[40, 3, 50, 3]], [[1, 1, 1, 1]], weight=1.0), make_item("s", [21], [[41, 51]], [[1, 1]], weight=1.0)], []
+    """Transformers' embeddings leave the pad token's row out of the gradient (``padding_idx``), also where it was
+    sampled, or is the end token too; our forward does not.
+    """
+    items, found = (
+        [
+            make_item("r", [20, 3, 30], [[40, 3, 50, 3]], [[1, 1, 1, 1]], weight=1.0),
+            make_item("s", [21], [[41, 51]], [[1, 1]], weight=1.0),
+        ],
+        [],
+    )
     for forward in ("own", "model"):
         model = load_policy(tiny["policy"]).double()
         assert model.config.pad_token_id == 3 and model.get_input_embeddings().padding_idx == 3
@@ -321,7 +460,9 @@ def test_compiled_forward_trains_alike_over_a_base_kept_in_bfloat16(tiny, compil
     """Loss and gradients of an adapter are those of the model's own code over the same matrices."""
     items, found = text_items(np.random.default_rng(0), 3), []
     for forward in ("compiled", "model"):
-        config = OptimizerConfig(learning_rate=1e-3, forward=forward, lora_rank=4, frozen_dtype="bfloat16", max_grad_norm=1e9)
+        config = OptimizerConfig(
+            learning_rate=1e-3, forward=forward, lora_rank=4, frozen_dtype="bfloat16", max_grad_norm=1e9
+        )
         model = frozen.keep(add_lora(load_policy(tiny["policy"]), config, 3), "bfloat16")
         assert model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.bfloat16
         loss = Trainer(model, NextToken("token-mean"), config, 1).step(items)["loss"]
@@ -337,7 +478,9 @@ def test_learning_rate_schedules():
 
     for schedule in ("constant", "linear", "cosine", "inverse_sqrt", "wsd"):
         values = curve(schedule)
-        assert values[0] == pytest.approx(0.1) and values[9] == pytest.approx(1.0) and max(values) <= 1.0 + 1e-12, schedule
+        assert values[0] == pytest.approx(0.1) and values[9] == pytest.approx(1.0) and max(values) <= 1.0 + 1e-12, (
+            schedule
+        )
     assert curve("wsd", decay_ratio=0.3)[69] == 1.0 and curve("wsd", decay_ratio=0.3)[85] == pytest.approx(0.5)
     assert curve("inverse_sqrt")[39] == pytest.approx(0.5)
     assert curve("linear", min_lr_ratio=0.2)[99] == pytest.approx(0.2 + 0.8 / 90, abs=1e-9)
@@ -345,7 +488,10 @@ def test_learning_rate_schedules():
 
 def test_preflight_tells_the_plan_and_marks_what_is_trained(tiny, data, spec):
     events = []
-    execute(spec("sft", {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, "pre"), events.append)
+    execute(
+        spec("sft", {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, "pre"),
+        events.append,
+    )
     told = [e for e in events if e["event"] == "report" and e["name"] == "preflight"][0]
     page = Path(told["markdown"]).read_text()
     assert "optimizer steps | 1" in page
@@ -357,13 +503,26 @@ def test_preflight_tells_the_plan_and_marks_what_is_trained(tiny, data, spec):
     assert any("dearest micro-batch" in e.get("text", "") for e in events)
 
 
-RL = {"preset": "ppo", "beta": 0.1, "kl_coef": 0, "max_steps": 2, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 6, "num_minibatches": 2,
-      "learning_rate": 1e-3, "rewards": [{"name": "length", "kind": "length"}]}
+RL = {
+    "preset": "ppo",
+    "beta": 0.1,
+    "kl_coef": 0,
+    "max_steps": 2,
+    "prompts_per_step": 3,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "num_minibatches": 2,
+    "learning_rate": 1e-3,
+    "rewards": [{"name": "length", "kind": "length"}],
+}
 
 
 def test_rl_tells_its_plan_shows_completions_and_tries_the_longest_rollouts_first(tiny, data, spec):
     events = []
-    execute(spec("rl", {**RL, "truncation_policy": "mask"}, {"model": tiny["policy"], "data": data["prompts"]}, "pre"), events.append)
+    execute(
+        spec("rl", {**RL, "truncation_policy": "mask"}, {"model": tiny["policy"], "data": data["prompts"]}, "pre"),
+        events.append,
+    )
     told = next(e for e in events if e["event"] == "report" and e["name"] == "preflight")
     page = Path(told["markdown"]).read_text()
     longest = int(re.search(r", (\d+) \(longest\)", page)[1])
@@ -376,7 +535,10 @@ def test_rl_tells_its_plan_shows_completions_and_tries_the_longest_rollouts_firs
         assert sum(text.startswith("\n— response") for text, _ in row["segments"]) == 4
     first_metric = next(i for i, e in enumerate(events) if e["event"] == "metric")
     tried = [e["text"] for e in events[:first_metric] if "dearest micro-batch" in e.get("text", "")]
-    assert [t.split("'")[0] for t in tried] == ["the policy", "the critic"] and f"({2 * (longest + 4 * 6)} tokens)" in tried[0]
+    assert [t.split("'")[0] for t in tried] == [
+        "the policy",
+        "the critic",
+    ] and f"({2 * (longest + 4 * 6)} tokens)" in tried[0]
     ended = next(int(e["text"].split()[0]) for e in events if "completions tried end" in e.get("text", ""))
     trained = sum(on is True for row in rows for _, on in row["segments"])
     assert trained == ended and any(e.get("code") == "completions_do_not_end" for e in events) == (ended == 0)
@@ -390,7 +552,15 @@ def test_rl_that_cannot_hold_its_longest_rollouts_fails_before_the_first_step(ti
     with pytest.raises(TrainingError, match="max_completion_length"):
         execute(spec("rl", RL, {"model": tiny["policy"], "data": data["prompts"]}, "memory"), silent)
     with pytest.raises(ConfigError, match="256 positions; write max_prompt_length"):
-        execute(spec("rl", {**RL, "max_completion_length": 250}, {"model": tiny["policy"], "data": data["prompts"]}, "positions"), silent)
+        execute(
+            spec(
+                "rl",
+                {**RL, "max_completion_length": 250},
+                {"model": tiny["policy"], "data": data["prompts"]},
+                "positions",
+            ),
+            silent,
+        )
 
 
 def test_a_micro_batch_that_does_not_fit_fails_at_once_with_advice(tiny):
@@ -414,12 +584,23 @@ def test_a_half_precision_model_is_published_in_float32_and_the_log_says_so(tiny
     load_tokenizer(tiny["policy"]).save_pretrained(tmp_path / "half")
     for path, said in ((str(tmp_path / "half"), True), (tiny["policy"], False)):
         events = []
-        result = execute(spec("sft", {**SFT, "max_steps": 1}, {"model": path, "data": data["demonstrations"]}, Path(path).name), events.append)
+        result = execute(
+            spec("sft", {**SFT, "max_steps": 1}, {"model": path, "data": data["demonstrations"]}, Path(path).name),
+            events.append,
+        )
         assert AutoConfig.from_pretrained(result["outputs"]["model"]["path"]).dtype == torch.float32
-        assert any("stored as bfloat16; the new weights are published as they were computed, in float32" in str(e) for e in events) is said
+        assert (
+            any(
+                "stored as bfloat16; the new weights are published as they were computed, in float32" in str(e)
+                for e in events
+            )
+            is said
+        )
 
 
-@pytest.mark.parametrize("stage,rows", (("sft", "demonstrations"), ("align", "pairs"), ("reward_model", "pairs"), ("rl", "prompts")))
+@pytest.mark.parametrize(
+    "stage,rows", (("sft", "demonstrations"), ("align", "pairs"), ("reward_model", "pairs"), ("rl", "prompts"))
+)
 def test_a_token_that_only_the_tokenizer_has_is_named_before_training(tiny, data, spec, tmp_path, stage, rows):
     """Added to the tokenizer and the chat template without rows in the embedding."""
     path = tmp_path / "added"
@@ -429,5 +610,8 @@ def test_a_token_that_only_the_tokenizer_has_is_named_before_training(tiny, data
     tokenizer.chat_template = tokenizer.chat_template.replace("<|im_start|>", "<|new|>")
     tokenizer.save_pretrained(path)
     config = {"max_steps": 1, "max_completion_length": 4} if stage == "rl" else {"max_steps": 1, "max_length": 96}
-    with pytest.raises(TrainingError, match=r"the token '<\|new\|>', id \d+, and the model's embedding has \d+ rows.*resize_token_embeddings"):
+    with pytest.raises(
+        TrainingError,
+        match=r"the token '<\|new\|>', id \d+, and the model's embedding has \d+ rows.*resize_token_embeddings",
+    ):
         execute(spec(stage, config, {"model": str(path), "data": data[rows]}, "added"), silent)

@@ -60,7 +60,7 @@ def test_a_process_that_is_killed_costs_time_only(workers):
 def items(tiny, data, what):
     """Items of each kind of row as their stage reads them."""
     from stages.align import Config as AlignConfig
-    from stages.algorithms import DIRECT_METHODS, resolve
+    from stages.algorithms import DIRECT_METHODS
     from stages.direct.preference_items import Encoder
     from stages.reward_models.reward_data import encode
     from stages.reward_models.reward_heads import new_reward_model, reader_for
@@ -70,15 +70,30 @@ def items(tiny, data, what):
 
     renderer = renderer_for(tiny["policy"])
     if what == "sft":
-        return encode_demonstrations(open_dataset(data["demonstrations"]), "train", renderer, SimpleNamespace(train_on="all_assistant", max_length=32))
+        return encode_demonstrations(
+            open_dataset(data["demonstrations"]),
+            "train",
+            renderer,
+            SimpleNamespace(train_on="all_assistant", max_length=32),
+        )
     if what == "align":
-        encoder = Encoder(renderer, DIRECT_METHODS["kto"], AlignConfig(method="kto", max_length=32), lambda *_: np.random.default_rng(0))
+        encoder = Encoder(
+            renderer,
+            DIRECT_METHODS["kto"],
+            AlignConfig(method="kto", max_length=32),
+            lambda *_: np.random.default_rng(0),
+        )
         return encoder(open_dataset(data["pairs"]), "train"), encoder.dropped
     from collections import Counter
 
     dropped = Counter()
     reader = reader_for(tiny["policy"], new_reward_model(tiny["policy"]), 32)
-    return encode(REWARD_OBJECTIVES["bt"], open_dataset(data["pairs"]), "train", reader, RewardConfig(max_length=32), dropped), dropped
+    return (
+        encode(
+            REWARD_OBJECTIVES["bt"], open_dataset(data["pairs"]), "train", reader, RewardConfig(max_length=32), dropped
+        ),
+        dropped,
+    )
 
 
 @pytest.mark.parametrize("what", ("sft", "align", "reward_model"))
@@ -89,5 +104,19 @@ def test_every_stage_reads_the_same_items(tiny, data, what, monkeypatch):
         monkeypatch.setattr(parallel, "PART", 5)
         monkeypatch.setattr(parallel, "WORTH", 2)
         made, dropped = items(tiny, data, what)
-        found.append(([(i.row_id, i.prompt.tolist(), [r.tolist() for r in i.responses], [m.tolist() for m in i.masks], repr(i.extra)) for i in made], dict(dropped)))
+        found.append(
+            (
+                [
+                    (
+                        i.row_id,
+                        i.prompt.tolist(),
+                        [r.tolist() for r in i.responses],
+                        [m.tolist() for m in i.masks],
+                        repr(i.extra),
+                    )
+                    for i in made
+                ],
+                dict(dropped),
+            )
+        )
     assert found[0] == found[1] and len(found[0][0]) > 5 and sum(found[0][1].values())

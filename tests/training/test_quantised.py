@@ -1,4 +1,6 @@
-"""QLoRA: frozen linear layers in 4 bits. Every stage computes the model of the dequantised matrices, to the bit, in an eighth of the memory."""
+"""QLoRA: frozen linear layers in 4 bits. Every stage computes the model of the dequantised matrices, to the bit, in an
+eighth of the memory.
+"""
 
 import copy
 import gc
@@ -31,15 +33,35 @@ from tests.training.test_frozen import RL, SFT, STAGES, to_train, trained  # noq
 from tests.training.test_invariance import text_items  # noqa: E402
 
 #: Quantiles of a normal distribution, scaled into [-1, 1] (Dettmers et al. 2023, appendix E).
-LEVELS = torch.tensor([-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534,
-                       0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0])
+LEVELS = torch.tensor(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ]
+)
 
 
 def rounded(weight, scales):
     """Each value by the level nearest to its share of its block's scale."""
     flat = torch.nn.functional.pad(weight.reshape(-1), (0, -weight.numel() % 64)).view(-1, 64)
     share = torch.where(scales[:, None] > 0, flat / scales[:, None], 0.0)
-    return share, (LEVELS[(share[..., None] - LEVELS).abs().argmin(-1)] * scales[:, None]).reshape(-1)[:weight.numel()].view(weight.shape)
+    return share, (LEVELS[(share[..., None] - LEVELS).abs().argmin(-1)] * scales[:, None]).reshape(-1)[
+        : weight.numel()
+    ].view(weight.shape)
 
 
 def made(*shape, seed=0):
@@ -67,12 +89,20 @@ def test_double_quantisation_keeps_the_scales_in_8_bits(shape):
     weight = made(*shape)
     kept, exact = (quantised.quantise(weight, form) for form in ("nf4_double", "nf4"))
     scales, true = kept.parts["scales"], exact.parts["scales"]
-    assert scales.dtype == torch.uint8 and torch.equal(kept.parts["packed"], exact.parts["packed"]) and kept.parts["offset"] == true.mean()
+    assert (
+        scales.dtype == torch.uint8
+        and torch.equal(kept.parts["packed"], exact.parts["packed"])
+        and kept.parts["offset"] == true.mean()
+    )
     found = (kept.dense() / exact.dense()).nan_to_num(1.0)
     assert 0 < (found - 1).abs().max() < 0.02
     shift = (true - true.mean()).split(256)
     assert torch.equal(kept.parts["scale_of_scales"], torch.stack([part.abs().max() for part in shift]))
-    assert quantised.nbytes(kept) == memory.nf4_bytes(weight.numel(), "nf4_double") < memory.nf4_bytes(weight.numel(), "nf4")
+    assert (
+        quantised.nbytes(kept)
+        == memory.nf4_bytes(weight.numel(), "nf4_double")
+        < memory.nf4_bytes(weight.numel(), "nf4")
+    )
 
 
 def test_it_is_a_float32_tensor_to_whoever_reads_it():
@@ -80,13 +110,23 @@ def test_it_is_a_float32_tensor_to_whoever_reads_it():
     kept = quantised.quantise(weight, "nf4")
     dense, x = kept.dense(), made(4, 10, seed=1)
     assert kept.dtype == torch.float32 and not kept.requires_grad and isinstance(kept, torch.nn.Parameter)
-    assert torch.equal(x @ kept.t(), x @ dense.t()) and torch.equal(kept + 1, dense + 1) and torch.equal(kept[3:5], dense[3:5])
-    assert torch.equal(kept.to(torch.bfloat16), dense.bfloat16()) and not quantised.is_quantised(kept.to(torch.bfloat16))
+    assert (
+        torch.equal(x @ kept.t(), x @ dense.t())
+        and torch.equal(kept + 1, dense + 1)
+        and torch.equal(kept[3:5], dense[3:5])
+    )
+    assert torch.equal(kept.to(torch.bfloat16), dense.bfloat16()) and not quantised.is_quantised(
+        kept.to(torch.bfloat16)
+    )
     for part, expected in zip(kept.split([20, 12]), dense.split([20, 12])):
         assert quantised.is_quantised(part) and torch.equal(part.dense(), expected)
         assert all(torch.equal(a.dense(), b) for a, b in zip(part.split(7), expected.split(7)))
     twin = copy.deepcopy(kept)
-    assert quantised.is_quantised(twin) and twin.parts["packed"] is kept.parts["packed"] and torch.equal(twin.dense(), dense)
+    assert (
+        quantised.is_quantised(twin)
+        and twin.parts["packed"] is kept.parts["packed"]
+        and torch.equal(twin.dense(), dense)
+    )
     assert torch.equal(torch.zeros(32, 10).copy_(kept), dense)
     with pytest.raises(ValueError, match="frozen_dtype=auto"), torch.no_grad():
         kept.mul_(2)
@@ -126,16 +166,37 @@ def dequantised(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", quantised.FORMS)
-@pytest.mark.parametrize("settings", ({}, {"compute_dtype": "bfloat16"}, {"forward": "model"}, {"forward": "model", "compute_dtype": "bfloat16"}, {"activation_checkpointing": True},
-                                      {"forward": "model", "activation_checkpointing": True}, {"lora_targets": "q_proj,lm_head"}, {"lora_modules_to_save": "down_proj", "lora_targets": "q_proj"}))
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {},
+        {"compute_dtype": "bfloat16"},
+        {"forward": "model"},
+        {"forward": "model", "compute_dtype": "bfloat16"},
+        {"activation_checkpointing": True},
+        {"forward": "model", "activation_checkpointing": True},
+        {"lora_targets": "q_proj,lm_head"},
+        {"lora_modules_to_save": "down_proj", "lora_targets": "q_proj"},
+    ),
+)
 def test_training_is_that_of_the_adapter_on_the_dequantised_model(settings, form, tiny, dequantised):
-    """Losses, gradients (as they move the adapter) and log-probs of trained model and reference, in every way that the layers are computed."""
-    (kept, steps), (wide, expected) = trained(tiny["policy"], frozen_dtype=form, **settings), trained(dequantised[form]["policy"], frozen_dtype="float32", **settings)
+    """Losses, gradients (as they move the adapter) and log-probs of trained model and reference, in every way that the
+    layers are computed.
+    """
+    (kept, steps), (wide, expected) = (
+        trained(tiny["policy"], frozen_dtype=form, **settings),
+        trained(dequantised[form]["policy"], frozen_dtype="float32", **settings),
+    )
     trained_whole = {n for n, p in kept.named_parameters() if ".modules_to_save." in n}
-    if trained_whole:  # the copy that is trained starts at the weights as they were, the other model's at the rounded ones
+    # the copy that is trained starts at the weights as they were, the other model's at the rounded ones
+    if trained_whole:
         assert not in_4_bits(kept) & trained_whole and all(p.dtype == torch.float32 for n, p in kept.named_parameters())
         return
-    assert in_4_bits(kept) == {n for n, p in kept.named_parameters() if p.ndim == 2 and not p.requires_grad and "embed" not in n and "lm_head" not in n} and not in_4_bits(wide)
+    assert in_4_bits(kept) == {
+        n
+        for n, p in kept.named_parameters()
+        if p.ndim == 2 and not p.requires_grad and "embed" not in n and "lm_head" not in n
+    } and not in_4_bits(wide)
     assert steps == expected and steps[0]["loss"] != steps[1]["loss"]
     items = text_items(np.random.default_rng(9))
     with torch.no_grad():
@@ -145,7 +206,10 @@ def test_training_is_that_of_the_adapter_on_the_dequantised_model(settings, form
             assert torch.equal(*(target_logps(view(m), collate(items))[0] for m in (kept, wide)))
     if not settings:
         with torch.no_grad():
-            assert torch.equal(target_logps(AdapterOff(kept), collate(items))[0], target_logps(load_frozen(tiny["policy"], how=form), collate(items))[0])
+            assert torch.equal(
+                target_logps(AdapterOff(kept), collate(items))[0],
+                target_logps(load_frozen(tiny["policy"], how=form), collate(items))[0],
+            )
     mine, theirs = (dict(m.named_parameters()) for m in (kept, wide))
     assert all(torch.equal(mine[n], theirs[n]) for n in mine if ".lora_" in n)
 
@@ -168,11 +232,19 @@ def test_a_stage_publishes_the_bytes_of_the_dequantised_model(case, tiny, dequan
         config = {**config, "advantage": "reward_minus_baseline", "baseline": "table", "baseline_samples": 2}
     found = {}
     for how, models in (("nf4", tiny), ("float32", dequantised["nf4"])):
-        inputs = {"model": models["policy"], "data": data[rows], **{name: models[which] for name, which in more.items()}}
+        inputs = {
+            "model": models["policy"],
+            "data": data[rows],
+            **{name: models[which] for name, which in more.items()},
+        }
         made = spec(stage, {**config, "frozen_dtype": how}, inputs, how)
         result = execute(made, silent)
         out = Path(made["workdir"], "out")
-        found[how] = {p.name: tree_digest(p) for p in out.iterdir()}, Path(made["workdir"], "metrics.jsonl").read_bytes(), result["summary"]
+        found[how] = (
+            {p.name: tree_digest(p) for p in out.iterdir()},
+            Path(made["workdir"], "metrics.jsonl").read_bytes(),
+            result["summary"],
+        )
         assert any(w["code"] == "frozen_rounded" for w in result["warnings"]) == (how == "nf4")
     if stage == "align":  # cached log-probs of a reference are marked by how it is kept
         for digests, *_ in found.values():
@@ -181,18 +253,26 @@ def test_a_stage_publishes_the_bytes_of_the_dequantised_model(case, tiny, dequan
 
 
 def test_scores_come_back_to_the_bit_in_a_fresh_process(tiny, tmp_path):
-    """The base in 4 bits with the adapter gives the trained scores; the published directory those of its own weights, which are the dequantised ones with the adapter."""
+    """The base in 4 bits with the adapter gives the trained scores; the published directory those of its own weights,
+    which are the dequantised ones with the adapter.
+    """
     model, _ = trained(tiny["policy"], frozen_dtype="nf4")
     mine = scores(model)
     save_policy(model, load_tokenizer(tiny["policy"]), tmp_path / "out", base="model:base")
     merged = scores(load_policy(str(tmp_path / "out")))
     assert merged == pytest.approx(mine, abs=1e-4)
     policy, out = tiny["policy"], str(tmp_path / "out")
-    assert scores_elsewhere(f"PeftModel.from_pretrained(load_frozen({policy!r}, how='nf4'), {out + '/adapter'!r})", f"load_policy({out!r})") == [mine, merged]
-    assert json.loads(Path(tmp_path, "out/config.json").read_text())["dtype"] == "float32" and "quantization_config" not in json.loads(Path(tmp_path, "out/config.json").read_text())
+    assert scores_elsewhere(
+        f"PeftModel.from_pretrained(load_frozen({policy!r}, how='nf4'), {out + '/adapter'!r})", f"load_policy({out!r})"
+    ) == [mine, merged]
+    assert json.loads(Path(tmp_path, "out/config.json").read_text())[
+        "dtype"
+    ] == "float32" and "quantization_config" not in json.loads(Path(tmp_path, "out/config.json").read_text())
 
 
-@pytest.mark.parametrize("name", ("llama", "llama tied", "gemma3", "phi3", "glm4", "mixtral", "gpt2", "deepseek-v3", "qwen3.5"))
+@pytest.mark.parametrize(
+    "name", ("llama", "llama tied", "gemma3", "phi3", "glm4", "mixtral", "gpt2", "deepseek-v3", "qwen3.5")
+)
 @pytest.mark.parametrize("adapter", (False, True))
 def test_any_architecture_computes_the_dequantised_model(name, adapter, tmp_path):
     """Log-probs and an adapter's gradient, read tensor by tensor; and what is published."""
@@ -210,14 +290,18 @@ def test_any_architecture_computes_the_dequantised_model(name, adapter, tmp_path
                     if ".lora_B" in n:
                         p.fill_(0.01)
         logps = target_logps(model.train(), collate(items))[0]
-        gradients = torch.autograd.grad(logps.sum(), [p for p in model.parameters() if p.requires_grad]) if adapter else ()
+        gradients = (
+            torch.autograd.grad(logps.sum(), [p for p in model.parameters() if p.requires_grad]) if adapter else ()
+        )
         if adapter:
             save_weights(model, tmp_path / str(widened))
         found.append((kept, logps.detach(), gradients))
     (kept, mine, gradients), (_, expected, others) = found
     assert kept and torch.equal(mine, expected) and all(torch.equal(a, b) for a, b in zip(gradients, others))
     if adapter:
-        assert {p.name: p.read_bytes() for p in (tmp_path / "False").iterdir()} == {p.name: p.read_bytes() for p in (tmp_path / "True").iterdir()}
+        assert {p.name: p.read_bytes() for p in (tmp_path / "False").iterdir()} == {
+            p.name: p.read_bytes() for p in (tmp_path / "True").iterdir()
+        }
 
 
 @pytest.mark.parametrize("form", quantised.FORMS)
@@ -226,7 +310,10 @@ def test_the_plan_knows_what_a_frozen_model_takes(name, form, tmp_path):
     for low in (False, True):
         model = build(name)
         (model.bfloat16() if low else model).save_pretrained(tmp_path)
-        held = sum(quantised.nbytes(p) if quantised.is_quantised(p) else p.nbytes for p in load_frozen(str(tmp_path), how=form).parameters())
+        held = sum(
+            quantised.nbytes(p) if quantised.is_quantised(p) else p.nbytes
+            for p in load_frozen(str(tmp_path), how=form).parameters()
+        )
         assert memory.shape_of(tmp_path).frozen_bytes(form) == held
 
 
@@ -252,7 +339,9 @@ def test_the_plan_of_memory_is_what_is_held(stage, rows, tiny, data, spec, monke
     roles, shape = get_spec(stage).roles(config, {"model", "data"}), memory.shape_of(tiny["policy"])
     found = memory.need(roles, {"model": shape}, config)
     assert found.states == pytest.approx(held[0], rel=0.02)
-    refused = memory.refusal(stage, roles, {"model": shape}, config.model_copy(update={"frozen_dtype": "auto"}), found.states)
+    refused = memory.refusal(
+        stage, roles, {"model": shape}, config.model_copy(update={"frozen_dtype": "auto"}), found.states
+    )
     assert f"frozen_dtype=nf4 (needs {memory.shown(found.states)})" in refused
 
 
@@ -294,15 +383,26 @@ print(*(most[0] - start for _ in step(sys.argv[2])))
 
 
 def test_the_peak_of_memory_falls(tmp_path):
-    """A model of 216 MiB in float32, loaded under an adapter and taken through a step, in processes of their own: nothing of it is ever whole in memory."""
+    """A model of 216 MiB in float32, loaded under an adapter and taken through a step, in processes of their own:
+    nothing of it is ever whole in memory.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=64, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=12, num_key_value_heads=12)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+    )
     LlamaForCausalLM(config).save_pretrained(large := tmp_path / "large")
     build("llama").save_pretrained(small := tmp_path / "small")
     shape, found = memory.shape_of(large), {}
     for how in ("bfloat16", "nf4"):
-        done = subprocess.run([sys.executable, "-c", LARGE, str(small), str(large), how], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", LARGE, str(small), str(large), how], capture_output=True, text=True, check=True
+        )
         found[how] = tuple(map(int, done.stdout.split()))
     planned = {how: shape.frozen_bytes(how) for how in found}
     assert planned["nf4"] < 0.3 * planned["bfloat16"]
@@ -315,21 +415,43 @@ def test_a_copy_that_samples_meanwhile_shares_what_is_stored(tiny):
     model, _ = to_train(tiny["policy"], frozen_dtype="nf4")
     twin = pending.fill(copy.deepcopy(model)).requires_grad_(False)
     mine, theirs = dict(model.named_parameters()), dict(twin.named_parameters())
-    assert in_4_bits(twin) == in_4_bits(model) and all(mine[n].parts["packed"] is theirs[n].parts["packed"] for n in in_4_bits(model))
+    assert in_4_bits(twin) == in_4_bits(model) and all(
+        mine[n].parts["packed"] is theirs[n].parts["packed"] for n in in_4_bits(model)
+    )
     items = text_items(np.random.default_rng(0))
     with torch.no_grad():
         assert torch.equal(*(target_logps(m.eval(), collate(items))[0] for m in (model, twin)))
 
 
 def test_what_cannot_be_together_is_refused_with_what_to_write(tiny, data, spec, monkeypatch, tmp_path):
-    for settings, said in (({"sharding": "full"}, "sharding=none"), ({"lora_dora": True}, "lora_dora=false"), ({"forward": "compiled"}, "forward=auto")):
+    for settings, said in (
+        ({"sharding": "full"}, "sharding=none"),
+        ({"lora_dora": True}, "lora_dora=false"),
+        ({"forward": "compiled"}, "forward=auto"),
+    ):
         with pytest.raises(ValueError, match=said):
             OptimizerConfig(lora_rank=4, frozen_dtype="nf4", **settings)
     with pytest.raises(ValueError, match="nothing is frozen.*lora_rank=16"):
-        execute(spec("sft", {**SFT, "lora_rank": 0, "frozen_dtype": "nf4"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "unread"), silent)
+        execute(
+            spec(
+                "sft",
+                {**SFT, "lora_rank": 0, "frozen_dtype": "nf4"},
+                {"model": tiny["policy"], "data": data["demonstrations"]},
+                "unread",
+            ),
+            silent,
+        )
     build("falcon").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="FalconForCausalLM has none.*frozen_dtype=bfloat16"):
         load_frozen(str(tmp_path), how="nf4")
     monkeypatch.setattr(memory.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'posttrain\[qlora\]'"):
-        execute(spec("sft", {**SFT, "frozen_dtype": "nf4"}, {"model": tiny["policy"], "data": data["demonstrations"]}, "absent"), silent)
+        execute(
+            spec(
+                "sft",
+                {**SFT, "frozen_dtype": "nf4"},
+                {"model": tiny["policy"], "data": data["demonstrations"]},
+                "absent",
+            ),
+            silent,
+        )

@@ -1,5 +1,5 @@
-"""SIGKILL of one rank of a stage, at any step and inside the write of a checkpoint: the stage fails, nothing is left over, and the same
-command ends with the same bytes."""
+"""SIGKILL of one rank of a stage, at any step and inside the write of a checkpoint: the stage fails, nothing is left
+over, and the same command ends with the same bytes."""
 
 import contextlib
 import json
@@ -18,7 +18,14 @@ from storage.files import atomic_write_json, read_json, tree_digest
 from tasks.run import StageError, prepare, run_stage
 from tests.crash.conftest import state_dir  # noqa: F401
 
-CONFIG = {"learning_rate": 1e-3, "batch_size": 8, "max_steps": 12, "max_length": 64, "sharding": "full", "ema_decay": 0.5}
+CONFIG = {
+    "learning_rate": 1e-3,
+    "batch_size": 8,
+    "max_steps": 12,
+    "max_length": 64,
+    "sharding": "full",
+    "ema_decay": 0.5,
+}
 
 
 def ranks_of(pid: int) -> dict[int, psutil.Process]:
@@ -32,8 +39,8 @@ def ranks_of(pid: int) -> dict[int, psutil.Process]:
 
 
 def kill_one(inputs, config, victim: int, step: int, inside_write: bool) -> tuple[str, bool]:
-    """Kill a rank behind a step (0: while the ranks still look for each other), or in the next write of a checkpoint after it: (what the
-    stage said, whether a write was cut short)."""
+    """Kill a rank behind a step (0: while the ranks still look for each other), or in the next write of a checkpoint
+    after it: (what the stage said, whether a write was cut short)."""
     seen: dict = {}
 
     def kill():
@@ -57,20 +64,34 @@ def kill_one(inputs, config, victim: int, step: int, inside_write: bool) -> tupl
         run_stage("sft", inputs, config, seed=3, devices=2, on_event=listen)
     assert len(seen["ranks"]) == 2
     for process in (*seen["ranks"].values(), psutil.Process()):  # ours has no child left either
-        assert process.pid == psutil.Process().pid or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        assert (
+            process.pid == psutil.Process().pid or not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        )
     return str(failure.value), any(Path(seen["workdir"], "checkpoints").glob(".tmp-*"))
 
 
 @pytest.mark.parametrize("sharding, first, writer", [("full", 0, 1), ("none", random.Random(1).randrange(1, 4), 0)])
-def test_a_killed_rank_takes_the_stage_down_and_the_next_run_ends_with_the_same_bytes(sharding, first, writer, tiny, data, state_dir, monkeypatch, tmp_path, forks):
-    """first: the step behind which a rank is killed; writer: the rank that is killed in a write, once or (where the kill came too late for it) twice more."""
+def test_a_killed_rank_takes_the_stage_down_and_the_next_run_ends_with_the_same_bytes(
+    sharding, first, writer, tiny, data, state_dir, monkeypatch, tmp_path, forks
+):
+    """first: the step behind which a rank is killed; writer: the rank that is killed in a write, once or (where the
+    kill came too late for it) twice more.
+    """
     inputs, config = {"model": tiny["policy"], "data": data["demonstrations"]}, {**CONFIG, "sharding": sharding}
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
     prepared = prepare("sft", inputs, config, seed=3)
     whole = tmp_path / "undisturbed"
-    spec = {"stage": "sft", "key": prepared.key, "config": prepared.resolved, "seed": 3, "device": "cpu", "devices": 2, "workdir": str(whole),
-            "inputs": {name: one.to_dict() for name, one in prepared.inputs.items()}}
+    spec = {
+        "stage": "sft",
+        "key": prepared.key,
+        "config": prepared.resolved,
+        "seed": 3,
+        "device": "cpu",
+        "devices": 2,
+        "workdir": str(whole),
+        "inputs": {name: one.to_dict() for name, one in prepared.inputs.items()},
+    }
     atomic_write_json(tmp_path / "SPEC.json", spec)
     forks.run(tmp_path / "SPEC.json", ranks=2)
     message, _ = kill_one(inputs, config, 1, first, inside_write=False)
@@ -94,12 +115,22 @@ def test_the_error_told_is_that_of_the_rank_that_failed_first(tiny, data, state_
     """A refusal reaches the user as it is, not as the broken connection that the other rank saw."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with pytest.raises(StageError, match="validation gives no such metric") as failure:
-        run_stage("sft", {"model": tiny["policy"], "data": data["demonstrations"]}, {**CONFIG, "eval_every": 2, "select_by": "beauty"}, devices=2)
+        run_stage(
+            "sft",
+            {"model": tiny["policy"], "data": data["demonstrations"]},
+            {**CONFIG, "eval_every": 2, "select_by": "beauty"},
+            devices=2,
+        )
     assert failure.value.kind == "TrainingError"
 
 
 def test_a_stage_that_is_asked_to_stop_ends_its_ranks(tiny, data, spec, forks):
-    made = spec("sft", {**CONFIG, "max_steps": 5000, "num_train_epochs": 5000}, {"model": tiny["policy"], "data": data["demonstrations"]}, "stopped")
+    made = spec(
+        "sft",
+        {**CONFIG, "max_steps": 5000, "num_train_epochs": 5000},
+        {"model": tiny["policy"], "data": data["demonstrations"]},
+        "stopped",
+    )
     Path(spec.path("stopped")).write_text(json.dumps({**made, "devices": 2}))
     (process,) = forks.start(spec.path("stopped"), GLOO_SOCKET_IFNAME="lo").processes
     metrics, deadline = Path(made["workdir"], "metrics.jsonl"), time.monotonic() + 120
@@ -112,9 +143,14 @@ def test_a_stage_that_is_asked_to_stop_ends_its_ranks(tiny, data, spec, forks):
     assert psutil.wait_procs(ranks.values(), timeout=10)[1] == []
 
 
-@pytest.mark.parametrize("failed, text", [
-    ({1: 3}, "rank 1 of 2 ended with status 3 and no error message"), ({0: -signal.SIGABRT, 1: -signal.SIGKILL}, "rank 1 of 2 was ended by SIGKILL"), ({0: -signal.SIGABRT}, "rank 0 of 2 was ended by SIGABRT"),
-])
+@pytest.mark.parametrize(
+    "failed, text",
+    [
+        ({1: 3}, "rank 1 of 2 ended with status 3 and no error message"),
+        ({0: -signal.SIGABRT, 1: -signal.SIGKILL}, "rank 1 of 2 was ended by SIGKILL"),
+        ({0: -signal.SIGABRT}, "rank 0 of 2 was ended by SIGABRT"),
+    ],
+)
 def test_how_a_rank_ended_is_told(failed, text, tmp_path, monkeypatch):
     """An aborted rank is named only where no other one was killed: a broken connection may have aborted it."""
     said = []

@@ -1,4 +1,6 @@
-"""Stage revise: chains of critique and revision by a scripted server and by tiny models, what is dropped, what is trained on, kills."""
+"""Stage revise: chains of critique and revision by a scripted server and by tiny models, what is dropped, what is
+trained on, kills.
+"""
 
 import json
 from collections import Counter
@@ -41,27 +43,57 @@ def constitution(tmp_path_factory):
     """Three principles as a dataset, ingested from a text file."""
     root = tmp_path_factory.mktemp("principles")
     (root / "constitution.txt").write_text(PRINCIPLES)
-    result = execute({"stage": "ingest", "key": "p", "config": {"kind": "principles/1"}, "seed": 0, "device": "cpu", "inputs": {"data": str(root / "constitution.txt")},
-                      "workdir": str(root / "work")}, silent)
+    result = execute(
+        {
+            "stage": "ingest",
+            "key": "p",
+            "config": {"kind": "principles/1"},
+            "seed": 0,
+            "device": "cpu",
+            "inputs": {"data": str(root / "constitution.txt")},
+            "workdir": str(root / "work"),
+        },
+        silent,
+    )
     return result["outputs"]["data"]["path"]
 
 
 @pytest.fixture()
 def answers(tmp_path):
     """First answers, one of them in a conversation, one in another split, as demonstrations."""
+
     def make(texts):
-        rows = [complete_row("demonstrations/1", {"messages": (user("hello") + assistant("hi") if i == 1 else []) + user(f"question {i}?") + assistant(text), "kept": True,
-                                                  "train_turns": [3 if i == 1 else 1], "group_id": f"group-{i}"},
-                             dataset="first", source="made", origin="human", split="test" if text == "held out" else "train") for i, text in enumerate(texts)]
+        rows = [
+            complete_row(
+                "demonstrations/1",
+                {
+                    "messages": (
+                        (user("hello") + assistant("hi") if i == 1 else []) + user(f"question {i}?") + assistant(text)
+                    ),
+                    "kept": True,
+                    "train_turns": [3 if i == 1 else 1],
+                    "group_id": f"group-{i}",
+                },
+                dataset="first",
+                source="made",
+                origin="human",
+                split="test" if text == "held out" else "train",
+            )
+            for i, text in enumerate(texts)
+        ]
         write_dataset(str(tmp_path / "answers"), "answers", "demonstrations/1", rows)
         return str(tmp_path / "answers")
+
     return make
 
 
 def shown(body):
     """(answer, critique, whole request) that a request shows the reviser."""
     text = body["messages"][0]["content"]
-    parts = [text.split(f"[{name}]\n")[1].split(f"\n[End of {name.lower()}]")[0] if f"[{name}]\n" in text else None for name in ("Answer", "Critique")]
+    parts = [
+        text.split(f"[{name}]\n")[1].split(f"\n[End of {name.lower()}]")[0] if f"[{name}]\n" in text else None
+        for name in ("Answer", "Critique")
+    ]
     return *parts, text
 
 
@@ -70,13 +102,17 @@ def said(text, reason="stop"):
 
 
 def by_script(script):
-    """A reviser that criticises with a mark, and revises what it is shown as ``script(answer)`` says: a text or (text, finish reason)."""
+    """A reviser that criticises with a mark, and revises what it is shown as ``script(answer)`` says: a text or (text,
+    finish reason).
+    """
+
     def choice(body):
         answer, _, text = shown(body)
         if text.endswith("Critique:"):
             return said(f"CRITIQUE of {answer}")
         made = script(answer)
         return said(*made) if isinstance(made, tuple) else said(made)
+
     return choice
 
 
@@ -85,44 +121,102 @@ def go(spec, config, inputs, name="revise", **more):
 
 
 def test_chains_are_critiqued_and_revised_under_drawn_principles(spec, constitution, answers):
-    """Every round criticises and rewrites the text of the round before; the critique reaches neither demonstration nor pair; rows keep their identity."""
+    """Every round criticises and rewrites the text of the round before; the critique reaches neither demonstration nor
+    pair; rows keep their identity.
+    """
     data = answers(["first", "second", "held out", "fourth"])
     with chat_server(by_script(lambda answer: answer + "+")) as server:
-        result = go(spec, {"endpoint": server.url, "endpoint_model": "big", "n_rounds": 3}, {"data": data, "principles": constitution})
+        result = go(
+            spec,
+            {"endpoint": server.url, "endpoint_model": "big", "n_rounds": 3},
+            {"data": data, "principles": constitution},
+        )
         requests = [shown(body) for body in server.seen]
     chains, demonstrations, pairs = (rows_of(result, name) for name in ("revisions", "data", "pairs"))
-    assert len(chains) == 9 and [(r["original"], r["revision"], r["round"]) for r in chains[:3]] == [("first", "first+", 1), ("first+", "first++", 2), ("first++", "first+++", 3)]
+    assert len(chains) == 9 and [(r["original"], r["revision"], r["round"]) for r in chains[:3]] == [
+        ("first", "first+", 1),
+        ("first+", "first++", 2),
+        ("first++", "first+++", 3),
+    ]
     assert all(r["critique"] == f"CRITIQUE of {r['original']}" for r in chains)
     texts = {r["principle_id"]: r["text"] for r in open_dataset(constitution).iter_rows()}
     for row in chains:
-        asked = [text for answer, critique, text in requests if answer == row["original"] and (critique == row["critique"]) == (critique is not None) and texts[row["principle_id"]] in text]
+        asked = [
+            text
+            for answer, critique, text in requests
+            if answer == row["original"]
+            and (critique == row["critique"]) == (critique is not None)
+            and texts[row["principle_id"]] in text
+        ]
         assert len(asked) == 2, "the critique and the revision of a round were asked for under its principle"
-    assert [r["messages"][-1]["content"] for r in demonstrations] == ["first+++", "second+++", "fourth+++"] and "CRITIQUE" not in json.dumps([demonstrations, pairs], default=str)
-    assert demonstrations[1]["messages"][:3] == pairs[1]["prompt"] and pairs[1]["prompt"][0]["content"] == "hello" and demonstrations[1]["train_turns"] == [3]
-    assert "Human: hello\n\nAssistant: hi\n\nHuman: question 1?" in next(text for answer, _, text in requests if answer == "second")
-    assert [(r["chosen"][0]["content"], r["rejected"][0]["content"], r["group_id"], r["split"], r["origin"]) for r in pairs][0] == ("first+++", "first", "group-0", "train", "revision")
-    assert pairs[0]["ann"]["principle_ids"] == [r["principle_id"] for r in chains[:3]] and pairs[0]["ann"]["annotator_id"] == pairs[0]["chosen_gen"]["model_id"] == "big"
-    assert {r["schema"] for r in pairs + demonstrations} == {"pairs/1", "demonstrations/1"} and result["summary"]["kept"] == 3
+    assert [r["messages"][-1]["content"] for r in demonstrations] == [
+        "first+++",
+        "second+++",
+        "fourth+++",
+    ] and "CRITIQUE" not in json.dumps([demonstrations, pairs], default=str)
+    assert (
+        demonstrations[1]["messages"][:3] == pairs[1]["prompt"]
+        and pairs[1]["prompt"][0]["content"] == "hello"
+        and demonstrations[1]["train_turns"] == [3]
+    )
+    assert "Human: hello\n\nAssistant: hi\n\nHuman: question 1?" in next(
+        text for answer, _, text in requests if answer == "second"
+    )
+    assert [
+        (r["chosen"][0]["content"], r["rejected"][0]["content"], r["group_id"], r["split"], r["origin"]) for r in pairs
+    ][0] == ("first+++", "first", "group-0", "train", "revision")
+    assert (
+        pairs[0]["ann"]["principle_ids"] == [r["principle_id"] for r in chains[:3]]
+        and pairs[0]["ann"]["annotator_id"] == pairs[0]["chosen_gen"]["model_id"] == "big"
+    )
+    assert {r["schema"] for r in pairs + demonstrations} == {"pairs/1", "demonstrations/1"} and result["summary"][
+        "kept"
+    ] == 3
     assert result["summary"]["length/revised"] - result["summary"]["length/original"] == pytest.approx(3)
 
 
 def test_a_principle_is_drawn_by_row_and_round_only(spec, constitution, answers, tmp_path):
     """Uniformly with replacement; the other rows, the blocks and the other settings have no say."""
     draws = {}
-    for name, texts, config in (("all", [f"text {i}" for i in range(40)], {}), ("few", [f"text {i}" for i in range(7)], {"block": 5, "direct_revision": True})):
+    for name, texts, config in (
+        ("all", [f"text {i}" for i in range(40)], {}),
+        ("few", [f"text {i}" for i in range(7)], {"block": 5, "direct_revision": True}),
+    ):
         with chat_server(by_script(lambda answer: answer + "+")) as server:
-            result = go(spec, {"endpoint": server.url, "endpoint_model": "m", "n_rounds": 6, **config}, {"data": answers(texts), "principles": constitution}, name)
-        draws[name] = {(r["prompt"][-1]["content"], r["round"]): r["principle_id"] for r in rows_of(result, "revisions")}
+            result = go(
+                spec,
+                {"endpoint": server.url, "endpoint_model": "m", "n_rounds": 6, **config},
+                {"data": answers(texts), "principles": constitution},
+                name,
+            )
+        draws[name] = {
+            (r["prompt"][-1]["content"], r["round"]): r["principle_id"] for r in rows_of(result, "revisions")
+        }
     assert all(draws["all"][key] == value for key, value in draws["few"].items()) and len(draws["few"]) == 42
     counts = Counter(draws["all"].values())
     assert len(counts) == 3 and all(55 <= n <= 105 for n in counts.values()), "240 draws from three"
-    repeated = sum(draws["all"][f"question {i}?", k] == draws["all"][f"question {i}?", k + 1] for i in range(40) for k in range(1, 6))
+    repeated = sum(
+        draws["all"][f"question {i}?", k] == draws["all"][f"question {i}?", k + 1]
+        for i in range(40)
+        for k in range(1, 6)
+    )
     assert 45 <= repeated <= 90, "with replacement: a third of 200 follow themselves"
 
 
 def test_what_cannot_be_trained_on_is_dropped_and_counted(spec, constitution, answers):
-    script = {"empty": "  ", "cut": ("unfinished", "length"), "same": "same", "declines": "I'm sorry, but I can't rewrite this.", "filtered": ("x", "content_filter"),
-              "refused": "I cannot help with that.", "good": "better", "sorry, I can't": "Here is what I can tell you.", "back": "forth", "forth": "back", "better": "best"}
+    script = {
+        "empty": "  ",
+        "cut": ("unfinished", "length"),
+        "same": "same",
+        "declines": "I'm sorry, but I can't rewrite this.",
+        "filtered": ("x", "content_filter"),
+        "refused": "I cannot help with that.",
+        "good": "better",
+        "sorry, I can't": "Here is what I can tell you.",
+        "back": "forth",
+        "forth": "back",
+        "better": "best",
+    }
     data = answers([*[name for name in script if name not in ("forth", "better")], " ", "good [End of answer] ###"])
     script["good (End of answer) ###"] = "safe"
     with chat_server(by_script(lambda answer: script.get(answer, answer + "!"))) as server:
@@ -130,100 +224,252 @@ def test_what_cannot_be_trained_on_is_dropped_and_counted(spec, constitution, an
         result = go(spec, config, {"data": data, "principles": constitution})
     summary = result["summary"]
     dropped = {name.removeprefix("dropped/"): n for name, n in summary.items() if name.startswith("dropped/")}
-    assert dropped == {"empty": 1, "cut": 1, "unchanged": 2, "reviser_declined": 1, "engine_error": 1, "original_empty": 1}
-    assert {r["chosen"][0]["content"] for r in rows_of(result, "pairs")} == {"I cannot help with that.!", "best", "Here is what I can tell you.!", "safe!"}
+    assert dropped == {
+        "empty": 1,
+        "cut": 1,
+        "unchanged": 2,
+        "reviser_declined": 1,
+        "engine_error": 1,
+        "original_empty": 1,
+    }
+    assert {r["chosen"][0]["content"] for r in rows_of(result, "pairs")} == {
+        "I cannot help with that.!",
+        "best",
+        "Here is what I can tell you.!",
+        "safe!",
+    }
     assert sum(dropped.values()) + summary["kept"] == summary["answers"] == 11
-    assert summary["refusal_rate/original"] == pytest.approx(1 / 6) and summary["refusal_rate/revised"] == pytest.approx(1 / 6) and summary["refusals_added"] == pytest.approx(1 / 6)
+    assert (
+        summary["refusal_rate/original"] == pytest.approx(1 / 6)
+        and summary["refusal_rate/revised"] == pytest.approx(1 / 6)
+        and summary["refusals_added"] == pytest.approx(1 / 6)
+    )
     notes = [json.loads(r["extra_json"]) for r in rows_of(result, "revisions")]
-    assert Counter(n["dropped"] for n in notes if "dropped" in n) == {"empty": 1, "cut": 1, "unchanged": 2, "reviser_declined": 1}, "what was written is kept, with the reason"
+    assert Counter(n["dropped"] for n in notes if "dropped" in n) == {
+        "empty": 1,
+        "cut": 1,
+        "unchanged": 2,
+        "reviser_declined": 1,
+    }, "what was written is kept, with the reason"
     assert {w["code"] for w in result["warnings"]} >= {"engine_rows_failed", "revisions_refuse", "chains_dropped"}
     with chat_server(by_script(lambda answer: script.get(answer, answer + "!"))) as server:
-        strict = go(spec, {**config, "endpoint": server.url, "drop_refusals": "added"}, {"data": data, "principles": constitution}, "strict")
-    assert strict["summary"]["dropped/refusal_added"] == 1 and strict["summary"]["refusals_added"] == summary["refusals_added"], "a refusal that is dropped is still counted"
-    with chat_server(lambda body: said("", "stop")) as server, pytest.raises(ValueError, match="No chain is left of 2 answers"):
+        strict = go(
+            spec,
+            {**config, "endpoint": server.url, "drop_refusals": "added"},
+            {"data": data, "principles": constitution},
+            "strict",
+        )
+    assert (
+        strict["summary"]["dropped/refusal_added"] == 1
+        and strict["summary"]["refusals_added"] == summary["refusals_added"]
+    ), "a refusal that is dropped is still counted"
+    with (
+        chat_server(lambda body: said("", "stop")) as server,
+        pytest.raises(ValueError, match="No chain is left of 2 answers"),
+    ):
         go(spec, {**config, "endpoint": server.url}, {"data": answers(["a", "b"]), "principles": constitution}, "none")
 
 
 def test_declining_to_revise_is_not_an_answer_that_refuses():
     assert declines("I\u2019m sorry, but I cannot revise this answer.") and declines("I can't critique that.")
-    assert not declines("I can't help you break into a house.") and not declines("Sure, here is the edited text.") and not declines("x" * 300 + "I cannot edit this")
+    assert (
+        not declines("I can't help you break into a house.")
+        and not declines("Sure, here is the edited text.")
+        and not declines("x" * 300 + "I cannot edit this")
+    )
 
 
 def test_the_least_change_needs_no_principles(spec, answers):
-    """CLAIR: one round, no critique, pairs that differ little; contrastiveness is reported beside that of other pairs."""
-    others = [complete_row("pairs/1", {"prompt": user("q"), "chosen": assistant("entirely different"), "rejected": assistant("nothing alike here")}, dataset="o", source="o", origin="ai")]
+    """CLAIR: one round, no critique, pairs that differ little; contrastiveness is reported beside that of other
+    pairs.
+    """
+    others = [
+        complete_row(
+            "pairs/1",
+            {
+                "prompt": user("q"),
+                "chosen": assistant("entirely different"),
+                "rejected": assistant("nothing alike here"),
+            },
+            dataset="o",
+            source="o",
+            origin="ai",
+        )
+    ]
     texts = ["The capital of France is Lyon, of course.", "Two and two are five."]
     path = str(Path(answers(texts)).parent / "others")
     write_dataset(path, "others", "pairs/1", others)
     with chat_server(by_script(lambda answer: answer.replace("Lyon", "Paris").replace("five", "four"))) as server:
-        config = {"endpoint": server.url, "endpoint_model": "m", "n_rounds": 1, "direct_revision": True, "template": "minimal"}
+        config = {
+            "endpoint": server.url,
+            "endpoint_model": "m",
+            "n_rounds": 1,
+            "direct_revision": True,
+            "template": "minimal",
+        }
         result = go(spec, config, {"data": answers(texts), "compare.judged": path})
-        assert all("Change as little as possible" in shown(b)[2] and IMPROVE["revision_request"] in shown(b)[2] and "of the critique" not in shown(b)[2] for b in server.seen)
+        assert all(
+            "Change as little as possible" in shown(b)[2]
+            and IMPROVE["revision_request"] in shown(b)[2]
+            and "of the critique" not in shown(b)[2]
+            for b in server.seen
+        )
         assert len(server.seen) == 2
-    assert [r["chosen"][0]["content"] for r in rows_of(result, "pairs")] == ["The capital of France is Paris, of course.", "Two and two are four."]
+    assert [r["chosen"][0]["content"] for r in rows_of(result, "pairs")] == [
+        "The capital of France is Paris, of course.",
+        "Two and two are four.",
+    ]
     summary = result["summary"]
-    assert summary["jaccard"] == pytest.approx((6 / 8 + 4 / 6) / 2) and summary["jaccard/judged"] == 0 and summary["levenshtein_normalised"] < 0.2 < summary["levenshtein_normalised/judged"]
+    assert (
+        summary["jaccard"] == pytest.approx((6 / 8 + 4 / 6) / 2)
+        and summary["jaccard/judged"] == 0
+        and summary["levenshtein_normalised"] < 0.2 < summary["levenshtein_normalised/judged"]
+    )
     assert {r["principle_id"] for r in rows_of(result, "revisions")} == {"improve"}
 
 
 def test_all_revisions_and_a_pattern(spec, constitution, answers):
-    """y_1..y_n as demonstrations, repeated texts once; the pattern finds the revision in what surrounds it, and where it does not the chain is dropped."""
+    """y_1..y_n as demonstrations, repeated texts once; the pattern finds the revision in what surrounds it, and where
+    it does not the chain is dropped.
+    """
     steps = {"a": "Sure! <r>b</r>", "b": "<r>b</r>", "x": "no marks"}
     with chat_server(by_script(lambda answer: steps[answer])) as server:
-        config = {"endpoint": server.url, "endpoint_model": "m", "n_rounds": 3, "all_revisions": True, "revision_pattern": "(?s)<r>(.*)</r>"}
+        config = {
+            "endpoint": server.url,
+            "endpoint_model": "m",
+            "n_rounds": 3,
+            "all_revisions": True,
+            "revision_pattern": "(?s)<r>(.*)</r>",
+        }
         result = go(spec, config, {"data": answers(["a", "x"]), "principles": constitution})
-    assert [r["messages"][-1]["content"] for r in rows_of(result, "data")] == ["b"] and result["summary"]["dropped/unreadable"] == 1
+    assert [r["messages"][-1]["content"] for r in rows_of(result, "data")] == ["b"] and result["summary"][
+        "dropped/unreadable"
+    ] == 1
     with chat_server(by_script(lambda answer: answer + "+")) as server:
-        every = go(spec, {**config, "endpoint": server.url, "revision_pattern": ""}, {"data": answers(["a"]), "principles": constitution}, "every")
-    assert [(r["messages"][-1]["content"], json.loads(r["extra_json"])["round"]) for r in rows_of(every, "data")] == [("a+", 1), ("a++", 2), ("a+++", 3)]
-    assert [len(json.loads(r["extra_json"])["principle_ids"]) for r in rows_of(every, "data")] == [1, 2, 3] and len(rows_of(every, "pairs")) == 1
+        every = go(
+            spec,
+            {**config, "endpoint": server.url, "revision_pattern": ""},
+            {"data": answers(["a"]), "principles": constitution},
+            "every",
+        )
+    assert [(r["messages"][-1]["content"], json.loads(r["extra_json"])["round"]) for r in rows_of(every, "data")] == [
+        ("a+", 1),
+        ("a++", 2),
+        ("a+++", 3),
+    ]
+    assert [len(json.loads(r["extra_json"])["principle_ids"]) for r in rows_of(every, "data")] == [1, 2, 3] and len(
+        rows_of(every, "pairs")
+    ) == 1
 
 
 NONSENSE = {"n_rounds": 2, "max_completion_length": 24, "max_critique_length": 12, "block": 4}
 
 
 def test_a_model_that_writes_nonsense_revises_itself(roomy, tiny, spec, constitution, data):
-    """A tiny policy answers, criticises and revises: rows do not depend on the blocks, sum up, and train the next stages."""
+    """A tiny policy answers, criticises and revises: rows do not depend on the blocks, sum up, and train the next
+    stages.
+    """
     path, end = roomy
     config = {**NONSENSE, "logit_bias": {end: 4}, "validation_fraction": 0.2}
     inputs = {"model": path, "prompts": data["prompts"], "principles": constitution}
     result = go(spec, config, inputs)
     revisions, pairs, summary = rows_of(result, "revisions"), rows_of(result, "pairs"), result["summary"]
     assert summary["answers"] == 42 and 5 < summary["kept"] == len(pairs) == len(rows_of(result, "data")) < 42
-    assert sum(n for name, n in summary.items() if name.startswith("dropped/")) + summary["kept"] == 42 and summary["critiques_cut"] > 0
-    assert {r["split"] for r in pairs} == {"train", "validation"} and all(r["rejected_gen"]["rng_seed"] != r["chosen_gen"]["rng_seed"] for r in pairs)
-    assert {r["prompt_id"] for r in pairs} <= {r["prompt_id"] for r in open_dataset(data["prompts"]).iter_rows(split="train")}
+    assert (
+        sum(n for name, n in summary.items() if name.startswith("dropped/")) + summary["kept"] == 42
+        and summary["critiques_cut"] > 0
+    )
+    assert {r["split"] for r in pairs} == {"train", "validation"} and all(
+        r["rejected_gen"]["rng_seed"] != r["chosen_gen"]["rng_seed"] for r in pairs
+    )
+    assert {r["prompt_id"] for r in pairs} <= {
+        r["prompt_id"] for r in open_dataset(data["prompts"]).iter_rows(split="train")
+    }
     other = go(spec, {**config, "block": 16}, inputs, "other-blocks")
-    assert [r["row_id"] for r in rows_of(other, "revisions")] == [r["row_id"] for r in revisions] and other["summary"] == summary
+    assert [r["row_id"] for r in rows_of(other, "revisions")] == [r["row_id"] for r in revisions] and other[
+        "summary"
+    ] == summary
     text = go(spec, {**config, "request_format": "text"}, inputs, "text")
-    assert [r["original"] for r in rows_of(text, "revisions") if r["round"] == 1] and rows_of(text, "revisions")[0]["revision"] != revisions[0]["revision"]
-    tuned = execute(spec("sft", {"learning_rate": 1e-3, "max_steps": 2, "batch_size": 4, "max_length": 128}, {"model": path, "data": result["outputs"]["data"]["path"]}, "sft"), silent)
-    execute(spec("align", {"method": "apo_zero", "learning_rate": 1e-3, "max_steps": 2, "batch_size": 4, "max_length": 128},
-                 {"model": tuned["outputs"]["model"]["path"], "data": result["outputs"]["pairs"]["path"]}, "align"), silent)
+    assert [r["original"] for r in rows_of(text, "revisions") if r["round"] == 1] and rows_of(text, "revisions")[0][
+        "revision"
+    ] != revisions[0]["revision"]
+    tuned = execute(
+        spec(
+            "sft",
+            {"learning_rate": 1e-3, "max_steps": 2, "batch_size": 4, "max_length": 128},
+            {"model": path, "data": result["outputs"]["data"]["path"]},
+            "sft",
+        ),
+        silent,
+    )
+    execute(
+        spec(
+            "align",
+            {"method": "apo_zero", "learning_rate": 1e-3, "max_steps": 2, "batch_size": 4, "max_length": 128},
+            {"model": tuned["outputs"]["model"]["path"], "data": result["outputs"]["pairs"]["path"]},
+            "align",
+        ),
+        silent,
+    )
 
 
 def test_candidates_another_reviser_and_requests_that_do_not_fit(roomy, tiny, spec, constitution, tmp_path):
-    """Kept candidates are revised, each by itself; a reviser without positions for a request is not asked, which is counted."""
+    """Kept candidates are revised, each by itself; a reviser without positions for a request is not asked, which is
+    counted.
+    """
     path, end = roomy
-    rows = [complete_row("candidates/1", {"prompt": user(f"q{i % 2}"), "prompt_idx": i % 2, "completion_idx": i, "completion": assistant(f"answer {i}"), "scores": [], "kept": i != 3,
-                                          "drop_reason": "truncated" if i == 3 else None, "gen": {"model_id": "someone"}}, dataset="c", source="s", origin="ai") for i in range(6)]
+    rows = [
+        complete_row(
+            "candidates/1",
+            {
+                "prompt": user(f"q{i % 2}"),
+                "prompt_idx": i % 2,
+                "completion_idx": i,
+                "completion": assistant(f"answer {i}"),
+                "scores": [],
+                "kept": i != 3,
+                "drop_reason": "truncated" if i == 3 else None,
+                "gen": {"model_id": "someone"},
+            },
+            dataset="c",
+            source="s",
+            origin="ai",
+        )
+        for i in range(6)
+    ]
     write_dataset(str(tmp_path / "candidates"), "candidates", "candidates/1", rows)
     config = {**NONSENSE, "direct_revision": True, "logit_bias": {end: 6}, "n_rounds": 1}
     result = go(spec, config, {"reviser": path, "data": str(tmp_path / "candidates"), "principles": constitution})
     assert result["summary"]["answers"] == 6 and result["summary"]["dropped/original_cut"] == 1
     pairs = rows_of(result, "pairs")
-    assert pairs and all(r["rejected_gen"]["model_id"] == "someone" and r["chosen_gen"]["model_id"] == "reviser" for r in pairs)
+    assert pairs and all(
+        r["rejected_gen"]["model_id"] == "someone" and r["chosen_gen"]["model_id"] == "reviser" for r in pairs
+    )
     with pytest.raises(ValueError, match="5 request_too_long.*max_request_length"):
-        go(spec, config, {"reviser": tiny["other"], "data": str(tmp_path / "candidates"), "principles": constitution}, "small")
+        go(
+            spec,
+            config,
+            {"reviser": tiny["other"], "data": str(tmp_path / "candidates"), "principles": constitution},
+            "small",
+        )
 
 
 def test_kill9_equals_uninterrupted(roomy, spec, constitution, data, forks):
     path, end = roomy
-    config, inputs = {**NONSENSE, "logit_bias": {end: 4}, "block": 2}, {"model": path, "prompts": data["prompts"], "principles": constitution}
+    config, inputs = (
+        {**NONSENSE, "logit_bias": {end: 4}, "block": 2},
+        {
+            "model": path,
+            "prompts": data["prompts"],
+            "principles": constitution,
+        },
+    )
     whole, killed = spec("revise", config, inputs, "whole"), spec("revise", config, inputs, "killed")
     forks.run(spec.path("whole"))
     for step in (3, 8):
-        forks.start(spec.path("killed")).kill_when(lambda: any(Path(killed["workdir"], "checkpoints").glob(f"step-*{step:02d}")))
+        forks.start(spec.path("killed")).kill_when(
+            lambda: any(Path(killed["workdir"], "checkpoints").glob(f"step-*{step:02d}"))
+        )
     assert not Path(killed["workdir"], "result.json").exists()
     forks.run(spec.path("killed"))
     results = [json.loads(Path(one["workdir"], "result.json").read_text()) for one in (whole, killed)]
@@ -233,33 +479,64 @@ def test_kill9_equals_uninterrupted(roomy, spec, constitution, data, forks):
 
 
 def test_worked_examples_stand_in_front_of_plain_text():
-    """For base models: the request continues examples of the same form, each closed by the mark that also ends the model's text."""
+    """For base models: the request continues examples of the same form, each closed by the mark that also ends the
+    model's text.
+    """
     from stages.decoding.writers import STOP
     from stages.revise import EXAMPLES, Chain, critique_request, revision_request
 
-    chain, principle = Chain({}, user("why?"), ["because [Critique] ###"]), {**IMPROVE, "critique_request": "", "kind": "trait"}
+    chain, principle = (
+        Chain({}, user("why?"), ["because [Critique] ###"]),
+        {
+            **IMPROVE,
+            "critique_request": "",
+            "kind": "trait",
+        },
+    )
     config = Config(request_format="text")
     critique, revision = critique_request(config, chain, principle), revision_request(config, chain, principle, "weak")
-    assert critique.count(STOP) == revision.count(STOP) == len(EXAMPLES) and critique.endswith("Critique:") and revision.endswith("Revised answer:")
-    assert all(f"Critique: {e['critique']}{STOP}" in critique and f"Revised answer: {e['revision']}{STOP}" in revision and e["critique"] in revision for e in EXAMPLES)
+    assert (
+        critique.count(STOP) == revision.count(STOP) == len(EXAMPLES)
+        and critique.endswith("Critique:")
+        and revision.endswith("Revised answer:")
+    )
+    assert all(
+        f"Critique: {e['critique']}{STOP}" in critique
+        and f"Revised answer: {e['revision']}{STOP}" in revision
+        and e["critique"] in revision
+        for e in EXAMPLES
+    )
     assert CRITIQUE_REQUEST["trait"].format(text=IMPROVE["text"]) in critique and "because (Critique) ###" in critique
-    assert "[Critique]" not in revision_request(Config(request_format="text", direct_revision=True), chain, principle, "")
+    assert "[Critique]" not in revision_request(
+        Config(request_format="text", direct_revision=True), chain, principle, ""
+    )
     own = [{**EXAMPLES[0], "revision": "MINE"}]
-    assert revision_request(Config(examples=own), chain, principle, "weak").startswith(revision_request(Config(), Chain({}, user(own[0]["question"]), [own[0]["answer"]]),
-                                                                                       {**IMPROVE, "revision_request": own[0]["revision_request"]}, own[0]["critique"]) + " MINE" + STOP)
+    assert revision_request(Config(examples=own), chain, principle, "weak").startswith(
+        revision_request(
+            Config(),
+            Chain({}, user(own[0]["question"]), [own[0]["answer"]]),
+            {**IMPROVE, "revision_request": own[0]["revision_request"]},
+            own[0]["critique"],
+        )
+        + " MINE"
+        + STOP
+    )
 
 
-@pytest.mark.parametrize("config,inputs,message", [
-    ({}, {"prompts": "p"}, "give model=REF, which writes them"),
-    ({}, {"model": "m"}, "either prompts=REF with model=REF"),
-    ({}, {"model": "m", "prompts": "p"}, "Give principles=FILE"),
-    ({"endpoint": "http://x"}, {}, "endpoint and endpoint_model go together"),
-    ({"critique_template": "{answer} {criterion}"}, {}, "critique_template cannot be filled"),
-    ({"revision_template": "{answer} {request}"}, {}, "revision_template shows no {critique}"),
-    ({"revision_pattern": "x+"}, {}, "has no group"),
-    ({"examples": [{"question": "q"}]}, {}, "write all of question, answer"),
-    ({"endpoint": "http://x", "endpoint_model": "m", "request_format": "text"}, {}, "write request_format=chat"),
-])
+@pytest.mark.parametrize(
+    "config,inputs,message",
+    [
+        ({}, {"prompts": "p"}, "give model=REF, which writes them"),
+        ({}, {"model": "m"}, "either prompts=REF with model=REF"),
+        ({}, {"model": "m", "prompts": "p"}, "Give principles=FILE"),
+        ({"endpoint": "http://x"}, {}, "endpoint and endpoint_model go together"),
+        ({"critique_template": "{answer} {criterion}"}, {}, "critique_template cannot be filled"),
+        ({"revision_template": "{answer} {request}"}, {}, "revision_template shows no {critique}"),
+        ({"revision_pattern": "x+"}, {}, "has no group"),
+        ({"examples": [{"question": "q"}]}, {}, "write all of question, answer"),
+        ({"endpoint": "http://x", "endpoint_model": "m", "request_format": "text"}, {}, "write request_format=chat"),
+    ],
+)
 def test_refused_settings(config, inputs, message, spec, data, roomy):
     known = {"p": data["prompts"], "m": roomy[0]}
     with pytest.raises(Exception, match=message.replace("{", r"\{")):
@@ -269,15 +546,25 @@ def test_refused_settings(config, inputs, message, spec, data, roomy):
 def test_a_file_of_principles_says_all_that_is_wrong_with_it(tmp_path):
     from stages.reward.principles import read_principles
 
-    (tmp_path / "p.yaml").write_text("principles:\n- Be kind.\n- {id: frank, kind: trait, text: Frank.}\n- {text: Old., active: false}\n")
+    (tmp_path / "p.yaml").write_text(
+        "principles:\n- Be kind.\n- {id: frank, kind: trait, text: Frank.}\n- {text: Old., active: false}\n"
+    )
     rows = read_principles(str(tmp_path / "p.yaml"))
-    assert [r["kind"] for r in rows] == ["principle", "trait", "principle"] and [r["active"] for r in rows] == [True, True, False] and rows[1]["principle_id"] == "frank"
-    (tmp_path / "bad.yaml").write_text("- {id: a, text: x}\n- {id: a, text: y}\n- {kind: rule, text: z}\n- {colour: red}\n")
+    assert (
+        [r["kind"] for r in rows] == ["principle", "trait", "principle"]
+        and [r["active"] for r in rows] == [True, True, False]
+        and rows[1]["principle_id"] == "frank"
+    )
+    (tmp_path / "bad.yaml").write_text(
+        "- {id: a, text: x}\n- {id: a, text: y}\n- {kind: rule, text: z}\n- {colour: red}\n"
+    )
     with pytest.raises(ValueError, match="(?s)used twice|unknown key"):
         read_principles(str(tmp_path / "bad.yaml"))
 
 
-def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_is_away_ends_the_stage(spec, constitution, answers, capfd):
+def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_is_away_ends_the_stage(
+    spec, constitution, answers, capfd
+):
     from stages.decoding.engines import EngineError
 
     tries = Counter()
@@ -290,8 +577,24 @@ def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_is_away_en
         return said(answer + "!") if answer != "odd" else {"message": {"role": "assistant"}, "finish_reason": None}
 
     with chat_server(flaky) as server:
-        config = {"endpoint": server.url, "endpoint_model": "m", "n_rounds": 1, "direct_revision": True, "engine_concurrency": 1}
+        config = {
+            "endpoint": server.url,
+            "endpoint_model": "m",
+            "n_rounds": 1,
+            "direct_revision": True,
+            "engine_concurrency": 1,
+        }
         result = go(spec, config, {"data": answers(["fine", "odd"]), "principles": constitution})
-    assert tries == {"fine": 2, "odd": 2} and [r["chosen"][0]["content"] for r in rows_of(result, "pairs")] == ["fine!"] and result["summary"]["dropped/engine_error"] == 1
-    with pytest.raises(EngineError, match="failed on all 1 requests.*run the stage again"):  # nobody listens there any more
-        go(spec, {**config, "endpoint": "http://127.0.0.1:9/v1"}, {"data": answers(["fine"]), "principles": constitution}, "away")
+    assert (
+        tries == {"fine": 2, "odd": 2}
+        and [r["chosen"][0]["content"] for r in rows_of(result, "pairs")] == ["fine!"]
+        and result["summary"]["dropped/engine_error"] == 1
+    )
+    # nobody listens there any more
+    with pytest.raises(EngineError, match="failed on all 1 requests.*run the stage again"):
+        go(
+            spec,
+            {**config, "endpoint": "http://127.0.0.1:9/v1"},
+            {"data": answers(["fine"]), "principles": constitution},
+            "away",
+        )

@@ -1,4 +1,5 @@
-"""Settings of the rl stage in combination: what a run leaves is computed again apart from it (tests/training/rl_audit.py), and what is refused says what to write.
+"""Settings of the rl stage in combination: what a run leaves is computed again apart from it
+(tests/training/rl_audit.py), and what is refused says what to write.
 
 A seeded part of what ``python -m tests.training.rl_combinations`` draws; new presets and settings join by themselves.
 """
@@ -11,27 +12,136 @@ import pytest
 
 from tests.evaluation.conftest import tiny_policy
 from tests.training.rl_audit import Watch, audit
-from tests.training.rl_combinations import BASE, COST, ENVIRONMENT, EVEN, SPREAD, Covering, axes, says_what_to_write, world_in
+from tests.training.rl_combinations import (
+    BASE,
+    COST,
+    ENVIRONMENT,
+    EVEN,
+    SPREAD,
+    Covering,
+    axes,
+    says_what_to_write,
+    world_in,
+)
 
 #: What went wrong once, or what a pair would rarely hit.
 CHOSEN = {
-    "KL-Cov's first step": {"preset": "grpo", "surrogate": "none", "covariance_kl": 0.3, "num_minibatches": 3, "beta": 0.0},
-    "thrown-out tokens, whitened": {"preset": "reinforce_pp", "rejection": "token", "rejection_min": 0.6, "top_k": 100, "importance_correction": "token_truncate", "importance_normalise": True},
-    "tools, masks, minibatches": {**ENVIRONMENT, "preset": "agent", "num_minibatches": 2, "minibatch_unit": "sequence", "truncation_policy": "mask", "kl_coef": 0.1, "entropy_coef": 0.05},
-    "single tokens, shared critic": {"preset": "ppo", "critic_mode": "shared", "num_minibatches": 2, "num_iterations": 2, "minibatch_unit": "token", "kl_controller": "adaptive_ppo", "target_kl": 1e-3},
-    "adapter, ahead, multipliers": {"preset": "dr_grpo", "lora_rank": 4, "async_rollouts": True, "beta": 0.2, "rewards": [SPREAD, {**EVEN, "at_least": 0.5, "multiplier_step": 0.3}]},
-    "refill, from a step on": {"preset": "dapo", "soft_punish_cache": 4, "truncation_policy": "score", "filter_groups_metric": "reward_std", "rewards": [SPREAD, {**COST, "from_step": 1}],
-                               "ref_mode": "ema", "ref_decay": 0.5, "beta": 0.2},
-    "exact KL, moving average": {"preset": "grpo", "kl_estimator": "full", "beta": 0.5, "ref_mode": "ema", "ref_decay": 0.5, "num_minibatches": 2, "max_steps": 5},
-    "exact KL, refreshed, adapter": {"preset": "grpo", "kl_estimator": "full", "kl_direction": "forward", "beta": 0.5, "ref_mode": "refresh", "ref_sync_steps": 1, "ref_sync_alpha": 0.5,
-                                     "num_iterations": 3, "max_steps": 7, "lora_rank": 4},
-    "running statistics, warmed critic": {"preset": "vapo", "critic_learning_rate": 1e-2, "critic_warmup_steps": 2, "reward_norm": "running", "dynamic_sampling": False},
-    "nothing left after rejection": {"preset": "nash_md", "rejection": "sequence_mean", "rejection_min": 1.0, "rejection_max": 1.0000001, "top_p": 0.8},
-    "greedy baseline, all rejected": {"preset": "rloo", "advantage": "reward_minus_baseline", "baseline": "greedy", "rejection": "sequence_mean", "rejection_min": 1.0, "rejection_max": 1.0000001,
-                                      "top_p": 0.8},
-    "clipped against a mixture": {"preset": "nash_md", "opponent": "mixture", "advantage_clip": 0.6, "top_k": 20, "max_steps": 2},
-    "refill with a multiplier": {"preset": "grpo", "dynamic_sampling": True, "stop_strings": ["e"], "rewards": [SPREAD, {**EVEN, "at_least": 0.5, "multiplier_step": 0.3}]},
-    "replay, other sampler": {"preset": "topr", "replay_fraction": 0.34, "top_p": 0.8, "ref_mode": "refresh", "ref_sync_steps": 1, "beta": 0.2}}
+    "KL-Cov's first step": {
+        "preset": "grpo",
+        "surrogate": "none",
+        "covariance_kl": 0.3,
+        "num_minibatches": 3,
+        "beta": 0.0,
+    },
+    "thrown-out tokens, whitened": {
+        "preset": "reinforce_pp",
+        "rejection": "token",
+        "rejection_min": 0.6,
+        "top_k": 100,
+        "importance_correction": "token_truncate",
+        "importance_normalise": True,
+    },
+    "tools, masks, minibatches": {
+        **ENVIRONMENT,
+        "preset": "agent",
+        "num_minibatches": 2,
+        "minibatch_unit": "sequence",
+        "truncation_policy": "mask",
+        "kl_coef": 0.1,
+        "entropy_coef": 0.05,
+    },
+    "single tokens, shared critic": {
+        "preset": "ppo",
+        "critic_mode": "shared",
+        "num_minibatches": 2,
+        "num_iterations": 2,
+        "minibatch_unit": "token",
+        "kl_controller": "adaptive_ppo",
+        "target_kl": 1e-3,
+    },
+    "adapter, ahead, multipliers": {
+        "preset": "dr_grpo",
+        "lora_rank": 4,
+        "async_rollouts": True,
+        "beta": 0.2,
+        "rewards": [SPREAD, {**EVEN, "at_least": 0.5, "multiplier_step": 0.3}],
+    },
+    "refill, from a step on": {
+        "preset": "dapo",
+        "soft_punish_cache": 4,
+        "truncation_policy": "score",
+        "filter_groups_metric": "reward_std",
+        "rewards": [SPREAD, {**COST, "from_step": 1}],
+        "ref_mode": "ema",
+        "ref_decay": 0.5,
+        "beta": 0.2,
+    },
+    "exact KL, moving average": {
+        "preset": "grpo",
+        "kl_estimator": "full",
+        "beta": 0.5,
+        "ref_mode": "ema",
+        "ref_decay": 0.5,
+        "num_minibatches": 2,
+        "max_steps": 5,
+    },
+    "exact KL, refreshed, adapter": {
+        "preset": "grpo",
+        "kl_estimator": "full",
+        "kl_direction": "forward",
+        "beta": 0.5,
+        "ref_mode": "refresh",
+        "ref_sync_steps": 1,
+        "ref_sync_alpha": 0.5,
+        "num_iterations": 3,
+        "max_steps": 7,
+        "lora_rank": 4,
+    },
+    "running statistics, warmed critic": {
+        "preset": "vapo",
+        "critic_learning_rate": 1e-2,
+        "critic_warmup_steps": 2,
+        "reward_norm": "running",
+        "dynamic_sampling": False,
+    },
+    "nothing left after rejection": {
+        "preset": "nash_md",
+        "rejection": "sequence_mean",
+        "rejection_min": 1.0,
+        "rejection_max": 1.0000001,
+        "top_p": 0.8,
+    },
+    "greedy baseline, all rejected": {
+        "preset": "rloo",
+        "advantage": "reward_minus_baseline",
+        "baseline": "greedy",
+        "rejection": "sequence_mean",
+        "rejection_min": 1.0,
+        "rejection_max": 1.0000001,
+        "top_p": 0.8,
+    },
+    "clipped against a mixture": {
+        "preset": "nash_md",
+        "opponent": "mixture",
+        "advantage_clip": 0.6,
+        "top_k": 20,
+        "max_steps": 2,
+    },
+    "refill with a multiplier": {
+        "preset": "grpo",
+        "dynamic_sampling": True,
+        "stop_strings": ["e"],
+        "rewards": [SPREAD, {**EVEN, "at_least": 0.5, "multiplier_step": 0.3}],
+    },
+    "replay, other sampler": {
+        "preset": "topr",
+        "replay_fraction": 0.34,
+        "top_p": 0.8,
+        "ref_mode": "refresh",
+        "ref_sync_steps": 1,
+        "beta": 0.2,
+    },
+}
 DRAWN = 12
 
 
@@ -50,7 +160,10 @@ def checked(world, config, more=False):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kind, problems = world.audit({**BASE, **config}, more)
-    assert not problems, f"{kind} {json.dumps({name: value for name, value in config.items() if BASE.get(name) != value})}\n" + "\n".join(problems[:10])
+    assert not problems, (
+        f"{kind} {json.dumps({name: value for name, value in config.items() if BASE.get(name) != value})}\n"
+        + "\n".join(problems[:10])
+    )
     return kind
 
 
@@ -66,13 +179,20 @@ def test_combinations_by_name(world, name):
 
 
 def test_stored_rollouts_of_another_run(world):
-    """Sampled behind a filter, and trained on by a policy that ratios to whoever sampled, and by one whose iterate starts the iteration."""
+    """Sampled behind a filter, and trained on by a policy that ratios to whoever sampled, and by one whose iterate
+    starts the iteration.
+    """
     from pathlib import Path
 
     config = {**BASE, "preset": "topr", "top_p": 0.8, "num_generations": 2}
     _, _, spec = world.run(config, "source", world.inputs(config), Watch())
-    for config in ({"preset": "offline_is", "beta": 0.3, "num_minibatches": 2, "truncation_policy": "mask"}, {"preset": "mdpo", "reward_norm": "whiten"}):
-        kind, problems = world.audit({**BASE, **config, "num_generations": 2}, stored=str(Path(spec["workdir"], "out", "rollouts")))
+    for config in (
+        {"preset": "offline_is", "beta": 0.3, "num_minibatches": 2, "truncation_policy": "mask"},
+        {"preset": "mdpo", "reward_norm": "whiten"},
+    ):
+        kind, problems = world.audit(
+            {**BASE, **config, "num_generations": 2}, stored=str(Path(spec["workdir"], "out", "rollouts"))
+        )
         assert kind == "ran" and not problems, "\n".join(problems[:10])
 
 
@@ -86,19 +206,53 @@ def test_every_setting_is_tried_or_left_out_for_a_reason_and_refusals_say_what_t
 
 def test_the_audit_finds_what_is_wrong(world):
     """One number changed in rollouts, curves or weights, and it says so."""
-    config, watch = {**BASE, "preset": "ppo", "critic_learning_rate": 1e-2, "num_iterations": 1, "truncation_policy": "score"}, Watch()
+    config, watch = (
+        {
+            **BASE,
+            "preset": "ppo",
+            "critic_learning_rate": 1e-2,
+            "num_iterations": 1,
+            "truncation_policy": "score",
+        },
+        Watch(),
+    )
     inputs = world.inputs(config)
     rows, metrics, _ = world.run(config, "audited", inputs, watch)
-    find = lambda rows=rows, metrics=metrics, **changes: "\n".join(audit({**config, **changes}, inputs, rows, metrics, watch, world.tokenizer))
+    find = lambda rows=rows, metrics=metrics, **changes: "\n".join(
+        audit({**config, **changes}, inputs, rows, metrics, watch, world.tokenizer)
+    )
     assert not find()
-    for column, change in (("advantages", lambda v: [v[0] + 0.01, *v[1:]]), ("reward", lambda v: v + 0.1), ("logp_old", lambda v: [v[0] - 0.01, *v[1:]]), ("loss_mask", lambda v: [0, *v[1:]]),
-                           ("values", lambda v: [v[0] + 0.1, *v[1:]]), ("logp_ref", lambda v: [v[0] + 0.01, *v[1:]]), ("returns", lambda v: [v[0] + 0.1, *v[1:]])):
+    for column, change in (
+        ("advantages", lambda v: [v[0] + 0.01, *v[1:]]),
+        ("reward", lambda v: v + 0.1),
+        ("logp_old", lambda v: [v[0] - 0.01, *v[1:]]),
+        ("loss_mask", lambda v: [0, *v[1:]]),
+        ("values", lambda v: [v[0] + 0.1, *v[1:]]),
+        ("logp_ref", lambda v: [v[0] + 0.01, *v[1:]]),
+        ("returns", lambda v: [v[0] + 0.1, *v[1:]]),
+    ):
         assert column in find(rows=[{**rows[0], column: change(rows[0][column])}, *rows[1:]]), column
-    for name in ("reward/mean", "reward/group_std", "kl/sequence_sum", "completions/clipped_ratio", "critic/explained_variance", "advantage/std"):
+    for name in (
+        "reward/mean",
+        "reward/group_std",
+        "kl/sequence_sum",
+        "completions/clipped_ratio",
+        "critic/explained_variance",
+        "advantage/std",
+    ):
         assert name in find(metrics=[{**metrics[0], name: metrics[0][name] + 0.01}, *metrics[1:]]), name
-    for changes, says in (({"kl_coef": 0.05}, "shaped_reward"), ({"lam": 0.5}, "advantages"), ({"loss_agg_mode": "seq-mean-token-sum"}, "gradient"), ({"temperature": 0.9}, "logp_old")):
+    for changes, says in (
+        ({"kl_coef": 0.05}, "shaped_reward"),
+        ({"lam": 0.5}, "advantages"),
+        ({"loss_agg_mode": "seq-mean-token-sum"}, "gradient"),
+        ({"temperature": 0.9}, "logp_old"),
+    ):
         assert says in find(**changes), changes
     noted = watch.policy[0]
     watch.policy[0] = other = copy.copy(noted)
-    other.metrics = {**noted.metrics, "grad_norm": noted.metrics["grad_norm"] * 1.02, "loss": noted.metrics["loss"] + 1e-2}
+    other.metrics = {
+        **noted.metrics,
+        "grad_norm": noted.metrics["grad_norm"] * 1.02,
+        "loss": noted.metrics["loss"] + 1e-2,
+    }
     assert "step 0, loss" in find() and "step 0, grad_norm" in find()

@@ -28,17 +28,31 @@ from stages.models.sharding import Acting
 from storage.datasets import open_dataset
 from tests.common import random_value_head
 
-SMALL = {"max_steps": 2, "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6, "learning_rate": 1e-3,
-         "reward_override": "random", "rewards": [{"name": "length", "kind": "length"}]}
+SMALL = {
+    "max_steps": 2,
+    "prompts_per_step": 2,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "learning_rate": 1e-3,
+    "reward_override": "random",
+    "rewards": [{"name": "length", "kind": "length"}],
+}
 
 
 @pytest.fixture()
 def rl(tiny, data, spec):
-    """``rl(name, config, **inputs)`` -> (result, metrics rows); ``rl.source(...)`` -> a Rollouts that has not started."""
+    """``rl(name, config, **inputs)`` -> (result, metrics rows); ``rl.source(...)`` -> a Rollouts that has not
+    started.
+    """
 
     def made(name, config, inputs):
         critic = rl_preset(config.get("preset", "grpo")).needs_critic and config.get("critic_mode") != "shared"
-        out = spec("rl", {**SMALL, **({"critic_learning_rate": 1e-2} if critic else {}), **config}, {"model": tiny["policy"], "data": data["prompts"]}, name)
+        out = spec(
+            "rl",
+            {**SMALL, **({"critic_learning_rate": 1e-2} if critic else {}), **config},
+            {"model": tiny["policy"], "data": data["prompts"]},
+            name,
+        )
         for key, path in inputs.items():
             kind = "dataset" if key in ("ptx", "stored", "baselines") else "model"
             out["inputs"][key] = {"kind": kind, "path": path, "ref": key, "digest": f"digest-{path}"}
@@ -47,7 +61,9 @@ def rl(tiny, data, spec):
     def build(name, config, **inputs):
         one = made(name, config, inputs)
         result = execute(one, lambda event: None)
-        return result, [json.loads(line)["metrics"] for line in Path(one["workdir"], "metrics.jsonl").read_text().splitlines()]
+        return result, [
+            json.loads(line)["metrics"] for line in Path(one["workdir"], "metrics.jsonl").read_text().splitlines()
+        ]
 
     def source(name, config, **inputs):
         from stages.chat import renderer_for
@@ -58,8 +74,20 @@ def rl(tiny, data, spec):
         renderer = renderer_for(tiny["policy"])
         row, _ = resolve_preset(stage.config)
         prompts = prompt_rows(stage, stage.dataset("data"), "train", renderer, 64)
-        reference = load_policy(stage.path("reference") if stage.has("reference") else tiny["policy"]) if row.needs_reference else None
-        return Rollouts(stage, row, renderer, Acting(load_policy(tiny["policy"]), False), build_rewards(stage.config.rewards, stage.inputs, renderer=renderer), prompts, reference=reference)
+        reference = (
+            load_policy(stage.path("reference") if stage.has("reference") else tiny["policy"])
+            if row.needs_reference
+            else None
+        )
+        return Rollouts(
+            stage,
+            row,
+            renderer,
+            Acting(load_policy(tiny["policy"]), False),
+            build_rewards(stage.config.rewards, stage.inputs, renderer=renderer),
+            prompts,
+            reference=reference,
+        )
 
     build.source, build.tiny = source, tiny
     return build
@@ -69,14 +97,21 @@ def rows_of(result, name="rollouts"):
     return list(open_dataset(result["outputs"][name]["path"]).iter_rows())
 
 
-# --- critics ---------------------------------------------------------------------------------------------------------------
+# --- critics ----------------------------------------------------------------------------------------------------------
+
 
 def test_the_critic_starts_as_the_reward_model_and_learns_its_targets(tiny, rl):
-    """Values of the first rollout = the reward model's score of each prefix, calibration included; then its loss falls."""
+    """Values of the first rollout = the reward model's score of each prefix, calibration included; then its loss
+    falls.
+    """
     from stages.reward_models.reward_heads import load_reward_model
     from stages.reward_models.reward_scorers import load_scorer
 
-    result, metrics = rl("ppo", {"preset": "ppo", "max_steps": 8, "num_iterations": 8, "kl_coef": 0.0, "learning_rate": 1e-7}, reward_model=tiny["reward"])
+    result, metrics = rl(
+        "ppo",
+        {"preset": "ppo", "max_steps": 8, "num_iterations": 8, "kl_coef": 0.0, "learning_rate": 1e-7},
+        reward_model=tiny["reward"],
+    )
     scorer = load_scorer(tiny["reward"])
     for row in rows_of(result)[:3]:
         prefixes = [row["prompt_ids"] + row["completion_ids"][:t] for t in range(row["length"])]
@@ -108,8 +143,23 @@ def test_a_critic_says_why_it_cannot_start_from_a_reward_model(tiny, tmp_path):
 
 @pytest.mark.parametrize("mode", ["separate", "shared"])
 def test_a_critic_that_knows_nothing_says_nothing(rl, mode):
-    """Without a reward model to start from its values are 0 at first: the advantages of the first batch are returns, and nothing of their variance is the critic's. Then it learns."""
-    result, metrics = rl("fresh", {"preset": "ppo", "critic_mode": mode, "max_steps": 8, "num_iterations": 4, "kl_coef": 0.0, "learning_rate": 1e-3, "lam": 1.0, "whiten": False, "truncation_policy": "score"})
+    """Without a reward model to start from its values are 0 at first: the advantages of the first batch are returns,
+    and nothing of their variance is the critic's. Then it learns.
+    """
+    result, metrics = rl(
+        "fresh",
+        {
+            "preset": "ppo",
+            "critic_mode": mode,
+            "max_steps": 8,
+            "num_iterations": 4,
+            "kl_coef": 0.0,
+            "learning_rate": 1e-3,
+            "lam": 1.0,
+            "whiten": False,
+            "truncation_policy": "score",
+        },
+    )
     for row in rows_of(result):
         first = row["iteration"] == 0
         assert all(v == 0.0 for v in row["values"]) == (first or not row["values"])
@@ -120,19 +170,35 @@ def test_a_critic_that_knows_nothing_says_nothing(rl, mode):
 
 def test_a_shared_trunk_sums_policy_and_value_loss(tiny, rl):
     """PPO-FULL: one loss, one backward; the exported model is the policy alone."""
-    result, metrics = rl("shared", {"preset": "ppo", "critic_mode": "shared", "num_iterations": 1, "kl_coef": 0.0, "entropy_coef": 0.01, "max_steps": 1})
+    result, metrics = rl(
+        "shared",
+        {
+            "preset": "ppo",
+            "critic_mode": "shared",
+            "num_iterations": 1,
+            "kl_coef": 0.0,
+            "entropy_coef": 0.01,
+            "max_steps": 1,
+        },
+    )
     found = metrics[0]
     rows = rows_of(result)
     error = np.mean([(v - g) ** 2 for r in rows for v, g in zip(r["values"], r["returns"])])
     assert found["train/value"] == pytest.approx(0.5 * error, rel=1e-4) and found["train/entropy_bonus"] < 0
-    assert found["train/loss"] == pytest.approx(found["train/policy"] + found["train/value"] + found["train/entropy_bonus"], rel=1e-5)
+    assert found["train/loss"] == pytest.approx(
+        found["train/policy"] + found["train/value"] + found["train/entropy_bonus"], rel=1e-5
+    )
     assert "critic" not in result["outputs"]
     names = {n for n, _ in load_policy(result["outputs"]["model"]["path"]).named_parameters()}
-    assert names == {n for n, _ in load_policy(tiny["policy"]).named_parameters()} and not any("value" in n for n in names if "v_proj" not in n)
+    assert names == {n for n, _ in load_policy(tiny["policy"]).named_parameters()} and not any(
+        "value" in n for n in names if "v_proj" not in n
+    )
 
 
 def test_dual_and_value_clipping_reach_the_steps_loss(tiny):
-    """DUAL-CLIP: at ratio 5 a negative advantage counts c = 3 times, a positive one 1 + epsilon; VALUE-CLIP: the larger of both errors."""
+    """DUAL-CLIP: at ratio 5 a negative advantage counts c = 3 times, a positive one 1 + epsilon; VALUE-CLIP: the larger
+    of both errors.
+    """
     config = Config(preset="ppo", clip_ratio_c=3.0, cliprange_value=0.2, critic_mode="shared", kl_coef=0.0)
     model, head = load_policy(tiny["policy"]).double(), random_value_head(32).double()
     plain = make_item("r", [20, 30], [[40, 50, 60]], [[1, 1, 1]])
@@ -140,35 +206,69 @@ def test_dual_and_value_clipping_reach_the_steps_loss(tiny):
     with torch.no_grad():
         states = hidden_states(model, batch, batch.src_N)
         logps, values = torch.log_softmax(head_of(model).logits(states), -1)[range(3), [40, 50, 60]], head(states)[:, 0]
-    old_values, returns = (values + torch.tensor([0.5, -0.5, 0.1])).tolist(), (values + torch.tensor([1.0, 1.0, -1.0])).tolist()
-    item = make_item("r", [20, 30], [[40, 50, 60]], [[1, 1, 1]], advantages=[[-1.0, -1.0, 2.0]], old_logps=[(logps - np.log(5)).tolist()], values=[old_values], returns=[returns])
+    old_values, returns = (
+        (values + torch.tensor([0.5, -0.5, 0.1])).tolist(),
+        (values + torch.tensor([1.0, 1.0, -1.0])).tolist(),
+    )
+    item = make_item(
+        "r",
+        [20, 30],
+        [[40, 50, 60]],
+        [[1, 1, 1]],
+        advantages=[[-1.0, -1.0, 2.0]],
+        old_logps=[(logps - np.log(5)).tolist()],
+        values=[old_values],
+        returns=[returns],
+    )
     terms = PolicyGradient(resolve_preset(config)[0], config, value_head=head)(model, collate([item])).loss
-    assert float(terms["policy"][0]) == pytest.approx(3.0 + 3.0 - 1.2 * 2.0, rel=1e-5) and terms["policy"][1] == "tokens"
+    assert (
+        float(terms["policy"][0]) == pytest.approx(3.0 + 3.0 - 1.2 * 2.0, rel=1e-5) and terms["policy"][1] == "tokens"
+    )
     clipped = [old + np.clip(v - old, -0.2, 0.2) for v, old in zip(values.tolist(), old_values)]
     errors = [max((v - g) ** 2, (c - g) ** 2) for v, c, g in zip(values.tolist(), clipped, returns)]
-    assert errors[1] > (float(values[1]) - returns[1]) ** 2 and float(terms["value"][0]) == pytest.approx(config.vf_coef * sum(errors), rel=1e-5)
+    assert errors[1] > (float(values[1]) - returns[1]) ** 2 and float(terms["value"][0]) == pytest.approx(
+        config.vf_coef * sum(errors), rel=1e-5
+    )
 
 
 def batch_of(**changes):
-    values = {"rewards_B": np.array([1.0, 0.0]), "group_of_B": np.array([0, 0]), "mask_BT": np.array([[1, 1, 1], [1, 1, 0]], bool),
-              "kept_B": np.ones(2, bool), "counted_B": np.ones(2, bool), "kl_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]), "log_ratio_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]),
-              "values_BT": np.array([[0.5, 0.6, 0.7], [0.1, 0.2, 9.0]]), "bootstrap_B": np.array([0.0, 0.3])}
+    values = {
+        "rewards_B": np.array([1.0, 0.0]),
+        "group_of_B": np.array([0, 0]),
+        "mask_BT": np.array([[1, 1, 1], [1, 1, 0]], bool),
+        "kept_B": np.ones(2, bool),
+        "counted_B": np.ones(2, bool),
+        "kl_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]),
+        "log_ratio_BT": np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.0]]),
+        "values_BT": np.array([[0.5, 0.6, 0.7], [0.1, 0.2, 9.0]]),
+        "bootstrap_B": np.array([0.0, 0.3]),
+    }
     return Batch(**{**values, **changes})
 
 
 def test_critic_targets_by_hand():
     """Row 2 was cut, so its value after the last token is part of every bootstrapped target."""
     batch = batch_of()
-    expected = {"mc_return": [[1, 1, 1], [.3, .3, 0]], "td0": [[.6, .7, 1], [.2, .3, 0]], "terminal": [[1, 1, 1], [.3, .3, 0]],
-                "kl_adjusted_outcome": [[1, 1, 1], [.3, .3, 0]]}
+    expected = {
+        "mc_return": [[1, 1, 1], [0.3, 0.3, 0]],
+        "td0": [[0.6, 0.7, 1], [0.2, 0.3, 0]],
+        "terminal": [[1, 1, 1], [0.3, 0.3, 0]],
+        "kl_adjusted_outcome": [[1, 1, 1], [0.3, 0.3, 0]],
+    }
     for target, values in expected.items():
         row = rl_preset("ppo", critic_target=target, kl_reward_coef=0.0)
         assert np.allclose(critic_targets(row, batch, *shaped(row, batch, 0.0)), values), target
     for n, like in ((1, "td0"), (2, None), (9, "mc_return")):
         row = rl_preset("ppo", critic_target="n_step", n_steps=n, kl_reward_coef=0.0)
-        assert np.allclose(critic_targets(row, batch, *shaped(row, batch, 0.0)), expected[like] if like else [[.7, 1, 1], [.3, .3, 0]]), n
+        assert np.allclose(
+            critic_targets(row, batch, *shaped(row, batch, 0.0)),
+            expected[like] if like else [[0.7, 1, 1], [0.3, 0.3, 0]],
+        ), n
     row = rl_preset("oreo", options={"beta": 2.0})
-    assert np.allclose(critic_targets(row, batch_of(bootstrap_B=0.0), *shaped(row, batch, 0.0)), [[1 - 1.2, 1 - 1.0, 1 - .6], [-1.8, -1.0, 0]])
+    assert np.allclose(
+        critic_targets(row, batch_of(bootstrap_B=0.0), *shaped(row, batch, 0.0)),
+        [[1 - 1.2, 1 - 1.0, 1 - 0.6], [-1.8, -1.0, 0]],
+    )
 
 
 def test_a_critics_outcome_has_its_kl_taken_off():
@@ -176,12 +276,23 @@ def test_a_critics_outcome_has_its_kl_taken_off():
     batch = batch_of(bootstrap_B=0.0)
     for target, values in (("kl_adjusted_outcome", [1 - 0.5 * 0.6, -0.5 * 0.9]), ("terminal", [1.0, 0.0])):
         row = rl_preset("ppo", critic_target=target, kl_reward_mode="sequence_sum")
-        assert np.allclose(critic_targets(row, batch, *shaped(row, batch, 0.5)), np.where(batch.mask_BT, np.array(values)[:, None], 0.0)), target
+        assert np.allclose(
+            critic_targets(row, batch, *shaped(row, batch, 0.5)),
+            np.where(batch.mask_BT, np.array(values)[:, None], 0.0),
+        ), target
 
 
 def test_advantages_are_clipped_on_both_sides():
-    batch = batch_of(rewards_B=np.array([3.0, -2.0, 0.25, 0.0]), group_of_B=np.zeros(4, int), mask_BT=np.array([[1, 1, 1], [1, 1, 0], [0, 1, 1], [1, 0, 0]], bool), kept_B=np.ones(4, bool),
-                     counted_B=np.ones(4, bool), kl_BT=None, values_BT=None, bootstrap_B=0.0)
+    batch = batch_of(
+        rewards_B=np.array([3.0, -2.0, 0.25, 0.0]),
+        group_of_B=np.zeros(4, int),
+        mask_BT=np.array([[1, 1, 1], [1, 1, 0], [0, 1, 1], [1, 0, 0]], bool),
+        kept_B=np.ones(4, bool),
+        counted_B=np.ones(4, bool),
+        kl_BT=None,
+        values_BT=None,
+        bootstrap_B=0.0,
+    )
     credit = assign(rl_preset("reinforce"), batch, 0.0, advantage_clip=1.5)
     assert credit.advantages_BT.tolist() == [[1.5, 1.5, 1.5], [-1.5, -1.5, 0], [0, 0.25, 0.25], [0, 0, 0]]
     assert credit.raw_BT.tolist() == [[3, 3, 3], [-2, -2, 0], [0, 0.25, 0.25], [0, 0, 0]]
@@ -189,8 +300,13 @@ def test_advantages_are_clipped_on_both_sides():
 
 def test_rejected_tokens_have_no_advantage_and_padding_neither():
     rejected = np.array([[0, 1, 0], [0, 0, 0]], bool)
-    assert batch_of(rejected_BT=rejected).trained(np.array([True, False])).tolist() == [[True, False, True], [False, False, False]]
-    credit = assign(rl_preset("reinforce"), batch_of(rejected_BT=rejected, rewards_B=np.array([2.0, -1.0]), kl_BT=None), 0.0)
+    assert batch_of(rejected_BT=rejected).trained(np.array([True, False])).tolist() == [
+        [True, False, True],
+        [False, False, False],
+    ]
+    credit = assign(
+        rl_preset("reinforce"), batch_of(rejected_BT=rejected, rewards_B=np.array([2.0, -1.0]), kl_BT=None), 0.0
+    )
     assert credit.advantages_BT.tolist() == [[2, 0, 2], [-1, -1, 0]]
 
 
@@ -204,7 +320,10 @@ def test_a_win_rate_is_the_mean_over_comparable_opponents():
     nan = np.nan
     batch = batch_of(preference_BO=np.array([[0.9, nan, 0.6], [nan, nan, nan]]), kl_BT=None, rewards_B=np.zeros(2))
     credit = assign(rl_preset("nash_md"), batch, 0.0)
-    assert np.allclose(credit.advantages_BT, [[0.25, 0.25, 0.25], [0, 0, 0]]) and credit.informative_B.tolist() == [True, False]
+    assert np.allclose(credit.advantages_BT, [[0.25, 0.25, 0.25], [0, 0, 0]]) and credit.informative_B.tolist() == [
+        True,
+        False,
+    ]
 
 
 def test_constant_returns_leave_nothing_to_explain():
@@ -212,26 +331,44 @@ def test_constant_returns_leave_nothing_to_explain():
     from stages.policy.credit import explained_variance
 
     on = np.ones((2, 2), bool)
-    assert explained_variance(np.arange(4.0).reshape(2, 2), np.ones((2, 2)), on) is None and explained_variance(np.zeros((2, 2)), np.zeros((2, 2)), ~on) is None
+    assert (
+        explained_variance(np.arange(4.0).reshape(2, 2), np.ones((2, 2)), on) is None
+        and explained_variance(np.zeros((2, 2)), np.zeros((2, 2)), ~on) is None
+    )
     assert explained_variance(np.arange(4.0).reshape(2, 2), np.arange(4.0).reshape(2, 2) + 7.0, on) == 1.0
 
 
 def test_kl_modes_of_the_reward_reach_the_advantage():
     batch = batch_of(bootstrap_B=0.0)
-    for mode, first in (("sequence_sum", 1 - 0.5 * 0.6 - 0.5), ("sequence_mean", 1 - 0.5 * 0.2 - 0.5), ("token_broadcast", 1 - 0.5 * 0.1 - 0.5), ("token_terminal", 1 - 0.5 * 0.6 - 0.5)):
+    for mode, first in (
+        ("sequence_sum", 1 - 0.5 * 0.6 - 0.5),
+        ("sequence_mean", 1 - 0.5 * 0.2 - 0.5),
+        ("token_broadcast", 1 - 0.5 * 0.1 - 0.5),
+        ("token_terminal", 1 - 0.5 * 0.6 - 0.5),
+    ):
         credit = assign(rl_preset("ppo_outcome", whiten=False, kl_reward_mode=mode), batch, 0.5)
         assert credit.advantages_BT[0, 0] == pytest.approx(first), mode
         assert credit.advantages_BT[1, 2] == 0
 
 
-# --- exact KL, pretraining mix, weights ----------------------------------------------------------------------------------------
+# --- exact KL, pretraining mix, weights -------------------------------------------------------------------------------
+
 
 def items_of(rng, n=3, g=2, **extra):
     items = []
     for i in range(n):
         responses = [rng.integers(10, 250, rng.integers(2, 7)).tolist() for _ in range(g)]
-        items.append(make_item(f"row-{i}", rng.integers(10, 250, 5).tolist(), responses, [[1] * len(r) for r in responses], advantages=rng.normal(size=g).tolist(),
-                               old_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses], **extra))
+        items.append(
+            make_item(
+                f"row-{i}",
+                rng.integers(10, 250, 5).tolist(),
+                responses,
+                [[1] * len(r) for r in responses],
+                advantages=rng.normal(size=g).tolist(),
+                old_logps=[rng.normal(-5.5, 0.1, len(r)).tolist() for r in responses],
+                **extra,
+            )
+        )
     return items
 
 
@@ -246,12 +383,16 @@ def test_exact_kl_in_chunks_equals_the_whole(tiny, direction, monkeypatch):
     whole = (logp.exp() * (logp - logq)).sum(-1) if direction == "reverse" else (logq.exp() * (logq - logp)).sum(-1)
     (expected,) = torch.autograd.grad((whole * torch.arange(len(whole))).sum(), hidden, retain_graph=True)
     if direction == "forward":  # KL-KD: the gradient of the cross-entropy from the other policy
-        (kd,) = torch.autograd.grad((-(logq.exp() * logp).sum(-1) * torch.arange(len(whole))).sum(), hidden, retain_graph=True)
+        (kd,) = torch.autograd.grad(
+            (-(logq.exp() * logp).sum(-1) * torch.arange(len(whole))).sum(), hidden, retain_graph=True
+        )
         assert torch.allclose(kd, expected, atol=1e-10)
     monkeypatch.setattr(modeling, "HEAD_CHUNK_ELEMENTS", 4 * logp.shape[1])
     ours = exact_kl(head_of(model), hidden, head_of(other), far, 0.7, direction)
     (gradient,) = torch.autograd.grad((ours * torch.arange(len(ours))).sum(), hidden)
-    assert torch.allclose(ours, whole, atol=1e-10) and torch.allclose(gradient, expected, atol=1e-9) and (whole > 0).all()
+    assert (
+        torch.allclose(ours, whole, atol=1e-10) and torch.allclose(gradient, expected, atol=1e-9) and (whole > 0).all()
+    )
 
 
 def loss_and_gradient(model, objective, items):
@@ -269,9 +410,16 @@ def test_pretraining_rows_add_their_nll_and_touch_nothing_else(tiny):
     items, texts = items_of(rng), [rng.integers(10, 250, n).tolist() for n in (4, 9)]
     ptx = [make_item(f"ptx-{k}", [], [t], [[1] * len(t)], ptx=True) for k, t in enumerate(texts)]
     config = Config(preset="grpo", num_generations=2, beta=0.0)
-    alone, g_alone, counts = loss_and_gradient(model, PolicyGradient(rl_preset("grpo", kl_loss_coef=0.0), config), items)
-    mixed, g_mixed, mixed_counts = loss_and_gradient(model, PolicyGradient(rl_preset("grpo", kl_loss_coef=0.0, ptx_coef=3.0), config), items + ptx)
-    assert mixed["policy"].item() == pytest.approx(alone["policy"].item(), rel=1e-9) and counts["tokens"] == mixed_counts["tokens"]
+    alone, g_alone, counts = loss_and_gradient(
+        model, PolicyGradient(rl_preset("grpo", kl_loss_coef=0.0), config), items
+    )
+    mixed, g_mixed, mixed_counts = loss_and_gradient(
+        model, PolicyGradient(rl_preset("grpo", kl_loss_coef=0.0, ptx_coef=3.0), config), items + ptx
+    )
+    assert (
+        mixed["policy"].item() == pytest.approx(alone["policy"].item(), rel=1e-9)
+        and counts["tokens"] == mixed_counts["tokens"]
+    )
     nll = 0.0
     for t in texts:
         logits = model(input_ids=torch.tensor([t]), use_cache=False).logits[0, :-1]
@@ -292,7 +440,9 @@ def test_importance_weights_multiply_the_loss(tiny, rl):
     plain = loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy"]
     for item in items:
         item.extra["weights"] = [[2.0] * len(r) for r in item.responses]
-    assert loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy"].item() == pytest.approx(2 * plain.item(), rel=1e-9)
+    assert loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy"].item() == pytest.approx(
+        2 * plain.item(), rel=1e-9
+    )
     result, _ = rl("tis", {"preset": "dr_grpo", "importance_correction": "token_truncate", "max_steps": 1})
     for r in rows_of(result):
         assert np.allclose(r["is_weights"], 1, atol=1e-4) and np.allclose(r["logp_rollout"], r["logp_old"], atol=1e-4)
@@ -311,25 +461,44 @@ def test_group_scope_divides_by_the_tokens_of_each_prompt(tiny):
 def test_nll_of_correct_completions_only(tiny):
     model = load_policy(tiny["policy"]).double()
     items = items_of(np.random.default_rng(4), values=[[0.0], [0.0]], correct=[True, False])
-    terms = loss_and_gradient(model, PolicyGradient(rl_preset("vapo"), Config(preset="vapo", num_generations=2)), items)[0]
+    terms = loss_and_gradient(
+        model, PolicyGradient(rl_preset("vapo"), Config(preset="vapo", num_generations=2)), items
+    )[0]
     total = count = 0.0
     for i in items:
         ids = torch.tensor([i.prompt.tolist() + i.responses[0].tolist()])
-        logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[len(i.prompt) - 1:]
+        logp = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[
+            len(i.prompt) - 1 :
+        ]
         total, count = total - float(logp.sum()), count + len(logp)
     assert terms["positive_nll"].item() == pytest.approx(0.1 * total / count, rel=1e-6)
 
 
-# --- filters, lengths, degenerate batches ----------------------------------------------------------------------------------------
+# --- filters, lengths, degenerate batches -----------------------------------------------------------------------------
+
 
 def test_dynamic_sampling_refills_records_what_it_drops_and_gives_up(rl):
-    """Every trained group has a signal; dropped ones are in prompt_stats with the reason; equal rewards end in a clear error."""
-    config = {"preset": "dapo", "filter_groups_metric": "reward_std", "truncation_policy": "score", "num_generations": 2, "gen_batch_size": 3, "max_num_gen_batches": 30}
+    """Every trained group has a signal; dropped ones are in prompt_stats with the reason; equal rewards end in a clear
+    error.
+    """
+    config = {
+        "preset": "dapo",
+        "filter_groups_metric": "reward_std",
+        "truncation_policy": "score",
+        "num_generations": 2,
+        "gen_batch_size": 3,
+        "max_num_gen_batches": 30,
+    }
     result, metrics = rl("dapo", config)
     rows = rows_of(result)
-    assert len(rows) == 2 * 2 * 2 and all(len({r["reward"] for r in rows[i:i + 2]}) == 2 for i in range(0, len(rows), 2))
+    assert len(rows) == 2 * 2 * 2 and all(
+        len({r["reward"] for r in rows[i : i + 2]}) == 2 for i in range(0, len(rows), 2)
+    )
     stats = rows_of(result, "prompt_stats")
-    assert sum(s["kept"] for s in stats) == 4 and {s["drop_reason"] for s in stats if not s["kept"]} <= {"equal_rewards", "surplus"}
+    assert sum(s["kept"] for s in stats) == 4 and {s["drop_reason"] for s in stats if not s["kept"]} <= {
+        "equal_rewards",
+        "surplus",
+    }
     assert any(s["drop_reason"] == "equal_rewards" for s in stats) and metrics[0]["groups/generation_batches"] >= 1
     with pytest.raises(Exception, match="max_num_gen_batches"):
         rl("dead", {**config, "reward_override": "none", "max_num_gen_batches": 2})
@@ -338,7 +507,9 @@ def test_dynamic_sampling_refills_records_what_it_drops_and_gives_up(rl):
 @pytest.mark.parametrize("preset", ["grpo", "rloo", "ppo", "p3o", "reinforce_pp"])
 def test_equal_rewards_of_a_single_group_train_without_noise(rl, preset):
     """One prompt, all rewards equal: advantages exactly 0 where groups are compared, nothing non-finite anywhere."""
-    result, metrics = rl(f"equal-{preset}", {"preset": preset, "prompts_per_step": 1, "reward_override": "none", "max_steps": 1})
+    result, metrics = rl(
+        f"equal-{preset}", {"preset": preset, "prompts_per_step": 1, "reward_override": "none", "max_steps": 1}
+    )
     assert all(np.isfinite(v) for v in metrics[0].values())
     if preset == "grpo":
         assert all(a == 0 for r in rows_of(result) for a in r["advantages"]) and metrics[0]["reward/frac_zero_std"] == 1
@@ -346,9 +517,21 @@ def test_equal_rewards_of_a_single_group_train_without_noise(rl, preset):
 
 def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(tiny, rl):
     """OVERLONG: a masked completion still moves its group's mean unless told otherwise; all cut means an empty step."""
-    source = rl.source("cut", {"preset": "dr_grpo", "truncation_policy": "mask", "soft_punish_cache": 3, "max_completion_length": 4, "reward_override": "none"})
+    source = rl.source(
+        "cut",
+        {
+            "preset": "dr_grpo",
+            "truncation_policy": "mask",
+            "soft_punish_cache": 3,
+            "max_completion_length": 4,
+            "reward_override": "none",
+        },
+    )
     prompt, ids = source.order.prompts[0]
-    made = [Sample(prompt, ids, 0, [50, 60], [-1.0, -1.0], "eos", "", 1.0, {}, {}), Sample(prompt, ids, 1, [50, 60, 70, 80], [-1.0] * 4, "length", "", 0.5, {}, {})]
+    made = [
+        Sample(prompt, ids, 0, [50, 60], [-1.0, -1.0], "eos", "", 1.0, {}, {}),
+        Sample(prompt, ids, 1, [50, 60, 70, 80], [-1.0] * 4, "length", "", 0.5, {}, {}),
+    ]
     items = source.crediting([Group(prompt, ids, made, 0)], 0, 0).items
     assert [m.tolist() for m in items[0].masks] == [[1, 1], [0, 0, 0, 0]]
     # penalties: 2 tokens of 4 with a cache of 3 cost 1/3, 4 tokens cost 1
@@ -369,29 +552,57 @@ def test_the_length_limit_follows_the_context_schedule(rl):
 
 def test_steps_end_where_a_token_completes_the_separator():
     assert step_ends(["a", "b\n", "\nc", "d", "\n\n", "e"], "\n\n") == [2, 4, 5]
-    assert step_ends(["a\n\n"], "\n\n") == [0] and step_ends([], "\n\n") == [] and step_ends(["abc", "d"], "\n\n") == [1]
+    assert (
+        step_ends(["a\n\n"], "\n\n") == [0] and step_ends([], "\n\n") == [] and step_ends(["abc", "d"], "\n\n") == [1]
+    )
 
 
-# --- controllers, references, early stop -------------------------------------------------------------------------------------------
+# --- controllers, references, early stop ------------------------------------------------------------------------------
+
 
 def test_a_kl_controller_moves_the_coefficient_towards_its_target(tiny, rl):
-    """Policy far from the reference: Ziegler's rule raises the coefficient by a tenth of the clipped error per rollout; PPO's doubles it."""
+    """Policy far from the reference: Ziegler's rule raises the coefficient by a tenth of the clipped error per rollout;
+    PPO's doubles it.
+    """
     for controller, factor in (("adaptive_ziegler", 1.02), ("adaptive_ppo", 2.0)):
-        _, metrics = rl(controller, {"preset": "rloo", "max_steps": 3, "kl_controller": controller, "target_kl": 1e-3}, reference=tiny["other"])
+        _, metrics = rl(
+            controller,
+            {"preset": "rloo", "max_steps": 3, "kl_controller": controller, "target_kl": 1e-3},
+            reference=tiny["other"],
+        )
         coefs = [m["kl/coef"] for m in metrics]
-        assert metrics[0]["kl/sequence_sum"] > 0.01 and coefs == pytest.approx([0.02, 0.02 * factor, 0.02 * factor ** 2])
+        assert metrics[0]["kl/sequence_sum"] > 0.01 and coefs == pytest.approx([0.02, 0.02 * factor, 0.02 * factor**2])
 
 
 def test_a_controller_of_the_kl_to_the_old_policy_measures_after_the_update(rl):
     """PPO-ADAPTKL: hardly any movement halves the coefficient, far too much doubles it."""
     for rate, factor in ((1e-7, 0.5), (3e-3, 2.0)):
-        _, metrics = rl(f"old-{factor}", {"preset": "ppo_penalty_adaptive", "num_iterations": 1, "max_steps": 3, "learning_rate": rate, "truncation_policy": "score"})
-        assert [m["kl/coef"] for m in metrics] == pytest.approx([1.0, factor, factor ** 2])
+        _, metrics = rl(
+            f"old-{factor}",
+            {
+                "preset": "ppo_penalty_adaptive",
+                "num_iterations": 1,
+                "max_steps": 3,
+                "learning_rate": rate,
+                "truncation_policy": "score",
+            },
+        )
+        assert [m["kl/coef"] for m in metrics] == pytest.approx([1.0, factor, factor**2])
 
 
 def test_a_refreshed_reference_is_the_policy(rl):
     """Iterative GRPO: right after a hard copy the KL to the reference is 0, before it is not."""
-    _, metrics = rl("iter", {"preset": "grpo", "max_steps": 4, "ref_mode": "refresh", "ref_sync_steps": 2, "ref_sync_alpha": 1.0, "learning_rate": 3e-3})
+    _, metrics = rl(
+        "iter",
+        {
+            "preset": "grpo",
+            "max_steps": 4,
+            "ref_mode": "refresh",
+            "ref_sync_steps": 2,
+            "ref_sync_alpha": 1.0,
+            "learning_rate": 3e-3,
+        },
+    )
     kl = [abs(m["kl/sequence_sum"]) for m in metrics]
     assert kl[0] < 1e-4 and kl[1] > 1e-3 and kl[2] < 1e-4 and kl[3] > 1e-3
     _, metrics = rl("previous", {"preset": "grpo", "max_steps": 3, "ref_mode": "previous", "learning_rate": 3e-3})
@@ -415,9 +626,13 @@ def test_a_frozen_reference_that_moved_is_an_error(rl):
         source.close()
 
 
-@pytest.mark.parametrize("level, off, refused", (("token", 3e-4, True), ("token", 1e-5, False), ("sequence", 3e-3, True)))
+@pytest.mark.parametrize(
+    "level, off, refused", (("token", 3e-4, True), ("token", 1e-5, False), ("sequence", 3e-3, True))
+)
 def test_a_sampler_that_disagrees_with_the_trainer_is_an_error(rl, monkeypatch, level, off, refused):
-    """The ratio of the first minibatch is 1 to 1e-4 (ops.invariants); a product over a sequence's tokens adds their rounding up."""
+    """The ratio of the first minibatch is 1 to 1e-4 (ops.invariants); a product over a sequence's tokens adds their
+    rounding up.
+    """
     import stages.decoding.sampler
 
     drawn = stages.decoding.sampler.sample_step
@@ -437,7 +652,9 @@ def test_a_sampler_that_disagrees_with_the_trainer_is_an_error(rl, monkeypatch, 
 
 @pytest.mark.parametrize("preset", ["rloo", "reinforce", "dr_grpo", "topr"])
 def test_errors_of_both_signs_do_not_cancel_in_the_ratio_check(rl, monkeypatch, preset):
-    """Zero-mean noise on the sampler's log-probs leaves the mean ratio at 1, and surrogates without a ratio have none to look at: |ratio - 1| is what counts."""
+    """Zero-mean noise on the sampler's log-probs leaves the mean ratio at 1, and surrogates without a ratio have none
+    to look at: |ratio - 1| is what counts.
+    """
     import stages.decoding.sampler
 
     drawn, sign = stages.decoding.sampler.sample_step, iter(range(10**9))
@@ -451,19 +668,35 @@ def test_errors_of_both_signs_do_not_cancel_in_the_ratio_check(rl, monkeypatch, 
         rl(f"noisy {preset}", {"preset": preset, "max_steps": 1})
 
 
-# --- off-policy data, opponents, order of prompts --------------------------------------------------------------------------------------
+# --- off-policy data, opponents, order of prompts ---------------------------------------------------------------------
+
 
 def test_stored_rollouts_are_trained_on_without_sampling(rl):
     """TOPR on another run's rollouts: same tokens and behaviour log-probs, rewards from the stored components."""
-    first, _ = rl("behaviour", {"preset": "dr_grpo", "reward_override": "none", "rewards": [{"name": "length", "kind": "length", "max_length": 4, "cache_length": 3}]})
+    first, _ = rl(
+        "behaviour",
+        {
+            "preset": "dr_grpo",
+            "reward_override": "none",
+            "rewards": [{"name": "length", "kind": "length", "max_length": 4, "cache_length": 3}],
+        },
+    )
     path = first["outputs"]["rollouts"]["path"]
-    second, metrics = rl("offline", {"preset": "topr", "baseline": "constant", "baseline_value": -0.5, "max_steps": 2, "reward_override": "none"}, stored=path)
+    second, metrics = rl(
+        "offline",
+        {"preset": "topr", "baseline": "constant", "baseline_value": -0.5, "max_steps": 2, "reward_override": "none"},
+        stored=path,
+    )
     before = {(tuple(r["prompt_ids"]), tuple(r["completion_ids"])): r for r in rows_of(first)}
     for r in rows_of(second):
         original = before[tuple(r["prompt_ids"]), tuple(r["completion_ids"])]
         assert r["logp_old"] == original["logp_old"] and r["reward"] == pytest.approx(original["reward"])
         assert r["advantages"][0] == pytest.approx(r["reward"] + 0.5)
-    assert metrics[0]["replay/share"] == 1 and metrics[0]["train/grad_norm"] > 0 and metrics[0]["completions/generated_tokens"] == 0
+    assert (
+        metrics[0]["replay/share"] == 1
+        and metrics[0]["train/grad_norm"] > 0
+        and metrics[0]["completions/generated_tokens"] == 0
+    )
 
 
 def test_on_policy_presets_refuse_other_policies_rollouts(rl):
@@ -472,18 +705,36 @@ def test_on_policy_presets_refuse_other_policies_rollouts(rl):
 
 
 def test_replayed_groups_keep_the_log_probs_they_were_sampled_with(rl):
-    result, metrics = rl("replay", {"preset": "topr", "max_steps": 4, "prompts_per_step": 4, "num_generations": 2, "replay_fraction": 0.5, "replay_window": 3,
-                                    "learning_rate": 3e-3})
+    result, metrics = rl(
+        "replay",
+        {
+            "preset": "topr",
+            "max_steps": 4,
+            "prompts_per_step": 4,
+            "num_generations": 2,
+            "replay_fraction": 0.5,
+            "replay_window": 3,
+            "learning_rate": 3e-3,
+        },
+    )
     rows = rows_of(result)
-    fresh = {(tuple(r["prompt_ids"]), tuple(r["completion_ids"])): r for r in rows if r["policy_version"] == r["iteration"]}
+    fresh = {
+        (tuple(r["prompt_ids"]), tuple(r["completion_ids"])): r for r in rows if r["policy_version"] == r["iteration"]
+    }
     replayed = [r for r in rows if r["policy_version"] < r["iteration"]]
     assert len(replayed) == 3 * 2 * 2 and metrics[1]["replay/share"] == 0.5 and metrics[3]["staleness/max"] >= 1
     for i, m in enumerate(metrics):  # what was sampled in an iteration, not what was trained on
         own = [r for r in rows if r["iteration"] == i == r["policy_version"]]
-        assert m["completions/generated_tokens"] == sum(r["length"] for r in own) and m["reward/mean"] == pytest.approx(np.mean([r["reward"] for r in own]))
+        assert m["completions/generated_tokens"] == sum(r["length"] for r in own) and m["reward/mean"] == pytest.approx(
+            np.mean([r["reward"] for r in own])
+        )
     for r in replayed:
         original = fresh[tuple(r["prompt_ids"]), tuple(r["completion_ids"])]
-        assert r["logp_old"] == original["logp_old"] and original["iteration"] == r["policy_version"] and r["iteration"] - r["policy_version"] < 3
+        assert (
+            r["logp_old"] == original["logp_old"]
+            and original["iteration"] == r["policy_version"]
+            and r["iteration"] - r["policy_version"] < 3
+        )
 
 
 def test_the_mixture_sampler_draws_from_the_geometric_mixture(tiny):
@@ -492,11 +743,17 @@ def test_the_mixture_sampler_draws_from_the_geometric_mixture(tiny):
     from stages.decoding.sampling import SamplingParams
 
     policy, other = load_policy(tiny["policy"]), load_policy(tiny["other"])
-    found = MixtureSampler(policy, other, _Plain(), 0.3).generate([[20, 30, 40]], SamplingParams(max_new_tokens=4), [list(range(5))])[0]
+    found = MixtureSampler(policy, other, _Plain(), 0.3).generate(
+        [[20, 30, 40]], SamplingParams(max_new_tokens=4), [list(range(5))]
+    )[0]
     for completion in found:
         ids = torch.tensor([[20, 30, 40] + completion.ids])
         with torch.no_grad():
-            mixed = np.log(geometric_mixture(policy(input_ids=ids).logits[0, 2:-1].double(), other(input_ids=ids).logits[0, 2:-1].double(), 0.3))
+            mixed = np.log(
+                geometric_mixture(
+                    policy(input_ids=ids).logits[0, 2:-1].double(), other(input_ids=ids).logits[0, 2:-1].double(), 0.3
+                )
+            )
         assert np.allclose(completion.logps, [m[i] for m, i in zip(mixed, completion.ids)], atol=1e-4)
     assert len({tuple(c.ids) for c in found}) > 1
 
@@ -515,9 +772,14 @@ def test_self_play_with_a_mixture_opponent(rl):
 
 
 def test_prompt_orders(rl):
-    """easy_to_hard sorts; E2H starts with the easy level and ends with the hard one; rerank comes back to prompts that teach."""
+    """easy_to_hard sorts; E2H starts with the easy level and ends with the hard one; rerank comes back to prompts that
+    teach.
+    """
     n = 12
-    prompts = [({"row_id": str(i), "prompt_id": str(i), "extra_json": json.dumps({"difficulty": i % 3})}, [i]) for i in range(n)]
+    prompts = [
+        ({"row_id": str(i), "prompt_id": str(i), "extra_json": json.dumps({"difficulty": i % 3})}, [i])
+        for i in range(n)
+    ]
 
     def ordered(**config):
         return PromptOrder(Config(**config), prompts, lambda *purpose: randomness.rng(3, "rl", *purpose), 100)
@@ -530,19 +792,48 @@ def test_prompt_orders(rl):
     assert sorted(seen[:n]) == sorted(seen[n:]) == list(range(n)) and seen[:n] != seen[n:]
     assert rows(ordered(curriculum="easy_to_hard"), n) == sorted(range(n), key=lambda i: i % 3)
     places = sorted(range(n), key=lambda i: i % 3)
-    mixed = [places.index(i) for i in rows(ordered(curriculum="easy_to_hard", curriculum_mix=0.999999), 2 * n)]  # an easier one in the place of all but the easiest
+    # an easier one in the place of all but the easiest
+    mixed = [places.index(i) for i in rows(ordered(curriculum="easy_to_hard", curriculum_mix=0.999999), 2 * n)]
     assert all(mixed[k] < k % n or mixed[k] == 0 == k % n for k in range(2 * n)) and len(set(mixed)) > 3
-    means = [np.mean([i % 3 for i in rows(ordered(curriculum="gaussian", curriculum_sigma=0.3), 60, version)]) for version in (0, 50, 100)]
+    means = [
+        np.mean([i % 3 for i in rows(ordered(curriculum="gaussian", curriculum_sigma=0.3), 60, version)])
+        for version in (0, 50, 100)
+    ]
     assert means[0] < 0.2 and 0.8 < means[1] < 1.2 and means[2] > 1.8
-    uneven = PromptOrder(Config(curriculum="cosine"), [({"row_id": str(i), "extra_json": json.dumps({"level": level})}, []) for i, level in enumerate((9, 0.25, 8, 100))],
-                         lambda *purpose: randomness.rng(3, "rl", *purpose), 100)
-    assert np.bincount(rows(uneven, 80), minlength=4).argsort().tolist() == [3, 0, 2, 1] and 3 not in rows(uneven, 20)  # levels go by their size
+    uneven = PromptOrder(
+        Config(curriculum="cosine"),
+        [
+            ({"row_id": str(i), "extra_json": json.dumps({"level": level})}, [])
+            for i, level in enumerate((9, 0.25, 8, 100))
+        ],
+        lambda *purpose: randomness.rng(3, "rl", *purpose),
+        100,
+    )
+    # levels go by their size
+    assert np.bincount(rows(uneven, 80), minlength=4).argsort().tolist() == [3, 0, 2, 1] and 3 not in rows(uneven, 20)
     told = uneven.metrics([Group(uneven.prompts[i][0], [], [], 0) for i in (1, 1, 3)])
-    assert told == {"curriculum/mean_level": 100.5 / 3, "curriculum/level_0.25": 2 / 3, "curriculum/level_8": 0.0, "curriculum/level_9": 0.0, "curriculum/level_100": 1 / 3}
+    assert told == {
+        "curriculum/mean_level": 100.5 / 3,
+        "curriculum/level_0.25": 2 / 3,
+        "curriculum/level_8": 0.0,
+        "curriculum/level_9": 0.0,
+        "curriculum/level_100": 1 / 3,
+    }
     rerank = ordered(curriculum="rerank")
     assert sorted(rows(rerank, n)) == list(range(n))
     sample = Sample(prompts[0][0], [], 0, [], [], "eos", "")
-    rerank.learn([Group(prompts[i][0], [], [replace(sample, total=t) for t in (spread, 0.0)], 0) for i, spread in ((0, 0.2), (2, 1.0), (9, 0.5), (10, 0.5), *((i, 0.0) for i in range(n) if i not in (0, 2, 9, 10)))])
+    rerank.learn(
+        [
+            Group(prompts[i][0], [], [replace(sample, total=t) for t in (spread, 0.0)], 0)
+            for i, spread in (
+                (0, 0.2),
+                (2, 1.0),
+                (9, 0.5),
+                (10, 0.5),
+                *((i, 0.0) for i in range(n) if i not in (0, 2, 9, 10)),
+            )
+        ]
+    )
     assert rows(rerank, 4) == [2, 9, 10, 0]
     later = ordered(curriculum="rerank")
     later.restore(json.loads(json.dumps(rerank.state(), sort_keys=True)))  # as a checkpoint does
@@ -553,16 +844,28 @@ def test_prompt_orders(rl):
 
 @pytest.mark.parametrize("curriculum", ["none", "easy_to_hard", "cosine", "pass_at_k"])
 def test_a_difficulty_band_holds_for_every_order(curriculum):
-    """Only prompts in the band come, in their own order, also behind a resume and where every admitted prompt lies outside it."""
-    prompts = [({"row_id": str(i), "prompt_id": str(i), "extra_json": json.dumps({"difficulty": i % 3})}, [i]) for i in range(12)]
+    """Only prompts in the band come, in their own order, also behind a resume and where every admitted prompt lies
+    outside it.
+    """
+    prompts = [
+        ({"row_id": str(i), "prompt_id": str(i), "extra_json": json.dumps({"difficulty": i % 3})}, [i])
+        for i in range(12)
+    ]
 
     def ordered():
-        return PromptOrder(Config(curriculum=curriculum, difficulty_band=(0.2, 0.6), passk_bands=[0.9, 0.0], prompts_per_step=4), prompts,
-                           lambda *purpose: randomness.rng(3, "rl", *purpose), 10)
+        return PromptOrder(
+            Config(curriculum=curriculum, difficulty_band=(0.2, 0.6), passk_bands=[0.9, 0.0], prompts_per_step=4),
+            prompts,
+            lambda *purpose: randomness.rng(3, "rl", *purpose),
+            10,
+        )
 
     wide = ordered()
     wide.config = wide.config.model_copy(update={"passk_k": 4})
-    assert list(wide.enough({"one": (1, 1), "many": (10, 3)})) == (["many"] if curriculum == "pass_at_k" else ["one", "many"])  # pass@k needs k samples, a pass rate one
+    # pass@k needs k samples, a pass rate one
+    assert list(wide.enough({"one": (1, 1), "many": (10, 3)})) == (
+        ["many"] if curriculum == "pass_at_k" else ["one", "many"]
+    )
     order, counts = ordered(), {str(i): (10, min(i, 10)) for i in range(12)}
     assert order.wants_counts and order.start_from(counts) == {"2", "3", "4", "5", "6"} and not order.wants_counts
     again = ordered()
@@ -577,11 +880,17 @@ def test_a_difficulty_band_holds_for_every_order(curriculum):
 
 def test_an_adapter_trains_with_a_critic(rl):
     result, metrics = rl("lora", {"preset": "ppo", "lora_rank": 2, "num_iterations": 2, "truncation_policy": "score"})
-    assert metrics[-1]["train/grad_norm"] > 0 and metrics[-1]["critic/grad_norm"] > 0 and set(result["outputs"]) >= {"model", "critic"}
+    assert (
+        metrics[-1]["train/grad_norm"] > 0
+        and metrics[-1]["critic/grad_norm"] > 0
+        and set(result["outputs"]) >= {"model", "critic"}
+    )
 
 
 def test_an_adapter_and_a_shared_value_head_train_together(tiny, rl, monkeypatch):
-    """The head reads the adapted trunk and is trained beside the adapter; the reference is the model without either, and so is what is published."""
+    """The head reads the adapted trunk and is trained beside the adapter; the reference is the model without either,
+    and so is what is published.
+    """
     heads, made = [], critics.new_value_head
 
     def watched(*arguments):
@@ -589,35 +898,77 @@ def test_an_adapter_and_a_shared_value_head_train_together(tiny, rl, monkeypatch
         return heads[0]
 
     monkeypatch.setattr(critics, "new_value_head", watched)
-    config = {"preset": "ppo", "lora_rank": 2, "critic_mode": "shared", "num_iterations": 2, "truncation_policy": "score", "learning_rate": 1e-2}
+    config = {
+        "preset": "ppo",
+        "lora_rank": 2,
+        "critic_mode": "shared",
+        "num_iterations": 2,
+        "truncation_policy": "score",
+        "learning_rate": 1e-2,
+    }
     result, metrics = rl("lora-shared", config)
-    assert metrics[-1]["train/grad_norm"] > 0 and all(m["train/value"] > 0 for m in metrics) and "critic" not in result["outputs"]
+    assert (
+        metrics[-1]["train/grad_norm"] > 0
+        and all(m["train/value"] > 0 for m in metrics)
+        and "critic" not in result["outputs"]
+    )
     assert not torch.equal(heads[0].weight, heads[1].weight)
-    after, before = (dict(load_policy(p).named_parameters()) for p in (result["outputs"]["model"]["path"], tiny["policy"]))
-    assert after.keys() == before.keys() and {n for n in before if not torch.equal(before[n], after[n])} == {n for n in before if n.endswith("_proj.weight")}
+    after, before = (
+        dict(load_policy(p).named_parameters()) for p in (result["outputs"]["model"]["path"], tiny["policy"])
+    )
+    assert after.keys() == before.keys() and {n for n in before if not torch.equal(before[n], after[n])} == {
+        n for n in before if n.endswith("_proj.weight")
+    }
 
 
 def test_one_prompt_fills_a_batch_with_groups_of_its_own(tiny, data, spec):
-    """recipe.one_shot_rlvr: max_prompts=1 draws the first prompt of the split several times in a step, each time with other completions."""
-    made = spec("rl", {**SMALL, "preset": "dr_grpo", "max_steps": 2, "prompts_per_step": 3, "num_generations": 4, "max_prompts": 1}, {"model": tiny["policy"], "data": data["prompts"]}, "one")
+    """recipe.one_shot_rlvr: max_prompts=1 draws the first prompt of the split several times in a step, each time with
+    other completions.
+    """
+    made = spec(
+        "rl",
+        {**SMALL, "preset": "dr_grpo", "max_steps": 2, "prompts_per_step": 3, "num_generations": 4, "max_prompts": 1},
+        {"model": tiny["policy"], "data": data["prompts"]},
+        "one",
+    )
     rows = list(open_dataset(execute(made, lambda event: None)["outputs"]["rollouts"]["path"]).iter_rows())
     first = next(iter(open_dataset(data["prompts"]).iter_rows(split="train")))
-    assert len(rows) == 2 * 12 and {r["prompt_id"] for r in rows} == {first["prompt_id"]} and len({tuple(r["completion_ids"]) for r in rows}) > 18
+    assert (
+        len(rows) == 2 * 12
+        and {r["prompt_id"] for r in rows} == {first["prompt_id"]}
+        and len({tuple(r["completion_ids"]) for r in rows}) > 18
+    )
     for iteration in (0, 1):  # a group is four draws, not all twelve
         part = [r for r in rows if r["iteration"] == iteration]
-        for group in (part[k:k + 4] for k in (0, 4, 8)):
+        for group in (part[k : k + 4] for k in (0, 4, 8)):
             assert sum(r["advantages"][0] for r in group) == pytest.approx(0, abs=1e-4)
 
 
 def test_a_base_model_is_prompted_with_plain_text(tiny, data, spec):
-    """RL-ZERO: the prompt template is a setting of RL and of the evaluation; none and think_answer hold no chat tokens."""
+    """RL-ZERO: the prompt template is a setting of RL and of the evaluation; none and think_answer hold no chat
+    tokens.
+    """
     from stages.chat import renderer_for
 
     tokenizer = renderer_for(tiny["policy"]).tokenizer
     prompts = {r["prompt_id"]: r["prompt"][0]["content"] for r in open_dataset(data["prompts"]).iter_rows()}
-    for template, start, end in (("none", "what is", "?"), ("think_answer", "A conversation between User and Assistant.", "?. Assistant:")):
-        made = spec("rl", {**SMALL, "preset": "dr_grpo", "max_steps": 1, "prompt_template": template, "max_completion_length": 4, "max_prompt_length": 1000},
-                    {"model": tiny["policy"], "data": data["prompts"]}, f"zero-{template}")
+    for template, start, end in (
+        ("none", "what is", "?"),
+        ("think_answer", "A conversation between User and Assistant.", "?. Assistant:"),
+    ):
+        made = spec(
+            "rl",
+            {
+                **SMALL,
+                "preset": "dr_grpo",
+                "max_steps": 1,
+                "prompt_template": template,
+                "max_completion_length": 4,
+                "max_prompt_length": 1000,
+            },
+            {"model": tiny["policy"], "data": data["prompts"]},
+            f"zero-{template}",
+        )
         if template == "think_answer":  # longer than the tiny model's positions: it says so before anything is trained
             with pytest.raises(Exception, match="positions"):
                 execute(made, lambda event: None)
@@ -627,19 +978,44 @@ def test_a_base_model_is_prompted_with_plain_text(tiny, data, spec):
             assert text == prompts[row["prompt_id"]] and text.startswith(start) and text.endswith(end)
     from stages.generation import prompt_ids
 
-    text = tokenizer.decode(prompt_ids(renderer_for(tiny["policy"]), [{"role": "user", "content": "what is 1 plus 1?"}], "think_answer"))
-    assert text.startswith(start) and text.endswith("User: what is 1 plus 1?. Assistant:") and "<|im_start|>" not in text
-    hashes = {t: execute(spec("evaluate", {"num_samples": 0, "limit": 2, "max_completion_length": 2, "prompt_template": t}, {"model": tiny["policy"], "prompts": tiny["prompts"]}, f"e-{t}"),
-                         lambda event: None)["summary"]["protocol_hash"] for t in ("chat", "none")}
+    text = tokenizer.decode(
+        prompt_ids(renderer_for(tiny["policy"]), [{"role": "user", "content": "what is 1 plus 1?"}], "think_answer")
+    )
+    assert (
+        text.startswith(start) and text.endswith("User: what is 1 plus 1?. Assistant:") and "<|im_start|>" not in text
+    )
+    hashes = {
+        t: execute(
+            spec(
+                "evaluate",
+                {"num_samples": 0, "limit": 2, "max_completion_length": 2, "prompt_template": t},
+                {"model": tiny["policy"], "prompts": tiny["prompts"]},
+                f"e-{t}",
+            ),
+            lambda event: None,
+        )["summary"]["protocol_hash"]
+        for t in ("chat", "none")
+    }
     assert hashes["chat"] != hashes["none"]
 
 
 @pytest.mark.parametrize("preset, reference", [("grpo", True), ("dapo", False)])
 def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, reference):
-    """ops: advantages from the rows' rewards, loss and gradient norm of the step from the rows' ids, masks, log-probs and temperature, with the model's own forward; and every completion drawn
-    again from its row's seed and the settings in the manifest."""
-    result, metrics = rl("audited", {"preset": preset, "max_steps": 1, "max_grad_norm": 1e9, "temperature": 0.8, "dynamic_sampling": False, "prompts_per_step": 3,
-                                           "truncation_policy": "score"})
+    """ops: advantages from the rows' rewards, loss and gradient norm of the step from the rows' ids, masks, log-probs
+    and temperature, with the model's own forward; and every completion drawn again from its row's seed and the settings
+    in the manifest."""
+    result, metrics = rl(
+        "audited",
+        {
+            "preset": preset,
+            "max_steps": 1,
+            "max_grad_norm": 1e9,
+            "temperature": 0.8,
+            "dynamic_sampling": False,
+            "prompts_per_step": 3,
+            "truncation_policy": "score",
+        },
+    )
     rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
     assert len(rows) == 12 and any(any(r["loss_mask"]) for r in rows)
     preset = rl_preset(preset)
@@ -651,13 +1027,20 @@ def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, refer
     for r in rows:
         rewards = groups[r["prompt_id"]]
         std = np.std(rewards, ddof=preset.std_ddof) + preset.std_eps
-        assert r["advantages"] == pytest.approx([m * (r["shaped_reward"] - np.mean(rewards)) / std for m in r["loss_mask"]], abs=1e-5)
+        assert r["advantages"] == pytest.approx(
+            [m * (r["shaped_reward"] - np.mean(rewards)) / std for m in r["loss_mask"]], abs=1e-5
+        )
         n, mask = len(r["completion_ids"]), torch.tensor(r["loss_mask"], dtype=torch.bool)
-        logits = model(input_ids=torch.tensor([[*r["prompt_ids"], *r["completion_ids"]]])).logits[0, -n - 1:-1] / r["gen"]["temperature"]
+        logits = (
+            model(input_ids=torch.tensor([[*r["prompt_ids"], *r["completion_ids"]]])).logits[0, -n - 1 : -1]
+            / r["gen"]["temperature"]
+        )
         logp = logits.log_softmax(-1).gather(1, torch.tensor(r["completion_ids"])[:, None])[:, 0]
         assert torch.allclose(logp.detach()[mask], torch.tensor(r["logp_old"])[mask], atol=1e-5)
         ratio, advantage = torch.exp(logp - torch.tensor(r["logp_old"])), torch.tensor(r["advantages"])
-        token = -torch.minimum(ratio * advantage, ratio.clamp(1 - preset.epsilon, 1 + (preset.epsilon_high or preset.epsilon)) * advantage)
+        token = -torch.minimum(
+            ratio * advantage, ratio.clamp(1 - preset.epsilon, 1 + (preset.epsilon_high or preset.epsilon)) * advantage
+        )
         assert (r["logp_ref"] is not None) == reference
         if reference:
             log_ratio = torch.tensor(r["logp_ref"]) - logp
@@ -672,9 +1055,17 @@ def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, refer
     how = open_dataset(result["outputs"]["rollouts"]["path"]).manifest["meta"]["sampling"]
     assert how["temperature"] == 0.8 and how["min_p"] == 0.0 and how["logp_old"] == "sampler"
     params = SamplingParams(**{name: how[name] for name in SamplingParams.__dataclass_fields__ if name in how})
-    again = Sampler(model, renderer_for(tiny["policy"]).tokenizer).generate([r["prompt_ids"] for r in rows], params, [[r["gen"]["rng_seed"]] for r in rows])
-    assert [list(c.ids) for (c,) in again] == [r["completion_ids"] for r in rows] and len({r["gen"]["rng_seed"] for r in rows}) == 12
-    loss = torch.stack([t.mean() for t in terms]).mean() if preset.aggregation == "seq-mean-token-mean" else torch.cat(terms).sum() / sum(lengths)
+    again = Sampler(model, renderer_for(tiny["policy"]).tokenizer).generate(
+        [r["prompt_ids"] for r in rows], params, [[r["gen"]["rng_seed"]] for r in rows]
+    )
+    assert [list(c.ids) for (c,) in again] == [r["completion_ids"] for r in rows] and len(
+        {r["gen"]["rng_seed"] for r in rows}
+    ) == 12
+    loss = (
+        torch.stack([t.mean() for t in terms]).mean()
+        if preset.aggregation == "seq-mean-token-mean"
+        else torch.cat(terms).sum() / sum(lengths)
+    )
     loss.backward()
     norm = torch.sqrt(sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None))
     step = next(m for m in metrics if "train/loss" in m)

@@ -1,4 +1,6 @@
-"""Every RL preset end to end on a tiny model: it trains, its rollouts explain its update, degenerate batches are survived."""
+"""Every RL preset end to end on a tiny model: it trains, its rollouts explain its update, degenerate batches are
+survived.
+"""
 
 import json
 from pathlib import Path
@@ -14,14 +16,36 @@ from stages.rl import Config, Preset, resolve_preset
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 
-SMALL = {"max_steps": 3, "prompts_per_step": 3, "num_generations": 4, "max_completion_length": 8, "learning_rate": 1e-3, "critic_learning_rate": 1e-2, "reward_override": "random",
-         "rewards": [{"name": "length", "kind": "length", "max_length": 8, "cache_length": 6}]}
-EXTRA = {"dapo": {"filter_groups_metric": "reward_std", "soft_punish_cache": 4, "truncation_policy": "score"}, "vapo": {"critic_warmup_steps": 2}, "grpo_process": {"reward_override": "none"}, "grpo_passk": {"prompts_per_step": 8},
-         "grpo_plus": {"truncation_policy": "score", "context_schedule": [(0, 6), (2, 8)]},
-         "astar_po": {"num_generations": 1, "baseline_samples": 3, "options": {"beta": 0.1}}, "sppo": {"options": {"eta": 1.0}},
-         "ppo_ptx": {"ptx_coef": 1.0}, "online_ipo": {"options": {"tau": 1.0}}, "vineppo": {"vine_samples": 3, "step_separator": "e"},
-         "agent": {"environment": "tests.training.environments:Countdown", "environment_options": {"turns": 3}, "rewards": [{"kind": "environment"}], "reward_override": "none",
-                   "max_turn_length": 6, "max_completion_length": 100}}
+SMALL = {
+    "max_steps": 3,
+    "prompts_per_step": 3,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "learning_rate": 1e-3,
+    "critic_learning_rate": 1e-2,
+    "reward_override": "random",
+    "rewards": [{"name": "length", "kind": "length", "max_length": 8, "cache_length": 6}],
+}
+EXTRA = {
+    "dapo": {"filter_groups_metric": "reward_std", "soft_punish_cache": 4, "truncation_policy": "score"},
+    "vapo": {"critic_warmup_steps": 2},
+    "grpo_process": {"reward_override": "none"},
+    "grpo_passk": {"prompts_per_step": 8},
+    "grpo_plus": {"truncation_policy": "score", "context_schedule": [(0, 6), (2, 8)]},
+    "astar_po": {"num_generations": 1, "baseline_samples": 3, "options": {"beta": 0.1}},
+    "sppo": {"options": {"eta": 1.0}},
+    "ppo_ptx": {"ptx_coef": 1.0},
+    "online_ipo": {"options": {"tau": 1.0}},
+    "vineppo": {"vine_samples": 3, "step_separator": "e"},
+    "agent": {
+        "environment": "tests.training.environments:Countdown",
+        "environment_options": {"turns": 3},
+        "rewards": [{"kind": "environment"}],
+        "reward_override": "none",
+        "max_turn_length": 6,
+        "max_completion_length": 100,
+    },
+}
 
 
 def fitting(config):
@@ -32,7 +56,8 @@ def fitting(config):
 def inputs_of(name, tiny, data):
     row = resolve_preset(Config(preset=name, environment=EXTRA.get(name, {}).get("environment", "")))[0]
     given = {"model": tiny["policy"], "data": data["prompts"]}
-    if row.advantage == "process" or row.needs_critic:  # a critic that starts at 0 says of completions that are all cut, as these are, that they are worth 0
+    # a critic that starts at 0 says of completions that are all cut, as these are, that they are worth 0
+    if row.advantage == "process" or row.needs_critic:
         given["reward_model"] = tiny["reward"]
     return given
 
@@ -40,7 +65,15 @@ def inputs_of(name, tiny, data):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("text") / "text")
-    write_dataset(path, "text", "text/1", [complete_row("text/1", {"text": f"two plus {i} is a sum. " * 3}, dataset="t", source="s", origin="human") for i in range(6)])
+    write_dataset(
+        path,
+        "text",
+        "text/1",
+        [
+            complete_row("text/1", {"text": f"two plus {i} is a sum. " * 3}, dataset="t", source="s", origin="human")
+            for i in range(6)
+        ],
+    )
     return path
 
 
@@ -60,22 +93,29 @@ def test_every_preset_trains(tiny, data, spec, text, name):
     assert len(metrics) == 3 and all(np.isfinite(v) for m in metrics for v in m["metrics"].values() if v is not None)
     from stages.models.modeling import load_policy
 
-    before, after = (torch.cat([p.flatten() for p in load_policy(p).parameters()]) for p in (tiny["policy"], result["outputs"]["model"]["path"]))
+    before, after = (
+        torch.cat([p.flatten() for p in load_policy(p).parameters()])
+        for p in (tiny["policy"], result["outputs"]["model"]["path"])
+    )
     assert before.shape == after.shape and not torch.equal(before, after)
     rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
-    assert all((r["logp_ref"] is not None) == row.needs_reference and (r["values"] is not None) == row.needs_critic for r in rows)
+    assert all(
+        (r["logp_ref"] is not None) == row.needs_reference and (r["values"] is not None) == row.needs_critic
+        for r in rows
+    )
     assert ("critic" in result["outputs"]) == row.needs_critic
     assert len(rows) == result["summary"]["iterations"] * config["prompts_per_step"] * config["num_generations"]
 
 
-# --- the update, computed again in float64 from the rollout dataset, as each paper prints it ---------------------------
+# --- the update, computed again in float64 from the rollout dataset, as each paper prints it --------------------------
+
 
 def logps_of(model, row):
     """Log-probs of the completion's tokens, through the model's own forward."""
     ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
     picked = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].double(), -1)
     n = len(row["prompt_ids"])
-    return picked[n - 1:-1].gather(1, ids[0, n:, None])[:, 0], picked[n - 1:-1]
+    return picked[n - 1 : -1].gather(1, ids[0, n:, None])[:, 0], picked[n - 1 : -1]
 
 
 def clip(ratio, A, low, high):
@@ -105,7 +145,13 @@ def token_rewards(row, coef):
 
 
 def advantage_gae(row, coef, lam):
-    r, v, out, running, after = token_rewards(row, coef), row["values"], np.zeros(row["length"]), 0.0, row["bootstrap_value"]
+    r, v, out, running, after = (
+        token_rewards(row, coef),
+        row["values"],
+        np.zeros(row["length"]),
+        0.0,
+        row["bootstrap_value"],
+    )
     for t in reversed(range(row["length"])):
         running = r[t] + after - v[t] + lam * running
         out[t], after = running, v[t]
@@ -118,7 +164,7 @@ def whitened(parts):
 
 
 def per_group(fn, rewards, size=4):
-    return [a for i in range(0, len(rewards), size) for a in fn(rewards[i:i + size])]
+    return [a for i in range(0, len(rewards), size) for a in fn(rewards[i : i + size])]
 
 
 def stored(rows):
@@ -126,12 +172,14 @@ def stored(rows):
 
 
 def baseline_by_token(rows, full):
-    """G - B_t: B_t the mean of the group's rewards at token t, weighted by the squared norms of d log pi / d logits up to t; 0 where one completion goes on alone."""
+    """G - B_t: B_t the mean of the group's rewards at token t, weighted by the squared norms of d log pi / d logits up
+    to t; 0 where one completion goes on alone.
+    """
     out = []
     for k in range(0, len(rows), 4):
-        group = rows[k:k + 4]
+        group = rows[k : k + 4]
         norms = []
-        for row, logps in zip(group, full[k:k + 4]):
+        for row, logps in zip(group, full[k : k + 4]):
             chosen = torch.nn.functional.one_hot(torch.tensor(row["completion_ids"]), logps.shape[-1]).double()
             norms.append((chosen - logps.exp()).square().sum(-1).cumsum(0).tolist())
         for row in group:
@@ -139,31 +187,41 @@ def baseline_by_token(rows, full):
             for t in range(row["length"]):
                 alive = [i for i in range(4) if group[i]["length"] > t]
                 W = [norms[i][t] for i in alive]
-                A.append(row["reward"] - (sum(w * group[i]["reward"] for w, i in zip(W, alive)) / sum(W) if len(alive) > 1 else 0.0))
+                A.append(
+                    row["reward"]
+                    - (sum(w * group[i]["reward"] for w, i in zip(W, alive)) / sum(W) if len(alive) > 1 else 0.0)
+                )
             out.append(np.array(A))
     return out
 
 
 def papers_advantages(name, rows, full_old=None):
-    """Advantage of every completion (a number, or one per token) from the rewards, values and log-probs of the rollout rows."""
+    """Advantage of every completion (a number, or one per token) from the rewards, values and log-probs of the rollout
+    rows.
+    """
     R = [r["reward"] for r in rows]
     if name in ("grpo", "dapo", "grpo_plus", "gspo", "cispo", "sapo", "vespo", "gmpo"):
         return per_group(z_score, R)
     if name in ("dr_grpo", "grape", "grape_alt", "mdpo"):
         return per_group(centred, R)
     if name == "opo":
-        return [x - sum(a["reward"] * a["length"] for a in group) / sum(a["length"] for a in group) for k in range(0, len(rows), 4) for group in [rows[k:k + 4]] for x in R[k:k + 4]]
+        return [
+            x - sum(a["reward"] * a["length"] for a in group) / sum(a["length"] for a in group)
+            for k in range(0, len(rows), 4)
+            for group in [rows[k : k + 4]]
+            for x in R[k : k + 4]
+        ]
     if name == "otb":
         return baseline_by_token(rows, full_old)
     if name == "grpo_passk":
-        return per_group(lambda r: [max(r) - max(r[:i] + r[i + 1:]) for i in range(len(r))], R)
+        return per_group(lambda r: [max(r) - max(r[:i] + r[i + 1 :]) for i in range(len(r))], R)
     if name == "rloo":
         return per_group(one_out, [x - 0.02 * kl_sum(r) for x, r in zip(R, rows)])
     if name == "reinforce":
         return centred([x - 0.02 * kl_sum(r) for x, r in zip(R, rows)])
     if name == "remax":
         offsets = [x - 0.02 * kl_sum(r) - r["advantages"][0] for x, r in zip(R, rows)]  # the greedy completion's reward
-        assert all(np.ptp(offsets[i:i + 4]) < 1e-5 for i in range(0, len(rows), 4))
+        assert all(np.ptp(offsets[i : i + 4]) < 1e-5 for i in range(0, len(rows), 4))
         return stored(rows)
     if name == "reinforce_pp":
         return whitened([token_rewards({**r, "terminated": True}, 0.02)[::-1].cumsum()[::-1] for r in rows])
@@ -177,7 +235,7 @@ def papers_advantages(name, rows, full_old=None):
         return whitened([r["reward"] - 0.02 * kl_sum(r) / r["length"] - np.array(r["values"]) for r in rows])
     if name == "a_lol":
         values = [x - r["advantages"][0] for x, r in zip(R, rows)]  # V of the starting policy, per prompt
-        assert all(np.ptp(values[i:i + 4]) < 1e-5 for i in range(0, len(rows), 4))
+        assert all(np.ptp(values[i : i + 4]) < 1e-5 for i in range(0, len(rows), 4))
         return stored(rows)
     if name in ("topr", "offline_is"):
         return R
@@ -190,13 +248,18 @@ def papers_advantages(name, rows, full_old=None):
         for r in rows:
             A, after = np.zeros(r["length"]), [*r["step_values"][1:], r["reward"]]
             for start, end, v, w in zip([0, *[e + 1 for e in r["step_ends"]]], r["step_ends"], r["step_values"], after):
-                A[start:end + 1] = w - v
+                A[start : end + 1] = w - v
             out.append(A)
         return out
     if name == "sppo":
         return per_group(lambda r: [np.mean([1 / (1 + np.exp(y - x)) for y in r]) - 0.5 for x in r], R)
     if name == "nash_md":
-        return [a - 0.1 * kl_sum(r) for a, r in zip(per_group(lambda r: [np.mean([1 / (1 + np.exp(y - x)) for y in r]) - 0.5 for x in r], R), rows)]
+        return [
+            a - 0.1 * kl_sum(r)
+            for a, r in zip(
+                per_group(lambda r: [np.mean([1 / (1 + np.exp(y - x)) for y in r]) - 0.5 for x in r], R), rows
+            )
+        ]
     return stored(rows)
 
 
@@ -219,38 +282,67 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
     if name in ("a2c", "opo"):
         return -sum((a * n).sum() for a, n in zip(A, new)) / N
     if name in ("grpo", "grpo_process"):
-        return -sum((clip(r, a, .2, .2) - 0.04 * k).mean() for r, a, k in zip(ratio, A, k3)) / S
+        return -sum((clip(r, a, 0.2, 0.2) - 0.04 * k).mean() for r, a, k in zip(ratio, A, k3)) / S
     if name in ("grpo_plus", "ppo_outcome"):
         return -sum(clip(r, a, low, high).mean() for r, a in zip(ratio, A)) / S
     if name == "dr_grpo":
-        return -sum(clip(r, a, .2, .2).sum() for r, a in zip(ratio, A)) / S / 8
+        return -sum(clip(r, a, 0.2, 0.2).sum() for r, a in zip(ratio, A)) / S / 8
     if name == "grape":
-        return -sum(clip(r, a, .2, .2).sum() for r, a in zip(ratio, A)) / S
+        return -sum(clip(r, a, 0.2, 0.2).sum() for r, a in zip(ratio, A)) / S
     if name == "grape_alt":
-        return -sum(clip(torch.exp((n - o).sum()), a, .2, .2) for n, o, a in zip(new, old, A)) / S
+        return -sum(clip(torch.exp((n - o).sum()), a, 0.2, 0.2) for n, o, a in zip(new, old, A)) / S
     if name == "gspo":
         return -sum(clip(torch.exp((n - o).mean()), a, 3e-4, 4e-4) for n, o, a in zip(new, old, A)) / S
     if name == "gmpo":
-        return -sum(a * torch.exp((n - o).clamp(max=0.4) if a > 0 else (n - o).clamp(min=-0.4)).prod() ** (1 / len(n)) for n, o, a in zip(new, old, A)) / S
+        return (
+            -sum(
+                a * torch.exp((n - o).clamp(max=0.4) if a > 0 else (n - o).clamp(min=-0.4)).prod() ** (1 / len(n))
+                for n, o, a in zip(new, old, A)
+            )
+            / S
+        )
     if name in ("dapo", "grpo_passk", "otb", "ppo", "vapo", "reinforce_pp", "ppo_ptx", "agent", "vineppo"):
         return -sum(clip(r, a, low, high).sum() for r, a in zip(ratio, A)) / N
     if name == "cispo":
         return -sum((r.detach().clamp(max=1.28) * a * n).sum() for r, a, n in zip(ratio, A, new)) / N
     if name == "sapo":
-        return -sum((4 / (tau := 1.0 if a > 0 else 1.05) / (1 + torch.exp(-tau * (r - 1))) * a).mean() for r, a in zip(ratio, A)) / S
+        return (
+            -sum(
+                (4 / (tau := 1.0 if a > 0 else 1.05) / (1 + torch.exp(-tau * (r - 1))) * a).mean()
+                for r, a in zip(ratio, A)
+            )
+            / S
+        )
     if name == "vespo":
-        phi = [float(torch.exp(k * (s - o.sum()) + rate * (1 - torch.exp(s - o.sum())))) for s, o, a in zip(seq, old, A) for k, rate in [(2.0, 3.0) if a >= 0 else (3.0, 2.0)]]
+        phi = [
+            float(torch.exp(k * (s - o.sum()) + rate * (1 - torch.exp(s - o.sum()))))
+            for s, o, a in zip(seq, old, A)
+            for k, rate in [(2.0, 3.0) if a >= 0 else (3.0, 2.0)]
+        ]
         return -sum((w * a * n).sum() for w, a, n in zip(phi, A, new)) / N
     if name == "ppo_penalty_adaptive":
         return -sum((r * a - k).sum() for r, a, k in zip(ratio, A, exact)) / N
     if name == "ppo_clip_kl":
-        return -sum((clip(r, a, .2, .2) - k).sum() for r, a, k in zip(ratio, A, exact)) / N
+        return -sum((clip(r, a, 0.2, 0.2) - k).sum() for r, a, k in zip(ratio, A, exact)) / N
     if name == "trpo_penalty":
         return -sum((r * a - k).sum() for r, a, k in zip(ratio, A, exact)) / S
     if name == "topr":
-        return -sum((1.0 if r > 0 else float(torch.exp(s - o.sum()).detach().clamp(0, 1))) * r * s for r, s, o in zip(R, seq, old)) / S
+        return (
+            -sum(
+                (1.0 if r > 0 else float(torch.exp(s - o.sum()).detach().clamp(0, 1))) * r * s
+                for r, s, o in zip(R, seq, old)
+            )
+            / S
+        )
     if name == "a_lol":
-        return -sum(float(torch.exp(s - o.sum()).detach().clamp(0, 2)) * a[0] * s for a, s, o in zip(A, seq, old) if a[0] > 0) / S
+        return (
+            -sum(
+                float(torch.exp(s - o.sum()).detach().clamp(0, 2)) * a[0] * s
+                for a, s, o in zip(A, seq, old)
+                if a[0] > 0
+            )
+            / S
+        )
     if name == "offline_is":
         return -sum(float(torch.exp(s - o.sum()).detach().clamp(0, 2)) * r * s for r, s, o in zip(R, seq, old)) / S
     if name == "mdpo":
@@ -263,7 +355,7 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
         total, r = 0.0, [x - 0.02 * kl_sum(row) for x, row in zip(R, rows)]
         for i, j in pairs:
             D, ri, rj = r[i] - r[j], torch.exp(seq[i] - old[i].sum()), torch.exp(seq[j] - old[j].sum())
-            total -= (clip(ri, rj.detach() * D, .2, .2) + clip(rj, -ri.detach() * D, .2, .2)) / 2
+            total -= (clip(ri, rj.detach() * D, 0.2, 0.2) + clip(rj, -ri.detach() * D, 0.2, 0.2)) / 2
         return total / len(pairs)
     h = [s - r.sum() for s, r in zip(seq, ref)]
     if name == "copg":
@@ -275,21 +367,33 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
         for row, n, r in zip(rows, new, ref):
             l = n - r
             for t in range(len(n)):
-                total += (row["values"][t] - row["reward"] + 0.1 * l[t] + 0.1 * l[t + 1:].sum().detach()) ** 2
+                total += (row["values"][t] - row["reward"] + 0.1 * l[t] + 0.1 * l[t + 1 :].sum().detach()) ** 2
         return total / N
     raise AssertionError(f"write the loss of {name} as its paper prints it")
 
 
-SECOND_STEP = [n for n in get_args(Preset) if n not in ("reinforce", "remax", "rloo", "a2c", "trpo", "nash_md", "vapo", "opo")]
+SECOND_STEP = [
+    n for n in get_args(Preset) if n not in ("reinforce", "remax", "rloo", "a2c", "trpo", "nash_md", "vapo", "opo")
+]
 
 
 @pytest.mark.parametrize("name", [n for n in get_args(Preset) if n != "trpo"])
 def test_the_update_follows_from_the_rollouts(tiny, data, spec, text, name):
-    """Loss and gradient norm that the stage logged = an independent float64 computation from its rollout dataset. Presets that take
-    several steps per rollout are compared at the second one, away from ratio 1."""
+    """Loss and gradient norm that the stage logged = an independent float64 computation from its rollout dataset.
+    Presets that take several steps per rollout are compared at the second one, away from ratio 1."""
     steps = 2 if name in SECOND_STEP else 1
-    config = fitting({**SMALL, "preset": name, **EXTRA.get(name, {}), "max_steps": steps, "num_iterations": steps, "learning_rate": {"gspo": 1e-6, "grape_alt": 1e-4, "grpo_passk": 1e-5}.get(name, 3e-3),
-              "ptx_coef": 0.0 if name == "ppo_ptx" else None, "opponent": "self" if name == "nash_md" else None})
+    config = fitting(
+        {
+            **SMALL,
+            "preset": name,
+            **EXTRA.get(name, {}),
+            "max_steps": steps,
+            "num_iterations": steps,
+            "learning_rate": {"gspo": 1e-6, "grape_alt": 1e-4, "grpo_passk": 1e-5}.get(name, 3e-3),
+            "ptx_coef": 0.0 if name == "ppo_ptx" else None,
+            "opponent": "self" if name == "nash_md" else None,
+        }
+    )
     config.pop("context_schedule", None)
     given = inputs_of(name, tiny, data)
     given["reference"] = tiny["other"]
@@ -301,24 +405,31 @@ def test_the_update_follows_from_the_rollouts(tiny, data, spec, text, name):
 
     rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
     model, sampler, other = (load_policy(p).double() for p in (start, tiny["policy"], tiny["other"]))
-    model.get_input_embeddings().padding_idx = None  # a sampled pad token is a token: torch would drop its embedding's gradient
+    # a sampled pad token is a token: torch would drop its embedding's gradient
+    model.get_input_embeddings().padding_idx = None
     new, full_new = zip(*(logps_of(model, r) for r in rows))
     with torch.no_grad():
         sampled, full_old = zip(*(logps_of(sampler, r) for r in rows))
         reference = [logps_of(other, r)[0] for r in rows]
     own = [np.array(r["tool_mask"] or [0] * r["length"]) == 0 for r in rows]  # tokens that the policy chose
-    new, sampled, reference, full_new, full_old = ([x[k] for x, k in zip(xs, own)] for xs in (new, sampled, reference, full_new, full_old))
+    new, sampled, reference, full_new, full_old = (
+        [x[k] for x, k in zip(xs, own)] for xs in (new, sampled, reference, full_new, full_old)
+    )
     for r, s, o, k in zip(rows, sampled, reference, own):
         assert not np.array(r["logp_old"])[~k].any()
         r["logp_old"] = np.array(r["logp_old"])[k]
-        assert np.allclose(r["logp_old"], s, atol=1e-5) and (r["logp_ref"] is None or np.allclose(r["logp_ref"], o, atol=1e-5))
+        assert np.allclose(r["logp_old"], s, atol=1e-5) and (
+            r["logp_ref"] is None or np.allclose(r["logp_ref"], o, atol=1e-5)
+        )
     A = papers_advantages(name, rows, full_old)
     for a, r in zip(A, rows):
         assert np.allclose(r["advantages"], a, atol=2e-5)
     A = [a[k] if np.ndim(a) else a for a, k in zip(A, own)]
-    loss = papers_loss(name, rows, A, new, sampled, reference if rows[0]["logp_ref"] is not None else None, full_new, full_old)
+    loss = papers_loss(
+        name, rows, A, new, sampled, reference if rows[0]["logp_ref"] is not None else None, full_new, full_old
+    )
     loss.backward()
-    norm = float(torch.sqrt(sum((p.grad ** 2).sum() for p in model.parameters() if p.grad is not None)))
+    norm = float(torch.sqrt(sum((p.grad**2).sum() for p in model.parameters() if p.grad is not None)))
     logged = metrics[steps - 1]["metrics"]
     assert logged["train/loss"] == pytest.approx(float(loss), rel=2e-4, abs=2e-5)
     assert logged["train/grad_norm"] == pytest.approx(norm, rel=1e-3) and norm > 1e-4

@@ -1,4 +1,6 @@
-"""What weighs or leaves out tokens and responses of the policy loss: SAPO's gate, VESPO's weights, off-policy masking, high-entropy tokens, bounds of importance weights."""
+"""What weighs or leaves out tokens and responses of the policy loss: SAPO's gate, VESPO's weights, off-policy masking,
+high-entropy tokens, bounds of importance weights.
+"""
 
 import math
 
@@ -25,7 +27,13 @@ def by_hand(surrogate, logps, old, A, mask, options, weights=None):
     rows = []
     for i in range(len(logps)):
         live = [t for t in range(logps.shape[1]) if mask[i, t]]
-        W = math.exp(sum(float(logps[i, t].detach() - old[i, t]) + (math.log(float(weights[i, t])) if weights is not None else 0.0) for t in live))
+        W = math.exp(
+            sum(
+                float(logps[i, t].detach() - old[i, t])
+                + (math.log(float(weights[i, t])) if weights is not None else 0.0)
+                for t in live
+            )
+        )
         row = []
         for t in range(logps.shape[1]):
             if t not in live:
@@ -36,23 +44,46 @@ def by_hand(surrogate, logps, old, A, mask, options, weights=None):
                 tau = options["tau_pos"] if A[i, t] > 0 else options["tau_neg"]
                 row.append(-A[i, t] * (4 / tau) / (1 + torch.exp(-tau * (rho - 1))))
             else:
-                k, rate = (options["k_pos"], options["lambda_pos"]) if A[i, t] >= 0 else (options["k_neg"], options["lambda_neg"])
-                row.append(-(W ** k * math.exp(rate * (1 - W))) * A[i, t] * logps[i, t])
+                k, rate = (
+                    (options["k_pos"], options["lambda_pos"])
+                    if A[i, t] >= 0
+                    else (options["k_neg"], options["lambda_neg"])
+                )
+                row.append(-(W**k * math.exp(rate * (1 - W))) * A[i, t] * logps[i, t])
         rows.append(torch.stack(row))
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("surrogate, options", [*SURROGATE_OPTIONS.items(), ("sapo", {"tau_pos": 3.0, "tau_neg": 0.4}), ("vespo", {"k_pos": 0.7, "lambda_pos": 0.3, "k_neg": 4.0, "lambda_neg": 5.0})])
+@pytest.mark.parametrize(
+    "surrogate, options",
+    [
+        *SURROGATE_OPTIONS.items(),
+        ("sapo", {"tau_pos": 3.0, "tau_neg": 0.4}),
+        ("vespo", {"k_pos": 0.7, "lambda_pos": 0.3, "k_neg": 4.0, "lambda_neg": 5.0}),
+    ],
+)
 @pytest.mark.parametrize("weighted", (False, True))
 def test_soft_weights_equal_an_independent_computation(surrogate, options, weighted):
     """Values, gradients and the mean weight of the log, in float64; what lies outside the mask may be anything."""
     torch.manual_seed(0)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
     logps = (-torch.rand(4, 4, dtype=torch.float64)).requires_grad_()
-    old, A, weights = logps.detach() + 0.3 * torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64), 0.5 + torch.rand(4, 4, dtype=torch.float64)
+    old, A, weights = (
+        logps.detach() + 0.3 * torch.randn(4, 4, dtype=torch.float64),
+        torch.randn(4, 4, dtype=torch.float64),
+        0.5 + torch.rand(4, 4, dtype=torch.float64),
+    )
     A[2, 1] = 0.0
     junk = [torch.where(mask, x, NAN) for x in (old, A, weights)]
-    found, sums = policy_loss(torch.where(mask, logps, -torch.inf), junk[0], junk[1], mask, surrogate=surrogate, weights_BT=junk[2] if weighted else None, options=options)
+    found, sums = policy_loss(
+        torch.where(mask, logps, -torch.inf),
+        junk[0],
+        junk[1],
+        mask,
+        surrogate=surrogate,
+        weights_BT=junk[2] if weighted else None,
+        options=options,
+    )
     expected = by_hand(surrogate, logps, old, A, mask, options, weights if weighted and surrogate == "vespo" else None)
     if weighted and surrogate == "sapo":
         expected = expected * torch.where(mask, weights, 0.0)
@@ -63,27 +94,45 @@ def test_soft_weights_equal_an_independent_computation(surrogate, options, weigh
         plain = -torch.exp(logps - old) * A if surrogate == "sapo" else -A * logps
         unit = torch.where(mask, torch.autograd.grad(torch.where(mask, plain, 0.0).sum(), logps)[0], 0.0)
         ratios = (ours / unit)[mask & (A != 0)]
-        zero = soft_gate(torch.exp(logps - old)[2, 1], A[2, 1], **options)[1] if surrogate == "sapo" else gamma_weights(logps - old, A, mask, **options)[2, 1]
+        zero = (
+            soft_gate(torch.exp(logps - old)[2, 1], A[2, 1], **options)[1]
+            if surrogate == "sapo"
+            else gamma_weights(logps - old, A, mask, **options)[2, 1]
+        )
         assert float(sums["soft_weight"]) == pytest.approx(float(ratios.sum() + zero))
 
 
 def test_soft_weights_are_one_on_policy_and_fade_on_both_sides():
-    ones, A, mask = torch.zeros(2, 3, dtype=torch.float64), torch.tensor([[1.0], [-1.0]], dtype=torch.float64), torch.ones(2, 3)
+    ones, A, mask = (
+        torch.zeros(2, 3, dtype=torch.float64),
+        torch.tensor([[1.0], [-1.0]], dtype=torch.float64),
+        torch.ones(2, 3),
+    )
     assert torch.equal(soft_gate(ones.exp(), A)[1], torch.ones(2, 3, dtype=torch.float64))
     assert torch.equal(gamma_weights(ones, A, mask), torch.ones(2, 3, dtype=torch.float64))
     ratio = torch.tensor([0.0, 0.5, 1.0, 2.0, 50.0], dtype=torch.float64)
-    assert (soft_gate(ratio, torch.tensor(1.0))[1].diff()[:2] > 0).all() and (soft_gate(ratio, torch.tensor(1.0))[1].diff()[2:] < 0).all()
+    assert (soft_gate(ratio, torch.tensor(1.0))[1].diff()[:2] > 0).all() and (
+        soft_gate(ratio, torch.tensor(1.0))[1].diff()[2:] < 0
+    ).all()
     grid = torch.linspace(0.01, 4, 400, dtype=torch.float64)
     for sign, k, rate in ((1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)):
-        phi = gamma_weights(grid.log()[:, None], torch.full((400, 1), sign, dtype=torch.float64), torch.ones(400, 1))[:, 0]
+        phi = gamma_weights(grid.log()[:, None], torch.full((400, 1), sign, dtype=torch.float64), torch.ones(400, 1))[
+            :, 0
+        ]
         assert float(grid[phi.argmax()]) == pytest.approx(k / rate, abs=0.01)
-    far = gamma_weights(torch.tensor([[20.0] * 50, [-20.0] * 50]), torch.ones(2, 1), torch.ones(2, 50), torch.zeros(2, 50))
+    far = gamma_weights(
+        torch.tensor([[20.0] * 50, [-20.0] * 50]), torch.ones(2, 1), torch.ones(2, 50), torch.zeros(2, 50)
+    )
     assert torch.isfinite(far).all() and float(far.max()) < 1e-10  # weights of 0 (token_mask) too
 
 
 def test_off_policy_masking_drops_far_responses_of_negative_advantage_only():
-    """DeepSeek-V3.2, eq. 9: rows are far and bad, far and good, near and bad, bad on average near, empty; a threshold is still near."""
-    logps = torch.tensor([[-2.0, -2.0], [-2.0, -2.0], [-1.1, -1.1], [-3.0, 1.0], [-2.0, -2.0], [-1.5, -9.0]], requires_grad=True)
+    """DeepSeek-V3.2, eq. 9: rows are far and bad, far and good, near and bad, bad on average near, empty; a threshold
+    is still near.
+    """
+    logps = torch.tensor(
+        [[-2.0, -2.0], [-2.0, -2.0], [-1.1, -1.1], [-3.0, 1.0], [-2.0, -2.0], [-1.5, -9.0]], requires_grad=True
+    )
     mu, mask = torch.full((6, 2), -1.0), torch.tensor([[1, 1], [1, 1], [1, 1], [1, 1], [0, 0], [1, 0]])
     mu[5, 1] = NAN
     A = torch.tensor([[-1.0], [1.0], [-1.0], [-1.0], [-1.0], [-1.0]])
@@ -99,30 +148,58 @@ def test_high_entropy_tokens_are_the_top_share_of_the_batch():
     for share, kept in ((0.2, [0.9]), (0.5, [0.9, 0.7, 0.5]), (1.0, [0.1, 0.9, 0.5, 0.7, 0.3])):
         found, threshold = top_entropy_tokens(entropies, mask, share)
         assert sorted(entropies[found]) == sorted(kept) and not found[mask == 0].any()
-        assert threshold == pytest.approx(float(torch.quantile(torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3], dtype=torch.float64), 1 - share)))
+        assert threshold == pytest.approx(
+            float(torch.quantile(torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3], dtype=torch.float64), 1 - share))
+        )
     tied, _ = top_entropy_tokens(np.ones((2, 3)), np.ones((2, 3)), 0.2)
     assert tied.all()  # equal tokens are in together
     none, threshold = top_entropy_tokens(entropies, np.zeros((2, 4)), 0.2)
     assert not none.any() and threshold == 0.0
 
 
-@pytest.mark.parametrize("mode, expected", [("token_truncate", [[0.5, 1.0, 2.0]]), ("token_mask", [[0.0, 1.0, 0.0]]), ("sequence_truncate", [[1.0]]), ("sequence_mask", [[1.0]])])
+@pytest.mark.parametrize(
+    "mode, expected",
+    [
+        ("token_truncate", [[0.5, 1.0, 2.0]]),
+        ("token_mask", [[0.0, 1.0, 0.0]]),
+        ("sequence_truncate", [[1.0]]),
+        ("sequence_mask", [[1.0]]),
+    ],
+)
 def test_importance_weights_have_a_lower_bound(mode, expected):
     ratio = torch.tensor([[0.25, 1.0, 4.0]])
-    assert torch.allclose(truncated_importance_weights(ratio.log(), torch.zeros(1, 3), torch.ones(1, 3), mode, 2.0, 0.5), torch.tensor(expected))
+    assert torch.allclose(
+        truncated_importance_weights(ratio.log(), torch.zeros(1, 3), torch.ones(1, 3), mode, 2.0, 0.5),
+        torch.tensor(expected),
+    )
     small = truncated_importance_weights(torch.full((1, 3), -1.0), torch.zeros(1, 3), torch.ones(1, 3), mode, 2.0, 0.5)
     assert (small == (0.5 if mode.endswith("truncate") else 0.0)).all()
-    assert (truncated_importance_weights(torch.full((1, 3), -1.0), torch.zeros(1, 3), torch.ones(1, 3), mode, 2.0) > 0).all()  # no bound unless one is given
+    # no bound unless one is given
+    assert (
+        truncated_importance_weights(torch.full((1, 3), -1.0), torch.zeros(1, 3), torch.ones(1, 3), mode, 2.0) > 0
+    ).all()
 
 
-@pytest.mark.parametrize("config, text", [
-    ({"preset": "topr", "top_entropy_quantile": 0.2}, "preset=grpo"), ({"preset": "trpo", "top_entropy_quantile": 0.2}, "preset=grpo"),
-    ({"preset": "grpo", "off_policy_mask_threshold": 0.1}, "num_iterations=2"), ({"preset": "sppo", "off_policy_mask_threshold": 0.1}, "preset=grpo"),
-    ({"preset": "grpo", "importance_clip_min": 0.5}, "importance_correction=token_truncate"),
-    ({"preset": "grpo", "importance_correction": "token_mask", "importance_clip_min": 3.0}, "importance_clip_min=0.5"),
-    ({"preset": "vespo", "importance_correction": "sequence_mask"}, "token_truncate"), ({"preset": "vespo", "ratio_level": "sequence"}, "surrogate=clip"),
-    ({"preset": "sapo", "epsilon": 0.1}, "surrogate=clip"), ({"preset": "grpo", "options": {"tau_pos": 1.0}}, "has none"), ({"preset": "sapo", "options": {"k_pos": 1.0}}, "tau_pos, tau_neg"),
-    ({"preset": "sapo", "options": {"tau_neg": 0.0}}, "number > 0")])
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        ({"preset": "topr", "top_entropy_quantile": 0.2}, "preset=grpo"),
+        ({"preset": "trpo", "top_entropy_quantile": 0.2}, "preset=grpo"),
+        ({"preset": "grpo", "off_policy_mask_threshold": 0.1}, "num_iterations=2"),
+        ({"preset": "sppo", "off_policy_mask_threshold": 0.1}, "preset=grpo"),
+        ({"preset": "grpo", "importance_clip_min": 0.5}, "importance_correction=token_truncate"),
+        (
+            {"preset": "grpo", "importance_correction": "token_mask", "importance_clip_min": 3.0},
+            "importance_clip_min=0.5",
+        ),
+        ({"preset": "vespo", "importance_correction": "sequence_mask"}, "token_truncate"),
+        ({"preset": "vespo", "ratio_level": "sequence"}, "surrogate=clip"),
+        ({"preset": "sapo", "epsilon": 0.1}, "surrogate=clip"),
+        ({"preset": "grpo", "options": {"tau_pos": 1.0}}, "has none"),
+        ({"preset": "sapo", "options": {"k_pos": 1.0}}, "tau_pos, tau_neg"),
+        ({"preset": "sapo", "options": {"tau_neg": 0.0}}, "number > 0"),
+    ],
+)
 def test_what_nothing_would_read_is_refused(config, text):
     with pytest.raises((ValueError, ConfigError), match=text):
         resolve_preset(Config(**config))
@@ -131,11 +208,16 @@ def test_what_nothing_would_read_is_refused(config, text):
 def test_a_surrogate_brings_its_constants_to_any_preset():
     row, _ = resolve_preset(Config(preset="dr_grpo", surrogate="sapo", options={"tau_neg": 2.0}))
     assert row.options == {"tau_pos": 1.0, "tau_neg": 2.0} and row.aggregation == "seq-mean-token-sum-norm"
-    assert Config(preset="vespo").effective()["options"] == SURROGATE_OPTIONS["vespo"] and resolve_preset(Config(preset="grpo"))[0].options == {}
+    assert (
+        Config(preset="vespo").effective()["options"] == SURROGATE_OPTIONS["vespo"]
+        and resolve_preset(Config(preset="grpo"))[0].options == {}
+    )
 
 
 def test_the_stage_trains_on_high_entropy_tokens_and_drops_far_responses(rl):  # noqa: F811
-    """The logged loss follows from the rollouts: with one token in three of the highest entropy, and without the bad responses the policy has left."""
+    """The logged loss follows from the rollouts: with one token in three of the highest entropy, and without the bad
+    responses the policy has left.
+    """
     from stages.models.modeling import load_policy
     from tests.training.test_rl_presets import logps_of
 
@@ -164,20 +246,37 @@ def test_the_stage_trains_on_high_entropy_tokens_and_drops_far_responses(rl):  #
             continue
         loss -= float(torch.minimum(d.exp() * A, d.exp().clamp(0.8, 1.2) * A).sum()) / 8 / 6
     assert dropped and metrics[1]["train/loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
-    groups = [rows[i:i + 4] for i in range(0, len(rows), 4)]
-    forwarded = sum(row["length"] for group in groups if any(any(row["advantages"]) for row in group) for row in group)  # groups of equal rewards do not go through the model
-    assert metrics[0]["policy/off_policy_masked"] == 0.0 and metrics[1]["policy/off_policy_masked"] == pytest.approx(dropped / forwarded)
+    groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
+    # groups of equal rewards do not go through the model
+    forwarded = sum(row["length"] for group in groups if any(any(row["advantages"]) for row in group) for row in group)
+    assert metrics[0]["policy/off_policy_masked"] == 0.0 and metrics[1]["policy/off_policy_masked"] == pytest.approx(
+        dropped / forwarded
+    )
 
 
-# --- geometric means, group baselines, rejected tokens ------------------------------------------------------------------------
+# --- geometric means, group baselines, rejected tokens ----------------------------------------------------------------
+
 
 def test_the_geometric_mean_is_that_of_clipped_ratios():
-    """GMPO, eq. 4, in plain arithmetic: values, gradients, the clipped tokens; what lies outside the mask may be anything."""
+    """GMPO, eq. 4, in plain arithmetic: values, gradients, the clipped tokens; what lies outside the mask may be
+    anything.
+    """
     torch.manual_seed(4)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
     logps = (-torch.rand(4, 4, dtype=torch.float64)).requires_grad_()
-    old, A = logps.detach() + 0.4 * torch.randn(4, 4, dtype=torch.float64), torch.tensor([1.5, -0.7, 1.0, 0.0], dtype=torch.float64)
-    found, sums = policy_loss(torch.where(mask, logps, NAN), torch.where(mask, old, NAN), A, mask, surrogate="geo_mean", epsilon=0.1, epsilon_high=0.2)
+    old, A = (
+        logps.detach() + 0.4 * torch.randn(4, 4, dtype=torch.float64),
+        torch.tensor([1.5, -0.7, 1.0, 0.0], dtype=torch.float64),
+    )
+    found, sums = policy_loss(
+        torch.where(mask, logps, NAN),
+        torch.where(mask, old, NAN),
+        A,
+        mask,
+        surrogate="geo_mean",
+        epsilon=0.1,
+        epsilon_high=0.2,
+    )
     total, low, high = 0.0, 0, 0
     for i in range(4):
         live = [t for t in range(4) if mask[i, t]]
@@ -186,7 +285,10 @@ def test_the_geometric_mean_is_that_of_clipped_ratios():
             rho = torch.exp(logps[i, t] - old[i, t])
             bounded = torch.clamp(rho, math.exp(-0.1), math.exp(0.2))
             product = product * (torch.minimum(rho, bounded) if A[i] > 0 else torch.maximum(rho, bounded))
-            low, high = low + (A[i] < 0 and float(rho) < math.exp(-0.1)), high + (A[i] > 0 and float(rho) > math.exp(0.2))
+            low, high = (
+                low + (A[i] < 0 and float(rho) < math.exp(-0.1)),
+                high + (A[i] > 0 and float(rho) > math.exp(0.2)),
+            )
         if live:
             assert torch.allclose(found[i][mask[i]], (-A[i] * product ** (1 / len(live))).expand(len(live)), atol=1e-12)
             total = total - A[i] * product ** (1 / len(live)) * len(live)
@@ -196,19 +298,37 @@ def test_the_geometric_mean_is_that_of_clipped_ratios():
 
 
 def test_the_geometric_mean_is_the_policy_gradient_on_policy():
-    logps, A, mask = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64), torch.ones(3, 4)
+    logps, A, mask = (
+        torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
+        torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64),
+        torch.ones(3, 4),
+    )
     by_mean, plain = (policy_loss(logps, logps.detach(), A, mask, surrogate=s)[0].mean() for s in ("geo_mean", "logp"))
     assert torch.allclose(*(torch.autograd.grad(x, logps)[0] for x in (by_mean, plain)), atol=1e-14)
 
 
 @pytest.mark.parametrize("kind, low, high", [("dppo_tv", 0.05, 0.08), ("dppo_kl", 0.01, 0.03)])
 def test_tokens_that_moved_too_far_leave_the_divergence_surrogates(kind, low, high):
-    """DPPO in plain arithmetic: values, gradients, counted tokens; a token that comes back is kept however far it is."""
+    """DPPO in plain arithmetic: values, gradients, counted tokens; a token that comes back is kept however far it
+    is.
+    """
     torch.manual_seed(1)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
     logps = (-1.5 * torch.rand(4, 4, dtype=torch.float64) - 0.05).requires_grad_()
-    old, A = (logps.detach() + 0.5 * torch.randn(4, 4, dtype=torch.float64)).clamp(max=-0.02), torch.randn(4, 4, dtype=torch.float64)
-    found, sums = policy_loss(torch.where(mask, logps, NAN), torch.where(mask, old, NAN), torch.where(mask, A, NAN), mask, surrogate=kind, epsilon=low, epsilon_high=high, clip_ratio_c=1.3)
+    old, A = (
+        (logps.detach() + 0.5 * torch.randn(4, 4, dtype=torch.float64)).clamp(max=-0.02),
+        torch.randn(4, 4, dtype=torch.float64),
+    )
+    found, sums = policy_loss(
+        torch.where(mask, logps, NAN),
+        torch.where(mask, old, NAN),
+        torch.where(mask, A, NAN),
+        mask,
+        surrogate=kind,
+        epsilon=low,
+        epsilon_high=high,
+        clip_ratio_c=1.3,
+    )
     total, out = 0.0, {"clip_low": 0, "clip_high": 0}
     for i, t in mask.nonzero().tolist():
         p, q, a = math.exp(logps[i, t]), math.exp(old[i, t]), float(A[i, t])
@@ -230,9 +350,18 @@ def test_tokens_that_moved_too_far_leave_the_divergence_surrogates(kind, low, hi
 def test_group_baselines_by_length_and_by_the_second_best():
     from stages.estimators import group_advantage
 
-    rewards, groups, lengths = [1.0, 0.0, 0.0, 2.0, 5.0, 5.0, 3.0, 3.0], [0, 0, 0, 0, 1, 1, 2, 2], [1, 3, 4, 2, 1, 9, 1, 1]
+    rewards, groups, lengths = (
+        [1.0, 0.0, 0.0, 2.0, 5.0, 5.0, 3.0, 3.0],
+        [0, 0, 0, 0, 1, 1, 2, 2],
+        [1, 3, 4, 2, 1, 9, 1, 1],
+    )
     found, informative = group_advantage(rewards, groups, "length_weighted", lengths=lengths)
-    assert found[:4] == pytest.approx([0.5, -0.5, -0.5, 1.5]) and not found[4:].any() and informative.tolist() == [True] * 4 + [False] * 4  # (1 + 2 * 2) / 10
+    # (1 + 2 * 2) / 10
+    assert (
+        found[:4] == pytest.approx([0.5, -0.5, -0.5, 1.5])
+        and not found[4:].any()
+        and informative.tolist() == [True] * 4 + [False] * 4
+    )
     same, _ = group_advantage(rewards, groups, "length_weighted", lengths=[7] * 8)
     assert same == pytest.approx(group_advantage(rewards, groups, "mean")[0])
     found, informative = group_advantage(rewards, groups, "leave_one_out_max")
@@ -246,7 +375,9 @@ def test_group_baselines_by_length_and_by_the_second_best():
 
 
 def test_the_maximum_less_that_of_the_others_has_the_gradient_of_the_maximum():
-    """E[max over k draws] by enumeration (pass@k, Tang et al. 2025): its gradient is the mean of sum_i A_i d log pi(y_i)."""
+    """E[max over k draws] by enumeration (pass@k, Tang et al. 2025): its gradient is the mean of sum_i A_i d log
+    pi(y_i).
+    """
     import itertools
 
     from stages.estimators import group_advantage
@@ -259,18 +390,30 @@ def test_the_maximum_less_that_of_the_others_has_the_gradient_of_the_maximum():
         value = value + p * max(reward[y] for y in draw)
         A, _ = group_advantage([reward[y] for y in draw], [0] * k, "leave_one_out_max")
         surrogate = surrogate + p.detach() * sum(a * logps[y] for a, y in zip(A, draw))
-    assert torch.allclose(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (value, surrogate)), atol=1e-12)
+    assert torch.allclose(
+        *(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (value, surrogate)), atol=1e-12
+    )
 
 
 def test_a_baseline_by_token_goes_by_the_variance_so_far():
     from stages.estimators import token_baseline_advantages
 
-    returns, energy, mask = np.array([[1.0, 1, 1, NAN], [0, 0, NAN, NAN], [3, 3, 3, 3]]), np.array([[1.0, 1, 1, NAN], [2, 0, NAN, NAN], [1, 3, 0, 1]]), np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+    returns, energy, mask = (
+        np.array([[1.0, 1, 1, NAN], [0, 0, NAN, NAN], [3, 3, 3, 3]]),
+        np.array([[1.0, 1, 1, NAN], [2, 0, NAN, NAN], [1, 3, 0, 1]]),
+        np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]),
+    )
     found = token_baseline_advantages(returns, energy, mask)
-    baselines = [(1 * 1 + 2 * 0 + 1 * 3) / 4, (2 * 1 + 2 * 0 + 4 * 3) / 8, (3 * 1 + 4 * 3) / 7, 0.0]  # the last token is the longest one's alone
+    # the last token is the longest one's alone
+    baselines = [(1 * 1 + 2 * 0 + 1 * 3) / 4, (2 * 1 + 2 * 0 + 4 * 3) / 8, (3 * 1 + 4 * 3) / 7, 0.0]
     assert np.allclose(found, np.where(mask, np.nan_to_num(returns) - np.array(baselines), 0.0))
-    moved = token_baseline_advantages(np.array([[1.0, NAN, 1, 1], [0, 0, NAN, NAN]]), np.array([[1.0, NAN, 1, 1], [2, 0, 0, 0]]), np.array([[1, 0, 1, 1], [1, 1, 0, 0]]))
-    assert np.allclose(moved, [[1 - 1 / 3, 0, 1 - 2 / 4, 1], [-1 / 3, -1 / 2, 0, 0]])  # tokens are counted without those of a tool
+    moved = token_baseline_advantages(
+        np.array([[1.0, NAN, 1, 1], [0, 0, NAN, NAN]]),
+        np.array([[1.0, NAN, 1, 1], [2, 0, 0, 0]]),
+        np.array([[1, 0, 1, 1], [1, 1, 0, 0]]),
+    )
+    # tokens are counted without those of a tool
+    assert np.allclose(moved, [[1 - 1 / 3, 0, 1 - 2 / 4, 1], [-1 / 3, -1 / 2, 0, 0]])
     assert not token_baseline_advantages(np.zeros((2, 3)), np.zeros((2, 3)), np.ones((2, 3))).any()
 
 
@@ -282,27 +425,61 @@ def test_tokens_are_rejected_by_how_far_trainer_and_sampler_are_apart(level, sta
     torch.manual_seed(2)
     mask = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
     mu = -1.5 * torch.rand(5, 3, dtype=torch.float64) - 0.05
-    old = (mu + torch.tensor([0.8, 0.1, -0.9, 0.0, 0.0], dtype=torch.float64)[:, None] * torch.rand(5, 3, dtype=torch.float64)).clamp(max=-1e-3)
-    low, high = {"ratio": (0.8, 1.3), "k2": (0.0, 0.02), "k3": (0.0, 0.02), "binary_kl": (0.0, 0.02), "tv": (0.0, 0.08)}[statistic]
+    old = (
+        mu
+        + torch.tensor([0.8, 0.1, -0.9, 0.0, 0.0], dtype=torch.float64)[:, None] * torch.rand(5, 3, dtype=torch.float64)
+    ).clamp(max=-1e-3)
+    low, high = {
+        "ratio": (0.8, 1.3),
+        "k2": (0.0, 0.02),
+        "k3": (0.0, 0.02),
+        "binary_kl": (0.0, 0.02),
+        "tv": (0.0, 0.08),
+    }[statistic]
     found = rejected_tokens(torch.where(mask, old, NAN), torch.where(mask, mu, NAN), mask, level, statistic, low, high)
     for i in range(5):
         values = []
         for t in (t for t in range(3) if mask[i, t]):
             p, q = math.exp(mu[i, t]), math.exp(old[i, t])
-            values.append({"ratio": q / p, "k2": math.log(q / p) ** 2 / 2, "k3": q / p - 1 - math.log(q / p), "tv": abs(p - q),
-                           "binary_kl": p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))}[statistic])
+            values.append(
+                {
+                    "ratio": q / p,
+                    "k2": math.log(q / p) ** 2 / 2,
+                    "k3": q / p - 1 - math.log(q / p),
+                    "tv": abs(p - q),
+                    "binary_kl": p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)),
+                }[statistic]
+            )
         if values and level != "token":
-            whole = max(values) if level == "sequence_max" else (math.prod(values) if level == "sequence_sum" else math.prod(values) ** (1 / len(values))) if statistic == "ratio" else \
-                sum(values) / (1 if level == "sequence_sum" else len(values))
+            whole = (
+                max(values)
+                if level == "sequence_max"
+                else (
+                    (math.prod(values) if level == "sequence_sum" else math.prod(values) ** (1 / len(values)))
+                    if statistic == "ratio"
+                    else sum(values) / (1 if level == "sequence_sum" else len(values))
+                )
+            )
             values = [whole] * len(values)
         assert found[i][mask[i]].tolist() == [not low <= v <= high for v in values] and not found[i][~mask[i]].any()
     assert found.any() and not found[mask].all() and not found[4].any()  # who agrees is never rejected
 
 
 def test_the_stage_drops_rejected_tokens_or_gives_them_no_weight(rl):  # noqa: F811
-    """Against the trainer's bfloat16 a sampler in float32 is off by a little: a bound inside of that rejects some tokens, which leave the loss, or its numerator alone."""
-    settings = {"preset": "dapo", "dynamic_sampling": False, "truncation_policy": "score", "soft_punish_cache": 0, "max_steps": 1, "compute_dtype": "bfloat16", "rejection": "token",
-                "rejection_min": 0.99, "rejection_max": 1.01}
+    """Against the trainer's bfloat16 a sampler in float32 is off by a little: a bound inside of that rejects some
+    tokens, which leave the loss, or its numerator alone.
+    """
+    settings = {
+        "preset": "dapo",
+        "dynamic_sampling": False,
+        "truncation_policy": "score",
+        "soft_punish_cache": 0,
+        "max_steps": 1,
+        "compute_dtype": "bfloat16",
+        "rejection": "token",
+        "rejection_min": 0.99,
+        "rejection_max": 1.01,
+    }
     result, metrics = rl("reject", settings)
     found = {}
     for scope in ("drop", "zero"):
@@ -315,16 +492,34 @@ def test_the_stage_drops_rejected_tokens_or_gives_them_no_weight(rl):  # noqa: F
     assert 0 < left < all_tokens
     assert found["drop"]["sampling/rejected_fraction"] == pytest.approx(1 - left / all_tokens, abs=1e-6)
     assert found["drop"]["groups/trained_tokens"] == left and found["zero"]["groups/trained_tokens"] == all_tokens
-    assert found["drop"]["train/loss"] == pytest.approx(-kept / left, rel=5e-3, abs=1e-3) and found["zero"]["train/loss"] == pytest.approx(-kept / all_tokens, rel=5e-3, abs=1e-3)
+    assert found["drop"]["train/loss"] == pytest.approx(-kept / left, rel=5e-3, abs=1e-3) and found["zero"][
+        "train/loss"
+    ] == pytest.approx(-kept / all_tokens, rel=5e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("config, text", [
-    ({"preset": "grpo", "rejection_max": 3.0}, "rejection=sequence_mean"), ({"preset": "grpo", "rejection": "token", "rejection_statistic": "k2", "rejection_min": 0.1}, "rejection_statistic=ratio"),
-    ({"preset": "grpo", "rejection": "token", "rejection_min": 3.0}, "rejection_min=0.5"), ({"preset": "topr", "rejection": "token"}, "surrogate"),
-    ({"preset": "vespo", "rejection": "token", "rejection_scope": "zero"}, "rejection_scope=drop"), ({"preset": "grpo", "importance_normalise": True}, "importance_correction=token_truncate"),
-    ({"preset": "gmpo", "ratio_level": "sequence"}, "surrogate=clip"), ({"preset": "gmpo", "clip_ratio_c": 3.0}, "surrogate=clip"), ({"preset": "grpo", "surrogate": "dppo_tv", "ratio_level": "sequence"}, "surrogate=clip"), ({"preset": "opo", "num_generations": 1}, "num_generations >= 2"),
-    ({"preset": "opo", "num_iterations": 2}, "surrogate=clip"), ({"preset": "opo", "scale_rewards": "group"}, "advantage=group_mean"), ({"preset": "grpo_passk", "scale_rewards": "batch"}, "advantage=group_mean"),
-    ({"preset": "otb", "std_eps": 0.1}, "scale_rewards=group"), ({"preset": "opo", "kl_coef": 0.1, "kl_reward_mode": "token_terminal"}, "sequence_sum")])
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        ({"preset": "grpo", "rejection_max": 3.0}, "rejection=sequence_mean"),
+        (
+            {"preset": "grpo", "rejection": "token", "rejection_statistic": "k2", "rejection_min": 0.1},
+            "rejection_statistic=ratio",
+        ),
+        ({"preset": "grpo", "rejection": "token", "rejection_min": 3.0}, "rejection_min=0.5"),
+        ({"preset": "topr", "rejection": "token"}, "surrogate"),
+        ({"preset": "vespo", "rejection": "token", "rejection_scope": "zero"}, "rejection_scope=drop"),
+        ({"preset": "grpo", "importance_normalise": True}, "importance_correction=token_truncate"),
+        ({"preset": "gmpo", "ratio_level": "sequence"}, "surrogate=clip"),
+        ({"preset": "gmpo", "clip_ratio_c": 3.0}, "surrogate=clip"),
+        ({"preset": "grpo", "surrogate": "dppo_tv", "ratio_level": "sequence"}, "surrogate=clip"),
+        ({"preset": "opo", "num_generations": 1}, "num_generations >= 2"),
+        ({"preset": "opo", "num_iterations": 2}, "surrogate=clip"),
+        ({"preset": "opo", "scale_rewards": "group"}, "advantage=group_mean"),
+        ({"preset": "grpo_passk", "scale_rewards": "batch"}, "advantage=group_mean"),
+        ({"preset": "otb", "std_eps": 0.1}, "scale_rewards=group"),
+        ({"preset": "opo", "kl_coef": 0.1, "kl_reward_mode": "token_terminal"}, "sequence_sum"),
+    ],
+)
 def test_what_the_new_axes_do_not_read_is_refused(config, text):
     with pytest.raises((ValueError, ConfigError), match=text):
         resolve_preset(Config(**config))
@@ -334,7 +529,10 @@ def test_tokens_are_chosen_by_their_covariance():
     from stages.estimators import covariance_in_band, token_covariances, top_covariances
 
     mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
-    logps, A = np.array([[-0.1, -2.0, -0.5, NAN], [-3.0, -0.2, NAN, NAN]]), np.array([[1.0, 1.0, 1.0, NAN], [-1.0, -1.0, NAN, NAN]])
+    logps, A = (
+        np.array([[-0.1, -2.0, -0.5, NAN], [-3.0, -0.2, NAN, NAN]]),
+        np.array([[1.0, 1.0, 1.0, NAN], [-1.0, -1.0, NAN, NAN]]),
+    )
     found = token_covariances(logps, A, mask)
     assert found[mask].mean() == pytest.approx(np.cov(logps[mask], A[mask], ddof=0)[0, 1]) and not found[~mask].any()
     assert found[0, 0] == pytest.approx((-0.1 + 1.16) * 0.8)
@@ -344,14 +542,24 @@ def test_tokens_are_chosen_by_their_covariance():
     assert top_covariances(np.ones((2, 4)), mask, 0.4).tolist() == [[True, True, False, False], [False] * 4]
     drawn = [covariance_in_band(found, mask, 0.2, (0.5, 5.0), np.random.default_rng(seed)) for seed in range(20)]
     inside = {at for value, at in order if 0.5 < value < 5}
-    assert len(inside) > 1 and all(one.sum() == 1 for one in drawn) and {int(np.flatnonzero(one)[0]) for one in drawn} == inside
-    assert covariance_in_band(found, mask, 0.999, (0.5, 5.0), np.random.default_rng(0)).sum() == len(inside)  # no more than there are
+    assert (
+        len(inside) > 1
+        and all(one.sum() == 1 for one in drawn)
+        and {int(np.flatnonzero(one)[0]) for one in drawn} == inside
+    )
+    # no more than there are
+    assert covariance_in_band(found, mask, 0.999, (0.5, 5.0), np.random.default_rng(0)).sum() == len(inside)
     assert not covariance_in_band(found, mask, 0.5, (50.0, 60.0), np.random.default_rng(0)).any()
-    assert not token_covariances(logps, A, mask & False).any() and not token_covariances(logps, np.ones((2, 4)), mask).any()
+    assert (
+        not token_covariances(logps, A, mask & False).any()
+        and not token_covariances(logps, np.ones((2, 4)), mask).any()
+    )
 
 
 def test_the_stage_leaves_tokens_out_or_keeps_them_close_by_their_covariance(rl):  # noqa: F811
-    """The logged loss of a first step without the tokens of the band, and of a second step with the penalty of the top ones, follows from the rollouts."""
+    """The logged loss of a first step without the tokens of the band, and of a second step with the penalty of the top
+    ones, follows from the rollouts.
+    """
     from stages.models.modeling import load_policy
     from tests.training.test_rl_presets import logps_of
 
@@ -361,8 +569,16 @@ def test_the_stage_leaves_tokens_out_or_keeps_them_close_by_their_covariance(rl)
         mean_A = sum(a * len(x) for a, x in zip(A, logps)) / tokens
         return [(x - mean) * (a - mean_A) for a, x in zip(A, logps)], tokens
 
-    settings = {"preset": "grpo", "beta": 0.0, "loss_agg_mode": "token-mean", "num_iterations": 2, "learning_rate": 3e-3}
-    result, metrics = rl("clip-cov", {**settings, "max_steps": 1, "covariance_clip": 0.9, "covariance_band": [0.05, 50.0]})
+    settings = {
+        "preset": "grpo",
+        "beta": 0.0,
+        "loss_agg_mode": "token-mean",
+        "num_iterations": 2,
+        "learning_rate": 3e-3,
+    }
+    result, metrics = rl(
+        "clip-cov", {**settings, "max_steps": 1, "covariance_clip": 0.9, "covariance_band": [0.05, 50.0]}
+    )
     rows = rows_of(result)
     found, tokens = covariances(rows)
     kept = sum(row["advantages"][0] * float((c <= 0.05).sum()) for row, c in zip(rows, found))
@@ -386,12 +602,37 @@ def test_the_stage_leaves_tokens_out_or_keeps_them_close_by_their_covariance(rl)
 
 
 def test_a_group_without_advantage_is_forwarded_where_its_tokens_are_kept_close(rl):  # noqa: F811
-    """The mean advantage of a batch of unequal lengths is not 0, so a token of a group of equal rewards can be of the largest covariance; its penalty must not leave the step with the group's forward."""
-    source = rl.source("kl-cov-dead", {"preset": "grpo", "beta": 0.0, "surrogate": "none", "covariance_kl": 0.4, "num_iterations": 2})
+    """The mean advantage of a batch of unequal lengths is not 0, so a token of a group of equal rewards can be of the
+    largest covariance; its penalty must not leave the step with the group's forward.
+    """
+    source = rl.source(
+        "kl-cov-dead", {"preset": "grpo", "beta": 0.0, "surrogate": "none", "covariance_kl": 0.4, "num_iterations": 2}
+    )
     prompts = source.order.take(2, 0)
     totals, lengths = ((1.0, 0.0), (0.5, 0.5)), ((5, 1), (5, 5))
-    groups = [Group(prompt, ids, [Sample(prompt, ids, k, list(range(5, 5 + n)), [-3.0 if one[0] == one[1] else -0.1] * n, "eos", "", total, {}, {}) for k, (total, n) in enumerate(zip(one, long))], 0)
-              for (prompt, ids), one, long in zip(prompts, totals, lengths)]
+    groups = [
+        Group(
+            prompt,
+            ids,
+            [
+                Sample(
+                    prompt,
+                    ids,
+                    k,
+                    list(range(5, 5 + n)),
+                    [-3.0 if one[0] == one[1] else -0.1] * n,
+                    "eos",
+                    "",
+                    total,
+                    {},
+                    {},
+                )
+                for k, (total, n) in enumerate(zip(one, long))
+            ],
+            0,
+        )
+        for (prompt, ids), one, long in zip(prompts, totals, lengths)
+    ]
     live, dead = source.crediting(groups, 0, 0).items
     assert not np.any(dead.extra["advantages"]) and np.any(dead.extra["kept_close"]) and not dead.extra["skip_forward"]
     plain = rl.source("no-kl-cov", {"preset": "grpo", "beta": 0.0, "num_iterations": 2})
@@ -400,13 +641,24 @@ def test_a_group_without_advantage_is_forwarded_where_its_tokens_are_kept_close(
 
 
 def test_rounding_alone_pays_no_covariance_penalty(tiny):
-    """|log pi/pi_old| is flat where nothing has moved: which way a log-prob was rounded (another micro-batch, the sampler's own order of sums) must not turn a gradient around."""
+    """|log pi/pi_old| is flat where nothing has moved: which way a log-prob was rounded (another micro-batch, the
+    sampler's own order of sums) must not turn a gradient around.
+    """
     from stages.batching import collate, make_item
     from stages.models.modeling import target_logps
 
     config = Config(preset="grpo", beta=0.0, surrogate="none", covariance_kl=0.5, num_iterations=2, log_entropy=False)
     objective, model, found = PolicyGradient(resolve_preset(config)[0], config), load_policy(tiny["policy"]), []
-    make = lambda old, close: make_item("a", [3, 4], [[5, 6, 7]], [[1, 1, 1]], by_response=("old_logps", "advantages", "kept_close"), old_logps=[old], advantages=[1.0], kept_close=[close])
+    make = lambda old, close: make_item(
+        "a",
+        [3, 4],
+        [[5, 6, 7]],
+        [[1, 1, 1]],
+        by_response=("old_logps", "advantages", "kept_close"),
+        old_logps=[old],
+        advantages=[1.0],
+        kept_close=[close],
+    )
     with torch.no_grad():
         now = target_logps(model, collate([make([0.0] * 3, [0.0] * 3)]))[0]
     for old, close in ((now, 0.0), (now + 2e-6, 1.0), (now - 2e-6, 1.0), (now - 0.1, 1.0), (now - 0.1, 0.0)):
@@ -415,11 +667,17 @@ def test_rounding_alone_pays_no_covariance_penalty(tiny):
         objective(model, collate(items)).divided(objective.counts(items)).backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     norm = found[0].norm()
-    assert (found[1] - found[0]).norm() < 1e-4 * norm and (found[2] - found[0]).norm() < 1e-4 * norm and (found[3] - found[4]).norm() > 0.1 * norm
+    assert (
+        (found[1] - found[0]).norm() < 1e-4 * norm
+        and (found[2] - found[0]).norm() < 1e-4 * norm
+        and (found[3] - found[4]).norm() > 0.1 * norm
+    )
 
 
 def test_what_is_thrown_out_is_not_in_the_stored_loss_mask(rl):  # noqa: F811
-    """rejection drops tokens from every denominator, so the rollouts must not say that they were trained on; those of weight 0 are, as ever."""
+    """rejection drops tokens from every denominator, so the rollouts must not say that they were trained on; those of
+    weight 0 are, as ever.
+    """
     config = {"preset": "grpo", "beta": 0.0, "top_k": 100, "rejection": "token", "rejection_min": 0.75, "max_steps": 1}
     for scope in ("drop", "zero"):
         result, metrics = rl(f"reject-{scope}", {**config, "rejection_scope": scope})
@@ -431,10 +689,17 @@ def test_what_is_thrown_out_is_not_in_the_stored_loss_mask(rl):  # noqa: F811
         assert metrics[0]["groups/trained_tokens"] == sum(m.sum() for m in masks)
 
 
-@pytest.mark.parametrize("config, text", [
-    ({"preset": "topr", "covariance_clip": 1e-3}, "preset=grpo"), ({"preset": "trpo", "covariance_clip": 1e-3}, "preset=grpo"), ({"preset": "grpo", "covariance_kl": 1e-3}, "num_iterations=2"),
-    ({"preset": "grpo", "covariance_band": [2.0, 3.0]}, "covariance_clip=2e-4"), ({"preset": "grpo", "covariance_kl_coef": 0.5}, "covariance_kl=2e-4"),
-    ({"preset": "grpo", "covariance_clip": 1e-3, "covariance_band": [3.0, 2.0]}, "smaller one first")])
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        ({"preset": "topr", "covariance_clip": 1e-3}, "preset=grpo"),
+        ({"preset": "trpo", "covariance_clip": 1e-3}, "preset=grpo"),
+        ({"preset": "grpo", "covariance_kl": 1e-3}, "num_iterations=2"),
+        ({"preset": "grpo", "covariance_band": [2.0, 3.0]}, "covariance_clip=2e-4"),
+        ({"preset": "grpo", "covariance_kl_coef": 0.5}, "covariance_kl=2e-4"),
+        ({"preset": "grpo", "covariance_clip": 1e-3, "covariance_band": [3.0, 2.0]}, "smaller one first"),
+    ],
+)
 def test_covariances_that_nothing_would_read_are_refused(config, text):
     with pytest.raises((ValueError, ConfigError), match=text):
         resolve_preset(Config(**config))

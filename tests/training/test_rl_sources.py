@@ -1,4 +1,6 @@
-"""Where the numbers of an advantage come from: baselines on the scale of the rewards, continuations, stored and early sampled groups, rewards of steps, constants of losses."""
+"""Where the numbers of an advantage come from: baselines on the scale of the rewards, continuations, stored and early
+sampled groups, rewards of steps, constants of losses.
+"""
 
 import json
 import shutil
@@ -23,26 +25,46 @@ from tests.training.test_rl_rules import SPREAD, completions
 PAID = {"reward_override": "none", "rewards": [SPREAD]}
 
 
-# --- baselines on the scale of the rewards that they are taken off -----------------------------------------------------------
+# --- baselines on the scale of the rewards that they are taken off ----------------------------------------------------
 
-@pytest.mark.parametrize("config, finish, expected", [
-    ({"truncation_policy": "penalty", "missing_eos_penalty": 2.0}, "length", [1.0 + 2.0, 0.0]),           # the greedy completion was cut as well: -2
-    ({"truncation_policy": "zero"}, "length", [1.0, 0.0]), ({"truncation_policy": "zero"}, "eos", [1.0 - 0.25, -0.25]),
-    ({"truncation_policy": "score", "soft_punish_cache": 5}, "eos", [1.0 - 0.25, 3.0 - 0.25])])           # all three lose .4 for their length
+
+# all three lose .4 for their length
+@pytest.mark.parametrize(
+    "config, finish, expected",
+    [
+        # the greedy completion was cut as well: -2
+        ({"truncation_policy": "penalty", "missing_eos_penalty": 2.0}, "length", [1.0 + 2.0, 0.0]),
+        ({"truncation_policy": "zero"}, "length", [1.0, 0.0]),
+        ({"truncation_policy": "zero"}, "eos", [1.0 - 0.25, -0.25]),
+        ({"truncation_policy": "score", "soft_punish_cache": 5}, "eos", [1.0 - 0.25, 3.0 - 0.25]),
+    ],
+)
 def test_a_greedy_completion_is_paid_as_the_others(rl, config, finish, expected):
     """REMAX: the baseline is the reward of the greedy completion, cut and long ones by the rules for all."""
     source = rl.source("greedy", {**PAID, "preset": "remax", "kl_coef": 0.0, **config})
     group = completions(source, [(1.0, "eos"), (3.0, "length")])
     group.greedy_sample = completions(source, [(0.25, finish)]).samples[0]
-    again = full_group(json.loads(json.dumps(plain_group(group))), source.rows, fresh=True)  # in a checkpoint, or replayed
+    # in a checkpoint, or replayed
+    again = full_group(json.loads(json.dumps(plain_group(group))), source.rows, fresh=True)
     for one in (group, again):
         assert source.crediting([one], 0, 0).credit.advantages_BT[:, 0] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("config, expected", [({}, 2.0), ({"truncation_policy": "zero"}, 0.5), ({"truncation_policy": "penalty", "missing_eos_penalty": 3.0}, -1.0),
-                                              ({"soft_punish_cache": 5}, 2.0 - 0.4), ({"truncation_policy": "mask"}, 2.0), ({"truncation_policy": "mask", "truncated_in_stats": False}, 1.0)])
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        ({}, 2.0),
+        ({"truncation_policy": "zero"}, 0.5),
+        ({"truncation_policy": "penalty", "missing_eos_penalty": 3.0}, -1.0),
+        ({"soft_punish_cache": 5}, 2.0 - 0.4),
+        ({"truncation_policy": "mask"}, 2.0),
+        ({"truncation_policy": "mask", "truncated_in_stats": False}, 1.0),
+    ],
+)
 def test_baselines_of_the_starting_policy_are_paid_as_its_successors_answers(rl, config, expected):
-    """BASELINE table, ASTAR-PO: mean reward, and beta log mean exp(r/beta), of what the completions would earn in training."""
+    """BASELINE table, ASTAR-PO: mean reward, and beta log mean exp(r/beta), of what the completions would earn in
+    training.
+    """
     source = rl.source("table", {**PAID, "preset": "a_lol", **config})
     group = completions(source, [(1.0, "eos"), (3.0, "length"), (float("nan"), "eos")]).samples
     value, behind = source.crediting.baseline_of(group)
@@ -53,41 +75,95 @@ def test_baselines_of_the_starting_policy_are_paid_as_its_successors_answers(rl,
         assert star.crediting.baseline_of(group[2:]) is None
 
 
-@pytest.mark.parametrize("config, says", [
-    ({"preset": "remax", "reward_norm": "whiten"}, "baseline=moving_average"), ({"preset": "astar_po", "reward_clip": 1.0}, "another scale"), ({"preset": "a_lol", "reward_norm": "minmax"}, "baseline=table"),
-    ({"preset": "a_lol", "rewards": [{"kind": "model", "normalise": "batch"}]}, "scored apart"), ({"preset": "vineppo", "rewards": [{"kind": "model", "normalise": "batch"}]}, "scored apart"),
-    ({"preset": "vineppo", "kl_coef": 0.02}, "write beta=1e-4"), ({"preset": "topr", "advantage": "win_rate", "opponent": "ema", "replay_fraction": 0.25}, "opponent=self"),
-    ({"preset": "oreo", "whiten": True}, "same returns"), ({"preset": "oreo", "advantage_clip": 1.0}, "same returns"), ({"preset": "oreo", "baseline": "batch_mean"}, "same returns"),
-    ({"preset": "grpo_process", "dynamic_sampling": True, "filter_groups_metric": "reward_std"}, "rewards of their steps"),
-    ({"preset": "trpo", "num_minibatches": 2}, "num_minibatches=1.*or preset=ppo$"), ({"preset": "rloo", "num_minibatches": 2}, "num_minibatches=1.*surrogate=clip"),
-    ({"clip_ratio_c": 1.2}, "clip_ratio_c=3.0"), ({"preset": "dapo", "clip_ratio_c": 1.25}, "1.28"), ({"kl_controller": "adaptive_ppo", "target_kl": 1.0, "kl_coef_min": 2.0, "kl_coef_max": 1.0}, "kl_coef_min <="),
-    ({"preset": "reinforce", "num_generations": 1, "dynamic_sampling": True}, "num_generations=4"), ({"preset": "trpo", "ptx_coef": 1.0}, "ppo_ptx")])
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"preset": "remax", "reward_norm": "whiten"}, "baseline=moving_average"),
+        ({"preset": "astar_po", "reward_clip": 1.0}, "another scale"),
+        ({"preset": "a_lol", "reward_norm": "minmax"}, "baseline=table"),
+        ({"preset": "a_lol", "rewards": [{"kind": "model", "normalise": "batch"}]}, "scored apart"),
+        ({"preset": "vineppo", "rewards": [{"kind": "model", "normalise": "batch"}]}, "scored apart"),
+        ({"preset": "vineppo", "kl_coef": 0.02}, "write beta=1e-4"),
+        ({"preset": "topr", "advantage": "win_rate", "opponent": "ema", "replay_fraction": 0.25}, "opponent=self"),
+        ({"preset": "oreo", "whiten": True}, "same returns"),
+        ({"preset": "oreo", "advantage_clip": 1.0}, "same returns"),
+        ({"preset": "oreo", "baseline": "batch_mean"}, "same returns"),
+        (
+            {"preset": "grpo_process", "dynamic_sampling": True, "filter_groups_metric": "reward_std"},
+            "rewards of their steps",
+        ),
+        ({"preset": "trpo", "num_minibatches": 2}, "num_minibatches=1.*or preset=ppo$"),
+        ({"preset": "rloo", "num_minibatches": 2}, "num_minibatches=1.*surrogate=clip"),
+        ({"clip_ratio_c": 1.2}, "clip_ratio_c=3.0"),
+        ({"preset": "dapo", "clip_ratio_c": 1.25}, "1.28"),
+        ({"kl_controller": "adaptive_ppo", "target_kl": 1.0, "kl_coef_min": 2.0, "kl_coef_max": 1.0}, "kl_coef_min <="),
+        ({"preset": "reinforce", "num_generations": 1, "dynamic_sampling": True}, "num_generations=4"),
+        ({"preset": "trpo", "ptx_coef": 1.0}, "ppo_ptx"),
+    ],
+)
 def test_what_would_be_measured_on_two_scales_or_read_by_nothing_is_refused(config, says):
     with pytest.raises(ValueError, match=says):
         resolve_preset(Config(**config))
 
 
 def test_one_completion_per_prompt_is_what_astar_po_is(rl):
-    assert any("num_generations=1" in w for w in resolve_preset(Config(preset="astar_po"))[1]) and not any("A*-PO" in w for w in resolve_preset(Config(preset="astar_po", num_generations=1))[1])
+    assert any("num_generations=1" in w for w in resolve_preset(Config(preset="astar_po"))[1]) and not any(
+        "A*-PO" in w for w in resolve_preset(Config(preset="astar_po", num_generations=1))[1]
+    )
 
 
-# --- continuations -------------------------------------------------------------------------------------------------------------
+# --- continuations ----------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("config, value", [({"truncation_policy": "zero"}, 0.0), ({"truncation_policy": "penalty", "missing_eos_penalty": 0.75}, -0.75)])
+
+@pytest.mark.parametrize(
+    "config, value",
+    [({"truncation_policy": "zero"}, 0.0), ({"truncation_policy": "penalty", "missing_eos_penalty": 0.75}, -0.75)],
+)
 def test_continuations_are_paid_as_what_they_continue(rl, config, value):
-    """VINEPPO: with every completion cut, every state is worth what a cut completion earns, and no step earns anything."""
-    result, _ = rl("cut", {**PAID, "preset": "vineppo", "vine_samples": 2, "step_separator": "e", "min_tokens": 6, "max_steps": 1, **config})
+    """VINEPPO: with every completion cut, every state is worth what a cut completion earns, and no step earns
+    anything.
+    """
+    result, _ = rl(
+        "cut",
+        {
+            **PAID,
+            "preset": "vineppo",
+            "vine_samples": 2,
+            "step_separator": "e",
+            "min_tokens": 6,
+            "max_steps": 1,
+            **config,
+        },
+    )
     rows = rows_of(result)
-    assert all(r["truncated"] and r["reward"] == value and set(r["step_values"]) == {value} and not any(r["advantages"]) for r in rows)
+    assert all(
+        r["truncated"] and r["reward"] == value and set(r["step_values"]) == {value} and not any(r["advantages"])
+        for r in rows
+    )
     assert any(c["value"] != value for r in rows for c in r["reward_components"])
 
 
-# --- what the input baselines says ----------------------------------------------------------------------------------------------
+# --- what the input baselines says ------------------------------------------------------------------------------------
+
 
 def table_of(tmp_path, rows):
     path = str(tmp_path / "baselines")
-    write_dataset(path, "baselines", "baselines/1", [complete_row("baselines/1", {"prompt_id": p, "group_id": p, "b": b, "n": 4, "policy_version": 0, "extra_json": extra}, dataset="b", source="s",
-                                                                  origin="ai", split="train") for p, b, extra in rows])
+    write_dataset(
+        path,
+        "baselines",
+        "baselines/1",
+        [
+            complete_row(
+                "baselines/1",
+                {"prompt_id": p, "group_id": p, "b": b, "n": 4, "policy_version": 0, "extra_json": extra},
+                dataset="b",
+                source="s",
+                origin="ai",
+                split="train",
+            )
+            for p, b, extra in rows
+        ],
+    )
     return path
 
 
@@ -100,26 +176,38 @@ def test_baselines_that_are_missing_are_told_before_training(rl, tmp_path):
 
 
 def test_prompts_that_were_never_answered_right_are_left_out_whoever_measured(rl, tmp_path):
-    """ASTAR-PO: the baselines that a stage writes say how many verdicts there were, so a run that is given them leaves out the same prompts."""
+    """ASTAR-PO: the baselines that a stage writes say how many verdicts there were, so a run that is given them leaves
+    out the same prompts.
+    """
     source = rl.source("ids", {**PAID, "preset": "astar_po"})
     ids = [row["prompt_id"] for row, _ in source.order.prompts]
     path = table_of(tmp_path, [(p, 0.25, json.dumps({"verdicts": [4, k % 2]})) for k, p in enumerate(ids)])
     given = rl.source("given", {**PAID, "preset": "astar_po"}, baselines=path)
     given._prepare()
-    assert [row["prompt_id"] for row, _ in given.order.prompts] == ids[1::2] and set(given.crediting.table) == set(ids[1::2])
+    assert [row["prompt_id"] for row, _ in given.order.prompts] == ids[1::2] and set(given.crediting.table) == set(
+        ids[1::2]
+    )
     shutil.rmtree(path)
-    silent = rl.source("silent", {**PAID, "preset": "astar_po"}, baselines=table_of(tmp_path, [(p, 0.25, None) for p in ids]))
+    silent = rl.source(
+        "silent", {**PAID, "preset": "astar_po"}, baselines=table_of(tmp_path, [(p, 0.25, None) for p in ids])
+    )
     silent._prepare()
     assert len(silent.order.prompts) == len(ids) and "never_solved_unknown" in json.dumps(silent.stage.warnings)
 
 
 def test_a_prompt_without_a_scored_completion_has_no_baseline(rl):
     """It was 0, which is neither its mean nor unknown."""
-    odd = {"name": "odd", "kind": "python", "source": "def score(prompt, completion, answer):\n    return None if int(answer) % 4 else 1.0"}
+    odd = {
+        "name": "odd",
+        "kind": "python",
+        "source": "def score(prompt, completion, answer):\n    return None if int(answer) % 4 else 1.0",
+    }
     source = rl.source("odd", {"preset": "a_lol", "reward_override": "none", "rewards": [odd], "baseline_samples": 2})
     known = [row["prompt_id"] for row, _ in source.order.prompts if not int(row["answer"]) % 4]
     source._prepare()
-    assert sorted(source.crediting.table) == sorted(known) == sorted(row["prompt_id"] for row, _ in source.order.prompts) and set(source.crediting.table.values()) == {1.0}
+    assert sorted(source.crediting.table) == sorted(known) == sorted(
+        row["prompt_id"] for row, _ in source.order.prompts
+    ) and set(source.crediting.table.values()) == {1.0}
     assert "baselines_unknown" in json.dumps(source.stage.warnings)
 
 
@@ -133,26 +221,42 @@ def test_v_star_is_an_expectation_under_the_reference(rl, tiny):
     seeds = [[other.stage.seed_for("baseline", row["row_id"], g) for g in range(3)] for row, _ in other.order.prompts]
     for source, path in ((own, tiny["policy"]), (other, tiny["other"])):
         prompts = source.order.prompts
-        drawn = sample_groups(Sampler(load_policy(path), renderer_for(path).tokenizer), prompts, source.policy.params, seeds)
+        drawn = sample_groups(
+            Sampler(load_policy(path), renderer_for(path).tokenizer), prompts, source.policy.params, seeds
+        )
         score(source.rewards, [s for group in drawn for s in group])
         source._prepare()
         for (row, _), group in zip(prompts, drawn):
             r = np.array([s.total for s in group])
-            assert source.crediting.table[row["prompt_id"]] == pytest.approx(0.5 * np.log(np.mean(np.exp(r / 0.5))), abs=1e-9)
+            assert source.crediting.table[row["prompt_id"]] == pytest.approx(
+                0.5 * np.log(np.mean(np.exp(r / 0.5))), abs=1e-9
+            )
     assert own.crediting.table != other.crediting.table
 
 
-# --- stored groups, and groups that were sampled ahead -------------------------------------------------------------------------------
+# --- stored groups, and groups that were sampled ahead ----------------------------------------------------------------
+
 
 @pytest.fixture()
 def stored(rl):
-    return rl("stored", {**PAID, "preset": "dr_grpo", "max_steps": 1, "max_completion_length": 3, "num_generations": 2})[0]["outputs"]["rollouts"]["path"]
+    return rl(
+        "stored", {**PAID, "preset": "dr_grpo", "max_steps": 1, "max_completion_length": 3, "num_generations": 2}
+    )[0]["outputs"]["rollouts"]["path"]
 
 
-@pytest.mark.parametrize("config, says", [
-    ({"baseline": "greedy"}, "baseline=moving_average"), ({"advantage": "vine"}, "advantage=vine"), ({"advantage": "win_rate", "opponent": "ema"}, "opponent=self"),
-    ({"replay_fraction": 0.25}, "replay_fraction=0"), ({"dynamic_sampling": True}, "dynamic_sampling=false"), ({"curriculum": "self_paced"}, "curriculum=none"),
-    ({"difficulty_band": (0.2, 0.8)}, "prompts that you want"), ({"no_resampling_pass_rate": 0.5}, "no_resampling_pass_rate=0.5")])
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"baseline": "greedy"}, "baseline=moving_average"),
+        ({"advantage": "vine"}, "advantage=vine"),
+        ({"advantage": "win_rate", "opponent": "ema"}, "opponent=self"),
+        ({"replay_fraction": 0.25}, "replay_fraction=0"),
+        ({"dynamic_sampling": True}, "dynamic_sampling=false"),
+        ({"curriculum": "self_paced"}, "curriculum=none"),
+        ({"difficulty_band": (0.2, 0.8)}, "prompts that you want"),
+        ({"no_resampling_pass_rate": 0.5}, "no_resampling_pass_rate=0.5"),
+    ],
+)
 def test_stored_completions_refuse_settings_about_sampling(rl, stored, config, says):
     rl.source("plain", {**PAID, "preset": "topr"}, stored=stored)
     with pytest.raises(ConfigError, match=f"(?s)input stored.*{says}"):
@@ -164,7 +268,9 @@ def test_stored_completions_of_prompts_without_a_baseline_are_told_at_once(rl, t
     inside = {g.prompt["prompt_id"] for g in source.stored.groups}
     ids = [row["prompt_id"] for row, _ in source.order.prompts]
     assert inside < set(ids)
-    table = rl.source("whole", {**PAID, "preset": "a_lol"}, stored=stored, baselines=table_of(tmp_path, [(p, 0.5, None) for p in ids]))
+    table = rl.source(
+        "whole", {**PAID, "preset": "a_lol"}, stored=stored, baselines=table_of(tmp_path, [(p, 0.5, None) for p in ids])
+    )
     table._prepare()
     assert len(table.stored.groups) == len(inside)
     table.stored.keep(sorted(inside)[:1])
@@ -175,7 +281,9 @@ def test_stored_completions_of_prompts_without_a_baseline_are_told_at_once(rl, t
 
 @pytest.mark.parametrize("preset, moves", [("mdpo", True), ("topr", False), ("grpo", False)])
 def test_the_iterate_of_a_batch_that_was_sampled_ahead_is_the_policy_that_starts_on_it(rl, preset, moves):
-    """MDPO: pi_i is the policy at the start of the round, not the one that sampled an iteration ago; ratios to whoever sampled stay with those."""
+    """MDPO: pi_i is the policy at the start of the round, not the one that sampled an iteration ago; ratios to whoever
+    sampled stay with those.
+    """
     source = rl.source("ahead", {**PAID, "preset": preset, **({"beta": 0.0} if preset == "grpo" else {})})
     groups = source.groups.sample(source.order.take(2, 0), 0, 0)
     sampled = [s.logps for g in groups for s in g.samples]
@@ -190,18 +298,25 @@ def test_the_iterate_of_a_batch_that_was_sampled_ahead_is_the_policy_that_starts
         assert max(abs(a - b) for old, mine in zip(found, now) for a, b in zip(old, mine)) < 1e-5
 
 
-# --- rewards of steps ----------------------------------------------------------------------------------------------------------------
+# --- rewards of steps -------------------------------------------------------------------------------------------------
 
 NEVER = {"name": "never", "kind": "python", "source": "def score(prompt, completion, answer):\n    return None"}
 
 
 def test_an_outcome_that_cannot_be_scored_vetoes_no_step(rl, tiny):
-    """GRPO-PROCESS: steps are paid, `rewards` is only watched. The update is that of a run whose outcomes could be scored."""
+    """GRPO-PROCESS: steps are paid, `rewards` is only watched. The update is that of a run whose outcomes could be
+    scored.
+    """
     config = {"preset": "grpo_process", "reward_override": "none", "max_steps": 1, "step_separator": "e"}
     result, metrics = rl("never", {**config, "rewards": [NEVER]}, reward_model=tiny["reward"])
     scored, with_outcome = rl("scored", {**config, "rewards": [SPREAD]}, reward_model=tiny["reward"])
-    assert metrics[0]["train/loss"] == with_outcome[0]["train/loss"] and metrics[0]["train/grad_norm"] == with_outcome[0]["train/grad_norm"] > 0
-    assert [r["advantages"] for r in rows_of(result)] == [r["advantages"] for r in rows_of(scored)] and any(any(r["loss_mask"]) for r in rows_of(result))
+    assert (
+        metrics[0]["train/loss"] == with_outcome[0]["train/loss"]
+        and metrics[0]["train/grad_norm"] == with_outcome[0]["train/grad_norm"] > 0
+    )
+    assert [r["advantages"] for r in rows_of(result)] == [r["advantages"] for r in rows_of(scored)] and any(
+        any(r["loss_mask"]) for r in rows_of(result)
+    )
     codes = {w["code"] for w in result["warnings"]}
     assert "rewards_watched" in codes and not codes & {"nothing_scored", "unscorable_rewards"}
     steps = [r for row in rows_of(result) for r in row["step_rewards"]]
@@ -209,15 +324,23 @@ def test_an_outcome_that_cannot_be_scored_vetoes_no_step(rl, tiny):
 
 
 def test_groups_are_judged_by_the_rewards_of_their_steps(rl, tiny):
-    """DYN-SAMPLING, dead groups: right and wrong answers of equal steps teach nothing, equal outcomes of different steps do."""
-    source = rl.source("groups", {"preset": "grpo_process", **PAID, "dynamic_sampling": True}, reward_model=tiny["reward"])
+    """DYN-SAMPLING, dead groups: right and wrong answers of equal steps teach nothing, equal outcomes of different
+    steps do.
+    """
+    source = rl.source(
+        "groups", {"preset": "grpo_process", **PAID, "dynamic_sampling": True}, reward_model=tiny["reward"]
+    )
     dead, alive = completions(source, [(1.0, "eos"), (0.0, "eos")]), completions(source, [(1.0, "eos"), (1.0, "eos")])
     for group, rewards in ((dead, [[0.5, 0.5], [0.5]]), (alive, [[0.1, 0.9], [0.4]])):
         for sample, steps, right in zip(group.samples, rewards, (True, group is alive)):
-            sample.correct, sample.steps = right, ([1, 2][-len(steps):], steps)
+            sample.correct, sample.steps = right, ([1, 2][-len(steps) :], steps)
     assert source.groups.no_signal(dead) == "equal_rewards" and source.groups.no_signal(alive) is None
     scored = source.crediting([dead, alive], 0, 0)
-    assert scored.metrics["reward/frac_zero_std"] == 0.5 and not scored.credit.advantages_BT[:2].any() and scored.credit.advantages_BT[2:].any()
+    assert (
+        scored.metrics["reward/frac_zero_std"] == 0.5
+        and not scored.credit.advantages_BT[:2].any()
+        and scored.credit.advantages_BT[2:].any()
+    )
     assert scored.metrics["reward/step_mean"] == pytest.approx(np.mean([0.5, 0.5, 0.5, 0.1, 0.9, 0.4]))
     for step in range(4):
         source.watch({"step": step, "reward/frac_zero_std": 1.0, "reward/unscorable_fraction": 1.0})
@@ -230,33 +353,79 @@ def test_the_separator_of_a_process_reward_model_is_its_own(rl, tiny, tmp_path, 
     source = rl.source("steps", {"preset": "grpo_process", **PAID}, reward_model=str(tmp_path / "prm"))
     assert source.steps.separator == "\n" and "step_separator" in json.dumps(source.stage.warnings)
     with pytest.raises(ConfigError, match="no texts"):
-        rl.source("texts", {"preset": "topr", "advantage": "process", **PAID}, reward_model=str(tmp_path / "prm"), stored=stored)
+        rl.source(
+            "texts",
+            {"preset": "topr", "advantage": "process", **PAID},
+            reward_model=str(tmp_path / "prm"),
+            stored=stored,
+        )
 
 
-# --- constants of losses, controls ---------------------------------------------------------------------------------------------------
+# --- constants of losses, controls ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("preset, options, says", [
-    ("offline_is", {"clip_pos": 1.5}, "smallest and the largest weight"), ("topr", {"clip_neg": [1.0, 0.5]}, "smallest and the largest weight"), ("topr", {"clip_neg": [-1.0, 0.5]}, r"\[0.0, 1.0\]"),
-    ("mdpo", {"tau": 0}, "a number > 0"), ("copg", {"beta": -1.0}, "a number > 0"), ("p3o", {"form": "both"}, "separate, joint"), ("p3o", {"form": 1.0}, "separate, joint"),
-    ("sppo", {"eta": [1.0, 2.0]}, "a number > 0"), ("grpo", {"tau": 1.0}, "has none")])
+
+@pytest.mark.parametrize(
+    "preset, options, says",
+    [
+        ("offline_is", {"clip_pos": 1.5}, "smallest and the largest weight"),
+        ("topr", {"clip_neg": [1.0, 0.5]}, "smallest and the largest weight"),
+        ("topr", {"clip_neg": [-1.0, 0.5]}, r"\[0.0, 1.0\]"),
+        ("mdpo", {"tau": 0}, "a number > 0"),
+        ("copg", {"beta": -1.0}, "a number > 0"),
+        ("p3o", {"form": "both"}, "separate, joint"),
+        ("p3o", {"form": 1.0}, "separate, joint"),
+        ("sppo", {"eta": [1.0, 2.0]}, "a number > 0"),
+        ("grpo", {"tau": 1.0}, "has none"),
+    ],
+)
 def test_constants_of_a_loss_are_of_its_type(preset, options, says):
     with pytest.raises(ConfigError, match=says):
         resolve_preset(Config.model_validate(json.loads(json.dumps({"preset": preset, "options": options}))))
 
 
 def test_intervals_and_forms_reach_the_loss(rl):
-    """OFFPOL-IS at ratio 1: weights clipped to .5 halve the loss; P3O's joint form has the same gradient and, behind a step, another value."""
+    """OFFPOL-IS at ratio 1: weights clipped to .5 halve the loss; P3O's joint form has the same gradient and, behind a
+    step, another value.
+    """
     config = {"max_steps": 1, "rewards": [SPREAD], "reward_override": "random"}
-    plain, half = (rl(name, {**config, "preset": "offline_is", "options": options})[1][0]["train/loss"] for name, options in (("plain", {}), ("half", {"clip_pos": [0.0, 0.5]})))
+    plain, half = (
+        rl(name, {**config, "preset": "offline_is", "options": options})[1][0]["train/loss"]
+        for name, options in (("plain", {}), ("half", {"clip_pos": [0.0, 0.5]}))
+    )
     assert half == pytest.approx(plain / 2, rel=1e-6) and plain != 0
-    assert resolve_preset(Config.model_validate({"preset": "topr", "options": {"clip_pos": [0, 1.5]}}))[0].options == {"clip_pos": (0.0, 1.5), "clip_neg": (0.0, 1.0)}
-    forms = [rl(form, {**config, "preset": "p3o", "kl_coef": 0.0, "max_steps": 2, "num_iterations": 2, "learning_rate": 3e-6, "options": {"form": form}})[1] for form in ("separate", "joint")]
+    assert resolve_preset(Config.model_validate({"preset": "topr", "options": {"clip_pos": [0, 1.5]}}))[0].options == {
+        "clip_pos": (0.0, 1.5),
+        "clip_neg": (0.0, 1.0),
+    }
+    forms = [
+        rl(
+            form,
+            {
+                **config,
+                "preset": "p3o",
+                "kl_coef": 0.0,
+                "max_steps": 2,
+                "num_iterations": 2,
+                "learning_rate": 3e-6,
+                "options": {"form": form},
+            },
+        )[1]
+        for form in ("separate", "joint")
+    ]
     assert forms[0][0]["train/grad_norm"] == pytest.approx(forms[1][0]["train/grad_norm"], rel=1e-4)
-    assert abs(forms[0][1]["train/loss"]) < 1e-6 < abs(forms[1][1]["train/loss"])  # unclipped: D (rho1 rho2 - rho2 rho1) = 0, and rho1 rho2 D (h1 - h2)
+    # unclipped: D (rho1 rho2 - rho2 rho1) = 0, and rho1 rho2 D (h1 - h2)
+    assert abs(forms[0][1]["train/loss"]) < 1e-6 < abs(forms[1][1]["train/loss"])
 
 
 def test_a_format_that_is_not_asked_of_a_prompt_pays_nothing(rl):
-    source = rl.source("routed", {"preset": "dr_grpo", "reward_override": "format_only", "rewards": [{"name": "form", "kind": "format", "domains": ["math"]}]})
+    source = rl.source(
+        "routed",
+        {
+            "preset": "dr_grpo",
+            "reward_override": "format_only",
+            "rewards": [{"name": "form", "kind": "format", "domains": ["math"]}],
+        },
+    )
     here, there = (Sample({}, [1], 0, [2], [0.0], "eos", "x", 3.0, {"form": value}, {}) for value in (1.0, None))
     for sample in (here, there):
         control(source.stage, sample, 0)
@@ -268,8 +437,25 @@ def test_sft_members_may_be_as_long_as_the_run_allows(rl, tmp_path):
 
     source = rl.source("members", {"preset": "dr_grpo"})
     prompt, path = source.order.prompts[0][0], str(tmp_path / "sft")
-    write_dataset(path, "sft", "demonstrations/1", [complete_row("demonstrations/1", {"messages": [*prompt["prompt"], {"role": "assistant", "content": "b" * 12}], "train_turns": [1], "kept": True},
-                                                                 dataset="d", source="s", origin="human", split="train")])
+    write_dataset(
+        path,
+        "sft",
+        "demonstrations/1",
+        [
+            complete_row(
+                "demonstrations/1",
+                {
+                    "messages": [*prompt["prompt"], {"role": "assistant", "content": "b" * 12}],
+                    "train_turns": [1],
+                    "kept": True,
+                },
+                dataset="d",
+                source="s",
+                origin="human",
+                split="train",
+            )
+        ],
+    )
     stage = source.stage
     stage.inputs["sft"] = replace(stage.inputs["data"], path=path)
     for schedule, joins in (([], False), ([(0, 6), (1, 40)], True)):

@@ -1,4 +1,6 @@
-"""Every stage that computes, on a device that is not the CPU: nothing is left on the other one, and the numbers are those of the CPU."""
+"""Every stage that computes, on a device that is not the CPU: nothing is left on the other one, and the numbers are
+those of the CPU.
+"""
 
 import json
 from contextlib import nullcontext
@@ -12,16 +14,31 @@ from tests.reward.conftest import encoder  # noqa: F401
 from tests.second_device import DEVICE, second_device
 from tests.training.test_resume import _RL, KINDS, STAGES, STATEFUL, labelled  # noqa: F401
 
-CASES = {**{name: (name.split("/")[0].split()[0], config, rows[1], {}) for name, (config, rows) in STAGES.items()},
-         **{name: ("rl", {**_RL, **config}, "prompts", {}) for name, config in STATEFUL.items() if config["preset"] != "trpo"},  # no forward-mode gradients there
-         **{name: (name.split()[0], config, rows, more) for name, (config, rows, more) in KINDS.items()}}
+CASES = {
+    **{name: (name.split("/")[0].split()[0], config, rows[1], {}) for name, (config, rows) in STAGES.items()},
+    # no forward-mode gradients there
+    **{
+        name: ("rl", {**_RL, **config}, "prompts", {})
+        for name, config in STATEFUL.items()
+        if config["preset"] != "trpo"
+    },
+    **{name: (name.split()[0], config, rows, more) for name, (config, rows, more) in KINDS.items()},
+}
 
-CASES = {name: case for name, case in CASES.items() if "4 bits" not in name}  # bitsandbytes has kernels for real devices only
+# bitsandbytes has kernels for real devices only
+CASES = {name: case for name, case in CASES.items() if "4 bits" not in name}
 
 #: How many lines to compare where rounding decides what follows: advantages that are zero but for it.
 LINES = {"old policy, averaged opponent": 1, "adapter on a base kept in bfloat16": 1}
 #: Shares of rows on one side of zero: of a policy that is its own reference, rounding decides.
-SIDES = ("accuracies", "positive_fraction", "zero_fraction", "displaced_fraction", "both_fell_fraction", "importance_clipped")
+SIDES = (
+    "accuracies",
+    "positive_fraction",
+    "zero_fraction",
+    "displaced_fraction",
+    "both_fell_fraction",
+    "importance_clipped",
+)
 
 
 def test_tensors_of_two_devices_do_not_meet(monkeypatch):
@@ -40,30 +57,52 @@ def test_tensors_of_two_devices_do_not_meet(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_a_stage_computes_on_another_device(tiny, data, labelled, spec, case, monkeypatch):  # noqa: F811
     stage, config, rows, more = CASES[case]
-    inputs = {"model": tiny["policy"], "data": {**data, **labelled}[rows], **{name: tiny[which] for name, which in more.items()}}
+    inputs = {
+        "model": tiny["policy"],
+        "data": {**data, **labelled}[rows],
+        **{name: tiny[which] for name, which in more.items()},
+    }
     config = {**config, **({"max_steps": 3} if stage != "group_preference" else {})}
     config.pop("num_train_epochs", None)
     here = execute(spec(stage, config, inputs, "here"), lambda event: None)
     with second_device(monkeypatch):
         there = execute({**spec(stage, config, inputs, "there"), "device": DEVICE}, lambda event: None)
     assert here["summary"].keys() == there["summary"].keys()
-    lines = [[json.loads(line) for line in Path(spec.path(name)).with_suffix("").joinpath("metrics.jsonl").read_text().splitlines()] for name in ("here", "there")]
+    lines = [
+        [
+            json.loads(line)
+            for line in Path(spec.path(name)).with_suffix("").joinpath("metrics.jsonl").read_text().splitlines()
+        ]
+        for name in ("here", "there")
+    ]
     assert len(lines[0]) == len(lines[1]) and lines[0]
     low = config.get("compute_dtype") == "bfloat16"
-    for i, (one, other) in enumerate([*zip(*lines)][:LINES.get(case)]):
+    for i, (one, other) in enumerate([*zip(*lines)][: LINES.get(case)]):
         near = {"rel": 5e-2, "abs": 2e-3} if i or low else {"rel": 1e-3, "abs": 1e-4}  # Adam makes much of little
         assert one["metrics"].keys() == other["metrics"].keys()
-        far = {key: (value, other["metrics"][key]) for key, value in one["metrics"].items() if not key.endswith(SIDES) and not (low and key.startswith("sampling/"))  # how far the sampler's rounding is from the trainer's
-               and value != pytest.approx(other["metrics"][key], **near, nan_ok=True)}
+        # how far the sampler's rounding is from the trainer's
+        far = {
+            key: (value, other["metrics"][key])
+            for key, value in one["metrics"].items()
+            if not key.endswith(SIDES)
+            and not (low and key.startswith("sampling/"))
+            and value != pytest.approx(other["metrics"][key], **near, nan_ok=True)
+        }
         assert not far, f"step {one.get('step')}"
 
 
 @pytest.mark.parametrize("more", ({}, {"activation_checkpointing": True}), ids=("plain", "recomputed"))
 def test_long_groups_attend_in_packs_there(tiny, data, spec, more, monkeypatch):
-    """Short blocks make every group a long one: it is attended in packs on the other device, as a tree or behind a mask on the CPU."""
+    """Short blocks make every group a long one: it is attended in packs on the other device, as a tree or behind a mask
+    on the CPU.
+    """
     from stages.models import lean
 
-    config, packed, found = {**_RL, "preset": "grpo", "num_generations": 5, "prompts_per_step": 2, "max_steps": 1, **more}, [], []
+    config, packed, found = (
+        {**_RL, "preset": "grpo", "num_generations": 5, "prompts_per_step": 2, "max_steps": 1, **more},
+        [],
+        [],
+    )
     for name, device in (("here", "cpu"), ("there", DEVICE)):
         made = {**spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, name), "device": device}
         with second_device(monkeypatch) if device == DEVICE else nullcontext():
@@ -75,27 +114,101 @@ def test_long_groups_attend_in_packs_there(tiny, data, spec, more, monkeypatch):
     assert {pack.owner is None for block in packed for pack in block.packs[1]} == {True, False}
     here, there = found
     near = {"rel": 1e-3, "abs": 1e-4}
-    assert here.keys() == there.keys() and not {key: (value, there[key]) for key, value in here.items() if isinstance(value, float) and value != pytest.approx(there[key], **near)}
+    assert here.keys() == there.keys() and not {
+        key: (value, there[key])
+        for key, value in here.items()
+        if isinstance(value, float) and value != pytest.approx(there[key], **near)
+    }
 
 
 SHORT = {"max_steps": 2, "batch_size": 6, "max_length": 96, "learning_rate": 1e-3}
-ODD = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "stop_strings": ["e e"], "bad_words": ["x"], "logit_bias": {5: 1.0}}
+ODD = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.1,
+    "stop_strings": ["e e"],
+    "bad_words": ["x"],
+    "logit_bias": {5: 1.0},
+}
 READS = {  # stage, settings, inputs: which of the tiny models and datasets
-    "evaluate prompts": ("evaluate", {"num_samples": 2, "max_completion_length": 6, "split": "test", "rewards": [{"kind": "verifier"}, {"kind": "model"}], "token_shift": True},
-                         {"model": "policy", "prompts": "prompts", "reward_model": "reward", "reference": "other"}),
-    "evaluate pairs by a reward model": ("evaluate", {"target": "reward_model", "split": "test"}, {"model": "reward", "pairs": "pairs"}),
-    "evaluate pairs by a policy": ("evaluate", {"target": "policy", "split": "test"}, {"model": "policy", "pairs": "pairs", "reference": "other"}),
-    "rejection, every filter": ("rejection", {"num_generations": 2, "max_completion_length": 6, "split": "test", "allow_empty": True, "rewards": [{"kind": "model"}], **ODD},
-                                {"model": "policy", "prompts": "prompts", "reward_model": "reward"}),
+    "evaluate prompts": (
+        "evaluate",
+        {
+            "num_samples": 2,
+            "max_completion_length": 6,
+            "split": "test",
+            "rewards": [{"kind": "verifier"}, {"kind": "model"}],
+            "token_shift": True,
+        },
+        {"model": "policy", "prompts": "prompts", "reward_model": "reward", "reference": "other"},
+    ),
+    "evaluate pairs by a reward model": (
+        "evaluate",
+        {"target": "reward_model", "split": "test"},
+        {"model": "reward", "pairs": "pairs"},
+    ),
+    "evaluate pairs by a policy": (
+        "evaluate",
+        {"target": "policy", "split": "test"},
+        {"model": "policy", "pairs": "pairs", "reference": "other"},
+    ),
+    "rejection, every filter": (
+        "rejection",
+        {
+            "num_generations": 2,
+            "max_completion_length": 6,
+            "split": "test",
+            "allow_empty": True,
+            "rewards": [{"kind": "model"}],
+            **ODD,
+        },
+        {"model": "policy", "prompts": "prompts", "reward_model": "reward"},
+    ),
     "capture": ("capture", {"top_k": 5, "max_length": 64}, {"model": "policy", "data": "demonstrations"}),
-    "sft, model's own code": ("sft", {**SHORT, "forward": "model", "activation_checkpointing": True}, {"model": "policy", "data": "demonstrations"}),
-    "sft, bfloat16 with checkpoints of activations": ("sft", {**SHORT, "compute_dtype": "bfloat16", "activation_checkpointing": True}, {"model": "policy", "data": "demonstrations"}),
+    "sft, model's own code": (
+        "sft",
+        {**SHORT, "forward": "model", "activation_checkpointing": True},
+        {"model": "policy", "data": "demonstrations"},
+    ),
+    "sft, bfloat16 with checkpoints of activations": (
+        "sft",
+        {**SHORT, "compute_dtype": "bfloat16", "activation_checkpointing": True},
+        {"model": "policy", "data": "demonstrations"},
+    ),
     "align, LoRA": ("align", {**SHORT, "lora_rank": 4}, {"model": "policy", "data": "pairs"}),
-    "reward_model that also speaks": ("reward_model", {**SHORT, "lm_loss_weight": 0.1}, {"model": "policy", "data": "pairs"}),
-    "rl, exact KL, reference": ("rl", {**_RL, "preset": "grpo", "max_steps": 2, "beta": 0.1, "kl_estimator": "full", "kl_target": "ref", "eval_prompts": 3, "eval_every": 1,
-                                       "monitor_kl": True}, {"model": "policy", "data": "prompts"}),
-    "distill, a teacher in bfloat16": ("distill", {**SHORT, "direction": "jsd", "compute_dtype": "bfloat16", "frozen_dtype": "bfloat16"}, {"model": "policy", "teacher": "other", "data": "demonstrations"}),
-    "reward_model of an encoder in bfloat16": ("reward_model", {**SHORT, "compute_dtype": "bfloat16"}, {"model": "encoder", "data": "pairs"}),
+    "reward_model that also speaks": (
+        "reward_model",
+        {**SHORT, "lm_loss_weight": 0.1},
+        {"model": "policy", "data": "pairs"},
+    ),
+    "rl, exact KL, reference": (
+        "rl",
+        {
+            **_RL,
+            "preset": "grpo",
+            "max_steps": 2,
+            "beta": 0.1,
+            "kl_estimator": "full",
+            "kl_target": "ref",
+            "eval_prompts": 3,
+            "eval_every": 1,
+            "monitor_kl": True,
+        },
+        {"model": "policy", "data": "prompts"},
+    ),
+    "distill, a teacher in bfloat16": (
+        "distill",
+        {**SHORT, "direction": "jsd", "compute_dtype": "bfloat16", "frozen_dtype": "bfloat16"},
+        {"model": "policy", "teacher": "other", "data": "demonstrations"},
+    ),
+    "reward_model of an encoder in bfloat16": (
+        "reward_model",
+        {**SHORT, "compute_dtype": "bfloat16"},
+        {"model": "encoder", "data": "pairs"},
+    ),
 }
 
 
@@ -115,7 +228,13 @@ def test_other_stages_and_ways_compute_there_too(tiny, data, encoder, spec, case
     here, there = found
     assert here.keys() == there.keys()
     near = {"rel": 5e-2, "abs": 2e-2 if "bfloat16" in case else 2e-3}
-    far = {key: (value, there[key]) for key, value in here.items() if isinstance(value, float) and not key.endswith(SIDES) and value != pytest.approx(there[key], **near, nan_ok=True)}
+    far = {
+        key: (value, there[key])
+        for key, value in here.items()
+        if isinstance(value, float)
+        and not key.endswith(SIDES)
+        and value != pytest.approx(there[key], **near, nan_ok=True)
+    }
     assert not far
 
 
@@ -124,7 +243,9 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("first", [DEVICE, "cpu"])
-@pytest.mark.parametrize("case", ["sft with everything", "align by muon", "adaptive KL, critic, early stop, warm-up", "sampled ahead"])
+@pytest.mark.parametrize(
+    "case", ["sft with everything", "align by muon", "adaptive KL, critic, early stop, warm-up", "sampled ahead"]
+)
 def test_a_checkpoint_is_continued_on_the_other_device(tiny, data, labelled, spec, case, first, monkeypatch):  # noqa: F811
     """Weights, moments, averages and what was sampled, all of them where the stage computes now."""
     monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
@@ -133,11 +254,15 @@ def test_a_checkpoint_is_continued_on_the_other_device(tiny, data, labelled, spe
     config.pop("num_train_epochs", None)
     inputs = {"model": tiny["policy"], "data": {**data, **labelled}[rows]}
     whole = execute(spec(stage, config, inputs, "whole"), lambda event: None)
-    made, lines = spec(stage, config, inputs, "moved"), lambda name: Path(spec.path(name)).with_suffix("").joinpath("metrics.jsonl").read_text().splitlines()
+    made, lines = (
+        spec(stage, config, inputs, "moved"),
+        lambda name: Path(spec.path(name)).with_suffix("").joinpath("metrics.jsonl").read_text().splitlines(),
+    )
 
     def until(event):
         path = Path(made["workdir"], "metrics.jsonl")
-        if path.exists() and path.read_bytes().count(b"\n") >= 4:  # of the first step, before which there may be a validation, there is no checkpoint yet
+        # of the first step, before which there may be a validation, there is no checkpoint yet
+        if path.exists() and path.read_bytes().count(b"\n") >= 4:
             raise Killed
 
     other = "cpu" if first == DEVICE else DEVICE
@@ -148,6 +273,11 @@ def test_a_checkpoint_is_continued_on_the_other_device(tiny, data, labelled, spe
     assert result["resumed_from"]
     assert result["summary"].keys() == whole["summary"].keys() and len(lines("moved")) == len(lines("whole"))
     near = {"rel": 5e-2, "abs": 2e-3}
-    far = {key: (value, result["summary"][key]) for key, value in whole["summary"].items()
-           if isinstance(value, float) and not key.endswith(SIDES) and value != pytest.approx(result["summary"][key], **near, nan_ok=True)}
+    far = {
+        key: (value, result["summary"][key])
+        for key, value in whole["summary"].items()
+        if isinstance(value, float)
+        and not key.endswith(SIDES)
+        and value != pytest.approx(result["summary"][key], **near, nan_ok=True)
+    }
     assert not far

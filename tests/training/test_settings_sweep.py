@@ -1,7 +1,8 @@
 """Settings in combination (tests/sweep.py): a seeded part of a covering array for each stage that trains, in float64.
 
-Whatever micro-batches, packing and recomputation a run has, and where it is killed, it says and publishes the same; and what it trains is what transformers and torch train by
-plain means (tests/replay.py). A new setting of a schema is in the sweep by itself, or has to say in ``LEFT_OUT`` why it is not.
+Whatever micro-batches, packing and recomputation a run has, and where it is killed, it says and publishes the same; and
+what it trains is what transformers and torch train by plain means (tests/replay.py). A new setting of a schema is in
+the sweep by itself, or has to say in ``LEFT_OUT`` why it is not.
 """
 
 import json
@@ -47,7 +48,19 @@ def test_a_combination_is_covered_or_refused_with_what_to_write(stage):
     found, impossible = sweep.covering(stage, np.random.default_rng(7), 15)
     assert len(found) == 15
     for pair, said in impossible.items():
-        assert any(word in said for word in ("write", "leave", "takes", "no such", "no class", "unknown to our forward", "no experts", "a decoder")), (pair, said)
+        assert any(
+            word in said
+            for word in (
+                "write",
+                "leave",
+                "takes",
+                "no such",
+                "no class",
+                "unknown to our forward",
+                "no experts",
+                "a decoder",
+            )
+        ), (pair, said)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -61,18 +74,28 @@ def test_what_cannot_change_a_result_does_not(stage, world, tmp_path, monkeypatc
             try:
                 summary = sweep.run(stage, settings, inputs, tmp_path / "whole")["summary"]
             except (ValueError, RuntimeError) as error:
-                assert "write" in str(error) or "leave" in str(error) or "give" in str(error) or "et " in str(error), (told(stage, combination), error)
+                assert "write" in str(error) or "leave" in str(error) or "give" in str(error) or "et " in str(error), (
+                    told(stage, combination),
+                    error,
+                )
                 shutil.rmtree(tmp_path / "whole")
                 continue
-            other = {"max_tokens_per_micro_batch": 4096 if combination["max_tokens_per_micro_batch"] == 90 else 90, "packing": "sorted" if combination["packing"] == "best_fit" else "best_fit",
-                     "activation_checkpointing": not combination["activation_checkpointing"]}
+            other = {
+                "max_tokens_per_micro_batch": 4096 if combination["max_tokens_per_micro_batch"] == 90 else 90,
+                "packing": "sorted" if combination["packing"] == "best_fit" else "best_fit",
+                "activation_checkpointing": not combination["activation_checkpointing"],
+            }
             sweep.run(stage, {**settings, **other}, inputs, tmp_path / "cut")
-            tolerance = 2e-3 if combination["optimizer"] == "muon" else 1e-6  # which multiplies in bfloat16; some metrics are float32
+            # which multiplies in bfloat16; some metrics are float32
+            tolerance = 2e-3 if combination["optimizer"] == "muon" else 1e-6
             for whole, cut in zip(sweep.metrics(tmp_path / "whole"), sweep.metrics(tmp_path / "cut"), strict=True):
                 assert whole.keys() == cut.keys()
                 for name, value in whole.items():
                     assert math.isfinite(value)
-                    assert cut[name] == pytest.approx(value, rel=tolerance, abs=tolerance), (name, told(stage, combination))
+                    assert cut[name] == pytest.approx(value, rel=tolerance, abs=tolerance), (
+                        name,
+                        told(stage, combination),
+                    )
             published = sweep.weights(tmp_path / "whole")
             for name, value in sweep.weights(tmp_path / "cut").items():
                 assert torch.allclose(value, published[name], rtol=0, atol=tolerance), (name, told(stage, combination))
@@ -80,8 +103,12 @@ def test_what_cannot_change_a_result_does_not(stage, world, tmp_path, monkeypatc
                 with pytest.raises(sweep.Killed):
                     sweep.run(stage, settings, inputs, tmp_path / "killed", kill_after=1 + n % (summary["steps"] - 1))
                 assert sweep.run(stage, settings, inputs, tmp_path / "killed")["summary"] == summary
-                assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (tmp_path / "whole/metrics.jsonl").read_bytes(), told(stage, combination)
-                assert all(torch.equal(value, published[name]) for name, value in sweep.weights(tmp_path / "killed").items()), told(stage, combination)
+                assert (tmp_path / "killed/metrics.jsonl").read_bytes() == (
+                    tmp_path / "whole/metrics.jsonl"
+                ).read_bytes(), told(stage, combination)
+                assert all(
+                    torch.equal(value, published[name]) for name, value in sweep.weights(tmp_path / "killed").items()
+                ), told(stage, combination)
         ran += 1
         for folder in tmp_path.iterdir():
             shutil.rmtree(folder)
@@ -98,9 +125,14 @@ def test_two_ranks_say_and_publish_what_one_process_does(stage, world, tmp_path,
             with sweep.float64():
                 sweep.run(stage, settings, inputs, tmp_path / "one")
         except (ValueError, RuntimeError) as error:
-            assert "rite" in str(error) or "give" in str(error) or "et " in str(error), (told(stage, combination), error)
+            assert "rite" in str(error) or "give" in str(error) or "et " in str(error), (
+                told(stage, combination),
+                error,
+            )
         else:
-            forks.run(stage, json.dumps(settings), json.dumps(inputs), tmp_path / "two", target="tests.sweep:ranked", ranks=2)
+            forks.run(
+                stage, json.dumps(settings), json.dumps(inputs), tmp_path / "two", target="tests.sweep:ranked", ranks=2
+            )
             for one, two in zip(sweep.metrics(tmp_path / "one"), sweep.metrics(tmp_path / "two"), strict=True):
                 assert one.keys() == two.keys()
                 for name, value in one.items():
@@ -116,12 +148,16 @@ def test_two_ranks_say_and_publish_what_one_process_does(stage, world, tmp_path,
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_is_that_of_plain_transformers(stage, world, tmp_path):
-    """Loss, gradient norm, rate and epoch of every step, every validation pass, the pass that is selected, and the published weights."""
+    """Loss, gradient norm, rate and epoch of every step, every validation pass, the pass that is selected, and the
+    published weights.
+    """
     compared = 0
     for combination in combinations(stage, 3, 5, lambda c: replay.why_not(stage, c) is None):
         try:
             with sweep.float64():
-                sweep.run(stage, sweep.settings_of(stage, combination), world.inputs(stage, combination), tmp_path / "run")
+                sweep.run(
+                    stage, sweep.settings_of(stage, combination), world.inputs(stage, combination), tmp_path / "run"
+                )
         except (ValueError, RuntimeError) as error:
             assert "write" in str(error), (told(stage, combination), error)
         else:
@@ -132,28 +168,58 @@ def test_a_run_is_that_of_plain_transformers(stage, world, tmp_path):
     assert compared >= 2
 
 
-#: Beside the seeded part: what has numbers of a whole step or of the run so far, rows of its own, or a part of the model of its own.
+#: Beside the seeded part: what has numbers of a whole step or of the run so far, rows of its own, or a part of the
+#: model of its own.
 REPLAYED = [
-    ("align", {"method": "kto", "z_ref_mode": "heldout", "eval_every": 1, "options": {"desirable_weight": 1.4}}), ("align", {"method": "kto", "reference_update": "tr_soft", "reference_interval": 2, "lora_rank": 3}),
-    ("align", {"method": "bco", "options": {"momentum": 0.5}, "given": "reference"}), ("align", {"method": "aql", "max_length": 72}), ("align", {"method": "aot_paired", "given": "reference"}),
-    ("align", {"method": "aot_unpaired", "options": {"label_smoothing": 0.2}}), ("align", {"method": "mdpo", "corruption": "shuffle"}), ("align", {"method": "2d_dpo", "segment_pairing": "top_chosen_vs_bottom_rejected"}),
-    ("align", {"method": "pl_dpo", "max_length": 72}), ("align", {"method": "sppo", "win_probability": "bradley_terry"}), ("align", {"method": "rrhf", "options": {"average": True}}),
-    ("align", {"method": "orpo", "options": {"nll_on_prompt": True}}), ("align", {"method": "wpo", "options": {"aligned": True}}),
-    ("sft", {"neftune_noise_alpha": 5.0, "model": "gemma2"}), ("sft", {"curriculum": "length", "max_steps": None}), ("sft", {"data": "text/1", "train_on": "full", "max_length": 72}),
+    ("align", {"method": "kto", "z_ref_mode": "heldout", "eval_every": 1, "options": {"desirable_weight": 1.4}}),
+    ("align", {"method": "kto", "reference_update": "tr_soft", "reference_interval": 2, "lora_rank": 3}),
+    ("align", {"method": "bco", "options": {"momentum": 0.5}, "given": "reference"}),
+    ("align", {"method": "aql", "max_length": 72}),
+    ("align", {"method": "aot_paired", "given": "reference"}),
+    ("align", {"method": "aot_unpaired", "options": {"label_smoothing": 0.2}}),
+    ("align", {"method": "mdpo", "corruption": "shuffle"}),
+    ("align", {"method": "2d_dpo", "segment_pairing": "top_chosen_vs_bottom_rejected"}),
+    ("align", {"method": "pl_dpo", "max_length": 72}),
+    ("align", {"method": "sppo", "win_probability": "bradley_terry"}),
+    ("align", {"method": "rrhf", "options": {"average": True}}),
+    ("align", {"method": "orpo", "options": {"nll_on_prompt": True}}),
+    ("align", {"method": "wpo", "options": {"aligned": True}}),
+    ("sft", {"neftune_noise_alpha": 5.0, "model": "gemma2"}),
+    ("sft", {"curriculum": "length", "max_steps": None}),
+    ("sft", {"data": "text/1", "train_on": "full", "max_length": 72}),
     ("sft", {"self_paced_threshold": 5.7, "self_paced_threshold_end": 8.0, "curriculum": "difficulty"}),
-    ("reward_model", {"model": "bert"}), ("reward_model", {"model": "bert", "pooling": "cls", "train_layers": "head_and_last", "last_layers": 1}), ("reward_model", {"model": "bert", "objective": "prm", "step_classes": 3}),
-    ("reward_model", {"objective": "prm", "max_length": 72}), ("reward_model", {"objective": "plackett_luce", "tie_policy": "use_pairs", "top_ranks": 2}), ("reward_model", {"objective": "pairwise", "use_soft_labels": True}),
-    ("reward_model", {"objective": "t2t_pair"}), ("reward_model", {"objective": "orm", "outcome_head": "gain_bias", "lm_loss_weight": 0.3}), ("reward_model", {"curriculum": "stage_index", "lm_loss_weight": 0.3}),
+    ("reward_model", {"model": "bert"}),
+    ("reward_model", {"model": "bert", "pooling": "cls", "train_layers": "head_and_last", "last_layers": 1}),
+    ("reward_model", {"model": "bert", "objective": "prm", "step_classes": 3}),
+    ("reward_model", {"objective": "prm", "max_length": 72}),
+    ("reward_model", {"objective": "plackett_luce", "tie_policy": "use_pairs", "top_ranks": 2}),
+    ("reward_model", {"objective": "pairwise", "use_soft_labels": True}),
+    ("reward_model", {"objective": "t2t_pair"}),
+    ("reward_model", {"objective": "orm", "outcome_head": "gain_bias", "lm_loss_weight": 0.3}),
+    ("reward_model", {"curriculum": "stage_index", "lm_loss_weight": 0.3}),
     ("reward_model", {"objective": "regression", "attributes": ["help", "truth"], "centre_annotators": True}),
-    ("distill", {"soft_weight": 0.3, "soft_weight_end": 1.0, "soft_weight_schedule": "cosine", "eval_every": 2}), ("distill", {"method": "context", "context": "be brief", "given": "nothing", "lora_rank": 3, "max_length": 72}),
-    ("distill", {"data": "teacher_logps/1", "given": "nothing", "tail": "renormalise", "distillation_temperature": 2.0}),
-    ("distill", {"method": "on_policy", "direction": "jsd", "sampling_temperature": 1e-6, "max_completion_length": 6})]
+    ("distill", {"soft_weight": 0.3, "soft_weight_end": 1.0, "soft_weight_schedule": "cosine", "eval_every": 2}),
+    ("distill", {"method": "context", "context": "be brief", "given": "nothing", "lora_rank": 3, "max_length": 72}),
+    (
+        "distill",
+        {"data": "teacher_logps/1", "given": "nothing", "tail": "renormalise", "distillation_temperature": 2.0},
+    ),
+    ("distill", {"method": "on_policy", "direction": "jsd", "sampling_temperature": 1e-6, "max_completion_length": 6}),
+]
 
 
-@pytest.mark.parametrize("stage,pinned", REPLAYED, ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values()))[:48])
+@pytest.mark.parametrize(
+    "stage,pinned",
+    REPLAYED,
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values()))[:48],
+)
 def test_every_kind_of_step_is_that_of_plain_transformers(stage, pinned, world, tmp_path):
     """In several micro-batches, over the end of an epoch with a short last batch."""
-    combination = {name: values[0] for name, values in sweep.axes(stage).items()} | {"max_tokens_per_micro_batch": 90, "packing": "best_fit"} | pinned
+    combination = (
+        {name: values[0] for name, values in sweep.axes(stage).items()}
+        | {"max_tokens_per_micro_batch": 90, "packing": "best_fit"}
+        | pinned
+    )
     assert sweep.refused(stage, combination) is None and replay.why_not(stage, combination) is None
     with sweep.float64():
         sweep.run(stage, sweep.settings_of(stage, combination), world.inputs(stage, combination), tmp_path / "run")
@@ -166,8 +232,16 @@ def test_the_plain_run_sees_a_difference(world, tmp_path):
     with sweep.float64():
         sweep.run("sft", sweep.settings_of("sft", combination), world.inputs("sft", combination), tmp_path / "run")
     assert not replay.differences("sft", combination, tmp_path / "run", replay.replayed("sft", combination, world))
-    for other in ({"train_on": "final_message"}, {"loss_agg_mode": "seq-mean-token-mean"}, {"weight_decay": 0.1}, {"lr_schedule": "linear"}, {"max_length": 72}):
-        assert replay.differences("sft", combination, tmp_path / "run", replay.replayed("sft", combination | other, world)), other
+    for other in (
+        {"train_on": "final_message"},
+        {"loss_agg_mode": "seq-mean-token-mean"},
+        {"weight_decay": 0.1},
+        {"lr_schedule": "linear"},
+        {"max_length": 72},
+    ):
+        assert replay.differences(
+            "sft", combination, tmp_path / "run", replay.replayed("sft", combination | other, world)
+        ), other
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -175,27 +249,55 @@ def test_rows_that_weigh_nothing_or_less_are_refused(stage, world, tmp_path):
     """Weights of 0 train nothing at all, and a weight below 0 trains a row away from its labels."""
     combination = {name: values[0] for name, values in sweep.axes(stage).items()}
     inputs, kind = world.inputs(stage, combination), "demonstrations/1" if stage in ("sft", "distill") else "pairs/1"
-    for name, weight, said in (("nothing", lambda i: 0.0, "weight 0.*give"), ("less", lambda i: -1.0 if i == 0 else 1.0, "weight -1.*write"), ("unknown", lambda i: math.nan if i == 0 else 1.0, "weight nan.*write")):
+    for name, weight, said in (
+        ("nothing", lambda i: 0.0, "weight 0.*give"),
+        ("less", lambda i: -1.0 if i == 0 else 1.0, "weight -1.*write"),
+        ("unknown", lambda i: math.nan if i == 0 else 1.0, "weight nan.*write"),
+    ):
         rows = [{**row, "weight": weight(i)} for i, row in enumerate(sweep.rows_of(kind))]
         with pytest.raises((ValueError, RuntimeError), match=said):
-            sweep.run(stage, sweep.settings_of(stage, combination), {**inputs, "data": world.data(kind, rows, f"{name}-{stage}")}, tmp_path / name)
+            sweep.run(
+                stage,
+                sweep.settings_of(stage, combination),
+                {**inputs, "data": world.data(kind, rows, f"{name}-{stage}")},
+                tmp_path / name,
+            )
 
 
-@pytest.mark.parametrize("stage,kind,change,said", [
-    ("align", "pairs/1", {"label_prob": 0.5}, "12 tie.*method=soft_dpo"), ("reward_model", "pairs/1", {"label_prob": 0.5}, "12 tie.*objective=soft_label"),
-    ("align", "pairs/1", {"split": "test"}, "none for training.*train split"), ("sft", "demonstrations/1", {"split": "test"}, "none for training.*train split"),
-    ("align", "pairs/1", {"chosen": assistant("the same"), "rejected": assistant("the same")}, "11 of 12 are identical_after_tokenisation.*differ")])
+@pytest.mark.parametrize(
+    "stage,kind,change,said",
+    [
+        ("align", "pairs/1", {"label_prob": 0.5}, "12 tie.*method=soft_dpo"),
+        ("reward_model", "pairs/1", {"label_prob": 0.5}, "12 tie.*objective=soft_label"),
+        ("align", "pairs/1", {"split": "test"}, "none for training.*train split"),
+        ("sft", "demonstrations/1", {"split": "test"}, "none for training.*train split"),
+        (
+            "align",
+            "pairs/1",
+            {"chosen": assistant("the same"), "rejected": assistant("the same")},
+            "11 of 12 are identical_after_tokenisation.*differ",
+        ),
+    ],
+)
 def test_no_row_is_left_says_which_rows_and_what_to_do(stage, kind, change, said, world, tmp_path):
     """Data of ties alone was answered with `raise max_length`."""
     combination = {name: values[0] for name, values in sweep.axes(stage).items()}
-    inputs = world.inputs(stage, combination) | {"data": world.data(kind, [{**row, **change} for row in sweep.rows_of(kind)], f"{stage}-{sorted(change)}{said[:7]}".replace(" ", ""))}
+    inputs = world.inputs(stage, combination) | {
+        "data": world.data(
+            kind,
+            [{**row, **change} for row in sweep.rows_of(kind)],
+            f"{stage}-{sorted(change)}{said[:7]}".replace(" ", ""),
+        )
+    }
     with pytest.raises(ConfigError, match=f"No row is left.*{said}") as refused:
         sweep.run(stage, sweep.settings_of(stage, combination), inputs, tmp_path / "run")
     assert "max_length" not in str(refused.value)
 
 
 def test_experts_say_what_adapters_on_them_do_not_have(world):
-    """peft adapts stacked experts without dropout and without DoRA; to write all-linear, which is what is written, would not help."""
+    """peft adapts stacked experts without dropout and without DoRA; to write all-linear, which is what is written,
+    would not help.
+    """
     from stages.models.adapters import add_lora
     from stages.models.modeling import ModelError, load_policy
     from stages.settings import OptimizerConfig
@@ -203,6 +305,10 @@ def test_experts_say_what_adapters_on_them_do_not_have(world):
     for changes, instead in (({"lora_dropout": 0.1}, "lora_dropout=0"), ({"lora_dora": True}, "lora_dora=false")):
         with pytest.raises(ModelError, match=f"experts.*write lora_targets=q_proj,k_proj,v_proj,o_proj.*{instead}"):
             add_lora(load_policy(world.model("olmoe")), OptimizerConfig(lora_rank=2, **changes), 0)
-        add_lora(load_policy(world.model("olmoe")), OptimizerConfig(lora_rank=2, lora_targets="q_proj,k_proj,v_proj,o_proj", **changes), 0)
+        add_lora(
+            load_policy(world.model("olmoe")),
+            OptimizerConfig(lora_rank=2, lora_targets="q_proj,k_proj,v_proj,o_proj", **changes),
+            0,
+        )
     with pytest.raises(ModelError, match="write all-linear or some of: c_attn, c_fc, c_proj, lm_head"):
         add_lora(load_policy(world.model("gpt2")), OptimizerConfig(lora_rank=2, lora_targets="q_proj,v_proj"), 0)

@@ -24,7 +24,9 @@ def test_columns_equal_plain_softmax_with_gradients(softcap, scale, temperature,
     """Chunks of three positions; the last row asks for every token, so nothing is left."""
     monkeypatch.setattr(modeling, "HEAD_CHUNK_ELEMENTS", 40)
     torch.manual_seed(0)
-    hidden, weight, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((9, 6), (13, 6), (13,)))
+    hidden, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((9, 6), (13, 6), (13,))
+    )
     head = Head(weight, bias, scale, softcap)
     z = head.logits(hidden) / temperature
     plain = torch.log_softmax(z, -1)
@@ -36,7 +38,11 @@ def test_columns_equal_plain_softmax_with_gradients(softcap, scale, temperature,
         logps, rest = column_logps(head, hidden, columns, temperature, rest=True)
         picked = plain.gather(1, columns)
         left = plain.scatter(1, columns, -torch.inf).logsumexp(-1)
-        assert torch.allclose(logps, picked, atol=1e-12) and torch.allclose(rest, left, atol=1e-12) and (k < 13 or rest.isneginf().all())
+        assert (
+            torch.allclose(logps, picked, atol=1e-12)
+            and torch.allclose(rest, left, atol=1e-12)
+            and (k < 13 or rest.isneginf().all())
+        )
         mine, theirs = (logps * upstream).sum(), (picked * upstream).sum()
         if k < 13:
             mine, theirs = mine + (rest * upstream_rest).sum(), theirs + (left * upstream_rest).sum()
@@ -49,7 +55,10 @@ def test_columns_equal_plain_softmax_with_gradients(softcap, scale, temperature,
 
 def negatives_by_hand(tokens, sequences, window):
     """{c among the trained tokens before t of the same response, at most ``window`` back} without the token itself."""
-    return [{tokens[j] for j in range(max(0, t - window), t) if sequences[j] == sequences[t]} - {tokens[t]} for t in range(len(tokens))]
+    return [
+        {tokens[j] for j in range(max(0, t - window), t) if sequences[j] == sequences[t]} - {tokens[t]}
+        for t in range(len(tokens))
+    ]
 
 
 @pytest.mark.parametrize("window", (1, 3, 100))
@@ -80,7 +89,10 @@ def by_hand(model, item, coef, window, weight=1.0):
 
 def repeating_items(seed=0):
     rng = np.random.default_rng(seed)
-    return [make_item(f"row-{i}", [], [rng.integers(10, 14, 12 + i).tolist()], [[1] * (12 + i)], weight=1.0 + i % 2) for i in range(5)]
+    return [
+        make_item(f"row-{i}", [], [rng.integers(10, 14, 12 + i).tolist()], [[1] * (12 + i)], weight=1.0 + i % 2)
+        for i in range(5)
+    ]
 
 
 def test_unlikelihood_equals_an_independent_computation(tiny):
@@ -95,7 +107,10 @@ def test_unlikelihood_equals_an_independent_computation(tiny):
     loss.backward()
     theirs = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     assert value == pytest.approx(float(loss.detach()), rel=1e-9) and torch.allclose(ours, theirs, atol=1e-9)
-    assert torch.allclose(gradient(model, NextToken("token-mean", 0.0), items, 40)[1], gradient(model, NextToken("token-mean"), items, 40)[1])
+    assert torch.allclose(
+        gradient(model, NextToken("token-mean", 0.0), items, 40)[1],
+        gradient(model, NextToken("token-mean"), items, 40)[1],
+    )
     assert not torch.allclose(gradient(model, NextToken("token-mean"), items, 40)[1], ours, atol=1e-4)
 
 
@@ -141,12 +156,36 @@ def test_the_stage_unlearns_repetition(tiny, data, spec):
     from storage.schema import complete_row
 
     path = str(Path(data["demonstrations"]).parent / "alternating")
-    write_dataset(path, "alternating", "demonstrations/1", [complete_row("demonstrations/1", {
-        "messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "".join("xyz"[(i + j) % 3] for j in range(9))}],
-        "train_turns": [1], "kept": True}, dataset="a", source="s", origin="human") for i in range(24)])
+    write_dataset(
+        path,
+        "alternating",
+        "demonstrations/1",
+        [
+            complete_row(
+                "demonstrations/1",
+                {
+                    "messages": [
+                        {"role": "user", "content": f"say {i}"},
+                        {"role": "assistant", "content": "".join("xyz"[(i + j) % 3] for j in range(9))},
+                    ],
+                    "train_turns": [1],
+                    "kept": True,
+                },
+                dataset="a",
+                source="s",
+                origin="human",
+            )
+            for i in range(24)
+        ],
+    )
     mass = {}
     for coef in (0.0, 5.0):
-        made = spec("sft", {**SFT, "num_train_epochs": 3, "unlikelihood_coef": coef}, {"model": tiny["policy"], "data": path}, f"u{coef}")
+        made = spec(
+            "sft",
+            {**SFT, "num_train_epochs": 3, "unlikelihood_coef": coef},
+            {"model": tiny["policy"], "data": path},
+            f"u{coef}",
+        )
         model = load_policy(execute(made, silent)["outputs"]["model"]["path"])
         from stages.chat import renderer_for
         from stages.harness import Stage
@@ -164,20 +203,41 @@ def test_the_stage_unlearns_repetition(tiny, data, spec):
 
 
 def test_the_stage_lets_harder_rows_in(tiny, data, spec):
-    made = spec("sft", {**SFT, "self_paced_threshold": 5.0, "self_paced_threshold_end": 20.0, "learning_rate": 1e-4, "num_train_epochs": 3},
-                {"model": tiny["policy"], "data": data["demonstrations"]}, "paced")
+    made = spec(
+        "sft",
+        {
+            **SFT,
+            "self_paced_threshold": 5.0,
+            "self_paced_threshold_end": 20.0,
+            "learning_rate": 1e-4,
+            "num_train_epochs": 3,
+        },
+        {"model": tiny["policy"], "data": data["demonstrations"]},
+        "paced",
+    )
     result = execute(made, silent)
     steps = [r for r in metrics_of(made) if "train/loss" in r]
     thresholds = [r["train/self_paced_threshold"] for r in steps]
-    assert thresholds[0] == 5.0 and thresholds[-1] == pytest.approx(20.0) and np.allclose(np.diff(np.log(thresholds)), np.log(4) / (len(steps) - 1))
+    assert (
+        thresholds[0] == 5.0
+        and thresholds[-1] == pytest.approx(20.0)
+        and np.allclose(np.diff(np.log(thresholds)), np.log(4) / (len(steps) - 1))
+    )
     assert steps[0]["train/admitted"] < 0.5 and steps[-1]["train/admitted"] == 1.0
     assert result["summary"]["validation/nll"] > 5.0  # validation counts rows that training has not let in
-    plain = execute(spec("sft", {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, "plain"), silent)
+    plain = execute(
+        spec("sft", {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, "plain"), silent
+    )
     assert plain["summary"]["validation/nll_before"] == result["summary"]["validation/nll_before"]
 
 
 def test_a_threshold_below_everything_is_said(tiny, data, spec):
-    made = spec("sft", {**SFT, "self_paced_threshold": 1e-3, "max_steps": 2}, {"model": tiny["policy"], "data": data["demonstrations"]}, "low")
+    made = spec(
+        "sft",
+        {**SFT, "self_paced_threshold": 1e-3, "max_steps": 2},
+        {"model": tiny["policy"], "data": data["demonstrations"]},
+        "low",
+    )
     result = execute(made, silent)
     assert [w["code"] for w in result["warnings"]] == ["self_paced_nothing"]
     with pytest.raises(ValueError, match="self_paced_threshold=2"):
@@ -187,15 +247,31 @@ def test_a_threshold_below_everything_is_said(tiny, data, spec):
 def test_distillation_does_not_show_settings_of_sft_alone():
     from stages.distill import Config as Distill
 
-    assert not {"unlikelihood_coef", "unlikelihood_window", "self_paced_threshold", "self_paced_threshold_end"} & set(Distill.model_fields)
+    assert not {"unlikelihood_coef", "unlikelihood_window", "self_paced_threshold", "self_paced_threshold_end"} & set(
+        Distill.model_fields
+    )
 
 
-@pytest.mark.parametrize("given,says", [({"loss_scale_factor": 100.0}, "loss_agg_mode=seq-mean-token-sum-norm"), ({"curriculum_stages": 5}, "curriculum=length"),
-                                        ({"unlikelihood_window": 8}, "unlikelihood_coef=1"), ({"lora_alpha": 8.0}, "lora_rank=16")])
+@pytest.mark.parametrize(
+    "given,says",
+    [
+        ({"loss_scale_factor": 100.0}, "loss_agg_mode=seq-mean-token-sum-norm"),
+        ({"curriculum_stages": 5}, "curriculum=length"),
+        ({"unlikelihood_window": 8}, "unlikelihood_coef=1"),
+        ({"lora_alpha": 8.0}, "lora_rank=16"),
+    ],
+)
 def test_settings_that_this_run_would_not_read_are_refused(given, says):
     with pytest.raises(ValueError, match=f"would change nothing.*{says}"):
         Config(**given)
-    whole = Config(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=100.0, curriculum="length", curriculum_stages=5, unlikelihood_coef=1.0, unlikelihood_window=8)
+    whole = Config(
+        loss_agg_mode="seq-mean-token-sum-norm",
+        loss_scale_factor=100.0,
+        curriculum="length",
+        curriculum_stages=5,
+        unlikelihood_coef=1.0,
+        unlikelihood_window=8,
+    )
     assert Config(**whole.model_dump()) == whole and Config(**Config().model_dump()) == Config()
 
 
@@ -205,9 +281,32 @@ def test_settings_of_answers_or_turns_that_are_not_there_are_refused(tiny, data,
     from storage.datasets import write_dataset
     from storage.schema import complete_row
 
-    write_dataset(str(tmp_path / "text"), "t", "text/1", [complete_row("text/1", {"text": f"word {i} " * 20}, dataset="t", source="s", origin="human") for i in range(8)])
-    for rows, given, says in ((data["demonstrations"], {"eval_prompts": 8}, "without the input reward_model"), (data["demonstrations"], {"eval_completion_length": 8}, "reward_model"),
-                              (str(tmp_path / "text"), {"train_on": "final_turn"}, "write train_on=full"), (str(tmp_path / "text"), {"train_on": "final_message"}, "write train_on=full")):
+    write_dataset(
+        str(tmp_path / "text"),
+        "t",
+        "text/1",
+        [
+            complete_row("text/1", {"text": f"word {i} " * 20}, dataset="t", source="s", origin="human")
+            for i in range(8)
+        ],
+    )
+    for rows, given, says in (
+        (data["demonstrations"], {"eval_prompts": 8}, "without the input reward_model"),
+        (data["demonstrations"], {"eval_completion_length": 8}, "reward_model"),
+        (str(tmp_path / "text"), {"train_on": "final_turn"}, "write train_on=full"),
+        (str(tmp_path / "text"), {"train_on": "final_message"}, "write train_on=full"),
+    ):
         with pytest.raises(ConfigError, match=f"would change nothing.*{says}"):
-            execute(spec("sft", {**SFT, "max_steps": 1, **given}, {"model": tiny["policy"], "data": rows}, says[-6:]), silent)
-    execute(spec("sft", {**SFT, "max_steps": 1, "train_on": "full"}, {"model": tiny["policy"], "data": str(tmp_path / "text")}, "whole"), silent)
+            execute(
+                spec("sft", {**SFT, "max_steps": 1, **given}, {"model": tiny["policy"], "data": rows}, says[-6:]),
+                silent,
+            )
+    execute(
+        spec(
+            "sft",
+            {**SFT, "max_steps": 1, "train_on": "full"},
+            {"model": tiny["policy"], "data": str(tmp_path / "text")},
+            "whole",
+        ),
+        silent,
+    )

@@ -51,7 +51,9 @@ def test_policy_equals_reference_at_step_0(tiny, data, spec):
 
 
 def test_a_mixture_of_two_policies_goes_from_one_to_the_other(tiny, data, spec, tmp_path):
-    """mixture_coef=1 samples what the reference alone would, a small share something of its own; half a request is refused (da.ipo_md)."""
+    """mixture_coef=1 samples what the reference alone would, a small share something of its own; half a request is
+    refused (da.ipo_md).
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -61,7 +63,13 @@ def test_a_mixture_of_two_policies_goes_from_one_to_the_other(tiny, data, spec, 
         parameter.data += 0.3 * parameter.data.std() * torch.randn_like(parameter)
     other.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(tiny["policy"]).save_pretrained(tmp_path / "other")
-    config = {"num_generations": 2, "max_completion_length": 8, "max_prompts": 8, "rewards": [{"name": "length", "kind": "length"}], "allow_empty": True}
+    config = {
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "max_prompts": 8,
+        "rewards": [{"name": "length", "kind": "length"}],
+        "allow_empty": True,
+    }
 
     def texts(name, more, **inputs):
         made = execute(spec("rejection", {**config, **more}, {"prompts": data["prompts"], **inputs}, name), silent)
@@ -77,7 +85,12 @@ def test_a_mixture_of_two_policies_goes_from_one_to_the_other(tiny, data, spec, 
 
 
 def test_rejection_keeps_every_candidate_and_selects_again_without_sampling(tiny, data, spec):
-    config = {"num_generations": 4, "max_completion_length": 10, "rewards": [{"name": "length", "kind": "length"}], "block": 16}
+    config = {
+        "num_generations": 4,
+        "max_completion_length": 10,
+        "rewards": [{"name": "length", "kind": "length"}],
+        "block": 16,
+    }
     made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, "rs")
     first = execute(made, silent)
     candidates = open_dataset(first["outputs"]["candidates"]["path"])
@@ -90,23 +103,51 @@ def test_rejection_keeps_every_candidate_and_selects_again_without_sampling(tiny
             if current is None or row["reward"] > current["reward"]:
                 best[row["prompt_idx"]] = row
     selected = list(open_dataset(first["outputs"]["selected"]["path"]).iter_rows())
-    assert [s["messages"][-1]["content"] for s in selected] == [best[i]["completion"][0]["content"] for i in sorted(best)]
-    again = spec("rejection", {"rewards": config["rewards"], "select": "top_k_overall", "k": 5}, {"model": tiny["policy"], "prompts": data["prompts"]}, "rs2")
-    again["inputs"]["candidates"] = {"kind": "dataset", "path": first["outputs"]["candidates"]["path"], "ref": "c", "digest": "c"}
+    assert [s["messages"][-1]["content"] for s in selected] == [
+        best[i]["completion"][0]["content"] for i in sorted(best)
+    ]
+    again = spec(
+        "rejection",
+        {"rewards": config["rewards"], "select": "top_k_overall", "k": 5},
+        {"model": tiny["policy"], "prompts": data["prompts"]},
+        "rs2",
+    )
+    again["inputs"]["candidates"] = {
+        "kind": "dataset",
+        "path": first["outputs"]["candidates"]["path"],
+        "ref": "c",
+        "digest": "c",
+    }
     second = execute(again, silent)
     assert second["summary"]["selected"] == 5 and second["summary"]["completions"] == len(rows)
 
 
 def test_parts_of_the_prompts_are_disjoint_and_together_all_of_them(tiny, data, spec):
-    """prompt_part: every n-th prompt, the same completions as in one run over all; max_prompts bounds the part; impossible parts are refused."""
-    config = {"num_generations": 1, "max_completion_length": 4, "rewards": [{"name": "length", "kind": "length"}], "allow_empty": True}
+    """prompt_part: every n-th prompt, the same completions as in one run over all; max_prompts bounds the part;
+    impossible parts are refused.
+    """
+    config = {
+        "num_generations": 1,
+        "max_completion_length": 4,
+        "rewards": [{"name": "length", "kind": "length"}],
+        "allow_empty": True,
+    }
 
     def texts(name, **more):
-        made = execute(spec("rejection", {**config, **more}, {"model": tiny["policy"], "prompts": data["prompts"]}, name), silent)
-        return {r["prompt_id"]: r["completion"][0]["content"] for r in open_dataset(made["outputs"]["candidates"]["path"]).iter_rows()}
+        made = execute(
+            spec("rejection", {**config, **more}, {"model": tiny["policy"], "prompts": data["prompts"]}, name), silent
+        )
+        return {
+            r["prompt_id"]: r["completion"][0]["content"]
+            for r in open_dataset(made["outputs"]["candidates"]["path"]).iter_rows()
+        }
 
     whole, parts = texts("whole"), [texts(f"part-{k}", prompt_part=[k, 3]) for k in (1, 2, 3)]
-    assert sum(map(len, parts)) == len(whole) and {**parts[0], **parts[1], **parts[2]} == whole and [*whole][1::3] == [*parts[1]]
+    assert (
+        sum(map(len, parts)) == len(whole)
+        and {**parts[0], **parts[1], **parts[2]} == whole
+        and [*whole][1::3] == [*parts[1]]
+    )
     assert [*texts("few", prompt_part=[2, 3], max_prompts=2)] == [*parts[1]][:2]
     for part, message in (([0, 3], "the first of three"), ([1, 1000], "fewer parts")):
         with pytest.raises(Exception, match=message):
@@ -114,11 +155,31 @@ def test_parts_of_the_prompts_are_disjoint_and_together_all_of_them(tiny, data, 
 
 
 def test_answers_to_plain_text_prompts_are_kept_behind_the_messages(tiny, data, spec):
-    """rejection prompt_template: a base model is asked as it was trained (R1-Zero), and what is selected is a conversation."""
-    config = {"num_generations": 1, "max_completion_length": 4, "max_prompts": 4, "rewards": [{"name": "length", "kind": "length"}], "allow_empty": True, "max_prompt_length": 1000}
+    """rejection prompt_template: a base model is asked as it was trained (R1-Zero), and what is selected is a
+    conversation.
+    """
+    config = {
+        "num_generations": 1,
+        "max_completion_length": 4,
+        "max_prompts": 4,
+        "rewards": [{"name": "length", "kind": "length"}],
+        "allow_empty": True,
+        "max_prompt_length": 1000,
+    }
     given = {"model": tiny["policy"], "prompts": data["prompts"]}
-    found = {t: list(open_dataset(execute(spec("rejection", {**config, "prompt_template": t}, given, f"t-{t}"), silent)["outputs"]["candidates"]["path"]).iter_rows()) for t in ("chat", "none")}
-    assert [r["prompt"] for r in found["none"]] == [r["prompt"] for r in found["chat"]] and [r["completion"] for r in found["none"]] != [r["completion"] for r in found["chat"]]
+    found = {
+        t: list(
+            open_dataset(
+                execute(spec("rejection", {**config, "prompt_template": t}, given, f"t-{t}"), silent)["outputs"][
+                    "candidates"
+                ]["path"]
+            ).iter_rows()
+        )
+        for t in ("chat", "none")
+    }
+    assert [r["prompt"] for r in found["none"]] == [r["prompt"] for r in found["chat"]] and [
+        r["completion"] for r in found["none"]
+    ] != [r["completion"] for r in found["chat"]]
     for more in ({"system": "Be kind."}, {"rationalise": 2, "rewards": [{"kind": "verifier"}]}):
         with pytest.raises(Exception, match="write prompt_template=chat"):
             execute(spec("rejection", {**config, "prompt_template": "none", **more}, given, "no"), silent)
@@ -130,8 +191,15 @@ def test_rl_rollouts_explain_the_update(tiny, data, spec, preset):
     from stages.estimators import group_advantage
     from stages.rl import Config, resolve_preset
 
-    config = {"preset": preset, "max_steps": 3, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 10, "learning_rate": 1e-4,
-              "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]}
+    config = {
+        "preset": preset,
+        "max_steps": 3,
+        "prompts_per_step": 4,
+        "num_generations": 4,
+        "max_completion_length": 10,
+        "learning_rate": 1e-4,
+        "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}],
+    }
     result = execute(spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, preset), silent)
     rows = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
     assert len(rows) == 3 * 16
@@ -148,14 +216,20 @@ def test_rl_rollouts_explain_the_update(tiny, data, spec, preset):
         assert np.allclose([r["advantages"][0] for r in part], expected, atol=1e-5)
         assert all(len(r["completion_ids"]) == len(r["logp_old"]) == r["length"] for r in part)
         if row.needs_reference and iteration == 0:
-            assert all(np.allclose(r["logp_old"], r["logp_ref"], atol=1e-4) for r in part), "policy equals reference before the first step"
+            assert all(np.allclose(r["logp_old"], r["logp_ref"], atol=1e-4) for r in part), (
+                "policy equals reference before the first step"
+            )
 
 
 def test_impossible_rl_settings_say_what_to_write():
     from stages.rl import Config, resolve_preset
 
-    for config, text in ((Config(preset="grpo", num_generations=1), "num_generations"), (Config(preset="grpo", kl_coef=0.1), "allow_double_kl"),
-                         (Config(preset="rloo", num_minibatches=2), "num_iterations=1"), (Config(temperature=0.0), "temperature=1.0")):
+    for config, text in (
+        (Config(preset="grpo", num_generations=1), "num_generations"),
+        (Config(preset="grpo", kl_coef=0.1), "allow_double_kl"),
+        (Config(preset="rloo", num_minibatches=2), "num_iterations=1"),
+        (Config(temperature=0.0), "temperature=1.0"),
+    ):
         with pytest.raises(ValueError, match=text):
             resolve_preset(config)
 
@@ -172,26 +246,95 @@ def test_every_preset_name_is_offered():
 
 
 def test_instruction_tuning_is_judged_on_tasks_it_never_saw(tiny, spec, tmp_path):
-    """sft.instruct: tasks and refusals mixed, one task held out whole; sft trains on none of it, evaluate asks nothing else, zero-shot."""
+    """sft.instruct: tasks and refusals mixed, one task held out whole; sft trains on none of it, evaluate asks nothing
+    else, zero-shot.
+    """
     from storage.datasets import write_dataset
     from storage.schema import complete_row
 
-    tasks = {"copy": lambda i: (f"copy {i}", f"{i}"), "refuse": lambda i: (f"do harm {i}", "no"), "double": lambda i: (f"double {i}", f"{2 * i}")}
+    tasks = {
+        "copy": lambda i: (f"copy {i}", f"{i}"),
+        "refuse": lambda i: (f"do harm {i}", "no"),
+        "double": lambda i: (f"double {i}", f"{2 * i}"),
+    }
     for name, make in tasks.items():
-        write_dataset(str(tmp_path / name), name, "demonstrations/1", [complete_row("demonstrations/1", {
-            "messages": [{"role": "user", "content": make(i)[0]}, {"role": "assistant", "content": make(i)[1]}], "train_turns": [1], "kept": True, "category": name},
-            dataset=name, source=name, origin="human") for i in range(24)])
+        write_dataset(
+            str(tmp_path / name),
+            name,
+            "demonstrations/1",
+            [
+                complete_row(
+                    "demonstrations/1",
+                    {
+                        "messages": [
+                            {"role": "user", "content": make(i)[0]},
+                            {"role": "assistant", "content": make(i)[1]},
+                        ],
+                        "train_turns": [1],
+                        "kept": True,
+                        "category": name,
+                    },
+                    dataset=name,
+                    source=name,
+                    origin="human",
+                )
+                for i in range(24)
+            ],
+        )
     mix = spec("mix", {"held_out_categories": ["double"]}, {}, "mix")
-    mix["inputs"] = {f"data.{name}": {"kind": "dataset", "path": str(tmp_path / name), "ref": name, "digest": name} for name in tasks}
+    mix["inputs"] = {
+        f"data.{name}": {"kind": "dataset", "path": str(tmp_path / name), "ref": name, "digest": name} for name in tasks
+    }
     mixed = execute(mix, silent)
     data = open_dataset(mixed["outputs"]["data"]["path"])
     train, test = (list(data.iter_rows(split=name)) for name in ("train", "test"))
-    assert {r["category"] for r in train} == {"copy", "refuse"} and {r["category"] for r in test} == {"double"} and (len(train), len(test)) == (48, 24)
-    tuned = execute(spec("sft", {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 3, "max_length": 64}, {"model": tiny["policy"], "data": data.path}, "sft"), silent)
+    assert (
+        {r["category"] for r in train} == {"copy", "refuse"}
+        and {r["category"] for r in test} == {"double"}
+        and (len(train), len(test)) == (48, 24)
+    )
+    tuned = execute(
+        spec(
+            "sft",
+            {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 3, "max_length": 64},
+            {"model": tiny["policy"], "data": data.path},
+            "sft",
+        ),
+        silent,
+    )
     assert tuned["summary"]["rows"] == 48
     prompts = str(tmp_path / "prompts")
-    write_dataset(prompts, "prompts", "prompts/1", [complete_row("prompts/1", {"prompt": r["messages"][:1], "answer": r["messages"][1]["content"], "answer_type": "text", "category": r["category"]},
-                                                                 dataset="prompts", source="double", origin="human", split="test") for r in test])
-    judged = execute(spec("evaluate", {"num_samples": 0, "max_completion_length": 8, "rewards": [{"kind": "verifier", "verifier": "text"}]},
-                          {"model": tuned["outputs"]["model"]["path"], "prompts": prompts}, "eval"), silent)
-    assert 0 <= judged["summary"]["greedy_accuracy"] <= 1 and len(list(open_dataset(judged["outputs"]["samples"]["path"]).iter_rows())) == 24
+    write_dataset(
+        prompts,
+        "prompts",
+        "prompts/1",
+        [
+            complete_row(
+                "prompts/1",
+                {
+                    "prompt": r["messages"][:1],
+                    "answer": r["messages"][1]["content"],
+                    "answer_type": "text",
+                    "category": r["category"],
+                },
+                dataset="prompts",
+                source="double",
+                origin="human",
+                split="test",
+            )
+            for r in test
+        ],
+    )
+    judged = execute(
+        spec(
+            "evaluate",
+            {"num_samples": 0, "max_completion_length": 8, "rewards": [{"kind": "verifier", "verifier": "text"}]},
+            {"model": tuned["outputs"]["model"]["path"], "prompts": prompts},
+            "eval",
+        ),
+        silent,
+    )
+    assert (
+        0 <= judged["summary"]["greedy_accuracy"] <= 1
+        and len(list(open_dataset(judged["outputs"]["samples"]["path"]).iter_rows())) == 24
+    )

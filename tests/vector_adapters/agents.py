@@ -1,4 +1,5 @@
 """Vectors of multi-turn RL, tool use, trajectory rewards, debate, VinePPO and length rewards."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -29,23 +30,45 @@ def events_of(step):
 
 def step_reward(i, p):
     rewards = agent_rewards.step_rewards([events_of(s) for s in i["steps"]], p["weights"])
-    return {"reward": rewards, "weights_sum": sum(p["weights"].values()), "ordering_warning": bool(agent_rewards.check_step_weights(p["weights"]))}
+    return {
+        "reward": rewards,
+        "weights_sum": sum(p["weights"].values()),
+        "ordering_warning": bool(agent_rewards.check_step_weights(p["weights"])),
+    }
 
 
 def step_weighted(i, p):
     weights = dict(zip(i["order"], p["weights"]))
-    steps = [{"url_changed": n, "ui_match": u, "fields_filled": round(4 * f), "fields_expected": 4, "file_created": c, "goal_verified": g} for n, u, f, c, g in i["steps"]]
+    steps = [
+        {
+            "url_changed": n,
+            "ui_match": u,
+            "fields_filled": round(4 * f),
+            "fields_expected": 4,
+            "file_created": c,
+            "goal_verified": g,
+        }
+        for n, u, f, c, g in i["steps"]
+    ]
     return step_reward({"steps": steps}, {"weights": weights})
 
 
 def milestones(i, p):
-    out = {"category_sums": agent_rewards.category_sums(i["catalogue"]), "sums": agent_rewards.category_sums(i["catalogue"])}
+    out = {
+        "category_sums": agent_rewards.category_sums(i["catalogue"]),
+        "sums": agent_rewards.category_sums(i["catalogue"]),
+    }
     if "fired" in i:
         for name, normalise in (("cumulative", "none"), ("normalised", "category_sum")):
             worth = agent_rewards.milestones_of(i["catalogue"], normalise)
-            out[name] = {c: sum(agent_rewards.milestone_rewards([[f"{c}.{k}"] for k, hit in enumerate(hits) if hit] * 2, worth)) for c, hits in i["fired"].items()}
+            out[name] = {
+                c: sum(agent_rewards.milestone_rewards([[f"{c}.{k}"] for k, hit in enumerate(hits) if hit] * 2, worth))
+                for c, hits in i["fired"].items()
+            }
     if "events" in i:
-        rewards = agent_rewards.milestone_rewards([[e] for e in i["events"]], agent_rewards.milestones_of(i["catalogue"]), p["once"])
+        rewards = agent_rewards.milestone_rewards(
+            [[e] for e in i["events"]], agent_rewards.milestones_of(i["catalogue"]), p["once"]
+        )
         out |= {"reward": rewards, "cumulative": [sum(rewards[: k + 1]) for k in range(len(rewards))]}
     return out
 
@@ -59,22 +82,41 @@ def refused(weights):
 
 def blend(i, p):
     weights = {"rule": p["alpha"], "learned": p["beta"], "judge": p["gamma"]}
-    values = {name: i.get(name, i.get("r_" + {"rule": "rule", "learned": "rm", "judge": "judge"}[name])) for name in weights}
-    return {"reward": agent_rewards.blend(values, weights), "reward_learned_absent_renormalised": agent_rewards.blend({**values, "learned": None}, weights),
-            "judge_missing": agent_rewards.blend({**values, "judge": None}, weights), "invalid_weights_error": refused([0.5, 0.3, 0.3])}
+    values = {
+        name: i.get(name, i.get("r_" + {"rule": "rule", "learned": "rm", "judge": "judge"}[name])) for name in weights
+    }
+    return {
+        "reward": agent_rewards.blend(values, weights),
+        "reward_learned_absent_renormalised": agent_rewards.blend({**values, "learned": None}, weights),
+        "judge_missing": agent_rewards.blend({**values, "judge": None}, weights),
+        "invalid_weights_error": refused([0.5, 0.3, 0.3]),
+    }
 
 
 def debates(i, p):
     """Through the reward component: the judge's probabilities are given, both seats of each debate are scored."""
+
     class Judge:
         def preferences(self, pairs):
             return [p for p in i["judge_prob_A"] for _ in (0, 1)]
 
     component = RewardComponent(kind="debate")
-    rows = [{"prompt_row": {"prompt": []}, "completion_ids": [], "debate": {"answers": ["A", "B"], "seat": seat, "said": [[], []]}} for _ in i["judge_prob_A"] for seat in (0, 1)]
+    rows = [
+        {
+            "prompt_row": {"prompt": []},
+            "completion_ids": [],
+            "debate": {"answers": ["A", "B"], "seat": seat, "said": [[], []]},
+        }
+        for _ in i["judge_prob_A"]
+        for seat in (0, 1)
+    ]
     totals = [scored.total for scored in Rewards([component], {component.name: Judge()}, None).score(rows)]
     first, second = totals[0::2], totals[1::2]
-    return {"reward_A": first, "reward_B": second, "judge_accuracy": debate.judge_accuracy(i["judge_prob_A"], i["A_is_correct"])}
+    return {
+        "reward_A": first,
+        "reward_B": second,
+        "judge_accuracy": debate.judge_accuracy(i["judge_prob_A"], i["A_is_correct"]),
+    }
 
 
 def vine(i, p):
@@ -85,15 +127,29 @@ def vine(i, p):
 def kimi(i, p):
     lengths = i.get("length", i.get("lengths"))
     rewards = kimi_length(lengths, i["correct"])
-    return {"reward": rewards, "rewards": rewards, "lambda": kimi_length(lengths, [True] * len(lengths)), "all_equal_lengths": kimi_length([7, 7], [True, False])}
+    return {
+        "reward": rewards,
+        "rewards": rewards,
+        "lambda": kimi_length(lengths, [True] * len(lengths)),
+        "all_equal_lengths": kimi_length([7, 7], [True, False]),
+    }
 
 
 def l1(i, p):
-    return {mode: [target_length(n, i["n_target"], c, mode, p["alpha"], p["delta"]) for n, c in zip(i["lengths"], i["correct"])] for mode in ("exact", "max")}
+    return {
+        mode: [
+            target_length(n, i["n_target"], c, mode, p["alpha"], p["delta"]) for n, c in zip(i["lengths"], i["correct"])
+        ]
+        for mode in ("exact", "max")
+    }
 
 
 def masks(i, p):
-    mask = rendered_mask([role for role, n in i["segments"] for _ in range(n)], [k for k, (_, n) in enumerate(i["segments"]) for _ in range(n)], "all_assistant")
+    mask = rendered_mask(
+        [role for role, n in i["segments"] for _ in range(n)],
+        [k for k, (_, n) in enumerate(i["segments"]) for _ in range(n)],
+        "all_assistant",
+    )
     return {"loss_mask": mask, "trained_tokens": sum(mask)}
 
 
@@ -103,13 +159,33 @@ def interpreter(i, p):
 
 
 ADAPTERS = {
-    "step_reward": step_reward, "step_weighted": step_weighted, "milestone_catalogue": milestones, "milestone_sums": milestones, "milestone_episode": milestones,
-    "reward_blend": blend, "blend_simplex": blend, "debate_rewards": debates, "vineppo_values": vine, "length_reward_kimi": kimi, "kimi_length_reward": kimi,
-    "l1_length_rewards": l1, "tool_loss_mask": masks, "tool_code_interpreter": interpreter,
+    "step_reward": step_reward,
+    "step_weighted": step_weighted,
+    "milestone_catalogue": milestones,
+    "milestone_sums": milestones,
+    "milestone_episode": milestones,
+    "reward_blend": blend,
+    "blend_simplex": blend,
+    "debate_rewards": debates,
+    "vineppo_values": vine,
+    "length_reward_kimi": kimi,
+    "kimi_length_reward": kimi,
+    "l1_length_rewards": l1,
+    "tool_loss_mask": masks,
+    "tool_code_interpreter": interpreter,
     "tool_parse_python_calls": lambda i, p: {"calls": tools.parse_calls(i["function_calls"], p["syntax"])},
-    "tool_substitution": lambda i, p: {"output": [tools.substitute(t, i["tool_results"], p["mode"]) for t in i["texts"]]},
-    "toolformer_filter": lambda i, p: {"gain": (g := tools.toolformer_gain(i["loss_no_call"], i["loss_call_without_result"], i["loss_call_with_result"])),
-                                       "keep": g >= p["tau_f"]},
+    "tool_substitution": lambda i, p: {
+        "output": [tools.substitute(t, i["tool_results"], p["mode"]) for t in i["texts"]]
+    },
+    "toolformer_filter": lambda i, p: {
+        "gain": (
+            g := tools.toolformer_gain(i["loss_no_call"], i["loss_call_without_result"], i["loss_call_with_result"])
+        ),
+        "keep": g >= p["tau_f"],
+    },
 }
-METHOD_ADAPTERS = {"AGENT-RL": [({"turn_rewards", "turn_of_token"}, turn_returns)], "VINEPPO": [({"rollout_outcomes_per_state", "final_reward"}, vine)],
-                   "DEBATE": [({"judge_prob_A", "A_is_correct"}, debates)]}
+METHOD_ADAPTERS = {
+    "AGENT-RL": [({"turn_rewards", "turn_of_token"}, turn_returns)],
+    "VINEPPO": [({"rollout_outcomes_per_state", "final_reward"}, vine)],
+    "DEBATE": [({"judge_prob_A", "A_is_correct"}, debates)],
+}

@@ -32,7 +32,11 @@ def _pass_at_k(inputs, params):
 def _avg_at_k(inputs, params):
     rows, k = answers(inputs["correct"]), len(inputs["correct"][0])
     metric = scores.policy_metrics(rows)["accuracy"]
-    return {"per_problem": [value for value, _ in scores.item_values(rows, "accuracy").values()], f"avg_at_{k}": metric.value, "se_over_problems": metric.se}
+    return {
+        "per_problem": [value for value, _ in scores.item_values(rows, "accuracy").values()],
+        f"avg_at_{k}": metric.value,
+        "se_over_problems": metric.se,
+    }
 
 
 def _maj_at_k(inputs, params):
@@ -53,7 +57,12 @@ def _proxy_gold(inputs, params):
 def _overopt_curve(form):
     def adapter(inputs, params):
         d, gold = overopt.peak(params["alpha"], params["beta"], form)
-        return {"gold": overopt.curve(inputs["d"], params["alpha"], params["beta"], form), "d_peak": d, "gold_peak": gold}
+        return {
+            "gold": overopt.curve(inputs["d"], params["alpha"], params["beta"], form),
+            "d_peak": d,
+            "gold_peak": gold,
+        }
+
     return adapter
 
 
@@ -63,19 +72,30 @@ def _overopt_fit(inputs, params):
 
 
 def _overopt_divergence(inputs, params):
-    return overopt.divergence(inputs["train_rm"], inputs["test_rm"], min_drop=params["delta"], patience=params["patience"])
+    return overopt.divergence(
+        inputs["train_rm"], inputs["test_rm"], min_drop=params["delta"], patience=params["patience"]
+    )
 
 
 def _rm_accuracy(inputs, params):
     result = statistics.pairwise_accuracy(inputs["chosen"], inputs["rejected"])
-    return {"accuracy_strict": result["strict"], "accuracy_ties_half": result["half_credit"], "log_loss": result["log_loss"],
-            "mean_margin": result["mean_margin"], "tie_rate": result["ties"]}
+    return {
+        "accuracy_strict": result["strict"],
+        "accuracy_ties_half": result["half_credit"],
+        "log_loss": result["log_loss"],
+        "mean_margin": result["mean_margin"],
+        "tie_rate": result["ties"],
+    }
 
 
 def _calibration(inputs, params):
     low, high = params["range"]
     c, y = inputs["confidence"], inputs["correct"]
-    return {"ece": statistics.calibration_error(c, y, params["bins"], low, high), "brier": statistics.brier(c, y), "nll": log_loss(c, y)}
+    return {
+        "ece": statistics.calibration_error(c, y, params["bins"], low, high),
+        "brier": statistics.brier(c, y),
+        "nll": log_loss(c, y),
+    }
 
 
 def _wilson(inputs, params):
@@ -87,7 +107,12 @@ def _paired(inputs, params):
     a, b = (answers([[value] for value in inputs[side]]) for side in "ab")
     result = scores.paired(a, b, "accuracy")
     apart = [scores.policy_metrics(rows)["accuracy"].se for rows in (a, b)]
-    return {"diff": result["difference"], "se_paired": result["se"], "se_unpaired": math.hypot(*apart), "discordant": [result["better"], result["worse"]]}
+    return {
+        "diff": result["difference"],
+        "se_paired": result["se"],
+        "se_unpaired": math.hypot(*apart),
+        "discordant": [result["better"], result["worse"]],
+    }
 
 
 def _token_rank(inputs, params):
@@ -95,7 +120,11 @@ def _token_rank(inputs, params):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling, "hidden_states", lambda model, batch, at: logits)
         patch.setattr(modeling, "head_of", lambda model: head(logits))
-        return {"rank": likelihood.response_ranks(torch.nn.Identity(), [make_item("row", [0], [[inputs["token"]]], [[1]])], 8, "cpu")[0][0][0]}
+        return {
+            "rank": likelihood.response_ranks(
+                torch.nn.Identity(), [make_item("row", [0], [[inputs["token"]]], [[1]])], 8, "cpu"
+            )[0][0][0]
+        }
 
 
 def _displacement(inputs, params):
@@ -104,21 +133,35 @@ def _displacement(inputs, params):
     passes = [losses.displacement_metrics(w, l, chosen[0], rejected[0], beta=1.0) for w, l in zip(chosen, rejected)]
     last, margin = passes[-1], (chosen - rejected).tolist()
     history = [[float(one["chosen_shift"]), float(one["margin"])] for one in passes]
-    return {"margin": margin, "chosen_change": last["chosen_shift"], "rejected_change": last["rejected_shift"], "displaced": displaced([history[0], history[-1]], falls=1)}
+    return {
+        "margin": margin,
+        "chosen_change": last["chosen_shift"],
+        "rejected_change": last["rejected_shift"],
+        "displaced": displaced([history[0], history[-1]], falls=1),
+    }
 
 
 def _clustered(inputs, params):
     scores = inputs["scores"]
-    return {"mean": sum(scores) / len(scores), "se_clustered": statistics.clustered_se(scores, inputs["cluster"]),
-            "se_naive": statistics.clustered_se(scores, range(len(scores)))}
+    return {
+        "mean": sum(scores) / len(scores),
+        "se_clustered": statistics.clustered_se(scores, inputs["cluster"]),
+        "se_naive": statistics.clustered_se(scores, range(len(scores))),
+    }
 
 
 def _mc_answer_text(inputs, params):
-    return suites.mc_answer_text(inputs["loglik"], inputs["choices"], inputs["n_tokens"], inputs["gold"], inputs.get("uncond_loglik"))
+    return suites.mc_answer_text(
+        inputs["loglik"], inputs["choices"], inputs["n_tokens"], inputs["gold"], inputs.get("uncond_loglik")
+    )
 
 
 def _judge_swap(inputs, params):
-    return {"winner": preference.swap_combine(inputs["order1"], inputs["order2_as_printed"], params.get("inconsistent", "tie"))}
+    return {
+        "winner": preference.swap_combine(
+            inputs["order1"], inputs["order2_as_printed"], params.get("inconsistent", "tie")
+        )
+    }
 
 
 def _lc(inputs, params):
@@ -126,8 +169,12 @@ def _lc(inputs, params):
         lengths = [10.0, 20.0, 35.0]
         return preference.length_controlled_win_rate(lengths, lengths, [0.5, 0.5, 0.5])
     return preference.length_controlled_win_rate(
-        inputs["len_model"], inputs["len_baseline"], inputs["preference"], inputs.get("instruction_difficulty"),
-        l2=params.get("regularisation", 0.0))
+        inputs["len_model"],
+        inputs["len_baseline"],
+        inputs["preference"],
+        inputs.get("instruction_difficulty"),
+        l2=params.get("regularisation", 0.0),
+    )
 
 
 def _elo(inputs, params):
@@ -172,7 +219,10 @@ def _contrast(inputs, params):
 
 def _diversity(inputs, params):
     n = params["n"]
-    return {f"distinct_{n}": text.distinct_n([inputs["tokens"]], n), f"repetition_{n}": text.repetition_n(inputs["tokens"], n)}
+    return {
+        f"distinct_{n}": text.distinct_n([inputs["tokens"]], n),
+        f"repetition_{n}": text.repetition_n(inputs["tokens"], n),
+    }
 
 
 def _length_correlation(inputs, params):
@@ -195,14 +245,23 @@ def _shared_lines(name):
 
 def _mt_bench_counts(inputs, params):
     rows = _shared_lines("mt_bench_question.jsonl")
-    return {"questions": len(rows), "turns": max(len(row["turns"]) for row in rows), "per_category": dict(Counter(row["category"] for row in rows))}
+    return {
+        "questions": len(rows),
+        "turns": max(len(row["turns"]) for row in rows),
+        "per_category": dict(Counter(row["category"] for row in rows)),
+    }
 
 
 def _ifeval_counts(inputs, params):
     rows = _shared_lines("ifeval_input_data.jsonl")
     kinds = Counter(kind for row in rows for kind in row["instruction_id_list"])
-    return {"prompts": len(rows), "instructions": sum(kinds.values()), "instruction_types": len(kinds),
-            "no_comma": kinds["punctuation:no_comma"], "number_words": kinds["length_constraints:number_words"]}
+    return {
+        "prompts": len(rows),
+        "instructions": sum(kinds.values()),
+        "instruction_types": len(kinds),
+        "no_comma": kinds["punctuation:no_comma"],
+        "number_words": kinds["length_constraints:number_words"],
+    }
 
 
 ADAPTERS = {
@@ -236,10 +295,14 @@ ADAPTERS = {
     "bradley_terry_separable": _bradley_terry,
     "arena_hard_weights": _arena_hard,
     "mt_bench_mean": lambda i, p: suites.mt_bench(i["scores_turn1_turn2"], p["missing"]),
-    "rewardbench_section": lambda i, p: {"section_score": suites.rewardbench_section(i["subset_accuracy"], i["subset_counts"])},
+    "rewardbench_section": lambda i, p: {
+        "section_score": suites.rewardbench_section(i["subset_accuracy"], i["subset_counts"])
+    },
     "rewardbench_total": lambda i, p: suites.rewardbench_total(i["sections"], i["prior_sets"], p["prior_weight"]),
     "rm_length_correlation": _length_correlation,
-    "rm_transform_robustness": lambda i, p: reward_model.transform_robustness(i["correct_original"], i["correct_transformed"]),
+    "rm_transform_robustness": lambda i, p: reward_model.transform_robustness(
+        i["correct_original"], i["correct_transformed"]
+    ),
     "hack_probe_rate": lambda i, p: reward_model.fooled_rate(i["scores_clean_vs_probe"]),
     "overopt_bon_curve": _overopt_curve("bon"),
     "overopt_rl_curve": _overopt_curve("rl"),
@@ -262,13 +325,19 @@ ADAPTERS = {
     "accuracy_vs_budget": lambda i, p: {"accuracy": suites.accuracy_vs_budget(i["tokens"], i["correct"], i["budgets"])},
     "displacement_flags": _displacement,
     "judge_agreement": lambda i, p: suites.judge_agreement(i["judge"], i["human"]),
-    "debate_judge_accuracy": lambda i, p: {"accuracy": debate.judge_accuracy([float(v == "A") for v in i["verdict"]], [side == "A" for side in i["correct_side"]])},
+    "debate_judge_accuracy": lambda i, p: {
+        "accuracy": debate.judge_accuracy(
+            [float(v == "A") for v in i["verdict"]], [side == "A" for side in i["correct_side"]]
+        )
+    },
     "rm_pairwise_accuracy": _rm_accuracy,
     "calibration_rm": _calibration,
     "wilson_interval": _wilson,
     "paired_difference": _paired,
     "clustered_se": _clustered,
-    "power_two_proportions": lambda i, p: {"n_per_arm": statistics.power_two_proportions(i["p1"], i["p2"], p["alpha"], p["power"])},
+    "power_two_proportions": lambda i, p: {
+        "n_per_arm": statistics.power_two_proportions(i["p1"], i["p2"], p["alpha"], p["power"])
+    },
     "mcnemar_exact": lambda i, p: {"p_value": [statistics.mcnemar_exact(*row) for row in i["discordant"]]},
     "group_alignment_wd": lambda i, p: suites.group_alignment(i["p"], i["q"]),
     "perplexity": lambda i, p: held_out_text.perplexity(i["token_nll"], i["n_bytes"]),

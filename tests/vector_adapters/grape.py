@@ -1,4 +1,5 @@
 """Rubric vectors (reward.rubric) against stages/reward/grape.py."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -7,7 +8,9 @@ from stages.reward import grape
 
 
 def scored(i, p):
-    """GRAPE-REWARD and -SCORE: confidences, rewards and advantages of one iteration, in every variant a vector asks for."""
+    """GRAPE-REWARD and -SCORE: confidences, rewards and advantages of one iteration, in every variant a vector asks
+    for.
+    """
     categories = i.get("category") or ["c"] * len(i["score"])
     questions = i.get("question") or list(range(len(i["score"])))
     weights, policy = p["weights"], p.get("invalid_policy", "drop_sample")
@@ -17,9 +20,17 @@ def scored(i, p):
 
     reward, phibar, zero = made()
     dropped = made(policy="drop_item")[0]
-    return {"category_confidence": phibar, "reward": reward, "advantages": grape.advantages(reward, questions), "flag": "zero_confidence" if zero else None,
-            "normalizer_weighted": made("weighted")[0], "plain_weighted_sum": made("plain")[0], "loss_mask_sample": [int(v is not None) for v in reward],
-            "reward_drop_item": dropped, "advantages_drop_item": grape.advantages(dropped, questions)}
+    return {
+        "category_confidence": phibar,
+        "reward": reward,
+        "advantages": grape.advantages(reward, questions),
+        "flag": "zero_confidence" if zero else None,
+        "normalizer_weighted": made("weighted")[0],
+        "plain_weighted_sum": made("plain")[0],
+        "loss_mask_sample": [int(v is not None) for v in reward],
+        "reward_drop_item": dropped,
+        "advantages_drop_item": grape.advantages(dropped, questions),
+    }
 
 
 def one_rubric(i, p):
@@ -27,9 +38,13 @@ def one_rubric(i, p):
     omega = {"c": p["omega"]}
     categories = ["c"] * len(i["tau"])
     reward, phibar, _ = grape.rewards(i["tau"], i["phi"], categories, omega)
-    return {"phi_bar": phibar["c"], "reward": reward, "advantage": grape.advantages(reward, i.get("question") or [0] * len(reward)),
-            "bounded_option": grape.rewards(i["tau"], i["phi"], categories, omega, "weighted")[0],
-            "plain_weighted": grape.rewards(i["tau"], i["phi"], categories, omega, "plain")[0]}
+    return {
+        "phi_bar": phibar["c"],
+        "reward": reward,
+        "advantage": grape.advantages(reward, i.get("question") or [0] * len(reward)),
+        "bounded_option": grape.rewards(i["tau"], i["phi"], categories, omega, "weighted")[0],
+        "plain_weighted": grape.rewards(i["tau"], i["phi"], categories, omega, "plain")[0],
+    }
 
 
 def variance(sigma2, omega, confident=True):
@@ -40,13 +55,25 @@ def variance(sigma2, omega, confident=True):
 
 
 def lemma(i, p):
-    return {"rows": [{"variance": s, "plain": variance(s, [1 / len(s)] * len(s), False), "confidence_weighted": variance(s, [1 / len(s)] * len(s))}
-                     for s in ([1, 4], [1, 4, 9], [2, 2, 2])]}
+    return {
+        "rows": [
+            {
+                "variance": s,
+                "plain": variance(s, [1 / len(s)] * len(s), False),
+                "confidence_weighted": variance(s, [1 / len(s)] * len(s)),
+            }
+            for s in ([1, 4], [1, 4, 9], [2, 2, 2])
+        ]
+    }
 
 
 def lemma_fails(i, p):
-    return {"rows": [{"weights": w, "var_plain": variance(i["variance"], w, False), "var_grape": variance(i["variance"], w)}
-                     for w in ([.9, .1], [.7, .3], [.5, .5], [.3, .7], [.1, .9])]}
+    return {
+        "rows": [
+            {"weights": w, "var_plain": variance(i["variance"], w, False), "var_grape": variance(i["variance"], w)}
+            for w in ([0.9, 0.1], [0.7, 0.3], [0.5, 0.5], [0.3, 0.7], [0.1, 0.9])
+        ]
+    }
 
 
 def atomised(i, p):
@@ -55,7 +82,10 @@ def atomised(i, p):
 
 
 def shares(i, p):
-    found = [grape.num_improve(p["num_generations"], p["improve_share"], k, has) for k, has in zip(i["iteration"], i["has_prior"])]
+    found = [
+        grape.num_improve(p["num_generations"], p["improve_share"], k, has)
+        for k, has in zip(i["iteration"], i["has_prior"])
+    ]
     return {"num_improve": found, "num_fresh": [p["num_generations"] - n for n in found]}
 
 
@@ -65,7 +95,16 @@ def mix(i, p):
 
 
 def routed(i, p):
-    found = [grape.route(s["rule"] if s["rule_valid"] else None, s["learned"], s["learned_confidence"], s["judge"], p["confidence_threshold"]) for s in i["samples"]]
+    found = [
+        grape.route(
+            s["rule"] if s["rule_valid"] else None,
+            s["learned"],
+            s["learned_confidence"],
+            s["judge"],
+            p["confidence_threshold"],
+        )
+        for s in i["samples"]
+    ]
     return {"reward": [v for v, _ in found], "tier": [t for _, t in found]}
 
 
@@ -81,14 +120,39 @@ def low(i, p):
 
 
 ADAPTERS = {
-    **{name: scored for name in ("grape_reward_end_to_end", "grape_two_categories", "grape_all_zero_confidence", "grape_invalid_item", "grape_special_case_grpo")},
-    "grape_reward": one_rubric, "grape_zero_confidence": one_rubric, "grape_special_case": one_rubric,
-    "grape_reward_bound": lambda i, p: {"max_reward": [float(grape.coefficients(w, i["category_confidence"])[0].sum()) for w in i["weights"]]},
-    "grape_unbounded": lambda i, p: {f"omega_{a}_{b}": float(grape.coefficients([a, b], i["phi_bar"])[0] @ np.asarray(i["tau"])) for a, b in ((.9, .1), (.1, .9))},
-    "grape_lemma_variance": lemma, "grape_lemma_fails_unequal_weights": lemma_fails,
-    "grape_variance": lambda i, p: {"var_confidence_weighted": [variance(i["sigma2"], w) for w in i["omegas"]],
-                                    "var_plain": [variance(i["sigma2"], w, False) for w in i["omegas"]]},
-    "grape_poor_item_flag": lambda i, p: {"flagged": [list(f) for f in grape.flagged(i["category_confidence"], p["confidence_flag_threshold"])]},
-    "grape_atomize_weights": atomised, "grape_generation_share": shares, "grape_generation_mix": mix, "reward_router": routed,
-    "rubric_parse": parsed, "rubric_low_confidence_flag": low,
+    **{
+        name: scored
+        for name in (
+            "grape_reward_end_to_end",
+            "grape_two_categories",
+            "grape_all_zero_confidence",
+            "grape_invalid_item",
+            "grape_special_case_grpo",
+        )
+    },
+    "grape_reward": one_rubric,
+    "grape_zero_confidence": one_rubric,
+    "grape_special_case": one_rubric,
+    "grape_reward_bound": lambda i, p: {
+        "max_reward": [float(grape.coefficients(w, i["category_confidence"])[0].sum()) for w in i["weights"]]
+    },
+    "grape_unbounded": lambda i, p: {
+        f"omega_{a}_{b}": float(grape.coefficients([a, b], i["phi_bar"])[0] @ np.asarray(i["tau"]))
+        for a, b in ((0.9, 0.1), (0.1, 0.9))
+    },
+    "grape_lemma_variance": lemma,
+    "grape_lemma_fails_unequal_weights": lemma_fails,
+    "grape_variance": lambda i, p: {
+        "var_confidence_weighted": [variance(i["sigma2"], w) for w in i["omegas"]],
+        "var_plain": [variance(i["sigma2"], w, False) for w in i["omegas"]],
+    },
+    "grape_poor_item_flag": lambda i, p: {
+        "flagged": [list(f) for f in grape.flagged(i["category_confidence"], p["confidence_flag_threshold"])]
+    },
+    "grape_atomize_weights": atomised,
+    "grape_generation_share": shares,
+    "grape_generation_mix": mix,
+    "reward_router": routed,
+    "rubric_parse": parsed,
+    "rubric_low_confidence_flag": low,
 }

@@ -1,4 +1,5 @@
 """Vectors of da.* -> stages/losses.py, direct_losses.py, oracles.py."""
+
 from __future__ import annotations
 
 import math
@@ -27,9 +28,17 @@ def dpo_pair(i, p):
     grads(loss.sum(), *values)
     h = ((pc - rc) - (pr - rr)).detach()
     u = beta * h
-    out = {"h": h, "u": u, "loss": loss, "loss_masked": loss, "grad_logp_chosen": pc.grad, "grad_logp_rejected": pr.grad,
-           "weight": -pc.grad / beta, "reward_chosen": losses.implicit_rewards(pc, rc, beta).detach(),
-           "reward_rejected": losses.implicit_rewards(pr, rr, beta).detach()}
+    out = {
+        "h": h,
+        "u": u,
+        "loss": loss,
+        "loss_masked": loss,
+        "grad_logp_chosen": pc.grad,
+        "grad_logp_rejected": pr.grad,
+        "weight": -pc.grad / beta,
+        "reward_chosen": losses.implicit_rewards(pc, rc, beta).detach(),
+        "reward_rejected": losses.implicit_rewards(pr, rr, beta).detach(),
+    }
     if "prompt_logp_policy" in i:
         a, b = i["prompt_logp_policy"], i["prompt_logp_ref"]
         out["loss_prompt_included"] = losses.dpo_loss(pc + a, pr + a, rc + b, rr + b, beta=beta).detach()
@@ -48,15 +57,28 @@ def token_batch(i, p, reduce="sum"):
     d = losses.displacement_metrics(*four, beta=p["beta"])
     n = d["pairs"]
     h = (four[0] - four[2]) - (four[1] - four[3])
-    return {"seq_logp_chosen": four[0], "seq_logp_rejected": four[1], "h": h if len(h) > 1 else h[0], "h_norm": h,
-            "loss": loss.mean(), "accuracy": d["accuracy"] / n, "chosen_shift": d["chosen_shift"] / n, "rejected_shift": d["rejected_shift"] / n}
+    return {
+        "seq_logp_chosen": four[0],
+        "seq_logp_rejected": four[1],
+        "h": h if len(h) > 1 else h[0],
+        "h_norm": h,
+        "loss": loss.mean(),
+        "accuracy": d["accuracy"] / n,
+        "chosen_shift": d["chosen_shift"] / n,
+        "rejected_shift": d["rejected_shift"] / n,
+    }
 
 
 def displacement(i, p):
     d = losses.displacement_metrics(*[T(i[k]) for k in SIDES], beta=p.get("beta", 0.1))
     n = d["pairs"]
-    return {"chosen_shift": d["chosen_shift"] / n, "rejected_shift": d["rejected_shift"] / n, "margin_mean": d["margin"] / n,
-            "displaced_fraction": d["displaced"] / n, "both_fell_fraction": d["both_fell"] / n}
+    return {
+        "chosen_shift": d["chosen_shift"] / n,
+        "rejected_shift": d["rejected_shift"] / n,
+        "margin_mean": d["margin"] / n,
+        "displaced_fraction": d["displaced"] / n,
+        "both_fell_fraction": d["both_fell"] / n,
+    }
 
 
 def on_u(u, **kw):
@@ -70,7 +92,13 @@ def cdpo(i, p):
     (ga,) = torch.autograd.grad(plain, u)
     robust = on_u(u, label_smoothing=eps, robust=True)
     (gb,) = torch.autograd.grad(robust, u)
-    return {"cdpo": plain, "robust": robust, "grad_u_cdpo": ga, "grad_u_robust": gb, "cdpo_minimum_u": math.log((1 - eps) / eps)}
+    return {
+        "cdpo": plain,
+        "robust": robust,
+        "grad_u_cdpo": ga,
+        "grad_u_robust": gb,
+        "cdpo_minimum_u": math.log((1 - eps) / eps),
+    }
 
 
 def soft_dpo(i, p):
@@ -92,9 +120,14 @@ def ipo_pair(i, p):
     leaf = h.clone().requires_grad_()
     gradient = [torch.autograd.grad(direct.ipo_loss(leaf, ZERO, ZERO, ZERO, beta=t), leaf)[0] for t in p["taus"]]
     # both orders of the pair, label 1 for one and 0 for the other: target 1/tau or 0
-    symmetric = [((h - 1 / t) ** 2 + h ** 2) / 2 for t in p["taus"]]
-    return {"h": h, "loss": final, "grad_h": gradient, "symmetric_form": symmetric,
-            "symmetric_minus_final": [s - f for s, f in zip(symmetric, final)]}
+    symmetric = [((h - 1 / t) ** 2 + h**2) / 2 for t in p["taus"]]
+    return {
+        "h": h,
+        "loss": final,
+        "grad_h": gradient,
+        "symmetric_form": symmetric,
+        "symmetric_minus_final": [s - f for s, f in zip(symmetric, final)],
+    }
 
 
 def ipo_targets(i, p):
@@ -107,7 +140,7 @@ def ipo_soft(i, p):
     q = T(i["p"])
 
     def symmetric(x):
-        return ((x - 1 / tau) ** 2 + x ** 2) / 2
+        return ((x - 1 / tau) ** 2 + x**2) / 2
 
     averaged = q * symmetric(h) + (1 - q) * symmetric(-h)
     return {"loss": soft, "expected_symmetric_minus_soft": averaged - soft}
@@ -120,8 +153,13 @@ def ipo_online(i, p):
     hard = [direct.ipo_loss(s * h.detach(), ZERO, ZERO, ZERO, beta=tau) for s in (1, -1)]
     expected = q * hard[0] + (1 - q) * hard[1]
     sure = [k for k, x in enumerate(i["p_first_preferred"]) if x == 1.0]
-    return {"loss_hard": hard[0][sure], "soft_target": (q - 0.5) / tau, "loss_soft": soft, "expected_hard_loss_second": expected[1],
-            "grad_h_second": g[1]}
+    return {
+        "loss_hard": hard[0][sure],
+        "soft_target": (q - 0.5) / tau,
+        "loss_soft": soft,
+        "expected_hard_loss_second": expected[1],
+        "grad_h_second": g[1],
+    }
 
 
 def kl_optimum(i, p):
@@ -131,7 +169,11 @@ def kl_optimum(i, p):
     for beta in betas if isinstance(betas, list) else [betas]:
         found = oracles.kl_optimum(i.get("pi_ref", i.get("ref")), reward, beta)
         rows.append({**found, "beta": beta, "pi_star": found["pi"]})
-    return {"results": rows, "rows": rows, "pi_star": [r["pi"] for r in rows] if isinstance(betas, list) else rows[0]["pi"]}
+    return {
+        "results": rows,
+        "rows": rows,
+        "pi_star": [r["pi"] for r in rows] if isinstance(betas, list) else rows[0]["pi"],
+    }
 
 
 def population(i, p):
@@ -141,7 +183,9 @@ def population(i, p):
     out = []
     for beta in p["betas"]:
         theta = ref.log().clone().requires_grad_()
-        optimiser = torch.optim.LBFGS([theta], lr=1.0, max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-16, line_search_fn="strong_wolfe")
+        optimiser = torch.optim.LBFGS(
+            [theta], lr=1.0, max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-16, line_search_fn="strong_wolfe"
+        )
 
         def closure():
             optimiser.zero_grad()
@@ -160,8 +204,11 @@ def population(i, p):
 
 def psipo_identity(i, p):
     rows = [oracles.psi_po_optimum(i["pi_ref"], i["pref"], tau) for tau in p["taus"]]
-    return {"p_beats_mu": rows[0]["psi_mean"], "pi_star": [r["pi"] for r in rows],
-            "h01": [math.log(r["pi"][0] / i["pi_ref"][0]) - math.log(r["pi"][1] / i["pi_ref"][1]) for r in rows]}
+    return {
+        "p_beats_mu": rows[0]["psi_mean"],
+        "pi_star": [r["pi"] for r in rows],
+        "h01": [math.log(r["pi"][0] / i["pi_ref"][0]) - math.log(r["pi"][1] / i["pi_ref"][1]) for r in rows],
+    }
 
 
 def psipo_logit(i, p):
@@ -172,7 +219,9 @@ def psipo_logit(i, p):
 
 def kto_cases(i, p):
     label, w = torch.tensor(i["label"]), T(p["weight"])
-    loss = direct.kto_loss(T(i["logratio"]), T(i["z0"]), label, beta=T(p["beta"]), desirable_weight=w, undesirable_weight=w)
+    loss = direct.kto_loss(
+        T(i["logratio"]), T(i["z0"]), label, beta=T(p["beta"]), desirable_weight=w, undesirable_weight=w
+    )
     return {"loss": loss, "v": w - loss}
 
 
@@ -180,8 +229,14 @@ def kto_batch(i, p):
     label, out, gradients = torch.tensor(i["label"]), [], []
     for z0 in i["z0"]:
         r = T(i["logratio"], True)
-        loss = direct.kto_loss(r, z0, label, beta=p["beta"], desirable_weight=p["desirable_weight"],
-                               undesirable_weight=p["undesirable_weight"]).mean()
+        loss = direct.kto_loss(
+            r,
+            z0,
+            label,
+            beta=p["beta"],
+            desirable_weight=p["desirable_weight"],
+            undesirable_weight=p["undesirable_weight"],
+        ).mean()
         gradients += grads(loss, r)
         out.append(loss.detach())
     return {"mean_loss_per_z0": out, "grad_logratio_z0_0": gradients[0]}
@@ -189,8 +244,10 @@ def kto_batch(i, p):
 
 def kto_balance(i, p):
     n = (i["n_desirable"], i["n_undesirable"], i["undesirable_weight"])
-    return {"desirable_weight_range_1_to_1.5": direct.kto_weight_range(*n),
-            "desirable_weight_range_1_to_1.333": direct.kto_weight_range(*n, ratio=(1.0, 4 / 3))}
+    return {
+        "desirable_weight_range_1_to_1.5": direct.kto_weight_range(*n),
+        "desirable_weight_range_1_to_1.333": direct.kto_weight_range(*n, ratio=(1.0, 4 / 3)),
+    }
 
 
 def orpo(i, p):
@@ -198,16 +255,25 @@ def orpo(i, p):
     unit = direct.orpo_loss(c, r, beta=1.0)
     gc, gr = grads(unit, c, r)
     weighted = direct.orpo_loss(c, r, beta=p["lambda"])
-    return {"log_odds_ratio": direct.log_odds(c) - direct.log_odds(r), "loss_or": unit, "log_odds_chosen": direct.log_odds(c),
-            "loss": i.get("nll_chosen", -i["mean_logp_chosen"]) + weighted, "grad_or_mean_logp_chosen": gc,
-            "grad_or_mean_logp_rejected": gr, "finite": bool(torch.isfinite(weighted) & torch.isfinite(gc))}
+    return {
+        "log_odds_ratio": direct.log_odds(c) - direct.log_odds(r),
+        "loss_or": unit,
+        "log_odds_chosen": direct.log_odds(c),
+        "loss": i.get("nll_chosen", -i["mean_logp_chosen"]) + weighted,
+        "grad_or_mean_logp_chosen": gc,
+        "grad_or_mean_logp_rejected": gr,
+        "finite": bool(torch.isfinite(weighted) & torch.isfinite(gc)),
+    }
 
 
 def simpo(i, p):
     if "len_chosen" in i:
         c, r = i["logp_chosen"] / i["len_chosen"], i["logp_rejected"] / i["len_rejected"]
-        return {"loss": direct.simpo_loss(T(c), T(r), beta=p["beta"], simpo_gamma=p["gamma"]),
-                "sum_margin": i["logp_chosen"] - i["logp_rejected"], "mean_margin": c - r}
+        return {
+            "loss": direct.simpo_loss(T(c), T(r), beta=p["beta"], simpo_gamma=p["gamma"]),
+            "sum_margin": i["logp_chosen"] - i["logp_rejected"],
+            "mean_margin": c - r,
+        }
     c, r = T(i["mean_logp_chosen"]), T(i["mean_logp_rejected"])
     return {"loss": [direct.simpo_loss(c, r, beta=b, simpo_gamma=g) for b, g in p["beta_gamma"]]}
 
@@ -224,15 +290,23 @@ def cpo(i, p):
 def cpo_bound(i, p):
     b, w, l, ref_l = T(i["beta"]), T(i["pi_w"]).log(), T(i["pi_l"]).log(), T(i["piw_l"]).log()
     u = torch.stack([losses.dpo_loss(x, y, ZERO, z, beta=float(s)) for s, x, y, z in zip(b, w, l, ref_l)])
-    return {"lhs": u + b * ref_l, "rhs": torch.stack([direct.reference_free_loss(x, y, beta=float(s)) for s, x, y in zip(b, w, l)])}
+    return {
+        "lhs": u + b * ref_l,
+        "rhs": torch.stack([direct.reference_free_loss(x, y, beta=float(s)) for s, x, y in zip(b, w, l)]),
+    }
 
 
 def slic(i, p):
     c, r, t = T(i["logp_chosen"], True), T(i["logp_rejected"], True), T(i["logp_target"], True)
     loss = direct.slic_loss(c, r, delta=p["delta"], reg_coef=p["lambda"], target=t)
     g = grads(loss, c, r, t)
-    return {"rank": direct.slic_loss(c, r, delta=p["delta"], reg_coef=0.0), "loss": loss, "grad_logp_chosen": g[0],
-            "grad_logp_rejected": g[1], "grad_logp_target": g[2]}
+    return {
+        "rank": direct.slic_loss(c, r, delta=p["delta"], reg_coef=0.0),
+        "loss": loss,
+        "grad_logp_chosen": g[0],
+        "grad_logp_rejected": g[1],
+        "grad_logp_target": g[2],
+    }
 
 
 def rrhf(i, p):
@@ -250,25 +324,42 @@ def odpo(i, p):
 
 def on_ratios(fn):
     """A loss of (h_w, h_l) with gradients, from logratio_* or h_* inputs."""
+
     def adapter(i, p):
         w = T(i.get("logratio_chosen", i.get("h_chosen")), True)
         l = T(i.get("logratio_rejected", i.get("h_rejected")), True)
-        loss = fn(w, l, torch.zeros_like(w), torch.zeros_like(l), **{k: v for k, v in p.items() if k in ("beta", "cal_weight", "delta")})
+        loss = fn(
+            w,
+            l,
+            torch.zeros_like(w),
+            torch.zeros_like(l),
+            **{k: v for k, v in p.items() if k in ("beta", "cal_weight", "delta")},
+        )
         gw, gl = grads(loss.sum(), w, l)
         return {"loss": loss, "grad_chosen": gw, "grad_rejected": gl}
+
     return adapter
 
 
 def discopop(i, p):
     rho = T(i["rho"])
     beta, tau = p["beta"], p.get("discopop_tau", 0.05)
-    return {"loss": direct.discopop_loss(rho, ZERO, ZERO, ZERO, beta=beta, discopop_tau=tau), "gate": torch.sigmoid(beta * rho / tau),
-            **direct.discovered_losses(rho, beta=beta), "squared_ipo_tau_0.1": direct.ipo_loss(rho, ZERO, ZERO, ZERO, beta=0.1)}
+    return {
+        "loss": direct.discopop_loss(rho, ZERO, ZERO, ZERO, beta=beta, discopop_tau=tau),
+        "gate": torch.sigmoid(beta * rho / tau),
+        **direct.discovered_losses(rho, beta=beta),
+        "squared_ipo_tau_0.1": direct.ipo_loss(rho, ZERO, ZERO, ZERO, beta=0.1),
+    }
 
 
 def two_d(i, p):
-    a = direct.two_d_dpo_arguments(T(i["segment_logratio_chosen"]), T(i["segment_logratio_rejected"]), T(i["weight_chosen"]),
-                                   T(i["weight_rejected"]), beta=p["beta"])
+    a = direct.two_d_dpo_arguments(
+        T(i["segment_logratio_chosen"]),
+        T(i["segment_logratio_rejected"]),
+        T(i["weight_chosen"]),
+        T(i["weight_rejected"]),
+        beta=p["beta"],
+    )
     return {"arguments": a, "loss": on_u(a).sum()}
 
 
@@ -280,13 +371,23 @@ def mdpo(i, p):
     w, l, c = T(i["h_chosen"]), T(i["h_rejected"]), T(i["h_chosen_corrupted_condition"])
     dpo, conditional = (losses.dpo_loss(w, x, ZERO, ZERO, beta=p["beta"]) for x in (l, c))
     anchor = on_u(p["beta"] * w - p["delta"])
-    return {"dpo": dpo, "conditional": conditional, "anchor": anchor,
-            "loss": direct.mdpo_loss(w, l, ZERO, ZERO, beta=p["beta"], h_corrupted=c, delta=p["delta"])}
+    return {
+        "dpo": dpo,
+        "conditional": conditional,
+        "anchor": anchor,
+        "loss": direct.mdpo_loss(w, l, ZERO, ZERO, beta=p["beta"], h_corrupted=c, delta=p["delta"]),
+    }
 
 
 def diffusion_dpo(i, p):
-    """DPO on squared denoising errors in place of negative log-probs (images are out of scope; the link is the same)."""
-    return {"loss": losses.dpo_loss(*(-T(i[k]) for k in ("err_w", "err_l", "err_w_ref", "err_l_ref")), beta=p["beta_T_omega"])}
+    """DPO on squared denoising errors in place of negative log-probs (images are out of scope; the link is the
+    same).
+    """
+    return {
+        "loss": losses.dpo_loss(
+            *(-T(i[k]) for k in ("err_w", "err_l", "err_w_ref", "err_l_ref")), beta=p["beta_T_omega"]
+        )
+    }
 
 
 def dpo_nll(i, p):
@@ -302,12 +403,20 @@ def aot(i, p):
     """The rows of one optimizer step, each matched with the response of equal rank."""
     chosen, rejected = T(i["logratio_chosen"]), T(i["logratio_rejected"])
     for_chosen, for_rejected = direct.aot_matches(chosen, rejected)
-    return {"aot_unpaired": direct.aot_matched_loss(chosen, rejected, ZERO, ZERO, beta=p["beta"], matched_rejected=for_chosen, matched_chosen=for_rejected).mean()}
+    return {
+        "aot_unpaired": (
+            direct.aot_matched_loss(
+                chosen, rejected, ZERO, ZERO, beta=p["beta"], matched_rejected=for_chosen, matched_chosen=for_rejected
+            ).mean()
+        )
+    }
 
 
 def rebel(i, p):
     a = T(i["logratio_y"], True)
-    loss = direct.rebel_pair_loss(a, T(i["logratio_y2"]), ZERO, ZERO, beta=1 / p["eta"], score_gap=T(i["reward_y"]) - T(i["reward_y2"]))
+    loss = direct.rebel_pair_loss(
+        a, T(i["logratio_y2"]), ZERO, ZERO, beta=1 / p["eta"], score_gap=T(i["reward_y"]) - T(i["reward_y2"])
+    )
     (g,) = grads(loss, a)
     return {"loss": loss, "grad_logratio_y": g}
 
@@ -323,16 +432,23 @@ def cal_dpo(i, p):
     w, l = T(i["h_chosen"]), T(i["h_rejected"])
     kw = {"beta": p["beta"]}
     contrast = direct.cal_dpo_loss(w, l, ZERO, ZERO, **kw, cal_weight=0.0)
-    return {"contrast": contrast, "calibration": direct.sppo_hard_loss(w, l, ZERO, ZERO, **kw),
-            "loss": direct.cal_dpo_loss(w, l, ZERO, ZERO, **kw, cal_weight=p["cal_weight"]),
-            "loss_weight_1_beta_in_contrast": direct.cal_dpo_loss(w, l, ZERO, ZERO, **kw, cal_weight=1.0, beta_in_contrast=True)}
+    return {
+        "contrast": contrast,
+        "calibration": direct.sppo_hard_loss(w, l, ZERO, ZERO, **kw),
+        "loss": direct.cal_dpo_loss(w, l, ZERO, ZERO, **kw, cal_weight=p["cal_weight"]),
+        "loss_weight_1_beta_in_contrast": direct.cal_dpo_loss(
+            w, l, ZERO, ZERO, **kw, cal_weight=1.0, beta_in_contrast=True
+        ),
+    }
 
 
 def alphapo(i, p):
     c, r = T(i["mean_logp_chosen"]), T(i["mean_logp_rejected"])
-    return {"reward_chosen": [direct.alphapo_reward(c, beta=p["beta"], alpha=a) for a in p["alphas"]],
-            "reward_rejected": [direct.alphapo_reward(r, beta=p["beta"], alpha=a) for a in p["alphas"]],
-            "loss": [direct.alphapo_loss(c, r, beta=p["beta"], simpo_gamma=p["gamma"], alpha=a) for a in p["alphas"]]}
+    return {
+        "reward_chosen": [direct.alphapo_reward(c, beta=p["beta"], alpha=a) for a in p["alphas"]],
+        "reward_rejected": [direct.alphapo_reward(r, beta=p["beta"], alpha=a) for a in p["alphas"]],
+        "loss": [direct.alphapo_loss(c, r, beta=p["beta"], simpo_gamma=p["gamma"], alpha=a) for a in p["alphas"]],
+    }
 
 
 def bco(i, p):
@@ -344,8 +460,13 @@ def bco(i, p):
 
 def pl_dpo(i, p):
     h = p["beta"] * T(i["logratios_best_to_worst"])
-    return {"loss": losses.plackett_luce_loss(h), "loss_k2": losses.plackett_luce_loss(h[:2]),
-            "dpo_k2": losses.dpo_loss(T(i["logratios_best_to_worst"])[0], T(i["logratios_best_to_worst"])[1], ZERO, ZERO, beta=p["beta"])}
+    return {
+        "loss": losses.plackett_luce_loss(h),
+        "loss_k2": losses.plackett_luce_loss(h[:2]),
+        "dpo_k2": losses.dpo_loss(
+            T(i["logratios_best_to_worst"])[0], T(i["logratios_best_to_worst"])[1], ZERO, ZERO, beta=p["beta"]
+        ),
+    }
 
 
 def sppo_hard(i, p):
@@ -353,8 +474,13 @@ def sppo_hard(i, p):
     l = T(i.get("h_rejected", i.get("log_ratio_rejected")), True)
     loss = direct.sppo_hard_loss(w, l, ZERO, ZERO, beta=p["beta"])
     gw, gl = grads(loss, w, l)
-    return {"loss": loss, "target_chosen": 0.5 / p["beta"], "target_rejected": -0.5 / p["beta"],
-            "grad_log_ratio_chosen": gw, "grad_log_ratio_rejected": gl}
+    return {
+        "loss": loss,
+        "target_chosen": 0.5 / p["beta"],
+        "target_rejected": -0.5 / p["beta"],
+        "grad_log_ratio_chosen": gw,
+        "grad_log_ratio_rejected": gl,
+    }
 
 
 def sppo_soft(i, p):
@@ -365,22 +491,34 @@ def sppo_soft(i, p):
 def ipo_md(i, p):
     policy = T(i.get("policy_logits", i.get("logits")))
     mixes = p.get("mix", p.get("mixture_coef"))
-    probs = [oracles.geometric_mixture(policy, i["ref_logits"], m) for m in (mixes if isinstance(mixes, list) else [mixes])]
+    probs = [
+        oracles.geometric_mixture(policy, i["ref_logits"], m) for m in (mixes if isinstance(mixes, list) else [mixes])
+    ]
     return {"probs": probs, "sampling_probs": probs[0]}
 
 
 def reference(i, p):
     follow = lambda **settings: production.reference_after_steps(i["ref"], i["policy"], 1, **settings)[0]  # noqa: E731
-    return {"ema": follow(reference_update="ema", reference_decay=p["ema_decay"]),
-            "tr_dpo_soft": follow(reference_update="tr_soft", reference_alpha=p["ref_model_mixup_alpha"], reference_interval=1)}
+    return {
+        "ema": follow(reference_update="ema", reference_decay=p["ema_decay"]),
+        "tr_dpo_soft": follow(
+            reference_update="tr_soft", reference_alpha=p["ref_model_mixup_alpha"], reference_interval=1
+        ),
+    }
 
 
 def relatives(i, p):
     w, l, b = T(i["h_chosen"]), T(i["h_rejected"]), p["beta"]
     args = (w, l, ZERO, ZERO)
-    return {"r_dpo": direct.r_dpo_loss(*args, beta=b, length_chosen=i["len_chosen"], length_rejected=i["len_rejected"], alpha=p["rdpo_alpha"]),
-            "nca_pair": direct.nca_pair_loss(*args, beta=b), "bco_pair": direct.bco_pair_loss(*args, beta=b),
-            "exo_pair": direct.exo_pair_loss(*args, beta=b, label_smoothing=p["exo_eps"]), "dpo": losses.dpo_loss(*args, beta=b)}
+    return {
+        "r_dpo": direct.r_dpo_loss(
+            *args, beta=b, length_chosen=i["len_chosen"], length_rejected=i["len_rejected"], alpha=p["rdpo_alpha"]
+        ),
+        "nca_pair": direct.nca_pair_loss(*args, beta=b),
+        "bco_pair": direct.bco_pair_loss(*args, beta=b),
+        "exo_pair": direct.exo_pair_loss(*args, beta=b, label_smoothing=p["exo_eps"]),
+        "dpo": losses.dpo_loss(*args, beta=b),
+    }
 
 
 def descend(i, p):
@@ -402,7 +540,9 @@ def ipo_limit(i, p):
     ref, out, pi = T(i["pi_ref"]), [], []
     for tau in p["taus"]:
         theta = torch.zeros(i["num_actions"], dtype=torch.float64, requires_grad=True)
-        optimiser = torch.optim.LBFGS([theta], max_iter=200, tolerance_grad=1e-13, tolerance_change=1e-16, line_search_fn="strong_wolfe")
+        optimiser = torch.optim.LBFGS(
+            [theta], max_iter=200, tolerance_grad=1e-13, tolerance_change=1e-16, line_search_fn="strong_wolfe"
+        )
 
         def closure():
             optimiser.zero_grad()
@@ -419,31 +559,75 @@ def ipo_limit(i, p):
 
 
 ADAPTERS = {
-    **{f"da.dpo/{n}": dpo_pair for n in ("basic", "well_ordered", "wrongly_ordered", "init", "displacement", "prompt_cancels")},
-    "da.dpo/token_batch": token_batch, "da.dpo/nan_padding": lambda i, p: token_batch(i, p),
+    **{
+        f"da.dpo/{n}": dpo_pair
+        for n in ("basic", "well_ordered", "wrongly_ordered", "init", "displacement", "prompt_cancels")
+    },
+    "da.dpo/token_batch": token_batch,
+    "da.dpo/nan_padding": lambda i, p: token_batch(i, p),
     "da.length_norm/token_batch": lambda i, p: token_batch(i, p, "mean"),
-    "da.dpo/extreme": lambda i, p: {"loss": on_u(T(i["u"]))}, "da.dpo/deterministic_divergence": descend,
-    "da.cdpo/eps": cdpo, "da.soft_dpo/p": soft_dpo, "da.soft_dpo/population_optimum": population,
-    "da.reference_free/basic": reference_free, "da.reference_free/beta1": reference_free,
-    "da.ipo/pair": ipo_pair, "da.ipo/targets": ipo_targets, "da.ipo/soft": ipo_soft, "da.ipo/deterministic_limit": ipo_limit,
-    "online_ipo_loss": ipo_online, "da.psipo/identity_tabular": psipo_identity, "da.psipo/logit_equals_rlhf": psipo_logit,
-    "da.kl_optimum/r_1_0_m1": kl_optimum, "da.kl_optimum/r_1_0_2": kl_optimum, "da.kl_optimum/two_arm": kl_optimum,
+    "da.dpo/extreme": lambda i, p: {"loss": on_u(T(i["u"]))},
+    "da.dpo/deterministic_divergence": descend,
+    "da.cdpo/eps": cdpo,
+    "da.soft_dpo/p": soft_dpo,
+    "da.soft_dpo/population_optimum": population,
+    "da.reference_free/basic": reference_free,
+    "da.reference_free/beta1": reference_free,
+    "da.ipo/pair": ipo_pair,
+    "da.ipo/targets": ipo_targets,
+    "da.ipo/soft": ipo_soft,
+    "da.ipo/deterministic_limit": ipo_limit,
+    "online_ipo_loss": ipo_online,
+    "da.psipo/identity_tabular": psipo_identity,
+    "da.psipo/logit_equals_rlhf": psipo_logit,
+    "da.kl_optimum/r_1_0_m1": kl_optimum,
+    "da.kl_optimum/r_1_0_2": kl_optimum,
+    "da.kl_optimum/two_arm": kl_optimum,
     "kl_regularised_optimum": kl_optimum,
-    "da.kto/cases": kto_cases, "da.kto/batch": kto_batch, "da.kto/balance": kto_balance,
+    "da.kto/cases": kto_cases,
+    "da.kto/batch": kto_batch,
+    "da.kto/balance": kto_balance,
     "da.kto/z0": lambda i, p: {"z0": [direct.kto_reference_point(T(r)) for r in i["mismatched_logratios"]]},
     "da.halo/prospect": lambda i, p: {"v": oracles.prospect_value(i["x"], p["alpha"], p["beta"], p["lambda"])},
-    "da.orpo/half_quarter": orpo, "da.orpo/means_1_2": orpo, "da.orpo/near_one": orpo,
-    "da.simpo/cases": simpo, "da.simpo/length_reversal": simpo, "da.cpo/sum_nll": cpo, "da.cpo/gap5": cpo, "da.cpo/upper_bound": cpo_bound,
-    "da.slic/active": slic, "da.slic/inactive": slic,
+    "da.orpo/half_quarter": orpo,
+    "da.orpo/means_1_2": orpo,
+    "da.orpo/near_one": orpo,
+    "da.simpo/cases": simpo,
+    "da.simpo/length_reversal": simpo,
+    "da.cpo/sum_nll": cpo,
+    "da.cpo/gap5": cpo,
+    "da.cpo/upper_bound": cpo_bound,
+    "da.slic/active": slic,
+    "da.slic/inactive": slic,
     "da.slic/hinge_norm": lambda i, p: {"loss": direct.hinge_norm_loss(T(i["h"]), ZERO, ZERO, ZERO, beta=p["gamma"])},
-    "da.rrhf/three": rrhf, "da.odpo/offset": odpo, "da.odpo/log_scores": odpo,
-    "da.apo_zero/cases": on_ratios(direct.apo_zero_loss), "da.apo_down/cases": on_ratios(direct.apo_down_loss),
-    "da.discopop/lrml": discopop, "da.discopop/family": discopop, "da.2d_dpo/two_segments": two_d,
-    "da.2d_dpo/reduces_to_dpo": two_d, "da.2d_dpo/half_open_span": spans, "da.mdpo/three_terms": mdpo, "da.dpo_nll/irpo": dpo_nll,
-    "da.rebel/pair": rebel, "da.rpo/bernoulli_kl": rpo, "da.cal_dpo/pair": cal_dpo, "da.alphapo/pair": alphapo, "da.bco/pair": bco,
-    "da.pl_dpo/k3": pl_dpo, "da.sppo/hard": sppo_hard, "da.sppo/soft": sppo_soft, "sppo_loss": sppo_soft, "sppo_pair_hard_labels": sppo_hard,
-    "da.ipo_md/mixture": ipo_md, "ipo_md_mixture_logits": ipo_md, "da.reference/ema": reference,
-    "da.diffusion_dpo/pair": diffusion_dpo, "da.bpo/interval": lambda i, p: {"K": [selection.refresh_intervals(i["total_steps"], f)[0] for f in i["F"]]},
-    "da.displacement/metrics": displacement, "da.relatives/formulas": relatives,
+    "da.rrhf/three": rrhf,
+    "da.odpo/offset": odpo,
+    "da.odpo/log_scores": odpo,
+    "da.apo_zero/cases": on_ratios(direct.apo_zero_loss),
+    "da.apo_down/cases": on_ratios(direct.apo_down_loss),
+    "da.discopop/lrml": discopop,
+    "da.discopop/family": discopop,
+    "da.2d_dpo/two_segments": two_d,
+    "da.2d_dpo/reduces_to_dpo": two_d,
+    "da.2d_dpo/half_open_span": spans,
+    "da.mdpo/three_terms": mdpo,
+    "da.dpo_nll/irpo": dpo_nll,
+    "da.rebel/pair": rebel,
+    "da.rpo/bernoulli_kl": rpo,
+    "da.cal_dpo/pair": cal_dpo,
+    "da.alphapo/pair": alphapo,
+    "da.bco/pair": bco,
+    "da.pl_dpo/k3": pl_dpo,
+    "da.sppo/hard": sppo_hard,
+    "da.sppo/soft": sppo_soft,
+    "sppo_loss": sppo_soft,
+    "sppo_pair_hard_labels": sppo_hard,
+    "da.ipo_md/mixture": ipo_md,
+    "ipo_md_mixture_logits": ipo_md,
+    "da.reference/ema": reference,
+    "da.diffusion_dpo/pair": diffusion_dpo,
+    "da.bpo/interval": lambda i, p: {"K": [selection.refresh_intervals(i["total_steps"], f)[0] for f in i["F"]]},
+    "da.displacement/metrics": displacement,
+    "da.relatives/formulas": relatives,
     "da.relatives/aot": aot,
 }

@@ -1,4 +1,7 @@
-"""Vectors of rl.json -> stages/policy/policy_update.py, losses.py, divergence.py, estimators.py, selection.py; optima of small games by tests/oracles.py."""
+"""Vectors of rl.json -> stages/policy/policy_update.py, losses.py, divergence.py, estimators.py, selection.py; optima
+of small games by tests/oracles.py.
+"""
+
 from __future__ import annotations
 
 import math
@@ -34,12 +37,13 @@ def arr(x):
 def rows(i, *names):
     """Single rows as batches of one, with a full mask: returns (batch dict, was a single row)."""
     single = np.ndim(i[names[0]]) == 1
-    out = {k: ([i[k]] if single else i[k]) for k in names if k in i}
+    out = {k: [i[k]] if single else i[k] for k in names if k in i}
     out["mask"] = i.get("mask", np.ones(np.shape(out[names[0]])).tolist())
     return out, single
 
 
 # --- returns, GAE ---------------------------------------------------------------------------------------
+
 
 def returns(i, p):
     b, single = rows(i, "rewards")
@@ -72,21 +76,34 @@ def td(i, p):
 def psi(i, p):
     r, v, ones = [i["rewards"]], [i["values"]], np.ones((1, len(i["rewards"])))
     go = estimators.reward_to_go(r, ones, p["gamma"])[0]
-    return {"total_return": [go[0]] * len(go), "reward_to_go": go, "reward_to_go_minus_value": go - arr(i["values"]),
-            "td_residual": estimators.td_errors(r, v, ones, 0.0, p["gamma"])[0], "gae_lam_half": estimators.gae(r, v, ones, 0.0, p["gamma"], p["lam"])[0][0]}
+    return {
+        "total_return": [go[0]] * len(go),
+        "reward_to_go": go,
+        "reward_to_go_minus_value": go - arr(i["values"]),
+        "td_residual": estimators.td_errors(r, v, ones, 0.0, p["gamma"])[0],
+        "gae_lam_half": estimators.gae(r, v, ones, 0.0, p["gamma"], p["lam"])[0][0],
+    }
 
 
 def value_oracle(i, p):
     first, second, R = arr(i["pi_first"]), arr(i["pi_second_given_first"]), arr(i["reward_of_sequence"])
     v1 = oracles.policy_value(second, R) * p["gamma"]
     v0 = oracles.policy_value(first, v1)
-    return {"V_s1": v1, "V_s0": v0, "A_first": v1 - v0, "A_second": R - v1[:, None],
-            "grad_logits_first": oracles.softmax_policy_gradient(first, v1),
-            "grad_logits_second": first[:, None] * oracles.softmax_policy_gradient(second, R)}
+    return {
+        "V_s1": v1,
+        "V_s0": v0,
+        "A_first": v1 - v0,
+        "A_second": R - v1[:, None],
+        "grad_logits_first": oracles.softmax_policy_gradient(first, v1),
+        "grad_logits_second": first[:, None] * oracles.softmax_policy_gradient(second, R),
+    }
 
 
 def bandit(i, p):
-    return {"J": float(arr(i["pi"]) @ arr(i["reward"])), "grad_logits": oracles.softmax_policy_gradient(i["pi"], i["reward"])}
+    return {
+        "J": float(arr(i["pi"]) @ arr(i["reward"])),
+        "grad_logits": oracles.softmax_policy_gradient(i["pi"], i["reward"]),
+    }
 
 
 def baseline_variance(i, p):
@@ -98,8 +115,13 @@ def baseline_variance(i, p):
         return mean, pi @ (g - mean) ** 2
 
     shifted = r + p["reward_shift"]
-    return {"mean_b0": moments(r, 0)[0], "var_b0": moments(r, 0)[1], "var_b_mean": moments(r, pi @ r)[1],
-            "shifted_var_b0": moments(shifted, 0)[1], "shifted_var_b_mean": moments(shifted, pi @ shifted)[1]}
+    return {
+        "mean_b0": moments(r, 0)[0],
+        "var_b0": moments(r, 0)[1],
+        "var_b_mean": moments(r, pi @ r)[1],
+        "shifted_var_b0": moments(shifted, 0)[1],
+        "shifted_var_b_mean": moments(shifted, pi @ shifted)[1],
+    }
 
 
 def total_variance(i, p):
@@ -130,9 +152,13 @@ def expected_group_gradient(pi, reward, k, mode):
 
 
 def inbatch_bias(i, p):
-    return {"exact": oracles.softmax_policy_gradient(i["pi"], i["reward"]),
-            "expected_grad_group_mean": [expected_group_gradient(i["pi"], i["reward"], k, "mean") for k in p["k"]],
-            "expected_grad_leave_one_out": [expected_group_gradient(i["pi"], i["reward"], k, "leave_one_out") for k in p["k"]]}
+    return {
+        "exact": oracles.softmax_policy_gradient(i["pi"], i["reward"]),
+        "expected_grad_group_mean": [expected_group_gradient(i["pi"], i["reward"], k, "mean") for k in p["k"]],
+        "expected_grad_leave_one_out": [
+            expected_group_gradient(i["pi"], i["reward"], k, "leave_one_out") for k in p["k"]
+        ],
+    }
 
 
 def moving_average(i, p):
@@ -149,6 +175,7 @@ def v_star_baseline(i, p):
 
 
 # --- policy losses -----------------------------------------------------------------------------------------
+
 
 def reinforce(i, p):
     logp, mask = T(i["logp"], True), M(i["mask"])
@@ -172,21 +199,38 @@ def process_reward(i, p):
     mask = arr(i["mask"])
     adjusted = estimators.shape_rewards(i["token_rewards"], i["kl_per_token"], mask, p["kl_coef"], "token_terminal")
     values = np.where(mask > 0, arr(i["values"]), 0.0)
-    return {"adjusted": adjusted, "advantage_immediate": np.where(mask > 0, adjusted - values, 0.0),
-            "advantage_reward_to_go": np.where(mask > 0, estimators.reward_to_go(adjusted, mask, p.get("gamma", 1.0)) - values, 0.0)}
+    return {
+        "adjusted": adjusted,
+        "advantage_immediate": np.where(mask > 0, adjusted - values, 0.0),
+        "advantage_reward_to_go": np.where(
+            mask > 0, estimators.reward_to_go(adjusted, mask, p.get("gamma", 1.0)) - values, 0.0
+        ),
+    }
 
 
 def shares(sums):
     """The sums of `policy_loss` per trained token."""
     share = {k: float(v) / max(float(sums["tokens"]), 1.0) for k, v in sums.items() if k not in ("tokens", "ratio_max")}
-    return {"clip_fraction": share["clip_low"] + share["clip_high"] + share.get("clip_dual", 0.0), "clip_fraction_low": share["clip_low"],
-            "clip_fraction_high": share["clip_high"], "outside_range_fraction": share["outside_range"], "approx_kl_k1": share["k1"], "approx_kl_k2": share["k2"],
-            "approx_kl_k3": share["k3"], "ratio_mean": share["ratio"], "log_ratio_clamped_fraction": share["log_ratio_clamped"]}
+    return {
+        "clip_fraction": share["clip_low"] + share["clip_high"] + share.get("clip_dual", 0.0),
+        "clip_fraction_low": share["clip_low"],
+        "clip_fraction_high": share["clip_high"],
+        "outside_range_fraction": share["outside_range"],
+        "approx_kl_k1": share["k1"],
+        "approx_kl_k2": share["k2"],
+        "approx_kl_k3": share["k3"],
+        "ratio_mean": share["ratio"],
+        "log_ratio_clamped_fraction": share["log_ratio_clamped"],
+    }
 
 
 def ratio_options(p):
-    return {"epsilon": p.get("epsilon", 0.2), "epsilon_high": p.get("epsilon_high"), "ratio_level": p.get("ratio_level", "token"),
-            "clip_ratio_c": p.get("clip_ratio_c")}
+    return {
+        "epsilon": p.get("epsilon", 0.2),
+        "epsilon_high": p.get("epsilon_high"),
+        "ratio_level": p.get("ratio_level", "token"),
+        "clip_ratio_c": p.get("clip_ratio_c"),
+    }
 
 
 def default_mode(p):
@@ -203,7 +247,15 @@ def clip_grid(i, p):
             loss, _ = losses.policy_loss(logp, T([[0.0]]), T([float(A)]), M([[1]]), **ratio_options(p))
             (g,) = grads(loss.sum(), logp)
             slope = -float(g) / ratio
-            out.append({"ratio": ratio, "A": float(A), "objective": -float(loss.detach()), "d_objective_d_ratio": slope, "clipped": slope == 0.0})
+            out.append(
+                {
+                    "ratio": ratio,
+                    "A": float(A),
+                    "objective": -float(loss.detach()),
+                    "d_objective_d_ratio": slope,
+                    "clipped": slope == 0.0,
+                }
+            )
     return {"rows": out}
 
 
@@ -236,9 +288,17 @@ def policy(i, p, surrogate="clip"):
     log_ratio, _ = losses.log_ratios(T(new), T(old), mask, p.get("ratio_level", "token"))
     ratio = log_ratio.exp()
     named = shares(metrics)
-    out |= {**main, **named, "ratio": ratio, "ratio_max": losses.masked(ratio, mask).max(), "sequence_ratio": ratio[:, 0],
-            "terms": -per_token[:, 0], "ratio_is_one": bool((ratio == 1).all()), "skip_optimizer_step": not bool(mask.any()),
-            "weights": losses.masked(ratio, mask)}
+    out |= {
+        **main,
+        **named,
+        "ratio": ratio,
+        "ratio_max": losses.masked(ratio, mask).max(),
+        "sequence_ratio": ratio[:, 0],
+        "terms": -per_token[:, 0],
+        "ratio_is_one": bool((ratio == 1).all()),
+        "skip_optimizer_step": not bool(mask.any()),
+        "weights": losses.masked(ratio, mask),
+    }
     return out
 
 
@@ -256,8 +316,10 @@ def cpi(i, p):
 
 def ppo_sequence(i, p):
     out = policy(i, p)
-    out["scalar_cases"] = [{k: row[k] for k in ("ratio", "A", "objective")}
-                           for row in clip_grid({"ratios": [1.5, 0.5], "A": [1.0, -1.0]}, {"epsilon": p["epsilon"]})["rows"]]
+    out["scalar_cases"] = [
+        {k: row[k] for k in ("ratio", "A", "objective")}
+        for row in clip_grid({"ratios": [1.5, 0.5], "A": [1.0, -1.0]}, {"epsilon": p["epsilon"]})["rows"]
+    ]
     out["scalar_cases"] = [out["scalar_cases"][k] for k in (0, 2, 1, 3)]
     return out
 
@@ -270,19 +332,34 @@ def ratio_inputs(i, p):
     loss, _ = losses.policy_loss(logp, torch.zeros_like(logp), T(i["advantages"]), mask, **ratio_options(p))
     kl = losses.kl_estimate(torch.zeros_like(logp), ref.log(), "k3", mask)
     per_token = -(loss + p["beta"] * kl)
-    return {"per_token": [row[m.bool()] for row, m in zip(per_token, mask)],
-            "objective": step_mean(per_token, mask, "seq-mean-token-mean"),
-            "objective_token_mean": step_mean(per_token, mask, "token-mean")}
+    return {
+        "per_token": [row[m.bool()] for row, m in zip(per_token, mask)],
+        "objective": step_mean(per_token, mask, "seq-mean-token-mean"),
+        "objective_token_mean": step_mean(per_token, mask, "token-mean"),
+    }
 
 
 def clamp_cases(i, p):
     def objective(d, A, c=None):
-        loss, _ = losses.policy_loss(T([[d]]), T([[0.0]]), T([A]), M([[1]]), epsilon=p["epsilon"], clip_ratio_c=c, log_ratio_clamp=p["log_ratio_clamp"])
+        loss, _ = losses.policy_loss(
+            T([[d]]),
+            T([[0.0]]),
+            T([A]),
+            M([[1]]),
+            epsilon=p["epsilon"],
+            clip_ratio_c=c,
+            log_ratio_clamp=p["log_ratio_clamp"],
+        )
         return -loss[0, 0]
+
     c = p["clip_ratio_c"]
-    return {"objective_log_ratio_50_A1": objective(50.0, 1.0), "objective_log_ratio_50_Aminus1_no_dual": objective(50.0, -1.0),
-            "objective_log_ratio_50_Aminus1_dual": objective(50.0, -1.0, c), "objective_log_ratio_minus50_A1": objective(-50.0, 1.0),
-            "objective_log_ratio_minus50_Aminus1": objective(-50.0, -1.0)}
+    return {
+        "objective_log_ratio_50_A1": objective(50.0, 1.0),
+        "objective_log_ratio_50_Aminus1_no_dual": objective(50.0, -1.0),
+        "objective_log_ratio_50_Aminus1_dual": objective(50.0, -1.0, c),
+        "objective_log_ratio_minus50_A1": objective(-50.0, 1.0),
+        "objective_log_ratio_minus50_Aminus1": objective(-50.0, -1.0),
+    }
 
 
 def one_step(i, p):
@@ -312,21 +389,44 @@ def rollout_loop(i, p):
     policy_, g = run(i["logp_new"], mode)
     target = T(np.repeat(reward[:, None], mask.shape[1], 1).tolist())
     value = step_mean(losses.value_loss(T(i["values_new"]), target, mask), mask, mode)
-    items, _ = rows_of(mask, advantages=adv.tolist(), old_logps=i["logp_old"], returns=target.tolist(), values=i["values_old"])
+    items, _ = rows_of(
+        mask, advantages=adv.tolist(), old_logps=i["logp_old"], returns=target.tolist(), values=i["values_old"]
+    )
     trained = mask.bool()
-    _, total = rl_update(rl_preset("grpo", aggregation=mode, epsilon=p["epsilon"], kl_loss_coef=0.0), {"vf_coef": p["vf_coef"], "entropy_coef": p["entropy_coef"]}, items,
-                         T(i["logp_new"])[trained], T(p["entropy_value"]).expand(int(trained.sum())), T(i["values_new"])[trained])
-    return {"kl_per_token": kl, "kl_seq_mean": kl.sum(1) / mask.sum(1), "reward": reward, "advantage_mean": picked.mean(),
-            "advantage_var": picked.var(), "advantages": adv, "policy_loss_at_ratio_1": run(i["logp_old"], mode)[0],
-            "policy_loss_at_ratio_1_token_mean": run(i["logp_old"], "token-mean")[0], "policy_loss": policy_,
-            "policy_loss_token_mean": run(i["logp_new"], "token-mean")[0], "value_loss": value, "grad_logp_new": g,
-            "total_loss": total}
+    _, total = rl_update(
+        rl_preset("grpo", aggregation=mode, epsilon=p["epsilon"], kl_loss_coef=0.0),
+        {"vf_coef": p["vf_coef"], "entropy_coef": p["entropy_coef"]},
+        items,
+        T(i["logp_new"])[trained],
+        T(p["entropy_value"]).expand(int(trained.sum())),
+        T(i["values_new"])[trained],
+    )
+    return {
+        "kl_per_token": kl,
+        "kl_seq_mean": kl.sum(1) / mask.sum(1),
+        "reward": reward,
+        "advantage_mean": picked.mean(),
+        "advantage_var": picked.var(),
+        "advantages": adv,
+        "policy_loss_at_ratio_1": run(i["logp_old"], mode)[0],
+        "policy_loss_at_ratio_1_token_mean": run(i["logp_old"], "token-mean")[0],
+        "policy_loss": policy_,
+        "policy_loss_token_mean": run(i["logp_new"], "token-mean")[0],
+        "value_loss": value,
+        "grad_logp_new": g,
+        "total_loss": total,
+    }
 
 
 def early_stop(i, p):
     assert schedules.EARLY_STOP_FACTOR == p["factor"]
-    stop = next((k for k, kl in enumerate(i["approx_kl_per_minibatch"]) if schedules.stops_early(kl, p["early_stop_kl"])), None)
-    return {"stop_after_index": stop, "minibatches_applied": len(i["approx_kl_per_minibatch"]) if stop is None else stop}
+    stop = next(
+        (k for k, kl in enumerate(i["approx_kl_per_minibatch"]) if schedules.stops_early(kl, p["early_stop_kl"])), None
+    )
+    return {
+        "stop_after_index": stop,
+        "minibatches_applied": len(i["approx_kl_per_minibatch"]) if stop is None else stop,
+    }
 
 
 def offline_weights(i, p):
@@ -344,7 +444,13 @@ def topr(i, p):
     w = losses.tapered_weights(logp, mu, r, p.get("clip_pos", (1, 1)), p.get("clip_neg", (0, 1)))
     loss = -(w * r * logp).mean()
     (g,) = grads(loss, logp)
-    return {"ratio": torch.exp(logp.detach() - mu), "weights": w, "loss": loss, "grad_logp_seq": g, "effective_reward": r}
+    return {
+        "ratio": torch.exp(logp.detach() - mu),
+        "weights": w,
+        "loss": loss,
+        "grad_logp_seq": g,
+        "effective_reward": r,
+    }
 
 
 def tis(i, p):
@@ -354,12 +460,19 @@ def tis(i, p):
     def weight(mode, cap=c):
         return losses.truncated_importance_weights(old, mu, mask, mode, cap)
 
-    out = {"raw_ratio": weight("token_truncate", math.inf), "weights": weight("token_truncate"),
-           "sequence_ratio": weight("sequence_truncate", math.inf)[:, 0], "sequence_truncate_weight": weight("sequence_truncate")[:, 0],
-           "sequence_mask_weight": weight("sequence_mask")[:, 0], "token_mask_weight": weight("token_mask")}
+    out = {
+        "raw_ratio": weight("token_truncate", math.inf),
+        "weights": weight("token_truncate"),
+        "sequence_ratio": weight("sequence_truncate", math.inf)[:, 0],
+        "sequence_truncate_weight": weight("sequence_truncate")[:, 0],
+        "sequence_mask_weight": weight("sequence_mask")[:, 0],
+        "token_mask_weight": weight("token_mask"),
+    }
     if "logp_new" in i:
         logp = T(i["logp_new"], True)
-        per, _ = losses.policy_loss(logp, old, T(i["advantages"]), mask, epsilon=p["epsilon"], weights_BT=weight("token_truncate"))
+        per, _ = losses.policy_loss(
+            logp, old, T(i["advantages"]), mask, epsilon=p["epsilon"], weights_BT=weight("token_truncate")
+        )
         out["loss"] = step_mean(per, mask, p["loss_agg_mode"])
         (out["grad_logp_new"],) = grads(out["loss"], logp)
     return out
@@ -369,18 +482,36 @@ def objective_scalars(i, p):
     """Scalars given as objectives and coefficients: an update of one token at ratio 1 whose terms are these."""
     clip = i.get("objective_clip", i.get("clip_objective"))
     h = T(i["entropy"]) if "entropy" in i else production.entropy(T(i["pi_new"]).log())
-    items, _ = rows_of(torch.ones(1, 1), advantages=[clip], old_logps=[[0.0]], ref_logps=[[-math.sqrt(2 * i.get("kl", 0.0))]], returns=[[0.0]], values=[[0.0]])
+    items, _ = rows_of(
+        torch.ones(1, 1),
+        advantages=[clip],
+        old_logps=[[0.0]],
+        ref_logps=[[-math.sqrt(2 * i.get("kl", 0.0))]],
+        returns=[[0.0]],
+        values=[[0.0]],
+    )
     row = rl_preset("grpo", aggregation="token-mean", kl_loss_coef=p.get("beta", 0.0), kl_loss_estimator="k2")
-    _, loss = rl_update(row, {"vf_coef": p.get("vf_coef", 0.0), "entropy_coef": p["entropy_coef"]}, items, T([0.0]), h.reshape(1), T([math.sqrt(i.get("value_loss", 0.0))]))
+    _, loss = rl_update(
+        row,
+        {"vf_coef": p.get("vf_coef", 0.0), "entropy_coef": p["entropy_coef"]},
+        items,
+        T([0.0]),
+        h.reshape(1),
+        T([math.sqrt(i.get("value_loss", 0.0))]),
+    )
     return {"loss": loss, "objective": -loss, "entropy": h}
 
 
 # --- critic, KL, entropy ---------------------------------------------------------------------------------------
 
+
 def critic(i, p):
     if "values_prompt" in i:
         v, r = T([[x] for x in i["values_prompt"]]), T([[x] for x in i["reward"]])
-        return {"advantages": (r - v)[:, 0], "loss": step_mean(losses.value_loss(v, r, torch.ones_like(v)), torch.ones_like(v), "token-mean")}
+        return {
+            "advantages": (r - v)[:, 0],
+            "loss": step_mean(losses.value_loss(v, r, torch.ones_like(v)), torch.ones_like(v), "token-mean"),
+        }
     values, mask = T(i.get("values", i.get("values_new")), True), M(i["mask"])
     target = T(i["returns"]) if "returns" in i else T(i["reward"]).unsqueeze(1).expand_as(values)
     old, clip = (T(i["values_old"]) if "values_old" in i else None), p.get("cliprange_value")
@@ -389,12 +520,22 @@ def critic(i, p):
     loss = step_mean(per, mask, p.get("loss_agg_mode", "token-mean"))
     half = step_mean(losses.value_loss(values, target, mask, old, clip, half=True), mask, "token-mean")
     (g,) = torch.autograd.grad(mean, values)
-    out = {"per_token": per, "loss": loss, "loss_sum": per.sum(), "loss_token_mean": mean, "loss_half_token_mean": half,
-           "grad_values": g, "grad_values_token_mean": g}
+    out = {
+        "per_token": per,
+        "loss": loss,
+        "loss_sum": per.sum(),
+        "loss_token_mean": mean,
+        "loss_half_token_mean": half,
+        "grad_values": g,
+        "grad_values_token_mean": g,
+    }
     if clip is not None:
         clipped = old + (values.detach() - old).clamp(-clip, clip)
         unclipped = (values.detach() - target) ** 2
-        out |= {"values_clipped": clipped, "clip_fraction": float((((clipped - target) ** 2 > unclipped) & mask.bool()).sum() / mask.sum())}
+        out |= {
+            "values_clipped": clipped,
+            "clip_fraction": float((((clipped - target) ** 2 > unclipped) & mask.bool()).sum() / mask.sum()),
+        }
     return out
 
 
@@ -411,7 +552,13 @@ def kl_table(i, p):
 def kl_sequence(i, p):
     mask = M(i["mask"])
     k = {n: losses.kl_estimate(T(i["logp"]), T(i["logp_ref"]), n, mask) for n in ("k1", "k2", "k3")}
-    return {"k1_tokens": k["k1"], "k1_sum": k["k1"].sum(1), "k1_mean": k["k1"].sum(1) / mask.sum(1), "k2_sum": k["k2"].sum(1), "k3_sum": k["k3"].sum(1)}
+    return {
+        "k1_tokens": k["k1"],
+        "k1_sum": k["k1"].sum(1),
+        "k1_mean": k["k1"].sum(1) / mask.sum(1),
+        "k2_sum": k["k2"].sum(1),
+        "k3_sum": k["k3"].sum(1),
+    }
 
 
 def kl_gradients(i, p):
@@ -429,27 +576,38 @@ def kl_gradients(i, p):
         theta = pi.log().clone().requires_grad_()
         return torch.autograd.grad(production.full_kl(theta, ref.log(), direction=direction), theta)[0]
 
-    return {"grad_exact_kl_pi_ref": exact("reverse"), "grad_exact_kl_ref_pi": exact("forward"),
-            **{f"expected_grad_{k}_in_loss": expected(k) for k in ("k1", "k2", "k3")},
-            "expected_grad_ratio_weighted_k1": expected("k1", True), "expected_grad_ratio_weighted_k3": expected("k3", True)}
+    return {
+        "grad_exact_kl_pi_ref": exact("reverse"),
+        "grad_exact_kl_ref_pi": exact("forward"),
+        **{f"expected_grad_{k}_in_loss": expected(k) for k in ("k1", "k2", "k3")},
+        "expected_grad_ratio_weighted_k1": expected("k1", True),
+        "expected_grad_ratio_weighted_k3": expected("k3", True),
+    }
 
 
 def kl_in_reward(i, p):
     pi, ref = T(i["pi"]), T(i["ref"])
-    penalty = {k: losses.kl_estimate(pi.log(), ref.log(), k, torch.ones_like(pi)).numpy() * p["kl_coef"] for k in ("k1", "k3")}
+    penalty = {
+        k: losses.kl_estimate(pi.log(), ref.log(), k, torch.ones_like(pi)).numpy() * p["kl_coef"] for k in ("k1", "k3")
+    }
     theta = pi.log().clone().requires_grad_()
     (exact,) = torch.autograd.grad(production.full_kl(theta, ref.log()), theta)
     flat = np.full(len(pi), float(production.full_kl(pi.log(), ref.log())))
-    return {"minus_policy_gradient_of_minus_log_ratio": oracles.softmax_policy_gradient(pi, penalty["k1"]),
-            "gradient_from_k3_as_detached_penalty": oracles.softmax_policy_gradient(pi, penalty["k3"]),
-            "gradient_from_full_kl_as_detached_penalty": oracles.softmax_policy_gradient(pi, flat), "exact_reverse_kl_gradient": exact}
+    return {
+        "minus_policy_gradient_of_minus_log_ratio": oracles.softmax_policy_gradient(pi, penalty["k1"]),
+        "gradient_from_k3_as_detached_penalty": oracles.softmax_policy_gradient(pi, penalty["k3"]),
+        "gradient_from_full_kl_as_detached_penalty": oracles.softmax_policy_gradient(pi, flat),
+        "exact_reverse_kl_gradient": exact,
+    }
 
 
 def k3_clamp(i, p):
     d = T(i["log_pi_minus_log_ref"])
     one = torch.ones_like(d)
-    return {"k3": losses.kl_estimate(d, torch.zeros_like(d), "k3", one, log_ratio_clamp=p["log_ratio_clamp"]),
-            "clamped": losses.log_ratios(d, torch.zeros_like(d), one, log_ratio_clamp=p["log_ratio_clamp"])[1]}
+    return {
+        "k3": losses.kl_estimate(d, torch.zeros_like(d), "k3", one, log_ratio_clamp=p["log_ratio_clamp"]),
+        "clamped": losses.log_ratios(d, torch.zeros_like(d), one, log_ratio_clamp=p["log_ratio_clamp"])[1],
+    }
 
 
 def kl_reward(i, p):
@@ -464,9 +622,17 @@ def kl_reward(i, p):
     gamma = p.get("gamma", 1.0)
     tokens = shaped["token_terminal"]
     back = estimators.reward_to_go(tokens, mask, gamma)
-    out = {"token_rewards": tokens, "sum": tokens.sum(1), "shaped": shaped["sequence_sum"], "reward": shaped["sequence_sum"],
-           "token_terminal": {"token_rewards": tokens, "returns": back}, "token_broadcast": {"token_rewards_as_psi": shaped["token_broadcast"]},
-           "sequence_sum": {"reward": shaped["sequence_sum"]}, "sequence_mean": {"reward": shaped["sequence_mean"]}, "returns": back}
+    out = {
+        "token_rewards": tokens,
+        "sum": tokens.sum(1),
+        "shaped": shaped["sequence_sum"],
+        "reward": shaped["sequence_sum"],
+        "token_terminal": {"token_rewards": tokens, "returns": back},
+        "token_broadcast": {"token_rewards_as_psi": shaped["token_broadcast"]},
+        "sequence_sum": {"reward": shaped["sequence_sum"]},
+        "sequence_mean": {"reward": shaped["sequence_mean"]},
+        "returns": back,
+    }
     if "values_old" in i:
         out["advantages"], out["returns"] = estimators.gae(tokens, i["values_old"], mask, 0.0, gamma, p["lam"])
         out["advantages_lam1"] = estimators.gae(tokens, i["values_old"], mask, 0.0, gamma, 1.0)[0]
@@ -476,7 +642,11 @@ def kl_reward(i, p):
 def reinforce_pp(i, p):
     tokens = estimators.shape_rewards(i["score"], i["kl_per_token"], i["mask"], p["kl_coef"], "token_terminal")
     back = estimators.reward_to_go(tokens, i["mask"], p["gamma"])
-    return {"token_rewards": tokens, "returns": back, "advantages": estimators.whiten(back, i["mask"], p["ddof"], p["eps"])}
+    return {
+        "token_rewards": tokens,
+        "returns": back,
+        "advantages": estimators.whiten(back, i["mask"], p["ddof"], p["eps"]),
+    }
 
 
 def kl_full(i, p):
@@ -486,7 +656,12 @@ def kl_full(i, p):
         return {"kl_per_token": kl, "kl_sequence_sum": kl.sum(1), "kl_token_mean": step_mean(kl, mask, "token-mean")}
     pi, ref = T(i["pi"]).log(), T(i["ref"]).log()
     kl, h = production.full_kl(pi, ref), production.entropy(pi)
-    return {"kl_pi_ref": kl, "kl_ref_pi": production.full_kl(pi, ref, direction="forward"), "entropy_pi": h, "cross_entropy_pi_ref": kl + h}
+    return {
+        "kl_pi_ref": kl,
+        "kl_ref_pi": production.full_kl(pi, ref, direction="forward"),
+        "entropy_pi": h,
+        "cross_entropy_pi_ref": kl + h,
+    }
 
 
 def kl_kd(i, p):
@@ -509,7 +684,14 @@ def klpen(i, p):
     H = production.entropy(new.log())
 
     def surrogate(action, kind, epsilon=0.2):
-        loss, _ = losses.policy_loss(new.log()[action].reshape(1, 1), old.log()[action].reshape(1, 1), T([A]), M([[1]]), epsilon=epsilon, surrogate=kind)
+        loss, _ = losses.policy_loss(
+            new.log()[action].reshape(1, 1),
+            old.log()[action].reshape(1, 1),
+            T([A]),
+            M([[1]]),
+            epsilon=epsilon,
+            surrogate=kind,
+        )
         return -loss[0, 0]
 
     out = {"kl_old_new": kl, "entropy": H}
@@ -547,14 +729,33 @@ def trust_region(i, p):
 
     def try_step(fraction):
         new = logits + fraction * step
-        tried.append({"fraction": fraction, "kl_old_new": float(production.full_kl(logits, new)), "surrogate_gain": float((torch.softmax(new, -1) - torch.softmax(logits, -1)) @ adv)})
+        tried.append(
+            {
+                "fraction": fraction,
+                "kl_old_new": float(production.full_kl(logits, new)),
+                "surrogate_gain": float((torch.softmax(new, -1) - torch.softmax(logits, -1)) @ adv),
+            }
+        )
         return tried[-1]["kl_old_new"], tried[-1]["surrogate_gain"]
 
-    accepted = backtrack(try_step, p["max_kl"], p["backtrack_coeff"], p["backtrack_iters"]) if "backtrack_coeff" in p else (1.0,)
+    accepted = (
+        backtrack(try_step, p["max_kl"], p["backtrack_coeff"], p["backtrack_iters"])
+        if "backtrack_coeff" in p
+        else (1.0,)
+    )
     new = logits + (accepted[0] if accepted else 0.0) * step
-    return {"grad": g, "fisher": torch.stack([fisher(v) for v in torch.eye(len(g), dtype=g.dtype)]), "x": x, "natural_step": step, "full_step": step,
-            "line_search": tried, "accepted_index": len(tried) - 1 if accepted else None, "pi_new": torch.softmax(new, -1),
-            "kl_old_new": production.full_kl(logits, new), "kl_new_old": production.full_kl(new, logits)}
+    return {
+        "grad": g,
+        "fisher": torch.stack([fisher(v) for v in torch.eye(len(g), dtype=g.dtype)]),
+        "x": x,
+        "natural_step": step,
+        "full_step": step,
+        "line_search": tried,
+        "accepted_index": len(tried) - 1 if accepted else None,
+        "pi_new": torch.softmax(new, -1),
+        "kl_old_new": production.full_kl(logits, new),
+        "kl_new_old": production.full_kl(new, logits),
+    }
 
 
 def entropy(i, p):
@@ -562,11 +763,20 @@ def entropy(i, p):
     if "entropy_per_token" in i:
         h, mask = T(i["entropy_per_token"]), M(i["mask"])
         mean = step_mean(h, mask, "token-mean")
-        return {"token_mean": mean, "seq_mean_token_mean": step_mean(h, mask, "seq-mean-token-mean"), "loss_term_token_mean": -c * mean}
+        return {
+            "token_mean": mean,
+            "seq_mean_token_mean": step_mean(h, mask, "seq-mean-token-mean"),
+            "loss_term_token_mean": -c * mean,
+        }
     logits = T(i["pi"]).log().requires_grad_()
     h = production.entropy(logits)
     (g,) = grads(h, logits)
-    return {"entropy": h, "loss_term": -c * h, "grad_logits_of_entropy": g, "uniform_entropy": production.entropy(torch.zeros_like(logits))}
+    return {
+        "entropy": h,
+        "loss_term": -c * h,
+        "grad_logits_of_entropy": g,
+        "uniform_entropy": production.entropy(torch.zeros_like(logits)),
+    }
 
 
 def controller(i, p):
@@ -593,39 +803,76 @@ def controller(i, p):
 
 def kl_units(i, p):
     kl, mask = T(i["kl_per_token"]), M(i["mask"])
-    return {"kl_token_mean": step_mean(kl, mask, "token-mean"), "kl_sequence_sum_mean": step_mean(kl, mask, "seq-mean-token-sum"),
-            "kl_sequence_mean_mean": step_mean(kl, mask, "seq-mean-token-mean")}
+    return {
+        "kl_token_mean": step_mean(kl, mask, "token-mean"),
+        "kl_sequence_sum_mean": step_mean(kl, mask, "seq-mean-token-sum"),
+        "kl_sequence_mean_mean": step_mean(kl, mask, "seq-mean-token-mean"),
+    }
 
 
 def ptx(i, p):
     """An update of one token at ratio 1, whose loss is the given one, and of the pretraining rows."""
-    logp, mask = (T(i["logp_pretrain"], True), M(i["mask"])) if "mask" in i else (T([[-i["ptx_nll"]]], True), torch.ones(1, 1, dtype=torch.int))
+    logp, mask = (
+        (T(i["logp_pretrain"], True), M(i["mask"]))
+        if "mask" in i
+        else (T([[-i["ptx_nll"]]], True), torch.ones(1, 1, dtype=torch.int))
+    )
 
     def update(how):
         items = rows_of(torch.ones(1, 1), advantages=[-i["policy_loss"]], old_logps=[[0.0]])[0]
-        items += [make_item(f"ptx {k}", [0], [[0] * mask.shape[1]], [row.tolist()], ptx=True) for k, row in enumerate(mask)]
-        return rl_update(rl_preset("grpo", aggregation="token-mean", kl_loss_coef=0.0, ptx_coef=p["ptx_coef"]), {"ptx_agg": how}, items, torch.cat([T([0.0]), logp[mask.bool()]]))[1]
+        items += [
+            make_item(f"ptx {k}", [0], [[0] * mask.shape[1]], [row.tolist()], ptx=True) for k, row in enumerate(mask)
+        ]
+        return rl_update(
+            rl_preset("grpo", aggregation="token-mean", kl_loss_coef=0.0, ptx_coef=p["ptx_coef"]),
+            {"ptx_agg": how},
+            items,
+            torch.cat([T([0.0]), logp[mask.bool()]]),
+        )[1]
 
     loss = update("token-mean")
     (g,) = grads(loss, logp)
-    nll = {how: (update(how).detach() - i["policy_loss"]) / p["ptx_coef"] for how in ("token-mean", "seq-mean-token-sum")}
-    return {"loss": loss, "ptx_nll_token_mean": nll["token-mean"], "ptx_nll_seq_mean_token_sum": nll["seq-mean-token-sum"], "loss_token_mean": loss,
-            "grad_logp_pretrain_token_mean": g}
+    nll = {
+        how: (update(how).detach() - i["policy_loss"]) / p["ptx_coef"] for how in ("token-mean", "seq-mean-token-sum")
+    }
+    return {
+        "loss": loss,
+        "ptx_nll_token_mean": nll["token-mean"],
+        "ptx_nll_seq_mean_token_sum": nll["seq-mean-token-sum"],
+        "loss_token_mean": loss,
+        "grad_logp_pretrain_token_mean": g,
+    }
 
 
 # --- normalisation, aggregation, groups ------------------------------------------------------------------------
 
+
 def whiten(i, p):
     if "advantage_clip" in p:
-        every = np.ones(len(i["advantages"]), bool)  # completions of one token, their rewards the advantages: no group, no baseline
+        # completions of one token, their rewards the advantages: no group, no baseline
+        every = np.ones(len(i["advantages"]), bool)
         batch = credit.Batch(arr(i["advantages"]), np.zeros(len(every), int), every[:, None], every, every)
-        return {"clipped": credit.assign(rl_preset("reinforce"), batch, 0.0, advantage_clip=p["advantage_clip"]).advantages_BT[:, 0]}
+        return {
+            "clipped": (
+                credit.assign(rl_preset("reinforce"), batch, 0.0, advantage_clip=p["advantage_clip"]).advantages_BT[
+                    :, 0
+                ]
+            )
+        }
     if "rewards" in i:
         r = i["rewards"]
-        return {"whitened": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"]), "minmax_0_1": estimators.minmax(r),
-                "whiten_without_shift": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"], shift_mean=False), "clip_to_2.5": np.clip(r, -2.5, 2.5)}
+        return {
+            "whitened": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"]),
+            "minmax_0_1": estimators.minmax(r),
+            "whiten_without_shift": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"], shift_mean=False),
+            "clip_to_2.5": np.clip(r, -2.5, 2.5),
+        }
     picked = arr(i["advantages"])[arr(i["mask"]) > 0]
-    return {"whitened": estimators.whiten(i["advantages"], i["mask"], p["ddof"], p["eps"]), "mean": picked.mean(), "std": picked.std(ddof=p["ddof"])}
+    return {
+        "whitened": estimators.whiten(i["advantages"], i["mask"], p["ddof"], p["eps"]),
+        "mean": picked.mean(),
+        "std": picked.std(ddof=p["ddof"]),
+    }
 
 
 def aggregation(i, p):
@@ -645,14 +892,25 @@ def aggregation(i, p):
     if isinstance(p.get("seq_denominator"), list):
         out |= {m: {d: step_mean(loss, mask, m, seq_denominator=d) for d in p["seq_denominator"]} for m in MODES[1:3]}
     if "prompt_ids" in i:
-        out |= {"token-mean scope=batch": out["token-mean"], "token-mean scope=group": step_mean(loss, mask, "token-mean", scope="group", prompts=i["prompt_ids"])}
+        out |= {
+            "token-mean scope=batch": out["token-mean"],
+            "token-mean scope=group": step_mean(loss, mask, "token-mean", scope="group", prompts=i["prompt_ids"]),
+        }
     if "tool_mask" in i:
-        out |= {"loss_mask": mask, "length_for_overlong": int(M(i["response_mask"]).sum()), "length_for_loss": int(mask.sum())}
+        out |= {
+            "loss_mask": mask,
+            "length_for_overlong": int(M(i["response_mask"]).sum()),
+            "length_for_loss": int(mask.sum()),
+        }
     if "micro_batch_size" in p:
-        parts = [losses.aggregate(loss[k:k + 1], mask[k:k + 1], "token-mean") for k in range(len(loss))]
+        parts = [losses.aggregate(loss[k : k + 1], mask[k : k + 1], "token-mean") for k in range(len(loss))]
         tokens = sum(c["tokens"] for _, c in parts)
-        out |= {"global_token_mean": sum(s for s, _ in parts) / tokens, "micro_batch_1_mean_of_token_means": sum(s / c["tokens"] for s, c in parts) / len(parts),
-                "micro_numerators": [s for s, _ in parts], "global_denominator": tokens}
+        out |= {
+            "global_token_mean": sum(s for s, _ in parts) / tokens,
+            "micro_batch_1_mean_of_token_means": sum(s / c["tokens"] for s, c in parts) / len(parts),
+            "micro_numerators": [s for s, _ in parts],
+            "global_denominator": tokens,
+        }
     return out
 
 
@@ -667,26 +925,44 @@ def aggregation_gradients(i, p):
     return out
 
 
-GROUP_NAMES = {"ddof0_eps0": ("mean_std", 0, 0.0), "ddof1_eps0": ("mean_std", 1, 0.0), "ddof1_eps1e-4": ("mean_std", 1, 1e-4),
-               "ddof0_eps1e-8": ("mean_std", 0, 1e-8), "no_std": ("mean", 1, 0.0)}
+GROUP_NAMES = {
+    "ddof0_eps0": ("mean_std", 0, 0.0),
+    "ddof1_eps0": ("mean_std", 1, 0.0),
+    "ddof1_eps1e-4": ("mean_std", 1, 1e-4),
+    "ddof0_eps1e-8": ("mean_std", 0, 1e-8),
+    "no_std": ("mean", 1, 0.0),
+}
 
 
 def group_names(p):
     ddof, eps = p.get("ddof", 1), p.get("eps", 1e-4)
-    return {**GROUP_NAMES, "scale_rewards=batch": ("batch_std", ddof, eps), "scale_rewards=batch_centered": ("batch_centered_std", ddof, eps),
-            "scale_rewards=none": ("mean", ddof, eps)}
+    return {
+        **GROUP_NAMES,
+        "scale_rewards=batch": ("batch_std", ddof, eps),
+        "scale_rewards=batch_centered": ("batch_centered_std", ddof, eps),
+        "scale_rewards=none": ("mean", ddof, eps),
+    }
 
 
 def grouped(i, p, mode="mean_std"):
     r = i.get("rewards", i.get("rewards_flat", i.get("reward")))
     ids = i.get("prompt_ids", i.get("prompt_id", ["q"] * len(r)))
-    mode = {"group": "mean_std", "none": "mean", "batch": "batch_std", "batch_centered": "batch_centered_std"}.get(p.get("scale_rewards"), mode)
-    adv, informative = estimators.group_advantage(r, ids, mode, p.get("ddof", p.get("std_ddof", 1)), p.get("eps", p.get("std_eps", 1e-4)))
+    mode = {"group": "mean_std", "none": "mean", "batch": "batch_std", "batch_centered": "batch_centered_std"}.get(
+        p.get("scale_rewards"), mode
+    )
+    adv, informative = estimators.group_advantage(
+        r, ids, mode, p.get("ddof", p.get("std_ddof", 1)), p.get("eps", p.get("std_eps", 1e-4))
+    )
     out = {name: estimators.group_advantage(r, ids, *how)[0] for name, how in group_names(p).items()}
     loo, _ = estimators.group_advantage(r, ids, "mean")
     G = p.get("num_generations", len(r))
-    return {**out, "advantages": adv, "group_is_uninformative": not informative.any(),
-            "loss_mask_sample": [int(math.isfinite(x)) for x in r], "dr_grpo_times_k_over_k_minus_1": loo * G / max(G - 1, 1)}
+    return {
+        **out,
+        "advantages": adv,
+        "group_is_uninformative": not informative.any(),
+        "loss_mask_sample": [int(math.isfinite(x)) for x in r],
+        "dr_grpo_times_k_over_k_minus_1": loo * G / max(G - 1, 1),
+    }
 
 
 def std_difficulty(i, p):
@@ -715,9 +991,12 @@ def process(i, p):
     ends = [[e - 1 for e in row] for row in i["step_end_token_1based"]]
     lengths = i.get("lengths", [row[-1] + 1 for row in ends])
     flat = [r for row in i["step_rewards"] for r in row]
-    return {"ddof0": estimators.process_advantage(i["step_rewards"], ends, lengths, 0, p["eps"]),
-            "ddof1": estimators.process_advantage(i["step_rewards"], ends, lengths, 1, p["eps"]), "mean": float(np.mean(flat)),
-            "advantages": estimators.process_advantage(i["step_rewards"], ends, lengths, p.get("ddof", 1), p["eps"])}
+    return {
+        "ddof0": estimators.process_advantage(i["step_rewards"], ends, lengths, 0, p["eps"]),
+        "ddof1": estimators.process_advantage(i["step_rewards"], ends, lengths, 1, p["eps"]),
+        "mean": float(np.mean(flat)),
+        "advantages": estimators.process_advantage(i["step_rewards"], ends, lengths, p.get("ddof", 1), p["eps"]),
+    }
 
 
 def overlong_stats(i, p):
@@ -735,49 +1014,85 @@ def dapo_reward(i, p):
 
 def overlong(i, p):
     length = i.get("length", i.get("lengths"))
-    out = estimators.overlong_penalty(length, p.get("max_completion_length", p.get("L_max")), p.get("soft_punish_cache", p.get("L_cache")))
+    out = estimators.overlong_penalty(
+        length, p.get("max_completion_length", p.get("L_max")), p.get("soft_punish_cache", p.get("L_cache"))
+    )
     return {"penalty": out, "reward": out}
 
 
 def filter_correctness(i, p):
     reward = arr(i["correct"]) + arr(i["overlong_penalty"])
     adv, _ = estimators.group_advantage(reward, ["q"] * len(reward))
-    return {"reward": reward, "reward_std_nonzero": not estimators.is_constant(reward),
-            "keep_group": bool(estimators.informative_groups([sum(i["correct"])], p["num_generations"])[0]), "advantages_if_wrongly_kept": adv}
+    return {
+        "reward": reward,
+        "reward_std_nonzero": not estimators.is_constant(reward),
+        "keep_group": bool(estimators.informative_groups([sum(i["correct"])], p["num_generations"])[0]),
+        "advantages_if_wrongly_kept": adv,
+    }
 
 
 def dynamic(i, p):
     stream = list(enumerate(i["correct_counts_stream"]))
-    found = estimators.fill_informative(lambda seen: stream[seen:seen + p["gen_batch_size"]] or None,
-                                        lambda group: None if estimators.informative_groups([group[1]], p["num_generations"])[0] else "equal",
-                                        p["train_batch_size"], p["max_num_gen_batches"])
-    return {"kept_indices": [at for at, _ in found["kept"]], "surplus_indices": [at for at, _ in found["surplus"]], "gen_batches_used": found["batches"], "filter_rate": found["filter_rate"]}
+    found = estimators.fill_informative(
+        lambda seen: stream[seen : seen + p["gen_batch_size"]] or None,
+        lambda group: None if estimators.informative_groups([group[1]], p["num_generations"])[0] else "equal",
+        p["train_batch_size"],
+        p["max_num_gen_batches"],
+    )
+    return {
+        "kept_indices": [at for at, _ in found["kept"]],
+        "surplus_indices": [at for at, _ in found["surplus"]],
+        "gen_batches_used": found["batches"],
+        "filter_rate": found["filter_rate"],
+    }
 
 
 def plus_advantage(i, p):
     r = [float(all(t) and ok) for t, ok in zip(i["tests_passed"], i["parsable"])]
     ids = ["q"] * len(r)
-    return {"rewards": r, "advantages_ddof0": estimators.group_advantage(r, ids, "mean_std", 0, 0.0)[0],
-            "advantages_ddof1": estimators.group_advantage(r, ids, "mean_std", 1, 0.0)[0]}
+    return {
+        "rewards": r,
+        "advantages_ddof0": estimators.group_advantage(r, ids, "mean_std", 0, 0.0)[0],
+        "advantages_ddof1": estimators.group_advantage(r, ids, "mean_std", 1, 0.0)[0],
+    }
 
 
 def termination(i, p):
     r, done, v = [i["reward"]], [i["terminated"]], [i["V_next"]]
     out = {}
-    for name, policy_, mode in (("score", "score", "replace"), ("zero", "zero", "replace"), ("penalty_replace", "penalty", "replace"),
-                                ("penalty_subtract", "penalty", "subtract"), ("bootstrap", "bootstrap", "replace"), ("mask", "mask", "replace")):
+    for name, policy_, mode in (
+        ("score", "score", "replace"),
+        ("zero", "zero", "replace"),
+        ("penalty_replace", "penalty", "replace"),
+        ("penalty_subtract", "penalty", "subtract"),
+        ("bootstrap", "bootstrap", "replace"),
+        ("mask", "mask", "replace"),
+    ):
         reward, boot, keep = estimators.apply_truncation(r, done, policy_, p["missing_eos_penalty"], mode, v)
-        out[name] = {"last_token_reward": reward[0], "bootstrap_value": boot[0]} if name != "mask" else {"loss_mask_row": int(keep[0])}
+        out[name] = (
+            {"last_token_reward": reward[0], "bootstrap_value": boot[0]}
+            if name != "mask"
+            else {"loss_mask_row": int(keep[0])}
+        )
     return out
 
 
 def eos_gate(i, p):
-    reward, _, _ = estimators.apply_truncation(i["rm_score"], i["ended_with_eos"], p["truncation_policy"], p["missing_eos_penalty"], p.get("missing_eos_mode", "replace"))
+    reward, _, _ = estimators.apply_truncation(
+        i["rm_score"],
+        i["ended_with_eos"],
+        p["truncation_policy"],
+        p["missing_eos_penalty"],
+        p.get("missing_eos_mode", "replace"),
+    )
     return {"reward": reward, "truncated_fraction": 1 - float(np.mean(i["ended_with_eos"]))}
 
 
 def group_mean_optimum(i, p):
-    """Stationary point of the group-mean gradient (k samples) plus the exact KL gradient; leave-one-out for comparison."""
+    """Stationary point of the group-mean gradient (k samples) plus the exact KL gradient; leave-one-out for
+    comparison.
+    """
+
     def stationary(mode, k):
         ref, theta = T(i["ref"]).log(), T(i["ref"]).log().clone()
         for _ in range(4000):
@@ -793,12 +1108,17 @@ def group_mean_optimum(i, p):
 
     out = []
     for k in (2, 4):
-        out.append({"num_generations": k, "effective_beta": p["beta"] * k / (k - 1), "stationary_pi": stationary("mean", k)})
+        out.append(
+            {"num_generations": k, "effective_beta": p["beta"] * k / (k - 1), "stationary_pi": stationary("mean", k)}
+        )
     return {"rows": out, "leave_one_out_pi": stationary("leave_one_out", 2)}
 
 
 def ref_ema(i, p):
-    return {f"ref_after_{n}": ref for n, ref in enumerate(production.followed(i["ref"], i["policy"], p["decay"], p["updates"]), 1)}
+    return {
+        f"ref_after_{n}": ref
+        for n, ref in enumerate(production.followed(i["ref"], i["policy"], p["decay"], p["updates"]), 1)
+    }
 
 
 def opponent(i, p):
@@ -806,26 +1126,45 @@ def opponent(i, p):
 
 
 def mask_composition(i, p):
-    """Rows as padded sequences; production knows a completion's own tokens, which of them a tool wrote, and whether it is trained."""
-    response = [[int(a and not prompt and not pad) for a, prompt, pad in zip(*row)] for row in zip(i["attention"], i["is_prompt"], i["is_pad"])]
+    """Rows as padded sequences; production knows a completion's own tokens, which of them a tool wrote, and whether it
+    is trained.
+    """
+    response = [
+        [int(a and not prompt and not pad) for a, prompt, pad in zip(*row)]
+        for row in zip(i["attention"], i["is_prompt"], i["is_pad"])
+    ]
 
     def trained(truncated):
         policy = "mask" if p["mask_truncated_completions"] else "score"
         kept = estimators.apply_truncation([0.0] * len(response), [not cut for cut in truncated], policy)[2]
         out = []
         for own, tool, keep in zip(response, i["is_tool"], kept):
-            given = iter(Sample({}, [], 0, [0] * sum(own), None, "eos", "", tool_mask=[t for t, o in zip(tool, own) if o]).action_mask)
+            given = iter(
+                Sample(
+                    {}, [], 0, [0] * sum(own), None, "eos", "", tool_mask=[t for t, o in zip(tool, own) if o]
+                ).action_mask
+            )
             out.append([next(given) * int(keep) if o else 0 for o in own])
         return out
 
-    return {"response_mask": response, "loss_mask": trained(i["truncated"]), "loss_mask_if_truncated": trained([1] * len(response))}
+    return {
+        "response_mask": response,
+        "loss_mask": trained(i["truncated"]),
+        "loss_mask_if_truncated": trained([1] * len(response)),
+    }
 
 
 def ess(i, p):
     w = arr(i["weights"]) if "weights" in i else np.exp(arr(i["log_ratio"]))
     logged = weight_metrics(w, np.ones(len(w), bool), "token_truncate", math.inf)
     fraction, mean = logged["sampling/importance_weight/ess_fraction"], logged["sampling/importance_weight/mean"]
-    out = {"ess": fraction * len(w), "ess_fraction": fraction, "max_ratio": w.max(), "ratio_max": w.max(), "ratio_mean": mean}
+    out = {
+        "ess": fraction * len(w),
+        "ess_fraction": fraction,
+        "max_ratio": w.max(),
+        "ratio_max": w.max(),
+        "ratio_mean": mean,
+    }
     r = np.array([1.0, 0.0] * (len(w) // 2) + [1.0] * (len(w) % 2))
     return {**out, "self_normalised_mean_of_R_1_0_1_0": float(w @ r / w.sum())}
 
@@ -834,14 +1173,20 @@ def clip_fractions(i, p):
     logp, n = T([i["ratio"]]).log(), len(i["ratio"])
     _, m = losses.policy_loss(logp, torch.zeros_like(logp), T([i["advantage"]]), torch.ones(1, n), epsilon=p["epsilon"])
     s = shares(m)
-    return {"ratio_outside": s["outside_range_fraction"], "gradient_zeroed": s["clip_fraction"],
-            "gradient_zeroed_high": s["clip_fraction_high"], "gradient_zeroed_low": s["clip_fraction_low"]}
+    return {
+        "ratio_outside": s["outside_range_fraction"],
+        "gradient_zeroed": s["clip_fraction"],
+        "gradient_zeroed_high": s["clip_fraction_high"],
+        "gradient_zeroed_low": s["clip_fraction_low"],
+    }
 
 
 def astar(i, p):
     if "logp_seq" not in i:
-        return {"v_star": [estimators.v_star(r, p["beta1"]) for r in i["reference_rewards"]],
-                "all_incorrect": [not any(r) for r in i["reference_rewards"]]}
+        return {
+            "v_star": [estimators.v_star(r, p["beta1"]) for r in i["reference_rewards"]],
+            "all_incorrect": [not any(r) for r in i["reference_rewards"]],
+        }
     v = estimators.v_star(i["reference_rewards"], p["beta1"])
     logp = T(i["logp_seq"], True)
     each = sequence_losses.astar_loss(logp, T(i["logp_ref_seq"]), T(i["reward"]), T([v] * len(i["reward"])), p["beta2"])
@@ -873,8 +1218,13 @@ def p3o(i, p):
         loss = sequence_losses.p3o_loss(logp, T(i["logp_old_seq"]), T(i["reward"]) + shift, p["epsilon"], form).mean()
         (g,) = grads(loss, logp)
         return {"loss": loss.detach(), "grad_logp_seq": g}
+
     out = {form: run(form) for form in ("separate", "joint")}
-    return {**out, **{f"grad_{k}": v["grad_logp_seq"] for k, v in out.items()}, "grad_after_reward_shift_7": run("separate", 7.0)["grad_logp_seq"]}
+    return {
+        **out,
+        **{f"grad_{k}": v["grad_logp_seq"] for k, v in out.items()},
+        "grad_after_reward_shift_7": run("separate", 7.0)["grad_logp_seq"],
+    }
 
 
 def copg(i, p):
@@ -895,7 +1245,9 @@ def mirror_descent(i, p):
 def oreo(i, p):
     l, v, mask = T(i["log_ratio"], True), T(i["values"], True), M(i["mask"])
     back = T(estimators.reward_to_go(estimators.place_terminal(i["reward"], i["mask"]), i["mask"]).tolist())
-    value, policy_ = (step_mean(x, mask, "token-mean") for x in sequence_losses.oreo_losses(l, v, back, mask, p["beta"]))
+    value, policy_ = (
+        step_mean(x, mask, "token-mean") for x in sequence_losses.oreo_losses(l, v, back, mask, p["beta"])
+    )
     (gv,), (gl,) = torch.autograd.grad(value, v), torch.autograd.grad(policy_, l)
     return {"value_loss": value, "policy_loss": policy_, "grad_values": gv, "grad_log_ratio": gl}
 
@@ -904,7 +1256,9 @@ def positive_lm(i, p):
     nll, mask = T(i["nll"]), M(i["mask"])
     zeros = torch.zeros(mask.shape).tolist()
     items, _ = rows_of(mask, advantages=zeros, old_logps=zeros, correct=[bool(c) for c in i["correct"]])
-    sums, loss = rl_update(rl_preset("grpo", kl_loss_coef=0.0, positive_nll_coef=p["positive_lm_coef"]), {}, items, -nll[mask.bool()])
+    sums, loss = rl_update(
+        rl_preset("grpo", kl_loss_coef=0.0, positive_nll_coef=p["positive_lm_coef"]), {}, items, -nll[mask.bool()]
+    )
     return {"positive_nll_token_mean": loss / p["positive_lm_coef"], "loss_term": loss}
 
 
@@ -919,7 +1273,11 @@ def nash(i, p):
     if "pi" in i:
         pi, mixture = arr(i["pi"]), oracles.geometric_mixture(np.log(arr(i["pi"])), np.log(arr(ref)), p["mixture_coef"])
         signal = arr(P) @ mixture - 0.5 - p["tau"] * (np.log(pi) - np.log(arr(ref)))
-        return {"mixture": mixture, "per_action_signal": signal, "grad_logits": oracles.softmax_policy_gradient(pi, signal)}
+        return {
+            "mixture": mixture,
+            "per_action_signal": signal,
+            "grad_logits": oracles.softmax_policy_gradient(pi, signal),
+        }
     star, pi = oracles.nash_equilibrium(ref, P, p["tau"]), arr(ref)
     for k in range(20_000):
         _, pi = oracles.nash_md_step(pi, ref, P, p["tau"], 2 / (p["tau"] * (k + 2)))
@@ -929,37 +1287,57 @@ def nash(i, p):
 def importance(i, p):
     if "counts" in i:
         w, n = arr(i["P"]) / arr(i["Q"]), arr(i["counts"])
-        return {"weights": w, "estimate": float((n * w * arr(i["value"])).sum() / n.sum()), "naive_mean": float((n * arr(i["value"])).sum() / n.sum())}
+        return {
+            "weights": w,
+            "estimate": float((n * w * arr(i["value"])).sum() / n.sum()),
+            "naive_mean": float((n * arr(i["value"])).sum() / n.sum()),
+        }
     mu, pi, r = arr(i["behaviour"]), arr(i["pi"]), arr(i["reward"])
     w = np.exp(np.log(pi) - np.log(mu))
     return {"E_behaviour_ratio_R": float(mu @ (w * r)), "E_pi_R": float(pi @ r), "E_behaviour_ratio": float(mu @ w)}
 
 
 def refresh(i, p):
-    after = production.reference_after_steps(i["ref"], i["policy"], p["steps"], reference_update="tr_soft", reference_alpha=p["ref_model_mixup_alpha"],
-                                             reference_interval=p["ref_model_sync_steps"])
+    after = production.reference_after_steps(
+        i["ref"],
+        i["policy"],
+        p["steps"],
+        reference_update="tr_soft",
+        reference_alpha=p["ref_model_mixup_alpha"],
+        reference_interval=p["ref_model_sync_steps"],
+    )
     moved = [step for step, (old, new) in enumerate(zip([T(i["ref"]), *after], after), 1) if not torch.equal(old, new)]
     return {**{f"ref_after_step_{step}": ref for step, ref in enumerate(after, 1)}, "sync_at_steps": moved}
 
 
 # --- schedules, replay, freshness -----------------------------------------------------------------------
 
+
 def context_schedule(i, p):
     """The filter of cut completions switches with the same kind of schedule as the length."""
     filtered = [[0, 0], [p["overlong_filter_from_step"], 1]]
-    return {"max_completion_length": [schedules.step_function(p["schedule"], s, 0) for s in i["step"]],
-            "mask_truncated_completions": [bool(schedules.step_function(filtered, s, 0)) for s in i["step"]]}
+    return {
+        "max_completion_length": [schedules.step_function(p["schedule"], s, 0) for s in i["step"]],
+        "mask_truncated_completions": [bool(schedules.step_function(filtered, s, 0)) for s in i["step"]],
+    }
 
 
 def context_steps(i, p):
     """The same of a schedule whose rows say both."""
-    return {"max_len": [schedules.step_function([row[:2] for row in p["schedule"]], s, 0) for s in i["steps"]],
-            "overlong_filter": [bool(schedules.step_function([[row[0], int(row[2])] for row in p["schedule"]], s, 0)) for s in i["steps"]]}
+    return {
+        "max_len": [schedules.step_function([row[:2] for row in p["schedule"]], s, 0) for s in i["steps"]],
+        "overlong_filter": [
+            bool(schedules.step_function([[row[0], int(row[2])] for row in p["schedule"]], s, 0)) for s in i["steps"]
+        ],
+    }
 
 
 def freshness(i, p):
     out = {"staleness": schedules.staleness(i["current_version"], i["rollout_versions"])}
-    return out | {f"accept_at_{m}": schedules.freshness_guard(i["current_version"], i["rollout_versions"], m) for m in p["max_staleness"]}
+    return out | {
+        f"accept_at_{m}": schedules.freshness_guard(i["current_version"], i["rollout_versions"], m)
+        for m in p["max_staleness"]
+    }
 
 
 def stale_samples(i, p):
@@ -970,16 +1348,22 @@ def stale_samples(i, p):
 
 def allowed_presets(i, p):
     """Everything that is no on-policy preset is exempt."""
+
     def one(name):
         exempt = name not in RL_PRESETS or RL_PRESETS[name].off_policy_ok
         return exempt or schedules.freshness_guard(i["policy_old_version"], [i["rollout_version"]], 0)[0]
+
     return {"allowed": [one(name) for name in i["algorithm"]]}
 
 
 def e2h(i, p):
     kind = "gaussian" if "sigma" in p else "cosine"
     shape = {k: p[k] for k in ("beta", "sigma") if k in p}
-    return {"probabilities": [schedules.e2h_probabilities(kind, t, p["total_steps"], p["num_levels"], **shape) for t in i["t"]]}
+    return {
+        "probabilities": [
+            schedules.e2h_probabilities(kind, t, p["total_steps"], p["num_levels"], **shape) for t in i["t"]
+        ]
+    }
 
 
 def reranked(i, p):
@@ -994,7 +1378,9 @@ def frozen_roles(i, p):
 
 
 def iterative_grpo(i, p):
-    """Order of events: between stages from the recipe's plan, within them from real `rl` stages, each on the policy of the one before."""
+    """Order of events: between stages from the recipe's plan, within them from real `rl` stages, each on the policy of
+    the one before.
+    """
     import tempfile
     from pathlib import Path
 
@@ -1011,8 +1397,17 @@ def iterative_grpo(i, p):
     from tests.flows.test_iterated import planned
 
     updates, events = p["num_iterations"], []
-    rl = {"preset": "grpo", "beta": 0.04, "num_iterations": updates, "max_steps": p["steps_per_iteration"] * updates, "prompts_per_step": 2, "num_generations": 4,
-          "max_completion_length": 4, "learning_rate": 1e-3, "rewards": [{"name": "reward", "kind": "model"}]}
+    rl = {
+        "preset": "grpo",
+        "beta": 0.04,
+        "num_iterations": updates,
+        "max_steps": p["steps_per_iteration"] * updates,
+        "prompts_per_step": 2,
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "learning_rate": 1e-3,
+        "rewards": [{"name": "reward", "kind": "model"}],
+    }
     built = Rollouts.__init__
 
     def building(self, *args, **more):
@@ -1021,89 +1416,276 @@ def iterative_grpo(i, p):
             events.append("ref<-policy")
 
     with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
+
         def before(owner, name, event):
             method = getattr(owner, name)
-            patch.setattr(owner, name, lambda self, *args, **more: (events.append(event), method(self, *args, **more))[1])
+            patch.setattr(
+                owner, name, lambda self, *args, **more: (events.append(event), method(self, *args, **more))[1]
+            )
 
-        steps = planned("iterated_rlhf", patch, reward_model="(given.reward)", rounds=p["iterations"], rl=rl, refresh="after" if p["rm_refresh"] else "never",
-                        kl_to="previous" if p["ref_refresh"] else "start", gold_memory="replay", train_reward_model={"replay_fraction": p["rm_replay_fraction"]})
+        steps = planned(
+            "iterated_rlhf",
+            patch,
+            reward_model="(given.reward)",
+            rounds=p["iterations"],
+            rl=rl,
+            refresh="after" if p["rm_refresh"] else "never",
+            kl_to="previous" if p["ref_refresh"] else "start",
+            gold_memory="replay",
+            train_reward_model={"replay_fraction": p["rm_replay_fraction"]},
+        )
         trained = [(inputs, config) for stage, inputs, config, _ in steps.values() if stage == "reward_model"]
         assert all(config.replay_fraction == p["rm_replay_fraction"] for _, config in trained)
-        assert [sorted(n for n in inputs if n.startswith("replay.")) for inputs, _ in trained] == [[f"replay.round_{j}" for j in range(1, k + 1)] for k in range(p["iterations"])]
+        assert [sorted(n for n in inputs if n.startswith("replay.")) for inputs, _ in trained] == [
+            [f"replay.round_{j}" for j in range(1, k + 1)] for k in range(p["iterations"])
+        ]
         patch.setattr(Rollouts, "__init__", building)
         before(Rollouts, "_next_iteration", "old<-policy")
         before(GroupSampler, "fill", "sample")
         before(Trainer, "step", "update")
         made = {"(given.model)": str(Path(scratch, "start"))}
         tiny_policy(made["(given.model)"], 0)
-        prompts = [complete_row("prompts/1", {"prompt": [{"role": "user", "content": f"say {k}"}]}, dataset="d", source="s", origin="human", split="train") for k in range(8)]
+        prompts = [
+            complete_row(
+                "prompts/1",
+                {"prompt": [{"role": "user", "content": f"say {k}"}]},
+                dataset="d",
+                source="s",
+                origin="human",
+                split="train",
+            )
+            for k in range(8)
+        ]
         write_dataset(str(Path(scratch, "prompts")), "prompts", "prompts/1", prompts)
         for label, (stage, inputs, config, _) in steps.items():
             if stage == "reward_model":
                 events.append("train_rm")
             elif stage == "rl":
-                given = {n: {"kind": "model", "path": made[inputs[n]], "ref": n, "digest": n} for n in ("model", "reference") if n in inputs}
-                given["data"] = {"kind": "dataset", "path": str(Path(scratch, "prompts")), "ref": "data", "digest": "data"}
-                settings = config.model_dump(mode="json") | {"rewards": [{"name": "length", "kind": "length"}], "reward_override": "random"}
-                done = execute({"stage": "rl", "key": label, "config": settings, "seed": 0, "device": "cpu", "inputs": given, "workdir": str(Path(scratch, label))},
-                               lambda event: None)
+                given = {
+                    n: {"kind": "model", "path": made[inputs[n]], "ref": n, "digest": n}
+                    for n in ("model", "reference")
+                    if n in inputs
+                }
+                given["data"] = {
+                    "kind": "dataset",
+                    "path": str(Path(scratch, "prompts")),
+                    "ref": "data",
+                    "digest": "data",
+                }
+                settings = config.model_dump(mode="json") | {
+                    "rewards": [{"name": "length", "kind": "length"}],
+                    "reward_override": "random",
+                }
+                done = execute(
+                    {
+                        "stage": "rl",
+                        "key": label,
+                        "config": settings,
+                        "seed": 0,
+                        "device": "cpu",
+                        "inputs": given,
+                        "workdir": str(Path(scratch, label)),
+                    },
+                    lambda event: None,
+                )
                 made[f"({label}.model)"] = done["outputs"]["model"]["path"]
     return {"events": events}
 
 
 ADAPTERS = {
     "grpo_iterative_events": iterative_grpo,
-    "context_schedule": context_steps, "bpo_interval": lambda i, p: {"K": [selection.refresh_intervals(i["T"], f)[0] for f in i["F"]]},
-    "grpo_plus_context_schedule": context_schedule, "async_freshness_guard": freshness, "staleness": stale_samples, "freshness_guard": allowed_presets,
-    "e2h_cosine": e2h, "e2h_gaussian": e2h, "prompt_rerank": reranked, "hash_frozen_roles": frozen_roles,
-    "curriculum_sort": lambda i, p: {"order": [i["prompt_id"][k] for k in selection.order_by_difficulty(1 - arr(i["pass_rate"]))[0]]},
+    "context_schedule": context_steps,
+    "bpo_interval": lambda i, p: {"K": [selection.refresh_intervals(i["T"], f)[0] for f in i["F"]]},
+    "grpo_plus_context_schedule": context_schedule,
+    "async_freshness_guard": freshness,
+    "staleness": stale_samples,
+    "freshness_guard": allowed_presets,
+    "e2h_cosine": e2h,
+    "e2h_gaussian": e2h,
+    "prompt_rerank": reranked,
+    "hash_frozen_roles": frozen_roles,
+    "curriculum_sort": lambda i, p: {
+        "order": [i["prompt_id"][k] for k in selection.order_by_difficulty(1 - arr(i["pass_rate"]))[0]]
+    },
     "vapo_length_adaptive_lambda": lambda i, p: {"lam_policy": credit.length_adaptive_lambda(i["length"], p["alpha"])},
-    "replay_sliding_window": lambda i, p: schedules.replay_plan(i["iteration"], i["stored_iterations"], i["batch_size"], p["window"], p["replay_fraction"]),
-    "p3o_on_policy_gradient": p3o, "p3o_clipped": p3o, "copg_pair": copg, "mirror_descent_kimi": mirror_descent, "oreo_losses": oreo,
-    "vapo_positive_lm_loss": positive_lm, "nash_md_tabular": nash, "nash_regularised_equilibrium": nash, "nash_md_pg_gradient": nash,
-    "is_pro_players": importance, "is_offline_bandit": importance, "ref_mixup_refresh": refresh,
+    "replay_sliding_window": lambda i, p: schedules.replay_plan(
+        i["iteration"], i["stored_iterations"], i["batch_size"], p["window"], p["replay_fraction"]
+    ),
+    "p3o_on_policy_gradient": p3o,
+    "p3o_clipped": p3o,
+    "copg_pair": copg,
+    "mirror_descent_kimi": mirror_descent,
+    "oreo_losses": oreo,
+    "vapo_positive_lm_loss": positive_lm,
+    "nash_md_tabular": nash,
+    "nash_regularised_equilibrium": nash,
+    "nash_md_pg_gradient": nash,
+    "is_pro_players": importance,
+    "is_offline_bandit": importance,
+    "ref_mixup_refresh": refresh,
     "weight_ema": lambda i, p: {"ema_new": production.averaged(i["ema"], i["theta"], p["decay"])},
     "sppo_win_rates": lambda i, p: {"win_rate": arr(i["pairwise"]).mean(1)},
     "pass_at_k_curriculum": lambda i, p: {"pass_at_k": [sampling.pass_at_k(*c) for c in i["cases_n_c_k"]]},
-    **{f"return_rtg_{n}": returns for n in ("gamma09", "gamma05", "padded")}, "value_oracle_two_step": value_oracle,
+    **{f"return_rtg_{n}": returns for n in ("gamma09", "gamma05", "padded")},
+    "value_oracle_two_step": value_oracle,
     **{n: td for n in ("td_error", "nstep_return", "td_lambda_return", "nstep_advantage")},
-    **{f"gae_{n}": gae for n in ("terminated", "lambda1_is_mc", "lambda0_is_td", "discounted", "truncated_bootstrap", "discount_099", "one_token",
-                                 "kl_shaped", "padded_batch", "tool_tokens_skipped", "wrong_forms_must_differ", "wrong_exponent_must_differ")},
-    "term_modes": termination, "eos_gate": eos_gate, "pg_exact_bandit": bandit, "pg_psi_choices": psi,
-    "pg_baseline_variance": baseline_variance, "pg_baseline_total_variance": total_variance, "baseline_inbatch_mean_bias": inbatch_bias,
-    "baseline_moving_average": moving_average, "baseline_table": reward_minus, "baseline_v_star": v_star_baseline, "remax_greedy_baseline": reward_minus,
-    **{f"reinforce_{n}": reinforce for n in ("value_baseline", "reward_weighted_nll", "aggregation_matters", "reward_to_go")},
+    **{
+        f"gae_{n}": gae
+        for n in (
+            "terminated",
+            "lambda1_is_mc",
+            "lambda0_is_td",
+            "discounted",
+            "truncated_bootstrap",
+            "discount_099",
+            "one_token",
+            "kl_shaped",
+            "padded_batch",
+            "tool_tokens_skipped",
+            "wrong_forms_must_differ",
+            "wrong_exponent_must_differ",
+        )
+    },
+    "term_modes": termination,
+    "eos_gate": eos_gate,
+    "pg_exact_bandit": bandit,
+    "pg_psi_choices": psi,
+    "pg_baseline_variance": baseline_variance,
+    "pg_baseline_total_variance": total_variance,
+    "baseline_inbatch_mean_bias": inbatch_bias,
+    "baseline_moving_average": moving_average,
+    "baseline_table": reward_minus,
+    "baseline_v_star": v_star_baseline,
+    "remax_greedy_baseline": reward_minus,
+    **{
+        f"reinforce_{n}": reinforce
+        for n in ("value_baseline", "reward_weighted_nll", "aggregation_matters", "reward_to_go")
+    },
     "process_reward_advantage": process_reward,
-    **{f"rloo_{n}": lambda i, p: grouped(i, p, "leave_one_out") for n in ("binary_half", "binary_one", "real", "equal", "layout_prompt_major")},
+    **{
+        f"rloo_{n}": lambda i, p: grouped(i, p, "leave_one_out")
+        for n in ("binary_half", "binary_one", "real", "equal", "layout_prompt_major")
+    },
     "rloo_kl_in_sequence_reward": kl_reward,
     **{f"critic_{n}": critic for n in ("terminal", "lambda_return", "padded", "value_clip", "bandit_prompt")},
-    "is_effective_sample_size": ess, "effective_sample_size": ess, "is_truncated_offline_pg": offline_weights, "cpi_surrogate": cpi,
-    "trpo_penalty": trpo_penalty, "trpo_kl_direction": kl_direction, "npg_two_arm": trust_region, "trpo_damped_three_arm": trust_region,
+    "is_effective_sample_size": ess,
+    "effective_sample_size": ess,
+    "is_truncated_offline_pg": offline_weights,
+    "cpi_surrogate": cpi,
+    "trpo_penalty": trpo_penalty,
+    "trpo_kl_direction": kl_direction,
+    "npg_two_arm": trust_region,
+    "trpo_damped_three_arm": trust_region,
     "trpo_backtracking": trust_region,
     **{n: clip_grid for n in ("ppo_clip_grid", "ppo_clip_higher_grid", "grpo_plus_clip_grid", "dual_clip_grid")},
-    **{n: policy for n in ("ppo_clip_batch", "ppo_first_minibatch_is_pg", "ppo_one_token", "ppo_all_masked", "ppo_diagnostics", "grpo_loss_with_kl",
-                           "dr_grpo_loss", "dapo_loss", "overlong_filter_loss", "gspo_loss", "gspo_loss_paper_eps", "grape_alt_loss",
-                           "grpo_empty_completion")},
-    "cispo_loss": cispo, "ppo_sequence_level": ppo_sequence, "grpo_objective_ratios": ratio_inputs, "ppo_log_ratio_clamp": clamp_cases,
-    "one_step_stopgrad_ratio": one_step, "ppo_rollout_loop": rollout_loop, "ppo_kl_early_stop": early_stop, "clip_fraction_two_definitions": clip_fractions,
-    "ppo_kl_penalty": klpen, "ppo_clip_plus_kl": klpen, "ppo_full_objective": klpen, "ppo_ptx_total": ptx, "ppo_ptx_nll": ptx,
-    "grpo_sequence_form_entropy_sign": objective_scalars, "ppo_unified_scalar": objective_scalars,
-    "kl_ctrl_ppo": controller, "kl_ctrl_ziegler": controller, "kl_ctrl_ppo_sequence": controller, "kl_units": kl_units,
-    "ppo_terminal_reward_gae": kl_reward, "kl_reward_tokens": kl_reward, "kl_reward_modes": kl_reward, "kl_reward_two_samples": kl_reward,
-    "kl_reward_sequence_ref": kl_reward, "kl_in_reward_gradient": kl_in_reward, "kl_k3_in_reward_is_biased": kl_in_reward,
-    "kl_full_vocabulary": kl_full, "kl_full_masked_logits": kl_full, "kl_estimators_table": kl_table, "kl_sampled_sequence": kl_sequence,
-    "kl_estimator_gradients": kl_gradients, "kl_k3_clamp": k3_clamp, "kl_kd_direction": kl_kd, "kl_optimum_with_group_mean": group_mean_optimum,
-    "ref_ema": ref_ema, "nash_ema_opponent": opponent, "entropy_full": entropy, "entropy_masked": entropy,
-    **{n: whiten for n in ("adv_whiten_ddof0", "adv_whiten_ddof1", "adv_whiten_constant", "reward_batch_norm", "adv_clip")},
-    **{n: aggregation for n in ("agg_length_toy", "agg_gradient_accumulation", "agg_empty_sequence", "agg_length_bias_toy", "agg_token_mean_scope",
-                                "tool_mask_denominator")},
+    **{
+        n: policy
+        for n in (
+            "ppo_clip_batch",
+            "ppo_first_minibatch_is_pg",
+            "ppo_one_token",
+            "ppo_all_masked",
+            "ppo_diagnostics",
+            "grpo_loss_with_kl",
+            "dr_grpo_loss",
+            "dapo_loss",
+            "overlong_filter_loss",
+            "gspo_loss",
+            "gspo_loss_paper_eps",
+            "grape_alt_loss",
+            "grpo_empty_completion",
+        )
+    },
+    "cispo_loss": cispo,
+    "ppo_sequence_level": ppo_sequence,
+    "grpo_objective_ratios": ratio_inputs,
+    "ppo_log_ratio_clamp": clamp_cases,
+    "one_step_stopgrad_ratio": one_step,
+    "ppo_rollout_loop": rollout_loop,
+    "ppo_kl_early_stop": early_stop,
+    "clip_fraction_two_definitions": clip_fractions,
+    "ppo_kl_penalty": klpen,
+    "ppo_clip_plus_kl": klpen,
+    "ppo_full_objective": klpen,
+    "ppo_ptx_total": ptx,
+    "ppo_ptx_nll": ptx,
+    "grpo_sequence_form_entropy_sign": objective_scalars,
+    "ppo_unified_scalar": objective_scalars,
+    "kl_ctrl_ppo": controller,
+    "kl_ctrl_ziegler": controller,
+    "kl_ctrl_ppo_sequence": controller,
+    "kl_units": kl_units,
+    "ppo_terminal_reward_gae": kl_reward,
+    "kl_reward_tokens": kl_reward,
+    "kl_reward_modes": kl_reward,
+    "kl_reward_two_samples": kl_reward,
+    "kl_reward_sequence_ref": kl_reward,
+    "kl_in_reward_gradient": kl_in_reward,
+    "kl_k3_in_reward_is_biased": kl_in_reward,
+    "kl_full_vocabulary": kl_full,
+    "kl_full_masked_logits": kl_full,
+    "kl_estimators_table": kl_table,
+    "kl_sampled_sequence": kl_sequence,
+    "kl_estimator_gradients": kl_gradients,
+    "kl_k3_clamp": k3_clamp,
+    "kl_kd_direction": kl_kd,
+    "kl_optimum_with_group_mean": group_mean_optimum,
+    "ref_ema": ref_ema,
+    "nash_ema_opponent": opponent,
+    "entropy_full": entropy,
+    "entropy_masked": entropy,
+    **{
+        n: whiten
+        for n in ("adv_whiten_ddof0", "adv_whiten_ddof1", "adv_whiten_constant", "reward_batch_norm", "adv_clip")
+    },
+    **{
+        n: aggregation
+        for n in (
+            "agg_length_toy",
+            "agg_gradient_accumulation",
+            "agg_empty_sequence",
+            "agg_length_bias_toy",
+            "agg_token_mean_scope",
+            "tool_mask_denominator",
+        )
+    },
     "agg_gradients": aggregation_gradients,
-    **{f"grpo_adv_{n}": grouped for n in ("half", "one_of_four", "graded", "1234", "zero_variance", "two_prompts", "batch_std", "singleton_group", "failed_scorer")},
-    "dr_grpo_adv": lambda i, p: grouped(i, p, "mean"), "grpo_std_difficulty_effect": std_difficulty, "dapo_group_advantage": dapo_groups,
-    "grpo_process_advantage": process, "grpo_process_tail_tokens": process, "reinforce_pp_advantage": reinforce_pp,
-    "dapo_soft_overlong": overlong, "soft_overlong": overlong, "soft_overlong_no_cache": overlong, "dapo_total_reward": dapo_reward,
-    "overlong_filter_group_stats": overlong_stats, "dapo_filter_on_correctness": filter_correctness,
-    "dapo_dynamic_sampling": dynamic, "dapo_dynamic_sampling_exhausted": dynamic, "grpo_plus_adv": plus_advantage,
-    "topr_weights": topr, "topr_baseline_shift": topr, "tis_token_weights": tis, "tis_sequence_modes": tis, "tis_ppo_loss": tis,
-    "astar_po": astar, "astar_po_extremes": astar, "mask_composition": mask_composition, "agent_turn_returns": agent,
+    **{
+        f"grpo_adv_{n}": grouped
+        for n in (
+            "half",
+            "one_of_four",
+            "graded",
+            "1234",
+            "zero_variance",
+            "two_prompts",
+            "batch_std",
+            "singleton_group",
+            "failed_scorer",
+        )
+    },
+    "dr_grpo_adv": lambda i, p: grouped(i, p, "mean"),
+    "grpo_std_difficulty_effect": std_difficulty,
+    "dapo_group_advantage": dapo_groups,
+    "grpo_process_advantage": process,
+    "grpo_process_tail_tokens": process,
+    "reinforce_pp_advantage": reinforce_pp,
+    "dapo_soft_overlong": overlong,
+    "soft_overlong": overlong,
+    "soft_overlong_no_cache": overlong,
+    "dapo_total_reward": dapo_reward,
+    "overlong_filter_group_stats": overlong_stats,
+    "dapo_filter_on_correctness": filter_correctness,
+    "dapo_dynamic_sampling": dynamic,
+    "dapo_dynamic_sampling_exhausted": dynamic,
+    "grpo_plus_adv": plus_advantage,
+    "topr_weights": topr,
+    "topr_baseline_shift": topr,
+    "tis_token_weights": tis,
+    "tis_sequence_modes": tis,
+    "tis_ppo_loss": tis,
+    "astar_po": astar,
+    "astar_po_extremes": astar,
+    "mask_composition": mask_composition,
+    "agent_turn_returns": agent,
 }

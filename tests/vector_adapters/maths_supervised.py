@@ -1,4 +1,7 @@
-"""Vectors of sft.*, kd.*, rm.*, rs.* -> stages/chat.py, losses.py, divergence.py, selection.py, estimators.py, statistics.py, direct_losses.py."""
+"""Vectors of sft.*, kd.*, rm.*, rs.* -> stages/chat.py, losses.py, divergence.py, selection.py, estimators.py,
+statistics.py, direct_losses.py.
+"""
+
 from __future__ import annotations
 
 import math
@@ -40,8 +43,10 @@ def grads(value, *leaves):
 def ragged(rows):
     """(values [B, T] padded with NaN, mask)."""
     width = max(len(r) for r in rows)
-    return (T([list(r) + [math.nan] * (width - len(r)) for r in rows]),
-            torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows]))
+    return (
+        T([list(r) + [math.nan] * (width - len(r)) for r in rows]),
+        torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows]),
+    )
 
 
 def all_modes(loss, mask, constant=None, mode=None):
@@ -54,15 +59,24 @@ def all_modes(loss, mask, constant=None, mode=None):
 
 # --- sft ---------------------------------------------------------------------------------------------
 
+
 def nll_uniform(i, p):
-    n, head = i["num_tokens"], Head(torch.zeros(i["vocab_size"], 1, dtype=torch.float64), None)  # one hidden unit: as many as words would take gigabytes
+    # one hidden unit: as many as words would take gigabytes
+    n, head = i["num_tokens"], Head(torch.zeros(i["vocab_size"], 1, dtype=torch.float64), None)
     logp = token_logps(head, torch.ones(n, 1, dtype=torch.float64), torch.zeros(n, dtype=torch.long))[0][None]
-    return {"loss": step_mean(losses.token_nll(logp), torch.ones_like(logp), p["loss_agg_mode"]),
-            "log_prob_per_token": logp[0, 0]}
+    return {
+        "loss": step_mean(losses.token_nll(logp), torch.ones_like(logp), p["loss_agg_mode"]),
+        "log_prob_per_token": logp[0, 0],
+    }
 
 
 def nll_logps(i, p):
-    return all_modes(losses.token_nll(T(i["token_logps"])), torch.tensor(i["loss_mask"]), p.get("norm_constant"), p.get("loss_agg_mode"))
+    return all_modes(
+        losses.token_nll(T(i["token_logps"])),
+        torch.tensor(i["loss_mask"]),
+        p.get("norm_constant"),
+        p.get("loss_agg_mode"),
+    )
 
 
 def nll_losses(i, p):
@@ -100,9 +114,18 @@ def shift(i, p):
 
 
 def role_masks(i, p):
-    names = {"final_message": "final_message", "final_turn": "final_turn", "all_assistant_turns": "all_assistant",
-             "all_assistant": "all_assistant", "full_sequence_no_bos": "full", "full": "full", "completion": "completion"}
-    return {key: production.rendered_mask(i["roles_per_token"], i["turn_index"], policy) for key, policy in names.items()}
+    names = {
+        "final_message": "final_message",
+        "final_turn": "final_turn",
+        "all_assistant_turns": "all_assistant",
+        "all_assistant": "all_assistant",
+        "full_sequence_no_bos": "full",
+        "full": "full",
+        "completion": "completion",
+    }
+    return {
+        key: production.rendered_mask(i["roles_per_token"], i["turn_index"], policy) for key, policy in names.items()
+    }
 
 
 def chatml(bos=""):
@@ -111,7 +134,11 @@ def chatml(bos=""):
 
 def template(i, p):
     renderer = chatml(i.get("bos_token", ""))
-    ids = renderer.prompt_ids(i["messages"]) if p.get("add_generation_prompt") else renderer.conversation(i["messages"]).ids
+    ids = (
+        renderer.prompt_ids(i["messages"])
+        if p.get("add_generation_prompt")
+        else renderer.conversation(i["messages"]).ids
+    )
     return {"text": renderer.decode(ids, skip_special_tokens=False)}
 
 
@@ -124,6 +151,7 @@ def template_errors(i, p):
         except RenderError:
             return False
         return True
+
     return {"valid": [valid(roles) for roles in i["role_sequences"]]}
 
 
@@ -131,9 +159,12 @@ def pack(i, p):
     lengths = i["lengths"]
     bins = selection.pack_best_fit(lengths, p["capacity"])
     rows = [collate([make_item(str(r), [], [[0] * lengths[r]], [[0] * lengths[r]]) for r in b]) for b in bins]
-    return {"bins": bins, "position_ids": [row.positions_U for row in rows],
-            "cu_seqlens": [[0, *np.cumsum([lengths[r] for r in b]).tolist()] for b in bins],
-            "fill": sum(lengths) / (len(bins) * p["capacity"])}
+    return {
+        "bins": bins,
+        "position_ids": [row.positions_U for row in rows],
+        "cu_seqlens": [[0, *np.cumsum([lengths[r] for r in b]).tolist()] for b in bins],
+        "fill": sum(lengths) / (len(bins) * p["capacity"]),
+    }
 
 
 def unlikelihood(i, p):
@@ -142,6 +173,7 @@ def unlikelihood(i, p):
 
 # --- distillation --------------------------------------------------------------------------------------
 
+
 def kd_probs(i, p):
     teacher = T(i.get("teacher_probs", i.get("teacher", i.get("teacher_with_context"))))
     student = T(i.get("student_probs", i.get("student", i.get("student_without_context"))))
@@ -149,20 +181,34 @@ def kd_probs(i, p):
     kl = distillation(s, teacher.log())
     entropy = production.entropy(teacher.log())
     (g,) = grads(kl, s)
-    out = {"kl": kl, "kl_teacher_student": kl, "cross_entropy": kl + entropy, "teacher_entropy": entropy,
-           "reverse_kl": distillation(student.log(), teacher.log(), direction="reverse"), "grad_wrt_student_logits": g}
+    out = {
+        "kl": kl,
+        "kl_teacher_student": kl,
+        "cross_entropy": kl + entropy,
+        "teacher_entropy": entropy,
+        "reverse_kl": distillation(student.log(), teacher.log(), direction="reverse"),
+        "grad_wrt_student_logits": g,
+    }
     if "betas" in p:
-        out = {"jsd": [distillation(student.log(), teacher.log(), direction="jsd", jsd_beta=b) for b in p["betas"]],
-               "beta0_forward_kl": distillation(student.log(), teacher.log(), direction="jsd", jsd_beta=0.0),
-               "beta1_reverse_kl": distillation(student.log(), teacher.log(), direction="jsd", jsd_beta=1.0)}
+        out = {
+            "jsd": [distillation(student.log(), teacher.log(), direction="jsd", jsd_beta=b) for b in p["betas"]],
+            "beta0_forward_kl": distillation(student.log(), teacher.log(), direction="jsd", jsd_beta=0.0),
+            "beta1_reverse_kl": distillation(student.log(), teacher.log(), direction="jsd", jsd_beta=1.0),
+        }
     if "top_k" in p:
         top = torch.topk(teacher, p["top_k"]).indices
         kept = teacher[top] / teacher[top].sum()
         logp, logq = teacher[top].log()[None], student[top].log()[None]
         rest_p, rest_q = (torch.log1p(-x[top].sum())[None] for x in (teacher, student))
-        both = topk_divergence(logq.log_softmax(-1), rest_q, logp, rest_p, tail="renormalise")  # the student over its own top k as well
-        out = {"full_kl": kl, "bucket_kl": topk_divergence(logq, rest_q, logp, rest_p)[0], "renormalised_kl": both[0],
-               "teacher_topk": kept, "cross_entropy": -(kept * student[top].log()).sum()}
+        # the student over its own top k as well
+        both = topk_divergence(logq.log_softmax(-1), rest_q, logp, rest_p, tail="renormalise")
+        out = {
+            "full_kl": kl,
+            "bucket_kl": topk_divergence(logq, rest_q, logp, rest_p)[0],
+            "renormalised_kl": both[0],
+            "teacher_topk": kept,
+            "cross_entropy": -(kept * student[top].log()).sum(),
+        }
     return out
 
 
@@ -172,9 +218,12 @@ def kd_logits(i, p):
     kl = distillation(student, T(i["teacher_logits"]), t)
     if "loss_mask" in i:
         mask = torch.tensor(i["loss_mask"])
-        return {"per_token_kl": losses.masked(kl, mask), "loss": step_mean(kl.unsqueeze(0), mask.unsqueeze(0), "token-mean")}
+        return {
+            "per_token_kl": losses.masked(kl, mask),
+            "loss": step_mean(kl.unsqueeze(0), mask.unsqueeze(0), "token-mean"),
+        }
     (g,) = grads(kl, student)
-    out = {"loss": kl, "kl_without_T2": kl / t ** 2, "grad_student_logits": g}
+    out = {"loss": kl, "kl_without_T2": kl / t**2, "grad_student_logits": g}
     if "hard_label" in i:
         hard = -logps_at(student.detach(), torch.tensor(i["hard_label"]))
         w = p["soft_weight"]
@@ -184,6 +233,7 @@ def kd_logits(i, p):
 
 # --- reward models ---------------------------------------------------------------------------------------
 
+
 def rm_linear(i, p):
     h, mask = T(i["h"]).reshape(1, 1, -1), torch.ones(1, 1)
     return {"reward": production.response_scores(h, mask, T(i["w"]), i.get("b", 0.0))[0][0]}
@@ -192,18 +242,32 @@ def rm_linear(i, p):
 def rm_head(i, p):
     hidden, mask, w = T(i["hidden"]), torch.tensor(i["attention_mask"]), T(i["w"])
     scores, last = production.response_scores(hidden, mask, w, i.get("b", 0.0))
-    return {"last_index": last, "reward_last": scores, "reward_mean_pool": production.response_scores(hidden, mask, w, i.get("b", 0.0), "mean")[0]}
+    return {
+        "last_index": last,
+        "reward_last": scores,
+        "reward_mean_pool": production.response_scores(hidden, mask, w, i.get("b", 0.0), "mean")[0],
+    }
 
 
 def rm_bt(i, p):
     w, l = T(i["r_chosen"], True), T(i["r_rejected"], True)
     bt = losses.bradley_terry_loss(w, l)
-    loss = losses.bradley_terry_loss(w, l, center_rewards_coefficient=p.get("center_rewards_coefficient", 0.0),
-                                     label_smoothing=p.get("label_smoothing", 0.0))
+    loss = losses.bradley_terry_loss(
+        w,
+        l,
+        center_rewards_coefficient=p.get("center_rewards_coefficient", 0.0),
+        label_smoothing=p.get("label_smoothing", 0.0),
+    )
     gw, gl = grads(loss.sum(), w, l)
     centred = "center_rewards_coefficient" in p
-    return {"prob": torch.exp(-bt), "loss": loss.mean() if centred else loss, "mean": loss.mean(), "bt": bt.mean(),
-            "grad_r_chosen": gw, "grad_r_rejected": gl}
+    return {
+        "prob": torch.exp(-bt),
+        "loss": loss.mean() if centred else loss,
+        "mean": loss.mean(),
+        "bt": bt.mean(),
+        "grad_r_chosen": gw,
+        "grad_r_rejected": gl,
+    }
 
 
 def rm_margin(i, p):
@@ -216,10 +280,14 @@ def rm_margin(i, p):
 def likert_map(i, p):
     eight = [pairing.likert(v, 8) for v in i.get("likert8", [])]
     five = [pairing.likert(v, 5) for v in i.get("likert5", [])]
-    return {"preferred8": [w for w, _, _ in eight], "level8": [n for _, n, _ in eight],
-            "margin8_small": [pairing.margin("llama2_small", strength=n) for _, n, _ in eight],
-            "margin8_large": [pairing.margin("llama2_large", strength=n) for _, n, _ in eight],
-            "preferred5": [w for w, _, _ in five], "level5": [n for _, n, _ in five]}
+    return {
+        "preferred8": [w for w, _, _ in eight],
+        "level8": [n for _, n, _ in eight],
+        "margin8_small": [pairing.margin("llama2_small", strength=n) for _, n, _ in eight],
+        "margin8_large": [pairing.margin("llama2_large", strength=n) for _, n, _ in eight],
+        "preferred5": [w for w, _, _ in five],
+        "level5": [n for _, n, _ in five],
+    }
 
 
 def pair_list(ranks):
@@ -238,7 +306,13 @@ def kwise(i, p):
     each = losses.kwise_pairs_loss(s, pairs)
     (g,) = grads(each.mean(), s)
     right = [float(s[a] > s[b]) for a, b in pairs]
-    return {"pairs": pairs, "pair_losses": each, "loss": each.mean(), "grad_scores": g, "accuracy": sum(right) / len(right)}
+    return {
+        "pairs": pairs,
+        "pair_losses": each,
+        "loss": each.mean(),
+        "grad_scores": g,
+        "accuracy": sum(right) / len(right),
+    }
 
 
 def plackett_luce(i, p):
@@ -246,10 +320,18 @@ def plackett_luce(i, p):
     K = len(s)
     nll = losses.plackett_luce_loss(s)
     (g,) = grads(nll, s)
-    prob = {",".join(map(str, o)): torch.exp(-losses.plackett_luce_loss(s.detach()[list(o)])) for o in permutations(range(K))}
+    prob = {
+        ",".join(map(str, o)): torch.exp(-losses.plackett_luce_loss(s.detach()[list(o)]))
+        for o in permutations(range(K))
+    }
     name = "_".join(map(str, range(K)))
-    return {"nll": nll, f"nll_order_{name}": nll, f"grad_scores_order_{name}": g, "prob_by_order": prob,
-            "sum_of_probs": sum(prob.values())}
+    return {
+        "nll": nll,
+        f"nll_order_{name}": nll,
+        f"grad_scores_order_{name}": g,
+        "prob_by_order": prob,
+        "sum_of_probs": sum(prob.values()),
+    }
 
 
 def rm_soft(i, p):
@@ -277,12 +359,26 @@ def rm_orm(i, p):
 def rm_orm_gain_bias(i, p):
     z = p["gain"] * T(i["special_token_logits"]) + p["bias"]
     mask = torch.tensor(i["completion_mask"])
-    batch = collate([make_item(str(k), [0], [[0] * mask.shape[1]], [row.tolist()], target=label, weight=1.0, ended=[True]) for k, (row, label) in enumerate(zip(mask, i["labels"]))])
+    batch = collate(
+        [
+            make_item(str(k), [0], [[0] * mask.shape[1]], [row.tolist()], target=label, weight=1.0, ended=[True])
+            for k, (row, label) in enumerate(zip(mask, i["labels"]))
+        ]
+    )
     flat = z[mask.bool()]
     total, by = reward_losses.outcome(flat[:, None], batch, None).loss["bce"]
-    mean = Sums({"bce": (total, by), "language_model": (torch.tensor(p.get("lm_loss_weight", 0.0) * p.get("lm_loss", 0.0)), "rows")})
+    mean = Sums(
+        {
+            "bce": (total, by),
+            "language_model": (torch.tensor(p.get("lm_loss_weight", 0.0) * p.get("lm_loss", 0.0)), "rows"),
+        }
+    )
     alone = Sums({"bce": (total, by)}).divided({"tokens": len(flat)})
-    return {"token_mean_bce": alone, "joint_loss": mean.divided({"tokens": len(flat), "rows": 1.0}), "score_last_token": torch.sigmoid(reward_losses._last_values(flat, batch))}
+    return {
+        "token_mean_bce": alone,
+        "joint_loss": mean.divided({"tokens": len(flat), "rows": 1.0}),
+        "score_last_token": torch.sigmoid(reward_losses._last_values(flat, batch)),
+    }
 
 
 def rm_pmp(i, p):
@@ -290,41 +386,63 @@ def rm_pmp(i, p):
 
 
 def rm_pmp_control(i, p):
-    return {"loss": losses.bradley_terry_loss(T([i["r_GOOD_A"], i["r_BAD_B"]]), T([i["r_BAD_A"], i["r_GOOD_B"]])).mean()}
+    return {
+        "loss": losses.bradley_terry_loss(T([i["r_GOOD_A"], i["r_BAD_B"]]), T([i["r_BAD_A"], i["r_GOOD_B"]])).mean()
+    }
 
 
 def rm_bias_anchor(i, p):
     bias = estimators.calibration_bias(i["anchor_scores"])
-    return {"bias": bias, "calibrated": np.asarray(i["scores"]) + bias,
-            "anchor_mean_after": float(np.mean(np.asarray(i["anchor_scores"]) + bias))}
+    return {
+        "bias": bias,
+        "calibrated": np.asarray(i["scores"]) + bias,
+        "anchor_mean_after": float(np.mean(np.asarray(i["anchor_scores"]) + bias)),
+    }
 
 
 def rm_whiten(i, p):
     eps = p.get("eps", 1e-8)
     scores = i.get("scores", i.get("rewards"))
     white = estimators.whiten(scores, ddof=p.get("ddof", 0), eps=eps)
-    return {"ddof0": estimators.whiten(scores, ddof=0, eps=eps), "ddof1": estimators.whiten(scores, ddof=1, eps=eps),
-            "minmax_01": estimators.minmax(scores), "whitened": white, "normalised": white}
+    return {
+        "ddof0": estimators.whiten(scores, ddof=0, eps=eps),
+        "ddof1": estimators.whiten(scores, ddof=1, eps=eps),
+        "minmax_01": estimators.minmax(scores),
+        "whitened": white,
+        "normalised": white,
+    }
 
 
 def rm_accuracy(i, p):
     a = statistics.pairwise_accuracy(i.get("r_chosen", i.get("chosen")), i.get("r_rejected", i.get("rejected")))
-    return {"accuracy_strict": a["strict"], "accuracy": a["strict"], "accuracy_half_ties": a["half_credit"],
-            "accuracy_ties_half": a["half_credit"], "tie_rate": a["ties"], "log_loss": a["log_loss"], "mean_margin": a["mean_margin"]}
+    return {
+        "accuracy_strict": a["strict"],
+        "accuracy": a["strict"],
+        "accuracy_half_ties": a["half_credit"],
+        "accuracy_ties_half": a["half_credit"],
+        "tie_rate": a["ties"],
+        "log_loss": a["log_loss"],
+        "mean_margin": a["mean_margin"],
+    }
 
 
 def rm_ece(i, p):
     low, high = p.get("range", (0.5, 1.0))
     c, y = i["confidence"], i["correct"]
-    return {"ece": statistics.calibration_error(c, y, p.get("bins", 10), low, high), "brier": statistics.brier(c, y),
-            "nll": log_loss(c, y)}
+    return {
+        "ece": statistics.calibration_error(c, y, p.get("bins", 10), low, high),
+        "brier": statistics.brier(c, y),
+        "nll": log_loss(c, y),
+    }
 
 
 def log_loss(confidence, correct):
     """Through the margins that are as sure as the scorer was and went as its verdicts did."""
     confidence = np.asarray(confidence, float)
     logit = np.log(confidence) - np.log1p(-confidence)
-    return statistics.pairwise_accuracy(np.where(np.asarray(correct) > 0, logit, -logit), np.zeros_like(logit))["log_loss"]
+    return statistics.pairwise_accuracy(np.where(np.asarray(correct) > 0, logit, -logit), np.zeros_like(logit))[
+        "log_loss"
+    ]
 
 
 def rm_length(i, p):
@@ -333,22 +451,32 @@ def rm_length(i, p):
 
 def bon_estimator(i, p):
     n = p["n"]
-    return {"gold_of_best_of_n": [selection.best_of_n_estimate(i["proxy"], k, i["gold"]) for k in n],
-            "gold_of_proxy_best": [selection.best_of_n_estimate(i["proxy"], k, i["gold"]) for k in n],
-            "proxy_best": [selection.best_of_n_estimate(i["proxy"], k) for k in n]}
+    return {
+        "gold_of_best_of_n": [selection.best_of_n_estimate(i["proxy"], k, i["gold"]) for k in n],
+        "gold_of_proxy_best": [selection.best_of_n_estimate(i["proxy"], k, i["gold"]) for k in n],
+        "proxy_best": [selection.best_of_n_estimate(i["proxy"], k) for k in n],
+    }
 
 
 def gao_peak(i, p):
     a, b = p["alpha"], p["beta"]
-    return {"bon": overopt.curve(i["d"], a, b, "bon"), "rl": overopt.curve(i["d"], a, b, "rl"),
-            "bon_peak_d": overopt.peak(a, b, "bon")[0], "rl_peak_d": overopt.peak(a, b, "rl")[0]}
+    return {
+        "bon": overopt.curve(i["d"], a, b, "bon"),
+        "rl": overopt.curve(i["d"], a, b, "rl"),
+        "bon_peak_d": overopt.peak(a, b, "bon")[0],
+        "rl_peak_d": overopt.peak(a, b, "rl")[0],
+    }
 
 
 def divergence(i, p):
     found = overopt.divergence(i["train_rm"], i["test_rm"], min_drop=p["min_drop"], patience=p.get("patience", 0))
     step = i.get("step", list(range(len(i["test_rm"]))))
     flag = found["detected_index"]
-    return {"peak_step": step[found["peak_index"]], "diverged": flag is not None, "first_flag_step": None if flag is None else step[flag]}
+    return {
+        "peak_step": step[found["peak_index"]],
+        "diverged": flag is not None,
+        "first_flag_step": None if flag is None else step[flag],
+    }
 
 
 def bt_fit(i, p):
@@ -364,18 +492,26 @@ def implicit(i, p):
 
 # --- rejection sampling -----------------------------------------------------------------------------------
 
+
 def best_of(rewards):
     """Best completion of each prompt, None without a valid score."""
     return [(best or [None])[0] for best in selection.top_k_per_prompt(rewards, 1)]
 
 
 def right_ones(correct, texts=None, limit=None, dedupe=True):
-    """What the rejection stage keeps of right and wrong answers to each prompt under select=all_correct: flat indices, prompt by prompt."""
+    """What the rejection stage keeps of right and wrong answers to each prompt under select=all_correct: flat indices,
+    prompt by prompt.
+    """
     right = np.asarray(correct, dtype=float) > 0
     matrix = np.ones(right.shape)
     if texts is not None and dedupe:
-        rejection.drop_duplicates(matrix, {(k, j): {"completion": [{"content": text}]} for k, row in enumerate(texts) for j, text in enumerate(row)})
-    return rejection.select(matrix, right, rejection.Config(select="all_correct", max_per_prompt=limit, dedupe=dedupe), None)
+        rejection.drop_duplicates(
+            matrix,
+            {(k, j): {"completion": [{"content": text}]} for k, row in enumerate(texts) for j, text in enumerate(row)},
+        )
+    return rejection.select(
+        matrix, right, rejection.Config(select="all_correct", max_per_prompt=limit, dedupe=dedupe), None
+    )
 
 
 def rs_matrix(i, p):
@@ -384,8 +520,13 @@ def rs_matrix(i, p):
     N = R.shape[1]
     flat = R.ravel()
     top = best_of(R)
-    out = {"top_per_prompt": top, "top_per_prompt_rewards": [None if j is None else R[m, j] for m, j in enumerate(top)],
-           "skipped_prompts": [m for m, j in enumerate(top) if j is None], "local": top, "prompts_covered_by_k": {}}
+    out = {
+        "top_per_prompt": top,
+        "top_per_prompt_rewards": [None if j is None else R[m, j] for m, j in enumerate(top)],
+        "skipped_prompts": [m for m, j in enumerate(top) if j is None],
+        "local": top,
+        "prompts_covered_by_k": {},
+    }
     for k in range(1, R.size + 1):
         best = selection.top_k_overall(R, k)
         out[f"top_{k}_overall"] = best
@@ -419,8 +560,10 @@ def rso_trace(i, p):
 
 
 def rso_limits(i, p):
-    return {"accepted_beta_small": selection.rso_select(i["rewards"], p["num_samples"], p["beta_small"], i["uniforms"])[0],
-            "accepted_beta_large": selection.rso_select(i["rewards"], p["num_samples"], p["beta_large"], i["uniforms"])[0]}
+    return {
+        "accepted_beta_small": selection.rso_select(i["rewards"], p["num_samples"], p["beta_small"], i["uniforms"])[0],
+        "accepted_beta_large": selection.rso_select(i["rewards"], p["num_samples"], p["beta_large"], i["uniforms"])[0],
+    }
 
 
 def rso_accept(i, p):
@@ -444,7 +587,11 @@ def first_pass(rewards, beta, uniforms):
 
 def rs_dpo(i, p):
     if "etas" in p:
-        return {"pairs_chosen_rejected": [[list(x[:2]) for x in selection.gap_pairs(i["rewards"], p["tau"], e)] for e in p["etas"]]}
+        return {
+            "pairs_chosen_rejected": [
+                [list(x[:2]) for x in selection.gap_pairs(i["rewards"], p["tau"], e)] for e in p["etas"]
+            ]
+        }
     pairs = selection.gap_pairs(i["rewards"], p["tau"], p["eta"])
     return {"pairs": [list(x[:2]) for x in pairs], "p_gap": [x[2] for x in pairs]}
 
@@ -470,8 +617,13 @@ def rest_em(i, p):
 def majority(i, p):
     plain, counts = selection.majority(i["answers"])
     weighted, weights = selection.majority(i["answers"], i["rm"])
-    return {"majority": plain, "weighted": weighted, "counts": counts, "weights": weights,
-            "best_of_n": i["answers"][best_of([i["rm"]])[0]]}
+    return {
+        "majority": plain,
+        "weighted": weighted,
+        "counts": counts,
+        "weights": weights,
+        "best_of_n": i["answers"][best_of([i["rm"]])[0]],
+    }
 
 
 def triplet(i, p):
@@ -481,8 +633,12 @@ def triplet(i, p):
         return {"chosen": None, "rejected": None, "dropped": names}
     chosen, rejected = found
     middle = [k for k in range(len(names)) if k not in found]
-    return {"chosen": names[chosen], "rejected": names[rejected], "dropped": [names[m] for m in middle],
-            "discarded": [names[m] for m in middle]}
+    return {
+        "chosen": names[chosen],
+        "rejected": names[rejected],
+        "dropped": [names[m] for m in middle],
+        "discarded": [names[m] for m in middle],
+    }
 
 
 def band(i, p):
@@ -503,7 +659,10 @@ def gpo_mask(i, p):
 
 def gpo_nll(i, p):
     mean, target = T(i["mean"]), T(i["target"])
-    return {"nll": preference_module.gaussian_nll(mean, target, 2 * math.log(p.get("sigma", 1.0))).sum(), "mse": ((mean - target) ** 2).mean()}
+    return {
+        "nll": preference_module.gaussian_nll(mean, target, 2 * math.log(p.get("sigma", 1.0))).sum(),
+        "mse": ((mean - target) ** 2).mean(),
+    }
 
 
 def star(i, p):
@@ -542,8 +701,13 @@ def length_sort(i, p):
 def tournament(i, p):
     s = i["scores"]
     pairs, winner = selection.tournament(len(s), lambda a, b: s[a] > s[b] or (s[a] == s[b] and a < b))
-    return {"pairs_winner_loser": pairs, "winner": winner, "champion": winner, "calls": len(pairs),
-            "calls_by_m": {str(m): len(selection.tournament(m, lambda a, b: True)[0]) for m in (1, 2, 3, 4, 5, 8)}}
+    return {
+        "pairs_winner_loser": pairs,
+        "winner": winner,
+        "champion": winner,
+        "calls": len(pairs),
+        "calls_by_m": {str(m): len(selection.tournament(m, lambda a, b: True)[0]) for m in (1, 2, 3, 4, 5, 8)},
+    }
 
 
 def rest_normalise(i, p):
@@ -566,7 +730,10 @@ def ensemble(i, p):
 
 def weighted(i, p):
     cut = [*i["scores"][:-1], None]
-    return {"sum": selection.weighted_score(i["scores"], i["weights"]), "missing_third_renormalised": selection.weighted_score(cut, i["weights"])}
+    return {
+        "sum": selection.weighted_score(i["scores"], i["weights"]),
+        "missing_third_renormalised": selection.weighted_score(cut, i["weights"]),
+    }
 
 
 def curriculum(i, p):
@@ -591,7 +758,10 @@ def rest_thresholds(i, p):
 
 def regression(i, p):
     pred, target = T(i["pred"]), T(i["target"])
-    return {"mse": losses.value_loss(pred, target, torch.ones_like(pred)).mean(), "standardised_target": estimators.whiten(i["target"], ddof=p["ddof"], eps=0.0)}
+    return {
+        "mse": losses.value_loss(pred, target, torch.ones_like(pred)).mean(),
+        "standardised_target": estimators.whiten(i["target"], ddof=p["ddof"], eps=0.0),
+    }
 
 
 def prm_ce(i, p):
@@ -601,8 +771,11 @@ def prm_ce(i, p):
 
 def ckpt_select(i, p):
     """Passes in order through the trainer's own choice."""
+
     def best(name, values):
-        trainer = SimpleNamespace(config=SimpleNamespace(select_by=name, early_stopping_patience=0), best={}, parameters={}, step_index=0)
+        trainer = SimpleNamespace(
+            config=SimpleNamespace(select_by=name, early_stopping_patience=0), best={}, parameters={}, step_index=0
+        )
         for trainer.step_index, value in zip(i["epoch"], values):
             Trainer.consider(trainer, {name: value})
         return trainer.best["step"]
@@ -611,49 +784,118 @@ def ckpt_select(i, p):
 
 
 ADAPTERS = {
-    "rm.ensemble/combine": ensemble, "rm_ensemble": ensemble, "rm.multi/weighted": weighted,
-    "rm.curriculum/order": curriculum, "da.curry/stages": curry, "da.sdpo/chunks": sdpo, "rest_improve_thresholds": rest_thresholds,
-    "rm.regression/mse": regression, "rm.prm/three_class_ce": prm_ce, "sft.ckpt_select/rm_score": ckpt_select,
+    "rm.ensemble/combine": ensemble,
+    "rm_ensemble": ensemble,
+    "rm.multi/weighted": weighted,
+    "rm.curriculum/order": curriculum,
+    "da.curry/stages": curry,
+    "da.sdpo/chunks": sdpo,
+    "rest_improve_thresholds": rest_thresholds,
+    "rm.regression/mse": regression,
+    "rm.prm/three_class_ce": prm_ce,
+    "sft.ckpt_select/rm_score": ckpt_select,
     "rm.pairwise/symmetrise": lambda i, p: {"p_i_sym": (i["p_ij"] + 1 - i["p_ji"]) / 2},
-    "sft.nll/uniform": nll_uniform, "sft.nll/reductions": nll_logps, "sft.nll/nan_padding": nll_logps,
-    "sft.nll/prompt_mask": nll_prompt_mask, "sft.nll/grad_accumulation": nll_losses, "sft.nll/logit_gradient": nll_logits,
-    "sft.nll/empty_row": nll_losses, "sft.nll/one_token": nll_losses, "sft.nll/shift_alignment": shift,
+    "sft.nll/uniform": nll_uniform,
+    "sft.nll/reductions": nll_logps,
+    "sft.nll/nan_padding": nll_logps,
+    "sft.nll/prompt_mask": nll_prompt_mask,
+    "sft.nll/grad_accumulation": nll_losses,
+    "sft.nll/logit_gradient": nll_logits,
+    "sft.nll/empty_row": nll_losses,
+    "sft.nll/one_token": nll_losses,
+    "sft.nll/shift_alignment": shift,
     "sft.mask/roles": role_masks,
-    "sft.template/chatml_generation_prompt": template, "sft.template/chatml_multi_turn": template,
-    "sft.template/chatml_errors": template_errors, "sft.pack/best_fit_decreasing": pack,
+    "sft.template/chatml_generation_prompt": template,
+    "sft.template/chatml_multi_turn": template,
+    "sft.template/chatml_errors": template_errors,
+    "sft.pack/best_fit_decreasing": pack,
     "sft.unlikelihood/tokens": unlikelihood,
-    "kd.logit/forward_kl": kd_probs, "kd.logit/temperature": kd_logits, "kd.logit/masked_mean": kd_logits,
-    "kd.context/topk_bucket": kd_probs, "kd.onpolicy/generalised_jsd": kd_probs, "kd.codistill/mix": kd_logits,
-    "kd_full_vocab": kd_probs, "kd_top_k": kd_probs, "context_distill_kl": kd_probs,
-    "rm.head/linear": rm_linear, "rm.head/last_token_padding": rm_head,
-    "rm.bt/margins": rm_bt, "rm.bt/shift_invariance": rm_bt, "rm.bt/extreme": rm_bt, "rm.bt/centering": rm_bt,
-    "rm.margin/diff_1.5": rm_margin, "rm.margin/likert_map": likert_map, "margin_loss_values": rm_margin,
+    "kd.logit/forward_kl": kd_probs,
+    "kd.logit/temperature": kd_logits,
+    "kd.logit/masked_mean": kd_logits,
+    "kd.context/topk_bucket": kd_probs,
+    "kd.onpolicy/generalised_jsd": kd_probs,
+    "kd.codistill/mix": kd_logits,
+    "kd_full_vocab": kd_probs,
+    "kd_top_k": kd_probs,
+    "context_distill_kl": kd_probs,
+    "rm.head/linear": rm_linear,
+    "rm.head/last_token_padding": rm_head,
+    "rm.bt/margins": rm_bt,
+    "rm.bt/shift_invariance": rm_bt,
+    "rm.bt/extreme": rm_bt,
+    "rm.bt/centering": rm_bt,
+    "rm.margin/diff_1.5": rm_margin,
+    "rm.margin/likert_map": likert_map,
+    "margin_loss_values": rm_margin,
     **{f"rm.kwise_pairs/{n}": kwise for n in ("k4", "two_prompts", "misordered", "ties", "k3")},
-    "rm.plackett_luce/k3": plackett_luce, "rm.plackett_luce/k2_is_bt": plackett_luce,
-    "rm.soft_label/cai": rm_soft, "ai_label_rm_soft_ce": rm_soft, "rm.soft_label/position_debias": position_debias,
-    "rm.pairwise/bce": rm_pairwise, "rm.orm/bce": rm_orm, "rm.orm/gain_bias_token_labels": rm_orm_gain_bias,
-    "rm.pmp/pointwise_bce": rm_pmp, "rm.pmp/control_token_pairs": rm_pmp_control,
-    "rm.calibrate/bias_anchor": rm_bias_anchor, "rm_bias_anchor": rm_bias_anchor,
-    "rm.calibrate/whiten": rm_whiten, "rm.calibrate/zero_variance": rm_whiten, "rm_minibatch_norm": rm_whiten,
-    "rm.eval/accuracy_ties": rm_accuracy, "rm_pairwise_accuracy": rm_accuracy, "rm.eval/ece": rm_ece, "calibration_rm": rm_ece,
+    "rm.plackett_luce/k3": plackett_luce,
+    "rm.plackett_luce/k2_is_bt": plackett_luce,
+    "rm.soft_label/cai": rm_soft,
+    "ai_label_rm_soft_ce": rm_soft,
+    "rm.soft_label/position_debias": position_debias,
+    "rm.pairwise/bce": rm_pairwise,
+    "rm.orm/bce": rm_orm,
+    "rm.orm/gain_bias_token_labels": rm_orm_gain_bias,
+    "rm.pmp/pointwise_bce": rm_pmp,
+    "rm.pmp/control_token_pairs": rm_pmp_control,
+    "rm.calibrate/bias_anchor": rm_bias_anchor,
+    "rm_bias_anchor": rm_bias_anchor,
+    "rm.calibrate/whiten": rm_whiten,
+    "rm.calibrate/zero_variance": rm_whiten,
+    "rm_minibatch_norm": rm_whiten,
+    "rm.eval/accuracy_ties": rm_accuracy,
+    "rm_pairwise_accuracy": rm_accuracy,
+    "rm.eval/ece": rm_ece,
+    "calibration_rm": rm_ece,
     "rm.eval/length_correlation": rm_length,
-    "rm.overopt/bon_estimator": bon_estimator, "rm.overopt/gao_peak": gao_peak, "rm.overopt/divergence": divergence,
-    "rm.bt_fit/two_items": bt_fit, "rm.bt_fit/three_items": bt_fit, "rm.implicit/score": implicit,
-    "rs.select/matrix": rs_matrix, "rs.select/ties_and_nan": rs_matrix, "rs.select/threshold": rs_matrix,
+    "rm.overopt/bon_estimator": bon_estimator,
+    "rm.overopt/gao_peak": gao_peak,
+    "rm.overopt/divergence": divergence,
+    "rm.bt_fit/two_items": bt_fit,
+    "rm.bt_fit/three_items": bt_fit,
+    "rm.implicit/score": implicit,
+    "rs.select/matrix": rs_matrix,
+    "rs.select/ties_and_nan": rs_matrix,
+    "rs.select/threshold": rs_matrix,
     "rs.expert_iteration/top": expert_iteration,
-    "rs.raft/local_global": rs_matrix, "da.online_dpo/best_vs_worst": rs_matrix,
+    "rs.raft/local_global": rs_matrix,
+    "da.online_dpo/best_vs_worst": rs_matrix,
     "rs.best_of_n/kl": lambda i, p: {"kl": [selection.best_of_n_kl(n) for n in i["n"]]},
-    "rs.length_sort/permutation": length_sort, "length_sorted_scoring": length_sort,
-    "sppo_pair_selection": sppo_pairs, "rs.rank/round_robin": round_robin, "round_robin_mean_win": round_robin,
-    "rs.rso/trace": rso_trace, "rs.rso/accept_prob": rso_accept, "rs.rso/limits": rso_limits,
-    "rso_accept_prob": rso_accept, "rso_sequence": rso_accept,
+    "rs.length_sort/permutation": length_sort,
+    "length_sorted_scoring": length_sort,
+    "sppo_pair_selection": sppo_pairs,
+    "rs.rank/round_robin": round_robin,
+    "round_robin_mean_win": round_robin,
+    "rs.rso/trace": rso_trace,
+    "rs.rso/accept_prob": rso_accept,
+    "rs.rso/limits": rso_limits,
+    "rso_accept_prob": rso_accept,
+    "rso_sequence": rso_accept,
     "rs.rso/logit_reward": lambda i, p: {"reward": torch.logit(T(i["p_win_vs_baseline"]))},
-    "rs.rs_dpo/pairs": rs_dpo, "rs_dpo_pairs": rs_dpo_all_gaps, "rs.rest_em/keep": rest_em, "rest_em_cap": rest_em,
-    "rs.rest/normalise": rest_normalise, "rs.majority/weighted": majority, "rs.triplet/cpo": triplet, "cpo_triplet": triplet,
-    "rs.difficulty_band/n16": band, "difficulty_filter": band, "rs.icdpo/score": icdpo, "icdpo_score": icdpo,
-    "rm.gpo/attention_mask": gpo_mask, "rm.gpo/gaussian_nll": gpo_nll, "rs.star/filter": star, "peft.lora/forward": lora, "peft.lora/ensemble_merge": lora_ensemble,
-    "rm.t2t_pair/tournament": tournament, "tournament": tournament,
-    "rm.t2t_pair/call_counts": lambda i, p: {"calls": [len(selection.tournament(m, lambda a, b: True)[0]) for m in i["m"]]},
+    "rs.rs_dpo/pairs": rs_dpo,
+    "rs_dpo_pairs": rs_dpo_all_gaps,
+    "rs.rest_em/keep": rest_em,
+    "rest_em_cap": rest_em,
+    "rs.rest/normalise": rest_normalise,
+    "rs.majority/weighted": majority,
+    "rs.triplet/cpo": triplet,
+    "cpo_triplet": triplet,
+    "rs.difficulty_band/n16": band,
+    "difficulty_filter": band,
+    "rs.icdpo/score": icdpo,
+    "icdpo_score": icdpo,
+    "rm.gpo/attention_mask": gpo_mask,
+    "rm.gpo/gaussian_nll": gpo_nll,
+    "rs.star/filter": star,
+    "peft.lora/forward": lora,
+    "peft.lora/ensemble_merge": lora_ensemble,
+    "rm.t2t_pair/tournament": tournament,
+    "tournament": tournament,
+    "rm.t2t_pair/call_counts": lambda i, p: {
+        "calls": [len(selection.tournament(m, lambda a, b: True)[0]) for m in i["m"]]
+    },
     "rs.mix/largest_remainder": lambda i, p: {"counts": selection.largest_remainder(i["total"], i["weights"])},
-    "sft.self_paced/hard": self_paced, "self_paced_selection": self_paced,
+    "sft.self_paced/hard": self_paced,
+    "self_paced_selection": self_paced,
 }

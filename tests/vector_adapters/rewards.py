@@ -1,4 +1,5 @@
 """Reward vectors of the catalogue against stages/verification/verifiers.py and stages/reward."""
+
 from __future__ import annotations
 
 import json
@@ -9,8 +10,24 @@ from stages.estimators import apply_truncation, group_advantage, moved_multiplie
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
 from stages.reward.scorers import vote
-from stages.verification.verifiers import (SCRIPTS, STRICT_ORDER, as_rational, check_constraint, code_reward, constraint_reward, extract, extract_boxed,
-                              extract_hash, extract_last_number, extract_mc_letter, format_reward, language_share, math_equal, soft_overlong, view)
+from stages.verification.verifiers import (
+    SCRIPTS,
+    STRICT_ORDER,
+    as_rational,
+    check_constraint,
+    code_reward,
+    constraint_reward,
+    extract,
+    extract_boxed,
+    extract_hash,
+    extract_last_number,
+    extract_mc_letter,
+    format_reward,
+    language_share,
+    math_equal,
+    soft_overlong,
+    view,
+)
 from tests.vectors import Skip
 
 
@@ -21,8 +38,13 @@ def texts(function):
 def formats(inputs, params):
     prefilled = params.get("prefilled", "")
     if "text" in inputs:
-        return {name: format_reward(inputs["text"], name, prefilled=prefilled) for name in ("think_answer", "think_only")}
-    return {name: [format_reward(t, name, prefilled=prefilled) for t in inputs["texts"]] for name in ("think_answer", "think_only")}
+        return {
+            name: format_reward(inputs["text"], name, prefilled=prefilled) for name in ("think_answer", "think_only")
+        }
+    return {
+        name: [format_reward(t, name, prefilled=prefilled) for t in inputs["texts"]]
+        for name in ("think_answer", "think_only")
+    }
 
 
 def overlong(inputs, params):
@@ -36,7 +58,10 @@ def truncation(inputs, params):
     ended = inputs["ended_with_eos"]
     if params.get("missing_eos_mode") == "subtract":
         component = RewardComponent(kind="truncation", missing_eos_penalty=params["missing_eos_penalty"])
-        rows = [{"prompt_row": {}, "completion_text": "", "completion_ids": [], "finish_reason": "eos" if e else "length"} for e in ended]
+        rows = [
+            {"prompt_row": {}, "completion_text": "", "completion_ids": [], "finish_reason": "eos" if e else "length"}
+            for e in ended
+        ]
         return {"reward": [s + r.total for s, r in zip(scores, build_rewards([component], {}).score(rows))]}
     rewards, _, _ = apply_truncation(scores, ended, policy, params["missing_eos_penalty"])
     return {"reward": np.asarray(rewards).tolist(), "truncated_fraction": 1 - sum(ended) / len(ended)}
@@ -44,7 +69,9 @@ def truncation(inputs, params):
 
 def tulu(inputs, params):
     rows = [params["reward_if_correct"] * v for v in inputs["verified"]]
-    rewards, _, _ = apply_truncation(np.array(rows, float), inputs["ended_with_eos"], "penalty", -params["non_stop_penalty"])
+    rewards, _, _ = apply_truncation(
+        np.array(rows, float), inputs["ended_with_eos"], "penalty", -params["non_stop_penalty"]
+    )
     return {"reward": np.asarray(rewards).tolist()}
 
 
@@ -53,7 +80,13 @@ def composite(inputs, params):
     n = len(next(iter(columns.values())))
 
     def totals(policy):
-        known = build_rewards([RewardComponent(name=name, kind="length", weight=weight, on_missing=policy) for name, weight in weights.items()], {})
+        known = build_rewards(
+            [
+                RewardComponent(name=name, kind="length", weight=weight, on_missing=policy)
+                for name, weight in weights.items()
+            ],
+            {},
+        )
         return [known.total_of({name: column[i] for name, column in columns.items()}).total for i in range(n)]
 
     return {policy: totals(policy) for policy in ("skip", "renormalise")}
@@ -62,23 +95,38 @@ def composite(inputs, params):
 def normalise_order(inputs, params):
     parts, weights, one = [inputs["accuracy"], inputs["format"]], params["weights"], [0] * len(inputs["accuracy"])
     total = [sum(w * part[i] for w, part in zip(weights, parts)) for i in range(len(one))]
-    return {"sum_then_normalize": group_advantage(total, one, "mean_std", params["ddof"], 0.0)[0].tolist(),
-            "normalize_then_sum": normalized_sum(parts, [[w] * len(one) for w in weights], one, params["ddof"], 0.0).tolist()}
+    return {
+        "sum_then_normalize": group_advantage(total, one, "mean_std", params["ddof"], 0.0)[0].tolist(),
+        "normalize_then_sum": (
+            normalized_sum(parts, [[w] * len(one) for w in weights], one, params["ddof"], 0.0).tolist()
+        ),
+    }
 
 
 def rlvr(inputs, params):
-    components = [RewardComponent(name="accuracy", kind="verifier", verifier="math", weight=params["weights"]["accuracy"]),
-                  RewardComponent(name="format", kind="format", preset="think_answer", weight=params["weights"]["format"])]
-    rows = [{"prompt_row": {"answer": inputs["gold"]}, "completion_text": t, "completion_ids": [], "finish_reason": "eos"} for t in inputs["texts"]]
+    components = [
+        RewardComponent(name="accuracy", kind="verifier", verifier="math", weight=params["weights"]["accuracy"]),
+        RewardComponent(name="format", kind="format", preset="think_answer", weight=params["weights"]["format"]),
+    ]
+    rows = [
+        {"prompt_row": {"answer": inputs["gold"]}, "completion_text": t, "completion_ids": [], "finish_reason": "eos"}
+        for t in inputs["texts"]
+    ]
     scored = build_rewards(components, {}).score(rows)
-    return {"total": [s.total for s in scored], "accuracy": [s.parts["accuracy"] for s in scored], "format": [s.parts["format"] for s in scored]}
+    return {
+        "total": [s.total for s in scored],
+        "accuracy": [s.parts["accuracy"] for s in scored],
+        "format": [s.parts["format"] for s in scored],
+    }
 
 
 def views(inputs, params):
     text, missing = inputs["text"], params.get("missing", "full")
     unclosed = text.split("</think>")[0]
-    return {**{name: view(text, name, missing=missing) for name in ("full", "answer_only", "think_only")},
-            "no_close_tag_answer_only": view(unclosed, "answer_only", missing=missing)}
+    return {
+        **{name: view(text, name, missing=missing) for name in ("full", "answer_only", "think_only")},
+        "no_close_tag_answer_only": view(unclosed, "answer_only", missing=missing),
+    }
 
 
 def code_modes(inputs, params):
@@ -88,14 +136,28 @@ def code_modes(inputs, params):
 
 def code_edge(inputs, params):
     """The cases of the vector, run for real: a test that hangs, no tests, a program that cannot be imported."""
-    hang = {"program": "import sys\nx = int(input())\nwhile x == 3:\n    pass\nprint(x)",
-            "tests": [{"input": str(i), "expected": str(i), "code": None} for i in range(4)]}
+    hang = {
+        "program": "import sys\nx = int(input())\nwhile x == 3:\n    pass\nprint(x)",
+        "tests": [{"input": str(i), "expected": str(i), "code": None} for i in range(4)],
+    }
     broken = {"program": "import no_such_module_anywhere", "tests": [{"input": "", "expected": "", "code": None}] * 2}
     cases = {"timeout on one of 4 tests": hang, "no tests": {"program": "pass", "tests": []}, "import error": broken}
-    rows = [{"prompt_row": {"tests": cases[c]["tests"]}, "completion_text": f"```python\n{cases[c]['program']}\n```", "completion_ids": [],
-             "finish_reason": "eos"} for c in inputs["cases"]]
-    return {mode: [s.parts["code"] for s in build_rewards([RewardComponent(kind="code", mode=mode, timeout_s=1.0)], {}).score(rows)]
-            for mode in ("all", "fraction")}
+    rows = [
+        {
+            "prompt_row": {"tests": cases[c]["tests"]},
+            "completion_text": f"```python\n{cases[c]['program']}\n```",
+            "completion_ids": [],
+            "finish_reason": "eos",
+        }
+        for c in inputs["cases"]
+    ]
+    return {
+        mode: [
+            s.parts["code"]
+            for s in build_rewards([RewardComponent(kind="code", mode=mode, timeout_s=1.0)], {}).score(rows)
+        ]
+        for mode in ("all", "fraction")
+    }
 
 
 def constraints(inputs, params):
@@ -104,6 +166,7 @@ def constraints(inputs, params):
 
 def score_rules(inputs, params):
     """Through the model component itself, with the raw scores in place of a network's."""
+
     class Scorer:
         disagreement = None
 
@@ -113,23 +176,46 @@ def score_rules(inputs, params):
         def score(self, responses):
             return [float(r.ids[0]) for r in responses]
 
-    component = RewardComponent(kind="model", no_eos_reward=params["no_eos_reward"], empty_reward=params["empty_reward"])
+    component = RewardComponent(
+        kind="model", no_eos_reward=params["no_eos_reward"], empty_reward=params["empty_reward"]
+    )
     from stages.reward.rewards import Rewards
 
-    rows = [{"prompt_row": {}, "prompt_ids": [raw], "completion_text": "" if empty else "x", "completion_ids": [],
-             "finish_reason": "eos" if eos else "length"} for raw, eos, empty in zip(inputs["raw"], inputs["has_eos"], inputs["empty"])]
+    rows = [
+        {
+            "prompt_row": {},
+            "prompt_ids": [raw],
+            "completion_text": "" if empty else "x",
+            "completion_ids": [],
+            "finish_reason": "eos" if eos else "length",
+        }
+        for raw, eos, empty in zip(inputs["raw"], inputs["has_eos"], inputs["empty"])
+    ]
     return {"final": [s.total for s in Rewards([component], {"model": Scorer()}, None).score(rows)]}
 
 
 def gold_checksum(inputs, params):
     from pathlib import Path
 
-    for path in (p for root in (Path.cwd(), *Path(__file__).resolve().parents) for p in root.glob("shared/data/**/*gsm8k*test*.jsonl")):
-        golds = [extract_hash(json.loads(line)["answer"]) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    for path in (
+        p
+        for root in (Path.cwd(), *Path(__file__).resolve().parents)
+        for p in root.glob("shared/data/**/*gsm8k*test*.jsonl")
+    ):
+        golds = [
+            extract_hash(json.loads(line)["answer"])
+            for line in path.read_text(encoding="utf-8").splitlines()
+            if line.strip()
+        ]
         values = [as_rational(g) for g in golds if g is not None]
         values = [v for v in values if v is not None]
-        return {"n": len(golds), "n_parsed": len(values), "sum_of_golds": float(sum(values)), "n_negative": sum(v < 0 for v in values),
-                "n_non_integer": sum(v.denominator != 1 for v in values)}
+        return {
+            "n": len(golds),
+            "n_parsed": len(values),
+            "sum_of_golds": float(sum(values)),
+            "n_negative": sum(v < 0 for v in values),
+            "n_non_integer": sum(v.denominator != 1 for v in values),
+        }
     raise Skip("the GSM8K test file (shared/data/**/*gsm8k*test*.jsonl)")
 
 
@@ -139,28 +225,64 @@ def majority(inputs, params):
     texts = ["none" if a is None else f"\\boxed{{{a}}}" for a in inputs["answers"]]
     verdicts = vote(component, [{"prompt_row": {"row_id": "p"}, "completion_text": text} for text in texts])
     rewards = [v.value for v in verdicts]
-    return {"pseudo_label": next((v.extracted for v in verdicts if v.value), None), "reward": rewards, "agreement": sum(rewards) / len(rewards)}
+    return {
+        "pseudo_label": next((v.extracted for v in verdicts if v.value), None),
+        "reward": rewards,
+        "agreement": sum(rewards) / len(rewards),
+    }
 
 
 def language(inputs, params):
-    return {unit: [language_share(text, SCRIPTS[params["target"]], unit) for text in inputs["texts"]] for unit in ("word", "char")}
+    return {
+        unit: [language_share(text, SCRIPTS[params["target"]], unit) for text in inputs["texts"]]
+        for unit in ("word", "char")
+    }
 
 
 def domains(inputs, params):
     """Every source is a function that returns its score, asked about the domains whose route names it."""
-    components = [RewardComponent(name=name, kind="python", source=f"def score(prompt, completion, answer):\n    return {value}", weight=1.0,
-                                  domains=[domain for domain, route in params["routes"].items() if name in route]) for name, value in inputs["scores"].items()]
-    rows = [{"prompt_row": {"domain": domain}, "completion_text": "x", "completion_ids": [], "finish_reason": "eos"} for domain in inputs["domains"]]
+    components = [
+        RewardComponent(
+            name=name,
+            kind="python",
+            source=f"def score(prompt, completion, answer):\n    return {value}",
+            weight=1.0,
+            domains=[domain for domain, route in params["routes"].items() if name in route],
+        )
+        for name, value in inputs["scores"].items()
+    ]
+    rows = [
+        {"prompt_row": {"domain": domain}, "completion_text": "x", "completion_ids": [], "finish_reason": "eos"}
+        for domain in inputs["domains"]
+    ]
     return {"reward": [one.total for one in build_rewards(components, {}).score(rows)]}
 
 
 def router(inputs, params):
-    """Who gives the reward: the rule where the prompt has an answer, then a learned reward where there is one, then the judge."""
+    """Who gives the reward: the rule where the prompt has an answer, then a learned reward where there is one, then the
+    judge.
+    """
     says = "def score(prompt, completion, answer, there):\n    return 9.0 if there else None"
-    components = [RewardComponent(name="rule", kind="verifier", tier="rule"), RewardComponent(name="learned", kind="python", tier="learned", source=says),
-                  RewardComponent(name="judge", kind="python", tier="judge", source="def score(prompt, completion, answer):\n    return 0.5")]
-    rows = [{"prompt_row": {"answer": "4" if rule else None, "answer_type": "integer", "extra_json": json.dumps({"there": learned})}, "completion_text": "\\boxed{4}", "completion_ids": [1],
-             "finish_reason": "eos"} for rule, learned in zip(inputs["has_rule"], inputs["has_rm"])]
+    components = [
+        RewardComponent(name="rule", kind="verifier", tier="rule"),
+        RewardComponent(name="learned", kind="python", tier="learned", source=says),
+        RewardComponent(
+            name="judge", kind="python", tier="judge", source="def score(prompt, completion, answer):\n    return 0.5"
+        ),
+    ]
+    rows = [
+        {
+            "prompt_row": {
+                "answer": "4" if rule else None,
+                "answer_type": "integer",
+                "extra_json": json.dumps({"there": learned}),
+            },
+            "completion_text": "\\boxed{4}",
+            "completion_ids": [1],
+            "finish_reason": "eos",
+        }
+        for rule, learned in zip(inputs["has_rule"], inputs["has_rm"])
+    ]
     return {"choice": [one.tier for one in build_rewards(components, {}).score(rows)]}
 
 
@@ -175,12 +297,28 @@ def humaneval(inputs, params):
     problems = [json.loads(line) for line in gzip.open(path, "rt", encoding="utf-8")]
 
     def passed(completion) -> int:
-        rows = [{"prompt_row": {"prompt": [{"role": "user", "content": p["prompt"]}], "tests": [{"code": f"{p['test']}\ncheck({p['entry_point']})\n"}]}, "completion_text": completion(p),
-                 "completion_ids": [1], "finish_reason": "eos"} for p in problems]
-        return int(sum(one.total for one in build_rewards([RewardComponent(kind="code", timeout_s=30.0)], {}).score(rows)))
+        rows = [
+            {
+                "prompt_row": {
+                    "prompt": [{"role": "user", "content": p["prompt"]}],
+                    "tests": [{"code": f"{p['test']}\ncheck({p['entry_point']})\n"}],
+                },
+                "completion_text": completion(p),
+                "completion_ids": [1],
+                "finish_reason": "eos",
+            }
+            for p in problems
+        ]
+        return int(
+            sum(one.total for one in build_rewards([RewardComponent(kind="code", timeout_s=30.0)], {}).score(rows))
+        )
 
     right = passed(lambda p: p["canonical_solution"])
-    return {"canonical_pass": right, "return_none_pass": passed(lambda p: "    return None\n"), "pass_at_1_canonical": right / len(problems)}
+    return {
+        "canonical_pass": right,
+        "return_none_pass": passed(lambda p: "    return None\n"),
+        "pass_at_1_canonical": right / len(problems),
+    }
 
 
 def signals(inputs, params):
@@ -189,25 +327,43 @@ def signals(inputs, params):
     from stages.rollouts.metrics import rollout_metrics
 
     flat = [(k, reward) for k, group in enumerate(inputs["group_rewards"]) for reward in group]
-    samples = [Sample({}, [1], k, [2], [0.0], "eos", "x", total=float(reward), parts={}, reasons={}, correct=reward == 1) for k, reward in flat]
+    samples = [
+        Sample({}, [1], k, [2], [0.0], "eos", "x", total=float(reward), parts={}, reasons={}, correct=reward == 1)
+        for k, reward in flat
+    ]
     logged = rollout_metrics(samples, np.array([float(reward) for _, reward in flat]), np.array([k for k, _ in flat]))
-    return {"zero_advantage_fraction": logged["reward/frac_zero_std"], "all_correct": logged["groups/all_correct_fraction"], "none_correct": logged["groups/all_wrong_fraction"]}
+    return {
+        "zero_advantage_fraction": logged["reward/frac_zero_std"],
+        "all_correct": logged["groups/all_correct_fraction"],
+        "none_correct": logged["groups/all_wrong_fraction"],
+    }
 
 
 def constrained(inputs, params):
-    return {"lambda_new": [moved_multiplier(inputs["lambda"], mean, inputs["c_k"], params["eta"]) for mean in inputs["mean_R_k"]]}
+    return {
+        "lambda_new": [
+            moved_multiplier(inputs["lambda"], mean, inputs["c_k"], params["eta"]) for mean in inputs["mean_R_k"]
+        ]
+    }
 
 
 ADAPTERS = {
     "constrained_lambda": constrained,
-    "advisor_reward_source": router, "humaneval_canonical": humaneval, "zero_advantage_fraction": signals,
-    "language_consistency": language, "domain_route": domains,
-    "majority_reward": majority, "majority_tie": majority, "majority_none": majority,
+    "advisor_reward_source": router,
+    "humaneval_canonical": humaneval,
+    "zero_advantage_fraction": signals,
+    "language_consistency": language,
+    "domain_route": domains,
+    "majority_reward": majority,
+    "majority_tie": majority,
+    "majority_none": majority,
     "extract_boxed": texts(extract_boxed),
     "extract_gsm8k": texts(extract_hash),
     "extract_flexible": texts(lambda t: extract(t, STRICT_ORDER) or extract_last_number(t)),
     "extract_mc_letter": lambda i, p: {"letters": [extract_mc_letter(t) for t in i["texts"]]},
-    "math_equivalence": lambda i, p: {"equal": [math_equal(a, b, rel_tol=p.get("rel_tol", 0.0)) for a, b in i["pairs"]]},
+    "math_equivalence": lambda i, p: {
+        "equal": [math_equal(a, b, rel_tol=p.get("rel_tol", 0.0)) for a, b in i["pairs"]]
+    },
     "gsm8k_gold_checksum": gold_checksum,
     "format_reward": formats,
     "format_reward_prefilled": formats,
@@ -225,8 +381,12 @@ ADAPTERS = {
     "code_reward_modes": code_modes,
     "code_reward_bad_format": code_modes,
     "code_reward_edge": code_edge,
-    "orm_threshold": lambda i, p: {"reward": code_reward(i["tests_passed"], i["tests"], "threshold", threshold=p["pass_rate_threshold"])},
-    "if_constraint_reward": lambda i, p: {m: [constraint_reward(s, m) for s in i["satisfied"]] for m in ("all", "fraction")},
+    "orm_threshold": lambda i, p: {
+        "reward": code_reward(i["tests_passed"], i["tests"], "threshold", threshold=p["pass_rate_threshold"])
+    },
+    "if_constraint_reward": lambda i, p: {
+        m: [constraint_reward(s, m) for s in i["satisfied"]] for m in ("all", "fraction")
+    },
     "ifeval_checkers": constraints,
     "rm.score_rules/truncation": score_rules,
 }

@@ -8,18 +8,37 @@ from stages.revise import Chain, Config, revise, targets
 def _chain(inputs, params):
     """A chain whose i-th revision is the text y_i, by principles drawn as given."""
     draws, asked = inputs["principle_draws"], []
-    principles = [{"principle_id": str(k), "kind": "principle", "text": f"principle {k}", "critique_request": "", "revision_request": ""} for k in range(inputs["n_principles"])]
+    principles = [
+        {
+            "principle_id": str(k),
+            "kind": "principle",
+            "text": f"principle {k}",
+            "critique_request": "",
+            "revision_request": "",
+        }
+        for k in range(inputs["n_principles"])
+    ]
     chain = Chain({}, [{"role": "user", "content": "x"}], ["y_0"], [None])
 
     def write(name):
-        return lambda chains, requests, number: [Written(name.format(number), "eos", {}) for request in requests if asked.append(request) is None]
+        return lambda chains, requests, number: [
+            Written(name.format(number), "eos", {}) for request in requests if asked.append(request) is None
+        ]
 
     config = Config(n_rounds=inputs["n_rounds"])
     revise([chain], config, lambda c, number: principles[draws[number - 1]], write("critique {}"), write("y_{}"))
     for k, draw in enumerate(draws):
-        if f"principle {draw}" not in asked[2 * k] or f"principle {draw}" not in asked[2 * k + 1] or f"y_{k}" not in asked[2 * k]:
+        if (
+            f"principle {draw}" not in asked[2 * k]
+            or f"principle {draw}" not in asked[2 * k + 1]
+            or f"y_{k}" not in asked[2 * k]
+        ):
             raise AssertionError(f"round {k + 1} did not criticise and revise y_{k} under principle {draw}")
-    return {"stored_responses": len(chain.texts), "sft_target": chain.texts[targets(chain, False)[0]], "sft_targets_all_revisions": [chain.texts[i] for i in targets(chain, True)]}
+    return {
+        "stored_responses": len(chain.texts),
+        "sft_target": chain.texts[targets(chain, False)[0]],
+        "sft_targets_all_revisions": [chain.texts[i] for i in targets(chain, True)],
+    }
 
 
 def _rouge(inputs, params):
@@ -34,4 +53,7 @@ def _rouge(inputs, params):
 
 
 ADAPTERS = {"cai_revision_chain": _chain, "rouge_l_filter": _rouge}
-METHOD_ADAPTERS = {"synth.cai_sl": [({"n_rounds", "principle_draws"}, _chain)], "synth.self_instruct": [({"new", "pool"}, _rouge)]}
+METHOD_ADAPTERS = {
+    "synth.cai_sl": [({"n_rounds", "principle_draws"}, _chain)],
+    "synth.self_instruct": [({"new", "pool"}, _rouge)],
+}

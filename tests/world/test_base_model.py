@@ -1,4 +1,5 @@
 """The base model: same bytes twice, a lossless tokenizer, a chat template whose generation markers mask the answer."""
+
 from __future__ import annotations
 
 import json
@@ -16,17 +17,39 @@ from storage.schema import complete_row
 def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("base")
     text = DatasetWriter(str(root / "text"), "text", "text/1")
-    text.write(complete_row("text/1", {"text": f"The color of the fox is red. {i} plus {i} is {2 * i}."}, dataset="t", source="t", origin="human")
-               for i in range(200))
+    text.write(
+        complete_row(
+            "text/1",
+            {"text": f"The color of the fox is red. {i} plus {i} is {2 * i}."},
+            dataset="t",
+            source="t",
+            origin="human",
+        )
+        for i in range(200)
+    )
     text.close()
     out = []
     for name in ("a", "b"):
-        spec = {"stage": "base_model", "key": name * 16, "seed": 7, "device": "cpu", "workdir": str(root / name),
-                "config": {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 400},
-                "inputs": {"text": {"kind": "dataset", "path": str(root / "text"), "ref": "text", "digest": "d"}}}
+        spec = {
+            "stage": "base_model",
+            "key": name * 16,
+            "seed": 7,
+            "device": "cpu",
+            "workdir": str(root / name),
+            "config": {
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 48,
+                "vocab_size": 400,
+            },
+            "inputs": {"text": {"kind": "dataset", "path": str(root / "text"), "ref": "text", "digest": "d"}},
+        }
         (root / name).mkdir()
         (root / f"{name}.json").write_text(json.dumps(spec))
-        subprocess.run([sys.executable, "-m", "stages", str(root / f"{name}.json")], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-m", "stages", str(root / f"{name}.json")], check=True, stdout=subprocess.DEVNULL
+        )
         out.append(root / name / "out" / "model")
     return out
 
@@ -40,7 +63,10 @@ def test_it_loads_as_any_hugging_face_model_and_renders_with_markers(made):
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(made[0]), AutoTokenizer.from_pretrained(made[0])
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    assert model.generation_config.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id]
+    assert model.generation_config.eos_token_id == [
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        tokenizer.eos_token_id,
+    ]
     assert model.get_output_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
     text = "Ünïcode \U0001f98a and   spaces\n\ttabs"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -1,4 +1,5 @@
 """The embedded world: answers are right, splits are disjoint, the same seed gives the same rows."""
+
 from __future__ import annotations
 
 import json
@@ -18,7 +19,9 @@ STYLE_WEIGHTS = {"short": 0.35, "worked": 0.35, "chatty": 0.15, "sloppy": 0.15}
 
 
 def rng_of(*purpose):
-    return np.random.Generator(np.random.Philox(key=int.from_bytes("/".join(map(str, purpose)).encode()[-8:].rjust(8), "big")))
+    return np.random.Generator(
+        np.random.Philox(key=int.from_bytes("/".join(map(str, purpose)).encode()[-8:].rjust(8), "big"))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,8 @@ def test_every_style_of_a_right_answer_verifies_and_every_wrong_one_does_not(ski
         row = {"answer": item.answer, "answer_type": item.answer_type, "extra_json": '{"verifier":"world"}'}
         for style in STYLES:
             text = write(item, style, True, rng).text
-            if not text.startswith(("hm ", "It is ")):  # an answer without its marker is no answer, unless it stands alone
+            # an answer without its marker is no answer, unless it stands alone
+            if not text.startswith(("hm ", "It is ")):
                 assert verify_world(row, text)[0], (item, text)
             wrong = write(item, style, False, rng).text
             assert not verify_world(row, wrong)[0], (item, wrong)
@@ -53,18 +57,33 @@ def test_held_out_content_is_in_no_training_data(facts):
     made = {}
     for split, n in (("train", 300), ("test", 80), ("validation", 60)):
         rows = list(generate.prompt_rows(rng_of, facts, split=split, n=n))
-        rows += list(generate.comparison_rows(rng_of, facts, Annotator(), split=split, n=n, wrong_share=0.4, style_weights=STYLE_WEIGHTS))
+        rows += list(
+            generate.comparison_rows(
+                rng_of, facts, Annotator(), split=split, n=n, wrong_share=0.4, style_weights=STYLE_WEIGHTS
+            )
+        )
         prompts = {row["prompt"][0]["content"] for row in rows}
-        rows = list(generate.demonstration_rows(rng_of, facts, split=split, n=n, wrong_share=0.3, style_weights=STYLE_WEIGHTS))
+        rows = list(
+            generate.demonstration_rows(rng_of, facts, split=split, n=n, wrong_share=0.3, style_weights=STYLE_WEIGHTS)
+        )
         made[split] = prompts | {row["messages"][0]["content"] for row in rows}
-    assert not made["train"] & made["test"] and not made["train"] & made["validation"] and not made["test"] & made["validation"]
-    text = "\n".join(row["text"] for row in generate.text_rows(rng_of, facts, split="train", n=400, statements=(6, 10), dialogue_share=0.5))
+    assert (
+        not made["train"] & made["test"]
+        and not made["train"] & made["validation"]
+        and not made["test"] & made["validation"]
+    )
+    text = "\n".join(
+        row["text"]
+        for row in generate.text_rows(rng_of, facts, split="train", n=400, statements=(6, 10), dialogue_share=0.5)
+    )
     asked = set(re.findall(r" asks \w+: (.*?) (?:Ann|Ben|Ida|Leo) says: ", text))
     assert len(asked) > 500 and not asked & (made["test"] | made["validation"])
 
 
 def test_demonstrations_are_of_mixed_quality_and_their_grades_are_true(facts):
-    rows = list(generate.demonstration_rows(rng_of, facts, split="train", n=600, wrong_share=0.3, style_weights=STYLE_WEIGHTS))
+    rows = list(
+        generate.demonstration_rows(rng_of, facts, split="train", n=600, wrong_share=0.3, style_weights=STYLE_WEIGHTS)
+    )
     extra = [row["extra"] for row in rows]
     wrong = np.mean([not e["correct"] for e in extra])
     assert 0.22 < wrong < 0.38
@@ -86,8 +105,14 @@ def test_the_annotator_is_noisy_ties_and_likes_length(facts):
 
 
 def test_the_same_seed_gives_the_same_rows(facts):
-    make = lambda: json.dumps(list(generate.comparison_rows(rng_of, facts, Annotator(), split="train", n=50, wrong_share=0.4,
-                                                            style_weights=STYLE_WEIGHTS)), sort_keys=True)
+    make = lambda: json.dumps(
+        list(
+            generate.comparison_rows(
+                rng_of, facts, Annotator(), split="train", n=50, wrong_share=0.4, style_weights=STYLE_WEIGHTS
+            )
+        ),
+        sort_keys=True,
+    )
     assert make() == make()
 
 

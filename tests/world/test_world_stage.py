@@ -1,4 +1,5 @@
 """The world stage end to end, in its own process: kinds, splits, ties, and the same bytes twice."""
+
 from __future__ import annotations
 
 import json
@@ -10,17 +11,35 @@ import pytest
 
 from storage.datasets import open_dataset
 
-SMALL = {"text": {"train": 30, "validation": 5}, "demonstrations": {"train": 40, "validation": 10},
-         "comparisons": {"train": 120, "validation": 20, "test": 40}, "prompts": {"train": 40, "validation": 10, "test": 30}}
+SMALL = {
+    "text": {"train": 30, "validation": 5},
+    "demonstrations": {"train": 40, "validation": 10},
+    "comparisons": {"train": 120, "validation": 20, "test": 40},
+    "prompts": {"train": 40, "validation": 10, "test": 30},
+}
 
 
 def run(root, seed: int) -> dict:
     root.mkdir()
-    spec = {"stage": "world", "key": "w" * 16, "seed": seed, "device": "cpu", "workdir": str(root), "config": SMALL, "inputs": {}}
+    spec = {
+        "stage": "world",
+        "key": "w" * 16,
+        "seed": seed,
+        "device": "cpu",
+        "workdir": str(root),
+        "config": SMALL,
+        "inputs": {},
+    }
     (root / "SPEC.json").write_text(json.dumps(spec))
-    out = subprocess.run([sys.executable, "-m", "stages", str(root / "SPEC.json")], check=True, capture_output=True, text=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-m", "stages", str(root / "SPEC.json")], check=True, capture_output=True, text=True
+    ).stdout
     done = [json.loads(line) for line in out.splitlines() if '"event":"done"' in line.replace(" ", "")][-1]
-    return {"summary": done["summary"], "digests": {n: o["digest"] for n, o in done["outputs"].items()}, "path": root / "out"}
+    return {
+        "summary": done["summary"],
+        "digests": {n: o["digest"] for n, o in done["outputs"].items()},
+        "path": root / "out",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +49,13 @@ def world(tmp_path_factory):
 
 
 def test_every_output_has_its_kind_and_splits(world):
-    kinds = {"text": "text/1", "demonstrations": "demonstrations/1", "comparisons": "comparisons/1", "pairs": "pairs/1", "prompts": "prompts/1"}
+    kinds = {
+        "text": "text/1",
+        "demonstrations": "demonstrations/1",
+        "comparisons": "comparisons/1",
+        "pairs": "pairs/1",
+        "prompts": "prompts/1",
+    }
     for name, kind in kinds.items():
         dataset = open_dataset(str(world[0]["path"] / name))
         dataset.verify()
