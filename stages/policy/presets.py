@@ -505,7 +505,7 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
             "critic_mode=shared: a head on the policy's trunk learns with the policy, so the critic steps of"
             f" preset={config.preset} before it are left out; write critic_mode=separate for them"
         )
-    if config.replay_fraction and int(config.prompts_per_step * config.replay_fraction) == 0:
+    if config.replay_fraction and int(config.prompts_per_step * config.replay_fraction + 1e-9) == 0:
         warnings.append(
             f"replay_fraction={config.replay_fraction} of prompts_per_step={config.prompts_per_step} is less than one"
             f" prompt, so nothing is replayed; write replay_fraction={1 / config.prompts_per_step:.4g} or more"

@@ -56,7 +56,7 @@ def replay_plan(iteration: int, stored: Sequence[int], batch_size: int, window: 
     The window counts iterations including the current one; the current one is fresh, not replayed.
     """
     eligible = [i for i in stored if iteration - window < i < iteration]
-    replayed = int(batch_size * fraction) if eligible else 0
+    replayed = int(batch_size * fraction + 1e-9) if eligible else 0
     return {
         "eligible_replay": eligible,
         "evicted": [i for i in stored if i <= iteration - window],
