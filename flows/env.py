@@ -77,7 +77,7 @@ def prepare(*, quiet: bool = False) -> Path:
     # Prefect makes its directory for its owner alone, and SQLite its database without the group's right to write
     if is_shared(state):
         with contextlib.suppress(OSError):  # a home that may only be read
-            (state / "prefect").mkdir(exist_ok=True)
+            (state / "prefect").mkdir(mode=0o770, exist_ok=True)
             (state / "prefect" / "prefect.db").touch()
     if quiet:
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")

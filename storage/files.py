@@ -79,8 +79,9 @@ def _refusal(error: BaseException) -> str | None:
     if number in (errno.EACCES, errno.EPERM) and where or "readonly database" in text:
         return (
             f"{where or f'a database in {place}'} may not be read or written by this user; change its owner or mode"
-            " (`chmod -R u+rwX`; for users of one group, its owner: `chmod -R g+rwX` and `chmod g+ws` of the state"
-            " directory), or set POSTTRAIN_HOME to a directory of your own"
+            " (`chmod -R u+rwX`; for users of one group, its owner, with the state directory for HOME: `chgrp -R GROUP"
+            " HOME; chmod -R g+rwX HOME; find HOME -type d -exec chmod g+s {} +`), or set POSTTRAIN_HOME to a directory"
+            " of your own"
         )
     return None
 

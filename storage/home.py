@@ -6,8 +6,8 @@
     registry/                     model names, versions, aliases outbox/                what MLflow has still to be told
     mlflow.db, mlartifacts/       the default MLflow store       cache/                 digests of files already read
 
-A directory that its group may write to (``chmod g+ws``) is that group's: what is made in it can be read and written by
-all of them, whatever the umask of who made it.
+A directory that its group may write to and that hands its group on (``chmod g+ws``) is that group's: what is made in it
+can be read and written by all of them, whatever the umask of who made it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _settled: tuple[int, Path] | None = None  # (process, state directory) whose uma
 
 
 def _settle(path: Path) -> None:
-    """Let the group of a state directory that it may write to write what this process, and those that it starts, make
-    from now on.
+    """Where a state directory is a group's, let the group write what this process, and those that it starts, make from
+    now on.
     """
     global _settled
     if _settled != (os.getpid(), path):
@@ -40,8 +40,11 @@ def _settle(path: Path) -> None:
 
 
 def is_shared(path: Path) -> bool:
-    """Whether a state directory is a group's."""
-    return bool(path.stat().st_mode & stat.S_IWGRP)
+    """Whether a state directory is a group's. The right to write alone says nothing: a umask of 002 leaves it, and file
+    systems without modes show it.
+    """
+    both = stat.S_IWGRP | stat.S_ISGID
+    return path.stat().st_mode & both == both
 
 
 def subdir(*names: str) -> Path:

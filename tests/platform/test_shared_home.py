@@ -58,6 +58,33 @@ def test_a_directory_of_one_user_keeps_to_his_umask(state_dir, private_umask, mo
     assert not [p for p in state_dir.rglob("*") if p.stat().st_mode & 0o077]
 
 
+def test_a_directory_that_only_a_umask_of_002_opened_to_the_group_is_nobodys_but_its_users(
+    state_dir, private_umask, monkeypatch
+):
+    """Where groups have one user each the usual umask leaves the group's right to write; that is no wish to share."""
+    from flows import env
+
+    monkeypatch.setattr(home, "_settled", None)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    state_dir.mkdir()
+    state_dir.chmod(0o775)
+    env.prepare()
+    assert not (state_dir / "prefect").exists()  # Prefect makes it, for its owner alone
+    run_stage(TOY, {}, {"steps": 7})
+    assert not [p for p in state_dir.rglob("*") if p.stat().st_mode & 0o077]
+
+
+def test_prefects_database_is_closed_to_others_than_the_group(shared, monkeypatch):
+    """It may hold secrets; Prefect itself gives its directory to nobody else."""
+    from flows import env
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    os.umask(0o002)
+    shared.chmod(0o2775)
+    env.prepare()
+    assert stat.S_IMODE((shared / "prefect").stat().st_mode) & 0o777 == 0o770
+
+
 def test_weights_have_the_mode_that_every_file_has(state_dir):
     """The library that writes them gives them to their owner alone; in checkpoints and in the store whoever may read
     what lies beside them reads them, too.
