@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
@@ -162,6 +161,7 @@ def bookkeeping(state: Path, fix: bool) -> Finding:
     """Whether records, the registry and the databases can be read. What is damaged counts as not there, without a word,
     for all that reads it.
     """
+    from storage import registry
     from storage.files import database_damage, read_json
 
     for folder, again in (
@@ -171,14 +171,11 @@ def bookkeeping(state: Path, fix: bool) -> Finding:
         for path in sorted((state / folder).glob("*.json")):
             if not isinstance(read_json(path, None), dict):
                 yield False, f"{path} is damaged and counts as none; remove it: {again}"
-    log = state / "registry" / "models.jsonl"
-    lines = log.read_bytes().split(b"\n") if log.is_file() else []
-    bad = [number for number, line in enumerate(lines, 1) if line and not _is_entry(line)]
-    if bad:
+    if bad := registry.damaged_lines():
         yield (
             False,
             (
-                f"line{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:5]))} of {log}"
+                f"line{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:5]))} of {state / 'registry' / 'models.jsonl'}"
                 f" {'are' if len(bad) > 1 else 'is'} damaged: versions and aliases of models that stood there are"
                 " forgotten; bring the file back from a copy, or run the stages again (their models are registered"
                 " again) and remove the lines"
@@ -203,13 +200,6 @@ def bookkeeping(state: Path, fix: bool) -> Finding:
                     f" {path}.damaged; rm -f {path}-wal {path}-shm), and {again}"
                 ),
             )
-
-
-def _is_entry(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
 
 
 def whole(part: Path, rows: int) -> bool:

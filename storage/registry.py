@@ -48,18 +48,29 @@ def _path():
 
 
 def log() -> list[dict[str, Any]]:
-    """Every entry, oldest first (a torn last line of an interrupted write is left out)."""
+    """Every entry, oldest first (a torn last line of an interrupted write, and a damaged one, is left out)."""
+    return [entry for entry in _lines() if entry]
+
+
+def damaged_lines() -> list[int]:
+    """Numbers, from 1, of the lines of the log that are no entries."""
+    return [number for number, entry in enumerate(_lines(), 1) if entry is None]
+
+
+def _lines() -> list[dict[str, Any] | None]:
+    """An entry per line of the log, an empty one for an empty line, None for one that cannot be read."""
     try:
-        text = _path().read_text(encoding="utf-8")
+        content = _path().read_bytes()
     except FileNotFoundError:
         return []
-    entries = []
-    for line in text.split("\n"):  # not splitlines: a reason may hold characters that it breaks at
+    found: list[dict[str, Any] | None] = []
+    for line in content.split(b"\n"):  # not splitlines: a reason may hold characters that it breaks at
         try:
-            entries.append(json.loads(line))
+            entry = json.loads(line.decode("utf-8")) if line else {}
         except ValueError:
-            continue
-    return entries
+            entry = None
+        found.append(entry if not line or isinstance(entry, dict) and {"name", "event"} <= entry.keys() else None)
+    return found
 
 
 def _append(make: Any) -> dict[str, Any]:

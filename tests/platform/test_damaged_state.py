@@ -195,3 +195,15 @@ def test_a_lost_mlflow_database_is_made_anew_and_told_everything_again(state_dir
         cursor.write_text(cursor.read_text().replace(str(state_dir), "/before"))
     assert tracking.sync() == {"sent": 1, "pending": 0, "error": None}
     assert shown() == before
+
+
+def test_a_damaged_line_of_the_registry_costs_that_line_alone(state_dir):
+    """A byte that is no UTF-8 made every command that looks at models fail, and one that is JSON but no entry, too."""
+    registry.register("kept", "a" * 64)
+    log = state_dir / "registry" / "models.jsonl"
+    bad = log.read_bytes().splitlines()[0].replace(b"kept", b"k\xffpt")
+    log.write_bytes(log.read_bytes() + bad + b"\n17\n{}\n" + b"\0" * 20 + b"\n")
+    assert registry.register("kept", "b" * 64) == 2
+    assert sorted(registry.models()) == ["kept"] and sorted(registry.models()["kept"].versions) == [1, 2]
+    (wrong,) = told(state_dir, "bookkeeping")
+    assert wrong.startswith("lines 3, 4, 5, 6 of")
