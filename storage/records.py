@@ -87,8 +87,18 @@ def problems(record: dict[str, Any], *, full: bool = False) -> list[str]:
         elif stat != output.get("stat"):
             output["stat"], changed = stat, True
     if changed and not found:
-        write(record)
+        _note_stats(record)
     return found
+
+
+def _note_stats(record: dict[str, Any]) -> None:
+    """Write down the signatures that a record's outputs have now, if it is still the record (checking takes long)."""
+    there = read(record["key"])
+    if there and there.get("finished") == record.get("finished"):
+        for name, output in there["outputs"].items():
+            output["stat"] = record["outputs"][name]["stat"]
+        with contextlib.suppress(OSError):  # a full disk, somebody else's home: contents are read again next time
+            write(there)
 
 
 def all_records() -> Iterator[dict[str, Any]]:

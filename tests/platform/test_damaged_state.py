@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -207,3 +208,34 @@ def test_a_damaged_line_of_the_registry_costs_that_line_alone(state_dir):
     assert sorted(registry.models()) == ["kept"] and sorted(registry.models()["kept"].versions) == [1, 2]
     (wrong,) = told(state_dir, "bookkeeping")
     assert wrong.startswith("lines 3, 4, 5, 6 of")
+
+
+def touched(record):
+    """Other times, the same content: what a copy of a home has."""
+    for output in record["outputs"].values():
+        for path in Path(output["path"]).iterdir():
+            os.utime(path, (1, 1))
+
+
+def test_who_checks_a_record_does_not_write_it_over_one_made_meanwhile(state_dir):
+    """The doctor reads all records, then for long their files; a stage that was made again meanwhile lost its record."""
+    record = records.read(run_stage(TOY, {}, {"steps": 2}).key)
+    touched(record)
+    records.write(newer := {**records.read(record["key"]), "finished": record["finished"] + 1.0, "label": "newer"})
+    assert records.problems(record) == []
+    assert records.read(record["key"]) == newer
+    records.record_path(record["key"]).unlink()  # taken away by its user
+    assert records.problems({**record, "outputs": {n: {**o, "stat": ""} for n, o in record["outputs"].items()}}) == []
+    assert records.read(record["key"]) is None
+
+
+def test_a_result_is_found_also_where_its_times_cannot_be_written_down(state_dir, monkeypatch):
+    """A full disk, or the home of somebody else: content is read again next time, and nothing is computed again."""
+    record = records.read(run_stage(TOY, {}, {"steps": 2}).key)
+    touched(record)
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records, "write", full)
+    assert records.find(record["key"])["outputs"].keys() == record["outputs"].keys()
