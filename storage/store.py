@@ -486,23 +486,36 @@ def _move_in(source: Path, target: Path, check: Any) -> None:
     if target.exists():
         try:
             check(target)
-            shutil.rmtree(source)
-            return
         except Exception:  # whatever is wrong with the old copy, a good one is in hand
             os.rename(target, target.parent / f".damaged-{target.name[:12]}-{uuid.uuid4().hex[:8]}")
+        else:
+            shutil.rmtree(source, ignore_errors=True)  # what cannot be removed does not make the copy a bad one
+            return
     fsync_tree(source)
     try:
-        os.rename(source, target)
-    except OSError:  # another file system
-        tmp = target.parent / f".tmp-{uuid.uuid4().hex[:12]}"
-        try:
-            shutil.copytree(source, tmp)
-            fsync_tree(tmp)
-            os.rename(tmp, target)
-        finally:  # what a full disk cut short
-            shutil.rmtree(tmp, ignore_errors=True)
-        shutil.rmtree(source)
+        _place(source, target)
+    except OSError:
+        if not target.exists():
+            raise
+        return _move_in(source, target, check)  # somebody else has just published the same
     fsync_dir(target.parent)
+
+
+def _place(source: Path, target: Path) -> None:
+    try:
+        os.rename(source, target)
+        return
+    except OSError:
+        if target.exists():
+            raise
+    tmp = target.parent / f".tmp-{uuid.uuid4().hex[:12]}"  # another file system
+    try:
+        shutil.copytree(source, tmp)
+        fsync_tree(tmp)
+        os.rename(tmp, target)
+    finally:  # what a full disk cut short
+        shutil.rmtree(tmp, ignore_errors=True)
+    shutil.rmtree(source, ignore_errors=True)
 
 
 def _upload(source: Path, url: str) -> None:
@@ -538,6 +551,9 @@ def also_as(path: str, digest: str, name: str) -> ResolvedInput:
             link_tree(Path(path), tmp)
             if not Path(target).exists():
                 os.replace(tmp, target)
+        except OSError:
+            if not Path(target).exists():  # else somebody else has just done the same
+                raise
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
     set_latest(name, digest)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from storage import registry, store
+from storage import home, registry, store
 from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from tests.toy_stage import row
@@ -116,6 +116,67 @@ def test_second_name_costs_no_bytes(tmp_path):
     )
     shutil.rmtree(found.path)
     open_dataset(other.path).verify()
+
+
+def test_two_that_publish_the_same_at_once_both_have_it(tmp_path, monkeypatch):
+    """Arms of a run may make the same bytes; the second found a directory where it was to rename its own to."""
+
+    def model(at):
+        (tmp_path / at).mkdir()
+        (tmp_path / at / "config.json").write_text("{}")
+        return tmp_path / at
+
+    one, other = model("one"), model("other")
+    flush = store.fsync_tree
+
+    def meanwhile(path):
+        flush(path)
+        if path == one:
+            store.publish_model(other)
+
+    monkeypatch.setattr(store, "fsync_tree", meanwhile)
+    published = store.publish_model(one)
+    assert tree_digest(published.path) == published.digest and not one.exists() and not other.exists()
+    assert [path.name for path in home.models_dir().iterdir()] == [published.digest]
+
+
+def test_two_that_give_a_second_name_at_once_both_have_it(tmp_path, monkeypatch):
+    first = store.publish_dataset(make_dataset(tmp_path / "d"), "first")
+    replace, came = os.replace, []
+
+    def meanwhile(source, target):
+        if os.path.isdir(source) and not came:
+            came.append(target)
+            store.also_as(first.path, first.digest, "second")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    assert store.also_as(first.path, first.digest, "second").digest == first.digest and came
+    assert not list((home.datasets_dir() / "second").glob(".tmp-*"))
+
+
+def test_a_good_copy_in_the_store_stays_where_its_source_cannot_be_removed(tmp_path, monkeypatch):
+    """NFS leaves a file in place of a removed one that somebody has open, and the directory cannot go. What was left of
+    the source took the place of the whole copy."""
+
+    def model(at):
+        (tmp_path / at).mkdir()
+        for name in ("config.json", "generation_config.json"):
+            (tmp_path / at / name).write_text("{}")
+        return tmp_path / at
+
+    published = store.publish_model(model("one"))
+    rmdir = os.rmdir
+
+    def busy(path, **given):
+        if str(path) == str(tmp_path / "other"):
+            raise OSError(39, "Directory not empty", str(path))
+        rmdir(path, **given)
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    again = store.publish_model(model("other"))
+    assert again == published and tree_digest(published.path) == published.digest
+    assert [path.name for path in home.models_dir().iterdir()] == [published.digest]
 
 
 def test_hub_id_without_network_is_explained(monkeypatch):
