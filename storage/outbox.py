@@ -139,11 +139,12 @@ def forget() -> int:
     """Have everything told again that was told to the home's own database, which is gone (at its file, or a server of
     this machine in front of it); how many units.
     """
-    told = 0
+    told, others = 0, set()
     for cursor_path in cursors():
         cursor = read_json(cursor_path, {})
         where = cursor.get("uri") or ""
-        if not _local(where):
+        if not cursor.get("ours", _local(where)):
+            others.add(where)
             continue
         unit = cursor_path.name.removesuffix(".cursor.json")
         (path, mine), (done, done_cursor) = files_of(unit), done_files_of(unit)
@@ -157,12 +158,24 @@ def forget() -> int:
     with unit_lock("models state", wait=True):
         if models.exists():
             known = read_json(models, {})
-            atomic_write_json(models, {where: state for where, state in known.items() if not _local(where)})
+            atomic_write_json(
+                models, {where: state for where, state in known.items() if where in others or not _local(where)}
+            )
     return told
+
+
+def is_ours(uri: str) -> bool:
+    """Whether an address is that of the home's own database: its file, or the server of ``posttrain up`` before it."""
+    if uri == f"sqlite:///{home.home() / 'mlflow.db'}":
+        return True
+    server = (read_json(home.home() / "services.json", None) or {}).get("mlflow", {}).get("url") or ""
+    there, asked = urlparse(server), urlparse(uri)
+    alike = asked.hostname == there.hostname or _local(uri) and _local(server)
+    return bool(server) and alike and asked.port == there.port
 
 
 def _local(uri: str) -> bool:
     """Whether an address is that of a database file (also of where the home was before it was moved) or of a server of
-    this machine.
+    this machine; of what was told before cursors said whose it was.
     """
     return uri.startswith("sqlite:///") or urlparse(uri).hostname in ("127.0.0.1", "localhost", "::1")

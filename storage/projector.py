@@ -20,6 +20,7 @@ from storage.outbox import (
     done_files_of,
     files_of,
     flow_unit,
+    is_ours,
     link,
     tracking_uri,
     unit_lock,
@@ -116,7 +117,7 @@ class Projector:
             try:
                 if cursor.get("uri") not in (None, tracking_uri()) and not self._same_store(unit, cursor):
                     cursor = {}
-                cursor["uri"] = tracking_uri()
+                cursor |= _address()
                 complete = self._flow(document, cursor) if document["type"] == "flow" else self._stage(document, cursor)
                 self.unreachable = False
             except Exception as error:
@@ -189,7 +190,7 @@ class Projector:
             cursor = cursor_of(unit)
             if cursor.get("run_id") and cursor.get("uri") == tracking_uri():
                 return cursor["run_id"]
-            cursor = {"uri": tracking_uri()}
+            cursor = _address()
             document = read_json(path, None) or {
                 "unit": unit,
                 "type": "flow",
@@ -639,6 +640,11 @@ class Projector:
                 return None
             state["models"][digest] = found[0].model_id
         return state["models"][digest]
+
+
+def _address() -> dict[str, Any]:
+    """What a cursor says of where it holds."""
+    return {"uri": tracking_uri(), "ours": is_ours(tracking_uri())}
 
 
 def _models_state() -> dict[str, Any]:

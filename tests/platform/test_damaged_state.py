@@ -14,6 +14,7 @@ import pytest
 from stages.spec import PROJECT_ROOT
 from storage import outbox, records, registry, store, tracking
 from storage.files import database_damage
+from storage.outbox import tracking_uri
 from tasks.run import run_stage
 
 TOY = "tests.toy_stage"
@@ -193,6 +194,7 @@ def test_a_lost_mlflow_database_is_made_anew_and_told_everything_again(state_dir
     for left in state_dir.glob("mlflow.db*"):
         left.unlink()
     for cursor in outbox.cursors():  # as of a home that was somewhere else when it was told
+        assert json.loads(cursor.read_text())["ours"]
         cursor.write_text(cursor.read_text().replace(str(state_dir), "/before"))
     assert tracking.sync() == {"sent": 1, "pending": 0, "error": None}
     assert shown() == before
@@ -239,3 +241,27 @@ def test_a_result_is_found_also_where_its_times_cannot_be_written_down(state_dir
 
     monkeypatch.setattr(records, "write", full)
     assert records.find(record["key"])["outputs"].keys() == record["outputs"].keys()
+
+
+def test_what_a_server_of_the_users_own_was_told_is_not_told_again_where_the_homes_first_database_is_made(
+    state_dir, monkeypatch
+):
+    """One on this machine was taken for the home's, and all its curves would have been sent to it twice."""
+    (state_dir).mkdir()
+    (state_dir / "services.json").write_text(json.dumps({"mlflow": {"url": "http://127.0.0.1:5001", "pid": 0}}))
+    told_to = {
+        "own-server": "http://localhost:8080",
+        "own-file": f"sqlite:///{state_dir.parent / 'own.db'}",
+        "up": "http://localhost:5001/",
+        "file": tracking_uri(),
+    }
+    for unit, uri in told_to.items():
+        path, cursor = outbox.done_files_of(unit)
+        path.write_text(json.dumps({"unit": unit, "type": "flow"}))
+        cursor.write_text(json.dumps({"run_id": unit, "uri": uri, "ours": outbox.is_ours(uri)}))
+    (state_dir / "outbox" / "models.json").write_text(json.dumps({uri: {"log": 3} for uri in told_to.values()}))
+    assert outbox.forget() == 2
+    assert sorted(outbox.pending()) == ["file", "up"]
+    assert sorted(cursor.stem for cursor in outbox.cursors()) == ["own-file.cursor", "own-server.cursor"]
+    kept = json.loads((state_dir / "outbox" / "models.json").read_text())
+    assert sorted(kept) == sorted([told_to["own-server"], told_to["own-file"]])
