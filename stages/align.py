@@ -617,6 +617,8 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
     split = objective.method.data == "segments" or stage.config.ld_alpha is not None
     kind = "ref_logps/1" if objective.method.data == "pairs" and not split else "ref_values/1"
     writer = stage.writer("ref_logps", kind)
+    # methods on rankings leave out other responses of a row
+    cached = {i.row_id: cached[i.row_id] for i in items if len(cached.get(i.row_id, ())) == len(i.responses)}
     by_row, model = dict(cached), None
     known = [i for i in items if i.row_id in cached][:4]
 

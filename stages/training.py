@@ -96,7 +96,8 @@ def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
     From the end of warm-up on it is what transformers' schedule of that name gives at the same step. Warm-up is one
     step ahead of transformers', whose first step moves nothing, and so is ``inverse_sqrt``, which goes on from it.
     """
-    warmup = int(config.warmup_ratio * total) if config.warmup_steps is None else min(config.warmup_steps, total)
+    # 0.29 * 100 is a little below 29
+    warmup = int(config.warmup_ratio * total + 1e-9) if config.warmup_steps is None else min(config.warmup_steps, total)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     if config.lr_schedule == "constant":

@@ -289,17 +289,13 @@ def segmented(rendered: Rendered, rows, config) -> list[Row]:
             sides.append([])
             for segment in row[name]:
                 inside = [found[1] + k for k, begin in enumerate(begins) if segment["start"] <= begin < segment["end"]]
-                if any(mask[k] for k in inside):
-                    sides[-1].append(
-                        (
-                            [k for k in inside if mask[k]],
-                            sum(a["score"] for a in segment["scores"]) / len(segment["scores"]),
-                        )
-                    )
+                score = sum(a["score"] for a in segment["scores"]) / len(segment["scores"])
+                sides[-1].append(([k for k in inside if mask[k]], score))
         if config.segment_pairing == "top_chosen_vs_bottom_rejected":
+            sides = [[one for one in side if one[0]] for side in sides]
             sides = [sorted(sides[0], key=lambda s: -s[1]), sorted(sides[1], key=lambda s: s[1])]
-        if all(sides):
-            made.append(Row(found[0], row["weight"], {"spans": list(zip(*sides))}))
+        if spans := [(a, b) for a, b in zip(*sides) if a[0] and b[0]]:
+            made.append(Row(found[0], row["weight"], {"spans": spans}))
     return made
 
 
@@ -1271,7 +1267,7 @@ class Distill:
 
 def rate(step: int, total: int, config) -> float:
     """Learning rate of a 0-based step, written out once more."""
-    warm = min(config.warmup_steps, total) if config.warmup_steps is not None else int(config.warmup_ratio * total)
+    warm = min(config.warmup_steps, total) if config.warmup_steps is not None else int(config.warmup_ratio * total + 1e-9)
     peak, low = config.learning_rate, config.min_lr_ratio
     if step < warm:
         return peak * (step + 1) / warm

@@ -128,7 +128,7 @@ class Program:
             found = _value(self.result, values)
         except ObjectiveError:
             raise
-        except (TypeError, ValueError, RuntimeError, ArithmeticError, RecursionError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, AttributeError) as error:
             raise ObjectiveError(f"The loss cannot be computed: {type(error).__name__}: {error}") from None
         if not isinstance(found, torch.Tensor) or found.shape != pc.shape or not found.is_floating_point():
             what = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)

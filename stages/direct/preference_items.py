@@ -237,21 +237,26 @@ class Encoder:
             sides.append(
                 [
                     (start, min(end, len(ids)), sum(a["score"] for a in s["scores"]) / max(len(s["scores"]), 1))
-                    for (start, end), s in zip(spans, segments)
+                    # no token begins in it, or none that is left and trained
                     if start < min(end, len(ids)) and any(mask[start:end])
+                    else None
+                    for (start, end), s in zip(spans, segments)
                 ]
             )
         if self.config.segment_pairing == "top_chosen_vs_bottom_rejected":
-            sides = [sorted(sides[0], key=lambda s: -s[2]), sorted(sides[1], key=lambda s: s[2])]
-        paired = min(map(len, sides))
-        self.dropped["unpaired_segments"] += abs(len(sides[0]) - len(sides[1]))
+            sides = [
+                sorted(filter(None, sides[0]), key=lambda s: -s[2]),
+                sorted(filter(None, sides[1]), key=lambda s: s[2]),
+            ]
+        paired = [(a, b) for a, b in zip(*sides) if a and b]
+        self.dropped["unpaired_segments"] += sum(s is not None for side in sides for s in side) - 2 * len(paired)
         if not paired:
             return self._drop("no_segment")
         return self._item(
             row,
             *encoded,
-            segments=[[(a, b) for a, b, _ in side[:paired]] for side in sides],
-            segment_weights=[[w for _, _, w in side[:paired]] for side in sides],
+            segments=[[(a, b) for a, b, _ in side] for side in zip(*paired)],
+            segment_weights=[[w for _, _, w in side] for side in zip(*paired)],
         )
 
     def _conditions(self, row):

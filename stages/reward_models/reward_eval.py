@@ -351,8 +351,8 @@ def judge_labels(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     keep = ~np.isnan(scores)
     rows, scores = [r for r, k in zip(rows, keep) if k], scores[keep]
     label = np.array([bool(r["label"]) for r in rows])
-    p = scores if scorer.card.objective in ("orm", "value", "t2t_point") else 1 / (1 + np.exp(-(scores - scorer.bias)))
-    p = np.clip(p, 0.0, 1.0)
+    raw = scores - scorer.bias
+    p = np.clip(raw if scorer.card.objective in ("orm", "value", "t2t_point") else 1 / (1 + np.exp(-raw)), 0.0, 1.0)
     found = {
         **interval(
             stage,
@@ -379,15 +379,17 @@ def judge_labels(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
 
 
 def judge_steps(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
-    """Step accuracy and AUC, whether the first wrong step is found, and the solution score against the final answer."""
+    """Step accuracy and AUC, whether the first wrong step is found, and the solution score against the final answer. A
+    neutral step is right or wrong as the score counts it (``neutral_as``)."""
     separator = scorer.card.options["separator"]
+    least = 1 if scorer.card.options.get("neutral_as") == "negative" else 0
     responses = [
         Response(r["prompt"], [{"role": "assistant", "content": separator.join(r["completions"])}], row=r) for r in rows
     ]
     each = scorer.step_probabilities(responses)
     p, right, first, solution, final = [], [], [], [], []
     for row, steps, score in zip(rows, each, scorer.score(responses)):
-        labels = [label >= 0 for label in row["labels"]][: len(steps)]
+        labels = [label >= least for label in row["labels"]][: len(steps)]
         p += steps[: len(labels)]
         right += labels
         if not all(labels):

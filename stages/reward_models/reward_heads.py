@@ -498,8 +498,9 @@ def add_gain_bias(model, lm_head, token_id: int):
 
     def read(m, batch, pooling="last"):
         states = precise(states_of(m, batch, own_positions(batch)))
-        weight, bias = _token_row(lm_head(m), token_id)
-        return m.reward_gain * (states @ weight[:, None] + bias) + m.reward_offset
+        with torch.autocast(states.device.type, enabled=False):  # as every head
+            weight, bias = _token_row(lm_head(m), token_id)
+            return m.reward_gain * (states @ weight[:, None] + bias) + m.reward_offset
 
     return read
 

@@ -547,18 +547,17 @@ def combine_members(table: dict[str, list[float]], options: dict, rows: Sequence
             for i in range(len(rows))
         ]
     if how == "safety_gate":
-        squash = lambda name: 1.0 / (1.0 + np.exp(-np.asarray(table[name], float)))
         tagged = [bool(row) and "safety" in (row.get("category"), row.get("domain")) for row in rows]
-        p = safety_gate(
-            squash(options["helpful"]), squash(options["safety"]), tagged, options.get("safety_threshold", 0.15)
-        )
-        return np.log(p / (1 - p)).tolist()
+        # scores are logits: the gate is at that of the threshold, and what it lets through need not be squashed
+        threshold = options.get("safety_threshold", 0.15)
+        least = math.log(threshold / (1 - threshold))
+        return safety_gate(table[options["helpful"]], table[options["safety"]], tagged, least).tolist()
     raise ValueError(f"combine={how!r} is unknown; write mean, min, uwo, weighted or safety_gate")
 
 
 def safety_gate(helpful, safety, safety_prompt, threshold: float = 0.15) -> np.ndarray:
-    """The safety score where the prompt is a safety prompt or safety < threshold, else helpfulness; all in (0, 1)
-    (``rm.multi``, Llama 2).
+    """The safety score where the prompt is a safety prompt or safety < threshold, else helpfulness; all in (0, 1), or
+    all logits of such (``rm.multi``, Llama 2).
     """
     safety = np.asarray(safety, float)
     return np.where(np.asarray(safety_prompt, bool) | (safety < threshold), safety, np.asarray(helpful, float))

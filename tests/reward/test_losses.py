@@ -514,6 +514,19 @@ def test_gain_and_bias_fold_into_a_linear_head(tiny, rows):
     assert torch.allclose(before, after, atol=1e-9)
 
 
+def test_gain_and_bias_are_computed_in_float32_under_bfloat16(tiny, rows):
+    """rm.head: head and score stay float32, whatever the backbone computes in."""
+    model, items, loss, _ = setup(tiny["policy"], rows["labels"], "orm", outcome_head="gain_bias")
+    lm_head = keep_lm_head(model, tiny["policy"])
+    read = add_gain_bias(model.float(), lm_head, 7)
+    batch = collate(items)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        trained = read(model, batch)
+        offset = drop_lm_head(model, lm_head, 7)
+        scored = loss.read(model, batch) + offset
+    assert trained.dtype == torch.float32 and torch.allclose(trained, scored, atol=1e-6), "as the folded head says"
+
+
 # -- degenerate rows ---------------------------------------------------------------------------------------------------
 
 

@@ -243,6 +243,10 @@ def test_weights_and_the_safety_gate():
     gated = combine_members(table, {"combine": "safety_gate", "helpful": "helpful", "safety": "safety"}, rows)
     assert gated == pytest.approx([2.0, -3.0, 1.0]), "alarmed or tagged: safety decides; scores come back as logits"
     assert safety_gate([0.7], [0.15], [False]).tolist() == [0.7], "the threshold itself is not alarming"
+    far = {"helpful": [50.0, 60.0, 1.0], "safety": [1.0, 1.0, -800.0]}
+    options = {"combine": "safety_gate", "helpful": "helpful", "safety": "safety"}
+    gated = combine_members(far, options, [None, None, None])
+    assert gated == [50.0, 60.0, -800.0], "scores whose probability rounds to 0 or 1 stay finite and in their order"
 
 
 class ByLength(ComparingScorer):
@@ -883,6 +887,49 @@ def test_advice_names_settings_that_the_objective_reads(objective, advised):
     warn_about(stage, {"accuracy": 0.7, "pairs": 100.0, "ece": 0.3, "probe/repeated": 0.9}, objective=objective)
     assert ("label_smoothing" in texts["reward_model_miscalibrated"]) is advised
     assert ("spoiled_fraction" in texts["reward_model_fooled"]) is (objective == "bt")
+
+
+@pytest.mark.parametrize("objective", ("orm", "value", "pointwise_bce"))
+def test_an_anchor_does_not_move_the_probability_that_labels_are_judged_by(objective, monkeypatch):
+    """rm.calibrate: the bias moves scores, not what the model says of the answer (``anchor=chosen`` of an orm)."""
+    from stages.reward_models.reward_eval import judge_labels
+
+    monkeypatch.setattr("stages.reporting.reports.calibration_diagram", lambda *a, **k: b"")
+    rows = [{"row_id": str(i), "prompt": user("q"), "completion": assistant(str(i)), "label": i % 2} for i in range(30)]
+    raw = {True: 0.8, False: 0.3} if objective != "pointwise_bce" else {True: math.log(4), False: math.log(3 / 7)}
+
+    def judged(bias):
+        scorer = SimpleNamespace(
+            bias=bias,
+            card=SimpleNamespace(objective=objective, options={}),
+            score=lambda responses: [raw[bool(int(r.text) % 2)] + bias for r in responses],
+        )
+        return judge_labels(Told(), scorer, rows, "test")
+
+    plain = judged(0.0)
+    assert plain["accuracy"] == 1.0 and plain["brier"] == pytest.approx((0.2**2 + 0.3**2) / 2)
+    assert judged(-0.8) == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("neutral_as,accuracy", (("positive", 0.5), ("negative", 1.0)))
+def test_a_neutral_step_is_judged_as_it_counts(neutral_as, accuracy):
+    """rm.prm, neutral_as: what makes a step's probability also says whether the step is right."""
+    from stages.reward_models.reward_eval import judge_steps
+
+    row = {
+        "prompt": user("q"),
+        "completions": ["a", "b", "c", "d"],
+        "labels": [1, 0, -1, 0],
+        "solution_correct": None,
+    }
+    scorer = SimpleNamespace(
+        card=SimpleNamespace(options={"separator": "\n", "neutral_as": neutral_as}),
+        step_probabilities=lambda responses: [[0.9, 0.2, 0.2, 0.3]],
+        score=lambda responses: [0.5],
+    )
+    found = judge_steps(Told(), scorer, [row], "test")
+    assert found["accuracy"] == accuracy
+    assert found["step_base_rate"] == (0.75 if neutral_as == "positive" else 0.25)
 
 
 def test_ratings_are_judged_by_what_was_learned_of_them(monkeypatch):

@@ -500,3 +500,33 @@ def test_orpos_nll_may_count_the_prompt(tiny, preferences):
         found[1], expected[1], rtol=1e-5, atol=1e-7
     )
     assert abs(found[0] - plain.step()[0]) > 1e-3
+
+
+def test_a_segment_without_a_token_leaves_its_index_unpaired(tiny, tmp_path):
+    """da.2d_dpo pairing=by_index: where no token begins in a segment, those behind it keep their partners."""
+    from stages.chat import renderer_for
+    from stages.direct.direct_alignment import DirectAlignment
+    from stages.direct.preference_items import Encoder
+
+    def segments(ends, scores):
+        starts = [0, *ends[:-1]]
+        return [
+            {"start": a, "end": b, "scores": [{"aspect": "q", "score": s}]} for a, b, s in zip(starts, ends, scores)
+        ]
+
+    row = {
+        "prompt": user("explain"),
+        "chosen": assistant("first part. second part."),
+        "rejected": assistant("wrong part. also wrong."),
+        "offset_unit": "char",
+        "chosen_segments": segments([12, 12, 24], [0.9, 0.8, 0.7]),
+        "rejected_segments": segments([4, 12, 23], [0.1, 0.2, 0.3]),
+    }
+    path = str(tmp_path / "segments")
+    made = complete_row("segments/1", row, dataset="made", source="s", origin="human", split="train")
+    write_dataset(path, "made", "segments/1", [made])
+    config = Config(max_length=96, method="2d_dpo")
+    encode = Encoder(renderer_for(tiny["policy"]), DirectAlignment(config).reads, config, None)
+    (item,) = encode(open_dataset(path), "train")
+    assert item.extra["segment_weights"] == [[0.9, 0.7], [0.1, 0.3]], "0.7 belongs to 0.3, not to 0.2"
+    assert [len(side) for side in item.extra["segments"]] == [2, 2] and encode.dropped["unpaired_segments"] == 1

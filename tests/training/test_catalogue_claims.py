@@ -94,6 +94,38 @@ def test_a_cache_whose_values_are_not_the_references_is_not_used(tiny, data, spe
         assert ("wrong_reference_cache" in events) == (reused == 0)
 
 
+def test_a_cache_of_rankings_with_tied_responses_serves_where_none_was_left_out(tiny, spec, tmp_path):
+    """pl_dpo leaves tied responses out and sppo keeps them: rows without ties are reused, and no others; only rows of
+    the run count as reused.
+    """
+    rows = [
+        {
+            "prompt": user(f"rank {i}"),
+            "completions": [assistant(f"best {i}"), assistant("good " * (1 + i % 2)), assistant("no")],
+            "ranks": [1, 2, 2 if i == 8 else 3],
+        }
+        for i in range(12)
+    ]
+    path = write(tmp_path / "ranked", "rankings/1", rows)
+
+    def run(method, cache=None, steps=3):
+        config = {**BASE, "method": method, "max_steps": steps}
+        made = spec("align", config, {"model": tiny["policy"], "data": path}, f"{method}-{bool(cache)}-{steps}")
+        if cache:
+            made["inputs"]["ref_logps"] = {"kind": "dataset", "path": cache, "ref": "c", "digest": "c"}
+        result = execute(made, silent)
+        found = result["outputs"]["ref_logps"]["path"]
+        return result["summary"], found, open_dataset(found).manifest["counts"]
+
+    alone, _, _ = run("pl_dpo")
+    _, cache, counts = run("sppo")
+    assert counts["rows"] == 12
+    again, _, counts = run("pl_dpo", cache)
+    assert again == alone and (counts["rows"], counts["from_cache"]) == (12, 11)
+    _, _, counts = run("sppo", cache, steps=1)
+    assert counts["from_cache"] == counts["rows"] == 6, "4 rows of one step and 2 validation rows"
+
+
 def test_options_out_of_range_are_refused(tiny, data, spec):
     for method, options, more, text in (
         ("odpo", {"offset_fn": "ln"}, {}, "log, identity"),

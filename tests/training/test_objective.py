@@ -80,6 +80,8 @@ def test_a_written_loss_is_the_built_in_one(method, code, options):
         ("pc +" * 2000 + " pc", "characters"),
         ("-" * 3000 + "pc", "not readable|operations"),
         ("clamp(pc, *rc)", "one by one"),
+        ("pc + clamp(min=0)", "cannot be computed"),
+        ("pc + exp()", "cannot be computed"),
         ("def loss(pc):\n    x = 1", "return"),
         ("True * pc", "no number"),
         ("1e400 * pc", "no number"),

@@ -281,5 +281,9 @@ def test_warm_up_steps_are_the_ratios_steps():
     assert [learning_rate_at(s, 40, by_ratio) for s in range(40)] == [
         learning_rate_at(s, 40, by_steps) for s in range(40)
     ]
+    rounded = OptimizerConfig(learning_rate=1.0, warmup_ratio=0.29)
+    assert learning_rate_at(27, 100, rounded) < 1.0 == learning_rate_at(28, 100, rounded), (
+        "29 steps, though 0.29 * 100 < 29"
+    )
     short = OptimizerConfig(learning_rate=1.0, warmup_steps=100)
     assert learning_rate_at(2, 3, short) == 1.0  # a run that is shorter than its warm-up
