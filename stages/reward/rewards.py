@@ -446,9 +446,7 @@ class Rewards:
             {
                 c.name: (
                     Unscorable(
-                        (ANOTHERS if c.domains else "no value")
-                        if reasons is None
-                        else reasons.get(c.name, "no value")
+                        (ANOTHERS if c.domains else "no value") if reasons is None else reasons.get(c.name, "no value")
                     )
                     if parts.get(c.name) is None
                     else Verdict(parts[c.name])
