@@ -22,6 +22,7 @@ from storage.schema import complete_row
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 from tests.training.test_rl_rules import SPREAD, completions
 
+REMOTE = {"kind": "remote", "url": "http://h/score", "endpoint_model": "m", "normalise": "batch"}
 PAID = {"reward_override": "none", "rewards": [SPREAD]}
 
 
@@ -100,6 +101,9 @@ def test_baselines_of_the_starting_policy_are_paid_as_its_successors_answers(rl,
         ({"preset": "a_lol", "reward_norm": "minmax"}, "baseline=table"),
         ({"preset": "a_lol", "rewards": [{"kind": "model", "normalise": "batch"}]}, "scored apart"),
         ({"preset": "vineppo", "rewards": [{"kind": "model", "normalise": "batch"}]}, "scored apart"),
+        ({"preset": "vineppo", "rewards": [REMOTE]}, "scored apart"),
+        ({"preset": "dapo", "rewards": [REMOTE]}, "reward_norm=whiten"),
+        ({"preset": "a_lol", "rewards": [{"kind": "judge", "normalise": "batch"}]}, "scored apart"),
         ({"preset": "vineppo", "kl_coef": 0.02}, "write beta=1e-4"),
         ({"preset": "topr", "advantage": "win_rate", "opponent": "ema", "replay_fraction": 0.25}, "opponent=self"),
         ({"preset": "oreo", "whiten": True}, "same returns"),
