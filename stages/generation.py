@@ -464,7 +464,7 @@ def regrade(rewards, samples: list[Sample]) -> None:
         graded, rewards.scorers[component.name].aggregate([s.items for s in graded]) if graded else []
     ):
         sample.parts[component.name] = value
-        found = rewards.total_of(sample.parts)
+        found = rewards.total_of(sample.parts, sample.reasons)
         if sample.turn_rewards and found.total is not None:
             sample.turn_rewards[-1] += found.total - sample.total
         sample.total = float("nan") if found.total is None or sample.failure else found.total

@@ -10,6 +10,7 @@ sequence that the sampler saw. Trajectories go turn by turn together, and each e
 ``goal``        the environment verified that the task is solved       ``turn_limit``  max_turns, truncated
 ``stop``        the policy ended it (a final answer, a stop action)    ``length``      no room for more tokens, truncated
 ``failure``     the environment's process failed: no reward, not trained on
+``error``       the engine lost a turn: no reward, left out as any row that the engine has no completion for
 """
 
 from __future__ import annotations
@@ -36,20 +37,31 @@ class Trajectory:
     environment_seed: int
     prompt_ids: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
+    logps: list[float] | None = field(default_factory=list)  # None once the engine gave none for a turn
     tool_mask: list[int] = field(default_factory=list)
     turns: list[dict] = field(default_factory=list)
     finish: str | None = None
     failure: str | None = None
+    error: str | None = None  # why the engine has no completion for a turn
+    reencoded: bool = False
     # tokens after the prompt at most: max_completion_length, or fewer where the model has no positions for them
     limit: int = 0
 
     def say(self, completion, room: int) -> None:
         """A turn of the policy, ``stages.decoding.sampler.Completion``, with ``room`` tokens left. One that was cut
-        short of them (max_turn_length) is closed for it and acted on as it stands."""
+        short of them (max_turn_length) is closed for it and acted on as it stands; one that the engine lost ends the
+        trajectory."""
+        if completion.error is not None:
+            self.finish, self.error = "error", completion.error
+            return
         start = len(self.ids)
         self.ids += list(completion.ids)
-        self.logps += [float(v) for v in completion.logps]
+        self.logps = (
+            None
+            if self.logps is None or completion.logps is None
+            else self.logps + [float(v) for v in completion.logps]
+        )
+        self.reencoded = self.reencoded or completion.reencoded
         self.tool_mask += [0] * len(completion.ids)
         self.turns.append(
             {
@@ -67,7 +79,7 @@ class Trajectory:
     def hear(self, ids: Sequence[int]) -> None:
         """Tokens of the environment."""
         self.ids += list(ids)
-        self.logps += [0.0] * len(ids)
+        self.logps = None if self.logps is None else self.logps + [0.0] * len(ids)
         self.tool_mask += [1] * len(ids)
 
     def sample(self) -> Sample:
@@ -83,6 +95,8 @@ class Trajectory:
             turns=self.turns,
             failure=self.failure,
             environment_seed=self.environment_seed,
+            reencoded=self.reencoded,
+            error=self.error,
             seed=self.seed,
         )
 
@@ -264,7 +278,8 @@ class Agent:
         for group, prefix in zip(groups, prefixes):
             for trajectory in group:
                 trajectory.prompt_ids, trajectory.ids = list(prefix.prompt_ids), list(prefix.ids)
-                trajectory.logps, trajectory.tool_mask = list(prefix.logps), list(prefix.tool_mask)
+                trajectory.logps = None if prefix.logps is None else list(prefix.logps)
+                trajectory.tool_mask, trajectory.reencoded = list(prefix.tool_mask), prefix.reencoded
                 trajectory.turns = [dict(turn) for turn in prefix.turns]
 
 
@@ -276,7 +291,7 @@ def prefix_of(sample: Sample, turns: int) -> Sample:
     return replace(
         sample,
         ids=sample.ids[:end],
-        logps=sample.logps[:end],
+        logps=None if sample.logps is None else sample.logps[:end],
         tool_mask=sample.tool_mask[:end],
         turns=sample.turns[:turns],
     )
@@ -384,11 +399,8 @@ def trajectory_rows(sample: Sample, episode_id: str) -> list[dict]:
     """
     rows, before = [], json.dumps(sample.prompt["prompt"], ensure_ascii=False, default=str)
     for t, turn in enumerate(sample.turns):
-        own = [
-            v
-            for v, tool in zip(sample.logps[turn["start"] : turn["end"]], sample.tool_mask[turn["start"] : turn["end"]])
-            if not tool
-        ]
+        at = slice(turn["start"], turn["end"])
+        own = [v for v, tool in zip((sample.logps or [])[at], sample.tool_mask[at]) if not tool]
         after = turn["observation"] or "[]"
         said = json.dumps({"role": "assistant", "content": turn["text"]}, ensure_ascii=False)
         rows.append(
@@ -402,7 +414,7 @@ def trajectory_rows(sample: Sample, episode_id: str) -> list[dict]:
                 "events": list(turn["events"]),
                 "reward_tier": sample.tier or "unrouted",
                 "reward_components": turn_components(sample, t),
-                "logp_behaviour": float(sum(own)),
+                "logp_behaviour": None if sample.logps is None else float(sum(own)),
             }
         )
         before = after

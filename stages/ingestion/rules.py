@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
+from typing import get_args
 
 ROLES = frozenset(("system", "user", "assistant", "tool"))
 
@@ -249,9 +250,10 @@ def verifiable_codes(row: dict) -> set[str]:
     )
     good = good and all(_constraint_runs(item["id"], item["kwargs_json"]) for item in row.get("constraints") or ())
     if good and row.get("reward_route"):
-        from stages.reward.scorers import RULES
+        from stages.reward.components import RewardComponent
 
-        good = all(name in RULES for name in row["reward_route"])
+        known = get_args(RewardComponent.model_fields["kind"].annotation)
+        good = all(name in known for name in row["reward_route"])
     return set() if good else {"verifier_spec_invalid"}
 
 

@@ -173,7 +173,7 @@ def refuse_rewards(row, config: Config) -> None:
             f"baseline={row.baseline} is a reward as it was earned, which reward_norm and reward_clip would take off"
             " rewards on another scale; leave them out, or write baseline=moving_average."
         )
-    if any(c.kind == "model" and c.normalise == "batch" for c in config.rewards) and (
+    if any(c.normalise == "batch" for c in config.rewards) and (
         row.read_baseline in ("table", "v_star") or row.advantage == "vine"
     ):
         what = "advantage=vine" if row.advantage == "vine" else f"baseline={row.baseline}"
@@ -205,7 +205,7 @@ def refuse_rewards(row, config: Config) -> None:
                 f"advantage=process reads the rewards of steps, which {' and '.join(unread)} would not change; leave it"
                 " out, or write advantage=group_mean."
             )
-    if row.dynamic_sampling and any(c.kind == "model" and c.normalise == "batch" for c in config.rewards):
+    if row.dynamic_sampling and any(c.normalise == "batch" for c in config.rewards):
         raise ValueError(
             "normalise=batch would whiten every refill round of dynamic_sampling by its own mean and std, so rewards of"
             " one batch would not compare; write reward_norm=whiten (over the whole batch) instead of it, or"

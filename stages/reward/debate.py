@@ -136,6 +136,9 @@ class Debaters:
                 for trajectory, completions in zip(live, found):
                     trajectory.say(completions[0], trajectory.limit - len(trajectory.ids))
                 for _, pair in debates:
+                    if lost := next((t.error for t in pair if t.error is not None), None):  # for both sides
+                        for t in pair:
+                            t.finish, t.error = "error", lost
                     self._listen(pair, number)
         out, at = [], 0
         for task, own in zip(tasks, seeds):
@@ -148,7 +151,7 @@ class Debaters:
         """Each side hears what the other said in this round; a debate in which one side has no room left ends for
         both.
         """
-        if any(len(t.turns) <= number for t in pair):
+        if any(len(t.turns) <= number or t.error is not None for t in pair):
             return
         if number == self.rounds - 1:
             for t in pair:

@@ -349,9 +349,7 @@ class Rewards:
             for i in range(len(rows))
         ]
         results |= {
-            c.name: (
-                vote(c, rows, results.get(c.votes_of)) if c.kind == "majority" else RULES[c.kind](self, c, rows, known)
-            )
+            c.name: self._reading(c, rows, results.get(c.votes_of), known)
             for c in self.components
             if c.kind in READ_OTHERS and c.name not in results
         }
@@ -370,13 +368,33 @@ class Rewards:
             column[i] = verdict
         return column
 
+    def _reading(self, component: RewardComponent, rows, votes: list | None, known: list) -> list:
+        """The column of a component that reads what the others said: of ``votes`` the weights of a majority, of
+        ``known`` which answers are right. Rows of prompts that are routed to others are not shown to it."""
+        at = [i for i, row in enumerate(rows) if concerns(component, row["prompt_row"])]
+        column: list = [Unscorable(ANOTHERS)] * len(rows)
+        shown = [rows[i] for i in at]
+        found = (
+            vote(component, shown, None if votes is None else [votes[i] for i in at])
+            if component.kind == "majority"
+            else RULES[component.kind](self, component, shown, [known[i] for i in at])
+        )
+        for i, verdict in zip(at, found):
+            column[i] = verdict
+        return column
+
     def _routed(self, rows) -> dict[str, list]:
-        """Columns of the components with a tier; a row that a tier settled is not shown to the later ones."""
+        """Columns of the components with a tier; a row that a tier settled is not shown to the later ones, and one of a
+        prompt that is routed to others (``reward_route``) to none of them.
+        """
         waiting, columns = list(range(len(rows))), {}
         for component in sorted((c for c in self.components if c.tier), key=lambda c: TIERS.index(c.tier)):
-            column = columns[component.name] = [Unscorable(NOT_ASKED) for _ in rows]
+            column = columns[component.name] = [
+                Unscorable(NOT_ASKED if concerns(component, row["prompt_row"]) else ANOTHERS) for row in rows
+            ]
+            asked = [i for i in waiting if concerns(component, rows[i]["prompt_row"])]
             for i, verdict in zip(
-                waiting, RULES[component.kind](self, component, [rows[i] for i in waiting]) if waiting else []
+                asked, RULES[component.kind](self, component, [rows[i] for i in asked]) if asked else []
             ):
                 column[i] = verdict
             waiting = [i for i in waiting if not settles(component, column[i])]
@@ -420,12 +438,16 @@ class Rewards:
         """The same rewards less the components of these names."""
         return Rewards([c for c in self.components if c.name not in names], self.scorers, self.renderer)
 
-    def total_of(self, parts: dict[str, float | None]) -> Scored:
-        """total and tier of component values that are known already (None = unscorable)."""
+    def total_of(self, parts: dict[str, float | None], reasons: dict[str, str] | None = None) -> Scored:
+        """total and tier of component values that are known already (None = unscorable). reasons: why, by component;
+        where they are not known, a component with ``domains`` is taken not to have been asked.
+        """
         return self._combine(
             {
                 c.name: (
-                    Unscorable(ANOTHERS if c.domains else "no value")
+                    Unscorable(
+                        (ANOTHERS if c.domains else "no value") if reasons is None else reasons.get(c.name, "no value")
+                    )
                     if parts.get(c.name) is None
                     else Verdict(parts[c.name])
                 )
@@ -463,7 +485,11 @@ class Rewards:
             scored.reasons.get(c.name) == ANOTHERS or (scored.reasons.get(c.name) == ALONE and not c.counts)
         )
         policies = {c.name: "skip" if skipped(c) else c.missing_policy for c in self.components}
-        router = sorted((c for c in self.components if c.tier), key=lambda c: TIERS.index(c.tier))
+        # the tiers that the prompt is routed to
+        router = sorted(
+            (c for c in self.components if c.tier and scored.reasons.get(c.name) != ANOTHERS),
+            key=lambda c: TIERS.index(c.tier),
+        )
         decided = next((c for c in router if settles(c, verdicts[c.name])), None)
         for component in router if decided else ():
             if component is not decided:  # its value is stored, and does not count

@@ -4,6 +4,7 @@ where groups teach nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -88,8 +89,9 @@ class GroupSampler:
         """
         dynamic, seats, self.failed_rows = self.row.dynamic_sampling, self.policy.seats, 0
         n = self.config.gen_batch_size or wanted if dynamic else wanted
+        rounds = itertools.count()  # groups that the engine lost count as drawn: seeds are of prompts, not of groups
         found = fill_informative(
-            lambda seen: self.sample(take(n), iteration, version, seen // seats),
+            lambda seen: self.sample(take(n), iteration, version, n * next(rounds)),
             self.no_signal if dynamic else lambda group: None,
             wanted * seats,
             self.config.max_num_gen_batches,

@@ -293,6 +293,7 @@ def test_what_no_verifier_can_use_is_refused(tmp_path, row):
         {"answer": "#### Steps\nfirst this", "answer_type": "text"},
         {"answer": "cat", "verifier": "world"},
         {"reward_route": ["verifier", "model"]},
+        {"reward_route": ["majority", "length_group"]},
         {"answer": "1e3", "answer_type": "text"},
         {"constraints": [{"id": "length_constraints:number_words", "kwargs": {"num_words": 3}}]},
         {"constraints": [{"id": "language:response_language", "kwargs": {"language": "de"}}]},

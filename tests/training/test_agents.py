@@ -372,6 +372,67 @@ def test_trajectories_do_not_depend_on_their_company(tiny, data):
         assert np.allclose(sum((s.logps for s in group), []), sum((s.logps for s in together[i]), []), atol=1e-5)
 
 
+class _Changed:
+    """An engine whose every completion goes through ``change(seed, completion)``."""
+
+    def __init__(self, engine, change):
+        self.engine, self.change = engine, change
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def generate(self, prompts, params, seeds, progress=None):
+        found = self.engine.generate(prompts, params, seeds)
+        return [[self.change(s, c) for s, c in zip(own, group)] for own, group in zip(seeds, found)]
+
+
+@pytest.mark.parametrize("environment", [COUNTDOWN, "debate"])
+def test_a_turn_that_the_engine_lost_or_gave_no_log_probs_of(tiny, data, environment):
+    """A lost turn loses its trajectory (of a debate both sides), with the reason, and no other; an engine without
+    log-probs gives trajectories without them.
+    """
+    from dataclasses import replace
+
+    from stages.acting.agents import trajectory_rows
+    from stages.decoding.sampler import Completion
+    from stages.reward.debate import Debaters
+    from stages.running.randomness import seed_for
+
+    debate = environment == "debate"
+    config = Config(
+        environment=environment,
+        environment_options={"rounds": 2} if debate else {"turns": 3},
+        max_turns=4,
+        max_turn_length=8,
+        max_completion_length=200,
+    )
+    renderer, prompts = renderer_for(tiny["policy"]), list(open_dataset(data["prompts"]).iter_rows())[:2]
+    rows = [({**r, "extra_json": '{"answers": ["yes", "no"]}'}, []) for r in prompts]
+    sampler, agent = (
+        Sampler(load_policy(tiny["policy"]), renderer.tokenizer),
+        (Debaters if debate else Agent)(config, renderer),
+    )
+    params, seeds = sampling_params(config, renderer), [[1, 2], [3, 4]]
+    # the second turn of the first trajectory of the second task
+    gone = seed_for(seed_for(3, "debate", 1), "turn", 1) if debate else seed_for(3, "agent", "turn", 1)
+    whole = agent.sample(sampler, rows, params, seeds)
+    error = Completion([], None, "error", "", error="gone")
+    some = agent.sample(_Changed(sampler, lambda s, c: error if s == gone else c), rows, params, seeds)
+    none = agent.sample(_Changed(sampler, lambda s, c: replace(c, logps=None)), rows, params, seeds)
+    agent.close()
+    lost = [(1, 0), (1, 2)] if debate else [(1, 0)]
+    for i, group in enumerate(whole):
+        for k, s in enumerate(group):
+            other = some[i][k]
+            if (i, k) in lost:
+                assert len(s.turns) > 1 and (other.error, other.finish_reason) == ("gone", "error")
+                assert other.ids == s.ids[: len(other.ids)] and not other.terminated
+            else:
+                assert (other.ids, other.logps, other.error) == (s.ids, s.logps, None)
+            assert (none[i][k].ids, none[i][k].tool_mask, none[i][k].logps) == (s.ids, s.tool_mask, None)
+            assert {t["logp_behaviour"] for t in trajectory_rows(none[i][k], "e")} == {None}
+
+
 # --- rewards of trajectories ------------------------------------------------------------------------------------------
 
 

@@ -511,6 +511,30 @@ def test_confidences_of_several_calls_are_averaged_over_all_their_samples(tmp_pa
     assert [s.parts["rubric"] for s in apart] == pytest.approx([s.parts["rubric"] for s in together])
 
 
+def test_rewards_of_several_calls_keep_why_another_component_said_nothing(tmp_path, judge):
+    """A component that the prompt is not routed to invalidates nothing when rubric rewards are computed again, and one
+    that failed where it is meant still does.
+    """
+    from stages.generation import Sample, regrade, score
+
+    items = [{"id": "one", "kind": "verifiable", "criterion": "Is one.", "weight": 1.0, "scorer": "judge"}]
+    judge.reply = lambda text: "Reasoning: r\nScore: 0.9\nConfidence: 0.9"
+    rewards = scorer_of(tmp_path, items, {"endpoint": judge.url, "endpoint_model": "m"})
+    none = "def score(prompt, completion):\n    return None"
+    rewards.components += [
+        RewardComponent(name="general", kind="python", source=none),
+        RewardComponent(name="maths", kind="python", source=none, domains=["math"]),
+    ]
+    prompt = {"row_id": "q", "prompt_id": "q", "prompt": user("why?"), "category": "c", "answer": "1"}
+    routed, failed = {**prompt, "reward_route": ["rubric"]}, {**prompt, "reward_route": ["rubric", "maths"]}
+    samples = [Sample(row, [1], 0, [2], [0.0], "eos", "a") for row in (routed, {**failed, "domain": "math"})]
+    score(rewards, samples)
+    before = [(s.total, s.weights) for s in samples]
+    assert before[0] == (pytest.approx(0.9), {"rubric": 1.0}) and np.isnan(before[1][0])
+    regrade(rewards, samples)
+    assert samples[0].total == before[0][0] and samples[0].weights == before[0][1] and np.isnan(samples[1].total)
+
+
 def test_the_monitors_count_what_is_invalid_unsure_and_flagged():
     from stages.reward.rubric_reward import rubric_metrics
 

@@ -22,7 +22,25 @@ from storage.schema import complete_row
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 from tests.training.test_rl_rules import SPREAD, completions
 
+REMOTE = {"kind": "remote", "url": "http://h/score", "endpoint_model": "m", "normalise": "batch"}
 PAID = {"reward_override": "none", "rewards": [SPREAD]}
+
+
+def losing(engine, lost):
+    """``engine`` without the completions of the seeds ``lost``."""
+    from stages.decoding.sampler import Completion
+
+    class Losing:
+        def __getattr__(self, name):
+            return getattr(engine, name)
+
+        def generate(self, prompts, params, seeds, progress=None):
+            return [
+                [Completion([], None, "error", "", error="gone") if s in lost else c for c, s in zip(group, own)]
+                for group, own in zip(engine.generate(prompts, params, seeds), seeds)
+            ]
+
+    return Losing()
 
 
 # --- baselines on the scale of the rewards that they are taken off ----------------------------------------------------
@@ -83,6 +101,9 @@ def test_baselines_of_the_starting_policy_are_paid_as_its_successors_answers(rl,
         ({"preset": "a_lol", "reward_norm": "minmax"}, "baseline=table"),
         ({"preset": "a_lol", "rewards": [{"kind": "model", "normalise": "batch"}]}, "scored apart"),
         ({"preset": "vineppo", "rewards": [{"kind": "model", "normalise": "batch"}]}, "scored apart"),
+        ({"preset": "vineppo", "rewards": [REMOTE]}, "scored apart"),
+        ({"preset": "dapo", "rewards": [REMOTE]}, "reward_norm=whiten"),
+        ({"preset": "a_lol", "rewards": [{"kind": "judge", "normalise": "batch"}]}, "scored apart"),
         ({"preset": "vineppo", "kl_coef": 0.02}, "write beta=1e-4"),
         ({"preset": "topr", "advantage": "win_rate", "opponent": "ema", "replay_fraction": 0.25}, "opponent=self"),
         ({"preset": "oreo", "whiten": True}, "same returns"),
@@ -465,3 +486,22 @@ def test_sft_members_may_be_as_long_as_the_run_allows(rl, tmp_path):
         else:
             with pytest.raises(ValueError, match="answers a prompt"):
                 Members(stage, source.policy.renderer, source.rewards)
+
+
+# --- completions that the engine lost ---------------------------------------------------------------------------------
+
+
+def test_a_round_after_lost_completions_draws_others(rl):
+    """A group that the engine lost counts as drawn: a prompt that comes again in the next round would else be sampled
+    with the seeds of this one, and its completions trained on twice.
+    """
+    source = rl.source("lost-round", {**PAID, "preset": "grpo"})
+    (first, second), engine = source.order.prompts[:2], source.policy.engine
+    lost = {source.stage.seed_for("rollout", 0, 0, first[0]["row_id"], g) for g in range(8)}
+    source.policy.engine = losing(engine, lost)
+    rounds = [[first, second], [second, first]]
+    kept, dropped, metrics = source.groups.fill(lambda n: rounds.pop(0), 2, 0, 0)
+    assert not rounds and metrics["rollout/failed_rows"] == source.stage.config.num_generations
+    assert [g.prompt["row_id"] for g in kept] == [second[0]["row_id"]] * 2
+    seeds = [s.seed for g in (*kept, *(g for g, _ in dropped)) for s in g.samples]
+    assert len(set(seeds)) == len(seeds)

@@ -114,6 +114,32 @@ def test_a_prompt_is_scored_by_the_components_of_its_domain():
         RewardComponent(kind="majority", domains=["math"])
 
 
+def test_a_prompts_own_list_holds_for_rewards_that_read_others_and_for_tiers():
+    """reward.domain_route: what is not on the list is paid nothing, also where it is scored last or in a cascade, and a
+    cascade that the prompt is not routed to leaves the other rewards as they are.
+    """
+    here = {"answer": "7", "answer_type": "integer", "completion_ids": [1]}
+    routed = {**here, "row_id": "q", "prompt_id": "q", "reward_route": ["verifier"]}
+    other = {**here, "row_id": "p", "prompt_id": "p"}
+    rows = [row("\\boxed{7}", **prompt) for prompt in (routed, routed, other, other)]
+    reads = ({"kind": "verifier"}, {"kind": "majority"}, {"kind": "length_group"})
+    alone = score(rows[2:], *reads)
+    found = score(rows, *reads)
+    assert [s.total for s in found[:2]] == [1.0, 1.0] and [s.total for s in found[2:]] == [s.total for s in alone]
+    assert found[0].parts == {"verifier": 1.0, "majority": None, "length_group": None}
+    assert not failures(found[0].parts, found[0].reasons) and found[2].parts["majority"] == 1.0
+    tiers = (
+        {"kind": "verifier", "tier": "rule"},
+        {"name": "judged", "kind": "python", "tier": "judge", "source": "def score(prompt, completion):\n    return 5"},
+        {"name": "plain", "kind": "python", "source": "def score(prompt, completion):\n    return 2"},
+    )
+    both = {**routed, "reward_route": ["plain"]}, {**routed, "reward_route": ["judged", "plain"]}
+    without, second, whole = score([row("\\boxed{7}", **prompt) for prompt in (*both, other)], *tiers)
+    assert (without.total, without.tier, without.parts["verifier"]) == (2.0, None, None)
+    assert (second.total, second.tier, second.parts["verifier"]) == (7.0, "judge", None)
+    assert (whole.total, whole.tier, whole.parts["judged"]) == (3.0, "rule", None)
+
+
 @pytest.mark.parametrize(
     "text,prompt,value",
     [
