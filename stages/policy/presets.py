@@ -143,7 +143,9 @@ def refuse_parts(row, config: Config) -> None:
             f"ratio_level={row.ratio_level} is a ratio of whole completions; write ratio_level=token": (
                 row.ratio_level != "token"
             ),
-            "surrogate=vespo weighs whole completions; write surrogate=clip": row.surrogate == "vespo",
+            f"surrogate={row.surrogate} weighs whole completions; write surrogate=clip": (
+                not row.objective and row.surrogate in ("vespo", "geo_mean")
+            ),
             "off_policy_mask_threshold looks at whole completions; leave it out": (
                 config.off_policy_mask_threshold is not None
             ),
@@ -357,6 +359,14 @@ def refuse_off_policy(row, config: Config) -> None:
             f" importance_clip_max={config.importance_clip_max:g}; write for example importance_clip_min=0.5"
             " importance_clip_max=2."
         )
+    masks = config.importance_correction.endswith("mask")
+    if masks and not config.importance_clip_min <= 1 <= config.importance_clip_max:
+        raise ValueError(
+            f"importance_correction={config.importance_correction} would give weight 0 to what trainer and sampler agree"
+            f" on, whose ratio of 1 is not within importance_clip_min={config.importance_clip_min:g} and"
+            f" importance_clip_max={config.importance_clip_max:g}; write for example importance_clip_min=0.5"
+            " importance_clip_max=2."
+        )
     if config.covariance_band[0] >= config.covariance_band[1]:
         raise ValueError(
             f"covariance_band={list(config.covariance_band)} has nothing between its bounds; write the smaller one"
@@ -366,6 +376,13 @@ def refuse_off_policy(row, config: Config) -> None:
         raise ValueError(
             f"rejection_min={config.rejection_min:g} is above rejection_max={config.rejection_max:g}; write for example"
             " rejection_min=0.5 rejection_max=2."
+        )
+    ratios = config.rejection != "none" and config.rejection_statistic == "ratio"
+    if ratios and not config.rejection_min <= 1 <= config.rejection_max:
+        raise ValueError(
+            f"rejection={config.rejection} would throw out what trainer and sampler agree on, whose ratio of 1 is not"
+            f" within rejection_min={config.rejection_min:g} and rejection_max={config.rejection_max:g}; write for"
+            " example rejection_min=0.5 rejection_max=2, or rejection_statistic=k3 for bounds in nats."
         )
     if config.rejection != "none" and config.rejection_scope == "zero" and row.surrogate == "vespo":
         raise ValueError(
