@@ -434,7 +434,7 @@ _RL_ROWS = (
         aggregation="seq-mean-token-sum",
         num_iterations=1,
         source="TRPO, penalty form (Schulman et al. 2015)",
-        note="beta tested at .3, 1, 3, 10",
+        note="beta tested at .3, 1, 3, 10; the KL acts from the second step of a rollout batch on (num_minibatches)",
     ),
     replace(
         _PPO,

@@ -569,6 +569,21 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
             f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task;"
             " verdicts, soft overlong penalties and truncation_policy=zero or penalty do not count either"
         )
+    to_start = row.kl_target == "old" or config.ref_mode == "previous"
+    to_sampler = row.behaviour_ratio and row.kl_loss_estimator != "full"  # who may be an older policy
+    if (
+        row.kl_loss_coef
+        and to_start
+        and not to_sampler
+        and row.update != "trust_region"
+        and row.num_iterations * config.num_minibatches == 1
+    ):
+        warnings.append(
+            f"preset={config.preset}: the KL in the loss is to the policy that starts the iteration, and the only"
+            " optimizer step of an iteration is taken there, where this KL's gradient is 0, so it holds nothing back;"
+            " write num_iterations=4 or num_minibatches=4 (with a surrogate that has a ratio), or "
+            + ("kl_target=ref" if row.kl_target == "old" else "ref_mode=refresh")
+        )
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
         warnings.append(
             "kl_reward_estimator=full: the exact KL does not depend on the token that was sampled, so at its own step"
