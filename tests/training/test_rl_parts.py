@@ -148,8 +148,8 @@ def test_the_end_of_a_cut_completion_is_worth_the_prompts_value_where_there_is_n
 def test_a_narrow_curriculum_draws_the_nearest_level_where_its_weights_underflow():
     from stages.policy.schedules import e2h_probabilities
 
-    assert e2h_probabilities("gaussian", 12, 100, 5, sigma=0.01).tolist() == [1, 0, 0, 0, 0]
-    assert e2h_probabilities("gaussian", 88, 100, 5, sigma=0.01).tolist() == [0, 0, 0, 0, 1]
+    assert np.allclose(e2h_probabilities("gaussian", 12, 100, 5, sigma=0.01), [1, 0, 0, 0, 0], atol=1e-12)
+    assert np.allclose(e2h_probabilities("gaussian", 88, 100, 5, sigma=0.01), [0, 0, 0, 0, 1], atol=1e-12)
 
 
 def test_a_critic_says_why_it_cannot_start_from_a_reward_model(tiny, tmp_path):
