@@ -434,7 +434,7 @@ _RL_ROWS = (
         aggregation="seq-mean-token-sum",
         num_iterations=1,
         source="TRPO, penalty form (Schulman et al. 2015)",
-        note="beta tested at .3, 1, 3, 10",
+        note="beta tested at .3, 1, 3, 10; the KL acts from the second step of a rollout batch on (num_minibatches)",
     ),
     replace(
         _PPO,
@@ -1440,7 +1440,8 @@ def validate_rl(
             f" advantage={row.advantage} does not read; write score, zero, penalty or mask, or advantage=gae"
         )
     warnings = []
-    if row.ratio_level != "token" and row.aggregation != "seq-mean-token-mean" and not row.objective:
+    of_sequences = row.ratio_level != "token" or row.surrogate == "geo_mean"
+    if of_sequences and row.aggregation != "seq-mean-token-mean" and not row.objective:
         warnings.append(
             f"{row.name}: a sequence ratio with {row.aggregation} weights sequences by their length;"
             " seq-mean-token-mean gives one term each"

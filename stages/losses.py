@@ -276,7 +276,9 @@ def policy_loss(
     detached importance weights (TIS), which `vespo` takes into its ratio. epsilon_high defaults to epsilon. Metrics:
     {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "ratio_sq", "k1", "k2", "k3", "log_ratio_clamped"},
     sums over trained tokens, k* of KL(old||new), and the maximum "ratio_max". "clip_*" count tokens whose gradient is
-    zeroed: none unless the surrogate is `clip`, `geo_mean` or a `dppo`; the dual clip's are "clip_dual". "capped" are
+    zeroed: none unless the surrogate is `clip`, `geo_mean` or a `dppo`; the dual clip's are "clip_dual".
+    "outside_range" counts tokens beyond epsilon on either side, whatever their advantage: of the ratio, of its log
+    (`geo_mean`) or of the divergence (a `dppo`). "capped" are
     those whose weight `cispo` cut to 1+epsilon_high; "soft_weight" is what `sapo` and `vespo` leave of the gradient of
     rho A or A log pi.
     """
@@ -286,7 +288,8 @@ def policy_loss(
         raise ValueError(
             f"epsilon={epsilon}, epsilon_high={high}: clip ranges must be > 0; write surrogate='none' for no clipping"
         )
-    if clip_ratio_c is not None and clip_ratio_c <= 1 + high:
+    # of a dppo it bounds weights, and epsilon is a divergence
+    if clip_ratio_c is not None and not surrogate.startswith("dppo") and clip_ratio_c <= 1 + high:
         raise ValueError(f"clip_ratio_c={clip_ratio_c} must be above 1 + epsilon_high = {1 + high}; 3.0 is usual")
     mask = mask_BT.bool()
     logps = masked(logps_BT, mask)
@@ -344,7 +347,12 @@ def policy_loss(
     if weights_BT is not None:
         objective = objective * masked(weights_BT.detach().to(objective.dtype), mask)
     d, r = log_ratio.detach(), ratio.detach()
-    outside = ((d < -epsilon) | (d > high) if surrogate == "geo_mean" else (r < 1 - epsilon) | (r > 1 + high)) & mask
+    if surrogate == "geo_mean":
+        outside = ((d < -epsilon) | (d > high)) & mask
+    elif surrogate.startswith("dppo"):
+        outside = ((p < q) & (far > epsilon) | (p > q) & (far > high)) & mask
+    else:
+        outside = ((r < 1 - epsilon) | (r > 1 + high)) & mask
     metrics = {
         "tokens": mask.sum(),
         **{name: masked(hit, mask).sum() if hit.is_floating_point() else hit.sum() for name, hit in hits.items()},

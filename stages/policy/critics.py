@@ -147,7 +147,9 @@ class Critic:
         )
 
     def values(self, items) -> tuple[list[list[float]], list[float]]:
-        """(values of every response token, value after the last one), per response in the items' order."""
+        """(values of every response token, value after the last one), per response in the items' order; all of them
+        the value before its first trained token, the prompt's, with critic_target=bandit.
+        """
         was_training = self.model.training
         self.model.eval()
 
@@ -166,10 +168,10 @@ class Critic:
             for pair in rows
         ]
         self.model.train(was_training)
-        values = [row for row, _ in found]
-        if self.only_first:
-            values = [[row[0]] * len(row) if row else [] for row in values]
-        return values, [after for _, after in found]
+        if self.only_first:  # the only place where the head is trained
+            firsts = [int(m.argmax()) if len(m) else 0 for i in items for m in i.masks]
+            found = [([row[t]] * len(row), row[t]) if row else (row, after) for t, (row, after) in zip(firsts, found)]
+        return [row for row, _ in found], [after for _, after in found]
 
     def train(self, items) -> dict[str, float]:
         """One step of the separate critic on the items of a policy step; a shared one learns with the policy."""

@@ -183,10 +183,11 @@ class PolicyGradient:
             with torch.autocast(logps.device.type, enabled=False):
                 values_SL = batch.padded(self.value_head(precise(hidden))[:, 0])
             first = row.critic_target == "bandit"  # one value per prompt, at the first token
+            at, seen = (mask & (mask.cumsum(-1) == 1), "trained") if first else (mask, "forwarded")
             error = value_loss(
                 values_SL,
                 column("returns"),
-                mask & (mask.cumsum(-1) == 1) if first else mask,
+                at,
                 column("values"),
                 config.cliprange_value,
                 config.value_loss_half,
@@ -194,13 +195,13 @@ class PolicyGradient:
             total, by = (error.sum(), "sequences") if first else (self.aggregate(error, mask, batch.items), self.count)
             terms["value"] = (config.vf_coef * total, by)
             metrics |= {
-                "critic/value_mean": (masked(values_SL.detach(), mask).sum(), "forwarded"),
-                "critic/return_mean": (masked(column("returns"), mask).sum(), "forwarded"),
+                "critic/value_mean": (masked(values_SL.detach(), at).sum(), seen),
+                "critic/return_mean": (masked(column("returns"), at).sum(), seen),
             }
             if config.cliprange_value is not None:
                 metrics["critic/clip_fraction"] = (
-                    (((values_SL.detach() - column("values")).abs() > config.cliprange_value) & mask).float().sum(),
-                    "forwarded",
+                    (((values_SL.detach() - column("values")).abs() > config.cliprange_value) & at).float().sum(),
+                    seen,
                 )
         if row.ptx_coef:
             nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()

@@ -143,7 +143,9 @@ def refuse_parts(row, config: Config) -> None:
             f"ratio_level={row.ratio_level} is a ratio of whole completions; write ratio_level=token": (
                 row.ratio_level != "token"
             ),
-            "surrogate=vespo weighs whole completions; write surrogate=clip": row.surrogate == "vespo",
+            f"surrogate={row.surrogate} weighs whole completions; write surrogate=clip": (
+                not row.objective and row.surrogate in ("vespo", "geo_mean")
+            ),
             "off_policy_mask_threshold looks at whole completions; leave it out": (
                 config.off_policy_mask_threshold is not None
             ),
@@ -357,6 +359,14 @@ def refuse_off_policy(row, config: Config) -> None:
             f" importance_clip_max={config.importance_clip_max:g}; write for example importance_clip_min=0.5"
             " importance_clip_max=2."
         )
+    masks = config.importance_correction.endswith("mask")
+    if masks and not config.importance_clip_min <= 1 <= config.importance_clip_max:
+        raise ValueError(
+            f"importance_correction={config.importance_correction} would give weight 0 to what trainer and sampler agree"
+            f" on, whose ratio of 1 is not within importance_clip_min={config.importance_clip_min:g} and"
+            f" importance_clip_max={config.importance_clip_max:g}; write for example importance_clip_min=0.5"
+            " importance_clip_max=2."
+        )
     if config.covariance_band[0] >= config.covariance_band[1]:
         raise ValueError(
             f"covariance_band={list(config.covariance_band)} has nothing between its bounds; write the smaller one"
@@ -366,6 +376,13 @@ def refuse_off_policy(row, config: Config) -> None:
         raise ValueError(
             f"rejection_min={config.rejection_min:g} is above rejection_max={config.rejection_max:g}; write for example"
             " rejection_min=0.5 rejection_max=2."
+        )
+    ratios = config.rejection != "none" and config.rejection_statistic == "ratio"
+    if ratios and not config.rejection_min <= 1 <= config.rejection_max:
+        raise ValueError(
+            f"rejection={config.rejection} would throw out what trainer and sampler agree on, whose ratio of 1 is not"
+            f" within rejection_min={config.rejection_min:g} and rejection_max={config.rejection_max:g}; write for"
+            " example rejection_min=0.5 rejection_max=2, or rejection_statistic=k3 for bounds in nats."
         )
     if config.rejection != "none" and config.rejection_scope == "zero" and row.surrogate == "vespo":
         raise ValueError(
@@ -551,6 +568,21 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
         warnings.append(
             f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task;"
             " verdicts, soft overlong penalties and truncation_policy=zero or penalty do not count either"
+        )
+    to_start = row.kl_target == "old" or config.ref_mode == "previous"
+    to_sampler = row.behaviour_ratio and row.kl_loss_estimator != "full"  # who may be an older policy
+    if (
+        row.kl_loss_coef
+        and to_start
+        and not to_sampler
+        and row.update != "trust_region"
+        and row.num_iterations * config.num_minibatches == 1
+    ):
+        warnings.append(
+            f"preset={config.preset}: the KL in the loss is to the policy that starts the iteration, and the only"
+            " optimizer step of an iteration is taken there, where this KL's gradient is 0, so it holds nothing back;"
+            " write num_iterations=4 or num_minibatches=4 (with a surrogate that has a ratio), or "
+            + ("kl_target=ref" if row.kl_target == "old" else "ref_mode=refresh")
         )
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
         warnings.append(

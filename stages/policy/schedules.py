@@ -76,7 +76,10 @@ def e2h_probabilities(
         a = (1 + np.cos(np.pi * t)) / 2
         weights = a * (levels - 1 - k) + (1 - a) * k
     elif kind == "gaussian":
-        weights = np.exp(-((t**beta * (levels - 1) - k) ** 2) / (2 * sigma**2))
+        far = (t**beta * (levels - 1) - k) ** 2 / (2 * sigma**2)
+        weights = np.exp(-far)
+        if not weights.sum():  # a sigma so small that all of them underflow
+            weights = np.exp(far.min() - far)
     else:
         raise ValueError(f"curriculum {kind!r} is not known; write cosine or gaussian")
     return weights / weights.sum() if weights.sum() else np.full(levels, 1 / levels)

@@ -321,7 +321,10 @@ class Iteration:
             self.say(
                 "bootstrap",
                 [r["bootstrap_value"] for r in self.rows],
-                [0.0 if e or not boots else a for e, a in zip(self.ended, after)],
+                [
+                    0.0 if e or not boots else v[0] if self.row.critic_target == "bandit" and len(v) else a
+                    for e, a, v in zip(self.ended, after, found)
+                ],
                 max(loose, 1e-3),
             )
             self.boot = np.array([r["bootstrap_value"] for r in self.rows])

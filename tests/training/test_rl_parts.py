@@ -127,6 +127,31 @@ def test_the_critic_starts_as_the_reward_model_and_learns_its_targets(tiny, rl):
     assert load_scorer(result["outputs"]["critic"]["path"]).bias == 0.5
 
 
+@pytest.mark.parametrize("mode", ["separate", "shared"])
+def test_the_end_of_a_cut_completion_is_worth_the_prompts_value_where_there_is_no_other(rl, mode):
+    """critic_target=bandit trains the first token alone: what the head says of later states is of nothing."""
+    config = {"preset": "ppo", "critic_target": "bandit", "critic_mode": mode, "max_completion_length": 12}
+    result, metrics = rl(
+        f"prompt-value-{mode}",
+        {**config, "max_steps": 3, "num_iterations": 1, "learning_rate": 1e-2, "kl_coef": 0.0, "cliprange_value": 0.2},
+    )
+    rows = rows_of(result)
+    assert all(row["bootstrap_value"] == (0.0 if row["terminated"] else row["values"][0]) for row in rows)
+    cut = [row for row in rows if not row["terminated"] and row["values"][0] != 0.0]
+    assert cut and all(np.allclose(row["returns"], row["values"][0]) for row in cut)
+    # and so are the numbers of the update: a value and a return of each completion
+    last = [row for row in rows if row["iteration"] == 2]
+    assert metrics[-1]["critic/return_mean"] == pytest.approx(np.mean([row["returns"][0] for row in last]), abs=1e-5)
+    assert metrics[-1]["critic/value_mean"] == pytest.approx(np.mean([row["values"][0] for row in last]), abs=1e-4)
+
+
+def test_a_narrow_curriculum_draws_the_nearest_level_where_its_weights_underflow():
+    from stages.policy.schedules import e2h_probabilities
+
+    assert np.allclose(e2h_probabilities("gaussian", 12, 100, 5, sigma=0.01), [1, 0, 0, 0, 0], atol=1e-12)
+    assert np.allclose(e2h_probabilities("gaussian", 88, 100, 5, sigma=0.01), [0, 0, 0, 0, 1], atol=1e-12)
+
+
 def test_a_critic_says_why_it_cannot_start_from_a_reward_model(tiny, tmp_path):
     import shutil
 

@@ -1647,6 +1647,27 @@ def test_ratios_to_the_behaviour_policy_do_not_depend_on_what_else_is_in_the_bat
         rl.source("exact", {"preset": "topr"})._check_ratio(True, 0.5)
 
 
+@pytest.mark.parametrize(
+    "config, flat",
+    [
+        ({"preset": "trpo_penalty"}, True),
+        ({"preset": "trpo_penalty", "num_minibatches": 2}, False),
+        ({"preset": "ppo_clip_kl"}, False),
+        ({"preset": "ppo_clip_kl", "num_iterations": 1}, True),
+        ({"preset": "grpo", "ref_mode": "previous"}, True),
+        ({"preset": "grpo", "ref_mode": "previous", "num_iterations": 2}, False),
+        ({"preset": "grpo"}, False),
+        ({"preset": "topr", "beta": 0.1, "kl_target": "old"}, False),  # to whoever sampled
+        ({"preset": "mdpo", "beta": 0.1, "kl_target": "old", "num_iterations": 1}, True),
+        ({"preset": "trpo", "beta": 0.1, "kl_target": "old"}, False),  # the line search reads it
+    ],
+)
+def test_a_kl_to_the_policy_of_the_start_that_no_step_feels_is_told(config, flat):
+    """KL(old||new) and its gradient are 0 where new is old, which the only step of a batch starts from."""
+    found = [text for text in resolve_preset(Config(**config))[1] if "gradient is 0" in text]
+    assert bool(found) is flat and all("num_iterations=4" in text for text in found)
+
+
 def test_a_shared_critic_of_one_value_per_prompt_learns_at_the_first_token(tiny):
     from stages.batching import collate
 

@@ -347,6 +347,19 @@ def test_tokens_that_moved_too_far_leave_the_divergence_surrogates(kind, low, hi
     assert torch.equal(*(torch.autograd.grad(x, logps, retain_graph=True)[0] for x in (on_policy, plain)))
 
 
+@pytest.mark.parametrize("kind, epsilon", [("dppo_tv", 0.15), ("dppo_kl", 0.05)])
+def test_the_clip_range_of_the_divergence_surrogates_is_a_divergence(kind, epsilon):
+    """A rare token whose ratio is far from 1 did not leave it; one that moved by 0.2 of probability did."""
+    old = torch.tensor([[1e-3, 0.5, 0.5, 0.5]]).log()
+    logps = torch.tensor([[3e-3, 0.7, 0.25, 0.55]]).log()
+    found, sums = policy_loss(
+        logps, old, torch.tensor([0.5]), torch.ones(1, 4), surrogate=kind, epsilon=epsilon, clip_ratio_c=1.1
+    )
+    assert int(sums["outside_range"]) == 2 and int(sums["clip_high"]) == 1
+    # the bound of the weights is on another scale than epsilon
+    assert found[0, 0].item() == pytest.approx(-1.1 * 0.5 * math.log(3e-3))
+
+
 def test_group_baselines_by_length_and_by_the_second_best():
     from stages.estimators import group_advantage
 
@@ -512,6 +525,17 @@ def test_the_stage_drops_rejected_tokens_or_gives_them_no_weight(rl):  # noqa: F
         ({"preset": "gmpo", "ratio_level": "sequence"}, "surrogate=clip"),
         ({"preset": "gmpo", "clip_ratio_c": 3.0}, "surrogate=clip"),
         ({"preset": "grpo", "surrogate": "dppo_tv", "ratio_level": "sequence"}, "surrogate=clip"),
+        # would throw out what trainer and sampler agree on
+        ({"preset": "grpo", "rejection": "token", "rejection_max": 0.05}, "rejection_max=2"),
+        ({"preset": "grpo", "rejection": "sequence_mean", "rejection_min": 1.5}, "rejection_min=0.5"),
+        (
+            {"preset": "grpo", "importance_correction": "token_mask", "importance_clip_max": 0.5},
+            "importance_clip_max=2",
+        ),
+        (
+            {"preset": "grpo", "importance_correction": "sequence_mask", "importance_clip_min": 1.5},
+            "importance_clip_min=0.5",
+        ),
         ({"preset": "opo", "num_generations": 1}, "num_generations >= 2"),
         ({"preset": "opo", "num_iterations": 2}, "surrogate=clip"),
         ({"preset": "opo", "scale_rewards": "group"}, "advantage=group_mean"),
@@ -703,3 +727,10 @@ def test_what_is_thrown_out_is_not_in_the_stored_loss_mask(rl):  # noqa: F811
 def test_covariances_that_nothing_would_read_are_refused(config, text):
     with pytest.raises((ValueError, ConfigError), match=text):
         resolve_preset(Config(**config))
+
+
+def test_a_geometric_mean_under_a_mean_over_tokens_is_told():
+    assert not any("by their length" in text for text in resolve_preset(Config(preset="gmpo"))[1])
+    assert any(
+        "by their length" in text for text in resolve_preset(Config(preset="gmpo", loss_agg_mode="token-mean"))[1]
+    )
