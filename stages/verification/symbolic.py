@@ -9,7 +9,8 @@ source (``stages.verification.verifiers.equal_symbolically``), under a time and 
 
 Read are numbers (exact; mixed ``2\frac{1}{3}``), letters with indices, ``\pi``, e, i, ``+ - * / ^ ! |x|``, fractions,
 roots, the usual functions, ``\binom``, degrees in trigonometric functions, ``\pm``; tuples and intervals, sets in
-braces, unions, matrices, equations and inequalities; the plain forms ``sqrt(2)/2``, ``x**2``, ``√2``. A percent sign, a
+braces, unions, matrices, equations and inequalities, also two in a row (``1 < x < 2``, which is the interval (1, 2));
+several answers with commas, "and" or "or" between them; the plain forms ``sqrt(2)/2``, ``x**2``, ``√2``. A percent sign, a
 dollar sign and a unit say nothing about the value, as in ``normalise_math``. What is not read is equal to nothing:
 :func:`equal` is then False.
 """
@@ -132,7 +133,11 @@ _UNITS = (
     " minutes min hour hours day days week weeks month months year years degree degrees radian radians dollar dollars"
     " cent cents percent unit units square cubic point points"
 ).split()
-_WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|operatorname)\s*\{([^{}]*)\}"
+_WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|operatorname)\s*\{((?:[^{}]|(?<=\^)\{[^{}]*\})*)\}"
+_POWER = re.compile(r"(?<=[A-Za-z])\s?\^\s?(?:\{\s?-?\d\s?\}|-?\d)(?!\d)")  # of a unit
+_JOINED = re.compile(
+    r",?\s*\\(?:text|textrm|mbox|mathrm)\s*\{\s*(or|and)\s*\}|,?(?:\\quad|\s)\s*\b(or|and)\b(?=\\quad|\s)"
+)
 _NO_UNIT = re.compile(
     r"\d|,|\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|"
     r"seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:hundred|thousand|million|billion|trillion|lakh|crore)s?)\b",
@@ -182,6 +187,11 @@ def clean(text: str) -> tuple[str, str]:
         r"\big",
     ):
         text = re.sub(re.escape(gone) + (r"(?![a-zA-Z])" if gone[-1].isalpha() else ""), " ", text)
+    text = _JOINED.sub(lambda m: f" \\{m[1] or m[2]} ", text)
+    text = re.sub(r"\\[dt]binom(?![a-zA-Z])", r"\\binom", re.sub(r"\\q?quad(?![a-zA-Z])", " ", text))
+    text = re.sub(r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}", r"\\binom{\1}{\2}", text)
+    text = re.sub(rf"\\operatorname\s*\{{({'|'.join(_FUNCTIONS)})\}}", r"\\\1 ", text)
+    text = re.sub(r"\\langle(?![a-zA-Z])", "(", re.sub(r"\\rangle(?![a-zA-Z])", ")", text))
     text = text.replace("{,}", "").strip().rstrip(".").strip()
     text = re.sub(r"\\mathrm\s*\{\s*([ei])\s*\}", r" \1 ", text)  # numbers, as they are set in print
     text = re.sub(
@@ -193,7 +203,7 @@ def clean(text: str) -> tuple[str, str]:
     while found := re.search(
         rf"(?<=.)(?:{_WORDS}|(?<![a-zA-Z\\])({'|'.join(_UNITS)}))\s*(?:\^\s*\{{?-?\d\}}?)?$", text
     ):
-        if found[1] and _NO_UNIT.search(found[1]):  # the text stays, and is Unread
+        if found[1] and _NO_UNIT.search(_POWER.sub("", found[1])):  # the text stays, and is Unread
             break
         units.append(
             (found[1] or found[2] or "").strip().rstrip("s") + re.sub(r"\D", "", found[0][-3:]) if found[2] else ""
@@ -229,7 +239,8 @@ def tokens_of(text: str) -> list[str]:
 
 class Parser:
     """Recursive descent over tokens. ``value`` gives what an answer is: ("number", e), ("set" | "list", parts),
-    ("tuple", opening, parts, closing), ("union", parts), ("matrix", rows), ("relation", sign, e)."""
+    ("tuple", opening, parts, closing), ("union", parts), ("both", inequalities), ("matrix", rows), ("relation", sign, e).
+    """
 
     def __init__(self, tokens: list[str]):
         self.tokens, self.at, self.depth, self.bars, self.signs = tokens, 0, 0, 0, 0
@@ -269,10 +280,18 @@ class Parser:
         return found
 
     def value_list(self):
-        parts = [self.union()]
-        while self.take(",", ";"):
+        parts, joints = [self.union()], set()
+        while self.peek() in (",", ";", r"\or", r"\and"):
+            joints.add(self.next())
             parts.append(self.union())
-        return parts[0] if len(parts) == 1 else ("list", parts)
+        if len(parts) == 1:
+            return parts[0]
+        if len(joints) == 1 and all(part[0] == "relation" and "<" in part[1] or part[0] == "both" for part in parts):
+            if joints == {r"\or"}:  # x < 1 or x > 2
+                return ("union", parts)
+            if joints == {r"\and"}:
+                return ("both", parts)
+        return ("list", parts)
 
     def union(self):
         parts = [self.relation()]
@@ -305,8 +324,16 @@ class Parser:
             right = self.value()
         if right[0] != "number" and sign == "=" and left[1].is_Symbol:  # S = \{1, 2\}
             return right
-        if right[0] != "number" or _RELATIONS.get(self.peek().lstrip("\\")) is not None:
+        if right[0] != "number":
             raise Unread(sign)
+        if (further := _RELATIONS.get(self.peek().lstrip("\\"))) is not None and self.peek():  # 1 < x < 2
+            if sign[0] not in "<>" or further[0] != sign[0]:
+                raise Unread(further)
+            self.next()
+            last = self.value()
+            if last[0] != "number" or _RELATIONS.get(self.peek().lstrip("\\")) is not None and self.peek():
+                raise Unread(further)
+            return ("both", [_inequality(left[1], sign, right[1]), _inequality(right[1], further, last[1])])
         if sign == "=":
             return (
                 "relation",
@@ -314,7 +341,7 @@ class Parser:
                 left[1] - right[1],
                 right[1] if left[1].is_Symbol else left[1] if right[1].is_Symbol and not left[1].free_symbols else None,
             )
-        return ("relation", sign.replace(">", "<"), right[1] - left[1] if ">" in sign else left[1] - right[1], None)
+        return _inequality(left[1], sign, right[1])
 
     def value(self):
         """One bracketed thing, or an expression; two values where it has a ``\\pm``."""
@@ -627,6 +654,10 @@ class Parser:
         return found if exponent is None else power_of(found, exponent)
 
 
+def _inequality(left, sign: str, right):
+    return ("relation", sign.replace(">", "<"), right - left if ">" in sign else left - right, None)
+
+
 def _known(value):
     if value.has(sympy.nan, sympy.zoo):
         raise Unread("it has no value")
@@ -690,9 +721,11 @@ def same(x, y) -> bool:
         return _same_any_order(x[1], y[1])
     if kinds == {"list"}:
         return len(x[1]) == len(y[1]) and all(map(same, x[1], y[1]))
-    if "union" in kinds:
-        left, right = _as_set(x), _as_set(y)
-        return left is not None and right is not None and left == right
+    if kinds == {"both"} and len(x[1]) == len(y[1]) and _same_any_order(x[1], y[1]):
+        return True
+    if kinds & {"union", "both"} or kinds == {"relation", "tuple"}:
+        (left, of), (right, other) = _solutions(x), _solutions(y)
+        return left is not None and right is not None and left == right and (None in (of, other) or of == other)
     if kinds == {"tuple"}:
         return x[1] == y[1] and x[3] == y[3] and len(x[2]) == len(y[2]) and all(map(same, x[2], y[2]))
     if kinds == {"matrix"}:
@@ -714,11 +747,32 @@ def _same_any_order(left: list, right: list) -> bool:
     return not rest
 
 
+def _solutions(value):
+    """(set, letter): the real numbers that intervals and sets of numbers make, with None, or that inequalities of one
+    letter leave it; (None, None) for anything else.
+    """
+    if value[0] in ("union", "both"):
+        parts = [_solutions(part) for part in value[1]]
+        letters = {letter for _, letter in parts if letter is not None}
+        if len(letters) > 1 or any(part is None for part, _ in parts):
+            return None, None
+        join = sympy.Union if value[0] == "union" else sympy.Intersection
+        return join(*(part for part, _ in parts)), next(iter(letters), None)
+    if value[0] == "relation" and "<" in value[1] and len(value[2].free_symbols) == 1:
+        (letter,) = value[2].free_symbols
+        found = sympy.expand(value[2])
+        slope, rest = found.coeff(letter), found.subs(letter, 0)
+        if not slope.is_nonzero or not rest.is_real or sympy.expand(found - slope * letter - rest) != 0:
+            return None, None
+        bound, open_ = -rest / slope, value[1] == "<"
+        if slope.is_positive:
+            return sympy.Interval(-sympy.oo, bound, True, open_), letter
+        return sympy.Interval(bound, sympy.oo, open_, True), letter
+    return _as_set(value), None
+
+
 def _as_set(value):
-    """The set of real numbers that intervals and sets of numbers make; None for anything else."""
-    if value[0] == "union":
-        parts = [_as_set(part) for part in value[1]]
-        return None if None in parts else sympy.Union(*parts)
+    """The set of real numbers that an interval or a set of numbers is; None for anything else."""
     if value[0] == "set" and all(part[0] == "number" and part[1].is_real for part in value[1]):
         return sympy.FiniteSet(*(part[1] for part in value[1]))
     if (

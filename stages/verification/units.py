@@ -56,6 +56,7 @@ UNITS: dict[str, dict[str, F]] = {
     },
     "money": {"cent penny pennie": F(1, 100), "dollar buck": F(1)},
     "angle": {"degree deg": F(1), "radian rad": F(572_957_795, 10**7)},
+    "temperature": {"celsius": F(1), "fahrenheit": F(5, 9)},
     "time of day": {"am": F(1), "pm": F(2)},
 }
 LONGEST = 80  # characters of a unit and what follows it
@@ -65,12 +66,49 @@ _UNITS = {
     for names, size in units.items()
     for name in names.split()
 }
-_WORDS = re.compile(r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf|operatorname) ?\{([^{}]*)\}")
+_WORDS = re.compile(
+    r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf|operatorname) ?\{((?:[^{}]|(?<=\^)\{[^{}]*\})*)\}"
+)
 _NUMBER = re.compile(
     r"[-+]? ?(?:\\?\$)? ?(?:\d[\d,: ]*(?:\.\d+)?|\.\d+|\\[dtc]?frac ?\{[^{}]*\} ?\{[^{}]*\}|\\sqrt"
     r" ?\{[^{}]*\}|\\pi|/| )+"
 )
 _TOKEN = re.compile(r"[a-z]+|\^ ?\{? ?-?\d+ ?\}?|[²³]|[/·*]|\\cdot|\S")
+
+
+def number_before_unit(answer: str) -> str | None:
+    """The number of an answer that is one with a unit behind it and nothing else: 18 of ``18 m/s`` or ``18 cm^2``; None
+    for anything else, also where the unit is one letter, as a variable is (``18 m``).
+    """
+    text = _plain(answer)
+    number = _NUMBER.match(text)
+    behind = text[number.end() :].strip() if number else ""
+    names = re.findall(r"[a-z]+", behind)
+    known = [name for name in names if name not in ("per", "square", "sq", "cubic", "cu")]
+    if (
+        len(known) < 1
+        or len(known) == 1
+        and len(known[0]) < 2
+        or not all(name in _UNITS or name.removesuffix("s") in _UNITS for name in known)
+        or not re.fullmatch(r"(?:[a-z]+\.?(?: ?\^ ?\{? ?-?\d ?\}?|[²³])?(?: ?[/·*] ?| |$))+", behind)
+        or len(known) > 1
+        and not re.search(r"/|\bper\b", behind)
+        or unit_of(answer) is None
+    ):
+        return None
+    return number[0].strip()
+
+
+def _plain(answer: str) -> str:
+    """Lower case, with words and degrees as words and without spaces of formulas."""
+    text = _WORDS.sub(r" \1 ", answer.strip().strip("$"))
+    for gone in ("\\left", "\\right", "\\,", "\\;", "\\:", "\\!", "\\ ", "~", "{,}", "\\$"):
+        text = text.replace(gone, " ")
+    text = re.sub(r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|°|\\degree(?![a-z])", " degree ", text)
+    text = re.sub(r"\bdegrees? *(?:C|[Cc]elsius)\b|℃", " celsius ", text)
+    text = re.sub(r"\bdegrees? *(?:F|[Ff]ahrenheit)\b|℉", " fahrenheit ", text)
+    text = re.sub(r"(?i)\bmph\b", "mi/h", re.sub(r"(?i)\bkm/hr|\bkm?ph\b", "km/h", text))
+    return re.sub(r"\b([ap])\.\s?m\.?(?!\w)", r"\1m", " ".join(text.split()).lower())
 
 
 def unit_of(answer: str) -> tuple[tuple[tuple[str, int], ...], F] | None:
@@ -79,12 +117,7 @@ def unit_of(answer: str) -> tuple[tuple[tuple[str, int], ...], F] | None:
     """
     text = answer.strip()
     money = re.match(r"[-+]? ?(?:\\\$|\$(?=[^$]*\Z))", text) is not None
-    text = _WORDS.sub(r" \1 ", text.strip("$"))
-    for gone in ("\\left", "\\right", "\\,", "\\;", "\\:", "\\!", "\\ ", "~", "{,}", "\\$"):
-        text = text.replace(gone, " ")
-    text = re.sub(r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|°|\\degree(?![a-z])", " degree ", text)
-    text = re.sub(r"(?i)\bmph\b", "mi/h", re.sub(r"(?i)\bkm/hr|\bkm?ph\b", "km/h", text))
-    text = re.sub(r"\b([ap])\.\s?m\.?(?!\w)", r"\1m", " ".join(text.split()).lower())
+    text = _plain(text)
     if not (number := _NUMBER.match(text)) or not re.search(r"\d|\\pi", number[0]):
         return None
     if not (behind := text[number.end() :].strip(" .*_$()")):

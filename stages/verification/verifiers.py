@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
-from stages.verification.units import contradicts
+from stages.verification.units import contradicts, number_before_unit
 
 STRICT_ORDER = ("answer_tag", "boxed", "hash")
 FLEXIBLE_ORDER = STRICT_ORDER + ("phrase", "last_number")
@@ -80,8 +81,6 @@ def language_share(text: str, scripts: Sequence[str], unit: str = "word") -> flo
     Words are runs of letters of one script, with the vowel signs and accents between them; an ideograph is a word of
     its own; code and formulas do not count.
     """
-    import unicodedata
-
     from stages.measures.text import script_of
 
     counts, previous = {True: 0, False: 0}, ""
@@ -246,6 +245,16 @@ def measured(text: str, strictly: bool = False) -> str | None:
     )
 
 
+def _number_said(value: str, strictly: bool) -> str | None:
+    r"""The number of what is marked as the answer, with words or a unit behind it: ``x = 18\,kg``, ``18 m/s``."""
+    plain = re.sub(r"\\(?:[,;:!( ]|\)|quad(?![a-z]))|[€£¥₹]", " ", re.sub(_WORDS, r"\1", value)).strip()
+    plain = re.sub(r"\A(?:[A-Za-z] ?= ?|(?:USD|EUR|GBP|Rs\.?) ?(?=\d))", "", plain)
+    if (said := measured(plain, strictly)) is not None:
+        return said
+    said = number_before_unit(plain)
+    return said if said is not None and as_rational(normalise_math(said)) is not None else None
+
+
 def extract_number(text: str, flexible: bool = False, gold: str = "") -> str | None:
     """As `extract`, where the gold answer is a number: of what is marked as the answer the number, without mark-up and
     unit (:func:`measured`); `flexible` passes over what is no number for the next extractor that finds one. A unit that
@@ -258,11 +267,7 @@ def extract_number(text: str, flexible: bool = False, gold: str = "") -> str | N
         if contradicts(value, gold):
             return value
         number = as_rational(normalise_math(value)) is not None
-        if (
-            not number
-            and name in STRICT_ORDER
-            and (said := measured(re.sub(_WORDS, r"\1", value), strictly=name != "hash")) is not None
-        ):
+        if not number and name in STRICT_ORDER and (said := _number_said(value, strictly=name != "hash")) is not None:
             value, number = said, True
         if number or not flexible:
             return value
@@ -358,12 +363,28 @@ def extract_world(text: str) -> str | None:
 # -------------------------------------------------------------------------------------------------- equality
 
 _STOPS = ".。।۔｡"  # what ends a sentence, in several scripts
-_WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf) ?\{([^{}]*)\}"  # words in a formula
+# words in a formula, and the powers of a unit in them
+_WORDS = r"\\(?:text|textrm|textit|textbf|mbox|mathrm|mathbf) ?\{((?:[^{}]|(?<=\^)\{ ?-?\d ?\})*)\}"
+_POWER = r"\^ ?(?:\{ ?-?\d ?\}|-?\d)(?!\d)"
 # words behind a number that are no unit: "18\text{ or 19}"
 _TWO_ANSWERS = re.compile(rf"\d|,|\band\b|{_NO_UNIT.pattern}", re.IGNORECASE)
 _BETWEEN = "\x01"  # of two numbers beside each other
 _ROW = "\x00"  # stands for the end of a matrix's row, two backslashes, while single ones are read
-_UNIT = re.compile(rf"(?: ?(?:/|\\cdot)? ?{_WORDS}(?: ?\^ ?\{{?-?\d+\}}?)?){{1,6}}$")
+_ONE_UNIT = rf"{_WORDS}(?: ?\^ ?\{{?-?\d+\}}?)?"
+_UNIT = re.compile(
+    rf"(?: ?(?:/|\\cdot)? ?{_ONE_UNIT}){{1,6}}$| ?\\[tdc]?frac ?\{{ ?{_ONE_UNIT} ?\}} ?\{{ ?{_ONE_UNIT} ?\}}$"
+)
+_WRITTEN = {
+    "π": "\\pi ",
+    "∞": "\\infty ",
+    "∪": "\\cup ",
+    "≤": "\\le ",
+    "≥": "\\ge ",
+    "≠": "\\ne ",
+    "×": "\\times ",
+    "⋅": "\\cdot ",
+}
+_CELSIUS = re.compile(r"(?:° ?[CF]|\^ ?(?:\\circ|\{ ?\\circ ?\}) ?[CF]|℃|℉)(?=[\s.$]*$)")  # degrees behind a number
 
 
 def normalise_math(text: str) -> str:
@@ -371,6 +392,11 @@ def normalise_math(text: str) -> str:
     removed (reward.math).
     """
     s = " ".join(re.sub(r"\\[,;: ]", " ", re.sub(r",\s*\\!\s*", ",", plain_minus(text).replace("\\\\", _ROW))).split())
+    for sign, name in _WRITTEN.items():
+        s = s.replace(sign, name)
+    s = re.sub("[¼-¾⅐-⅞]", lambda m: "\\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", m[0]).split("⁄")), s)
+    s = re.sub(r"\\(le|ge|ne)q(?:slant)?(?![a-zA-Z])", r"\\\1", _CELSIUS.sub("°", s))
+    s = re.sub(r"\\mathbb ([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}", s)
     for gone in (
         "\\left",
         "\\right",
@@ -386,6 +412,10 @@ def normalise_math(text: str) -> str:
         "%",
         "\\$",
         "$",
+        "€",
+        "£",
+        "¥",
+        "₹",
         "°",
     ):
         s = s.replace(gone, "")
@@ -402,7 +432,11 @@ def normalise_math(text: str) -> str:
     s = _UNIT.sub(
         lambda m: (
             ""
-            if m.start() and not any(_TWO_ANSWERS.search(word) for word in re.findall(_WORDS, m.group()))
+            if m.start()
+            and not any(
+                _TWO_ANSWERS.search(re.sub(rf"(?<=[A-Za-z]) ?{_POWER}", "", word))
+                for word in re.findall(_WORDS, m.group())
+            )
             else m.group()
         ),
         s,
@@ -419,12 +453,21 @@ def normalise_math(text: str) -> str:
     s = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", s)
     s = re.sub(r"([_^])\{(\w)\}", r"\1\2", s)
     s = re.sub(r"^\(([A-Z])\)$", r"\1", s)  # the letter of a choice
+    s = re.sub(r"(?<![^(\[{,=])\+(?=\\infty)", "", s)
     return without_thousands(s).replace(_ROW, "\\\\")
 
 
+_POWERED = re.compile(
+    r"([+-]?)(?:(\d+(?:\.\d*)?|\.\d+)(?:\\times|\\cdot|\*))?10\^(?:\{([+-]?\d{1,3})\}|(-?\d{1,3}))|"
+    r"([+-]?)(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d{1,3})"
+)
+_REPEATS = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot(?!\{?\d\d))(?:\{(\d+)\}|(\d))")
+
+
 def as_rational(text: str) -> Fraction | None:
-    r"""Exact value of an integer, decimal, `a/b`, `\frac{a}{b}` or mixed number (`2\frac{1}{3}`, `2+1/3`), or of one
-    with its size in a word (`2.5million`); None for anything else.
+    r"""Exact value of an integer, decimal, `a/b`, `\frac{a}{b}` or mixed number (`2\frac{1}{3}`, `2+1/3`), of a decimal
+    that repeats (`0.\overline{3}`) or has a power of ten (`1.8\times10^4`, `1.8e4`), or of one with its size in a word
+    (`2.5million`); None for anything else.
     """
     if sized := re.fullmatch(rf"(.*\d)({'|'.join(_SCALES)})s?(?:dollars)?", text, re.IGNORECASE):
         value = as_rational(sized[1])
@@ -436,6 +479,16 @@ def as_rational(text: str) -> Fraction | None:
     ) and not (mixed[1] and mixed[5]):
         whole, top, bottom = (int(part) for part in (mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]))
         return (-1 if mixed[1] else 1) * (whole + Fraction(top, bottom)) if top < bottom else None
+    if powered := _POWERED.fullmatch(text):
+        sign, digits = powered[1] or powered[5], powered[2] or powered[6] or "1"
+        exponent = int(powered[3] or powered[4] or powered[7])
+        if len(digits) > 400 or abs(exponent) > 400:
+            return None
+        return (-1 if sign == "-" else 1) * Fraction(digits.rstrip(".")) * Fraction(10) ** exponent
+    if (repeats := _REPEATS.fullmatch(text)) and len(text) <= 400:
+        sign, whole, once, again = repeats[1], repeats[2], repeats[3], repeats[4] or repeats[5]
+        value = Fraction(f"{whole or 0}.{once}0") + Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
+        return -value if sign == "-" else value
     fraction = re.fullmatch(r"(-?)\\frac\{(-?\d+(?:\.\d+)?)\}\{(-?\d+(?:\.\d+)?)\}", text)
     if fraction:
         sign, top, bottom = fraction.groups()
@@ -534,7 +587,6 @@ def same_text(answer: str, gold: str, *, ignore_case: bool = True) -> bool:
     """Equality after Unicode NFKC, white-space collapse, a final dot (or another script's full stop) removed, and case
     folding unless told otherwise.
     """
-    import unicodedata
 
     def clean(text: str) -> str:
         text = " ".join(unicodedata.normalize("NFKC", text).split()).rstrip(_STOPS).strip()

@@ -74,6 +74,42 @@ RIGHT = [  # (gold, answer)
     ("10000", r"\boxed{10\,000}"),
     ("12345", r"\boxed{12,\! 345}"),
     ("18", r"\boxed{18\,\text{cm}}"),
+    ("18", r"\boxed{18\,\mathrm{cm^2}}"),
+    ("18", r"\boxed{18 \mathrm{~m/s^2}}"),
+    ("18", r"\boxed{18\,\mathrm{m\,s^{-1}}}"),
+    (r"18\pi", r"\boxed{18\pi\,\mathrm{cm^{2}}}"),
+    ("18", r"\boxed{18\,\frac{\text{km}}{\text{h}}}"),
+    ("18", r"\boxed{18\,\dfrac{\mathrm{m}}{\mathrm{s}^2}}"),
+    ("18", "<answer>18 cm^2</answer>"),
+    ("18", "<answer>18 cm²</answer>"),
+    ("18", "<answer>18 m/s</answer>"),
+    ("18", "<answer>18 km/h.</answer>"),
+    ("18", r"\boxed{18\,kg}"),
+    ("18", r"\boxed{18\ units}"),
+    ("18", r"\boxed{x = 18 cm}"),
+    ("18", r"\boxed{18^\circ C}"),
+    ("18", r"\boxed{18^{\circ}\mathrm{C}}"),
+    ("18", "<answer>18 °C</answer>"),
+    ("18^\\circ C", "<answer>18</answer>"),
+    ("18", "<answer>€18</answer>"),
+    ("18", "<answer>18 €</answer>"),
+    ("18", "<answer>£18.00</answer>"),
+    ("18", "<answer>USD 18</answer>"),
+    ("18000", r"\boxed{1.8 \times 10^4}"),
+    ("18000", r"\boxed{1.8 \cdot 10^{4}\text{ km}}"),
+    ("18000", "<answer>1.8 × 10^4</answer>"),
+    ("0.00001", r"\boxed{10^{-5}}"),
+    ("1e-05", r"\boxed{0.00001}"),
+    ("1/3", r"\boxed{0.\overline{3}}"),
+    ("1/6", r"\boxed{0.1\bar 6}"),
+    ("7.5", "<answer>7½</answer>"),
+    ("0.75", r"\boxed{¾}"),
+    (r"x\geq 2", r"\boxed{x \ge 2}"),
+    (r"x\ne 2", "<answer>x ≠ 2</answer>"),
+    (r"1\le x\leqslant 2", r"\boxed{1 \leq x \leq 2}"),
+    (r"(-\infty,1)\cup(2,\infty)", r"\boxed{(-\infty, 1) \cup (2, +\infty)}"),
+    (r"2\pi", "<answer>2π</answer>"),
+    (r"\mathbb{R}", r"\boxed{\mathbb R}"),
 ]
 WRONG = [
     ("5", "#### −5"),
@@ -135,6 +171,25 @@ WRONG = [
     ("12", r"\boxed{12\text{ unless thirteen}}"),
     ("12", r"\boxed{12\text{ lakh}}"),
     ("12", "<answer>12 versus fourteen</answer>"),
+    ("18", "<answer>18 m</answer>"),
+    ("18", "<answer>18m^2</answer>"),
+    ("18", "<answer>18 m s</answer>"),
+    ("18", "<answer>18 cm 5 mm</answer>"),
+    ("18", "<answer>18 ft 6 in</answer>"),
+    ("18", r"\boxed{18\frac{m}{s}}"),
+    ("18", r"\boxed{18\mathrm{cm^{12}}}"),
+    ("18", r"\boxed{18\text{ cm^2 or 19}}"),
+    ("18", r"\boxed{18\,\frac{\text{or}}{\text{19}}}"),
+    ("18 km/h", "<answer>18 m/s</answer>"),
+    (r"18^\circ\text{F}", "<answer>18 °C</answer>"),
+    ("18", r"\boxed{18 \times 10^2}"),
+    ("1.8", r"\boxed{1.8 \times 10^{4}}"),
+    ("0.3", r"\boxed{0.\overline{3}}"),
+    ("123/999", r"\boxed{0.\dot{123}}"),
+    ("35.5", "<answer>7½</answer>"),
+    (r"x\ge 2", r"\boxed{x \le 2}"),
+    (r"(1,\infty)", r"\boxed{(1, -\infty)}"),
+    (r"x+\infty", r"\boxed{x\infty}"),
 ]
 
 
@@ -274,3 +329,10 @@ def test_no_reading_takes_long():
             verify_text({"answer": "B"}, text),
         )
     assert time.monotonic() - started < 20
+
+
+def test_a_number_with_a_power_of_ten_is_one_also_for_the_tolerance():
+    row = {"answer": r"3.00 \times 10^8", "answer_type": "number"}
+    read = lambda text, tolerance: verify_math(row, text, False, tolerance)[0]
+    assert read(r"\boxed{2.998 \times 10^8 \text{ m/s}}", 0.01) and read(r"\boxed{3 \times 10^{8}}", 0.0)
+    assert not read(r"\boxed{2.998 \times 10^8}", 0.0) and not read(r"\boxed{2.998 \times 10^7}", 0.01)
