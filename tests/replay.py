@@ -1267,7 +1267,9 @@ class Distill:
 
 def rate(step: int, total: int, config) -> float:
     """Learning rate of a 0-based step, written out once more."""
-    warm = min(config.warmup_steps, total) if config.warmup_steps is not None else int(config.warmup_ratio * total + 1e-9)
+    warm = (
+        min(config.warmup_steps, total) if config.warmup_steps is not None else int(config.warmup_ratio * total + 1e-9)
+    )
     peak, low = config.learning_rate, config.min_lr_ratio
     if step < warm:
         return peak * (step + 1) / warm
