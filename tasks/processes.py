@@ -24,6 +24,7 @@ from typing import IO, Any, Callable
 from stages.running import warm
 from stages.running.stopping import GRACE_SECONDS
 from stages.spec import PROJECT_ROOT, library_versions
+from storage.files import umask
 
 # read when a stage runs, not when libraries are imported
 PER_STAGE = ("POSTTRAIN_", "PREFECT", "MLFLOW_", "CUDA_VISIBLE_DEVICES", "PYTEST_")
@@ -69,7 +70,7 @@ def start(spec: str, name: str, given: dict[str, str], log: IO[bytes], parent: P
     """
     if parent is not None:
         with contextlib.suppress(Gone):
-            return parent.start({"spec": spec, "name": name, "environment": given}, log)
+            return parent.start({"spec": spec, "name": name, "environment": given, "umask": umask()}, log)
     return subprocess.Popen([sys.executable, "-m", "stages", spec], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=given,
                             cwd=str(PROJECT_ROOT), start_new_session=True)  # fmt: skip
 

@@ -131,6 +131,8 @@ def serve(channel: socket.socket, run: Callable[[dict[str, Any]], int]) -> int:
             if answer == 0:
                 channel.close()
                 become(request["environment"], descriptors)
+                if "umask" in request:  # that of whoever asks, who may have set it after this process was started
+                    os.umask(request["umask"])
                 return run(request)
             for descriptor in descriptors:
                 os.close(descriptor)

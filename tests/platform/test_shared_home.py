@@ -21,8 +21,7 @@ TOY = "tests.toy_stage"
 
 
 @pytest.fixture
-def private_umask(monkeypatch):
-    monkeypatch.setenv("POSTTRAIN_FORK", "0")  # a parent that was forked for earlier tests has their umask
+def private_umask():
     before = os.umask(0o077)
     yield
     os.umask(before)
