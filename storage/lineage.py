@@ -59,12 +59,24 @@ def _of_record(
         iter(record["outputs"].values()), {}
     )
     node = {
-        "ref": output.get("ref", record["key"][:16]), "kind": output.get("kind", "stage"), "digest": output.get("digest", ""),
-        "names": _names(output.get("kind", ""), output.get("digest", "")), "stage": record["stage"],
-        "label": records.step_name(record, (below[0] if below else record).get("flow_run")), "key": record["key"], "config": record["config"], "seed": record["seed"], "code": record["code"], "git": record.get("git", ""),
-        "seconds": record["perf"].get("seconds"), "finished": record["finished"], "metrics": record["metrics"],
-        "outputs": {n: o["ref"] for n, o in record["outputs"].items()}, "mlflow": record.get("mlflow", {}), "inputs": {},
-    }  # fmt: skip
+        "ref": output.get("ref", record["key"][:16]),
+        "kind": output.get("kind", "stage"),
+        "digest": output.get("digest", ""),
+        "names": _names(output.get("kind", ""), output.get("digest", "")),
+        "stage": record["stage"],
+        "label": records.step_name(record, (below[0] if below else record).get("flow_run")),
+        "key": record["key"],
+        "config": record["config"],
+        "seed": record["seed"],
+        "code": record["code"],
+        "git": record.get("git", ""),
+        "seconds": record["perf"].get("seconds"),
+        "finished": record["finished"],
+        "metrics": record["metrics"],
+        "outputs": {n: o["ref"] for n, o in record["outputs"].items()},
+        "mlflow": record.get("mlflow", {}),
+        "inputs": {},
+    }
     if record["key"] in seen:
         return {
             **{k: node[k] for k in ("ref", "kind", "digest", "names", "stage", "label", "key")},

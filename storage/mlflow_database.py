@@ -98,10 +98,14 @@ def follow_home(uri: str) -> None:
 def prepare_mlflow() -> None:
     """Switches and log levels; before mlflow is imported."""
     for name, value in {
-        "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_ENABLE_ASYNC_LOGGING": "false", "GIT_PYTHON_REFRESH": "quiet",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+        "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+        "GIT_PYTHON_REFRESH": "quiet",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    }.items():  # fmt: skip
+    }.items():
         os.environ.setdefault(name, value)
     _hush()
 

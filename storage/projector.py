@@ -205,7 +205,14 @@ class Projector:
             return cursor["run_id"]
 
     def _flow(self, document: Doc, cursor: dict[str, Any]) -> bool:
-        run = read_json(home.runs_dir() / f"{document['run_id']}.json", None) or {"run_id": document["run_id"], "recipe": document["recipe"], "config": {}, "status": "FINISHED", "stages": [], "started": time.time()}  # fmt: skip
+        run = read_json(home.runs_dir() / f"{document['run_id']}.json", None) or {
+            "run_id": document["run_id"],
+            "recipe": document["recipe"],
+            "config": {},
+            "status": "FINISHED",
+            "stages": [],
+            "started": time.time(),
+        }
         status = run["status"]
         if status == "RUNNING" and not leases.alive(run.get("owner")):
             status = "KILLED"
@@ -233,16 +240,28 @@ class Projector:
             f" {', '.join(s['outputs'].values())} |"
             for s in run["stages"]
         ]
-        note = "\n".join([
-            f"**{run['recipe']}**, run `{run['run_id']}`" + (f", continues `{run['parent']}`" if run.get("parent") else ""),
-            *([f"[Prefect flow run]({prefect['url']})"] if prefect.get("url") else []), "",
-            "| stage | kind | how | seconds | outputs |", "|---|---|---|---|---|", *stage_lines,
-            *(["", f"error: `{run['error']}`"] if run.get("error") else []),
-        ])  # fmt: skip
-        self._tags(run_id, cursor, {
-            "mlflow.note.content": note, "posttrain.status": told, "posttrain.record": str(home.runs_dir() / f"{run['run_id']}.json"),
-            **{f"prefect.{k}": str(v) for k, v in prefect.items() if v},
-        })  # fmt: skip
+        note = "\n".join(
+            [
+                f"**{run['recipe']}**, run `{run['run_id']}`"
+                + (f", continues `{run['parent']}`" if run.get("parent") else ""),
+                *([f"[Prefect flow run]({prefect['url']})"] if prefect.get("url") else []),
+                "",
+                "| stage | kind | how | seconds | outputs |",
+                "|---|---|---|---|---|",
+                *stage_lines,
+                *(["", f"error: `{run['error']}`"] if run.get("error") else []),
+            ]
+        )
+        self._tags(
+            run_id,
+            cursor,
+            {
+                "mlflow.note.content": note,
+                "posttrain.status": told,
+                "posttrain.record": str(home.runs_dir() / f"{run['run_id']}.json"),
+                **{f"prefect.{k}": str(v) for k, v in prefect.items() if v},
+            },
+        )
         finals = {f"{s['label']}/{k}": v for s in run["stages"] for k, v in _numbers(s.get("metrics") or {}).items()}
         self._final(run_id, cursor, finals, prefix="")
         if status != "RUNNING":
@@ -257,9 +276,12 @@ class Projector:
         parent = self._parent(flow)
         prefect = flow.get("prefect") or {}
         tags = {
-            "posttrain.kind": "stage", "posttrain.stage": d["stage"], "posttrain.label": d["label"], "posttrain.key": d["key"],
+            "posttrain.kind": "stage",
+            "posttrain.stage": d["stage"],
+            "posttrain.label": d["label"],
+            "posttrain.key": d["key"],
             **({"mlflow.parentRunId": parent} if parent else {}),
-        }  # fmt: skip
+        }
         run_id = self._ensure_run(
             d["unit"],
             cursor,
@@ -275,16 +297,26 @@ class Projector:
             {**_flatten(d["config"]), "seed": d["seed"], **{f"input.{n}": i["ref"] for n, i in d["inputs"].items()}},
         )
         self._inputs(run_id, cursor, d)
-        self._tags(run_id, cursor, {
-            "posttrain.cached": str(bool(d.get("cached"))).lower(), "posttrain.code": d.get("code", ""), "mlflow.source.git.commit": d.get("git", "").removesuffix("-dirty"), "posttrain.git": d.get("git", ""),
-            "posttrain.run": flow.get("run_id", ""), "posttrain.record": d.get("record_path", ""), "posttrain.workdir": d["workdir"], "posttrain.attempts": str(d.get("attempts", "")),
-            **{f"prefect.{k}": str(v) for k, v in prefect.items() if v},
-            **{f"posttrain.output.{n}": o["ref"] for n, o in (d.get("outputs") or {}).items()},
-            **{f"posttrain.warning.{w['code']}": w["text"] for w in d.get("warnings") or []},
-            **{f"posttrain.version.{n}": v for n, v in (d.get("versions") or {}).items()},
-            **({"posttrain.error": d["error"]} if d.get("error") else {}),
-            "mlflow.note.content": _stage_note(d, prefect),
-        })  # fmt: skip
+        self._tags(
+            run_id,
+            cursor,
+            {
+                "posttrain.cached": str(bool(d.get("cached"))).lower(),
+                "posttrain.code": d.get("code", ""),
+                "mlflow.source.git.commit": d.get("git", "").removesuffix("-dirty"),
+                "posttrain.git": d.get("git", ""),
+                "posttrain.run": flow.get("run_id", ""),
+                "posttrain.record": d.get("record_path", ""),
+                "posttrain.workdir": d["workdir"],
+                "posttrain.attempts": str(d.get("attempts", "")),
+                **{f"prefect.{k}": str(v) for k, v in prefect.items() if v},
+                **{f"posttrain.output.{n}": o["ref"] for n, o in (d.get("outputs") or {}).items()},
+                **{f"posttrain.warning.{w['code']}": w["text"] for w in d.get("warnings") or []},
+                **{f"posttrain.version.{n}": v for n, v in (d.get("versions") or {}).items()},
+                **({"posttrain.error": d["error"]} if d.get("error") else {}),
+                "mlflow.note.content": _stage_note(d, prefect),
+            },
+        )
         if not d.get("cached"):
             self._metrics(run_id, d, cursor)
             self._perf(run_id, d, cursor)
@@ -357,10 +389,19 @@ class Projector:
                 else None
             )
             source = "local" if "://" not in given["path"] else "http"
-            datasets.append(DatasetInput(Dataset(
-                name=_dataset_name(given)[:500], digest=given["digest"][:36], source_type=source,
-                source=json.dumps({"uri": given["path"]}), schema=_schema_of(given["path"]), profile=profile,
-            ), tags))  # fmt: skip
+            datasets.append(
+                DatasetInput(
+                    Dataset(
+                        name=_dataset_name(given)[:500],
+                        digest=given["digest"][:36],
+                        source_type=source,
+                        source=json.dumps({"uri": given["path"]}),
+                        schema=_schema_of(given["path"]),
+                        profile=profile,
+                    ),
+                    tags,
+                )
+            )
             sent.append(name)
         if datasets or models:
             self.client().log_inputs(run_id, datasets=datasets or None, models=models or None)
@@ -488,11 +529,24 @@ class Projector:
         known_models = client.search_logged_models(
             [experiment], filter_string=f"tags.`posttrain.digest` = '{digest}'", max_results=1
         )
-        model = known_models[0] if known_models else client.create_logged_model(
-            experiment, name=_safe(output["name"]).replace("/", "-").replace(".", "-"), source_run_id=run_id, model_type=output.get("role") or None,
-            tags={"posttrain.digest": digest, "posttrain.ref": output["ref"], "posttrain.stage": d["stage"], "posttrain.key": d["key"], "posttrain.role": output.get("role") or ""},
-            params={_safe(k): _text(v)[:250] for k, v in list(_flatten(d["config"]).items())[:90]},
-        )  # fmt: skip
+        model = (
+            known_models[0]
+            if known_models
+            else client.create_logged_model(
+                experiment,
+                name=_safe(output["name"]).replace("/", "-").replace(".", "-"),
+                source_run_id=run_id,
+                model_type=output.get("role") or None,
+                tags={
+                    "posttrain.digest": digest,
+                    "posttrain.ref": output["ref"],
+                    "posttrain.stage": d["stage"],
+                    "posttrain.key": d["key"],
+                    "posttrain.role": output.get("role") or "",
+                },
+                params={_safe(k): _text(v)[:250] for k, v in list(_flatten(d["config"]).items())[:90]},
+            )
+        )
         if str(model.status) not in ("READY", "LoggedModelStatus.READY"):
             target = local_path(model.artifact_location)
             if target is not None and _writable(target):
@@ -661,9 +715,11 @@ def _save_models_state(state: dict[str, Any], waiting: bool = False) -> None:
         whole = read_json(home.outbox_dir() / "models.json", {})
         before = {"models": {}, "versions": {}, "log": 0, "waiting": [], **(whole.get(tracking_uri()) or {})}
         whole[tracking_uri()] = {
-            "models": {**before["models"], **state["models"]}, "versions": {**before["versions"], **state["versions"]},
-            "log": max(before["log"], state["log"]), "waiting": (state if waiting else before)["waiting"],
-        }  # fmt: skip
+            "models": {**before["models"], **state["models"]},
+            "versions": {**before["versions"], **state["versions"]},
+            "log": max(before["log"], state["log"]),
+            "waiting": (state if waiting else before)["waiting"],
+        }
         atomic_write_json(home.outbox_dir() / "models.json", whole)
 
 
@@ -852,10 +908,15 @@ def _stage_note(d: Doc, prefect: dict[str, Any]) -> str:
     inputs = [f"- {n}: `{i['ref']}` (digest `{i['digest'][:12]}`)" for n, i in d["inputs"].items()]
     outputs = [f"- {n}: `{o['ref']}`" for n, o in (d.get("outputs") or {}).items()]
     warnings = [f"- **{w['code']}** {w['text']}" for w in d.get("warnings") or []]
-    return "\n".join([
-        f"Stage **{d['stage']}** as `{d['label']}`, key `{d['key'][:16]}`" + (", result of an earlier identical run" if d.get("cached") else ""),
-        *([f"[Prefect task run]({prefect['task_url']})"] if prefect.get("task_url") else []),
-        *([f"[Prefect flow run]({prefect['url']})"] if prefect.get("url") else []),
-        *(["", "Inputs", *inputs] if inputs else []), *(["", "Outputs", *outputs] if outputs else []), *(["", "Warnings", *warnings] if warnings else []),
-        *(["", f"Error: {d['error']}"] if d.get("error") else []),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            f"Stage **{d['stage']}** as `{d['label']}`, key `{d['key'][:16]}`"
+            + (", result of an earlier identical run" if d.get("cached") else ""),
+            *([f"[Prefect task run]({prefect['task_url']})"] if prefect.get("task_url") else []),
+            *([f"[Prefect flow run]({prefect['url']})"] if prefect.get("url") else []),
+            *(["", "Inputs", *inputs] if inputs else []),
+            *(["", "Outputs", *outputs] if outputs else []),
+            *(["", "Warnings", *warnings] if warnings else []),
+            *(["", f"Error: {d['error']}"] if d.get("error") else []),
+        ]
+    )

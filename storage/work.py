@@ -39,12 +39,17 @@ def usage() -> list[dict[str, Any]]:
         if not directory.is_dir():
             continue
         key = directory.name
-        found.append({
-            "key": key, "path": directory, "finished": records.read(key) is not None,
-            "busy": leases.holder(home.leases_dir() / f"stage-{key}.json") is not None,
-            "bytes": size_of(directory), "touched": _touched(directory),
-            "spare": any(entry.name not in KEPT for entry in directory.iterdir()),
-        })  # fmt: skip
+        found.append(
+            {
+                "key": key,
+                "path": directory,
+                "finished": records.read(key) is not None,
+                "busy": leases.holder(home.leases_dir() / f"stage-{key}.json") is not None,
+                "bytes": size_of(directory),
+                "touched": _touched(directory),
+                "spare": any(entry.name not in KEPT for entry in directory.iterdir()),
+            }
+        )
     return found
 
 

@@ -36,10 +36,20 @@ def environment(**more: str) -> dict[str, str]:
     paths = [str(PROJECT_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that a device has the number that nvidia-smi gives it
-        **os.environ, "TOKENIZERS_PARALLELISM": "false", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1", "DO_NOT_TRACK": "true", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUNBUFFERED": "1",
-        **more, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths), "POSTTRAIN_PARENT_PID": str(os.getpid()),
-    }  # fmt: skip
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "DO_NOT_TRACK": "true",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONUNBUFFERED": "1",
+        **more,
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "POSTTRAIN_PARENT_PID": str(os.getpid()),
+    }
 
 
 def loaded(given: dict[str, str], *, wait: bool, on_poll: Callable[[], None] | None = None) -> Parent | None:
@@ -71,8 +81,15 @@ def start(spec: str, name: str, given: dict[str, str], log: IO[bytes], parent: P
     if parent is not None:
         with contextlib.suppress(Gone):
             return parent.start({"spec": spec, "name": name, "environment": given, "umask": umask()}, log)
-    return subprocess.Popen([sys.executable, "-m", "stages", spec], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=given,
-                            cwd=str(PROJECT_ROOT), start_new_session=True)  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", "stages", spec],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        env=given,
+        cwd=str(PROJECT_ROOT),
+        start_new_session=True,
+    )
 
 
 def expect() -> None:
@@ -102,8 +119,16 @@ class Parent:
             library_versions(),
         )
         with theirs:
-            self.process = subprocess.Popen([sys.executable, "-m", module, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=given, cwd=str(PROJECT_ROOT), start_new_session=True)  # fmt: skip
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=given,
+                cwd=str(PROJECT_ROOT),
+                start_new_session=True,
+            )
         with contextlib.suppress(OSError):
             warm.send(self._socket, {})
 

@@ -78,17 +78,48 @@ def publish(
                 f"output {name} at {found.path} does not match its digest; remove {workdir} and run again",
                 key=p.key,
             )
-        outputs[name] = {"kind": found.kind, "name": names[name], "ref": found.ref, "digest": digest, "path": found.path, "stat": stat, "role": output.get("role") or p.spec.outputs[name].role, "manifest": _manifest_summary(found.manifest)}  # fmt: skip
+        outputs[name] = {
+            "kind": found.kind,
+            "name": names[name],
+            "ref": found.ref,
+            "digest": digest,
+            "path": found.path,
+            "stat": stat,
+            "role": output.get("role") or p.spec.outputs[name].role,
+            "manifest": _manifest_summary(found.manifest),
+        }
     finished = time.time()
     record = {
-        "stage": p.spec.name, "module": p.module, "label": label, "key": p.key, "config": p.resolved, "effective": p.config.effective(), "seed": p.seed, "name_as": name_as,
-        "inputs": {n: {**input_entry(i), "given": p.given[n]} for n, i in p.inputs.items()}, "outputs": outputs,
-        "metrics": result["summary"], "perf": result["perf"], "usage": result.get("usage") or {}, "warnings": result["warnings"], "reports": result["reports"],
-        "code": p.code, "git": records.git_commit(PROJECT_ROOT), "versions": {**records.versions(), **result.get("versions", {})},
-        "started": started, "finished": finished, "attempts": attempt, "resumed_from": result.get("resumed_from"),
-        "forced": read_json(workdir / "forced.json", {}).get("unit"), "host": leases.this_process()["host"], "workdir": str(workdir), "metrics_file": str(workdir / "metrics.jsonl"),
-        "perf_file": str(workdir / "perf.jsonl"), "flow_run": (flow_run or {}).get("run_id"), "mlflow": {},
-    }  # fmt: skip
+        "stage": p.spec.name,
+        "module": p.module,
+        "label": label,
+        "key": p.key,
+        "config": p.resolved,
+        "effective": p.config.effective(),
+        "seed": p.seed,
+        "name_as": name_as,
+        "inputs": {n: {**input_entry(i), "given": p.given[n]} for n, i in p.inputs.items()},
+        "outputs": outputs,
+        "metrics": result["summary"],
+        "perf": result["perf"],
+        "usage": result.get("usage") or {},
+        "warnings": result["warnings"],
+        "reports": result["reports"],
+        "code": p.code,
+        "git": records.git_commit(PROJECT_ROOT),
+        "versions": {**records.versions(), **result.get("versions", {})},
+        "started": started,
+        "finished": finished,
+        "attempts": attempt,
+        "resumed_from": result.get("resumed_from"),
+        "forced": read_json(workdir / "forced.json", {}).get("unit"),
+        "host": leases.this_process()["host"],
+        "workdir": str(workdir),
+        "metrics_file": str(workdir / "metrics.jsonl"),
+        "perf_file": str(workdir / "perf.jsonl"),
+        "flow_run": (flow_run or {}).get("run_id"),
+        "mlflow": {},
+    }
     records.write(record)
     return record
 

@@ -366,11 +366,25 @@ def _run(
     started = time.time()
     unit = outbox.unit_of(flow_run, label, p.key, read_json(workdir / "forced.json", {}).get("unit"))
     document = {
-        "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": {**p.resolved, **p.config.effective()},
-        "code": p.code, "git": records.git_commit(PROJECT_ROOT), "judges": p.spec.judges, "inputs": {n: input_entry(i) for n, i in p.inputs.items()},
-        "workdir": str(workdir), "status": "RUNNING", "started": started, "cached": False, "owner": leases.owner(),
-        "flow": outbox.flow_part(flow_run), "forced": force,
-    }  # fmt: skip
+        "unit": unit,
+        "type": "stage",
+        "label": label,
+        "stage": p.spec.name,
+        "key": p.key,
+        "seed": p.seed,
+        "config": {**p.resolved, **p.config.effective()},
+        "code": p.code,
+        "git": records.git_commit(PROJECT_ROOT),
+        "judges": p.spec.judges,
+        "inputs": {n: input_entry(i) for n, i in p.inputs.items()},
+        "workdir": str(workdir),
+        "status": "RUNNING",
+        "started": started,
+        "cached": False,
+        "owner": leases.owner(),
+        "flow": outbox.flow_part(flow_run),
+        "forced": force,
+    }
     tracking.put(document)
     slots: list[leases.Lease] = []
     # a recipe, whose next steps will run, too
@@ -493,9 +507,15 @@ def _listen(
         (workdir / "publish.json").unlink(missing_ok=True)
         (workdir / "result.json").unlink(missing_ok=True)
     spec = {
-        "stage": p.module, "key": p.key, "config": p.resolved, "seed": p.seed, "device": os.environ.get("POSTTRAIN_DEVICE") or device,
-        "devices": devices, "inputs": {n: i.to_dict() for n, i in p.inputs.items()}, "workdir": str(workdir),
-    } | ({"nodes": nodes.spec()} if nodes else {})  # fmt: skip
+        "stage": p.module,
+        "key": p.key,
+        "config": p.resolved,
+        "seed": p.seed,
+        "device": os.environ.get("POSTTRAIN_DEVICE") or device,
+        "devices": devices,
+        "inputs": {n: i.to_dict() for n, i in p.inputs.items()},
+        "workdir": str(workdir),
+    } | ({"nodes": nodes.spec()} if nodes else {})
     own = nodes.file if nodes else str
     spec_path, log_path = workdir / own("SPEC.json"), workdir / own("stage.log")
     atomic_write_json(spec_path, spec)
@@ -738,18 +758,48 @@ def _conclude(
     told = outbox.status(unit)
     if cached and (flow_run or told != "FINISHED"):
         entry = {
-            "unit": unit, "type": "stage", "label": label, "stage": p.spec.name, "key": p.key, "seed": p.seed, "config": {**p.resolved, **p.config.effective()}, "code": p.code,
-            "git": record.get("git", ""), "judges": p.spec.judges, "inputs": {n: input_entry(i) for n, i in p.inputs.items()}, "workdir": record["workdir"],
-            "status": "FINISHED", "started": time.time(), "ended": time.time(), "cached": told in (None, "FINISHED"), "owner": leases.owner(), "flow": outbox.flow_part(flow_run),
+            "unit": unit,
+            "type": "stage",
+            "label": label,
+            "stage": p.spec.name,
+            "key": p.key,
+            "seed": p.seed,
+            "config": {**p.resolved, **p.config.effective()},
+            "code": p.code,
+            "git": record.get("git", ""),
+            "judges": p.spec.judges,
+            "inputs": {n: input_entry(i) for n, i in p.inputs.items()},
+            "workdir": record["workdir"],
+            "status": "FINISHED",
+            "started": time.time(),
+            "ended": time.time(),
+            "cached": told in (None, "FINISHED"),
+            "owner": leases.owner(),
+            "flow": outbox.flow_part(flow_run),
             **projected(record),
-        }  # fmt: skip
+        }
         tracking.put(entry)
     result = _result(p, record, refs, paths, label, cached)
     if flow_run and flow_run.get("run_id"):
-        records.append_stage(flow_run["run_id"], {
-            "label": label, "stage": p.spec.name, "module": p.module, "key": p.key, "cached": cached, "outputs": refs, "inputs": p.given,
-            "config": p.resolved, "seed": p.seed, "name_as": name_as, "record": result.record_path, "metrics": record["metrics"], "seconds": result.seconds, "finished": time.time(),
-        })  # fmt: skip
+        records.append_stage(
+            flow_run["run_id"],
+            {
+                "label": label,
+                "stage": p.spec.name,
+                "module": p.module,
+                "key": p.key,
+                "cached": cached,
+                "outputs": refs,
+                "inputs": p.given,
+                "config": p.resolved,
+                "seed": p.seed,
+                "name_as": name_as,
+                "record": result.record_path,
+                "metrics": record["metrics"],
+                "seconds": result.seconds,
+                "finished": time.time(),
+            },
+        )
     result.mlflow_run_id = tracking.flush(unit, timeout=_tracking_wait())
     return _told(result, tell)
 

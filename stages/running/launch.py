@@ -128,11 +128,22 @@ def _environment(devices: int, port: int, nodes: dict[str, Any] | None) -> dict[
     )
     everyone = str(devices * count)
     return {
-        "WORLD_SIZE": everyone, "LOCAL_WORLD_SIZE": str(devices), "ROLE_WORLD_SIZE": everyone, "GROUP_RANK": str(here), "GROUP_WORLD_SIZE": str(count), "ROLE_NAME": "default",
-        "MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "POSTTRAIN_PARENT_PID": str(os.getpid()),
-    }  # fmt: skip
+        "WORLD_SIZE": everyone,
+        "LOCAL_WORLD_SIZE": str(devices),
+        "ROLE_WORLD_SIZE": everyone,
+        "GROUP_RANK": str(here),
+        "GROUP_WORLD_SIZE": str(count),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "POSTTRAIN_PARENT_PID": str(os.getpid()),
+    }
 
 
 def _store(listener: socket.socket):

@@ -35,10 +35,21 @@ from typing import Any, Callable, Iterator
 
 #: What nearly every stage that trains or samples imports. None of it starts a thread that a fork would lose.
 LIBRARIES = (
-    "numpy", "psutil", "torch", "torch.distributed", "pydantic", "pyarrow.parquet", "transformers", "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama", "jinja2", "pandas", "matplotlib.figure",
+    "numpy",
+    "psutil",
+    "torch",
+    "torch.distributed",
+    "pydantic",
+    "pyarrow.parquet",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "jinja2",
+    "pandas",
+    "matplotlib.figure",
     "matplotlib.backends.backend_agg",
-)  # fmt: skip
+)
 
 
 def main(descriptor: int) -> int:

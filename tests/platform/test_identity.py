@@ -117,9 +117,13 @@ def test_canonical_json_refuses():
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     for name, text in {
-        "stages/__init__.py": "", "stages/running/randomness.py": "", "stages/main.py": "def run(stage):\n    from stages import helper\n    return helper.f()\n",
-        "stages/helper.py": "from . import deep as d\n\ndef f():\n    return d.g()\n", "stages/deep.py": "def g():\n    '''says one'''\n    return 1\n", "stages/other.py": "x = 1\n",
-    }.items():  # fmt: skip
+        "stages/__init__.py": "",
+        "stages/running/randomness.py": "",
+        "stages/main.py": "def run(stage):\n    from stages import helper\n    return helper.f()\n",
+        "stages/helper.py": "from . import deep as d\n\ndef f():\n    return d.g()\n",
+        "stages/deep.py": "def g():\n    '''says one'''\n    return 1\n",
+        "stages/other.py": "x = 1\n",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(spec_module, "PROJECT_ROOT", tmp_path)

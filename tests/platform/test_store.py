@@ -58,10 +58,14 @@ def test_model_refs(tmp_path):
 @pytest.mark.parametrize(
     ("text", "kind", "says"),
     [
-        ("dataset:nothing", "dataset", "no dataset named"), ("model:nothing@champion", "model", "no model named"), ("/no/such/file", "dataset", "does not exist"),
-        ("dataset:a/b/c", "dataset", "write dataset:NAME@latest"), ("", "model", "empty reference"), ("model:m-abc", "model", "is not a model reference|no model named"),
+        ("dataset:nothing", "dataset", "no dataset named"),
+        ("model:nothing@champion", "model", "no model named"),
+        ("/no/such/file", "dataset", "does not exist"),
+        ("dataset:a/b/c", "dataset", "write dataset:NAME@latest"),
+        ("", "model", "empty reference"),
+        ("model:m-abc", "model", "is not a model reference|no model named"),
     ],
-)  # fmt: skip
+)
 def test_unknown_things_are_explained(text, kind, says):
     with pytest.raises(store.StoreError, match=says):
         store.resolve(text, kind)
