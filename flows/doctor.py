@@ -145,16 +145,15 @@ def contents(state: Path, fix: bool) -> Finding:
                     lost[digest] = f"{part['file']} of {ref} is damaged; `posttrain rerun {ref}` makes it again"
         except (store.StoreError, OSError, ValueError) as error:
             lost.setdefault(digest, str(error))
-    made = {output["digest"]: record for record in records.all_records() for output in record["outputs"].values()}
-    for digest, record in made.items():
-        if digest not in lost and (wrong := [text for text in records.problems(record) if digest[:12] in text]):
-            lost[digest] = wrong[0]
+    made = list(records.all_records())
+    lost = {digest: text for record in made for digest, text in records.damaged(record).items()} | lost
     for text in [*lost.values()][:10]:
         yield False, text
     if len(lost) > 10:
         yield False, f"{len(lost) - 10} more models and datasets lack files"
     if not lost:
-        yield True, f"the files of {len({digest for *_, digest in named} | {*made})} models and datasets are there"
+        outputs = {output["digest"] for record in made for output in record["outputs"].values()}
+        yield True, f"the files of {len(outputs.union(digest for *_, digest in named))} models and datasets are there"
 
 
 def bookkeeping(state: Path, fix: bool) -> Finding:

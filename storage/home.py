@@ -54,6 +54,11 @@ def subdir(*names: str) -> Path:
     return path
 
 
+def mlflow_database() -> Path:
+    """The default MLflow store's file."""
+    return home() / "mlflow.db"
+
+
 def records_dir() -> Path:
     """Stage records."""
     return subdir("records")

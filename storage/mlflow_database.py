@@ -33,7 +33,7 @@ def make_database(uri: str) -> None:
         if file.exists() and not _cut_off(file):
             return
         # one of the user's own is told what comes
-        lost = not file.exists() and file.absolute() == home.home() / "mlflow.db"
+        lost = not file.exists() and file.absolute() == home.mlflow_database()
         prepare_mlflow()
         from mlflow import MlflowClient
 

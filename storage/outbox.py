@@ -23,7 +23,7 @@ def enabled() -> bool:
 
 def tracking_uri() -> str:
     """Where MLflow keeps things: ``MLFLOW_TRACKING_URI`` or the local database."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home.home() / 'mlflow.db'}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home.mlflow_database()}"
 
 
 def unit_of(flow_run: dict[str, Any] | None, label: str, key: str, fresh: str | None = None) -> str:
@@ -166,7 +166,7 @@ def forget() -> int:
 
 def is_ours(uri: str) -> bool:
     """Whether an address is that of the home's own database: its file, or the server of ``posttrain up`` before it."""
-    if uri == f"sqlite:///{home.home() / 'mlflow.db'}":
+    if uri == f"sqlite:///{home.mlflow_database()}":
         return True
     server = (read_json(home.home() / "services.json", None) or {}).get("mlflow", {}).get("url") or ""
     there, asked = urlparse(server), urlparse(uri)

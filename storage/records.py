@@ -75,12 +75,17 @@ def find(key: str) -> dict[str, Any] | None:
 
 def problems(record: dict[str, Any], *, full: bool = False) -> list[str]:
     """What is wrong with a record's outputs (empty: nothing). ``full`` reads every byte."""
-    found, changed = [], False
+    return list(damaged(record, full=full).values())
+
+
+def damaged(record: dict[str, Any], *, full: bool = False) -> dict[str, str]:
+    """As :func:`problems`, by the digest of the output."""
+    found, changed = {}, False
     for name, output in record["outputs"].items():
         path = output["path"]
         good, stat = store.check_output(output["kind"], path, output["digest"], output.get("stat"), full=full)
         if not good:
-            found.append(
+            found[output["digest"]] = (
                 f"output {name} ({output['ref']}) is missing or was changed at {path}; `posttrain rerun"
                 f" {output['ref']}` makes it again"
             )
@@ -136,20 +141,19 @@ def digest_of(ref: str) -> str:
 
 
 def _is(ref: str, output: dict[str, Any]) -> bool:
-    kind, _, body = ref.partition(":")
-    if kind != output["kind"]:
-        return False
-    if kind == "dataset":
-        name, _, selector = body.partition("@")
-        if name != output["name"]:
+    if output["kind"] == "dataset":
+        match = store.DATASET_REF.fullmatch(ref)
+        if match is None or match["name"] != output["name"]:
             return False
-        latest = (read_json(home.datasets_dir() / name / "latest.json", None) or {}).get("digest", "")
-        return output["digest"].startswith(latest if selector in ("", "latest") else selector)
-    if body.startswith("m-") and len(body) >= 10 and output["digest"].startswith(body[2:]):
-        return True
-    name, selector = (body.split("@") if "@" in body else body.split("/") if "/" in body else (body, "latest"))[:2]
+        chosen = match["selector"] or "latest"
+        if chosen == "latest":  # as it is written down: the version itself may be what is gone
+            chosen = (read_json(home.datasets_dir() / match["name"] / "latest.json", None) or {}).get("digest", "")
+        return output["digest"].startswith(chosen)
+    match = store.MODEL_REF.fullmatch(ref)
+    if match is None or match["digest"]:
+        return match is not None and output["digest"].startswith(match["digest"])
     try:
-        return registry.digest_of(name, selector)[0] == output["digest"]
+        return registry.digest_of(match["name"], match["alias"] or match["version"] or "latest")[0] == output["digest"]
     except registry.RegistryError:
         return False
 
@@ -186,7 +190,8 @@ def step_name(record: dict[str, Any], run_id: str | None = None) -> str:
 @dataclass
 class RunRecord:
     """One run of a recipe. ``data`` is the JSON on disk: run_id, recipe, config, status, stages (in order of
-    finishing), parent, prefect, owner, started, order (the how manieth run of the state directory), finished, error."""
+    finishing), parent, prefect, owner, started, order (its number among the runs of the state directory), finished,
+    error."""
 
     data: dict[str, Any]
 
@@ -242,7 +247,10 @@ def start_run(
     ``flow_runs`` lists the Prefect runs that worked on it."""
     with _locked("start"):
         run_id = run_id or time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
-        known = read_json(home.runs_dir() / f"{run_id}.json", None) or _unfinished(identity)
+        known, runs = read_json(home.runs_dir() / f"{run_id}.json", None), []
+        if not known:
+            runs = all_runs()
+            known = _unfinished(identity, runs)
         data = known or {
             "run_id": run_id,
             "recipe": recipe,
@@ -252,7 +260,7 @@ def start_run(
             "stages": [],
             "started": time.time(),
             "attempts": 0,
-            "order": 1 + max((run.data.get("order", 0) for run in all_runs()), default=0),
+            "order": 1 + (runs[0].data.get("order", 0) if runs else 0),
         }
         flow_runs = [
             *data.get("flow_runs", []),
@@ -273,9 +281,9 @@ def start_run(
     return run
 
 
-def _unfinished(identity: str | None) -> dict[str, Any] | None:
-    """The newest run of an identity, if it neither finished nor still runs."""
-    newest = next((run for run in all_runs() if identity and run.data.get("identity") == identity), None)
+def _unfinished(identity: str | None, runs: list[RunRecord]) -> dict[str, Any] | None:
+    """The newest run of an identity (``runs``: newest first), if it neither finished nor still runs."""
+    newest = next((run for run in runs if identity and run.data.get("identity") == identity), None)
     return newest.data if newest is not None and newest.status in ("FAILED", "KILLED", "WAITING") else None
 
 

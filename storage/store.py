@@ -213,13 +213,19 @@ def _names_in(where: str) -> list[str]:
     return [p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")] if path.is_dir() else []
 
 
+DATASET_REF = re.compile(r"dataset:(?P<name>[^@/]+)(?:@(?P<selector>[\w.-]+))?")
+MODEL_REF = re.compile(
+    r"model:(?:m-(?P<digest>[0-9a-f]{8,64})|(?P<name>[^@/]+)(?:@(?P<alias>[\w.-]+)|/(?P<version>\d+))?)"
+)
+
+
 def _dataset_ref(text: str) -> ResolvedInput:
     from storage.datasets import DatasetError, open_dataset
 
-    match = re.fullmatch(r"dataset:([^@/]+)(?:@([\w.-]+))?", text)
+    match = DATASET_REF.fullmatch(text)
     if not match:
         raise StoreError(f"{text!r} is not a dataset reference; write dataset:NAME@latest or dataset:NAME@DIGEST")
-    name, selector = match.group(1), match.group(2) or "latest"
+    name, selector = match["name"], match["selector"] or "latest"
     known = dataset_versions(name)
     if not known:
         names = dataset_names()
@@ -242,17 +248,16 @@ def _dataset_ref(text: str) -> ResolvedInput:
 
 
 def _model_ref(text: str) -> ResolvedInput:
-    body = text.removeprefix("model:")
-    if match := re.fullmatch(r"m-([0-9a-f]{8,64})", body):
-        digest = _only(match.group(1), sorted(_names_in(str(home.models_dir()))), "the model store", "model:m-")
+    match = MODEL_REF.fullmatch(text)
+    if not match:
+        raise StoreError(
+            f"{text!r} is not a model reference; write model:NAME@ALIAS, model:NAME/VERSION or model:m-DIGEST"
+        )
+    if match["digest"]:
+        digest = _only(match["digest"], sorted(_names_in(str(home.models_dir()))), "the model store", "model:m-")
     else:
-        match = re.fullmatch(r"([^@/]+)(?:@([\w.-]+)|/(\d+))?", body)
-        if not match:
-            raise StoreError(
-                f"{text!r} is not a model reference; write model:NAME@ALIAS, model:NAME/VERSION or model:m-DIGEST"
-            )
         try:
-            digest, _ = registry.digest_of(match.group(1), match.group(2) or match.group(3) or "latest")
+            digest, _ = registry.digest_of(match["name"], match["alias"] or match["version"] or "latest")
         except registry.RegistryError as error:
             raise StoreError(str(error)) from None
     path = model_path(digest)

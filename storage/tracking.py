@@ -169,7 +169,7 @@ def sync(timeout: float = 120.0) -> dict[str, Any]:
     if not enabled():
         return {"sent": 0, "pending": 0, "error": None}
     file = database_file(tracking_uri())
-    if file == home.home() / "mlflow.db" and not file.exists() and cursors():  # of what a lost one was told
+    if file == home.mlflow_database() and not file.exists() and cursors():  # of what a lost one was told
         try:
             make_database(tracking_uri())
         except Exception as error:
