@@ -80,7 +80,7 @@ def start(spec: str, name: str, given: dict[str, str], log: IO[bytes], parent: P
     """
     if parent is not None:
         with contextlib.suppress(Gone):
-            return parent.start({"spec": spec, "name": name, "environment": given, "umask": umask()}, log)
+            return parent.start({"spec": spec, "name": name, "environment": given}, log)
     return subprocess.Popen(
         [sys.executable, "-m", "stages", spec],
         stdin=subprocess.DEVNULL,
@@ -152,7 +152,7 @@ class Parent:
         """
         reads, writes = os.pipe() if stdout is None else (None, None)
         try:
-            pid = self.ask(request, (writes if stdout is None else stdout.fileno(), log.fileno()))
+            pid = self.ask({**request, "umask": umask()}, (writes if stdout is None else stdout.fileno(), log.fileno()))
             if pid is None:
                 raise Gone("no further process can be forked")
         except BaseException:

@@ -10,7 +10,7 @@ It speaks through the Unix socket ``FD``: every request is a JSON document with 
 endian) and file descriptors beside it, every answer a JSON line.
 
     {}                                          -> true, once everything is imported
-    {"environment": {...}, ...} with stdout and stderr -> the process id of the forked stage, a session of its own; null
+    {"environment": {...}, "umask": 18, ...} with stdout and stderr -> the process id of the forked stage, a session of its own; null
     if the system refuses
     {"ended": pid}                              -> its exit code (-N: ended by signal N), null while it runs
 
@@ -141,9 +141,7 @@ def serve(channel: socket.socket, run: Callable[[dict[str, Any]], int]) -> int:
                 answer = None
             if answer == 0:
                 channel.close()
-                become(request["environment"], descriptors)
-                if "umask" in request:  # that of whoever asks, who may have set it after this process was started
-                    os.umask(request["umask"])
+                become(request["environment"], request["umask"], descriptors)
                 return run(request)
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -164,9 +162,10 @@ def wait_for_session(pid: int | None) -> None:
         time.sleep(0.0002)
 
 
-def become(environment: dict[str, str], descriptors: list[int]) -> None:
-    """In the forked process: what a newly started one has of its own."""
+def become(environment: dict[str, str], umask: int, descriptors: list[int]) -> None:
+    """In the forked process: what a newly started one has of its own, or of whoever asked for it."""
     os.setsid()
+    os.umask(umask)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, descriptor in enumerate((nothing, *descriptors)):
         os.dup2(descriptor, number)
