@@ -842,7 +842,7 @@ class Plan:
             for (mode, _), more in zip(flat, refused)
         ]
         readings = parse_all(
-            [(s.prompt, read_of(s, self.verifier)) if answered(s) else None for _, s in flat], self.verifier
+            [(s.prompt, read_of(s, self.verifier)) if not s.lost else None for _, s in flat], self.verifier
         )
         made = [
             self._answer_row(mode, sample, read, model_score, kl, more)
@@ -854,7 +854,7 @@ class Plan:
         from stages.reward_models.reward_scorers import Response, same_prompt
 
         scorer = self.scorer("reward_model")
-        everyone, samples = samples, [s for s in samples if answered(s)]
+        everyone, samples = samples, [s for s in samples if not s.lost]
         as_ids = scorer.reads_ids_of(self.renderer)
         shown = [
             Response(
@@ -868,20 +868,20 @@ class Plan:
         # nothing to compare with (rewards.ALONE)
         alone = {of[0] for of in same_prompt(shown) if len(of) == 1} if scorer.relative else set()
         found = iter(None if value != value or k in alone else value for k, value in enumerate(scorer.score(shown)))
-        return [next(found) if answered(s) else None for s in everyone]
+        return [next(found) if not s.lost else None for s in everyone]
 
     def _kl(self, samples) -> list[float | None]:
         """KL of each answer over the tokens that the policy chose; None where there is no answer."""
         from stages.batching import make_item
         from stages.decoding.likelihood import response_logps, sampled_kl
 
-        items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [s.action_mask]) for s in samples if answered(s)]
+        items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [s.action_mask]) for s in samples if not s.lost]
         sums = [
             response_logps(self.policy(role), items, self.config.max_tokens_per_micro_batch, self.stage.device)
             for role in ("model", "reference")
         ]
         found = iter([sampled_kl(mine[0], theirs[0]) for mine, theirs in zip(*sums)])
-        return [next(found) if answered(s) else None for s in samples]
+        return [next(found) if not s.lost else None for s in samples]
 
     def _ranks(self, samples) -> list[dict]:
         """Fields of greedy answers' rows: their tokens, and the rank of each under the reference; {} of those without
@@ -923,7 +923,7 @@ class Plan:
             "flexible_correct": flexible,
             "constraints": (
                 constraint_verdicts(source, read_of(sample, self.constraints), self.constraints)
-                if answered(sample)
+                if not sample.lost
                 else None
             ),
             "reencoded": sample.reencoded or None,
@@ -1192,11 +1192,6 @@ class Plan:
                 asked, scorer.lengths(responses), scorer.score(responses)
             )
         ]
-
-
-def answered(sample) -> bool:
-    """Whether there is an answer to judge: its engine gave one, and its environment did not fail."""
-    return sample.error is None and not sample.failure
 
 
 def _replace(params, **changes):

@@ -24,7 +24,7 @@ class Sample:
     Of a trajectory (``stages.acting.agents``), ``tool_mask`` is 1 on tokens that the policy did not choose, ``turns``
     are its turns (token span, text, environment's reward, events), ``text`` is the last one, ``failure`` says why the
     environment ended it, ``turn_rewards`` are what each turn earned of ``total`` and ``turn_parts`` the values that
-    components give single turns. ``finish_reason`` is then goal, stop, turn_limit, length or failure. ``opened``: the
+    components give single turns. ``finish_reason`` is then goal, stop, turn_limit, length, failure or error. ``opened``: the
     prompt ends with a thought that the template has begun, so that text without its end is all thought (``seen``).
     ``logps`` is None where the engine gives none; ``reencoded``: ids are the encoding of a text that a server returned;
     ``error``: why the engine has no completion (finish reason "error", no ids).
@@ -81,6 +81,11 @@ class Sample:
     def off_policy(self) -> bool:
         """Whether ``logps`` are not log-probs of this completion behind what it is trained behind."""
         return self.mode == "sft" or (self.context is not None and self.context_ids is None)
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is no answer to judge: its engine gave none, or its environment failed."""
+        return self.error is not None or bool(self.failure)
 
     @property
     def terminated(self) -> bool:

@@ -12,7 +12,7 @@ others wrote runs in the sandbox.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from stages.reward.components import READ_OTHERS, RewardComponent, TIERS
 from stages.reward.scorers import RULES, alone, shown_to, vote
@@ -289,6 +289,13 @@ def _in_context_scorer(component: RewardComponent, inputs: dict, renderer, devic
     )
 
 
+def placed(at: Sequence[int], found: Iterable, column: list) -> list:
+    """``column`` with what was ``found`` at the places ``at``."""
+    for i, value in zip(at, found):
+        column[i] = value
+    return column
+
+
 class Rewards:
     """Verdict rows: dicts with prompt_row (a `prompts/1` row), completion_text, completion_ids, finish_reason and,
     optionally, prompt_ids and group (what rewards that compare completions compare within)."""
@@ -304,15 +311,10 @@ class Rewards:
         A trajectory that its environment lost (``failure``) is shown to no component.
         """
         live = [i for i, row in enumerate(rows) if not row.get("failure")]
-        results = self._columns(rows if len(live) == len(rows) else [rows[i] for i in live])
-        if len(live) < len(rows):
-            whole = {
-                name: [Unscorable(f"environment failed: {row.get('failure')}") for row in rows] for name in results
-            }
-            for name, column in results.items():
-                for i, verdict in zip(live, column):
-                    whole[name][i] = verdict
-            results = whole
+        results = {
+            name: placed(live, column, [Unscorable(f"environment failed: {row.get('failure')}") for row in rows])
+            for name, column in self._columns([rows[i] for i in live]).items()
+        }
         scored = [
             self._combine(
                 {name: column[i] for name, column in results.items()},
@@ -360,28 +362,28 @@ class Rewards:
                     results[c.name][at[i]] = Unscorable(ALONE)
         return results
 
-    def _own(self, component: RewardComponent, rows) -> list:
-        """A component's column; rows of prompts that are routed to others are not shown to it."""
+    def _shown(self, component: RewardComponent, rows, score: Callable[[list, list[int]], Sequence]) -> list:
+        """A component's column: ``score`` of (rows, their places). Rows of prompts that are routed to others are not
+        shown to it.
+        """
         at = [i for i, row in enumerate(rows) if concerns(component, row["prompt_row"])]
-        column: list = [Unscorable(ANOTHERS)] * len(rows)
-        for i, verdict in zip(at, RULES[component.kind](self, component, [rows[i] for i in at]) if at else []):
-            column[i] = verdict
-        return column
+        return placed(at, score([rows[i] for i in at], at) if at else [], [Unscorable(ANOTHERS)] * len(rows))
+
+    def _own(self, component: RewardComponent, rows) -> list:
+        """The column of a component that reads the answers."""
+        return self._shown(component, rows, lambda shown, at: RULES[component.kind](self, component, shown))
 
     def _reading(self, component: RewardComponent, rows, votes: list | None, known: list) -> list:
         """The column of a component that reads what the others said: of ``votes`` the weights of a majority, of
-        ``known`` which answers are right. Rows of prompts that are routed to others are not shown to it."""
-        at = [i for i, row in enumerate(rows) if concerns(component, row["prompt_row"])]
-        column: list = [Unscorable(ANOTHERS)] * len(rows)
-        shown = [rows[i] for i in at]
-        found = (
-            vote(component, shown, None if votes is None else [votes[i] for i in at])
-            if component.kind == "majority"
-            else RULES[component.kind](self, component, shown, [known[i] for i in at])
-        )
-        for i, verdict in zip(at, found):
-            column[i] = verdict
-        return column
+        ``known`` which answers are right.
+        """
+
+        def score(shown, at):
+            if component.kind == "majority":
+                return vote(component, shown, None if votes is None else [votes[i] for i in at])
+            return RULES[component.kind](self, component, shown, [known[i] for i in at])
+
+        return self._shown(component, rows, score)
 
     def _routed(self, rows) -> dict[str, list]:
         """Columns of the components with a tier; a row that a tier settled is not shown to the later ones, and one of a
@@ -393,10 +395,7 @@ class Rewards:
                 Unscorable(NOT_ASKED if concerns(component, row["prompt_row"]) else ANOTHERS) for row in rows
             ]
             asked = [i for i in waiting if concerns(component, rows[i]["prompt_row"])]
-            for i, verdict in zip(
-                asked, RULES[component.kind](self, component, [rows[i] for i in asked]) if asked else []
-            ):
-                column[i] = verdict
+            placed(asked, RULES[component.kind](self, component, [rows[i] for i in asked]) if asked else [], column)
             waiting = [i for i in waiting if not settles(component, column[i])]
         return columns
 

@@ -42,7 +42,7 @@ def control(stage, sample: Sample, *counters) -> None:
         return
     sample.correct = None
     # what an environment or an engine lost earns nothing, whatever the control
-    if sample.failure or sample.error is not None:
+    if sample.lost:
         return
     sample.turn_rewards, sample.turn_parts, sample.step_rewards = None, None, None
     if kind == "inverted":
