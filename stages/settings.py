@@ -4,6 +4,7 @@ once.
 
 from __future__ import annotations
 
+import math
 import hashlib
 import json
 import os
@@ -839,3 +840,10 @@ def source_digest(path: str) -> str:
         )
     with open(found.origin, "rb") as source:
         return hashlib.sha256(source.read()).hexdigest()
+
+
+def whole_part(share: float, count: int) -> int:
+    """How many of ``count`` things a share of them is, rounded down; 0.29 of 100 is 29, whose product in floating point
+    is a little below.
+    """
+    return math.floor(share * count + 1e-9)

@@ -33,7 +33,7 @@ from stages.models.tensor_files import TensorFiles, writer_of
 from stages.reporting.curves import logged_metrics
 from stages.running import cuda, ranks
 from stages.running.stopping import Terminated, stopping
-from stages.settings import OptimizerConfig
+from stages.settings import OptimizerConfig, whole_part
 from storage.checkpoints import Files
 
 
@@ -96,8 +96,7 @@ def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
     From the end of warm-up on it is what transformers' schedule of that name gives at the same step. Warm-up is one
     step ahead of transformers', whose first step moves nothing, and so is ``inverse_sqrt``, which goes on from it.
     """
-    # 0.29 * 100 is a little below 29
-    warmup = int(config.warmup_ratio * total + 1e-9) if config.warmup_steps is None else min(config.warmup_steps, total)
+    warmup = whole_part(config.warmup_ratio, total) if config.warmup_steps is None else min(config.warmup_steps, total)
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     if config.lr_schedule == "constant":

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stages.reward.components import RewardComponent
-from stages.settings import unread
+from stages.settings import unread, whole_part
 from stages.spec import ConfigError
 
 if TYPE_CHECKING:
@@ -522,7 +522,7 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
             "critic_mode=shared: a head on the policy's trunk learns with the policy, so the critic steps of"
             f" preset={config.preset} before it are left out; write critic_mode=separate for them"
         )
-    if config.replay_fraction and int(config.prompts_per_step * config.replay_fraction + 1e-9) == 0:
+    if config.replay_fraction and whole_part(config.replay_fraction, config.prompts_per_step) == 0:
         warnings.append(
             f"replay_fraction={config.replay_fraction} of prompts_per_step={config.prompts_per_step} is less than one"
             f" prompt, so nothing is replayed; write replay_fraction={1 / config.prompts_per_step:.4g} or more"
@@ -530,7 +530,7 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
     if (
         config.mode_mix == "share"
         and 0 < config.improve_share
-        and int(config.improve_share * config.num_generations + 1e-9) == 0
+        and whole_part(config.improve_share, config.num_generations) == 0
     ):
         warnings.append(
             f"improve_share={config.improve_share} of num_generations={config.num_generations} is less than one answer,"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from stages.estimators import is_constant
+from stages.settings import whole_part
 
 
 def step_function(schedule: Sequence[Sequence[int]], step: int, default: int) -> int:
@@ -56,7 +57,7 @@ def replay_plan(iteration: int, stored: Sequence[int], batch_size: int, window: 
     The window counts iterations including the current one; the current one is fresh, not replayed.
     """
     eligible = [i for i in stored if iteration - window < i < iteration]
-    replayed = int(batch_size * fraction + 1e-9) if eligible else 0
+    replayed = whole_part(fraction, batch_size) if eligible else 0
     return {
         "eligible_replay": eligible,
         "evicted": [i for i in stored if i <= iteration - window],

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from stages.settings import whole_part
 from stages.spec import ConfigError
 
 NORMALIZERS = ("paper", "weighted", "plain")
@@ -220,7 +221,7 @@ def num_improve(
         return 0
     if draws is not None:
         return sum(u < share for u in draws[:num_generations])
-    return int(math.floor(share * num_generations + 1e-9))
+    return whole_part(share, num_generations)
 
 
 # -- rubric review (GRAPE-OPS) -----------------------------------------------------------------------------------------

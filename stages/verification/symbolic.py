@@ -299,10 +299,14 @@ class Parser:
             parts.append(self.relation())
         return parts[0] if len(parts) == 1 else ("union", parts)
 
+    def sign_ahead(self) -> str | None:
+        """The sign of the relation that comes next."""
+        return _RELATIONS.get(self.peek().lstrip("\\"))
+
     def relation(self):
         left = self.value()
-        sign = _RELATIONS.get(self.peek().lstrip("\\"))
-        if sign is None or not self.peek():
+        sign = self.sign_ahead()
+        if sign is None:
             return left
         self.next()
         # (x, y) = (1, 2)
@@ -326,12 +330,12 @@ class Parser:
             return right
         if right[0] != "number":
             raise Unread(sign)
-        if (further := _RELATIONS.get(self.peek().lstrip("\\"))) is not None and self.peek():  # 1 < x < 2
+        if (further := self.sign_ahead()) is not None:  # 1 < x < 2
             if sign[0] not in "<>" or further[0] != sign[0]:
                 raise Unread(further)
             self.next()
             last = self.value()
-            if last[0] != "number" or _RELATIONS.get(self.peek().lstrip("\\")) is not None and self.peek():
+            if last[0] != "number" or self.sign_ahead() is not None:
                 raise Unread(further)
             return ("both", [_inequality(left[1], sign, right[1]), _inequality(right[1], further, last[1])])
         if sign == "=":
