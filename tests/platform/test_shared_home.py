@@ -27,6 +27,14 @@ def private_umask():
     os.umask(before)
 
 
+def own_environment(monkeypatch):
+    """What `env.prepare` sets ends with the test, and nothing is set that it would keep: an earlier test of the process
+    may have prepared another state directory.
+    """
+    mine = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
+    monkeypatch.setattr(os, "environ", mine)
+
+
 def closed_to_the_group(folder):
     """Files and directories below ``folder`` that its group may not read and write."""
     return sorted(
@@ -65,7 +73,7 @@ def test_a_directory_that_only_a_umask_of_002_opened_to_the_group_is_nobodys_but
     from flows import env
 
     monkeypatch.setattr(home, "_settled", None)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    own_environment(monkeypatch)
     state_dir.mkdir()
     state_dir.chmod(0o775)
     env.prepare()
@@ -78,7 +86,7 @@ def test_prefects_database_is_closed_to_others_than_the_group(shared, monkeypatc
     """It may hold secrets; Prefect itself gives its directory to nobody else."""
     from flows import env
 
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    own_environment(monkeypatch)
     os.umask(0o002)
     shared.chmod(0o2775)
     env.prepare()
@@ -114,7 +122,7 @@ def test_prefects_own_files_are_the_groups_too(shared, monkeypatch):
     """
     from flows import env
 
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    own_environment(monkeypatch)
     env.prepare()
     assert (shared / "prefect").stat().st_mode & 0o070 == 0o070 and (
         shared / "prefect" / "prefect.db"
