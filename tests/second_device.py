@@ -286,6 +286,8 @@ class Stream:
         # memory of the host that is written later, what it will hold
         self.coming: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.pinned: dict[int, StorageWeakRef] = {}
+        # a thread that waits while another one does goes on when both are done: the device has read what it sends
+        self.order = threading.RLock()
 
     def meets(self, name, args, kwargs, there, given, goes) -> None:
         """An operation is about to be started."""
@@ -296,7 +298,8 @@ class Stream:
         late = bool(kwargs.get("non_blocking") or name == "aten::copy_" and len(args) > 2 and args[2])
         source = next((one for one in reversed(given) if not isinstance(one, There)), None) if arrives else None
         if arrives and late and self.is_pinned(source):
-            self.sent.append((source, source.clone()))
+            with self.order:
+                self.sent.append((source, source.clone()))
         waits = (
             name in WAITING
             or leaves
@@ -322,17 +325,19 @@ class Stream:
 
     def wait(self) -> None:
         """Everything that was started is done."""
-        for source, was in self.sent:
-            if not torch.equal(source, was):
-                raise RuntimeError("pinned memory was written before a copy that does not block had read it")
-        for target, value in self.coming:
-            target.copy_(value)
-        self.sent, self.coming = [], []
+        with self.order:
+            sent, coming, self.sent, self.coming = self.sent, self.coming, [], []
+            for source, was in sent:
+                if not torch.equal(source, was):
+                    raise RuntimeError("pinned memory was written before a copy that does not block had read it")
+            for target, value in coming:
+                target.copy_(value)
 
     def brings(self, target) -> None:
         """A copy to the host that is not there yet."""
-        self.coming.append((target, target.clone()))
-        target.fill_(-77)
+        with self.order:
+            self.coming.append((target, target.clone()))
+            target.fill_(-77)
 
     def pin(self, tensor):
         self.pinned[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
