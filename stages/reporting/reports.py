@@ -304,7 +304,7 @@ def small_multiples(
     figure = Figure(figsize=(3.6 * columns, 2.4 * rows + 0.6), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    lines = list(dict.fromkeys(name for series in panels.values() for name in series))
+    lines, handles = list(dict.fromkeys(name for series in panels.values() for name in series)), {}
     for axes, (panel, series) in zip(grid, panels.items()):
         axes.set_title(panel, fontsize=9, color=INK, loc="left")
         axes.tick_params(labelsize=7, colors=INK)
@@ -312,7 +312,7 @@ def small_multiples(
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         for name, (x, y) in series.items():
-            axes.plot(
+            (handles[name],) = axes.plot(
                 list(x),
                 [math.nan if value is None else float(value) for value in y],
                 color=PALETTE[lines.index(name) % len(PALETTE)],
@@ -324,8 +324,8 @@ def small_multiples(
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     figure.suptitle(title, fontsize=11, color=INK, x=0.01, ha="left")
-    figure.legend(
-        *grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=len(lines), fontsize=8, frameon=False
+    figure.legend(  # a line may be missing from the first panel
+        [handles[name] for name in lines], lines, loc="outside lower left", ncols=len(lines), fontsize=8, frameon=False
     )
     return _png(figure)
 

@@ -157,3 +157,28 @@ def test_an_interval_of_no_or_all_successes_ends_at_its_bound():
 
     for n in range(1, 300):
         assert wilson(0, n)[0] == 0.0 and wilson(n, n)[1] == 1.0
+
+
+def test_the_legend_of_small_charts_names_every_line(monkeypatch):
+    """Also one that the first panel does not have: a run that logs fewer metrics."""
+    from matplotlib.figure import Figure
+
+    from stages.reporting.reports import small_multiples
+
+    named = []
+    draw = Figure.draw
+    monkeypatch.setattr(
+        Figure,
+        "draw",
+        lambda self, renderer: (
+            named.extend(
+                (text.get_text(), line.get_color())
+                for legend in self.legends
+                for text, line in zip(legend.get_texts(), legend.get_lines())
+            ),
+            draw(self, renderer),
+        )[1],
+    )
+    both = {"first": ([1, 2], [0.1, 0.2]), "second": ([1, 2], [0.3, 0.4])}
+    small_multiples({"kl": {"first": both["first"]}, "reward": both}, title="two runs")
+    assert [name for name, _ in named[:2]] == ["first", "second"] and named[0][1] != named[1][1]
