@@ -28,19 +28,35 @@ PANELS = (
     "rewards/margins",
     "train/grad_norm",
 )
-#: Settings that change what a held-out score measures.
-SCORERS = ("rubric", "judge", "reward_model", "gold")  # inputs that do too
+#: Settings and inputs that change what a held-out score measures.
 HELD_OUT_SETTINGS = (
     "rewards",
     "eval_prompts",
     "max_completion_length",
+    "context_schedule",
     "max_prompt_length",
+    "prompt_template",
+    "chat_template_digest",
+    "chat_template_kwargs",
     "temperature",
     "top_p",
     "top_k",
     "min_p",
     "stop_strings",
+    "min_tokens",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "bad_words",
+    "logit_bias",
+    "environment",
+    "environment_options",
+    "environment_digest",
+    "max_turns",
+    "max_turn_length",
+    "observation_role",
 )
+SCORERS = ("rubric", "judge", "reward_model", "gold")
 
 
 def curves(runs: Mapping[str, Sequence[dict]]) -> bytes | None:

@@ -316,14 +316,18 @@ def test_comparison_of_two_runs_pairs_prompts_and_refuses_other_protocols():
             for i in range(12)
         ]
 
+    from stages.rl import Config
+
+    assert set(HELD_OUT_SETTINGS) <= set(Config.model_fields)
     config = {name: 1 for name in HELD_OUT_SETTINGS}
     table, note = held_out(records(0.0), records(0.05), (config, config))
     assert note is None and table[0]["metric"] == "held-out reward" and table[0]["prompts"] == 12
     # pairing removes the prompts' spread
     assert [table[0][name] for name in ("difference", "low", "high")] == pytest.approx([0.5] * 3)
-    assert held_out(records(0.0), records(0.1), (config, {**config, "temperature": 0.5}))[1].endswith(
-        "different temperature"
-    )
+    # a template, a tool or a sign that may not be written is another question, or another way to answer it
+    for name in ("temperature", "prompt_template", "chat_template_digest", "environment", "bad_words"):
+        note = held_out(records(0.0), records(0.1), (config, {**config, name: 0.5}))[1]
+        assert note.endswith(f"different {name}")
     assert (
         held_out(records(0.0), [{**r, "item_id": r["item_id"] + "x"} for r in records(0.0)], (config, config))[1]
         == "the runs have no validation prompt in common"
