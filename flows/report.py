@@ -524,6 +524,8 @@ def export(
         raise ConfigError(f"where to? write posttrain export {ref} DIR, or --push OWNER/NAME, or both")
     if private and push is None:
         raise ConfigError("--private is about a repository; write --push OWNER/NAME too, or leave it out")
+    if directory is not None and directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file; name a new directory")
     if directory is not None and directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; name a new directory")
     if kind == "dataset" and (adapter or base):

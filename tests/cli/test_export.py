@@ -106,6 +106,15 @@ def test_what_makes_no_sense_is_refused(arguments, said, made, tmp_path, hub):
     assert not hub.calls and not (tmp_path / "no").exists()
 
 
+def test_what_is_there_is_not_written_over(made, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    assert "file is a file; name a new" in str(command("export", made["model"], tmp_path / "file", code=2))
+    assert "full is not empty; name a new" in str(command("export", made["model"], tmp_path / "full", code=2))
+    assert {path.read_text() for path in (tmp_path / "file", tmp_path / "full" / "file")} == {"mine"}
+
+
 def test_a_model_is_pushed_with_its_card(made, hub, tmp_path):
     value = command("export", made["model"], "--push", "me/policy", "--private")
     repo = hub.repos["model", "me/policy"]
