@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from stages.spec import ConfigError, explain
+from storage.files import read_text
 
 PRESETS = Path(__file__).resolve().parent / "presets"
 CONSTITUTION = PRESETS / "constitution.yaml"  # principles for recipes that are given none
@@ -55,10 +56,12 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.safe_load(read_text(path))
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}") from None
-    except yaml.YAMLError as error:
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; write the path of a YAML or JSON file") from None
+    except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if values is None:
         return {}

@@ -11,6 +11,7 @@ rows say so.
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic import Field
 
 from stages.human_task import CHOICES, KINDS
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec
+from storage.files import read_text
 
 
 class Config(StageConfig):
@@ -51,16 +53,24 @@ def read_answers(path: str | Path, tasks: dict[str, str]) -> list[tuple[str, str
         ConfigError: names the line, what stands there and what may.
     """
     path = Path(path)
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
 
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    elif path.suffix in (".jsonl", ".json"):
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-    else:
-        with open(path, encoding="utf-8-sig", newline="") as handle:
-            rows = list(csv.DictReader(handle))
-    if not rows or not {"item_id", "choice"} <= set(rows[0]):
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        elif path.suffix in (".jsonl", ".json"):
+            rows = [json.loads(line) for line in read_text(path).split("\n") if line.strip()]
+        else:
+            text = read_text(path, newline="")
+            named = text.partition("\n")[0]  # where numbers have a comma, spreadsheets part columns by semicolons
+            parted = next(
+                (sign for sign in ",;\t" if {"item_id", "choice"} <= {c.strip('"') for c in named.strip().split(sign)}),
+                ",",
+            )
+            rows = list(csv.DictReader(io.StringIO(text, newline=""), delimiter=parted))
+    except (ValueError, csv.Error) as error:
+        raise ConfigError(f"{path.name} cannot be read: {error}; save the filled task as it was given") from None
+    if not rows or not all(isinstance(row, dict) for row in rows) or not {"item_id", "choice"} <= set(rows[0]):
         raise ConfigError(
             f"{path.name} is no filled task: it needs the columns item_id and choice; fill in the file that was"
             " written, as CSV, JSON Lines or Parquet"

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from stages.spec import ConfigError, StageConfig
+from storage.files import read_text
 
 #: Settings that are read under a condition only: (settings, condition, why nothing reads them where it does not hold
 #: and what to write).
@@ -613,7 +614,7 @@ def template_text(path: str) -> str:
     found = Path(path)
     try:
         if not found.is_dir():
-            return found.read_text(encoding="utf-8")
+            return read_text(found)
         if (found / "chat_template.jinja").is_file():
             return (found / "chat_template.jinja").read_text(encoding="utf-8")
         template = json.loads((found / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")

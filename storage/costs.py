@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from storage import home, records, store
+from storage.files import read_text
 
 #: item -> (what one unit is, units per counted thing)
 ITEMS = {
@@ -69,7 +70,12 @@ def prices_from(path: str | Path | None = None) -> dict[str, float]:
             f"there is no price list {file}; write a YAML file such as {{gpu_hours: 2.5, judge_mtokens_in: 3,"
             " human_labels: 1}"
         )
-    given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    try:
+        given = yaml.safe_load(read_text(file)) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise PriceError(
+            f"{file} cannot be read: {error}; write lines ITEM: USD, items being {', '.join(ITEMS)}"
+        ) from None
     if not isinstance(given, dict):
         raise PriceError(f"{file} is no list of prices; write lines ITEM: USD, items being {', '.join(ITEMS)}")
     for name, price in given.items():

@@ -247,6 +247,18 @@ def read_json(path: str | os.PathLike, default: Any = ...) -> Any:
         return default
 
 
+def read_text(path: str | os.PathLike, newline: str | None = None) -> str:
+    """A text file that a person wrote, in UTF-8 with or without its mark at the start; ``newline`` as of `open`. Raises
+    ValueError for any other encoding.
+    """
+    with open(path, encoding="utf-8-sig", newline=newline) as handle:
+        try:
+            return handle.read()
+        except UnicodeDecodeError as error:
+            byte = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
+            raise ValueError(f"it is not in UTF-8 ({byte}); save it in that encoding") from None
+
+
 def database_damage(path: str | os.PathLike) -> str | None:
     """What SQLite finds wrong with a database file, read in full and not changed; None where it is whole, missing, or
     locked.

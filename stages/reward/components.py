@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from stages.spec import InputSpec, StageConfig
+from storage.files import read_text
 
 PRIMARY = (
     "verifier",
@@ -593,10 +594,10 @@ class RewardComponent(StageConfig):
             )
         if isinstance(values, dict) and str(values.get("source", "")).endswith(".py") and "\n" not in values["source"]:
             try:  # the text itself becomes the setting: another function is another stage
-                values = {**values, "source": Path(values["source"]).read_text("utf-8")}
-            except OSError as error:
+                values = {**values, "source": read_text(values["source"])}
+            except (OSError, ValueError) as error:
                 raise ValueError(
-                    f"source {values['source']!r} cannot be read ({error.strerror}); write the path of a Python file,"
+                    f"source {values['source']!r} cannot be read ({getattr(error, 'strerror', None) or error}); write the path of a Python file,"
                     " or its text"
                 ) from None
         if isinstance(values, dict) and isinstance(values.get("files"), (list, str)):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from storage.files import canonical_json, sha256_text
+from storage.files import canonical_json, read_text, sha256_text
 
 KIND = "principles/1"
 TEXTS = ("text", "critique_request", "revision_request", "comparison_request")
@@ -36,9 +36,10 @@ def read_principles(path: str) -> list[dict]:
     import yaml
 
     file = Path(path)
-    text, suffix = file.read_text("utf-8"), file.suffix.lower()
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    suffix = file.suffix.lower()
     try:
+        text = read_text(file)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         if suffix in (".yaml", ".yml", ".json"):
             found = json.loads(text) if suffix == ".json" else yaml.safe_load(text)
         else:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stages.reward.grape import RubricError, atomise_weights, check_weights
-from storage.files import canonical_json, sha256_text
+from storage.files import canonical_json, read_text, sha256_text
 
 KIND = "rubric_items/1"
 SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".ndjson")
@@ -169,8 +169,8 @@ def read_rubric(path: str) -> list[dict]:
             f"{file.name} is no rubric file; write YAML or JSON with `categories`, or JSON Lines with one item per line"
             f" ({', '.join(SUFFIXES)})"
         )
-    text = file.read_text("utf-8")
     try:
+        text = read_text(file)
         if file.suffix.lower() in (".jsonl", ".ndjson"):
             found = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:

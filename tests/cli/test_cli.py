@@ -600,3 +600,16 @@ def test_a_result_that_stdout_cannot_encode_is_still_one_json_line(encoding):
         text=True,
     )
     assert done.returncode == 0 and json.loads(done.stdout) == value, done.stderr
+
+
+def test_a_file_of_settings_that_cannot_be_read_says_so(tmp_path):
+    from flows.config import load_yaml
+    from stages.spec import ConfigError
+
+    (tmp_path / "mark.yaml").write_bytes("sft: {epochs: 2}".encode("utf-8-sig"))
+    assert load_yaml(tmp_path / "mark.yaml") == {"sft": {"epochs": 2}}
+    (tmp_path / "latin.yaml").write_bytes("sft: {run: für}".encode("latin-1"))
+    (tmp_path / "cut.yaml").write_text("sft: {epochs: 2")
+    for name, says in (("latin.yaml", "it is not in UTF-8"), ("cut.yaml", "not valid YAML"), (".", "is a directory")):
+        with pytest.raises(ConfigError, match=says):
+            load_yaml(tmp_path / name)

@@ -122,6 +122,23 @@ def test_what_is_no_answer_is_an_error_that_says_what_to_write(tmp_path, pairs):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="needs the columns item_id and choice"):
         read_answers(tmp_path / "other.csv", items)
+    for name, text, says in (
+        ("cut.jsonl", b'{"item_id": "a", "choi', "cut.jsonl cannot be read: Unterminated"),
+        ("list.jsonl", b"[1, 2]", "needs the columns"),
+        (
+            "saved.csv",
+            "item_id,choice,comment\na,1,für".encode("cp1252"),
+            "saved.csv cannot be read: it is not in UTF-8",
+        ),
+        ("no.parquet", b"PK", "no.parquet cannot be read"),
+    ):
+        (tmp_path / name).write_bytes(text)
+        with pytest.raises(ConfigError, match=says):
+            read_answers(tmp_path / name, items)
+    # as spreadsheets save it: with a mark at the start, columns parted by semicolons, names in quotes
+    saved = '"item_id";"choice";"comment"\r\n' + f'"{one}";"1";"a;b"\r\n"{two}";"";""\r\n'
+    (tmp_path / "sheet.csv").write_bytes(saved.encode("utf-8-sig"))
+    assert [answer[:2] for answer in read_answers(tmp_path / "sheet.csv", items)] == [(one, "1")]
     lines = [{"item_id": item, "choice": 1 if k else None} for k, item in enumerate(items)]
     (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert len(read_answers(tmp_path / "all.jsonl", items)) == 11

@@ -55,8 +55,10 @@ def test_a_price_list_says_what_is_wrong_with_it(tmp_path, home):
         ("gpu_hour: 2", "did you mean 'gpu_hours'"),
         ("gpu_hours: -1", "is no price"),
         ("- 1", "is no list of prices"),
+        ("gpu_hours: [1", "p.yaml cannot be read: while parsing"),
+        ("# für\ngpu_hours: 1", "p.yaml cannot be read: it is not in UTF-8 .byte 0xfc at position 3.; save it"),
     ):
-        file.write_text(text)
+        file.write_bytes(text.encode("latin-1"))
         with pytest.raises(costs.PriceError, match=says):
             costs.prices_from(file)
     with pytest.raises(costs.PriceError, match="there is no price list"):

@@ -560,6 +560,9 @@ def test_a_file_of_principles_says_all_that_is_wrong_with_it(tmp_path):
     )
     with pytest.raises(ValueError, match="(?s)used twice|unknown key"):
         read_principles(str(tmp_path / "bad.yaml"))
+    (tmp_path / "latin.yaml").write_bytes("- {text: für}".encode("latin-1"))
+    with pytest.raises(ValueError, match="latin.yaml cannot be read: it is not in UTF-8"):
+        read_principles(str(tmp_path / "latin.yaml"))
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_is_away_ends_the_stage(
