@@ -134,7 +134,8 @@ SPEC = StageSpec(
 def run(stage):
     from stages.ingestion import curation
     from stages.reporting.reports import document, facts, histogram
-    from storage.schema import complete_row
+    from storage.files import canonical_json
+    from storage.schema import clean_messages, complete_row
 
     config = stage.config
     groups: dict[str, list[dict]] = {}
@@ -142,7 +143,7 @@ def run(stage):
     for name in stage.many("candidates"):
         for row in stage.dataset(f"candidates.{name}" if name else "candidates").iter_rows():
             group = groups.setdefault(row["prompt_id"], [])
-            key = row["prompt_id"], row["completion"][0]["content"]
+            key = row["prompt_id"], canonical_json(clean_messages(row["completion"]))
             repeated = config.dedupe and key in seen
             if row["kept"] is False or row["reward"] is None or repeated:
                 unusable[
@@ -330,7 +331,9 @@ def rso_pairs(stage, prompt_id: str, rewards, counts) -> list[tuple[int, int]]:
 
 
 def ranking_of(stage, rows, counts) -> list[dict]:
-    """One ranking by reward; equal rewards share a rank, and a prompt with one reward only gives none."""
+    """One ranking by reward, which weighs as much as one candidate; equal rewards share a rank, and a prompt with one
+    reward only gives none.
+    """
     from stages.selection import best_vs_worst
 
     rewards = [r["reward"] for r in rows]
@@ -346,6 +349,7 @@ def ranking_of(stage, rows, counts) -> list[dict]:
             "ranks": [1 + levels.index(r) for r in rewards],
             "scores": rewards,
             "gens": [r["gen"] for r in rows],
+            "weight": sum(r["weight"] for r in rows) / len(rows),
         }
     ]
 
@@ -364,6 +368,7 @@ def labelled_of(stage, rows, counts) -> list[dict]:
             "label": bool(r["correct"]) if threshold is None else r["reward"] > threshold,
             "label_kind": "correctness" if threshold is None else "threshold",
             "gen": r["gen"],
+            "weight": r["weight"],
         }
         for r in rows
         if threshold is not None or r["correct"] is not None

@@ -247,6 +247,21 @@ def test_a_prompt_weighs_the_same_whatever_its_pairs_and_verdicts_have_no_margin
     assert result["summary"]["reward_gap/mean"] == pytest.approx(-0.5)
     with pytest.raises(ValueError, match="write soft_labels=false"):
         Config(select="correct_vs_incorrect", soft_labels=True)
+    for kind, count in (("rankings/1", 2), ("unpaired/1", 6)):
+        _, rows = build({"kind": kind}, path)
+        assert [r["weight"] for r in rows] == [0.5] * count
+
+
+def test_answers_of_several_messages_are_the_same_where_all_of_them_are(candidates, build, tmp_path):
+    """Trajectories begin alike: with the same call, or with nothing but one."""
+    rows = list(open_dataset(candidates([[0.0, 1.0, 2.0]])).iter_rows())
+    for row, last in zip(rows, ("three", "four", "four")):
+        row["completion"] = [*assistant("I look."), *user("a result"), *assistant(last)]
+    path = str(tmp_path / "trajectories")
+    write_dataset(path, "trajectories", "candidates/1", rows)
+    result, (pair,) = build({}, path)
+    assert (pair["chosen"][-1]["content"], pair["rejected"][-1]["content"]) == ("four", "three")
+    assert result["summary"]["unusable"] == 1 and pair["chosen_score"] == 1.0
 
 
 def test_a_mixture_trains_on_nothing_that_a_source_holds_out(tmp_path, build):
