@@ -262,6 +262,7 @@ def grouped(stage, points, embedder):
     import numpy as np
 
     from stages.running.blocks import in_blocks
+    from stages.settings import whole_part
 
     def embedded(part):
         return [
@@ -286,7 +287,7 @@ def grouped(stage, points, embedder):
     groups = [Group(rated) for rated in by_group.values()]
     dropped["one_question"] = sum(len(g.questions) < 2 for g in groups)
     groups = [g for g in groups if len(g.questions) >= 2]
-    out = -int(-stage.config.held_out_share * len(groups) // 1)
+    out = -whole_part(-stage.config.held_out_share, len(groups))  # rounded up
     order = stage.rng("held out").permutation(len(groups))
     if len(groups) - out < 1:
         raise ValueError(

@@ -324,3 +324,27 @@ def test_pairs_become_points_and_what_is_missing_is_said(spec, tiny, rated):  # 
         from stages.reward.components import RewardComponent
 
         RewardComponent(kind="group_preference")
+
+
+def test_a_tenth_of_thirty_groups_is_three(tmp_path):
+    """In floating point 0.1 x 30 is a little above 3, which would be rounded up to 4."""
+    from types import SimpleNamespace
+
+    from stages.group_preference import grouped
+    from stages.reward_models.preference_module import Point
+
+    def points(groups):
+        return [
+            Point(f"g{g}", [{"role": "user", "content": f"q{q}"}], [], 1.0, f"{g} {q}", np.zeros(2, np.float32))
+            for g in range(groups)
+            for q in range(2)
+        ]
+
+    for share, groups, aside in ((0.1, 30, 3), (0.1, 31, 4), (0.2, 5, 1), (0.0, 5, 0), (0.01, 5, 1)):
+        stage = SimpleNamespace(
+            config=SimpleNamespace(held_out_share=share),
+            workdir=tmp_path,
+            rng=lambda *path: np.random.default_rng(0),
+        )
+        train, held_out, _ = grouped(stage, points(groups), None)
+        assert (len(train), len(held_out)) == (groups - aside, aside)
