@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Literal, Optional
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flows.recipe import Run, recipe
 from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, rl_inputs, scorer, starting_policy
@@ -57,6 +57,15 @@ class Config(IteratedConfig):
     improve: SFTConfig = Field(SFTConfig(), description="Fine-tuning of each Improve step.")
     rl_after: bool = Field(False, description="RL from the last policy, with the settings of rl, as one more model.")
     rl: RLConfig = Field(RLConfig(), description="rl_after: reinforcement learning at the end.")
+
+    @model_validator(mode="after")
+    def _rising(self):
+        if any(later <= earlier for earlier, later in zip(self.thresholds, self.thresholds[1:])):
+            raise ValueError(
+                f"thresholds={self.thresholds} do not rise: a step that selects nothing ends its round; write"
+                f" thresholds={sorted(set(self.thresholds))}"
+            )
+        return self
 
 
 def grow(config: Config, sampling: RejectionConfig) -> RejectionConfig:

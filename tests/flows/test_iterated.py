@@ -3,6 +3,7 @@
 import pytest
 
 from flows.recipe import Plan, get_recipe, load_config
+from stages.spec import ConfigError
 
 
 def planned(recipe, monkeypatch, metrics=None, **values):
@@ -733,3 +734,8 @@ def test_rlaif_labels_its_own_answers_and_runs_its_arms_from_one_start(monkeypat
     ):
         with pytest.raises(Exception, match=message):
             planned("rlaif", monkeypatch, **values)
+
+
+def test_thresholds_that_do_not_rise_are_refused():
+    with pytest.raises(ConfigError, match=r"write thresholds=\[0.5, 0.9\]"):
+        load_config("rest", {"model": "m", "data": {"prompts": "p"}, "thresholds": [0.9, 0.5, 0.5]})
