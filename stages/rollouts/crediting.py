@@ -309,7 +309,9 @@ class Crediting:
             if config.rejection_scope == "zero":
                 weights = np.where(rejected, 0.0, 1.0 if weights is None else weights)
         if any(not g.fresh or g.version != version for g in groups):
-            metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
+            metrics |= off_policy_metrics(
+                [g.version for g in groups], version, sampled, old, [s.action_mask for s in samples]
+            )
         elif all(logps is not None for logps in sampled) and (old is not sampled or not self.policy.engine.exact_logps):
             metrics |= self._mismatch(samples, self.logps(self.policy.model, items) if old is sampled else old)
         learned = None

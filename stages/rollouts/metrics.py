@@ -234,15 +234,19 @@ def weight_metrics(weights_BT, on_BT, mode: str, clip_max: float) -> dict[str, f
     }
 
 
-def off_policy_metrics(versions: Sequence[int], version: int, sampled, old) -> dict[str, float]:
+def off_policy_metrics(versions: Sequence[int], version: int, sampled, old, own) -> dict[str, float]:
     """How old the policies are that sampled (optimizer steps; -1 = of another run), and how far their log-probs are
-    from the current policy's.
+    from the current policy's in the mean over a completion's tokens that the policy chose, which ``own`` has a 1 for.
     """
     late = [version - v for v in versions if v >= 0]
     out = {"staleness/mean": float(np.mean(late)), "staleness/max": float(max(late))} if late else {}
     # None: of an engine that gives none
     apart = (
-        [abs(np.mean(np.subtract(a, b))) for a, b in zip(old, sampled) if len(a) and b is not None]
+        [
+            abs(np.mean(np.subtract(a, b)[np.array(mask, bool)]))
+            for a, b, mask in zip(old, sampled, own)
+            if any(mask) and b is not None
+        ]
         if old is not sampled
         else []
     )
