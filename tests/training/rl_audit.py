@@ -335,13 +335,19 @@ class Iteration:
         stored = [{p["name"]: p["weight"] for p in r["reward_components"]} for r in self.rows]
         self.parts = parts
         lengths = np.array([r["length"] for r in self.rows])
-        limit = c.completion_limit(self.start)
-        cache = round(row.soft_punish_share * limit) if c.soft_punish_cache is None else c.soft_punish_cache
+        # that it was drawn under
+        limit = np.array([c.completion_limit(max(r["policy_version"], 0)) for r in self.rows])
+        cache = (
+            np.round(row.soft_punish_share * limit)
+            if c.soft_punish_cache is None
+            else np.full(self.B, c.soft_punish_cache)
+        )
         overlong = (
-            np.clip((limit - cache - lengths) / cache, -1, 0)
-            if cache and c.reward_override == "none"
+            np.where(cache > 0, np.clip((limit - cache - lengths) / np.maximum(cache, 1), -1, 0), 0.0)
+            if c.reward_override == "none"
             else np.zeros(self.B)
         )
+        cache = cache.max()
         self.cache, self.overlong = cache if c.reward_override == "none" else 0, overlong
         for i, p in enumerate(parts):
             self.say(f"overlong of row {i}", p.pop("overlong", 0.0), overlong[i])
