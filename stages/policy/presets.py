@@ -342,6 +342,9 @@ def refuse_off_policy(row, config: Config) -> None:
             "kl_target=old is the policy that started the iteration, which did not sample it; write kl_target=ref": (
                 row.kl_loss_coef > 0 and row.kl_target == "old"
             ),
+            "early_stop_kl decides when the next batch is trained on, and a reward with from_step has to know when it is sampled; leave one of them out": (
+                config.early_stop_kl is not None and any(c.from_step for c in config.rewards)
+            ),
             f"max_staleness={config.max_staleness} is less than the {updates} optimizer steps of an iteration, by which every batch lags; write max_staleness={updates}, or 0": (
                 0 < config.max_staleness < updates
             ),
