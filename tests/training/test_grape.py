@@ -566,7 +566,7 @@ def test_the_share_of_improved_answers_is_one_of_the_whole_group():
     members = Members.__new__(Members)
     members.rubric, members.component, members.prior = (
         rubrics.Rubric({"c": []}),
-        SimpleNamespace(category="c"),
+        RewardComponent(kind="rubric", category="c"),
         {"r": {"text": "a", "feedback": "f"}},
     )
     members.renderer = SimpleNamespace(prompt_ids=lambda messages: [1])
