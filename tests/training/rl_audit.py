@@ -1321,8 +1321,13 @@ class Step:
         live = [i for i in self.present if len(errors[i])]
         S = len(self.present) if c.seq_denominator == "all" else len(live)
         mode = self.row.aggregation
+        if mode == "token-mean" and c.token_norm_scope == "group" and not first:
+            groups = [[i for i in live if it.group[i] == g] for g in sorted({it.group[i] for i in live})]
+            means = [sum(errors[i].sum() for i in own) / sum(len(errors[i]) for i in own) for own in groups]
         loss = (
-            sum(errors[i].mean() for i in live) / S
+            sum(means) / len(means)
+            if mode == "token-mean" and c.token_norm_scope == "group" and not first
+            else sum(errors[i].mean() for i in live) / S
             if mode == "seq-mean-token-mean"
             else sum(errors[i].sum() for i in live)
             / (S if mode == "seq-mean-token-sum" else sum(len(errors[i]) for i in live))
