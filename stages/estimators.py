@@ -249,6 +249,15 @@ def place_terminal(scores_B, mask_BT):
     return out
 
 
+def kl_estimates(log_ratios, kind: str):
+    """Estimate of KL(pi||ref) of each sampled token from log pi/ref, nats (KL-EST): k1 the log-ratio itself, k2 and k3
+    of the log-ratio clamped to +-20 (``stages.losses.kl_estimate``, as numbers).
+    """
+    d = _f64(log_ratios)
+    held = d.clip(-20.0, 20.0)
+    return {"k1": d, "k2": held * held / 2, "k3": np.expm1(-held) + held}[kind]
+
+
 def shape_rewards(scores_B, kl_BT, mask_BT, kl_coef: float, mode: str = "sequence_sum"):
     """Rewards with the rollout-time KL (old - ref log-probs, a constant) taken off (KL-REWARD).
 

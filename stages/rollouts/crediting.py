@@ -26,6 +26,7 @@ from stages.estimators import (
     RunningScale,
     apply_truncation,
     covariance_in_band,
+    kl_estimates,
     normalise_rewards,
     normalized_sum,
     overlong_penalty,
@@ -230,7 +231,7 @@ class Crediting:
                 kl = padded(self.exact_kl(items))
                 metrics["kl/full_sequence_sum"] = float(kl.sum(1).mean())
             elif row.needs_reference:
-                kl = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d.clip(-20, 20)) + d}[config.kl_reward_estimator]
+                kl = kl_estimates(d, config.kl_reward_estimator)
         metrics |= trajectory_metrics(config, self.policy, drawn)
         finite = np.isfinite(rewards)
         # behind the metrics: alarms compare the plain sums of iterations, these have mean 0

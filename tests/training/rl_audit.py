@@ -1262,12 +1262,14 @@ class Step:
                 differ(f"policy/{k}", logged[f"policy/{k}"], mean([f(x) for x in self.d]), loose)
             high = self.row.epsilon if self.row.epsilon_high is None else self.row.epsilon_high
             if not rough:
-                differ(
-                    "policy/outside_range",
-                    logged["policy/outside_range"],
-                    mean([((x.exp() < 1 - self.row.epsilon) | (x.exp() > 1 + high)).double() for x in self.d]),
-                    1e-6,
-                )
+                if self.row.surrogate in ("clip", "cispo"):
+                    low = self.row.epsilon if self.row.surrogate == "clip" else 1.0  # cispo has no lower bound
+                    differ(
+                        "policy/outside_range",
+                        logged["policy/outside_range"],
+                        mean([((x.exp() < 1 - low) | (x.exp() > 1 + high)).double() for x in self.d]),
+                        1e-6,
+                    )
                 if self.row.surrogate == "clip":
                     A = [torch.tensor(a) for a in self.it.A]
                     differ(

@@ -485,6 +485,7 @@ def test_a_recipe_gives_rl_the_reward_model_only_where_something_asks_it():
         ({"preset": "reinforce", "stop_on": ["ratio_off"]}, "surrogate=clip"),
         ({"stop_on": ["format_invalid"]}, "kind: format"),
         ({"preset": "topr", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
+        ({"preset": "sapo", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
         ({"stop_on": ["td_error_stays"]}, "preset=ppo"),
         ({"stop_on": ["reward_model_drift"]}, "kind: verifier, weight: 0"),
         (
@@ -1716,19 +1717,23 @@ def test_a_group_of_one_is_not_dead(rl):
 
 
 @pytest.mark.parametrize(
-    "surrogate, changes, expected",
+    "surrogate, changes, expected, outside",
     [
-        ("clip", {}, {"clip_low": 1, "clip_high": 1}),
-        ("clip", {"clip_ratio_c": 3.0}, {"clip_low": 1, "clip_high": 1, "clip_dual": 1}),
-        ("none", {}, {"clip_low": 0, "clip_high": 0}),
-        ("cispo", {}, {"clip_low": 0, "clip_high": 0, "capped": 2}),
+        ("clip", {}, {"clip_low": 1, "clip_high": 1}, 3),
+        ("clip", {"clip_ratio_c": 3.0}, {"clip_low": 1, "clip_high": 1, "clip_dual": 1}, 3),
+        ("none", {}, {"clip_low": 0, "clip_high": 0}, None),
+        ("sapo", {}, {"clip_low": 0, "clip_high": 0}, None),
+        ("vespo", {}, {"clip_low": 0, "clip_high": 0}, None),
+        ("cispo", {}, {"clip_low": 0, "clip_high": 0, "capped": 2}, 2),
     ],
 )
-def test_clip_metrics_count_the_tokens_that_lose_their_gradient(surrogate, changes, expected):
+def test_clip_metrics_count_the_tokens_that_lose_their_gradient(surrogate, changes, expected, outside):
+    """And outside_range those beyond a clip range, which sapo, vespo and none do not have and cispo has on one side."""
     ratio, advantages = torch.tensor([[2.0, 0.5, 4.0, 1.0]]), torch.tensor([[1.0, -1.0, -1.0, 1.0]])
     logps = ratio.log().requires_grad_()
     losses, sums = policy_loss(logps, torch.zeros(1, 4), advantages, torch.ones(1, 4), surrogate=surrogate, **changes)
     assert {name: int(v) for name, v in sums.items() if name.startswith("clip_") or name == "capped"} == expected
+    assert sums.get("outside_range") == outside
     (gradient,) = torch.autograd.grad(losses.sum(), logps)
     assert int((gradient == 0).sum()) == sum(v for name, v in expected.items() if name.startswith("clip_"))
 
