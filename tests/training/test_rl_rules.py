@@ -209,6 +209,13 @@ def test_what_a_cut_completion_earns_beside_one_that_ends():
         ({"preset": "dapo", "kl_controller": "adaptive_ziegler", "target_kl": 6.0}, "kl_controller"),
         ({"preset": "grpo", "ref_mode": "previous", "kl_estimator": "full"}, "kl_target=old"),
         ({"preset": "grpo", "max_staleness": 2}, "max_staleness"),
+        ({"preset": "p3o", "num_generations": 5}, "num_generations=4 or 6"),
+        ({"preset": "copg", "num_generations": 3}, "num_generations=2 or 4"),
+        ({"preset": "online_ipo", "num_generations": 7, "options": {"tau": 1.0}}, "num_generations=6 or 8"),
+        (
+            {"preset": "p3o", "num_generations": 4, "sft_member": "append", "sft_in_loss": True},
+            "the answer of sft_member=append.*num_generations=3 or 5",
+        ),
         ({"preset": "grpo", "max_completion_length": 64, "soft_punish_cache": 65}, "soft_punish_cache"),
         ({"preset": "grpo", "context_schedule": [(0, 32), (2, 48)], "soft_punish_cache": 40}, "soft_punish_cache"),
         (
@@ -1895,6 +1902,12 @@ def test_every_components_spread_and_its_correlation_with_length_are_logged():
 def test_where_components_cannot_be_normalised(config, message):
     with pytest.raises(Exception, match=message):
         resolve_preset(Config(**{"preset": "grpo", **config, "multi_objective_aggregation": "normalize_then_sum"}))
+
+
+@pytest.mark.parametrize("said, write", [(True, "group"), ("true", "group"), (False, "none"), ("False", "none")])
+def test_a_scale_of_yes_or_no_is_told_what_it_is_called_here(said, write):
+    with pytest.raises(ValueError, match=f"write scale_rewards={write}, "):
+        Config(scale_rewards=said)
 
 
 def test_batch_size_and_max_length_say_what_rl_calls_otherwise():
