@@ -114,6 +114,11 @@ def test_the_taper_of_topr_is_logged(rl):  # noqa: F811
             "positive_responses": 1.0,
         }
     )
+    # of the same policy by another micro-batch: a weight that is held at 1 was not clipped
+    near = Responses(old + 1e-7, old, None, mask, torch.zeros(4), advantages, None, torch.zeros(0, 2))
+    assert float((near.sums(near.logps_SL) != near.sums(old))[:3].sum()) > 0
+    assert float(tapered_log(near, (1.0, 1.0), (0.0, 1.0))["importance_clipped"]) == 0.0
+    assert float(tapered_log(near, (0.0, 0.0), (0.0, 0.0))["importance_clipped"]) == 3.0
     assert tapered_weights(logps.sum(-1)[:3], old.sum(-1)[:3], advantages[:3, 0]).tolist() == pytest.approx(weights)
     _, metrics = rl("topr", {"preset": "topr", "num_iterations": 2, "max_steps": 2, "learning_rate": 1e-2})
     assert all(
