@@ -51,6 +51,7 @@ CRITIC_TARGETS = (
     "soft_bellman",
 )
 ON_POLICY_SURROGATES = ("logp", "stopgrad_ratio")
+CLIPPED = ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl")  # surrogates with a clip range
 #: Constants of the surrogates that have some (``options`` of the rl stage), with their papers' values.
 SURROGATE_OPTIONS = {
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
@@ -1242,7 +1243,7 @@ RL_ALARMS_WATCH = {
     ),
     "dead_groups": (lambda r, c: r.compares, "no completions of a group are compared; write preset=grpo"),
     "clip_fraction_high": (
-        lambda r, c: not r.objective and not r.strictly_on_policy,
+        lambda r, c: not r.objective and not r.strictly_on_policy and r.surrogate in CLIPPED,
         "no ratio is compared with a clip range; write surrogate=clip (with a preset that has a surrogate)",
     ),
     "ratio_off": (

@@ -249,6 +249,15 @@ def place_terminal(scores_B, mask_BT):
     return out
 
 
+def kl_estimates(log_ratios, kind: str):
+    """Estimate of KL(pi||ref) of each sampled token from log pi/ref, nats (KL-EST): k1 the log-ratio itself, k2 and k3
+    of the log-ratio clamped to +-20 (``stages.losses.kl_estimate``, as numbers).
+    """
+    d = _f64(log_ratios)
+    held = d.clip(-20.0, 20.0)
+    return {"k1": d, "k2": held * held / 2, "k3": np.expm1(-held) + held}[kind]
+
+
 def shape_rewards(scores_B, kl_BT, mask_BT, kl_coef: float, mode: str = "sequence_sum"):
     """Rewards with the rollout-time KL (old - ref log-probs, a constant) taken off (KL-REWARD).
 
@@ -379,34 +388,32 @@ def fill_informative(
     """Draw batches of prompt groups until ``wanted`` of them have a signal (DYN-SAMPLING).
 
     draw: the next batch of groups, given how many were drawn so far; None where there are no more. no_signal: why a
-    group teaches nothing, or None.
+    group teaches nothing, or None; asked of all groups after every batch, by which their rewards may have changed.
 
     Returns ``kept`` and ``surplus`` groups, ``dropped`` ones with their reasons, ``batches`` drawn, and the
     ``filter_rate``: dropped of those drawn. Raises DynamicSamplingExhausted after `max_num_gen_batches` batches (0: no
     limit) or at the end of what can be drawn.
     """
-    kept, dropped, batches = [], [], 0
+    drawn, kept, dropped, batches = [], [], [], 0
     while len(kept) < wanted:
-        batch = draw(len(kept) + len(dropped)) if not max_num_gen_batches or batches < max_num_gen_batches else None
+        batch = draw(len(drawn)) if not max_num_gen_batches or batches < max_num_gen_batches else None
         if batch is None:
             raise DynamicSamplingExhausted(
                 f"{len(kept)} groups with a signal of {wanted} after {batches} generation batches"
-                f" ({len(kept) + len(dropped)} groups): raise max_num_gen_batches or num_generations, use easier or"
+                f" ({len(drawn)} groups): raise max_num_gen_batches or num_generations, use easier or"
                 " harder prompts, or write dynamic_sampling=false with zero_advantage=mask"
             )
         batches += 1
-        for group in batch:
-            reason = no_signal(group)
-            if reason is None:
-                kept.append(group)
-            else:
-                dropped.append((group, reason))
+        drawn += batch
+        reasons = [no_signal(group) for group in drawn]
+        kept = [group for group, reason in zip(drawn, reasons) if reason is None]
+        dropped = [(group, reason) for group, reason in zip(drawn, reasons) if reason is not None]
     return {
         "kept": kept[:wanted],
         "surplus": kept[wanted:],
         "dropped": dropped,
         "batches": batches,
-        "filter_rate": len(dropped) / max(len(kept) + len(dropped), 1),
+        "filter_rate": len(dropped) / max(len(drawn), 1),
     }
 
 

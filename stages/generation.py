@@ -291,25 +291,29 @@ def remembering(sampler):
 def sample_with_room(sampler, prompts, params, seeds, rooms, begun=None) -> list[list]:
     """Completions of every prompt with at most ``rooms[i]`` new tokens, together where the model has positions for the
     widest room. begun: how many last tokens of each prompt are its completion's first ones, which count for
-    ``min_tokens``.
+    ``min_tokens`` and ``bad_words``.
 
     A completion is a function of (weights, prompt, seed), so one that is cut afterwards is the one that a lower limit
     gives.
     """
     from stages.decoding.sampler import text_of
+    from stages.decoding.sampling import bad_word_ids
 
     widest = max(rooms, default=0)
-    calls: dict[tuple[int, int], list[int]] = {}
+    words = bad_word_ids(sampler.tokenizer, params.bad_words) if begun and params.bad_words else []
+    calls: dict[tuple[int, int, tuple], list[int]] = {}
     for i, (prompt, room) in enumerate(zip(prompts, rooms)):
-        limit = widest if room_after(sampler, prompt, widest) == widest else room
-        calls.setdefault((limit, min(limit, max(0, params.min_tokens - (begun[i] if begun else 0)))), []).append(i)
+        limit, count = widest if room_after(sampler, prompt, widest) == widest else room, begun[i] if begun else 0
+        ends = ends_of(words, prompt[len(prompt) - count :])
+        calls.setdefault((limit, min(limit, max(0, params.min_tokens - count)), ends), []).append(i)
     out: list = [None] * len(prompts)
-    for (limit, least), rows in sorted(calls.items(), reverse=True):
+    for (limit, least, ends), rows in sorted(calls.items(), reverse=True):
+        more = {"logit_processors": (*params.logit_processors, banned_at_start(ends))} if ends else {}
         for i, found in zip(
             rows,
             sampler.generate(
                 [prompts[i] for i in rows],
-                replace(params, max_new_tokens=limit, min_tokens=least),
+                replace(params, max_new_tokens=limit, min_tokens=least, **more),
                 [seeds[i] for i in rows],
             ),
         ):
@@ -330,12 +334,35 @@ def sample_with_room(sampler, prompts, params, seeds, rooms, begun=None) -> list
     return out
 
 
+def ends_of(words, ids: list[int]) -> tuple[tuple[int, ...], ...]:
+    """What would end one of the ``words`` (token sequences) that the last of these ids begin."""
+    return tuple(
+        sorted(
+            {tuple(word[k:]) for word in words for k in range(1, min(len(word), len(ids) + 1)) if ids[-k:] == word[:k]}
+        )
+    )
+
+
+def banned_at_start(sequences):
+    """A logit processor: the last token of each sequence is impossible where a completion began with the others."""
+    import torch
+
+    def ban(z, generated, counts):
+        for *head, last in sequences:
+            if len(head) <= generated.shape[1]:
+                same = (generated[:, : len(head)] == torch.tensor(head, dtype=torch.int64, device=z.device)).all(1)
+                z[(counts == len(head)) & same, last] = float("-inf")
+        return z
+
+    return ban
+
+
 def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
     """Completions that begin as ``(sample, tokens)`` says: with so many tokens of that sample; as whole completions of
     its prompt. Ranks share the work.
 
-    What counts a completion's tokens counts those that it begins with: min_tokens and stop strings (also one that
-    begins among them).
+    What counts a completion's tokens counts those that it begins with: min_tokens, stop strings and banned words (also
+    ones that begin among them).
 
     Raises:
         SamplerError: a frequency or presence penalty, which engines count over new tokens only.

@@ -277,8 +277,9 @@ def policy_loss(
     {"tokens", "clip_low", "clip_high", "outside_range", "ratio", "ratio_sq", "k1", "k2", "k3", "log_ratio_clamped"},
     sums over trained tokens, k* of KL(old||new), and the maximum "ratio_max". "clip_*" count tokens whose gradient is
     zeroed: none unless the surrogate is `clip`, `geo_mean` or a `dppo`; the dual clip's are "clip_dual".
-    "outside_range" counts tokens beyond epsilon on either side, whatever their advantage: of the ratio, of its log
-    (`geo_mean`) or of the divergence (a `dppo`). "capped" are
+    "outside_range", of surrogates with a clip range, counts tokens beyond epsilon on either side, whatever their
+    advantage: of the ratio (`cispo`: above 1+epsilon_high), of its log (`geo_mean`) or of the divergence (a `dppo`).
+    "capped" are
     those whose weight `cispo` cut to 1+epsilon_high; "soft_weight" is what `sapo` and `vespo` leave of the gradient of
     rho A or A log pi.
     """
@@ -348,15 +349,16 @@ def policy_loss(
         objective = objective * masked(weights_BT.detach().to(objective.dtype), mask)
     d, r = log_ratio.detach(), ratio.detach()
     if surrogate == "geo_mean":
-        outside = ((d < -epsilon) | (d > high)) & mask
+        hits["outside_range"] = ((d < -epsilon) | (d > high)) & mask
     elif surrogate.startswith("dppo"):
-        outside = ((p < q) & (far > epsilon) | (p > q) & (far > high)) & mask
-    else:
-        outside = ((r < 1 - epsilon) | (r > 1 + high)) & mask
+        hits["outside_range"] = ((p < q) & (far > epsilon) | (p > q) & (far > high)) & mask
+    elif surrogate == "cispo":
+        hits["outside_range"] = hits["capped"]
+    elif surrogate == "clip":
+        hits["outside_range"] = ((r < 1 - epsilon) | (r > 1 + high)) & mask
     metrics = {
         "tokens": mask.sum(),
         **{name: masked(hit, mask).sum() if hit.is_floating_point() else hit.sum() for name, hit in hits.items()},
-        "outside_range": outside.sum(),
         "ratio": masked(r, mask).sum(),
         "ratio_sq": masked(r * r, mask).sum(),
         "k1": masked(-d, mask).sum(),
@@ -512,7 +514,7 @@ def kl_estimate(
 ):
     """Sampled KL(pi||ref) per token [B, T], samples from pi; 0 outside the mask (KL-EST, Schulman 2020).
 
-    d = log pi - log ref: k1 = d; k2 = d^2/2; k3 = exp(-d) - 1 + d with d clamped (linear term included).
+    d = log pi - log ref: k1 = d; k2 = d^2/2 and k3 = exp(-d) - 1 + d with d clamped (linear term included).
     Differentiable through `logps_BT`. As a loss: k1 regularises nothing (refused by the presets), k2 gives the
     reverse-KL gradient, k3 the forward-KL gradient; with `old_logps_BT` the estimate is multiplied by the
     differentiable ratio pi/pi_old, which restores the reverse-KL gradient (kl_is_weighted).
@@ -520,13 +522,8 @@ def kl_estimate(
     _choice("kl_estimator", kind, KL_ESTIMATORS)
     mask = mask_BT.bool()
     d = masked(logps_BT, mask) - masked(ref_logps_BT, mask)
-    if kind == "k1":
-        kl = d
-    elif kind == "k2":
-        kl = d * d / 2
-    else:
-        d = d.clamp(-log_ratio_clamp, log_ratio_clamp)
-        kl = torch.expm1(-d) + d
+    held = d.clamp(-log_ratio_clamp, log_ratio_clamp)
+    kl = d if kind == "k1" else held * held / 2 if kind == "k2" else torch.expm1(-held) + held
     if old_logps_BT is not None:
         log_ratio, _ = log_ratios(logps_BT, old_logps_BT.detach(), mask_BT, log_ratio_clamp=log_ratio_clamp)
         kl = kl * torch.exp(log_ratio)

@@ -10,6 +10,8 @@ rewards: ``rejection`` selects from them again (``candidates=``), off-policy pre
 
 from __future__ import annotations
 
+import json
+
 from pydantic import Field
 
 from stages.reward.components import FixedComponent, RewardComponent
@@ -57,8 +59,8 @@ SPEC = StageSpec(
 
 def run(stage):
     from stages.reporting.reports import document, facts
-    from stages.reward.rewards import Rewards
-    from stages.reward.rubric_reward import RubricScorer, rubric_metrics, score_rows, write_review
+    from stages.reward.rewards import Rewards, concerns, placed
+    from stages.reward.rubric_reward import RubricScorer, rubric_metrics, score_rows, unscored, write_review
     from stages.reward.rubrics import load
     from stages.spec import ConfigError
     from storage.datasets import open_dataset
@@ -90,22 +92,24 @@ def run(stage):
     asked = _asked(stage, data.kind, rows, renderer)
     scorer = RubricScorer(component, load(stage), stage.inputs, renderer, stage.device, known)
     writer = stage.writer("rubric_scores", "rubric_scores/1")
-    size = scorer.rows_at_once(len(rows), config.block)
-    for start in range(stage.units_done * size, len(rows), size):
-        block = rows[start : start + size]
-        found = scorer.items(asked[start : start + size])
+    # as in the run that made them, what was lost and what is routed to other components is not shown to the rubric
+    at = [i for i, row in enumerate(asked) if not row["lost"] and concerns(component, row["prompt_row"])]
+    size = scorer.rows_at_once(len(at), config.block)
+    for start in range(stage.units_done * size, len(at), size):
+        block = [rows[i] for i in at[start : start + size]]
+        found = scorer.items([asked[i] for i in at[start : start + size]])
         writer.write([one for row, items in zip(block, found) for one in score_rows(row, items, row.get("iteration"))])
         writer.flush()
         stage.save_checkpoint(start // size + 1, {}, {})
-        stage.progress(min(start + size, len(rows)), len(rows), "answers")
-    writer.close({"answers": len(rows)})
+        stage.progress(min(start + size, len(at)), len(at), "answers")
+    writer.close({"answers": len(at)})
     items_of: dict[str, list[dict]] = {row["row_id"]: [] for row in rows}
     for one in open_dataset(str(stage.workdir / "out" / "rubric_scores")).iter_rows():
         items_of[one["sample_row_id"]].append(one)
-    values = scorer.aggregate([items_of[row["row_id"]] for row in rows])
-    weights, rewards = {c.name: c.weight for c in config.rewards}, Rewards(list(config.rewards), {}, None)
+    values: list = placed(at, scorer.aggregate([items_of[rows[i]["row_id"]] for i in at]), [None] * len(rows))
+    rewards = Rewards(list(config.rewards), {}, None)
     made, before, after = [], [], []
-    for row, value in zip(rows, values):
+    for row, one, value in zip(rows, asked, values):
         stored = (
             {c["name"]: c["value"] for c in row["reward_components"]}
             if data.kind == "rollouts/1"
@@ -113,16 +117,15 @@ def run(stage):
         )
         parts = {}
         for other in config.rewards:
-            if other is not component and other.name not in stored:
+            if other is not component and other.name not in stored and not one["lost"]:
                 raise ConfigError(
                     f"rescore: the data has no values of the component {other.name!r} (it has"
                     f" {', '.join(stored) or 'none'}); leave it out of rewards"
                 )
-            parts[other.name] = value if other is component else stored[other.name]
-        total = rewards.total_of(parts)
-        # a router's other tiers do not count
-        counts = {c.name: weights[c.name] if c.tier in ("", total.tier) else 0.0 for c in config.rewards}
-        made.append(_rewarded(data.kind, row, parts, total.total, counts, total.tier))
+            parts[other.name] = value if other is component else None if one["lost"] else stored[other.name]
+        why = unscored(items_of[row["row_id"]]) if value is None and items_of[row["row_id"]] else None
+        total = rewards.total_of(parts, _reasons(row, one, parts, config.rewards, {component.name: why} if why else {}))
+        made.append(_rewarded(data.kind, row, total, config.rewards))
         before.append(None if row.get("reward_tier") == "unscorable" else row["reward"])
         after.append(None if made[-1].get("reward_tier") == "unscorable" else made[-1]["reward"])
     out = stage.writer("data", data.kind)
@@ -175,6 +178,7 @@ def _asked(stage, kind: str, rows, renderer) -> list[dict]:
     """The rows as scorers take them."""
     from stages.decoding.sampler import text_of
     from stages.generation import by_prompt_id, opens_thought, stored_completion
+    from stages.rollouts.replay import lost_to
     from stages.spec import ConfigError
 
     prompts = by_prompt_id(stage, stage.dataset("prompts").iter_rows(), {row["prompt_id"] for row in rows})
@@ -191,9 +195,10 @@ def _asked(stage, kind: str, rows, renderer) -> list[dict]:
         )
         if kind == "rollouts/1":
             ids, finish = list(row["completion_ids"]), "eos" if row["terminated"] else "length"
+            lost = lost_to(row, json.loads(row["extra_json"] or "{}"))
             text = text_of(renderer.tokenizer, [t for t in ids if t not in renderer.stop_ids])
         else:
-            (ids, finish, _), text = stored_completion(renderer, row), row["completion"][-1]["content"] or ""
+            (ids, finish, lost), text = stored_completion(renderer, row), row["completion"][-1]["content"] or ""
         out.append(
             {
                 "row_id": row["row_id"],
@@ -202,13 +207,39 @@ def _asked(stage, kind: str, rows, renderer) -> list[dict]:
                 "completion_ids": ids,
                 "finish_reason": finish,
                 "opened": opened,
+                "lost": lost,
             }
         )
     return out
 
 
-def _rewarded(kind: str, row: dict, parts: dict, total: float | None, weights: dict, tier: str | None) -> dict:
-    """The row with another reward; what was computed from the old one (advantages, returns) is taken out."""
+def _reasons(row: dict, asked: dict, parts: dict, components, known: dict[str, str]) -> dict[str, str]:
+    """Why components have no value, by name: what is ``known`` of now, else what the prompt and the stored row say."""
+    from stages.reward.rewards import concerns
+    from stages.reward.verdicts import ANOTHERS, NOT_ASKED
+
+    stored = json.loads(row["extra_json"] or "{}").get("unscorable") or {}
+    return {
+        c.name: (
+            ANOTHERS
+            if not concerns(c, asked["prompt_row"])
+            else asked["lost"]
+            or known.get(c.name)
+            or stored.get(c.name)
+            or (NOT_ASKED if c.tier else "no value is stored")
+        )
+        for c in components
+        if parts[c.name] is None
+    }
+
+
+def _rewarded(kind: str, row: dict, scored, components) -> dict:
+    """The row with another reward (``stages.reward.verdicts.Scored``); what was computed from the old one (advantages,
+    returns) is taken out.
+    """
+    from stages.reward.verdicts import failures
+
+    total, extra = scored.total, json.loads(row["extra_json"] or "{}")
     if kind == "candidates/1":
         reason = (
             row["drop_reason"]
@@ -219,18 +250,25 @@ def _rewarded(kind: str, row: dict, parts: dict, total: float | None, weights: d
         )
         return {
             **row,
-            "scores": [{"source": k, "value": v} for k, v in parts.items()],
+            "scores": [{"source": k, "value": v} for k, v in scored.parts.items()],
             "reward": total,
             "kept": reason is None,
             "drop_reason": reason,
+            "extra_json": json.dumps(extra | {"unscorable": scored.reasons, "tier": scored.tier}, sort_keys=True),
         }
+    extra.pop("unscorable", None)
+    if failed := failures(scored.parts, scored.reasons):
+        extra["unscorable"] = failed
+    # the factor of each value in the total; of one without a total, as configured
+    weights = scored.weights or {c.name: c.weight for c in components if not c.tier}
     kept = [c for c in row["reward_components"] if c["name"] == "overlong"]
-    components = [{"name": k, "value": v, "weight": weights[k]} for k, v in parts.items()] + kept
     return {
         **row,
-        "reward_components": components,
+        "reward_components": [{"name": k, "value": v, "weight": weights.get(k, 0.0)} for k, v in scored.parts.items()]
+        + kept,
         "reward": 0.0 if total is None else total + sum(c["value"] for c in kept),
-        "reward_tier": "unscorable" if total is None else tier,
+        "reward_tier": "unscorable" if total is None else scored.tier,
+        "extra_json": json.dumps(extra) if extra else None,
         **dict.fromkeys(
             ("token_rewards", "advantages", "returns", "values", "bootstrap_value", "shaped_reward", "step_rewards")
         ),

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import SAMPLING, Role
 from stages.policy.presets import exact_in_reward, not_read, resolve_preset, row_of
@@ -797,6 +797,18 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
 
     # names of other stages that are understood, and are no settings of their own
     ALSO: ClassVar[tuple[str, ...]] = ("batch_size", "max_length")
+
+    @field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _not_yes_or_no(cls, value):
+        said = str(value).lower()
+        if said in ("true", "false"):
+            raise ValueError(
+                f"scale_rewards={said} is another trainer's spelling; write scale_rewards="
+                + ("group, by whose std it divides" if said == "true" else "none, which divides by nothing")
+                + " (batch: by the std of the whole batch)"
+            )
+        return value
 
     @model_validator(mode="before")
     @classmethod

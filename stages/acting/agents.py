@@ -318,14 +318,17 @@ def plain_task(row: dict) -> dict:
 def agent_metrics(samples: Sequence[Sample], components: Sequence = ()) -> dict[str, float]:
     """What people who debug agents look at: success, turns, reward per turn, tool errors, why trajectories ended, and
     of the reward ``components`` of kind milestones how many milestones a trajectory reached, and which share of the
-    trajectories reached each."""
-    turns = [t for s in samples for t in s.turns or []]
-    calls = [e for t in turns for e in t["events"] if e.startswith(("tool:", "error:"))]
-    n = max(len(samples), 1)
+    trajectories reached each. All but the ends are over trajectories that their environment did not lose."""
     out = {
-        f"agent/finish_{reason}": sum(s.finish_reason == reason for s in samples) / n
+        f"agent/finish_{reason}": sum(s.finish_reason == reason for s in samples) / max(len(samples), 1)
         for reason in ("goal", "stop", "turn_limit", "length", "failure")
     }
+    samples = [s for s in samples if not s.lost]
+    if not samples:
+        return out
+    turns = [t for s in samples for t in s.turns or []]
+    calls = [e for t in turns for e in t["events"] if e.startswith(("tool:", "error:"))]
+    n = len(samples)
     paid = [r for s in samples for r in s.turn_rewards or ()]
     if paid:
         out["agent/reward_per_turn"] = sum(paid) / len(paid)

@@ -21,7 +21,7 @@ from stages.batching import per_response
 from stages.losses import aggregate, denominator_of, masked, value_loss
 from stages.models.modeling import hidden_states, precise
 from stages.models.sharding import asked
-from stages.policy.policy_update import counted_sequences
+from stages.policy.policy_update import counted_sequences, group_means, over_groups
 from stages.reward_models.reward_heads import (
     RewardCard,
     load_reward_model,
@@ -34,18 +34,21 @@ from stages.training import Sums, Trainer
 
 
 class ValueRegression:
-    """(V - target)^2 of the separate critic, aggregated as the policy's loss is; targets and old values come with the
-    items.
+    """(V - target)^2 of the separate critic, aggregated as the policy's loss is (of one value per prompt, over all of
+    them); targets and old values come with the items.
     """
 
     def __init__(self, row, config, bias: float):
         self.config, self.bias = config, bias
         self.mode = row.aggregation if row.aggregation != "seq-mean-token-sum-norm" else "token-mean"
+        self.by_group = over_groups(row, config) and row.critic_target != "bandit"
+        self.count = "groups" if self.by_group else denominator_of(self.mode)
 
     def counts(self, items):
         return {
             "tokens": float(sum(i.n_targets for i in items)),
             "sequences": counted_sequences(items, self.config.seq_denominator),
+            "groups": float(sum(i.n_targets > 0 for i in items)),
         }
 
     def __call__(self, model, batch):
@@ -63,10 +66,12 @@ class ValueRegression:
         if self.config.cliprange_value is not None:
             moved = (values_SL.detach() - old).abs() > self.config.cliprange_value
             metrics["clip_fraction"] = ((moved & batch.mask_SL).float().sum(), "tokens")
-        return Sums(
-            {"value": (aggregate(error, batch.mask_SL, self.mode, counted=False)[0], denominator_of(self.mode))},
-            metrics,
+        total = (
+            group_means(error, batch.mask_SL, batch.items)
+            if self.by_group
+            else aggregate(error, batch.mask_SL, self.mode, counted=False)[0]
         )
+        return Sums({"value": (total, self.count)}, metrics)
 
 
 def values_of(head: nn.Linear, states: torch.Tensor, bias: float) -> torch.Tensor:

@@ -20,6 +20,7 @@ import numpy as np
 
 from stages.generation import Sample, sample_groups
 from stages.reward import grape
+from stages.reward.rewards import concerns
 from stages.reward.rubrics import Rubric
 
 IMPROVE = (
@@ -126,10 +127,10 @@ class Members:
             )
 
     def _system(self, prompt: dict) -> str:
-        """The generation prompt of a prompt's category, "" without one."""
+        """The generation prompt of a prompt's category, "" without one, or where the rubric is not for the prompt."""
         return (
             self.rubric.generation_prompt.get(self.rubric.category_of(prompt, self.component.category), "")
-            if self.component
+            if self.component and concerns(self.component, prompt)
             else ""
         )
 
@@ -181,11 +182,11 @@ class Members:
         return made
 
     def _improve(self, prompt: dict, count: int, iteration: int, counter: int):
-        """(answers to improve, ids of the request, its messages) of a prompt; none where it has no earlier answer or
-        the request is too long.
+        """(answers to improve, ids of the request, its messages) of a prompt; none where it has no earlier answer, no
+        rubric criticises it or the request is too long.
         """
         config, prior = self.config, self.prior.get(prompt["row_id"])
-        if config.mode_mix == "fresh":
+        if config.mode_mix == "fresh" or not concerns(self.component, prompt):
             return 0, [], []
         draws = (
             self.stage.rng("improve", iteration, counter, prompt["row_id"]).random(count)

@@ -38,6 +38,21 @@ def counted_sequences(items, seq_denominator: str) -> float:
     return float(sum(seq_denominator == "all" or bool(m.any()) for i in items for m in i.masks))
 
 
+def over_groups(row, config) -> bool:
+    """Whether a mean over tokens is one over those of each prompt group, and then over groups (AGG)."""
+    return row.aggregation == "token-mean" and config.token_norm_scope == "group"
+
+
+def group_means(values_SL, mask_SL, items):
+    """Sum of the groups' means of a token loss; the count of groups with a trained token divides it."""
+    weights = torch.tensor(
+        [1.0 / max((i.whole or i).n_targets, 1) for i in items for _ in i.responses],
+        dtype=values_SL.dtype,
+        device=values_SL.device,
+    )
+    return (masked(values_SL, mask_SL).sum(-1) * weights).sum()
+
+
 class PolicyGradient:
     """The policy's objective over prompt groups (and pretraining rows, which carry ``extra["ptx"]``).
 
@@ -55,7 +70,7 @@ class PolicyGradient:
         self.kl_coef = kl_coef or (lambda: row.kl_loss_coef)
         self.scale = config.loss_scale_factor or config.longest_completion
         self.objective = resolve(row.objective) if row.objective else None
-        self.by_group = row.aggregation == "token-mean" and config.token_norm_scope == "group"
+        self.by_group = over_groups(row, config)
         self.count = "groups" if self.by_group else denominator_of(row.aggregation)
 
     def counts(self, items):
@@ -82,12 +97,7 @@ class PolicyGradient:
         """Sum of a token loss under the row's aggregation; ``self.count`` divides it."""
         if not self.by_group:
             return aggregate(values_SL, mask_SL, self.row.aggregation, self.scale, counted=False)[0]
-        weights = torch.tensor(
-            [1.0 / max((i.whole or i).n_targets, 1) for i in items for _ in i.responses],
-            dtype=values_SL.dtype,
-            device=values_SL.device,
-        )
-        return (masked(values_SL, mask_SL).sum(-1) * weights).sum()
+        return group_means(values_SL, mask_SL, items)
 
     def __call__(self, model, batch):
         row, config = self.row, self.config

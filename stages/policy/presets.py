@@ -105,6 +105,16 @@ def refuse_batch(row, config: Config) -> None:
         raise ValueError(
             "sft_member=replace leaves no sample in groups of one; write sft_member=append or num_generations >= 2"
         )
+    if row.unit == "pairs":
+        joins = config.sft_member == "append" and config.sft_in_loss
+        if (config.num_generations + joins) % 2:
+            fits = [n for n in (config.num_generations - 1, config.num_generations + 1) if n + joins >= 2]
+            raise ValueError(
+                f"the loss of preset={config.preset} compares the completions of a prompt two by two, and of"
+                f" num_generations={config.num_generations}"
+                f"{' with the answer of sft_member=append' if joins else ''} one would be sampled and left out; write"
+                f" num_generations={' or '.join(map(str, fits))}."
+            )
     if config.conditioning == "sampling" and (
         row.objective or row.advantage == "vine" or config.token_norm_scope == "group"
     ):
@@ -341,6 +351,9 @@ def refuse_off_policy(row, config: Config) -> None:
             ),
             "kl_target=old is the policy that started the iteration, which did not sample it; write kl_target=ref": (
                 row.kl_loss_coef > 0 and row.kl_target == "old"
+            ),
+            "early_stop_kl decides when the next batch is trained on, and a reward with from_step has to know when it is sampled; leave one of them out": (
+                config.early_stop_kl is not None and any(c.from_step for c in config.rewards)
             ),
             f"max_staleness={config.max_staleness} is less than the {updates} optimizer steps of an iteration, by which every batch lags; write max_staleness={updates}, or 0": (
                 0 < config.max_staleness < updates

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stages.losses import LOG_RATIO_CLAMP, masked, tapered_weights
+from stages.losses import LOG_RATIO_CLAMP, masked, sign_beyond_rounding, tapered_weights
 
 
 def p3o_loss(logps_P2, old_logps_P2, rewards_P2, epsilon: float = 0.2, form: str = "separate"):
@@ -105,15 +105,16 @@ def tapered(r: Responses, clip_pos, clip_neg):
 
 def tapered_log(r: Responses, clip_pos, clip_neg) -> dict:
     """Sums over trained responses: the weight, its square, and how many have a positive advantage or a weight that was
-    clipped (TOPR).
+    clipped by more than rounding (TOPR), which makes a ratio that is held at 1 differ from 1 where nothing has moved.
     """
     live, logps, old = r.mask_SL.any(-1), r.sums(r.logps_SL).detach(), r.sums(r.old_SL)
     weights = masked(tapered_weights(logps, old, r.advantages_S, clip_pos, clip_neg), live)
-    ratio = masked(tapered_weights(logps, old, r.advantages_S, (0.0, float("inf")), (0.0, float("inf"))), live)
+    ratio = tapered_weights(logps, old, r.advantages_S, (0.0, float("inf")), (0.0, float("inf")))
+    moved = sign_beyond_rounding((weights / ratio).log(), logps.abs() + old.abs())
     return {
         "importance_weight": weights.sum(),
         "importance_weight_sq": (weights * weights).sum(),
-        "importance_clipped": (weights != ratio).float().sum(),
+        "importance_clipped": masked(moved.abs(), live).float().sum(),
         "positive_responses": (masked(r.advantages_S, live) > 0).float().sum(),
     }
 

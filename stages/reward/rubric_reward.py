@@ -304,8 +304,7 @@ class RubricScorer:
         out = []
         for items, value in zip(found, values):
             if value is None:
-                why = "; ".join(f"{i['item_id']}: {i['error']}" for i in items if i["score"] is None)
-                out.append(Unscorable(f"rubric items without a score ({why})", tuple(items)))
+                out.append(Unscorable(unscored(items), tuple(items)))
             else:
                 right = [i["correct"] for i in items if i["correct"] is not None]
                 out.append(Verdict(value, right[0] if right else None, items=tuple(items)))
@@ -322,6 +321,12 @@ class RubricScorer:
             self.component.invalid_policy,
         )
         return values
+
+
+def unscored(items: Sequence[dict]) -> str:
+    """Why a row whose items are these has no reward."""
+    why = "; ".join(f"{i['item_id']}: {i['error']}" for i in items if i["score"] is None)
+    return f"rubric items without a score ({why})"
 
 
 # -- what is kept and shown --------------------------------------------------------------------------------------------

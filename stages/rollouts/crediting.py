@@ -26,6 +26,7 @@ from stages.estimators import (
     RunningScale,
     apply_truncation,
     covariance_in_band,
+    kl_estimates,
     normalise_rewards,
     normalized_sum,
     overlong_penalty,
@@ -186,7 +187,8 @@ class Crediting:
         if row.needs_reference or config.monitor_kl:
             ref = old if config.ref_mode == "previous" else self.logps(self.reference, items)
         values, after = self.critic.values(items) if self.critic is not None else (None, 0.0)
-        overlong, cache = self._overlong(samples, version)
+        # those of another run by the limit of now
+        overlong, punished = self._overlong(samples, [version if g.version < 0 else g.version for g in group_at])
         rewards, bootstrap, kept = self._truncated(samples, overlong, after)
         fresh = np.array([g.fresh for g in group_at])
         shown = fresh if fresh.any() else ~fresh  # replayed completions were counted when they were sampled
@@ -212,7 +214,7 @@ class Crediting:
             if s.parts.get(c.name) is not None
         ]:
             metrics["completions/format_valid"] = float(np.mean(formed))
-        if cache:
+        if punished:
             metrics["reward/overlong"] = float(overlong[shown].mean())
         kl = d = None
         if ref is not None:
@@ -229,7 +231,7 @@ class Crediting:
                 kl = padded(self.exact_kl(items))
                 metrics["kl/full_sequence_sum"] = float(kl.sum(1).mean())
             elif row.needs_reference:
-                kl = {"k1": d, "k2": d * d / 2, "k3": np.expm1(-d.clip(-20, 20)) + d}[config.kl_reward_estimator]
+                kl = kl_estimates(d, config.kl_reward_estimator)
         metrics |= trajectory_metrics(config, self.policy, drawn)
         finite = np.isfinite(rewards)
         # behind the metrics: alarms compare the plain sums of iterations, these have mean 0
@@ -258,7 +260,7 @@ class Crediting:
             scorable & in_loss,
             scorable & (kept | config.truncated_in_stats),
             kl,
-            self._baselines(group_at, version),
+            self._baselines(group_at),
             None if values is None else padded(values),
             bootstrap,
             log_ratio_BT=d,
@@ -309,7 +311,9 @@ class Crediting:
             if config.rejection_scope == "zero":
                 weights = np.where(rejected, 0.0, 1.0 if weights is None else weights)
         if any(not g.fresh or g.version != version for g in groups):
-            metrics |= off_policy_metrics([g.version for g in groups], version, sampled, old)
+            metrics |= off_policy_metrics(
+                [g.version for g in groups], version, sampled, old, [s.action_mask for s in samples]
+            )
         elif all(logps is not None for logps in sampled) and (old is not sampled or not self.policy.engine.exact_logps):
             metrics |= self._mismatch(samples, self.logps(self.policy.model, items) if old is sampled else old)
         learned = None
@@ -530,16 +534,22 @@ class Crediting:
         return total / max(count, 1.0)
 
     # -- what advantages read ----------------------------------------------------------------------------------------
-    def _overlong(self, samples, version: int) -> tuple[np.ndarray, int]:
-        """(penalties of long completions [B], tokens over which they grow; 0: none). A control experiment has none."""
-        limit = self.config.completion_limit(version)
-        cache = (
-            round(self.row.soft_punish_share * limit)
-            if self.config.soft_punish_cache is None
-            else self.config.soft_punish_cache
-        )
-        cache = cache if self.config.reward_override == "none" else 0
-        return overlong_penalty([len(s.ids) for s in samples], limit, cache) if cache else np.zeros(len(samples)), cache
+    def _overlong(self, samples, steps) -> tuple[np.ndarray, bool]:
+        """(penalties of long completions [B], whether there are any), each by the length limit of the optimizer step at
+        which it was drawn. A control experiment has none.
+        """
+        config, found, punished = self.config, np.zeros(len(samples)), False
+        limits = np.array([config.completion_limit(step) for step in steps], int)
+        for limit in np.unique(limits) if config.reward_override == "none" else ():
+            cache = (
+                round(self.row.soft_punish_share * int(limit))
+                if config.soft_punish_cache is None
+                else config.soft_punish_cache
+            )
+            if cache:
+                at, punished = np.flatnonzero(limits == limit), True
+                found[at] = overlong_penalty([len(samples[i].ids) for i in at], int(limit), cache)
+        return found, punished
 
     def _normalized(self, samples, overlong, group_of):
         """Rewards whose components, the penalty of long completions one of them, are normalised in their group and then
@@ -591,10 +601,11 @@ class Crediting:
 
     def earned(self, samples: list[Sample], version: int) -> np.ndarray:
         """Rewards ``[B]`` of completions that those of a batch are compared with (greedy ones, opponents', of the
-        starting policy, continuations), by the same rules for cut and long ones; NaN = unscorable."""
-        return self._truncated(samples, self._overlong(samples, version)[0], 0.0)[0]
+        starting policy, continuations), all drawn at optimizer step ``version``, by the same rules for cut and long
+        ones; NaN = unscorable."""
+        return self._truncated(samples, self._overlong(samples, [version] * len(samples))[0], 0.0)[0]
 
-    def _baselines(self, group_at, version: int):
+    def _baselines(self, group_at):
         kind = self.row.baseline if self.row.advantage in BASELINE_ADVANTAGES else "none"
         if kind == "moving_average":
             return self.baseline.use
@@ -603,9 +614,8 @@ class Crediting:
         if kind == "constant":
             return self.config.baseline_value
         if kind == "greedy":
-            groups = {id(g): g for g in group_at}
             # unscorable: the group has no baseline and teaches nothing
-            found = dict(zip(groups, self.earned([g.greedy_sample for g in groups.values()], version)))
+            found = {id(g): self.earned([g.greedy_sample], g.version)[0] for g in group_at}
             return np.array([found[id(g)] for g in group_at])
         if kind in ("table", "v_star"):
             return table_baseline([g.prompt["prompt_id"] for g in group_at], self.table)
@@ -628,7 +638,7 @@ class Crediting:
             own = np.where(batch.counted_B, batch.rewards_B, np.nan)
             others = {
                 id(g): (
-                    self.earned(g.opponents, version) if g.opponents else own[batch.group_of_B == batch.group_of_B[i]]
+                    self.earned(g.opponents, g.version) if g.opponents else own[batch.group_of_B == batch.group_of_B[i]]
                 )
                 for i, g in enumerate(group_at)
                 if not i or g is not group_at[i - 1]
@@ -758,7 +768,7 @@ class Crediting:
     def baseline_of(self, group: list[Sample]) -> tuple[float, list[Sample]] | None:
         """(value, the completions behind it) of a prompt's scored completions before training (BASELINE table and
         v_star, ASTAR-PO stage 1), on the scale of the rewards that it is taken off; None where none could be scored."""
-        rewards, _, kept = self._truncated(group, self._overlong(group, 0)[0], 0.0)
+        rewards, _, kept = self._truncated(group, self._overlong(group, [0] * len(group))[0], 0.0)
         counted = np.isfinite(rewards) & (kept | self.config.truncated_in_stats)
         if not counted.any():
             return None

@@ -90,24 +90,31 @@ class GroupSampler:
         dynamic, seats, self.failed_rows = self.row.dynamic_sampling, self.policy.seats, 0
         n = self.config.gen_batch_size or wanted if dynamic else wanted
         rounds = itertools.count()  # groups that the engine lost count as drawn: seeds are of prompts, not of groups
+        seen: list[Group] = []
+
+        def draw(_) -> list[Group]:
+            found = self.sample(take(n), iteration, version, n * next(rounds))
+            if seen and self.config.reward_override == "none":
+                # by the same confidences, before it is asked who teaches something; what they are compared with too
+                regrade(
+                    self.rewards,
+                    [
+                        s
+                        for g in (*seen, *found)
+                        for s in (*g.samples, *g.opponents, *([] if g.greedy_sample is None else [g.greedy_sample]))
+                    ],
+                )
+            seen.extend(found)
+            return found
+
         found = fill_informative(
-            lambda seen: self.sample(take(n), iteration, version, n * next(rounds)),
+            draw,
             self.no_signal if dynamic else lambda group: None,
             wanted * seats,
             self.config.max_num_gen_batches,
         )
+        self.members.remember(seen, iteration)
         dropped = found["dropped"] + [(group, "surplus") for group in found["surplus"]]
-        if found["batches"] > 1 and self.config.reward_override == "none":
-            # and what they are compared with, by the same confidences
-            everyone = [*found["kept"], *(g for g, _ in dropped)]
-            regrade(
-                self.rewards,
-                [
-                    s
-                    for g in everyone
-                    for s in (*g.samples, *g.opponents, *([] if g.greedy_sample is None else [g.greedy_sample]))
-                ],
-            )
         metrics = {"rollout/failed_rows": float(self.failed_rows)} if self.failed_rows else {}
         if dynamic:
             metrics |= {
@@ -225,8 +232,6 @@ class GroupSampler:
                 control(self.stage, sample, *counters, "opponent", g)
             if group.greedy_sample is not None:
                 control(self.stage, group.greedy_sample, *counters, "greedy")
-        if purpose == "rollout":
-            self.members.remember(groups, iteration)
         return groups
 
     def of_every_prompt(self, prompts, purpose: str, n: int, engine=None) -> list[list[Sample]]:

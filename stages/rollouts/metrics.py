@@ -19,34 +19,14 @@ from stages.reward.verdicts import failures
 def rollout_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int = 1) -> dict[str, float]:
     """Rewards by component, lengths, truncation, groups without signal. ``rewards [B]``: NaN = unscorable; ``group_of
     [B]``: group number. ``std_ddof``: of the groups' stds in ``reward/group_std``, that of the run's advantages (TRL's
-    ``reward_std`` too is the sample std); 0 for a group of one."""
-    lengths = np.array([len(s.ids) for s in samples], float)
-    ended = np.array([s.terminated for s in samples])
+    ``reward_std`` too is the sample std); 0 for a group of one. What an environment lost says nothing of the policy's
+    completions: it counts as unscorable, and among the generated tokens."""
     ok = np.isfinite(rewards)
     out = {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float((~ended).mean()),
-        "completions/empty_fraction": float(np.mean([not s.text.strip() for s in samples])),
-        "completions/repetition": float(
-            np.mean([repetition_n([t for t, own in zip(s.ids, s.action_mask) if own], 3) or 0.0 for s in samples])
-        ),
         "reward/unscorable_fraction": float((~ok).mean()),
-        "completions/reflection": reflection_counts([s.text for s in samples])["share_with_any"],
         "completions/generated_tokens": float(sum(sum(s.action_mask) for s in samples)),
-        "completions/special_characters": float(np.mean([special_character_rate(s.text) for s in samples])),
-        "completions/language_switch": float(
-            np.mean(
-                [
-                    bool(scripts(s.text) - scripts("".join(m["content"] or "" for m in s.prompt.get("prompt", ()))))
-                    for s in samples
-                ]
-            )
-        ),
+        **completion_metrics([s for s in samples if not s.lost]),
     }
-    if ended.any():
-        out["completions/mean_terminated_length"] = float(lengths[ended].mean())
     if ok.any():
         by_group = [r for g in np.unique(group_of) if len(r := rewards[(group_of == g) & ok])]
         compared = [is_constant(r) for r in by_group if len(r) > 1]  # one reward alone is compared with none
@@ -87,14 +67,47 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int 
             [s.correct for s, of in zip(samples, group_of) if of == g and s.correct is not None]
             for g in np.unique(group_of)
         ]
-        out |= {
-            f"groups/{name}_fraction": float(np.mean([len(v) > 1 and test(v) for v in groups]))
-            for name, test in (("all_correct", all), ("all_wrong", lambda v: not any(v)))
-        }
+        compared = [v for v in groups if len(v) > 1]  # one verdict alone is compared with none
+        if compared:
+            out |= {
+                "groups/all_correct_fraction": float(np.mean([all(v) for v in compared])),
+                "groups/all_wrong_fraction": float(np.mean([not any(v) for v in compared])),
+            }
         for name, wanted in (("correct", True), ("incorrect", False)):
             chosen = [len(s.ids) for s in samples if s.correct is wanted]
             if chosen:
                 out[f"completions/mean_{name}_length"] = float(np.mean(chosen))
+    return out
+
+
+def completion_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Lengths, cuts and signs of a policy that comes apart, of completions that were not lost; {} of none."""
+    if not samples:
+        return {}
+    lengths = np.array([len(s.ids) for s in samples], float)
+    ended = np.array([s.terminated for s in samples])
+    out = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float((~ended).mean()),
+        "completions/empty_fraction": float(np.mean([not s.text.strip() for s in samples])),
+        "completions/repetition": float(
+            np.mean([repetition_n([t for t, own in zip(s.ids, s.action_mask) if own], 3) or 0.0 for s in samples])
+        ),
+        "completions/reflection": reflection_counts([s.text for s in samples])["share_with_any"],
+        "completions/special_characters": float(np.mean([special_character_rate(s.text) for s in samples])),
+        "completions/language_switch": float(
+            np.mean(
+                [
+                    bool(scripts(s.text) - scripts("".join(m["content"] or "" for m in s.prompt.get("prompt", ()))))
+                    for s in samples
+                ]
+            )
+        ),
+    }
+    if ended.any():
+        out["completions/mean_terminated_length"] = float(lengths[ended].mean())
     return out
 
 
@@ -135,15 +148,16 @@ def cut_gain(samples: Sequence[Sample], rewards, kept) -> dict[str, float]:
 
 def step_metrics(batch: Batch) -> dict[str, float]:
     """Mean reward of the counted steps, and the share of groups whose steps all earned the same, which is what teaches
-    nothing where steps are paid (GRPO-PROCESS).
+    nothing where steps are paid (GRPO-PROCESS); of groups with two counted steps or more.
     """
     groups = [
         [r for i in np.flatnonzero((batch.group_of_B == g) & batch.counted_B) for r in batch.steps[i][1]]
         for g in np.unique(batch.group_of_B)
     ]
     everyone = [r for rewards in groups for r in rewards]
+    compared = [is_constant(rewards) for rewards in groups if len(rewards) > 1]
     return {
-        "reward/frac_zero_std": float(np.mean([is_constant(rewards) for rewards in groups])),
+        **({"reward/frac_zero_std": float(np.mean(compared))} if compared else {}),
         **({"reward/step_mean": float(np.mean(everyone))} if everyone else {}),
     }
 
@@ -220,15 +234,19 @@ def weight_metrics(weights_BT, on_BT, mode: str, clip_max: float) -> dict[str, f
     }
 
 
-def off_policy_metrics(versions: Sequence[int], version: int, sampled, old) -> dict[str, float]:
+def off_policy_metrics(versions: Sequence[int], version: int, sampled, old, own) -> dict[str, float]:
     """How old the policies are that sampled (optimizer steps; -1 = of another run), and how far their log-probs are
-    from the current policy's.
+    from the current policy's in the mean over a completion's tokens that the policy chose, which ``own`` has a 1 for.
     """
     late = [version - v for v in versions if v >= 0]
     out = {"staleness/mean": float(np.mean(late)), "staleness/max": float(max(late))} if late else {}
     # None: of an engine that gives none
     apart = (
-        [abs(np.mean(np.subtract(a, b))) for a, b in zip(old, sampled) if len(a) and b is not None]
+        [
+            abs(np.mean(np.subtract(a, b)[np.array(mask, bool)]))
+            for a, b, mask in zip(old, sampled, own)
+            if any(mask) and b is not None
+        ]
         if old is not sampled
         else []
     )

@@ -154,13 +154,14 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
                 len(group.samples),
                 list(row["completion_ids"]),
                 [float(v) for v in row["logp_rollout"] or row["logp_old"]],
-                "eos" if row["terminated"] else "length",
+                row.get("finish_reason") or ("eos" if row["terminated"] else "length"),
                 "",
                 float("nan") if row["reward_tier"] == "unscorable" else total,
                 {c["name"]: c["value"] for c in paid},
                 {},
                 row["is_correct"],
                 tool_mask=row["tool_mask"],
+                failure=lost_to(row, extra),
                 weights={c["name"]: c["weight"] for c in paid},
                 step_rewards=(
                     (list(row["step_ends"]), list(row["step_rewards"]))
@@ -174,6 +175,13 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
             "the input stored has no rows; give a rollouts/1 dataset, for example the rollouts output of an rl stage."
         )
     return list(groups.values())
+
+
+def lost_to(row: dict, extra: dict) -> str | None:
+    """Why the environment of a stored trajectory failed; None where it did not."""
+    if row.get("finish_reason") != "failure":
+        return None
+    return next(iter((extra.get("unscorable") or {}).values()), "its environment failed")
 
 
 def _compare_rewards(stage, samples: list[Sample]) -> None:

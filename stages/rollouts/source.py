@@ -467,6 +467,7 @@ class Rollouts:
         if self.ahead is None or self.version + self.steps_per_batch >= self.total_steps:
             return
         wanted, iteration, version = self.config.prompts_per_step, self.iteration + 1, self.version
+        self.rewards.step = self.version + self.steps_per_batch  # that it is trained at, which from_step is about
         self.ahead.submit(lambda: self._fill(wanted, iteration, version))
 
     def _wait_for_ahead(self) -> None:

@@ -140,13 +140,13 @@ def monte_carlo(
         for j, sample in enumerate(group):
             control(stage, sample, "vine", iteration, k, j)
 
-    def paid(group: list[Sample]) -> list[float]:
-        rewards = earned(group, version)
+    def paid(group: list[Sample], drawn: int) -> list[float]:
+        rewards = earned(group, drawn)
         return rewards[np.isfinite(rewards)].tolist()
 
     found, means = (
-        [paid(group) for group in made],
-        {id(group): float(np.mean(paid(group.samples) or [0.0])) for group in group_at},
+        [paid(group, version) for group in made],
+        {id(group): float(np.mean(paid(group.samples, group.version) or [0.0])) for group in group_at},
     )
     values = []
     for group, places in zip(group_at, borders):

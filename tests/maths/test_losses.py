@@ -449,3 +449,20 @@ def test_impossible_settings_say_what_to_write():
     ):
         with pytest.raises(ValueError, match=word):
             call()
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3"])
+def test_the_log_ratio_of_a_kl_estimator_is_clamped_in_loss_and_reward(kind):
+    """To 20 nats on both sides (1.2, KL-EST), where k2 grew with the square and k3 of the reward with the log-ratio."""
+    from stages.estimators import kl_estimates
+
+    d = torch.tensor([[-25.0, -20.0, -1.0, 0.0, 1.0, 20.0, 30.0]], dtype=torch.float64)
+    held = d.clamp(-20, 20)
+    expected = held**2 / 2 if kind == "k2" else torch.expm1(-held) + held
+    logps = d.clone().requires_grad_()
+    found = losses.kl_estimate(logps, torch.zeros_like(d), kind, torch.ones_like(d))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    (gradient,) = torch.autograd.grad(found.sum(), logps)
+    assert gradient[0, 0] == gradient[0, -1] == 0.0
+    assert kl_estimates(d.numpy(), kind)[0].tolist() == pytest.approx(expected[0].tolist(), rel=1e-12)
+    assert kl_estimates(d.numpy(), "k1").tolist() == d.tolist()

@@ -335,13 +335,19 @@ class Iteration:
         stored = [{p["name"]: p["weight"] for p in r["reward_components"]} for r in self.rows]
         self.parts = parts
         lengths = np.array([r["length"] for r in self.rows])
-        limit = c.completion_limit(self.start)
-        cache = round(row.soft_punish_share * limit) if c.soft_punish_cache is None else c.soft_punish_cache
+        # that it was drawn under
+        limit = np.array([c.completion_limit(max(r["policy_version"], 0)) for r in self.rows])
+        cache = (
+            np.round(row.soft_punish_share * limit)
+            if c.soft_punish_cache is None
+            else np.full(self.B, c.soft_punish_cache)
+        )
         overlong = (
-            np.clip((limit - cache - lengths) / cache, -1, 0)
-            if cache and c.reward_override == "none"
+            np.where(cache > 0, np.clip((limit - cache - lengths) / np.maximum(cache, 1), -1, 0), 0.0)
+            if c.reward_override == "none"
             else np.zeros(self.B)
         )
+        cache = cache.max()
         self.cache, self.overlong = cache if c.reward_override == "none" else 0, overlong
         for i, p in enumerate(parts):
             self.say(f"overlong of row {i}", p.pop("overlong", 0.0), overlong[i])
@@ -1256,12 +1262,14 @@ class Step:
                 differ(f"policy/{k}", logged[f"policy/{k}"], mean([f(x) for x in self.d]), loose)
             high = self.row.epsilon if self.row.epsilon_high is None else self.row.epsilon_high
             if not rough:
-                differ(
-                    "policy/outside_range",
-                    logged["policy/outside_range"],
-                    mean([((x.exp() < 1 - self.row.epsilon) | (x.exp() > 1 + high)).double() for x in self.d]),
-                    1e-6,
-                )
+                if self.row.surrogate in ("clip", "cispo"):
+                    low = self.row.epsilon if self.row.surrogate == "clip" else 1.0  # cispo has no lower bound
+                    differ(
+                        "policy/outside_range",
+                        logged["policy/outside_range"],
+                        mean([((x.exp() < 1 - low) | (x.exp() > 1 + high)).double() for x in self.d]),
+                        1e-6,
+                    )
                 if self.row.surrogate == "clip":
                     A = [torch.tensor(a) for a in self.it.A]
                     differ(
@@ -1315,8 +1323,13 @@ class Step:
         live = [i for i in self.present if len(errors[i])]
         S = len(self.present) if c.seq_denominator == "all" else len(live)
         mode = self.row.aggregation
+        if mode == "token-mean" and c.token_norm_scope == "group" and not first:
+            groups = [[i for i in live if it.group[i] == g] for g in sorted({it.group[i] for i in live})]
+            means = [sum(errors[i].sum() for i in own) / sum(len(errors[i]) for i in own) for own in groups]
         loss = (
-            sum(errors[i].mean() for i in live) / S
+            sum(means) / len(means)
+            if mode == "token-mean" and c.token_norm_scope == "group" and not first
+            else sum(errors[i].mean() for i in live) / S
             if mode == "seq-mean-token-mean"
             else sum(errors[i].sum() for i in live)
             / (S if mode == "seq-mean-token-sum" else sum(len(errors[i]) for i in live))

@@ -429,6 +429,107 @@ def test_tool_tokens_are_in_no_statistic_of_log_probs():
     )
 
 
+def test_what_an_environment_lost_is_neither_cut_nor_an_attempt():
+    """It lowered success and turns, counted as cut at the length limit, and its half answer was one of the lengths."""
+    from stages.acting.agents import agent_metrics
+    from stages.rollouts.metrics import rollout_metrics
+
+    done = Sample(
+        {"row_id": "1", "prompt": []},
+        [1],
+        0,
+        [5, 6, 7, 8],
+        [-1.0] * 4,
+        "goal",
+        "done",
+        total=1.0,
+        parts={"score": 1.0},
+        reasons={},
+        correct=True,
+        tool_mask=[0, 1, 0, 0],
+        turns=[{"events": ["tool:search", "found"]}, {"events": ["goal_verified"]}],
+        turn_rewards=[0.0, 1.0],
+    )
+    lost = replace(
+        done,
+        ids=[5] * 9,
+        finish_reason="failure",
+        failure="time-out",
+        total=math.nan,
+        parts={"score": None},
+        reasons={"score": "environment failed: time-out"},
+        correct=None,
+        tool_mask=[0] + [1] * 8,
+        turns=[{"events": ["error:failed", "found"]}] * 3,
+        turn_rewards=None,
+    )
+    milestones = [RewardComponent(kind="milestones", milestones={"found": 1.0})]
+    alone, both = agent_metrics([done], milestones), agent_metrics([done, lost], milestones)
+    assert {k: v for k, v in both.items() if "finish_" not in k} == {
+        k: v for k, v in alone.items() if "finish_" not in k
+    }
+    assert both["agent/success"] == both["agent/milestones"] == 1.0 and both["agent/turns"] == 2.0
+    assert both["agent/finish_goal"] == both["agent/finish_failure"] == 0.5
+    assert set(agent_metrics([lost])) == {
+        f"agent/finish_{reason}" for reason in ("goal", "stop", "turn_limit", "length", "failure")
+    }
+    groups = np.array([0, 0])
+    found, expected = (
+        rollout_metrics(own, np.array([s.total for s in own]), groups[: len(own)]) for own in ([done, lost], [done])
+    )
+    apart = {"reward/unscorable_fraction", "reward/score/unscorable_fraction", "completions/generated_tokens"}
+    assert {k: v for k, v in found.items() if k not in apart} == {k: v for k, v in expected.items() if k not in apart}
+    assert found["completions/clipped_ratio"] == 0.0 and found["completions/max_length"] == 4.0
+    assert found["reward/unscorable_fraction"] == 0.5 and found["completions/generated_tokens"] == 4.0
+    assert "completions/clipped_ratio" not in rollout_metrics([lost], np.array([math.nan]), groups[:1])
+
+
+def test_only_groups_of_two_verdicts_are_all_correct_or_all_wrong():
+    """A group with one verdict or none was in the denominator and never in the numerator."""
+    from stages.rollouts.metrics import rollout_metrics
+
+    sample = Sample({"row_id": "1", "prompt": []}, [1], 0, [5], [-1.0], "eos", "x", total=0.0, parts={})
+    verdicts = [(0, True), (0, True), (1, False), (1, True), (2, True), (2, None), (3, None), (3, None)]
+    samples, of = [replace(sample, correct=v) for _, v in verdicts], np.array([g for g, _ in verdicts])
+    found = rollout_metrics(samples, np.zeros(len(samples)), of)
+    assert found["groups/all_correct_fraction"] == 0.5 and found["groups/all_wrong_fraction"] == 0.0
+    alone = rollout_metrics(samples[:3:2], np.zeros(2), np.arange(2))
+    assert "groups/all_correct_fraction" not in alone and alone["train/correct"] == 0.5
+
+
+def test_a_stored_trajectory_that_its_environment_lost_stays_lost():
+    """A control with random rewards paid it, and trained on it."""
+    from types import SimpleNamespace
+
+    from stages.rollouts.groups import control
+    from stages.rollouts.replay import _groups_of
+
+    row = {
+        **{name: "p" for name in ("row_id", "prompt_id", "group_id", "dataset")},
+        "iteration": 0,
+        "prompt_ids": [1],
+        "completion_ids": [5, 6],
+        "logp_rollout": None,
+        "logp_old": [-1.0, -1.0],
+        "reward_components": [{"name": "environment", "value": None, "weight": 1.0}],
+        "reward_tier": "unscorable",
+        "is_correct": None,
+        "terminated": False,
+        "tool_mask": [0, 0],
+        "finish_reason": "failure",
+        "step_rewards": None,
+        "extra_json": json.dumps({"unscorable": {"environment": "environment failed: time-out"}}),
+    }
+    (group,) = _groups_of([row, {**row, "finish_reason": "turn_limit", "extra_json": None}], {})
+    assert [s.lost for s in group.samples] == [True, False] and "time-out" in group.samples[0].failure
+    stage = SimpleNamespace(
+        config=Config(reward_override="random"), rng=lambda *purpose: randomness.rng(3, "rl", *purpose)
+    )
+    for k, sample in enumerate(group.samples):
+        control(stage, sample, "stored", k)
+    assert [math.isfinite(s.total) for s in group.samples] == [False, True]
+
+
 # --- prompt orders ----------------------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,51 @@ def test_staleness_is_logged_and_the_ratio_is_checked_where_it_must_be_one(rl):
     assert sum("async/waited_seconds" in m for m in measured) == 2
 
 
+def test_a_reward_begins_at_its_step_whoever_sampled(rl):
+    """A batch that was sampled ahead was paid for the step at which it was sampled, an iteration before the first that
+    it is trained at.
+    """
+    rewards = [{"kind": "length"}, {"kind": "length_penalty", "length_alpha": 0.1, "from_step": 4}]
+    for ahead in (False, True):
+        made, _ = rl(
+            f"late-{ahead}",
+            num_minibatches=2,
+            max_steps=8,
+            reward_override="none",
+            rewards=rewards,
+            async_rollouts=ahead,
+        )
+        weights = {
+            (r["iteration"], c["weight"])
+            for r in rollouts(made)
+            for c in r["reward_components"]
+            if c["name"] == "length_penalty"
+        }
+        assert weights == {(0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0)}
+
+
+def test_a_long_completion_is_punished_by_the_limit_that_it_was_drawn_under(rl):
+    """OVERLONG under a context_schedule: by the limit of now, what had stopped at its own limit was punished as if it
+    could have gone on.
+    """
+    settings = {
+        "context_schedule": [[0, 4], [2, 8]],
+        "soft_punish_cache": 2,
+        "truncation_policy": "score",
+        "reward_override": "none",
+    }
+    replay = {"preset": "topr", "replay_fraction": 0.5, "async_rollouts": False, "replay_window": 3}
+    for name, more in {"ahead": {}, "again": replay}.items():
+        rows = rollouts(rl(name, **settings, **more)[0])
+        limits, late = {0: 4, 1: 4, 2: 8, 3: 8}, 0
+        for r in rows:
+            limit, length = limits[r["policy_version"]], r["length"]
+            paid = sum(c["value"] for c in r["reward_components"] if c["name"] == "overlong")
+            assert length <= limit and paid == pytest.approx(max(-1.0, min(0.0, (limit - 2 - length) / 2)))
+            late += limits[r["iteration"]] != limit and length == limit
+        assert late
+
+
 @pytest.mark.parametrize("slow", ("sampling", "training"))
 def test_the_result_does_not_depend_on_what_is_faster(rl, monkeypatch, slow):
     from pathlib import Path
@@ -160,6 +205,10 @@ def test_an_adapter_is_sampled_from_as_it_was(tiny, rl):
         ({"preset": "vineppo"}, "group_mean"),
         ({"ref_mode": "previous", "beta": 0.1}, "ref_mode=refresh"),
         ({"preset": "ppo_clip_kl", "kl_target": "old"}, "kl_target=ref"),
+        (
+            {"early_stop_kl": 0.1, "num_iterations": 2, "rewards": [{"kind": "length", "from_step": 3}]},
+            "leave one of them out",
+        ),
     ],
 )
 def test_what_would_be_wrong_is_refused(config, says):

@@ -566,7 +566,7 @@ def test_the_share_of_improved_answers_is_one_of_the_whole_group():
     members = Members.__new__(Members)
     members.rubric, members.component, members.prior = (
         rubrics.Rubric({"c": []}),
-        SimpleNamespace(category="c"),
+        RewardComponent(kind="rubric", category="c"),
         {"r": {"text": "a", "feedback": "f"}},
     )
     members.renderer = SimpleNamespace(prompt_ids=lambda messages: [1])
@@ -1114,6 +1114,76 @@ def test_rollouts_are_scored_again_and_trained_on(tiny, prompts, rubric, spec):
         "digest": "s",
     }
     assert execute(stored, silent)["summary"]["steps"] == 1
+
+
+@pytest.mark.parametrize("stage", ["rl", "rejection"])
+def test_scoring_again_knows_why_a_component_has_no_value(tiny, rubric, spec, tmp_path, stage):
+    """A prompt that is routed to the rubric alone (reward_route) lost its reward because the verifier had none, one
+    that is routed to the verifier was shown to the rubric, and a stored reason was of the scoring before.
+    """
+    routes = (None, ["rubric"], ["verifier"])
+    write_dataset(
+        str(tmp_path / "asked"),
+        "asked",
+        "prompts/1",
+        [
+            complete_row(
+                "prompts/1",
+                {
+                    "prompt": user(f"{i}+{i}?"),
+                    "answer": str(2 * i),
+                    "answer_type": "integer",
+                    "category": "nobodys" if route == ["verifier"] else "double",
+                    "reward_route": route,
+                },
+                dataset="asked",
+                source="made",
+                origin="human",
+            )
+            for i, route in enumerate(routes)
+        ],
+    )
+    document = json.loads(json.dumps(RUBRIC))
+    prompts, rewards = str(tmp_path / "asked"), [{"kind": "rubric"}, {"kind": "verifier", "weight": 0.5}]
+    inputs = {
+        "model": tiny["policy"],
+        {"rl": "data", "rejection": "prompts"}[stage]: prompts,
+        "rubric": rubric(document),
+        "reward_model": tiny["reward"],
+    }
+    config, output = {
+        "rl": ({**GRAPE, "prompts_per_step": 3, "max_steps": 1}, "rollouts"),
+        "rejection": ({"num_generations": 4, "max_completion_length": 8, "allow_empty": True}, "candidates"),
+    }[stage]
+    first = execute(spec(stage, {**config, "rewards": rewards}, inputs, "first"), silent)
+    before = rows_of(first, output)
+    given = {
+        "data": first["outputs"][output]["path"],
+        "prompts": prompts,
+        "rubric": inputs["rubric"],
+        "model": tiny["policy"],
+        "reward_model": tiny["reward"],
+    }
+    again = execute(spec("rescore", {"rewards": rewards}, given, "again"), silent)
+    after = rows_of(again, "data")
+    assert [r["reward"] for r in after] == [r["reward"] for r in before]
+    assert again["summary"]["unscorable"] == 4 and len(rows_of(again, "rubric_scores")) == 8
+    assert [json.loads(r["extra_json"] or "{}").get("unscorable") for r in after] == [
+        json.loads(r["extra_json"] or "{}").get("unscorable") for r in before
+    ]
+    none = "def score(prompt, completion, answer):\n    return None"
+    document["categories"]["double"]["items"][0]["scorer"] = {"kind": "python", "source": none}
+    unread = execute(
+        spec("rescore", {"rewards": rewards}, {**given, "rubric": rubric(document, "none")}, "unread"), silent
+    )
+    by_route = {r["prompt_id"]: r["reward_route"] for r in open_dataset(prompts).iter_rows()}
+    for row in rows_of(unread, "data"):
+        why = json.loads(row["extra_json"] or "{}").get("unscorable") or {}
+        if by_route[row["prompt_id"]] == ["verifier"]:
+            assert "no value" not in why.get("verifier", "") and row.get("reward_tier") != "unscorable"
+        else:
+            assert why["rubric"].startswith("rubric items without a score (short: ")
+            assert row.get("reward_tier") == "unscorable" or row["reward"] is None
 
 
 def test_the_sequence_level_variant_is_marked_as_an_experiment():

@@ -144,3 +144,42 @@ def test_a_greedy_answer_is_regraded_with_its_group(rl, judge, tmp_path):  # noq
     everyone = [s for g in groups for s in (*g.samples, g.greedy_sample)]
     expected = source.rewards.scorers["rubric"].aggregate([s.items for s in everyone])
     assert [s.total for s in everyone] == pytest.approx(expected)
+
+
+def test_a_group_is_dropped_by_the_rewards_that_it_would_be_trained_on(rl, judge, tmp_path):  # noqa: F811
+    """Refill rounds of dynamic sampling: with the confidences of its own round a group earned the same throughout, and
+    was dropped although by those of all rounds it does not (GRAPE-REWARD, DYN-SAMPLING).
+    """
+    items = [
+        {"id": k, "kind": "verifiable", "criterion": f"Is {k}.", "weight": 0.5, "scorer": "judge"}
+        for k in ("one", "two")
+    ]
+    scorer_of(tmp_path, items, {"endpoint": judge.url, "endpoint_model": "m"})
+
+    def reply(text):  # an answer meets one of the two items; of odd questions the judge is surer of the first item
+        body, one = text.split("[Response]\n")[1].split("\n\n[Reference")[0], "Is one." in text
+        odd = int(text.split("what is ")[1].split(" ")[0]) % 2
+        return f"Reasoning: r\nScore: {float((len(body) % 2 == 0) == one)}\nConfidence: {(0.9 if one else 0.2) if odd else 0.5}"
+
+    judge.reply = reply
+    path = next(str(p) for p in tmp_path.iterdir() if p.is_dir() and p.name.startswith("own-"))
+    source = rl.source(
+        "dropped",
+        {
+            "preset": "grape",
+            "num_generations": 8,
+            "dynamic_sampling": True,
+            "filter_groups_metric": "reward_std",
+            "gen_batch_size": 1,
+            "prompts_per_step": 2,
+            "reward_override": "none",
+            "rewards": [{"kind": "rubric", "endpoint": judge.url, "endpoint_model": "m", "category": "c"}],
+        },
+        rubric=path,
+    )
+    asked = {int(row["answer"]) // 2 % 2: (row, ids) for row, ids in source.order.prompts}
+    turn = iter((asked[0], asked[1]))
+    kept, dropped, metrics = source.groups.fill(lambda n: [next(turn)], 2, 0, 0)
+    assert metrics["groups/generation_batches"] == 2 and not dropped and metrics["groups/filter_rate"] == 0.0
+    assert [g.prompt["row_id"] for g in kept] == [asked[k][0]["row_id"] for k in (0, 1)]
+    assert all(len({s.total for s in g.samples}) == 2 for g in kept)

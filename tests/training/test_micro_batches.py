@@ -148,7 +148,14 @@ def test_advantages_of_every_token_go_with_their_responses(tiny):
 
 
 @pytest.mark.parametrize(
-    "preset, changes", (("ppo", {}), ("ppo", {"cliprange_value": 0.2}), ("ppo_outcome", {}), ("vapo", {}))
+    "preset, changes",
+    (
+        ("ppo", {}),
+        ("ppo", {"cliprange_value": 0.2}),
+        ("ppo", {"token_norm_scope": "group"}),
+        ("ppo_outcome", {}),
+        ("vapo", {}),
+    ),
 )
 def test_a_critics_items_are_parted_too(tiny, preset, changes):
     config = Config(preset=preset, num_generations=GROUP, **changes)

@@ -57,9 +57,16 @@ def test_weights_that_are_logged_by_hand(rl):  # noqa: F811
 
 
 def test_an_engine_without_log_probs_has_no_distance_to_them():
-    found = off_policy_metrics([0, 2, -1], 3, [[-1.0, -2.0], None, []], [[-1.5, -2.5], [-1.0], []])
+    found = off_policy_metrics([0, 2, -1], 3, [[-1.0, -2.0], None, []], [[-1.5, -2.5], [-1.0], []], [[1, 1], [1], []])
     assert found == {"staleness/mean": 2.0, "staleness/max": 3.0, "sampling/logp_difference": 0.5}
-    assert off_policy_metrics([1], 3, [None], [[-1.0]]) == {"staleness/mean": 2.0, "staleness/max": 2.0}
+    assert off_policy_metrics([1], 3, [None], [[-1.0]], [[1]]) == {"staleness/mean": 2.0, "staleness/max": 2.0}
+
+
+def test_tool_tokens_are_in_no_distance_to_the_policy_that_sampled():
+    """MASK-TOOL: both sides have 0 there, which made the mean of a long observation's trajectory small."""
+    sampled, old, own = [[-1.0, 0.0, 0.0, -2.0], [0.0]], [[-1.5, 0.0, 0.0, -2.7], [0.0]], [[1, 0, 0, 1], [0]]
+    found = off_policy_metrics([1, 1], 2, sampled, old, own)
+    assert found["sampling/logp_difference"] == pytest.approx(0.6)
 
 
 def test_the_share_of_cut_weights_does_not_depend_on_their_normalisation(rl):  # noqa: F811
@@ -107,6 +114,11 @@ def test_the_taper_of_topr_is_logged(rl):  # noqa: F811
             "positive_responses": 1.0,
         }
     )
+    # of the same policy by another micro-batch: a weight that is held at 1 was not clipped
+    near = Responses(old + 1e-7, old, None, mask, torch.zeros(4), advantages, None, torch.zeros(0, 2))
+    assert float((near.sums(near.logps_SL) != near.sums(old))[:3].sum()) > 0
+    assert float(tapered_log(near, (1.0, 1.0), (0.0, 1.0))["importance_clipped"]) == 0.0
+    assert float(tapered_log(near, (0.0, 0.0), (0.0, 0.0))["importance_clipped"]) == 3.0
     assert tapered_weights(logps.sum(-1)[:3], old.sum(-1)[:3], advantages[:3, 0]).tolist() == pytest.approx(weights)
     _, metrics = rl("topr", {"preset": "topr", "num_iterations": 2, "max_steps": 2, "learning_rate": 1e-2})
     assert all(

@@ -483,6 +483,29 @@ def test_group_scope_divides_by_the_tokens_of_each_prompt(tiny):
     assert whole == pytest.approx(np.mean(each), rel=1e-9)
 
 
+def test_group_scope_is_that_of_the_separate_critic_too(tiny):
+    """AGG: policy and value terms are averaged alike; the separate critic's was a mean over all tokens."""
+    from stages.reward_models.reward_heads import new_reward_model
+
+    model = new_reward_model(tiny["policy"]).double()
+    torch.nn.init.normal_(model.score.weight)
+    items = items_of(np.random.default_rng(3), n=4)
+    for item in items:
+        graded = [[0.5 * k] * len(r) for k, r in enumerate(item.responses)]
+        item.extra.update(returns=graded, values=graded)
+
+    def loss(items, **changes):
+        config = Config(preset="ppo", num_generations=2, **changes)
+        return loss_and_gradient(model, critics.ValueRegression(resolve_preset(config)[0], config, 0.0), items)[0][
+            "value"
+        ].item()
+
+    assert len({i.n_targets for i in items}) > 1
+    each = [loss([i]) for i in items]
+    assert loss(items, token_norm_scope="group") == pytest.approx(np.mean(each), rel=1e-9)
+    assert loss(items) == pytest.approx(np.average(each, weights=[i.n_targets for i in items]), rel=1e-9)
+
+
 def test_nll_of_correct_completions_only(tiny):
     model = load_policy(tiny["policy"]).double()
     items = items_of(np.random.default_rng(4), values=[[0.0], [0.0]], correct=[True, False])

@@ -209,6 +209,13 @@ def test_what_a_cut_completion_earns_beside_one_that_ends():
         ({"preset": "dapo", "kl_controller": "adaptive_ziegler", "target_kl": 6.0}, "kl_controller"),
         ({"preset": "grpo", "ref_mode": "previous", "kl_estimator": "full"}, "kl_target=old"),
         ({"preset": "grpo", "max_staleness": 2}, "max_staleness"),
+        ({"preset": "p3o", "num_generations": 5}, "num_generations=4 or 6"),
+        ({"preset": "copg", "num_generations": 3}, "num_generations=2 or 4"),
+        ({"preset": "online_ipo", "num_generations": 7, "options": {"tau": 1.0}}, "num_generations=6 or 8"),
+        (
+            {"preset": "p3o", "num_generations": 4, "sft_member": "append", "sft_in_loss": True},
+            "the answer of sft_member=append.*num_generations=3 or 5",
+        ),
         ({"preset": "grpo", "max_completion_length": 64, "soft_punish_cache": 65}, "soft_punish_cache"),
         ({"preset": "grpo", "context_schedule": [(0, 32), (2, 48)], "soft_punish_cache": 40}, "soft_punish_cache"),
         (
@@ -485,6 +492,7 @@ def test_a_recipe_gives_rl_the_reward_model_only_where_something_asks_it():
         ({"preset": "reinforce", "stop_on": ["ratio_off"]}, "surrogate=clip"),
         ({"stop_on": ["format_invalid"]}, "kind: format"),
         ({"preset": "topr", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
+        ({"preset": "sapo", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
         ({"stop_on": ["td_error_stays"]}, "preset=ppo"),
         ({"stop_on": ["reward_model_drift"]}, "kind: verifier, weight: 0"),
         (
@@ -1716,19 +1724,23 @@ def test_a_group_of_one_is_not_dead(rl):
 
 
 @pytest.mark.parametrize(
-    "surrogate, changes, expected",
+    "surrogate, changes, expected, outside",
     [
-        ("clip", {}, {"clip_low": 1, "clip_high": 1}),
-        ("clip", {"clip_ratio_c": 3.0}, {"clip_low": 1, "clip_high": 1, "clip_dual": 1}),
-        ("none", {}, {"clip_low": 0, "clip_high": 0}),
-        ("cispo", {}, {"clip_low": 0, "clip_high": 0, "capped": 2}),
+        ("clip", {}, {"clip_low": 1, "clip_high": 1}, 3),
+        ("clip", {"clip_ratio_c": 3.0}, {"clip_low": 1, "clip_high": 1, "clip_dual": 1}, 3),
+        ("none", {}, {"clip_low": 0, "clip_high": 0}, None),
+        ("sapo", {}, {"clip_low": 0, "clip_high": 0}, None),
+        ("vespo", {}, {"clip_low": 0, "clip_high": 0}, None),
+        ("cispo", {}, {"clip_low": 0, "clip_high": 0, "capped": 2}, 2),
     ],
 )
-def test_clip_metrics_count_the_tokens_that_lose_their_gradient(surrogate, changes, expected):
+def test_clip_metrics_count_the_tokens_that_lose_their_gradient(surrogate, changes, expected, outside):
+    """And outside_range those beyond a clip range, which sapo, vespo and none do not have and cispo has on one side."""
     ratio, advantages = torch.tensor([[2.0, 0.5, 4.0, 1.0]]), torch.tensor([[1.0, -1.0, -1.0, 1.0]])
     logps = ratio.log().requires_grad_()
     losses, sums = policy_loss(logps, torch.zeros(1, 4), advantages, torch.ones(1, 4), surrogate=surrogate, **changes)
     assert {name: int(v) for name, v in sums.items() if name.startswith("clip_") or name == "capped"} == expected
+    assert sums.get("outside_range") == outside
     (gradient,) = torch.autograd.grad(losses.sum(), logps)
     assert int((gradient == 0).sum()) == sum(v for name, v in expected.items() if name.startswith("clip_"))
 
@@ -1890,6 +1902,12 @@ def test_every_components_spread_and_its_correlation_with_length_are_logged():
 def test_where_components_cannot_be_normalised(config, message):
     with pytest.raises(Exception, match=message):
         resolve_preset(Config(**{"preset": "grpo", **config, "multi_objective_aggregation": "normalize_then_sum"}))
+
+
+@pytest.mark.parametrize("said, write", [(True, "group"), ("true", "group"), (False, "none"), ("False", "none")])
+def test_a_scale_of_yes_or_no_is_told_what_it_is_called_here(said, write):
+    with pytest.raises(ValueError, match=f"write scale_rewards={write}, "):
+        Config(scale_rewards=said)
 
 
 def test_batch_size_and_max_length_say_what_rl_calls_otherwise():

@@ -136,6 +136,34 @@ def test_one_completion_per_prompt_is_what_astar_po_is(rl):
 # --- continuations ----------------------------------------------------------------------------------------------------
 
 
+def test_a_banned_word_may_not_be_ended_by_a_continuation(tiny):
+    """A word that the kept tokens begin was banned among the new tokens only, so that it could be completed."""
+    from stages.chat import renderer_for
+    from stages.decoding.sampler import Sampler
+    from stages.decoding.sampling import SamplingParams
+    from stages.generation import Sample, continuations
+    from stages.models.modeling import load_policy
+
+    tokenizer = renderer_for(tiny["policy"]).tokenizer
+    a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "qxz")
+    assert tokenizer.encode("qxz", add_special_tokens=False) == [a, b, c]
+    sampler = Sampler(load_policy(tiny["policy"]), tokenizer)
+
+    def goes_on(kept, likely, word):
+        begun = Sample({"row_id": "1"}, [5, 6], 0, [*kept, 9], [0.0] * (len(kept) + 1), "length", "")
+        params = SamplingParams(max_new_tokens=len(kept) + 3, bad_words=(word,), logit_bias=likely)
+        ((made,),) = continuations(sampler, [(begun, len(kept))], params, [[3]])
+        assert made.ids[: len(kept)] == kept
+        return made.ids[len(kept) :]
+
+    first, *later = goes_on([a, b], {c: 90.0}, "qxz")
+    assert first != c and later[-1] == c, "behind other tokens it ends no banned word"
+    assert goes_on([b, b], {c: 90.0}, "qxz")[0] == c and goes_on([a], {b: 90.0}, "qx")[0] != b
+    between = goes_on([a], {b: 90.0, c: 89.0}, "qxz")
+    assert between[0] == b and between[1] == b, "the second new token would have ended it"
+    assert goes_on([b], {b: 89.0, c: 90.0}, "qxz")[0] == c
+
+
 @pytest.mark.parametrize(
     "config, value",
     [({"truncation_policy": "zero"}, 0.0), ({"truncation_policy": "penalty", "missing_eos_penalty": 0.75}, -0.75)],

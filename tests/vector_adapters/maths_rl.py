@@ -215,7 +215,7 @@ def shares(sums):
         "clip_fraction": share["clip_low"] + share["clip_high"] + share.get("clip_dual", 0.0),
         "clip_fraction_low": share["clip_low"],
         "clip_fraction_high": share["clip_high"],
-        "outside_range_fraction": share["outside_range"],
+        "outside_range_fraction": share.get("outside_range"),
         "approx_kl_k1": share["k1"],
         "approx_kl_k2": share["k2"],
         "approx_kl_k3": share["k3"],
