@@ -109,7 +109,7 @@ def number_before_unit(answer: str) -> str | None:
 def _plain(answer: str) -> str:
     """Lower case, with words and degrees as words and without spaces of formulas."""
     text = _WORDS.sub(r" \1 ", answer.strip().strip("$"))
-    text = re.sub(r"(?<![a-zA-Z\\])([kM]?) {0,3}(?:\\Omega(?![a-zA-Z])|[ΩΩ])", _ohms, text)
+    text = re.sub(r"(?<![a-zA-Z\\])([kM]?) {0,3}(?:\\Omega(?![a-zA-Z])|[Ω\u2126])", _ohms, text)
     for gone in ("\\left", "\\right", "\\,", "\\;", "\\:", "\\!", "\\ ", "~", "{,}", "\\$"):
         text = text.replace(gone, " ")
     text = re.sub(r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|°|\\degree(?![a-z])", " degree ", text)

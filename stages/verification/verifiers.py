@@ -400,7 +400,7 @@ _WRITTEN = {
 _TYPED = {
     "\\approx ": r"[≈≃≅]|\\(?:approxeq|thickapprox|simeq|cong|doteq)(?![a-zA-Z])",
     "\\pm ": "±",
-    "\\Omega ": "[ΩΩ]",
+    "\\Omega ": "[Ω\u2126]",
     "\\le ": "<=",
     "\\ge ": ">=",
     ">": r"\\gt(?![a-zA-Z])",
