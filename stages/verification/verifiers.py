@@ -1185,7 +1185,7 @@ def _json(text: str) -> bool:
     body = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
     try:
         json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -1194,6 +1194,16 @@ def _highlights(text: str) -> int:
     single = [m for m in re.findall(r"\*[^\n*]*\*", text) if m.strip("*").strip()]
     double = [m for m in re.findall(r"\*\*[^\n*]*\*\*", text) if m.removeprefix("**").removesuffix("**").strip()]
     return len(single) + len(double)
+
+
+def _placeholders(text: str) -> int:
+    r"""Matches of ``\[.*?\]``; its own search starts anew at every bracket of a line without a closing one."""
+    count = 0
+    for line in text.split("\n"):
+        end = 0
+        while (start := line.find("[", end)) >= 0 and (end := line.find("]", start) + 1):
+            count += 1
+    return count
 
 
 def _two(text: str) -> bool:
@@ -1216,7 +1226,7 @@ CHECKERS = {
     ),
     "length_constraints:number_paragraphs": _paragraphs,
     "length_constraints:nth_paragraph_first_word": _first_word,
-    "detectable_content:number_placeholders": lambda t, num_placeholders: _count(r"\[.*?\]", t) >= num_placeholders,
+    "detectable_content:number_placeholders": lambda t, num_placeholders: _placeholders(t) >= num_placeholders,
     "detectable_content:postscript": lambda t, postscript_marker: bool(
         re.search(
             r"^.*"
@@ -1229,7 +1239,7 @@ CHECKERS = {
     ),
     "detectable_format:number_bullet_lists": (
         lambda t, num_bullets: (
-            _count(r"^\s*\*[^*].*$", t, re.MULTILINE) + _count(r"^\s*-.*$", t, re.MULTILINE) == num_bullets
+            _count(r"^[^\S\n]*\*[^*].*$", t, re.MULTILINE) + _count(r"^[^\S\n]*-.*$", t, re.MULTILINE) == num_bullets
         )
     ),
     "detectable_format:number_highlighted_sections": lambda t, num_highlights: _highlights(t) >= num_highlights,
@@ -1253,11 +1263,11 @@ CHECKERS = {
     "change_case:english_lowercase": lambda t: t.islower() and _is_english(t),
     "language:response_language": _in_language,
     "change_case:capital_word_frequency": lambda t, capital_frequency, capital_relation="at least": _related(
-        sum(w.isupper() for w in re.findall(r"\w+(?:-\w+)*", t)), capital_relation, capital_frequency
+        sum(w.isupper() for w in re.findall(r"\w+(?:[-./]\w+)*", t)), capital_relation, capital_frequency
     ),
     "keywords:existence": lambda t, keywords: all(re.search(re.escape(k), t, re.IGNORECASE) for k in keywords),
     "keywords:forbidden_words": lambda t, forbidden_words: (
-        not any(re.search(r"\b" + re.escape(w) + r"\b", t, re.IGNORECASE) for w in forbidden_words)
+        not any(re.search(rf"(?<!\w){re.escape(w.strip())}(?!\w)", t, re.IGNORECASE) for w in forbidden_words)
     ),
     "keywords:frequency": lambda t, keyword, frequency, relation="at least": _related(
         _count(re.escape(keyword), t, re.IGNORECASE), relation, frequency
