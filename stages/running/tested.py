@@ -316,6 +316,9 @@ def judged(test, names, ask):
         if "raised" in reply:
             kind = getattr(builtins, reply["raised"][0], Exception)
             kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else RuntimeError
+            # it would end a loop over map(f, cases) before the first comparison
+            if issubclass(kind, (StopIteration, StopAsyncIteration)) and what != "next":
+                raise RuntimeError(": ".join(reply["raised"]))
             try:
                 error = kind(reply["raised"][1])
             except TypeError:  # some exceptions want more
