@@ -618,6 +618,28 @@ def test_a_program_cannot_have_its_test_come_into_its_interpreter(source):
     assert found.value is not True and found.error
 
 
+def test_a_test_shares_the_interpreter_for_what_it_does_and_not_for_its_words():
+    from stages.running.tested import names_asked
+
+    for test in (
+        "assert f('input') == 6  # eval the seed",
+        'def check(c):\n    "patch stdin"\n    assert c(3) == 6\ncheck(f)',
+    ):
+        assert "f" in names_asked(test)
+        job = {"kind": "tested", "source": AGREES + "def f(x): return Same()", "test": test}
+        assert run_jobs([job], Limits(timeout_s=10.0), fresh=True)[0].error
+    for test in (
+        "import sys\nassert sys.stdout",
+        "from unittest import mock\nf()",
+        "from unittest.mock import patch as p\nf()",
+        "def test(capsys): f()",
+        "if __name__ == '__main__': f()",
+        "assert eval('f(3)') == 6",
+        "async def g(): f()",
+    ):
+        assert names_asked(test) is None, test
+
+
 @pytest.mark.parametrize(
     "test",
     [
