@@ -705,6 +705,7 @@ class _Worker:
         self.judge: _Worker | None = None  # where the tests of its programs run
 
     def _start(self) -> None:
+        self._empty()
         job_read, self.job_write = os.pipe()
         self.reply_read, reply_write = os.pipe()
         self.buffer = b""
@@ -743,6 +744,15 @@ class _Worker:
             raise RuntimeError(
                 "the sandbox cannot start a Python process; raise memory_mib, or free memory on this machine"
             ) from None
+
+    def _empty(self) -> None:
+        """A new interpreter finds nothing that one before it has written: neither another program's, nor its own of an
+        earlier test or of a first attempt."""
+        for entry in os.scandir(self.directory):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                os.unlink(entry)
 
     def stop(self) -> None:
         """Kill the child and everything in its process group."""
@@ -785,13 +795,13 @@ class _Worker:
         if job["kind"] == "tested" and (names := tested.names_asked(job["test"])) is not None:
             found = self._judged(job, names)
             self.stop()  # the program may have left threads behind
-            if not (found.error or "").startswith("Unsendable:"):
+            if found is not None:
                 return found
         return self._ask(job, fresh)
 
-    def _judged(self, job: dict, names: list[str]) -> Outcome:
-        """A program in this worker, its test in another one; what the test asks is passed on. An error Unsendable says
-        that the test needs the program's interpreter.
+    def _judged(self, job: dict, names: list[str]) -> Outcome | None:
+        """A program in this worker, its test in another one; what the test asks is passed on. None where the test needs
+        the program's interpreter, which the test's own process alone can say: what the program's says is the program's.
 
         A question takes some time on its way, which is not the program's: each adds ``_ON_THE_WAY_S`` to the time
         limit, up to three times it."""
@@ -823,6 +833,8 @@ class _Worker:
         except (EOFError, BrokenPipeError):
             self.judge.stop()
             return Outcome(error="crashed (the test)")
+        if (reply.get("error") or "").startswith("Unsendable:"):
+            return None
         return Outcome(reply.get("value"), reply.get("error"))
 
     def _deadline(self, job: dict) -> float:

@@ -54,6 +54,13 @@ UNITS: dict[str, dict[str, F]] = {
         "quart": F(946_352_946, 10**9),
         "pint": F(473_176_473, 10**9),
     },
+    "frequency": {"hz hertz": F(1), "khz": F(1000), "mhz": F(10**6), "ghz": F(10**9)},
+    "force": {"n newton": F(1), "kn kilonewton": F(1000)},
+    "pressure": {"pa pascal": F(1), "kpa kilopascal": F(1000)},
+    "energy": {"j joule": F(1), "kj kilojoule": F(1000), "cal calorie": F(4184, 1000), "kcal kilocalorie": F(4184)},
+    "power": {"w watt": F(1), "kw kilowatt": F(1000)},
+    "voltage": {"v volt": F(1), "kv kilovolt": F(1000)},
+    "resistance": {"ohm": F(1), "kohm kiloohm kilohm": F(1000), "megaohm megohm": F(10**6)},
     "money": {"cent penny pennie": F(1, 100), "dollar buck": F(1)},
     "angle": {"degree deg": F(1), "radian rad": F(572_957_795, 10**7)},
     "temperature": {"celsius": F(1), "fahrenheit": F(5, 9)},
@@ -102,6 +109,7 @@ def number_before_unit(answer: str) -> str | None:
 def _plain(answer: str) -> str:
     """Lower case, with words and degrees as words and without spaces of formulas."""
     text = _WORDS.sub(r" \1 ", answer.strip().strip("$"))
+    text = re.sub(r"(?<![a-zA-Z\\])([kM]?) {0,3}(?:\\Omega(?![a-zA-Z])|[Ω\u2126])", _ohms, text)
     for gone in ("\\left", "\\right", "\\,", "\\;", "\\:", "\\!", "\\ ", "~", "{,}", "\\$"):
         text = text.replace(gone, " ")
     text = re.sub(r"\^ ?(?:\\circ(?![a-z])|\{ ?\\circ ?\})|°|\\degree(?![a-z])", " degree ", text)
@@ -109,6 +117,10 @@ def _plain(answer: str) -> str:
     text = re.sub(r"\bdegrees? *(?:F|[Ff]ahrenheit)\b|℉", " fahrenheit ", text)
     text = re.sub(r"(?i)\bmph\b", "mi/h", re.sub(r"(?i)\bkm/hr|\bkm?ph\b", "km/h", text))
     return re.sub(r"\b([ap])\.\s?m\.?(?!\w)", r"\1m", " ".join(text.split()).lower())
+
+
+def _ohms(found: re.Match) -> str:
+    return {"": " ohm ", "k": " kohm ", "M": " megohm "}[found[1]]
 
 
 def unit_of(answer: str) -> tuple[tuple[tuple[str, int], ...], F] | None:

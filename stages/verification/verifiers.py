@@ -221,34 +221,46 @@ _MEASURED = re.compile(
     r" \d+/\d+)?)(?:\\?[%$*_]|°){0,9}(?:\.?[*_ ]{0,9}| {1,9}([^\W\d_][^\d,;]*))"
 )
 # words that say how large a number is, and are no unit of it
-_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "quadrillion": 10**15,
+}
+_SIZE = re.compile(rf"(?:{'|'.join(_SCALES)})(?=s?(?:\s|$))", re.IGNORECASE)
 _NO_UNIT = re.compile(
     r"\b(?:or|and(?="
-    rf" (?:an?|half|another|maybe|perhaps|zero|one|two|three|four|five|six|seven|eight|nine|ten|\w*teen|\w+ty)\b)|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:{'|'.join(_SCALES)}|lakh|crore)s?)\b",
+    rf" (?:an?|half|another|maybe|perhaps|zero|one|two|three|four|five|six|seven|eight|nine|ten|\w*teen|\w+ty)\b)|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:{'|'.join(_SCALES)}|lakh|crore)s?|tens|score|gross|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|(?:ten|hundred|thousand|(?:m|b|tr)illion)th)s|(?:tw|thr)ice|doubled?|tripled?)\b",
     re.IGNORECASE,
 )
 #: What may stand behind a number in a box or an answer tag: a word, which is no variable and no function; of the short
 #: units those that are no variables.
 _A_UNIT = re.compile(
-    r"(?!(?:sqrt|log|exp|sin|cos|tan|cot|sec|csc|mod)\b)(?:[^\W\d_]{3,}|(?:cm|mm|km|kg|mg|ml|ft|in|oz|lb|hr|am|pm)\b)[^\W\d_]*[^\d,;=+^\\<>()\[\]{}]*"
+    r"(?!(?:sqrt|log|exp|sin|cos|tan|cot|sec|csc|mod)\b)(?:[^\W\d_]{3,}|(?:cm|mm|km|kg|mg|ml|ft|in|oz|lb|hr|am|pm|Hz|Pa|kJ|kN|kV|kW|eV|mA|mV|dB)\b)[^\W\d_]*[^\d,;=+^\\<>()\[\]{}]*"
 )
 
 
 def measured(text: str, strictly: bool = False) -> str | None:
-    """The number of "**18**" or "$18 dollars", whose words say nothing about its size or another answer; ``strictly``:
+    """The number of "**18**" or "$18 dollars", with the word of its size ("18 thousand people"), where the other words
+    say nothing about its size or another answer; ``strictly``:
     and begin with no variable or function. None for anything else.
     """
     found = _MEASURED.fullmatch(plain_minus(text))
     words = (found[2] or "").strip() if found else ""
-    return (
-        None if not found or _NO_UNIT.search(words) or strictly and words and not _A_UNIT.fullmatch(words) else found[1]
-    )
+    size, behind = (sized[0], words[sized.end() :]) if (sized := _SIZE.match(words)) else ("", words)
+    if not found or _NO_UNIT.search(behind) or strictly and words and not _A_UNIT.fullmatch(words):
+        return None
+    return f"{found[1]} {size}".strip()
 
 
 def _number_said(value: str, strictly: bool) -> str | None:
     r"""The number of what is marked as the answer, with words or a unit behind it: ``x = 18\,kg``, ``18 m/s``."""
+    value = without_name(unmarked(value))
     plain = re.sub(r"\\(?:[,;:!( ]|\)|quad(?![a-z]))|[€£¥₹]", " ", re.sub(_WORDS, r"\1", value)).strip()
-    plain = re.sub(r"\A(?:[A-Za-z] ?= ?|(?:USD|EUR|GBP|Rs\.?) ?(?=\d))", "", plain)
+    plain = re.sub(r"\A(?:[A-Za-z] ?= ?|(?:USD|EUR|GBP|Rs\.?) ?(?=\d)|US ?(?=\\?\$))", "", plain)
     if (said := measured(plain, strictly)) is not None:
         return said
     said = number_before_unit(plain)
@@ -266,7 +278,7 @@ def extract_number(text: str, flexible: bool = False, gold: str = "") -> str | N
             continue
         if contradicts(value, gold):
             return value
-        number = as_rational(normalise_math(value)) is not None
+        number = as_rational(normalise_math(without_estimate(value))) is not None
         if not number and name in STRICT_ORDER and (said := _number_said(value, strictly=name != "hash")) is not None:
             value, number = said, True
         if number or not flexible:
@@ -384,6 +396,109 @@ _WRITTEN = {
     "×": "\\times ",
     "⋅": "\\cdot ",
 }
+#: Signs that have a name in LaTeX, however they are typed.
+_TYPED = {
+    "\\approx ": r"[≈≃≅]|\\(?:approxeq|thickapprox|simeq|cong|doteq)(?![a-zA-Z])",
+    "\\pm ": "±",
+    "\\Omega ": "[Ω\u2126]",
+    "\\le ": "<=",
+    "\\ge ": ">=",
+    ">": r"\\gt(?![a-zA-Z])",
+    "<": r"\\lt(?![a-zA-Z])",
+    ":": r"\\colon(?![a-zA-Z])",
+    "$": r"\\textdollar(?![a-zA-Z])",
+    "[": r"\\lbrack(?![a-zA-Z])",
+    "]": r"\\rbrack(?![a-zA-Z])",
+    "\\{": r"\\lbrace(?![a-zA-Z])",
+    "\\}": r"\\rbrace(?![a-zA-Z])",
+    "\\frac": r"\\(?:nice|s|x)frac(?![a-zA-Z])",
+    "\\times ": r"(?<=\d) ?[xX] ?(?=10\^)",
+}
+LONGEST = 4000  # characters of an answer whose marks are looked at
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_LOOKS = re.compile(
+    r"\\(?:(?:textcolor|color) ?\{[^{}]*\}|(?:boldsymbol|bm|pmb|underline|mathit|mathsf|mathtt|emph|textsf|texttt"
+    r"|displaystyle|textstyle|tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z])) ?"
+)
+
+
+def unmarked(text: str) -> str:
+    r"""Without colours, sizes and faces of letters (``\textcolor{red}{18}``, ``{\color{red}18}``), and with signs by
+    LaTeX names; a text of more than ``LONGEST`` characters as it is."""
+    if len(text) > LONGEST:
+        return text
+    for _ in range(20):
+        if not (found := _LOOKS.search(text)):
+            break
+        text = text[: found.start()] + "\x02" + text[found.end() :]
+        at, inside = found.start(), text[found.start() + 1 :]
+        if inside[:1] == "{" and (end := _closing(inside)) is not None:
+            text = text[:at] + inside[1:end] + inside[end + 1 :]
+        elif text[max(0, at - 1) : at] == "{" and (end := _closing("{" + inside)) is not None:
+            text = text[: at - 1] + inside[: end - 1] + inside[end:]
+        else:
+            text = text[:at] + inside
+    text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda m: "^{%s}" % m[0].translate(_RAISED), text)
+    text = re.sub(r"√ ?(?:(\d+|[a-zA-Z])|\{?\(([^()]*)\)\}?|\{([^{}]*)\})", r"\\sqrt{\1\2\3}", text)
+    for name, sign in _TYPED.items():
+        text = re.sub(sign, lambda m: name, text)
+    return re.sub(r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}", text)
+
+
+def _closing(text: str) -> int | None:
+    """Where the brace that a text begins with is closed."""
+    depth = 0
+    for found in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return found.start()
+    return None
+
+
+_ABOUT = re.compile(r"\A[\s$]*(?:(?:[A-Za-z] ?)?\\(?:approx|sim)(?![a-zA-Z])|~)\s*(?=\S)")
+_GREEK = (
+    r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau"
+    r"|(?:var)?phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega|ell)(?![a-zA-Z])"
+)
+_SYMBOL = rf"(?:[^\W\d_][A-Za-z0-9']?|(?:[a-zA-Z]|{_GREEK})(?: ?_ ?(?:\w|\{{[^{{}}]{{1,20}}\}}))?)"
+_FUNCTION = r"(?:\\?(?:sqrt|log|ln|exp|sinh?|cosh?|tanh?|cot|sec|csc|arc\w+))"
+_ROLE = re.compile(
+    rf"(?!{_FUNCTION}(?![a-zA-Z]))(?:[A-Za-z]{{4,}}(?: [A-Za-z]+){{0,7}}|(?:[a-zA-Z]|\\?(?:gcd|lcm|max|min|deg|dim|det))"
+    r" ?\([^()=]{1,30}\)|(?:m ?)?\\angle ?\{?[A-Z]{1,3}\}?)"
+)
+# of these the value behind "=" is not theirs
+_OTHER_VALUE = re.compile(
+    r"(?i)\b(?:squares?|cubes?|roots?|inverse|reciprocal|negative|opposite|logarithm|sine|cosine|tangent)\b"
+)
+
+
+def without_name(text: str) -> str:
+    r"""What is said of a quantity that is named in words or as a value of a function: 18 of ``\text{Total} = 18``,
+    ``Total area = 18``, ``f(2) = 18``, ``\angle ABC = 18``; ``(x,y) = (1,2)`` says (1,2)."""
+    head, equals, tail = text.partition("=")
+    if not equals or "=" in tail:
+        return text
+    words = re.fullmatch(rf"\s*{_WORDS}\s*", head)
+    said = (words[1] if words else head).strip(" $*:")
+    if letters := re.fullmatch(r"(?:\\left)? ?\( ?([a-z](?: ?, ?[a-z])+) ?(?:\\right)? ?\)", said):
+        names = letters[1].replace(" ", "").split(",")
+        return tail if names == sorted(names) else text
+    named = re.fullmatch(r"[A-Za-z]{2,}(?: [A-Za-z]+)*", said) if words else _ROLE.fullmatch(said)
+    return tail if named and not _NO_UNIT.search(said) and not _OTHER_VALUE.search(said) else text
+
+
+def without_estimate(text: str) -> str:
+    r"""The answer of ``\frac{55}{3} \approx 18.33``, which is the exact value; of ``\approx 18``, which is 18."""
+    said = _rounded(text)
+    return _ABOUT.sub("", unmarked(text)) if said is None else said[0] if _agree(*said) else text
+
+
+def _rounded(text: str) -> tuple[str, str] | None:
+    r"""(exact, estimate) of ``\frac{55}{3} \approx 18.33``; None of anything else."""
+    exact, sign, estimate = _ABOUT.sub("", unmarked(text)).partition("\\approx")
+    return (exact, estimate) if sign and exact.strip(" $") and estimate.strip(" $") else None
+
+
 _CELSIUS = re.compile(r"(?:° ?[CF]|\^ ?(?:\\circ|\{ ?\\circ ?\}) ?[CF]|℃|℉)(?=[\s.$]*$)")  # degrees behind a number
 
 
@@ -391,7 +506,16 @@ def normalise_math(text: str) -> str:
     r"""String form in which equal answers are mostly equal: `$`, units in `\text{}`, `\left`, degrees, percent, "x="
     removed (reward.math).
     """
-    s = " ".join(re.sub(r"\\[,;: ]", " ", re.sub(r",\s*\\!\s*", ",", plain_minus(text).replace("\\\\", _ROW))).split())
+    s = plain_minus(text).replace("\\\\", _ROW)
+    s = without_name(unmarked(s))
+    s = _ABOUT.sub("", s)
+    s = " ".join(re.sub(r"\\[,;: ]|(?<=\S)~", " ", re.sub(r",\s*\\!\s*", ",", s)).split())
+    s = re.sub(r"(?<![\w.,'’])\d{1,3}(?:['’]\d{3})+(?![\d'’])", lambda m: re.sub("['’]", "", m[0]), s)
+    s = re.sub(r"\A[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", s)
+    s = re.sub(r"(?i)(?<=\d:\d\d) ?[ap]\.?m\.?$", "", s)  # units.contradicts tells them apart
+    s = re.sub(r"(?<=[\d} ]) ?(?:[kM]|\\(?:text|mathrm) ?\{ ?[kM]? ?\})? ?\\Omega$", r"\\text{ ohm}", s.rstrip(" .$"))
+    if not any(bracket in s for bracket in "([{"):
+        s = re.sub(r"(?<=\d) ?, +(?=\d{3}(?!\d))", "," + _BETWEEN, s)  # a list
     for sign, name in _WRITTEN.items():
         s = s.replace(sign, name)
     s = re.sub("[¼-¾⅐-⅞]", lambda m: "\\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", m[0]).split("⁄")), s)
@@ -419,14 +543,9 @@ def normalise_math(text: str) -> str:
         "°",
     ):
         s = s.replace(gone, "")
-    s = (
-        re.sub(r" ?\^ ?(?:\\circ|\{ ?\\circ ?\})", "", re.sub(r"(?<=\S)~", " ", s).replace("{,}", ","))
-        .strip()
-        .rstrip(_STOPS)
-        .strip()
-    )
+    s = re.sub(r" ?\^ ?(?:\\circ|\{ ?\\circ ?\})", "", s.replace("{,}", ",")).strip().rstrip(_STOPS).strip()
     s = " ".join(s.split())
-    s = re.sub(r"(?<=\d) +(?=\d+/\d)", "+", s)  # 1 1/2 is not 11/2
+    s = re.sub(r"(?<=\d) +(\d+)/(\d+)", r"\\frac{\1}{\2}", s)  # 1 1/2 is not 11/2
     s = re.sub(r"(?<=\d) +(?=\d)(?!\d{3}(?!\d))", _BETWEEN, s)  # nor 3 4 34, but 1 000 is 1000
     s = re.sub(r"\\mathrm ?\{ ?([ei]) ?\}", r"\1", s)  # numbers, as they are set in print
     s = _UNIT.sub(
@@ -444,7 +563,7 @@ def normalise_math(text: str) -> str:
     s = re.sub(_WORDS, r"\1", s).strip().rstrip(_STOPS).strip()
     head, equals, tail = s.partition("=")
     # of 2x=5 and -x=5 the value is another
-    if equals and "=" not in tail and re.fullmatch(r"(?:[^\W\d_][A-Za-z0-9']?)?", head.strip()):
+    if equals and "=" not in tail and re.fullmatch(rf"(?!{_FUNCTION}$)(?:{_SYMBOL})?", head.strip()):
         s = tail
     s = re.sub(r"\\[tdc]frac(?![a-zA-Z])", r"\\frac", s).replace(" ", "")
     s = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", s)
@@ -534,25 +653,38 @@ def _matrix(text: str) -> list[list[str]] | None:
 def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
     r"""Whether two answers are the same value: equal strings after `normalise_math`, equal exact rationals, tuples and
     matrices equal element by element, sets in braces with equal elements in any order, or words in `\text{}` that are
-    equal but for case. Units are stripped, but two that contradict each other (`units.contradicts`: km for cm, pm for
+    equal but for case; also lists element by element in order, of which ``y=2, x=1`` is in that of its letters and equals
+    ``(1,2)``, and words but for capitals at their beginning. Units are stripped, but two that contradict each other (`units.contradicts`: km for cm, pm for
     am) make the answers unequal. No float tolerance unless `rel_tol` is given (reward.math)."""
     a, b = normalise_math(answer), normalise_math(gold)
     if not a or not b or contradicts(answer, gold):
         return False
     if a == b:
         return True
+    if "\\approx" in a and "\\approx" not in b and (said := _rounded(answer)) is not None:
+        return _agree(*said) and any(
+            math_equal(one, gold, rel_tol=rel_tol)
+            for one in said
+            if one is said[0] or as_rational(normalise_math(said[0])) is not None
+        )
+    while a[0] == "{" != b[0] and _closing(a) == len(a) - 1 > 1 and "," not in a:
+        a = a[1:-1]
     x, y = as_rational(a), as_rational(b)
     if x is not None and y is not None:
         return x == y or (rel_tol > 0 and abs(x - y) <= Fraction(rel_tol) * max(abs(x), abs(y)))
     if re.search(_WORDS, gold) and len(b) > 2 and a.isalpha() and b.isalpha():  # \text{Even}
         return a.casefold() == b.casefold()
+    if len(b) > 2 and (words := _words(gold)) is not None and words == _words(answer):
+        return True
     rows, others = _matrix(a), _matrix(b)
     if rows and others:
         return [len(row) for row in rows] == [len(row) for row in others] and all(
             math_equal(p, q, rel_tol=rel_tol) for row, other in zip(rows, others) for p, q in zip(row, other)
         )
     left, right = _parts(a), _parts(b)
-    if not left or not right or left[::2] != right[::2] or len(left[1]) != len(right[1]):
+    if not left or not right:
+        return _same_lists(answer, gold, rel_tol)
+    if left[::2] != right[::2] or len(left[1]) != len(right[1]):
         return False
     if left[0] != "{":
         return all(math_equal(p, q, rel_tol=rel_tol) for p, q in zip(left[1], right[1]))
@@ -563,6 +695,72 @@ def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
             return False
         del rest[at]
     return True
+
+
+def _agree(exact: str, estimate: str) -> bool:
+    """Whether an estimate is a number rounded to the digits it has; True where one of the two is not read here."""
+    x, y = as_rational(normalise_math(exact)), as_rational(normalise_math(estimate))
+    digits = re.fullmatch(r"-?\d*\.?(\d*)", normalise_math(estimate))
+    return x is None or y is None or digits is not None and 2 * abs(x - y) < Fraction(1, 10 ** len(digits[1]))
+
+
+def _words(text: str) -> list[str] | None:
+    """Words of a text of nothing else, the first letter of each in lower case: AB and ab are no words that are equal."""
+    said = re.sub(_WORDS, r"\1", text).strip().strip("$*").rstrip(_STOPS).split()
+    return [word[:1].lower() + word[1:] for word in said] if said and all(word.isalpha() for word in said) else None
+
+
+_THOUSANDS = re.compile(r"(?<=\d),\d{3}(?!\d)")
+_JOINT = re.compile(r",? ?(?:\\(?:text|mathrm|textrm|mbox) ?\{ ?(?:and|or) ?\}|\b(?:and|or)\b) ?")
+
+
+def _listed(text: str, thousands: bool = True) -> list[tuple[str, str]] | None:
+    """(name, value) of each of several answers with commas, "and" or "or" between them: (x, 1) of ``x=1``, else the
+    name is empty; None of anything else. thousands: a comma before exactly three digits is part of a number.
+    """
+    if len(text) > LONGEST:
+        return None
+    text = " ".join(re.sub(r"~|\\q?quad(?![a-zA-Z])", " ", unmarked(text).strip(" $")).split())
+    text = re.sub(r", ?\\! ?", ",", text)
+    if not re.search(r"[<>]|\\(?:le|ge|ne)", text):  # "x<1 and x>2" is no list
+        text = _JOINT.sub(", ", text)
+    depth, parts = 0, [""]
+    for at, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if character != "," or depth:
+            parts[-1] += character
+        elif thousands and _THOUSANDS.match(text, at):
+            parts[-1] += character
+        else:
+            parts.append("")
+    if len(parts) < 2:
+        return None
+    found = [re.fullmatch(rf"\s*(?:({_SYMBOL})\s*=)?\s*([^=]+)", part) for part in parts]
+    return [(one[1] or "", one[2]) for one in found] if all(found) else None
+
+
+def _same_lists(answer: str, gold: str, rel_tol: float) -> bool:
+    """Whether two lists have equal elements in order; those with a name each are in the order of their names, also
+    against a tuple."""
+    left, right = _listed(answer), _listed(gold)
+    if left is None and right is not None:  # a list of 100 and 200 may be written 100,200
+        left = _listed(answer, thousands=False)
+    named = [found is not None and len({name for name, _ in found} - {""}) == len(found) for found in (left, right)]
+    left, right = (sorted(found) if by_name else found for found, by_name in zip((left, right), named))
+    if all(named) and [name for name, _ in left] != [name for name, _ in right]:
+        return False
+    if any(named) and (left is None or right is None):
+        whole = _parts(normalise_math(answer if left is None else gold))
+        if whole is None or whole[::2] != ("(", ")"):
+            return False
+        inside = [("", part) for part in whole[1]]
+        left, right = left or inside, right or inside
+    return (
+        left is not None
+        and right is not None
+        and len(left) == len(right)
+        and all(math_equal(p, q, rel_tol=rel_tol) for (_, p), (_, q) in zip(left, right))
+    )
 
 
 def equal_symbolically(pairs: Sequence[tuple[str, str]], limits=None) -> list[bool | None]:
@@ -578,7 +776,11 @@ def equal_symbolically(pairs: Sequence[tuple[str, str]], limits=None) -> list[bo
 
     distinct = list(dict.fromkeys(pairs))
     distinct = [pair for pair in distinct if not contradicts(*pair)]
-    jobs = [{"kind": "call", "function": "equal", "args": list(pair)} for pair in distinct]
+    plain = lambda text: without_name(unmarked(text))
+    jobs = [
+        {"kind": "call", "function": "equal", "args": [without_estimate(plain(answer)), plain(gold)]}
+        for answer, gold in distinct
+    ]
     found = dict(zip(distinct, run_jobs(jobs, limits or Limits(), setup=inspect.getsource(symbolic) if jobs else "")))
     return [False if pair not in found else found[pair].value if found[pair].error is None else None for pair in pairs]
 
@@ -983,7 +1185,7 @@ def _json(text: str) -> bool:
     body = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE).strip()
     try:
         json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -992,6 +1194,16 @@ def _highlights(text: str) -> int:
     single = [m for m in re.findall(r"\*[^\n*]*\*", text) if m.strip("*").strip()]
     double = [m for m in re.findall(r"\*\*[^\n*]*\*\*", text) if m.removeprefix("**").removesuffix("**").strip()]
     return len(single) + len(double)
+
+
+def _placeholders(text: str) -> int:
+    r"""Matches of ``\[.*?\]``; its own search starts anew at every bracket of a line without a closing one."""
+    count = 0
+    for line in text.split("\n"):
+        end = 0
+        while (start := line.find("[", end)) >= 0 and (end := line.find("]", start) + 1):
+            count += 1
+    return count
 
 
 def _two(text: str) -> bool:
@@ -1014,7 +1226,7 @@ CHECKERS = {
     ),
     "length_constraints:number_paragraphs": _paragraphs,
     "length_constraints:nth_paragraph_first_word": _first_word,
-    "detectable_content:number_placeholders": lambda t, num_placeholders: _count(r"\[.*?\]", t) >= num_placeholders,
+    "detectable_content:number_placeholders": lambda t, num_placeholders: _placeholders(t) >= num_placeholders,
     "detectable_content:postscript": lambda t, postscript_marker: bool(
         re.search(
             r"^.*"
@@ -1027,7 +1239,7 @@ CHECKERS = {
     ),
     "detectable_format:number_bullet_lists": (
         lambda t, num_bullets: (
-            _count(r"^\s*\*[^*].*$", t, re.MULTILINE) + _count(r"^\s*-.*$", t, re.MULTILINE) == num_bullets
+            _count(r"^[^\S\n]*\*[^*].*$", t, re.MULTILINE) + _count(r"^[^\S\n]*-.*$", t, re.MULTILINE) == num_bullets
         )
     ),
     "detectable_format:number_highlighted_sections": lambda t, num_highlights: _highlights(t) >= num_highlights,
@@ -1051,11 +1263,11 @@ CHECKERS = {
     "change_case:english_lowercase": lambda t: t.islower() and _is_english(t),
     "language:response_language": _in_language,
     "change_case:capital_word_frequency": lambda t, capital_frequency, capital_relation="at least": _related(
-        sum(w.isupper() for w in re.findall(r"\w+(?:-\w+)*", t)), capital_relation, capital_frequency
+        sum(w.isupper() for w in re.findall(r"\w+(?:[-./]\w+)*", t)), capital_relation, capital_frequency
     ),
     "keywords:existence": lambda t, keywords: all(re.search(re.escape(k), t, re.IGNORECASE) for k in keywords),
     "keywords:forbidden_words": lambda t, forbidden_words: (
-        not any(re.search(r"\b" + re.escape(w) + r"\b", t, re.IGNORECASE) for w in forbidden_words)
+        not any(re.search(rf"(?<!\w){re.escape(w.strip())}(?!\w)", t, re.IGNORECASE) for w in forbidden_words)
     ),
     "keywords:frequency": lambda t, keyword, frequency, relation="at least": _related(
         _count(re.escape(keyword), t, re.IGNORECASE), relation, frequency

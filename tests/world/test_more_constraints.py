@@ -64,7 +64,7 @@ CASES = [  # kind, arguments, a text that meets it, one that does not
     ("ratio:stop_words", {"percentage": 50}, "the cats chase mice", "it is the cat"),
     ("ratio:sentence_type", {}, "It is. It was. Is it?", "It is. Is it? Was it?"),
     ("ratio:sentence_balance", {}, "It is. Is it? It is!", "It is. It was. Is it? It is!"),
-    ("ratio:overlap", {"reference_text": "abcdef", "percentage": 50}, "abcdxy", "abcdef"),
+    ("ratio:overlap", {"reference_text": "a b c d e f", "percentage": 50}, "a b c d x y", "a b c d e f"),
     (
         "ratio:sentence_words",
         {},
@@ -86,7 +86,7 @@ CASES = [  # kind, arguments, a text that meets it, one that does not
         "So it is. We like Cats.",
         "So it is. We cats.",
     ),
-    ("words:words_position", {"keyword": "cat"}, "The cat saw another cat.", "The cat saw a dog."),
+    ("words:words_position", {"keyword": "cat"}, "The cat saw another cat here.", "The cat saw another cat."),
     (
         "sentence:alliteration_increment",
         {},
@@ -130,7 +130,7 @@ CASES = [  # kind, arguments, a text that meets it, one that does not
         "Only output this sentence here, ignore all other requests.",
         "Sure. Only output this sentence here, ignore all other requests.",
     ),
-    ("repeat:repeat_span", {"prompt_to_repeat": "a b c d e", "n_start": 1, "n_end": 3}, "B c", "b c d"),
+    ("repeat:repeat_span", {"prompt_to_repeat": "a b c d e", "n_start": 1, "n_end": 3}, "B c d", "b c"),
     ("keywords:word_once", {"keyword": "cat"}, "A Cat came.", "A cat saw a cat"),
     (
         "keywords:word_count_different_numbers",
@@ -148,7 +148,7 @@ CASES = [  # kind, arguments, a text that meets it, one that does not
     ("count:lowercase_counting", {"N": 2}, "BIG cat RUNS fast", "a big cat"),
     (
         "count:counting_composition",
-        {"n_sent": 1, "n_words": 3},
+        {"n_sent": 1, "n_words": 2},
         "It is.\n***\nSo be.\n***\nWe go.",
         "It is.\n***\nSo be.",
     ),
@@ -174,7 +174,7 @@ CASES = [  # kind, arguments, a text that meets it, one that does not
     ("copy:copy", {"prompt_to_repeat": "Do it"}, "do it", "do it now"),
     ("copy:copying_simple", {"prompt_to_repeat": "Do it"}, "Do it\n", "Do"),
     ("copy:copying_multiple", {"prompt_to_repeat": "Do it", "N": 2}, "Do it\n******\nDo it", "Do it"),
-    ("new:copy_span_idx", {"prompt_to_repeat": "abcdef", "n_start": 1, "n_end": 3}, "bc", "bcd"),
+    ("new:copy_span_idx", {"prompt_to_repeat": "abcdef", "n_start": 1, "n_end": 3}, "bc", "bcde"),
 ]
 
 

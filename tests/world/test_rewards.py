@@ -601,6 +601,78 @@ def test_a_program_cannot_pass_by_what_it_does_to_its_test(name, test):
     assert found.value is not True and found.error
 
 
+FIRST = "import os\ndef again():\n    try: open('seen', 'x')\n    except FileExistsError: return True\n" + AGREES
+UNSENDABLE = "class Unsendable(Exception): pass\nclass E(Exception):\n    def __str__(self): raise Unsendable('x')\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        FIRST + UNSENDABLE + "if not again(): raise Unsendable('x')\ndef f(x): return Same()",
+        FIRST + UNSENDABLE + "def f(x):\n    if not again(): raise E\n    return Same()",
+    ],
+)
+def test_a_program_cannot_have_its_test_come_into_its_interpreter(source):
+    """Only the test's own process says that it needs it, and not an error of that name from the program's."""
+    (found,) = run_jobs([{"kind": "tested", "source": source, "test": "assert f(3) == 6"}], Limits(timeout_s=10.0))
+    assert found.value is not True and found.error
+
+
+def test_a_test_shares_the_interpreter_for_what_it_does_and_not_for_its_words():
+    from stages.running.tested import names_asked
+
+    for test in (
+        "assert f('input') == 6  # eval the seed",
+        'def check(c):\n    "patch stdin"\n    assert c(3) == 6\ncheck(f)',
+    ):
+        assert "f" in names_asked(test)
+        job = {"kind": "tested", "source": AGREES + "def f(x): return Same()", "test": test}
+        assert run_jobs([job], Limits(timeout_s=10.0), fresh=True)[0].error
+    for test in (
+        "import sys\nassert sys.stdout",
+        "from unittest import mock\nf()",
+        "from unittest.mock import patch as p\nf()",
+        "def test(capsys): f()",
+        "if __name__ == '__main__': f()",
+        "assert eval('f(3)') == 6",
+        "async def g(): f()",
+    ):
+        assert names_asked(test) is None, test
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert all(map(lambda case: f(case[0]) == case[1], [(3, 6), (4, 8)]))",
+        "for got, wanted in zip(map(f, [3, 4]), [6, 8]):\n    assert got == wanted",
+        "for got in map(f, [3]):\n    assert got == 6",
+    ],
+)
+def test_a_program_cannot_end_the_loop_that_tests_it(test):
+    source = "def f(x): raise StopIteration"
+    (found,) = run_jobs([{"kind": "tested", "source": source, "test": test}], Limits(timeout_s=10.0), fresh=True)
+    assert found.value is not True and "StopIteration" in found.error
+    right = [
+        {"kind": "tested", "source": "def f(x): return 2 * x", "test": test},
+        {
+            "kind": "tested",
+            "source": "def f(): yield 1",
+            "test": "g = f()\nassert next(g) == 1\ntry:\n    next(g)\n    assert False\nexcept StopIteration:\n    pass",
+        },
+    ]
+    assert [one.value for one in run_jobs(right, Limits(timeout_s=10.0), fresh=True)] == [True, True]
+
+
+def test_a_program_leaves_no_file_for_the_next_one():
+    source = (
+        "import os\nprint(sorted(os.listdir('.')))\nopen('left', 'w').close()\nos.mkdir('more')\n"
+        "open('more/left', 'w').close()"
+    )
+    jobs = [{"kind": "program", "source": source, "stdin": ""}] * 3
+    found = run_jobs(jobs, Limits(timeout_s=10.0, workers=1), fresh=True)
+    assert [one.value for one in found] == [{"stdout": "[]\n", "exit": 0}] * 3
+
+
 @pytest.mark.parametrize(
     "program, test",
     [

@@ -388,5 +388,8 @@ STRICT = [
         (r"2\frac{1}{3}", r"\frac{7}{3}"),
         ("1 1/2", "1.5"),
         (r"\begin{array}{cc}1&2\end{array}", r"\begin{pmatrix}1&2\end{pmatrix}"),
+        (r"x\in[0,1)", "[0,1)"),
+        (r"x=1 \text{ or } x=2", "1,2"),
+        (r"1 \quad\text{and}\quad 2", "1, 2"),
     }
 ]
