@@ -84,6 +84,31 @@ def test_text_and_ids_give_the_same_score_and_another_template_renders_again(tin
     assert other.score([response])[0] != same.score([response])[0]
 
 
+def test_ids_are_cut_like_the_text_that_they_are(tiny, tmp_path):
+    """max_length of the card: long responses lose their end, then the prompt its beginning, however they are read."""
+    import shutil
+
+    from stages.reward_models.reward_heads import write_card
+
+    path = tmp_path / "short"
+    shutil.copytree(tiny["reward"], path)
+    write_card(path, RewardCard(bias=0.5, max_length=16))
+    renderer, short, whole = renderer_for(tiny["policy"]), load_scorer(str(path)), load_scorer(tiny["reward"])
+    assert short.reads_ids_of(renderer)
+    for prompt, answer in (("what is 2 plus 2? " * 4, "4"), ("2 plus 2?", "The answer is 4. " * 8), ("a b " * 20,) * 2):
+        row = sampled(renderer, user(prompt), answer)
+        ids, start = row["prompt_ids"] + row["completion_ids"], len(row["prompt_ids"])
+        shown = Response(user(prompt), assistant(answer), ids, start=start)
+        (by_text,), (by_ids,) = short.score([Response(user(prompt), assistant(answer))]), short.score([shown])
+        assert len(ids) > 16 and by_ids == pytest.approx(by_text, abs=1e-5) and by_ids != whole.score([shown])[0]
+        (scored,) = build_rewards(
+            [RewardComponent(kind="model")], {"reward_model": str(path)}, renderer=renderer
+        ).score([row])
+        assert scored.total == pytest.approx(by_text, abs=1e-5)
+        # where the response begins is not told: there is no way to cut as in training
+        assert math.isnan(short.score_ids([ids])[0]) and math.isfinite(short.score_ids([ids[:16]])[0])
+
+
 def test_scores_do_not_depend_on_the_batch(tiny):
     """rs.length_sort: rows are scored in order of length, in nearly equal batches, and come back in the order given."""
     from stages.batching import make_item, per_response, plan, size
