@@ -508,7 +508,9 @@ class ImplicitScorer(Scorer):
         self.policy, self.reference = (
             load_frozen(str(Path(self.path, name)), self.device, self.frozen) for name in ("policy", "reference")
         )
-        self.reader = reader_for(str(Path(self.path, "policy")), self.policy, self.card.max_length)
+        self.reader = reader_for(
+            str(Path(self.path, "policy")), self.policy, self.card.max_length, template=self.card.template()
+        )
 
     def score(self, responses):
         from stages.decoding.likelihood import response_logps

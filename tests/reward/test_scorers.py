@@ -216,6 +216,33 @@ def test_an_implicit_reward_is_beta_times_the_log_ratio(tiny, train):
     assert load_scorer(same["outputs"]["model"]["path"]).score(ASKED) == [0.0] * 4
 
 
+def test_an_implicit_reward_is_read_under_the_variables_that_the_policy_was_tuned_with(tiny, train, tmp_path):
+    """As every reward model is: the template of a tuned model alone does not say which of its variables it got."""
+    import shutil
+
+    from stages.chat import RenderError, load_tokenizer
+    from tests.training.test_chat_template import TEMPLATE
+
+    path = tmp_path / "thinks"
+    shutil.copytree(tiny["other"], path)
+    tokenizer = load_tokenizer(tiny["other"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    config, inputs = {"combine": "implicit", "beta": 0.2}, {"policy": str(path), "reference": tiny["policy"]}
+    quick = {"chat_template_kwargs": {"enable_thinking": False}}
+    found = {}
+    for name, more in (("quick", quick), ("plain", {})):
+        scorer = load_scorer(train("reward_combine", config | more, inputs, name)["outputs"]["model"]["path"])
+        found[name] = scorer.reader.renderer.decode(scorer.reader.prompt(ASKED[0].prompt)), scorer.score(ASKED)
+    assert "(quick)" in found["quick"][0] and "(quick)" not in found["plain"][0]
+    assert not np.allclose(found["quick"][1], found["plain"][1])
+    with pytest.raises(RenderError, match="reads no variable 'thoughts'"):
+        train("reward_combine", config | {"chat_template_kwargs": {"thoughts": 1}}, inputs, "unread")
+    for wrong in ({"combine": "implicit", "chat_template_kwargs": {"tools": []}}, {"combine": "mean", **quick}):
+        with pytest.raises(ValueError, match="chat_template_kwargs"):
+            train("reward_combine", wrong, inputs, "refused")
+
+
 def test_combinations_refuse_what_cannot_be(tiny, train):
     for config, inputs, text in (
         ({"combine": "weighted", "weights": {"a": 1.0}}, {"members.b": tiny["reward"]}, "members.a=REF"),
