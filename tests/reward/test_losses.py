@@ -608,9 +608,12 @@ def test_ties_matter_where_the_ranking_is_certain():
         (2, 3),
         (2, 4),
     ], "nobody wins below the top"
-    assert fallback.extra["pair_weight"] == 1 / 8 and top([1, 2, 3, 4], 2).extra["pairs"] == [
-        (i, j) for i in range(4) for j in range(i + 1, 4)
-    ]
+    assert fallback.extra["pair_weight"] == 1 / 8
+    # and none of its pairs counts in the accuracy
+    certain = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    for item in (top([1, 2, 3, 4], 2), top([1, 2, 2, 3, 4], 2, tie_policy="drop_item")):
+        assert item.extra["listwise"] and item.extra["pairs"] == certain and item.extra["counts"]["pairs"] == 5.0
+    assert len(top([1, 2, 3, 4], 9).extra["pairs"]) == 6
 
 
 def test_attributes_that_no_row_has_are_named_with_those_there_are(tiny, rows, train):

@@ -928,6 +928,30 @@ def test_probabilities_of_single_answers_are_compared_by_their_odds():
     )
 
 
+def test_rankings_are_judged_by_what_they_decide_and_by_prompt():
+    """Pairs below ``top_ranks`` are right or wrong by chance; rankings of one prompt are not independent."""
+    from stages.reward_models.reward_eval import judge_rankings
+
+    texts = ["a b c d", "a b c", "a", "a b"]  # by length: all pairs right but the last, which the top 2 do not decide
+    rows = [
+        {
+            "row_id": str(i),
+            "prompt_id": f"p{i // 4}",
+            "prompt": user("q"),
+            "completions": [assistant(text) for text in (texts if i // 4 % 2 else texts[::-1])],
+            "ranks": [1, 2, 3, 4],
+        }
+        for i in range(16)
+    ]
+    every, top = Told(), Told()
+    top.config = SimpleNamespace(top_ranks=2)
+    found, sure = (judge_rankings(stage, CountsWords(), rows, "test") for stage in (every, top))
+    assert found["accuracy"] == pytest.approx((5 / 6 + 1 / 6) / 2)
+    assert sure["accuracy"] == pytest.approx((5 / 5 + 1 / 5) / 2) and sure["kendall_tau"] == pytest.approx(0.2)
+    # four prompts, not sixteen rankings: all four alike is a draw of 1 in 16
+    assert (sure["accuracy_ci_low"], sure["accuracy_ci_high"]) == pytest.approx((0.2, 1.0))
+
+
 @pytest.mark.parametrize(
     "objective,advised",
     (("bt", True), ("pairwise", True), ("t2t_point", False), ("kwise_pairs", False), ("combined", False)),
