@@ -847,6 +847,29 @@ def test_settings_that_others_would_have_to_be_set_for_are_refused(given, says):
         assert Config(**whole.model_dump()) == whole
 
 
+def test_the_last_layers_are_those_that_read_text(tiny):
+    """train_layers=head_and_last: neither a vision tower's nor a layer's experts, though these lists are longer."""
+    import transformers
+    from torch import nn
+
+    from stages.reward_model import freeze_layers
+    from stages.reward_models.reward_heads import new_reward_model
+
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    text = small | {"vocab_size": 99, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8}
+    vision = small | {"num_hidden_layers": 5, "image_size": 28, "patch_size": 14}
+    seeing = transformers.AutoModelForSequenceClassification.from_config(
+        transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, num_labels=1)
+    )
+    experts = new_reward_model(tiny["policy"])
+    experts.model.layers[0].mlp.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(9))
+    for model, prefix in ((seeing, "model.language_model.layers.2."), (experts, "model.layers.1.")):
+        freeze_layers(model, Config(train_layers="head_and_last", last_layers=1), "response")
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert trained == {n for n, _ in model.named_parameters() if n.startswith((prefix, "score."))}
+        assert any(n.startswith(prefix) for n in trained)
+
+
 def test_settings_of_inputs_that_are_not_given_are_refused(tiny, rows, train, tmp_path):
     from stages.reward_model import kept_head, reading
     from storage.datasets import write_dataset
