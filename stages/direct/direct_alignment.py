@@ -75,7 +75,7 @@ def given_options(method, options: dict) -> tuple[dict, dict]:
     for name, value in options.items():
         if isinstance(known[name], str) != isinstance(value, str):
             raise ValueError(f"options.{name}={value!r} of method {method.name}: write a value like {known[name]!r}.")
-        allowed = OPTION_RANGES.get(name)
+        allowed = OPTION_RANGES.get(f"{method.name}.{name}", OPTION_RANGES.get(name))
         if allowed is not None and not (
             value in allowed if isinstance(value, str) else allowed[0] <= value < allowed[1]
         ):

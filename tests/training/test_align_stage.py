@@ -160,6 +160,16 @@ def test_loss_at_the_reference(tiny, preferences, spec):
         assert steps_of(made)[0]["metrics"]["validation/loss"] == pytest.approx(expected, rel=1e-4), method
 
 
+def test_exo_without_smoothing_is_refused_before_anything_is_loaded():
+    """Its loss would be infinite: alone or in a sum, said with the settings and not at the first forward."""
+    unsmoothed = {"method": "exo_pair", "options": {"label_smoothing": 0.0}}
+    for settings in (unsmoothed, {"method": "dpo", "also": [{**unsmoothed, "weight": 1.0}]}):
+        with pytest.raises(ValueError, match="label_smoothing=0.0 of method exo_pair: write a number >= 1e-12"):
+            DirectAlignment(Config(**settings))
+    for method, smoothing in (("exo_pair", 1e-3), ("dpo", 0.0)):
+        DirectAlignment(Config(method=method, options={"label_smoothing": smoothing}))
+
+
 def test_impossible_settings_say_what_to_write(tiny, preferences, spec):
     for config, inputs, text in (
         ({"method": "simpo"}, {"reference": "policy"}, "leave the reference input"),
