@@ -833,7 +833,10 @@ def check_anchor(stage, row, kind: str) -> None:
 
 
 def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
-    """``b = -mean`` of the anchor's raw scores, so that 0 is an average expert answer (``rm.calibrate``)."""
+    """``b = -mean`` of the anchor's raw scores by the weights of their rows, so that 0 is an average expert answer
+    (``rm.calibrate``).
+    """
+    from stages.batching import row_weight
     from stages.estimators import calibration_bias as bias_of
     from stages.reward_models.reward_eval import anchor_responses
 
@@ -847,10 +850,14 @@ def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
     if anchor == "none" or scorer.relative:
         return 0.0, None
     source, split = (data, config.split) if anchor == "chosen" else (stage.dataset("anchor"), None)
-    scores = [s for s in scorer.score(anchor_responses(source, split, config.eval_rows or ANCHOR_ROWS)) if s == s]
-    if not scores:
+    responses = [
+        r for r in anchor_responses(source, split, config.eval_rows or ANCHOR_ROWS) if row_weight(r.row)
+    ]  # a weight of 0 counts nothing
+    known = [(s, row_weight(r.row)) for s, r in zip(scorer.score(responses), responses) if s == s]
+    if not known:
         raise ValueError(
-            f"anchor={anchor}: no answer of the anchor can be scored; give data with chosen answers, or set"
-            " anchor=none."
+            f"anchor={anchor}: no answer of the anchor can be scored; give data with chosen answers whose weight is not"
+            " 0, or set anchor=none."
         )
-    return float(bias_of(scores)), anchor
+    scores, weights = zip(*known)
+    return float(bias_of(scores, None if set(weights) == {1.0} else weights)), anchor
