@@ -560,7 +560,7 @@ def stage(
     Example: posttrain stage sft --input model=path/to/model --input data=demos.jsonl --set num_train_epochs=2 --json
     """
     from flows import display, env
-    from flows.config import build
+    from flows.config import ConfigError, build
     from stages.registry import get_stage
 
     env.prepare(quiet=True)
@@ -573,6 +573,10 @@ def stage(
     if isinstance(values.get("seed"), int) and values["seed"] >= 0 and "seed" not in spec.config.model_fields:
         said = values.pop("seed")
         seed = said if seed is None else seed
+    if named := [key for key in values if key in spec.inputs and key not in spec.config.model_fields]:
+        raise ConfigError(
+            f"{named[0]} is an input of stage {name} and no setting; write --input {named[0]}=REF_OR_PATH"
+        )
     settings = build(spec.config, values)  # a mistyped setting is told of before an input that is still to come
     spec.check_inputs(inputs, settings)
     from tasks.nodes import nodes_of

@@ -1749,10 +1749,11 @@ _DIRECT_ROWS = (
     ),
 )
 DIRECT_METHODS: dict[str, DirectMethod] = {row.name: row for row in _DIRECT_ROWS}
-#: Where options of direct methods make sense: numbers in [low, high), or the words to choose from; all others take any
-#: number.
+#: Where options of direct methods make sense (of one method alone: METHOD.OPTION): numbers in [low, high), or the words
+#: to choose from; all others take any number.
 OPTION_RANGES: dict[str, tuple] = {
     "label_smoothing": (0.0, 0.5),
+    "exo_pair.label_smoothing": (1e-12, 0.5),  # its KL to labels without smoothing is infinite
     "discopop_tau": (1e-6, float("inf")),
     "eta": (1e-12, float("inf")),
     "momentum": (0.0, 1.0),

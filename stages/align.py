@@ -582,7 +582,7 @@ def add_reference(stage, renderer, objective, items, policy) -> None:
     known = gather(is_dataset(str(path)))[0]  # a resumed run finds it complete
     with first_rank_only() as here:
         if not known and (here or root_of(policy) is not None):
-            write_reference(stage, role, objective, items, prints, matching_cache(stage, prints), policy)
+            write_reference(stage, role, objective, items, prints, matching_cache(stage, items, prints), policy)
     stored = {r["group_id"]: values_of(r) for r in open_dataset(str(path)).iter_rows()}
     for item in items:
         item.extra["ref"] = stored[item.row_id]
@@ -682,7 +682,12 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
             rows.append(
                 complete_row(
                     kind,
-                    {"group_id": item.row_id, "prompt_id": item.extra["prompt_id"], **own, **prints},
+                    {
+                        "group_id": item.row_id,
+                        "prompt_id": item.extra["prompt_id"],
+                        **own,
+                        **prints_of_row(item, prints),
+                    },
                     dataset="ref_logps",
                     source="align",
                     origin="conversion",
@@ -729,19 +734,35 @@ def fingerprints(stage, role: str, renderer) -> dict[str, str]:
     }
 
 
-def matching_cache(stage, prints: dict[str, str]) -> dict[str, list]:
+def prints_of_row(item, prints: dict[str, str]) -> dict[str, str]:
+    """The fingerprints of one row: the sums over its segments are those of these spans of tokens alone, however they
+    were found.
+    """
+    if "segments" not in item.extra:
+        return prints
+    from storage.files import canonical_json, sha256_text
+
+    spans = sha256_text(canonical_json(item.extra["segments"]))[:16]
+    return {**prints, "template_id": f"{prints['template_id']}:{spans}"}
+
+
+def matching_cache(stage, items, prints: dict[str, str]) -> dict[str, list]:
+    """{row id: values} of the rows of the input ``ref_logps`` that are of these items under these fingerprints."""
     if not stage.has("ref_logps"):
         return {}
+    wanted = {item.row_id: prints_of_row(item, prints) for item in items}
     cached, stale = {}, 0
     for row in stage.dataset("ref_logps").iter_rows():
-        if all(row[k] == v for k, v in prints.items()):
+        if row["group_id"] not in wanted:
+            continue
+        if all(row[k] == v for k, v in wanted[row["group_id"]].items()):
             cached[row["group_id"]] = values_of(row)
         else:
             stale += 1
     if stale:
         stage.warn(
             "stale_reference_cache",
-            f"{stale} cached reference rows belong to another model, tokenizer, template or max_length "
-            "and are recomputed.",
+            f"{stale} cached reference rows belong to another model, tokenizer, template, max_length or other segments"
+            " and are recomputed.",
         )
     return cached

@@ -484,15 +484,17 @@ def minmax(values):
     return np.full_like(x, 0.5) if high == low else (x - low) / (high - low)
 
 
-def calibration_bias(anchor_scores) -> float:
-    """b = -mean of the anchor's scores; calibrated score = raw + b (rm.calibrate)."""
+def calibration_bias(anchor_scores, weights=None) -> float:
+    """b = -mean of the anchor's scores, by the ``weights`` of their rows where given; calibrated score = raw + b
+    (rm.calibrate).
+    """
     anchor = _f64(anchor_scores)
     if not anchor.size or not np.isfinite(anchor).all():
         raise ValueError(
             "the calibration anchor needs at least one finite score: give demonstrations or reference samples that can"
             " be scored"
         )
-    return float(-anchor.mean())
+    return float(-anchor.mean() if weights is None else -np.average(anchor, weights=_f64(weights)))
 
 
 # --- baselines and controllers with state ----------------------------------------------------------

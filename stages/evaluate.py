@@ -862,6 +862,7 @@ class Plan:
                 [{"role": "assistant", "content": s.text}],
                 s.prompt_ids + s.ids if as_ids else None,
                 s.prompt,
+                start=len(s.prompt_ids),
             )
             for s in samples
         ]

@@ -13,11 +13,11 @@ result is judged like any reward model, and so is each member.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.settings import ReadWhen, refuse_unread
+from stages.settings import ReadWhen, refuse_own_variables, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
@@ -39,7 +39,7 @@ class Config(StageConfig):
             "only combine=safety_gate has a helpfulness and a safety model; write combine=safety_gate",
         ),
         (
-            ("beta", "max_length"),
+            ("beta", "max_length", "chat_template_kwargs"),
             lambda c: c.combine == "implicit",
             "only combine=implicit reads a policy's log-probs; write combine=implicit",
         ),
@@ -64,6 +64,10 @@ class Config(StageConfig):
     )
     beta: float = Field(0.1, gt=0, description="implicit: beta (log pi - log ref); the beta the policy was tuned with.")
     max_length: int = Field(1024, ge=8, description="implicit: tokens of prompt and response.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="implicit: variables of the chat template, those that the policy was tuned with.",
+    )
     split: str = Field("test", description="Split of the pairs that judge the result.")
     limit: int | None = Field(2000, ge=1, title="Limit", description="Pairs used at most.")
     probe_pairs: int = Field(64, ge=0, description="Pairs on which probes are tried; 0 = none.")
@@ -72,6 +76,7 @@ class Config(StageConfig):
     @model_validator(mode="after")
     def _possible(self):
         refuse_unread(self, self.READ_WHEN)
+        refuse_own_variables(self.chat_template_kwargs)
         if self.combine == "weighted" and abs(sum(self.weights.values()) - 1) > 1e-6:
             raise ValueError(
                 "weights must have sum 1; write one per member label, for example weights={helpful: 0.7, safe: 0.3}"
@@ -137,6 +142,7 @@ def run(stage):
     import shutil
     from pathlib import Path
 
+    from stages.chat import renderer_for
     from stages.reporting.reports import document, facts
     from stages.reward_models.reward_eval import held_out, warn_about
     from stages.reward_models.reward_heads import RewardCard, write_card
@@ -146,6 +152,7 @@ def run(stage):
     implicit = config.combine == "implicit"
     options = (
         {"beta": config.beta}
+        | ({"chat_template_kwargs": config.chat_template_kwargs} if config.chat_template_kwargs else {})
         if implicit
         else {
             "members": sorted(members),
@@ -160,6 +167,8 @@ def run(stage):
     card = RewardCard(
         "implicit" if implicit else "combined", max_length=config.max_length if implicit else None, options=options
     )
+    if implicit:
+        renderer_for(members["policy"], *card.template())  # says which of the variables its template does not read
     with stage.output_model("model", role="reward") as directory:
         for name, path in members.items():
             shutil.copytree(path, Path(directory, name) if implicit else Path(directory, "members", name))

@@ -509,8 +509,6 @@ def with_adapter(stage, model, config, reads: str):
 
 def freeze_layers(model, config, reads: str) -> None:
     """Leave the configured set trainable."""
-    from torch import nn
-
     from stages.models.modeling import ModelError
     from stages.reward_models.reward_heads import score_head
 
@@ -524,10 +522,22 @@ def freeze_layers(model, config, reads: str) -> None:
         id(p) for n, p in model.named_parameters() if n.startswith("reward_")
     }
     if config.train_layers == "head_and_last":
-        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-        head |= {id(p) for layer in layers[-config.last_layers :] for p in layer.parameters()}
+        head |= {id(p) for layer in text_layers(model)[-config.last_layers :] for p in layer.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in head)
+
+
+def text_layers(model):
+    """The transformer layers that read text: the outermost list of as many modules as the text part of the config
+    names, and not a vision tower or the experts of a layer, which may be longer. Where none has that length (shared
+    layers), the longest.
+    """
+    from torch import nn
+
+    text = model.config.get_text_config()
+    reader = next((m for m in model.modules() if getattr(m, "config", None) is text), model)
+    lists = [m for m in reader.modules() if isinstance(m, nn.ModuleList)]
+    return next((m for m in lists if len(m) == text.num_hidden_layers), None) or max(lists, key=len)
 
 
 def staged_rows(stage, items, config):
@@ -823,7 +833,10 @@ def check_anchor(stage, row, kind: str) -> None:
 
 
 def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
-    """``b = -mean`` of the anchor's raw scores, so that 0 is an average expert answer (``rm.calibrate``)."""
+    """``b = -mean`` of the anchor's raw scores by the weights of their rows, so that 0 is an average expert answer
+    (``rm.calibrate``).
+    """
+    from stages.batching import row_weight
     from stages.estimators import calibration_bias as bias_of
     from stages.reward_models.reward_eval import anchor_responses
 
@@ -837,10 +850,14 @@ def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
     if anchor == "none" or scorer.relative:
         return 0.0, None
     source, split = (data, config.split) if anchor == "chosen" else (stage.dataset("anchor"), None)
-    scores = [s for s in scorer.score(anchor_responses(source, split, config.eval_rows or ANCHOR_ROWS)) if s == s]
-    if not scores:
+    responses = [
+        r for r in anchor_responses(source, split, config.eval_rows or ANCHOR_ROWS) if row_weight(r.row)
+    ]  # a weight of 0 counts nothing
+    known = [(s, row_weight(r.row)) for s, r in zip(scorer.score(responses), responses) if s == s]
+    if not known:
         raise ValueError(
-            f"anchor={anchor}: no answer of the anchor can be scored; give data with chosen answers, or set"
-            " anchor=none."
+            f"anchor={anchor}: no answer of the anchor can be scored; give data with chosen answers whose weight is not"
+            " 0, or set anchor=none."
         )
-    return float(bias_of(scores)), anchor
+    scores, weights = zip(*known)
+    return float(bias_of(scores, None if set(weights) == {1.0} else weights)), anchor

@@ -558,21 +558,7 @@ class ChatConfig(StageConfig):
 
     @model_validator(mode="after")
     def _chat_template(self):
-        if taken := sorted(
-            {
-                "messages",
-                "conversation",
-                "tools",
-                "documents",
-                "add_generation_prompt",
-                "continue_final_message",
-                "tokenize",
-                "chat_template",
-                "return_dict",
-            }
-            & set(self.chat_template_kwargs)
-        ):
-            raise ValueError(f"chat_template_kwargs: {taken[0]} is the platform's own to give; leave it out")
+        refuse_own_variables(self.chat_template_kwargs)
         if self.chat_template:
             self.__dict__["chat_template"] = os.path.abspath(self.chat_template)
             digest = hashlib.sha256(template_text(self.chat_template).encode()).hexdigest()
@@ -605,6 +591,25 @@ class ChatConfig(StageConfig):
         return template_text(self.chat_template) if self.chat_template else None, json.dumps(
             self.chat_template_kwargs, sort_keys=True
         )
+
+
+def refuse_own_variables(chat_template_kwargs: dict[str, Any]) -> None:
+    """Raises ValueError where a variable of a chat template is one that the platform gives itself."""
+    if taken := sorted(
+        {
+            "messages",
+            "conversation",
+            "tools",
+            "documents",
+            "add_generation_prompt",
+            "continue_final_message",
+            "tokenize",
+            "chat_template",
+            "return_dict",
+        }
+        & set(chat_template_kwargs)
+    ):
+        raise ValueError(f"chat_template_kwargs: {taken[0]} is the platform's own to give; leave it out")
 
 
 def template_text(path: str) -> str:

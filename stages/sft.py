@@ -159,7 +159,9 @@ class Config(RowsConfig):
             "Validation prompts answered at each pass and scored by the reward_model input, where there is one."
         ),
     )
-    eval_completion_length: int = Field(128, ge=1, description="New tokens of these answers at most.")
+    eval_completion_length: int = Field(
+        128, ge=1, description="New tokens of these answers at most; cut ones score -1, as in rl and rejection."
+    )
 
     @model_validator(mode="after")
     def _terms_fit(self):
@@ -553,9 +555,12 @@ def rows_in_order(stage, items, config):
 
 
 class Answers:
-    """Greedy answers of the trained model to validation prompts, scored by a reward model (``sft.ckpt_select``)."""
+    """Greedy answers of the trained model to validation prompts, scored by a reward model (``sft.ckpt_select``): cut and
+    empty ones by the rule of ``rl`` and ``rejection`` (``rm.score_rules``).
+    """
 
     def __init__(self, stage, dataset, renderer, model):
+        from stages.reward.components import RewardComponent
         from stages.reward_models.reward_scorers import load_scorer
         from stages.decoding.sampler import Sampler
         from stages.decoding.sampling import SamplingParams
@@ -571,12 +576,13 @@ class Answers:
         for row in dataset.iter_rows(split="validation"):
             turns = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
             if turns and turns[0] and len(self.prompts) < config.eval_prompts:
-                self.prompts.append(row["messages"][: turns[0]])
+                self.prompts.append({**row, "prompt": row["messages"][: turns[0]]})
         if not self.prompts:
             raise ConfigError(
                 "sft: a reward_model needs validation rows to answer; give a dataset with a validation split, or leave"
                 " the reward_model input out"
             )
+        self.stage, self.component = stage, RewardComponent(kind="model")
         self.renderer, self.scorer = (
             renderer,
             load_scorer(stage.path("reward_model"), stage.device, frozen=stage.config.frozen_dtype),
@@ -595,22 +601,40 @@ class Answers:
 
     def judge(self) -> dict[str, float]:
         """{"reward": mean score, "answer_length": mean tokens, "stop_rate": share that ends by itself}; answers that
-        cannot be scored do not count.
+        cannot be scored do not count, and the reward model is not asked about unfinished ones.
         """
-        from stages.reward_models.reward_scorers import Response
+        from stages.reward.scorers import shown_to
+        from stages.reward.verdicts import Verdict
 
         self.acting.refresh()
         groups = self.sampler.generate(
-            [self.renderer.prompt_ids(p) for p in self.prompts], self.params, [[0] for _ in self.prompts]
+            [self.renderer.prompt_ids(row["prompt"]) for row in self.prompts], self.params, [[0] for _ in self.prompts]
         )
-        scores = self.scorer.score(
-            [Response(p, [{"role": "assistant", "content": g[0].text}]) for p, g in zip(self.prompts, groups)]
-        )
+        answers = [group[0] for group in groups]
+        shown = [
+            shown_to(
+                None,
+                self.component,
+                {"prompt_row": row, "completion_text": answer.text, "finish_reason": answer.finish_reason},
+            )
+            for row, answer in zip(self.prompts, answers)
+        ]
+        found = iter(self.scorer.score([one for one in shown if not isinstance(one, Verdict)]))
+        scores = [one.value if isinstance(one, Verdict) else next(found) for one in shown]
         known = [s for s in scores if s == s]
+        stop_rate = sum(answer.finish_reason in ("eos", "stop") for answer in answers) / len(answers)
+        if stop_rate < 0.9:
+            self.stage.warn(
+                "answers_truncated",
+                "In some validation passes more than a tenth of the answers hit"
+                f" eval_completion_length={self.params.max_new_tokens} and count {self.component.cut_reward:g} in"
+                " validation/reward, whatever they say (validation/stop_rate). Raise eval_completion_length, or train"
+                " the stop token.",
+            )
         return {
             "reward": sum(known) / len(known) if known else float("nan"),
-            "answer_length": sum(len(g[0].ids) for g in groups) / len(groups),
-            "stop_rate": sum(g[0].finish_reason in ("eos", "stop") for g in groups) / len(groups),
+            "answer_length": sum(len(answer.ids) for answer in answers) / len(answers),
+            "stop_rate": stop_rate,
         }
 
 

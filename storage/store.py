@@ -178,7 +178,10 @@ def resolve(text: str, kind: str | None = None) -> ResolvedInput:
 def _example(kind: str) -> str:
     return {
         "dataset": "write dataset:NAME@latest, a dataset directory or a data file",
-        "model": "write model:NAME@champion, model:NAME/VERSION, a model directory (with config.json) or a hub id",
+        "model": (
+            "write model:NAME@champion or model:NAME/VERSION for a model of the store (`posttrain ls models`), the path"
+            " of a model directory (with config.json), or OWNER/NAME for a model of the Hugging Face hub"
+        ),
         "file": "write the path of a file or directory",
     }[kind]
 
@@ -352,10 +355,7 @@ def _hub(text: str, kind: str | None) -> ResolvedInput:
     what = "model" if kind in (None, "model") else "dataset"
     near = _known_by(name, kind)
     if what == "model" and "/" not in text and not revision and registry.models():  # ids of the hub are OWNER/NAME
-        raise StoreError(
-            f"there is no {what if kind else 'model, dataset or run'} {text!r}; {near}{_example('model')} (OWNER/NAME);"
-            " `posttrain ls models` lists what there is"
-        )
+        raise StoreError(f"there is no {what if kind else 'model, dataset or run'} {text!r}; {near}{_example('model')}")
     try:
         from huggingface_hub import HfApi, snapshot_download
 
@@ -375,6 +375,11 @@ def _hub(text: str, kind: str | None) -> ResolvedInput:
         commit = commit or Path(local).name  # the cache names a snapshot by its commit
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if what == "model" and "/" not in text:  # a bare word: which kind of name was meant is not known
+            raise StoreError(
+                f"there is no {what} {text!r}: no path, and nothing that can be fetched from the hub under that name;"
+                f" {near}{_example('model')} (the hub's client: {type(error).__name__}: {reason})"
+            ) from None
         raise StoreError(
             f"{text} is neither an existing path nor a {what} that can be fetched from the hub; {near}without network,"
             f" give a local {what} directory{' (with config.json)' if what == 'model' else ' or file'}; with it, check"

@@ -905,7 +905,8 @@ class Reward:
         if kind in ("kwise_pairs", "plackett_luce"):
             order = sorted(range(len(row["ranks"])), key=lambda i: (row["ranks"][i], i))
             ranks, top = [row["ranks"][i] for i in order], config.top_ranks or len(order)
-            listwise, certain = kind == "plackett_luce", len(order)
+            listwise = kind == "plackett_luce"
+            certain = min(top, len(order)) if listwise else len(order)
             if listwise and any(ranks[k] == ranks[k + 1] for k in range(min(top, len(order) - 1))):
                 if config.tie_policy == "drop_item":
                     keep = [0]
@@ -913,7 +914,7 @@ class Reward:
                         if ranks[k] != ranks[keep[-1]] or len(keep) > top:
                             keep.append(k)
                     order, ranks = [order[k] for k in keep], [ranks[k] for k in keep]
-                    certain = len(order)
+                    certain = min(top, len(order))
                 else:
                     listwise, certain = False, sum(rank <= ranks[min(top, len(ranks)) - 1] for rank in ranks)
             pairs = [(i, j) for i in range(certain) for j in range(len(ranks)) if ranks[i] < ranks[j]]

@@ -75,7 +75,7 @@ def given_options(method, options: dict) -> tuple[dict, dict]:
     for name, value in options.items():
         if isinstance(known[name], str) != isinstance(value, str):
             raise ValueError(f"options.{name}={value!r} of method {method.name}: write a value like {known[name]!r}.")
-        allowed = OPTION_RANGES.get(name)
+        allowed = OPTION_RANGES.get(f"{method.name}.{name}", OPTION_RANGES.get(name))
         if allowed is not None and not (
             value in allowed if isinstance(value, str) else allowed[0] <= value < allowed[1]
         ):
@@ -490,12 +490,13 @@ class DirectAlignment:
 
     def after_step(self, metrics: dict[str, float]) -> None:
         """BCO's running means take in the step's rewards, by the weights of their rows (``weighted/``, which nothing
-        else reads, leave the metrics); a class that the step had none of, or a non-finite step, changes nothing."""
+        else reads, leave the metrics); a class that the step had none of changes nothing, and neither does a step that
+        was skipped because its loss or gradient was not finite."""
         if self.method.statistic == "delta":
-            m = self.settings["momentum"]
+            m, taken = self.settings["momentum"], all(math.isfinite(metrics[name]) for name in ("loss", "grad_norm"))
             for name in self.means:
                 value = metrics.pop(f"weighted/{name}", math.nan)
-                if math.isfinite(value):
+                if taken and math.isfinite(value):
                     self.means[name] = m * self.means[name] + (1.0 - m) * value
 
 

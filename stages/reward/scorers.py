@@ -80,13 +80,14 @@ def shown_to(rewards: Rewards, component: RewardComponent, row: dict, as_ids: bo
         return Verdict(component.empty_reward)
     if not text_read(component, row).strip():  # a thought that never ends has no answer: scored as cut (reward.view)
         return Verdict(component.cut_reward)
-    ids = list(_prompt_ids(rewards, row)) + list(row["completion_ids"]) if as_ids else None
+    before = list(_prompt_ids(rewards, row)) if as_ids else []
     return Response(
         row["prompt_row"].get("prompt") or [],
         [{"role": "assistant", "content": text_read(component, row)}],
-        ids,
+        before + list(row["completion_ids"]) if as_ids else None,
         row["prompt_row"],
         row.get("group"),
+        len(before),
     )
 
 

@@ -191,8 +191,8 @@ def pair_difficulty(row: dict, by: str) -> float:
 
 
 def ranking_items(row, reader, config, dropped) -> list[Item]:
-    """One item per prompt, responses best first; ``pairs`` are the index pairs that the ranks decide (ties are
-    dropped).
+    """One item per prompt, responses best first; ``pairs`` are the index pairs that the ranks decide (ties are dropped,
+    and below ``top_ranks`` nothing is decided).
 
     Raises:
         Drop: fewer than two responses, or all tied.
@@ -206,7 +206,7 @@ def ranking_items(row, reader, config, dropped) -> list[Item]:
     completions = [row["completions"][i] for i in order]
     # the order below the top is not known, so neither are ties there
     listwise, top = config.objective == "plackett_luce", config.top_ranks or len(ranks)
-    winners = ranks
+    winners = ranks[:top] if listwise else ranks
     if listwise and any(a == b for a, b in zip(ranks[:top], ranks[1:])):
         if config.tie_policy == "error":
             raise ValueError(
@@ -219,7 +219,7 @@ def ranking_items(row, reader, config, dropped) -> list[Item]:
                 if len(keep) > top or not keep or rank != ranks[keep[-1]]:
                     keep.append(i)
             ranks, completions = [ranks[i] for i in keep], [completions[i] for i in keep]
-            winners = ranks
+            winners = ranks[:top]
         else:
             listwise, winners = False, [rank for rank in ranks if rank <= ranks[min(top, len(ranks)) - 1]]
     pairs = [(i, j) for i in range(len(winners)) for j in range(i + 1, len(ranks)) if ranks[i] < ranks[j]]

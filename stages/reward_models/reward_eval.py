@@ -92,9 +92,9 @@ def judged(stage, scorer: Scorer, kind: str, rows: list[dict], split: str, probe
 def interval(stage, values, clusters, name: str, split: str) -> dict[str, float]:
     from stages.measures.statistics import certain
 
-    low, high = certain(
-        list(map(float, values)), range(len(values)) if clusters is None else clusters
-    ) or statistics.bootstrap_ci(values, n=1000, seed=stage.seed_for("bootstrap", split) % 2**32, clusters=clusters)
+    low, high = certain(list(map(float, values)), clusters) or statistics.bootstrap_ci(
+        values, n=1000, seed=stage.seed_for("bootstrap", split) % 2**32, clusters=clusters
+    )
     return {name: float(np.mean(values)), f"{name}_ci_low": low, f"{name}_ci_high": high}
 
 
@@ -245,22 +245,27 @@ def probe(stage, scorer, rows, pairs, margin) -> dict[str, float]:
 
 
 def judge_rankings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
-    """Pairwise accuracy inside each prompt, whether the best is found, and Kendall's tau."""
+    """Pairwise accuracy inside each prompt, whether the best is found, and Kendall's tau. Of a model trained on the
+    first ``top_ranks`` alone, pairs below these count nowhere: nobody knows which of the two is better.
+    """
+    certain = getattr(getattr(stage, "config", None), "top_ranks", None)
     responses = [Response(r["prompt"], c, row=r) for r in rows for c in r["completions"]]
     scores, start = np.array(scorer.score(responses), float), 0
-    accuracy, top, taus, margins = [], [], [], []
+    prompts, accuracy, top, taus, margins = [], [], [], [], []
     for row in rows:
         part, ranks = scores[start : start + len(row["ranks"])], np.array(row["ranks"])
         start += len(ranks)
         decided = [
             (i, j)
             for i in range(len(ranks))
+            if certain is None or (ranks < ranks[i]).sum() < certain
             for j in range(len(ranks))
             if ranks[i] < ranks[j] and not math.isnan(part[i] + part[j])
         ]
         if not decided:
             continue
         gaps = np.array([part[i] - part[j] for i, j in decided])
+        prompts.append(row.get("prompt_id") or row["row_id"])
         accuracy.append(float((gaps > 0).mean()))
         taus.append(float(np.sign(gaps).mean()))
         top.append(float(ranks[int(np.nanargmax(part))] == ranks.min()))
@@ -269,7 +274,7 @@ def judge_rankings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float
         return {}
     stage.report(f"margins-{split}", png=_histogram({"pairs": margins}, "Score difference better - worse", "margin"))
     return {
-        **interval(stage, accuracy, None, "accuracy", split),
+        **interval(stage, accuracy, prompts, "accuracy", split),
         "kendall_tau": float(np.mean(taus)),
         "best_found": float(np.mean(top)),
         "rankings": float(len(accuracy)),

@@ -21,6 +21,7 @@ import torch
 
 from stages.batching import make_item, per_response
 from stages.models.modeling import ModelError
+from stages.pairs import cut
 from stages.reward_models.reward_heads import (
     ChatReader,
     RewardCard,
@@ -35,14 +36,15 @@ from stages.reward_models.reward_heads import (
 @dataclass(frozen=True)
 class Response:
     """What is scored. prompt, completion: messages; ids: prompt and completion ids of the policy that wrote it, where
-    known; row: the prompt row, for facts and safety tags; group: what it is compared within by models that compare, its
-    prompt where None (two draws of a prompt are two groups)."""
+    known; start: how many of these ids are the prompt; row: the prompt row, for facts and safety tags; group: what it
+    is compared within by models that compare, its prompt where None (two draws of a prompt are two groups)."""
 
     prompt: list[dict]
     completion: list[dict]
     ids: Sequence[int] | None = None
     row: dict | None = None
     group: Hashable = None
+    start: int = 0
 
     @property
     def text(self) -> str:
@@ -125,7 +127,7 @@ class ScalarScorer(Scorer):
     def score(self, responses):
         same = [r.ids is not None for r in responses]
         if responses and all(same):
-            return self.score_ids([list(r.ids) for r in responses])
+            return self.score_ids([list(r.ids) for r in responses], [r.start for r in responses])
         return [v + self.bias for v in self._over_items(responses, self._read)]
 
     def _read(self, batch) -> list[float]:
@@ -144,12 +146,26 @@ class ScalarScorer(Scorer):
             and self.reader.tokenizer.get_vocab() == renderer.tokenizer.get_vocab()
         )
 
-    def score_ids(self, rows: list[list[int]]) -> list[float]:
-        """Calibrated scalar of each token-id row, in the order given. Length-sorted inside (``rs.length_sort``)."""
+    def score_ids(self, rows: list[list[int]], starts: Sequence[int] | None = None) -> list[float]:
+        """Calibrated scalar of each token-id row, in the order given. Length-sorted inside (``rs.length_sort``).
+
+        starts: where the response of each row begins; a row with more tokens than the model reads is cut there as in
+        training, and gets NaN where its response is not told.
+        """
         if any(not len(row) for row in rows):
             raise ModelError("A reward model cannot score an empty row; give at least one token.")
-        items = [make_item(str(i), [], [row], [[0] * len(row)]) for i, row in enumerate(rows)]
-        return [v + self.bias for v in self._outputs(items, self._read)]
+        room = self.reader.room
+        if starts is not None:
+            rows = [_cut_ids(row, start, room) for row, start in zip(rows, starts)]
+        items = [make_item(str(i), [], [row], [[0] * len(row)]) for i, row in enumerate(rows) if len(row) <= room]
+        found = iter(self._outputs(items, self._read))
+        return [next(found) + self.bias if len(row) <= room else math.nan for row in rows]
+
+
+def _cut_ids(row: list[int], start: int, room: int) -> list[int]:
+    """A prompt and, from ``start`` on, its response within ``room`` tokens, cut as :func:`build` cuts them."""
+    prompt, ((response, _),), _ = cut(row[:start], [(row[start:], [])], room)
+    return [*prompt, *response]
 
 
 class RatingScorer(ScalarScorer):
@@ -492,7 +508,9 @@ class ImplicitScorer(Scorer):
         self.policy, self.reference = (
             load_frozen(str(Path(self.path, name)), self.device, self.frozen) for name in ("policy", "reference")
         )
-        self.reader = reader_for(str(Path(self.path, "policy")), self.policy, self.card.max_length)
+        self.reader = reader_for(
+            str(Path(self.path, "policy")), self.policy, self.card.max_length, template=self.card.template()
+        )
 
     def score(self, responses):
         from stages.decoding.likelihood import response_logps

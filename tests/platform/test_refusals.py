@@ -271,6 +271,26 @@ def test_a_mistyped_model_is_told_at_once_and_not_asked_of_the_hub(monkeypatch):
     assert asked == ["owner/nothere"]
 
 
+def test_a_bare_word_for_a_model_is_told_the_three_ways_to_name_one(monkeypatch, command, tmp_path):
+    """In a home without models it may be an id of the hub, which older models have: model=gpt2."""
+    from storage import registry, store
+
+    monkeypatch.setattr(registry, "models", lambda: [])
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: (_ for _ in ()).throw(OSError("away")))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ways = r"model:NAME@champion .*store .*, the path of a model directory .*, or OWNER/NAME .*hub"
+    with pytest.raises(
+        store.StoreError, match=rf"^there is no model 'small': no path, .*; write {ways}.*OSError: away"
+    ):
+        store.resolve("small", "model")
+    with pytest.raises(store.StoreError, match=rf"^./small does not exist; write {ways}"):
+        store.resolve("./small", "model")
+    refused = command(tmp_path, "stage", "sft", "--input", "data=d.jsonl", "--set", "model=small")
+    assert refused.returncode == 2 and "model is an input of stage sft and no setting; write --input model=" in (
+        refused.stderr
+    )
+
+
 def test_typos_are_told_of_briefly(command, tmp_path):
     """A stage or recipe: the names nearest to it, not all; a setting before an input that is still to come."""
     from flows.recipe import get_recipe

@@ -608,9 +608,12 @@ def test_ties_matter_where_the_ranking_is_certain():
         (2, 3),
         (2, 4),
     ], "nobody wins below the top"
-    assert fallback.extra["pair_weight"] == 1 / 8 and top([1, 2, 3, 4], 2).extra["pairs"] == [
-        (i, j) for i in range(4) for j in range(i + 1, 4)
-    ]
+    assert fallback.extra["pair_weight"] == 1 / 8
+    # and none of its pairs counts in the accuracy
+    certain = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    for item in (top([1, 2, 3, 4], 2), top([1, 2, 2, 3, 4], 2, tie_policy="drop_item")):
+        assert item.extra["listwise"] and item.extra["pairs"] == certain and item.extra["counts"]["pairs"] == 5.0
+    assert len(top([1, 2, 3, 4], 9).extra["pairs"]) == 6
 
 
 def test_attributes_that_no_row_has_are_named_with_those_there_are(tiny, rows, train):
@@ -842,6 +845,29 @@ def test_settings_that_others_would_have_to_be_set_for_are_refused(given, says):
         Config(objective="prm", step_classes=3, neutral_as="negative"),
     ):
         assert Config(**whole.model_dump()) == whole
+
+
+def test_the_last_layers_are_those_that_read_text(tiny):
+    """train_layers=head_and_last: neither a vision tower's nor a layer's experts, though these lists are longer."""
+    import transformers
+    from torch import nn
+
+    from stages.reward_model import freeze_layers
+    from stages.reward_models.reward_heads import new_reward_model
+
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    text = small | {"vocab_size": 99, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 8}
+    vision = small | {"num_hidden_layers": 5, "image_size": 28, "patch_size": 14}
+    seeing = transformers.AutoModelForSequenceClassification.from_config(
+        transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, num_labels=1)
+    )
+    experts = new_reward_model(tiny["policy"])
+    experts.model.layers[0].mlp.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(9))
+    for model, prefix in ((seeing, "model.language_model.layers.2."), (experts, "model.layers.1.")):
+        freeze_layers(model, Config(train_layers="head_and_last", last_layers=1), "response")
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert trained == {n for n, _ in model.named_parameters() if n.startswith((prefix, "score."))}
+        assert any(n.startswith(prefix) for n in trained)
 
 
 def test_settings_of_inputs_that_are_not_given_are_refused(tiny, rows, train, tmp_path):

@@ -84,6 +84,31 @@ def test_text_and_ids_give_the_same_score_and_another_template_renders_again(tin
     assert other.score([response])[0] != same.score([response])[0]
 
 
+def test_ids_are_cut_like_the_text_that_they_are(tiny, tmp_path):
+    """max_length of the card: long responses lose their end, then the prompt its beginning, however they are read."""
+    import shutil
+
+    from stages.reward_models.reward_heads import write_card
+
+    path = tmp_path / "short"
+    shutil.copytree(tiny["reward"], path)
+    write_card(path, RewardCard(bias=0.5, max_length=16))
+    renderer, short, whole = renderer_for(tiny["policy"]), load_scorer(str(path)), load_scorer(tiny["reward"])
+    assert short.reads_ids_of(renderer)
+    for prompt, answer in (("what is 2 plus 2? " * 4, "4"), ("2 plus 2?", "The answer is 4. " * 8), ("a b " * 20,) * 2):
+        row = sampled(renderer, user(prompt), answer)
+        ids, start = row["prompt_ids"] + row["completion_ids"], len(row["prompt_ids"])
+        shown = Response(user(prompt), assistant(answer), ids, start=start)
+        (by_text,), (by_ids,) = short.score([Response(user(prompt), assistant(answer))]), short.score([shown])
+        assert len(ids) > 16 and by_ids == pytest.approx(by_text, abs=1e-5) and by_ids != whole.score([shown])[0]
+        (scored,) = build_rewards(
+            [RewardComponent(kind="model")], {"reward_model": str(path)}, renderer=renderer
+        ).score([row])
+        assert scored.total == pytest.approx(by_text, abs=1e-5)
+        # where the response begins is not told: there is no way to cut as in training
+        assert math.isnan(short.score_ids([ids])[0]) and math.isfinite(short.score_ids([ids[:16]])[0])
+
+
 def test_scores_do_not_depend_on_the_batch(tiny):
     """rs.length_sort: rows are scored in order of length, in nearly equal batches, and come back in the order given."""
     from stages.batching import make_item, per_response, plan, size
@@ -189,6 +214,33 @@ def test_an_implicit_reward_is_beta_times_the_log_ratio(tiny, train):
         "reward_combine", {"combine": "implicit"}, {"policy": tiny["policy"], "reference": tiny["policy"]}, "same"
     )
     assert load_scorer(same["outputs"]["model"]["path"]).score(ASKED) == [0.0] * 4
+
+
+def test_an_implicit_reward_is_read_under_the_variables_that_the_policy_was_tuned_with(tiny, train, tmp_path):
+    """As every reward model is: the template of a tuned model alone does not say which of its variables it got."""
+    import shutil
+
+    from stages.chat import RenderError, load_tokenizer
+    from tests.training.test_chat_template import TEMPLATE
+
+    path = tmp_path / "thinks"
+    shutil.copytree(tiny["other"], path)
+    tokenizer = load_tokenizer(tiny["other"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    config, inputs = {"combine": "implicit", "beta": 0.2}, {"policy": str(path), "reference": tiny["policy"]}
+    quick = {"chat_template_kwargs": {"enable_thinking": False}}
+    found = {}
+    for name, more in (("quick", quick), ("plain", {})):
+        scorer = load_scorer(train("reward_combine", config | more, inputs, name)["outputs"]["model"]["path"])
+        found[name] = scorer.reader.renderer.decode(scorer.reader.prompt(ASKED[0].prompt)), scorer.score(ASKED)
+    assert "(quick)" in found["quick"][0] and "(quick)" not in found["plain"][0]
+    assert not np.allclose(found["quick"][1], found["plain"][1])
+    with pytest.raises(RenderError, match="reads no variable 'thoughts'"):
+        train("reward_combine", config | {"chat_template_kwargs": {"thoughts": 1}}, inputs, "unread")
+    for wrong in ({"combine": "implicit", "chat_template_kwargs": {"tools": []}}, {"combine": "mean", **quick}):
+        with pytest.raises(ValueError, match="chat_template_kwargs"):
+            train("reward_combine", wrong, inputs, "refused")
 
 
 def test_combinations_refuse_what_cannot_be(tiny, train):
@@ -874,6 +926,30 @@ def test_probabilities_of_single_answers_are_compared_by_their_odds():
     assert judge_pairs(Told(), CountsWords(), rows, "test")["log_loss"] == pytest.approx(
         0.98 * math.log1p(math.exp(-4)) + 0.02 * math.log1p(math.exp(4))
     )
+
+
+def test_rankings_are_judged_by_what_they_decide_and_by_prompt():
+    """Pairs below ``top_ranks`` are right or wrong by chance; rankings of one prompt are not independent."""
+    from stages.reward_models.reward_eval import judge_rankings
+
+    texts = ["a b c d", "a b c", "a", "a b"]  # by length: all pairs right but the last, which the top 2 do not decide
+    rows = [
+        {
+            "row_id": str(i),
+            "prompt_id": f"p{i // 4}",
+            "prompt": user("q"),
+            "completions": [assistant(text) for text in (texts if i // 4 % 2 else texts[::-1])],
+            "ranks": [1, 2, 3, 4],
+        }
+        for i in range(16)
+    ]
+    every, top = Told(), Told()
+    top.config = SimpleNamespace(top_ranks=2)
+    found, sure = (judge_rankings(stage, CountsWords(), rows, "test") for stage in (every, top))
+    assert found["accuracy"] == pytest.approx((5 / 6 + 1 / 6) / 2)
+    assert sure["accuracy"] == pytest.approx((5 / 5 + 1 / 5) / 2) and sure["kendall_tau"] == pytest.approx(0.2)
+    # four prompts, not sixteen rankings: all four alike is a draw of 1 in 16
+    assert (sure["accuracy_ci_low"], sure["accuracy_ci_high"]) == pytest.approx((0.2, 1.0))
 
 
 @pytest.mark.parametrize(

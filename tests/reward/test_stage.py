@@ -274,6 +274,26 @@ def test_an_anchor_that_is_given_is_used(tiny, rows, data, train):
         )
 
 
+def test_anchors_count_by_the_weight_of_their_rows(tiny, rows, train, tmp_path):
+    """rm.calibrate: the zero point is the weighted mean score of the chosen answers; one of weight 0 counts nothing."""
+    import numpy as np
+
+    from stages.batching import row_weight
+    from storage.datasets import open_dataset, write_dataset
+
+    read = list(open_dataset(rows["pairs"]).iter_rows())
+    weights = [(0.0, 1.0, 5.0)[i % 3] for i in range(len(read))]
+    path = str(tmp_path / "weighted")
+    write_dataset(path, "weighted", "pairs/1", [{**row, "weight": w} for row, w in zip(read, weights)])
+    config = {"max_steps": 1, "batch_size": 8, "max_length": 96, "anchor": "chosen"}
+    result = train("reward_model", config, {"model": tiny["policy"], "data": path}, "weighted")
+    scorer = load_scorer(result["outputs"]["model"]["path"])
+    held = list(open_dataset(path).iter_rows(split="train"))
+    scores = scorer.score([Response(r["prompt"], r["chosen"], row=r) for r in held])
+    weighted = np.average(scores, weights=[row_weight(r) for r in held])
+    assert weighted == pytest.approx(0, abs=1e-5) and abs(np.mean(scores)) > 1e-4
+
+
 def test_an_anchor_that_cannot_be_had_is_refused_before_training(tiny, rows, data, train, monkeypatch):
     """Steps and ratings prefer no answer, and a model that compares has no zero point: said at the start, not after
     hours.

@@ -160,6 +160,16 @@ def test_loss_at_the_reference(tiny, preferences, spec):
         assert steps_of(made)[0]["metrics"]["validation/loss"] == pytest.approx(expected, rel=1e-4), method
 
 
+def test_exo_without_smoothing_is_refused_before_anything_is_loaded():
+    """Its loss would be infinite: alone or in a sum, said with the settings and not at the first forward."""
+    unsmoothed = {"method": "exo_pair", "options": {"label_smoothing": 0.0}}
+    for settings in (unsmoothed, {"method": "dpo", "also": [{**unsmoothed, "weight": 1.0}]}):
+        with pytest.raises(ValueError, match="label_smoothing=0.0 of method exo_pair: write a number >= 1e-12"):
+            DirectAlignment(Config(**settings))
+    for method, smoothing in (("exo_pair", 1e-3), ("dpo", 0.0)):
+        DirectAlignment(Config(method=method, options={"label_smoothing": smoothing}))
+
+
 def test_impossible_settings_say_what_to_write(tiny, preferences, spec):
     for config, inputs, text in (
         ({"method": "simpo"}, {"reference": "policy"}, "leave the reference input"),
@@ -581,11 +591,39 @@ def test_slic_regularises_towards_target_answers(tiny, preferences, spec, tmp_pa
 
 def test_bco_delta_is_a_running_mean_of_both_classes():
     objective = DirectAlignment(Config(method="bco", options={"momentum": 0.5}))
-    objective.after_step({"weighted/chosen": 1.0, "weighted/rejected": -3.0})
+    step = {"loss": 0.7, "grad_norm": 1.0}
+    objective.after_step({**step, "weighted/chosen": 1.0, "weighted/rejected": -3.0})
     assert objective.delta == pytest.approx(0.5 * (0.5 - 1.5))
-    objective.after_step({"weighted/chosen": 1.0})  # no undesirable row in this step
-    objective.after_step({"weighted/chosen": math.nan, "weighted/rejected": math.inf})
+    objective.after_step({**step, "weighted/chosen": 1.0})  # no undesirable row in this step
+    objective.after_step({**step, "weighted/chosen": math.nan, "weighted/rejected": math.inf})
     assert objective.means == {"chosen": 0.75, "rejected": -1.5}
+    for name in step:  # a step that the trainer skipped, though its rewards are numbers
+        metrics = {**step, name: math.inf, "weighted/chosen": 9.0, "weighted/rejected": 9.0}
+        objective.after_step(metrics)
+        assert objective.means == {"chosen": 0.75, "rejected": -1.5} and not any("weighted" in n for n in metrics)
+
+
+def test_a_skipped_step_moves_neither_weights_nor_the_shift_of_bco(tiny):
+    from stages.batching import make_item
+    from stages.models.modeling import load_policy
+    from stages.training import Trainer
+
+    config = Config(method="bco", options={"momentum": 0.5}, warmup_ratio=0)
+    objective, model = DirectAlignment(config), load_policy(tiny["policy"])
+    trainer, before = Trainer(model, objective, config, 3), next(model.parameters()).detach().clone()
+
+    def rows(ref: float):
+        return [
+            make_item(f"{label}", [11, 12], [[13, 14]], [[1, 1]], weight=1.0, label=label, ref=[value])
+            for label, value in ((True, 0.0), (False, ref))
+        ]
+
+    metrics = trainer.step(rows(math.nan))
+    assert math.isfinite(metrics["weighted/chosen"]) and metrics["skipped_steps"] == 1.0
+    objective.after_step(metrics)
+    assert objective.means == {"chosen": 0.0, "rejected": 0.0} and torch.equal(before, next(model.parameters()))
+    objective.after_step(trainer.step(rows(0.0)))
+    assert objective.means["chosen"] and objective.means["rejected"]
 
 
 def test_corruption_changes_only_the_last_message():

@@ -241,6 +241,45 @@ def test_a_reference_cache_serves_every_alpha_and_no_other_form(tiny, preference
     )
 
 
+def test_sums_over_segments_are_cached_for_these_segments_alone(tiny, preferences, spec, tmp_path):
+    """da.ref_cache: a cache of rows whose segments were found otherwise has as many numbers of other tokens, and a
+    sample of rows does not show it.
+    """
+    from storage.datasets import write_dataset
+
+    def run(name, cache=None):
+        made = spec(
+            "align",
+            {"method": "2d_dpo", "max_steps": 2, "batch_size": 6, "max_length": 96, "learning_rate": 1e-4},
+            {"model": tiny["policy"], "data": preferences["segments"]},
+            name,
+        )
+        if cache:
+            made["inputs"]["ref_logps"] = {"kind": "dataset", "path": cache, "ref": name, "digest": name}
+        result = execute(made, silent)
+        path = result["outputs"]["ref_logps"]["path"]
+        return result, path, open_dataset(path).manifest["counts"]["from_cache"]
+
+    first, cache, _ = run("first")
+    rows = list(open_dataset(cache).iter_rows())
+    again, _, known = run("again", cache)
+    assert known == len({r["group_id"] for r in rows}) and again["summary"] == first["summary"]
+    # of a version that told nothing of the segments; all but the sample are of other ones
+    old = [
+        {
+            **row,
+            "template_id": row["template_id"].split(":by_index")[0] + ":by_index",
+            "ref_values": [v - 3.0 * (i > 4) for v in row["ref_values"]],
+        }
+        for i, row in enumerate(rows)
+    ]
+    path = str(tmp_path / "old")
+    write_dataset(path, "old", "ref_values/1", old)
+    other, _, stale = run("other", path)
+    assert stale == 0 and other["summary"] == first["summary"]
+    assert "stale_reference_cache" in {w["code"] for w in other["warnings"]}
+
+
 def test_the_stage_trains_with_a_moving_reference_and_another_divergence(tiny, preferences, spec):
     made = spec(
         "align",

@@ -250,7 +250,7 @@ def test_the_summarys_loss_is_the_mean_of_the_last_tenth_of_the_steps_and_the_av
 def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
     made = spec(
         "sft",
-        {**SFT, "learning_rate": 0.3, "eval_every": 2, "select_by": "reward", "eval_completion_length": 8},
+        {**SFT, "num_train_epochs": 4, "eval_every": 2, "select_by": "reward", "eval_completion_length": 24},
         {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": tiny["reward"]},
         "judged",
     )
@@ -260,6 +260,17 @@ def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
     assert len(passes) > 3 and len(set(passes.values())) > 1
     assert result["summary"]["selected_step"] == max(passes, key=passes.get)
     assert result["summary"]["validation/reward"] == pytest.approx(max(passes.values()), rel=1e-5)
+
+
+def test_the_reward_model_is_not_asked_about_unfinished_answers(tiny, data, spec):
+    """One token is an unfinished answer, or an end token alone, an empty one: both have a value of their own
+    (rm.score_rules).
+    """
+    inputs = {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": tiny["reward"]}
+    found = execute(spec("sft", {**SFT, "max_steps": 1, "eval_completion_length": 1}, inputs, "one"), silent)
+    (cut,) = [w["text"] for w in found["warnings"] if w["code"] == "answers_truncated"]
+    assert "eval_completion_length=1 and count -1" in cut
+    assert found["summary"]["validation/reward"] == found["summary"]["validation/reward_before"] == -1.0
 
 
 @pytest.mark.parametrize("patience", (0, 2))
