@@ -715,8 +715,10 @@ def _events(child: processes.Child, on_poll: Callable[[], None]) -> Iterator[Eve
         try:
             event = json.loads(line)
         except ValueError:
-            event = {"event": "log", "text": line.decode("utf-8", "replace").rstrip()}
-        yield event if isinstance(event, dict) else {"event": "log", "text": str(event)}
+            event = None
+        # else it was printed, by what does not know that this is the stage's channel
+        known = isinstance(event, dict) and "event" in event
+        yield event if known else {"event": "log", "text": line.decode("utf-8", "replace").rstrip()}
 
 
 def _last_line(lines: queue.Queue) -> bytes | None:
