@@ -20,6 +20,33 @@ def database_file(uri: str) -> Path | None:
     return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") and "?" not in uri else None
 
 
+def identity(uri: str) -> tuple[int, int] | None:
+    """Which file a local store is at present, whatever has had its name before; None where there is none."""
+    file = database_file(uri)
+    try:
+        found = file.stat() if file is not None else None
+    except OSError:
+        return None
+    return found and (found.st_dev, found.st_ino)
+
+
+_opened: dict[str, tuple[int, int] | None] = {}  # address -> the file that MLflow has open in this process
+
+
+def open_present(uri: str) -> tuple[int, int] | None:
+    """Have MLflow close what it holds of a local database whose file is another one by now; :func:`identity`."""
+    present = identity(uri)
+    if _opened.setdefault(uri, present) != present:
+        from mlflow.store.model_registry import sqlalchemy_store as models
+        from mlflow.store.tracking import sqlalchemy_store as runs
+
+        for store in (models.SqlAlchemyStore, runs.SqlAlchemyStore):
+            if (engine := store._engine_map.get(uri)) is not None:
+                engine.dispose()
+        _opened[uri] = present
+    return present
+
+
 def make_database(uri: str) -> None:
     """The tables of a local database that is not there yet, made beside it and then given its name: MLflow's migrations
     do not go on where a process ended within them, and a short stage may end before they do. One that was cut off and

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,6 @@ TOY = "tests.toy_stage"
 @pytest.fixture(autouse=True)
 def projection_on(state_dir, monkeypatch, mlflow_template):
     """A database whose tables exist already (making them takes longest)."""
-    import shutil
-
     state_dir.mkdir(parents=True)
     shutil.copy(mlflow_template, state_dir / "mlflow.db")
     monkeypatch.setenv("POSTTRAIN_TRACKING", "on")
@@ -389,6 +388,30 @@ def test_a_model_that_a_store_has_not_got_holds_up_its_own_name_only(state_dir, 
     run_stage(TOY, {}, {"steps": 4}, name_as="unseen", force=True)
     tracking.flush_registry(120)
     assert "unseen" in aliases()
+
+
+def test_a_line_of_the_registry_that_is_damaged_after_it_was_told_hides_no_later_one(state_dir):
+    """How many entries were told was compared with how many there are: with one less, the next one was not told; and
+    one about a version whose own line is damaged kept all later ones back.
+    """
+    run_stage(TOY, {}, {"steps": 3}, name_as="first")
+    tracking.flush_registry(120)
+    log = state_dir / "registry" / "models.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("x" + "".join(lines))  # the line of the version itself
+    (record,) = records.all_records()
+    registry.register("other", record["outputs"]["model"]["digest"])
+    registry.set_alias("other", "champion", 1)
+    tracking.flush_registry(120)
+    assert aliases()["other"] == {"candidate": 1, "champion": 1} and aliases()["first"] == {"candidate": 1}
+    (state_dir / "outbox" / "models.json").unlink()  # as of another store, which has the model and no name of it
+    client().delete_registered_model("first")
+    registry.set_alias("other", "champion", None)
+    tracking.flush_registry(120)
+    assert aliases() == {"other": {"candidate": 1}}
+    log.write_text("".join(lines) + "".join(log.read_text().splitlines(keepends=True)[len(lines) :]))  # brought back
+    tracking.flush_registry(120)
+    assert aliases() == {"other": {"candidate": 1}, "first": {"candidate": 1}}
 
 
 def test_a_moved_home_keeps_its_artifacts_and_leaves_the_old_place_alone(state_dir, tmp_path, monkeypatch):
