@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sqlite3
@@ -93,9 +94,9 @@ ARTIFACT_COLUMNS = (
 
 
 def follow_home(uri: str) -> None:
-    """MLflow keeps absolute places of artifacts in its database. Where the home was moved or copied, those below its
+    """MLflow keeps absolute places in its database. Where the home was moved or copied, artifacts below its
     ``mlartifacts`` are made to name the present one: else new artifacts would go to the old place, and old ones be lost
-    to the UI."""
+    to the UI; and so are its records and datasets."""
     file = database_file(uri)
     if file is None or os.environ.get("MLFLOW_TRACKING_URI") or not file.exists():
         return
@@ -120,6 +121,16 @@ def follow_home(uri: str) -> None:
                     f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
                     (new.as_uri() + "/", len(prefix) + 1, len(prefix), prefix),
                 )
+            was, now = f"{old.parent}/", f"{new.parent}/"
+            database.execute(
+                "UPDATE tags SET value = ? || substr(value, ?) WHERE substr(value, 1, ?) = ?"
+                " AND key IN ('posttrain.record', 'posttrain.workdir')",
+                (now, len(was) + 1, len(was), was),
+            )
+            database.execute(
+                "UPDATE datasets SET dataset_source = replace(dataset_source, ?, ?)",
+                tuple(f'"uri": {json.dumps(place)[:-1]}' for place in (was, now)),
+            )
 
 
 def prepare_mlflow() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 from storage import home, leases, registry
-from storage.files import atomic_write_json, read_json, refusal, sha256_text
+from storage.files import atomic_write_json, read_json, rebased, refusal, sha256_text
 from storage.mlflow_database import (
     _hush,
     follow_home,
@@ -178,7 +178,7 @@ class Projector:
                         os.replace(cursor_path, done_cursor)
                         os.replace(path, done)
         if complete and document["type"] == "stage":
-            _note_in_record(document, cursor)
+            _note_in_record(_here(document), cursor)
         return complete, (
             self.registry() if complete and (document["type"] == "flow" or document.get("outputs")) else None
         )
@@ -315,6 +315,7 @@ class Projector:
         return status != "RUNNING"
 
     def _stage(self, d: Doc, cursor: dict[str, Any]) -> bool:
+        d = _here(d)
         status = d["status"]
         if status == "RUNNING" and not leases.alive(d.get("owner")):
             status = "KILLED"  # its process died without a word
@@ -748,6 +749,15 @@ class Projector:
                 return None
             state["models"][digest] = found[0].model_id
         return state["models"][digest]
+
+
+def _here(d: Doc) -> Doc:
+    """A stage's document with its paths in this state directory, which may have been moved or copied since."""
+    was, now = Path(d["workdir"]).parent.parent, home.home()
+    if was == now or Path(d["workdir"]).parent.name != "work":
+        return d
+    names = ("workdir", "metrics_file", "perf_file", "record_path", "reports", "inputs", "outputs")
+    return d | rebased({name: d[name] for name in names if name in d}, str(was), str(now))
 
 
 def _address() -> dict[str, Any]:

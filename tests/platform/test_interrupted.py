@@ -77,6 +77,28 @@ def test_publishing_goes_on_wherever_it_was_cut_off(state_dir, monkeypatch, inst
     )
 
 
+@pytest.mark.parametrize("way", [os.rename, shutil.copytree])
+def test_what_was_made_before_a_home_was_moved_or_copied_is_published_from_where_it_is_now(
+    state_dir, tmp_path, monkeypatch, way
+):
+    """It was made again in a moved home, and in a copy the outputs of the first home were moved away."""
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "publish", killed)
+        with pytest.raises(Killed):
+            run_stage(TOY, {}, {"steps": 5})
+    way(state_dir, tmp_path / "other")
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "other"))
+    seen = []
+    result = run_stage(TOY, {}, {"steps": 5}, on_event=lambda e: seen.append(e["event"]))
+    assert "started" not in seen and all(path.startswith(str(tmp_path / "other")) for path in result.paths.values())
+    (report,) = result.reports
+    assert Path(report["markdown"]).is_relative_to(tmp_path / "other") and Path(report["markdown"]).is_file()
+    if way is shutil.copytree:
+        monkeypatch.setenv("POSTTRAIN_HOME", str(state_dir))
+        assert run_stage(TOY, {}, {"steps": 5}, on_event=lambda e: seen.append(e["event"])).outputs == result.outputs
+        assert "started" not in seen
+
+
 ANSWER = """
 import os, sys
 from tasks.people import answer

@@ -431,6 +431,37 @@ def test_a_moved_home_keeps_its_artifacts_and_leaves_the_old_place_alone(state_d
     assert len(models) == 2 and all(model.artifact_location.startswith(moved.as_uri()) for model in models)
 
 
+@pytest.mark.parametrize("way", [os.rename, shutil.copytree])
+def test_what_a_home_has_still_to_tell_is_told_from_where_it_is_now(state_dir, tmp_path, monkeypatch, way):
+    """Documents name files by their whole path: metrics and reports were not found any more, a model's files neither,
+    for which nothing else was told either, and of a copy the record in the first home was written to.
+    """
+    data = run_stage(TOY, {}, {"steps": 3})
+    told = run_stage(TOY, {"data": data.outputs["data"]}, {"steps": 5})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "1")
+    untold = run_stage(TOY, {"data": data.outputs["data"]}, {"steps": 4})
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    moved = tmp_path / "elsewhere" / "home"
+    moved.parent.mkdir()
+    way(state_dir, moved)
+    monkeypatch.setenv("POSTTRAIN_HOME", str(moved))
+    answer = tracking.sync()
+    assert answer["error"] is None and answer["pending"] == 0 and answer["sent"] >= 1
+    runs = [told.mlflow_run_id, outbox.run_id_of(outbox.unit_of(None, "toy", untold.key))]
+    assert points(runs[1], "position", "abs") == expected(untold.key)
+    for run, result in zip(runs, (told, untold)):
+        found = client().get_run(run)
+        assert {entry.path for entry in client().list_artifacts(run)} >= {"record.json", "reports"}
+        assert found.data.tags["posttrain.record"] == str(records.record_path(result.key))
+        assert found.data.tags["posttrain.workdir"] == str(moved / "work" / result.key)
+        (source,) = [json.loads(one.dataset.source)["uri"] for one in found.inputs.dataset_inputs]
+        assert source == data.paths["data"].replace(str(state_dir), str(moved))
+    assert client().get_model_version_by_alias("toy", "candidate").tags["posttrain.key"] == untold.key
+    if way is shutil.copytree:
+        assert not read_json(state_dir / "records" / f"{untold.key}.json")["mlflow"]
+
+
 def test_killed_after_any_call_of_mlflow_the_next_goes_on(state_dir, monkeypatch):
     """SIGKILL, or a full disk, after MLflow took a call and before the cursor says so: whoever goes on completes the
     run, and what it shows is there once.
