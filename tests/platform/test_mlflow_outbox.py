@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -296,6 +297,22 @@ def test_saying_how_things_stand_never_waits_for_mlflow(state_dir):
         caller.start()
         caller.join(30)
         assert not caller.is_alive() and outbox.pending() == ["hangs"]
+
+
+def test_a_unit_that_another_process_completes_meanwhile_is_not_pending(state_dir, monkeypatch):
+    """It was listed and then gone, which ended the run that looked."""
+    monkeypatch.setattr(tracking, "poke", lambda unit: None)
+    for unit in ("a", "b"):
+        tracking.put({"unit": unit, "type": "flow", "run_id": unit, "recipe": "demo"})
+    real = Path.glob
+
+    def glob(folder, pattern):
+        found = list(real(folder, pattern))
+        outbox.files_of("a")[0].unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert outbox.pending() == ["b"]
 
 
 def test_what_is_said_while_a_unit_is_completed_is_not_lost(state_dir, monkeypatch):
