@@ -48,6 +48,24 @@ class Replaced(RuntimeError):
         super().__init__("MLflow's database was replaced by another file")
 
 
+class Deleted(Exception):
+    """Somebody has deleted a run in MLflow. ``over``: it has ended, and nothing will be told of it."""
+
+    def __init__(self, over: bool):
+        self.over = over
+        super().__init__("its run was deleted in MLflow")
+
+
+#: What MLflow answers where it understood and will not: of one run, which says nothing of the others.
+REFUSED = (
+    "BAD_REQUEST",
+    "INVALID_PARAMETER_VALUE",
+    "INVALID_STATE",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_DOES_NOT_EXIST",
+)
+
+
 class Projector:
     """Sends documents to MLflow. Every method may be repeated at any time."""
 
@@ -162,10 +180,12 @@ class Projector:
                 cursor |= _address()
                 complete = self._flow(document, cursor) if document["type"] == "flow" else self._stage(document, cursor)
                 self.unreachable = False
+            except Deleted as deleted:
+                complete = deleted.over
             except Exception as error:
                 if self._replaced():
                     raise Replaced from error
-                self.unreachable = True
+                self.unreachable = getattr(error, "error_code", None) not in REFUSED
                 self._keep(unit, cursor)
                 return False, _brief(error)
             self._keep(unit, cursor)
@@ -210,6 +230,10 @@ class Projector:
     ) -> str:
         client = self.client()
         run_id = cursor.get("run_id")
+        if run_id is not None and client.get_run(run_id).info.lifecycle_stage == "deleted":
+            if status != "RUNNING" or cursor.get("status") in (None, "RUNNING"):
+                raise Deleted(status != "RUNNING")
+            client.restore_run(run_id)  # it had ended, and goes on
         if run_id is None:
             found = client.search_runs([experiment], filter_string=f"tags.`posttrain.unit` = '{unit}'", max_results=1)
             if found:

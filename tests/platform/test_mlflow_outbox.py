@@ -299,6 +299,31 @@ def test_saying_how_things_stand_never_waits_for_mlflow(state_dir):
         assert not caller.is_alive() and outbox.pending() == ["hangs"]
 
 
+def test_a_run_that_was_deleted_in_mlflow_holds_up_no_other_and_is_there_again_when_it_goes_on(state_dir):
+    """MLflow takes nothing for a deleted run: it stayed unsent for ever, and all that came after it with it."""
+
+    def flow(identity):
+        run = start_flow("demo", {}, identity=identity)
+        tracking.flush(outbox.flow_unit(run.run_id), 120)
+        return run.run_id
+
+    failed = flow("failed")
+    finish_flow(failed, "FAILED", "no", timeout=120)
+    deleted, other = flow("deleted"), flow("other")
+    told = {run: outbox.run_id_of(outbox.flow_unit(run)) for run in (failed, deleted, other)}
+    for run in (failed, deleted):
+        client().delete_run(told[run])
+    for run in (deleted, other):
+        records.finish_run(run, "FINISHED")
+    assert tracking.sync() == {"sent": 2, "pending": 0, "error": None}
+    assert client().get_run(told[deleted]).info.lifecycle_stage == "deleted"
+    assert client().get_run(told[other]).info.status == "FINISHED"
+    assert flow("failed") == failed
+    finish_flow(failed, "FINISHED", timeout=120)
+    found = client().get_run(told[failed]).info
+    assert (found.lifecycle_stage, found.status) == ("active", "FINISHED") and not outbox.pending()
+
+
 def test_a_unit_that_another_process_completes_meanwhile_is_not_pending(state_dir, monkeypatch):
     """It was listed and then gone, which ended the run that looked."""
     monkeypatch.setattr(tracking, "poke", lambda unit: None)
