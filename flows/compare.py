@@ -146,8 +146,8 @@ def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) ->
     }
     png = run_comparison.curves(runs) if all(runs.values()) else None
     if png is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        atomic_write_bytes(out / f"{label}-curves.png", png)
+        with home.outside(out):
+            atomic_write_bytes(out / f"{label}-curves.png", png)
         found["figures"].append(str(out / f"{label}-curves.png"))
     records = [samples_of(record) for record in (one, two)]
     if all(held for held, _ in records):

@@ -15,6 +15,7 @@ from storage.home import home, is_shared
 
 ROOT = Path(__file__).resolve().parent.parent
 HEARTBEAT_SECONDS = 30
+WORKER_LOG = "POSTTRAIN_WORKER_LOG"  # the file that a worker and its runs write to
 
 # Prefect keeps leases in memory by default and loses slots on a restart; the file system keeps them.
 LEASES = "flows.prefect_leases"
@@ -82,6 +83,19 @@ def prepare(*, quiet: bool = False) -> Path:
     if quiet:
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     return state
+
+
+def own_output() -> None:
+    """Have a run that a worker started write into the worker's log itself. Through the worker it would lose its output
+    with it, and rich, by which Prefect prints, ends a process that nobody reads: the run of a killed worker would crash.
+    """
+    log = os.environ.get(WORKER_LOG)
+    if log and os.environ.get("PREFECT__FLOW_RUN_ID"):
+        with contextlib.suppress(OSError), open(log, "ab") as out:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(BrokenPipeError):
+                    stream.flush()
+                os.dup2(out.fileno(), stream.fileno())
 
 
 def python_path() -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, Field, model_validator
 
 from flows.config import ConfigError, build, merge
+from flows.env import own_output
 from stages.registry import get_stage
 from stages.spec import StageConfig, did_you_mean
 
@@ -520,6 +521,7 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
     from tasks.run import finish_flow, start_flow
     from tasks.stages import close_lost
 
+    own_output()
     prefect = {"flow_run_id": str(flow_run.id), "flow_run_name": flow_run.name, "url": ui_url(flow_run.id)}
     resolved = config.model_dump(mode="json")
     identity = sha256_text(canonical_json([recipe, resolved, seed, sorted(force), dict(inputs or {})]))

@@ -544,7 +544,8 @@ def export(
         target = directory or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=home.home())), "files"
         )
-        _write_out(found, target, adapter, base, linked=directory is None)
+        with home.outside(target):
+            _write_out(found, target, adapter, base, linked=directory is None)
         value = {
             "ref": found.ref,
             "digest": found.digest,

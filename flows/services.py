@@ -218,6 +218,7 @@ def _up(
                 PREFECT_API_URL=os.environ["PREFECT_API_URL"],
                 PREFECT_WORKER_QUERY_SECONDS="2",
                 PYTHONSAFEPATH="1",
+                **{env.WORKER_LOG: str(logs / "worker.log")},
                 MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"],
                 **({"POSTTRAIN_GPU_SLOTS": str(gpu_slots)} if gpu_slots else {}),
             ),

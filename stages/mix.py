@@ -25,6 +25,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from stages.measures.text import mixed_scripts
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
@@ -368,17 +369,3 @@ def unreadable(row: dict, config) -> str | None:
     if config.drop_mixed_languages and any(mixed_scripts(text) > 0.1 for text in texts):
         return "mixed_languages"
     return None
-
-
-def mixed_scripts(text: str) -> float:
-    """Share of the letters that are not of the text's most frequent script (Latin, Cyrillic, CJK ...), by their Unicode
-    names; the three scripts of Japanese are one where there is kana.
-    """
-    import unicodedata
-
-    scripts = Counter(unicodedata.name(letter, "?").split()[0] for letter in text if letter.isalpha())
-    if scripts.keys() & {"HIRAGANA", "KATAKANA"}:
-        scripts["HIRAGANA"] += sum(
-            scripts.pop(name, 0) for name in ("KATAKANA", "KATAKANA-HIRAGANA", "CJK", "IDEOGRAPHIC")
-        )
-    return 1.0 - max(scripts.values()) / sum(scripts.values()) if scripts else 0.0

@@ -149,7 +149,11 @@ class Checkpoints:
         """The newest checkpoint whose every byte is as written (and which ``accept`` takes), or None. Leftovers of
         interrupted saves are removed."""
         for leftover in [p for p in self.dir.iterdir() if p.name.startswith((".tmp-", ".old-"))]:
-            shutil.rmtree(leftover, ignore_errors=True)
+            place = self.dir / leftover.name.removeprefix(".old-").rpartition("-")[0]
+            if leftover.name.startswith(".old-") and not place.exists():  # nothing took its place
+                os.rename(leftover, place)
+            else:
+                shutil.rmtree(leftover, ignore_errors=True)
         for path in self._all():
             checkpoint = self._load(path)
             if checkpoint is not None and (accept is None or accept(checkpoint)):

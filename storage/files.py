@@ -259,6 +259,16 @@ def read_text(path: str | os.PathLike, newline: str | None = None) -> str:
             raise ValueError(f"it is not in UTF-8 ({byte}); save it in that encoding") from None
 
 
+def rebased(value: Any, was: str, now: str) -> Any:
+    """A JSON value whose texts that are the directory ``was``, or lie in it, name ``now`` in its place."""
+    if isinstance(value, dict):
+        return {key: rebased(one, was, now) for key, one in value.items()}
+    if isinstance(value, list):
+        return [rebased(one, was, now) for one in value]
+    inside = isinstance(value, str) and (value + "/").startswith(was + "/")
+    return now + value[len(was) :] if inside else value
+
+
 def database_damage(path: str | os.PathLike) -> str | None:
     """What SQLite finds wrong with a database file, read in full and not changed; None where it is whole, missing, or
     locked.

@@ -12,8 +12,10 @@ can be read and written by all of them, whatever the umask of who made it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -25,7 +27,8 @@ def home() -> Path:
     return path
 
 
-_settled: tuple[int, Path] | None = None  # (process, state directory) whose umask was looked at
+# (process, state directory, bits that its files lacked before) of the last one whose umask was looked at
+_settled: tuple[int, Path, int] | None = None
 
 
 def _settle(path: Path) -> None:
@@ -33,10 +36,36 @@ def _settle(path: Path) -> None:
     now on.
     """
     global _settled
-    if _settled != (os.getpid(), path):
-        _settled = os.getpid(), path
+    if _settled is None or _settled[:2] != (os.getpid(), path):
+        given = 0
         if is_shared(path):
-            os.umask(os.umask(0o007) & ~0o070)
+            given = os.umask(0o007)
+            os.umask(given & ~0o070)
+        forked = _settled is not None and _settled[1] == path  # its parent's was changed already
+        _settled = os.getpid(), path, _settled[2] if forked else given
+
+
+@contextlib.contextmanager
+def outside(directory: Path) -> Iterator[None]:
+    """Around writing a new directory, or into one, outside of a group's state directory: what is made in it, and above
+    it, has the mode that the umask of who asked for it leaves. The group's are only files in the state directory.
+    """
+    base, given = home(), _settled[2]
+    if not given or base in (directory.absolute(), *directory.absolute().parents):
+        yield
+        return
+    before = _files(directory)
+    yield
+    for path, file in _files(directory).items():
+        if before.get(path) != file and not path.is_symlink():
+            inherited = path.parent.stat().st_mode & stat.S_ISGID if path.is_dir() else 0
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~given & ~stat.S_ISGID | inherited)
+
+
+def _files(directory: Path) -> dict[Path, int]:
+    """Which file each path in a directory, and above it, is."""
+    there = (*directory.rglob("*"), directory, *directory.absolute().parents)
+    return {path: path.lstat().st_ino for path in there if path.exists()}
 
 
 def is_shared(path: Path) -> bool:

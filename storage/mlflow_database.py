@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sqlite3
@@ -18,6 +19,33 @@ from storage.outbox import forget, unit_lock
 def database_file(uri: str) -> Path | None:
     """The file of a local SQLite store; None for any other address."""
     return Path(uri.removeprefix("sqlite:///")) if uri.startswith("sqlite:///") and "?" not in uri else None
+
+
+def identity(uri: str) -> tuple[int, int] | None:
+    """Which file a local store is at present, whatever has had its name before; None where there is none."""
+    file = database_file(uri)
+    try:
+        found = file.stat() if file is not None else None
+    except OSError:
+        return None
+    return found and (found.st_dev, found.st_ino)
+
+
+_opened: dict[str, tuple[int, int] | None] = {}  # address -> the file that MLflow has open in this process
+
+
+def open_present(uri: str) -> tuple[int, int] | None:
+    """Have MLflow close what it holds of a local database whose file is another one by now; :func:`identity`."""
+    present = identity(uri)
+    if _opened.setdefault(uri, present) != present:
+        from mlflow.store.model_registry import sqlalchemy_store as models
+        from mlflow.store.tracking import sqlalchemy_store as runs
+
+        for store in (models.SqlAlchemyStore, runs.SqlAlchemyStore):
+            if (engine := store._engine_map.get(uri)) is not None:
+                engine.dispose()
+        _opened[uri] = present
+    return present
 
 
 def make_database(uri: str) -> None:
@@ -66,9 +94,9 @@ ARTIFACT_COLUMNS = (
 
 
 def follow_home(uri: str) -> None:
-    """MLflow keeps absolute places of artifacts in its database. Where the home was moved or copied, those below its
+    """MLflow keeps absolute places in its database. Where the home was moved or copied, artifacts below its
     ``mlartifacts`` are made to name the present one: else new artifacts would go to the old place, and old ones be lost
-    to the UI."""
+    to the UI; and so are its records and datasets."""
     file = database_file(uri)
     if file is None or os.environ.get("MLFLOW_TRACKING_URI") or not file.exists():
         return
@@ -93,6 +121,16 @@ def follow_home(uri: str) -> None:
                     f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
                     (new.as_uri() + "/", len(prefix) + 1, len(prefix), prefix),
                 )
+            was, now = f"{old.parent}/", f"{new.parent}/"
+            database.execute(
+                "UPDATE tags SET value = ? || substr(value, ?) WHERE substr(value, 1, ?) = ?"
+                " AND key IN ('posttrain.record', 'posttrain.workdir')",
+                (now, len(was) + 1, len(was), was),
+            )
+            database.execute(
+                "UPDATE datasets SET dataset_source = replace(dataset_source, ?, ?)",
+                tuple(f'"uri": {json.dumps(place)[:-1]}' for place in (was, now)),
+            )
 
 
 def prepare_mlflow() -> None:

@@ -129,10 +129,12 @@ def document_lock(unit: str) -> Any:
 
 def pending() -> list[str]:
     """Units that MLflow does not fully know, oldest first."""
-    paths = [
-        p for p in home.outbox_dir().glob("*.json") if not p.name.endswith(".cursor.json") and p.name != "models.json"
-    ]
-    return [p.stem for p in sorted(paths, key=lambda p: p.stat().st_mtime)]
+    found = {}
+    for path in home.outbox_dir().glob("*.json"):
+        if not path.name.endswith(".cursor.json") and path.name != "models.json":
+            with contextlib.suppress(FileNotFoundError):  # another process has just told all of it
+                found[path.stem] = path.stat().st_mtime
+    return sorted(found, key=found.get)
 
 
 def forget() -> int:

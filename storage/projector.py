@@ -8,11 +8,19 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 from storage import home, leases, registry
-from storage.files import atomic_write_json, read_json, refusal, sha256_text
-from storage.mlflow_database import _hush, follow_home, local_path, make_database, prepare_mlflow
+from storage.files import atomic_write_json, read_json, rebased, refusal, sha256_text
+from storage.mlflow_database import (
+    _hush,
+    follow_home,
+    identity,
+    local_path,
+    make_database,
+    open_present,
+    prepare_mlflow,
+)
 from storage.outbox import (
     Doc,
     cursor_of,
@@ -33,12 +41,38 @@ BATCH = 900  # MLflow takes at most 1000 metrics in one call
 LOG_LIMIT = 5 << 20
 
 
+class Replaced(RuntimeError):
+    """The database is another file than the one that was spoken to: nothing that this one said may be noted."""
+
+    def __init__(self):
+        super().__init__("MLflow's database was replaced by another file")
+
+
+class Deleted(Exception):
+    """Somebody has deleted a run in MLflow. ``over``: it has ended, and nothing will be told of it."""
+
+    def __init__(self, over: bool):
+        self.over = over
+        super().__init__("its run was deleted in MLflow")
+
+
+#: What MLflow answers where it understood and will not: of one run, which says nothing of the others.
+REFUSED = (
+    "BAD_REQUEST",
+    "INVALID_PARAMETER_VALUE",
+    "INVALID_STATE",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_DOES_NOT_EXIST",
+)
+
+
 class Projector:
     """Sends documents to MLflow. Every method may be repeated at any time."""
 
     def __init__(self) -> None:
         self._client: Any = None
         self._uri: str | None = None
+        self._database: tuple[int, int] | None = None
         self._experiments: dict[str, str] = {}
         self.unreachable = False
 
@@ -60,11 +94,34 @@ class Projector:
             make_database(uri)
             follow_home(uri)
             with unit_lock("mlflow database", wait=True):  # two processes must not create the tables at once
+                database = open_present(uri)
                 client = MlflowClient(tracking_uri=uri, registry_uri=uri)
                 client.search_experiments(max_results=1)
             _hush()  # mlflow sets its own level when imported
-            self._client, self._uri, self._experiments = client, uri, {}
+            self._client, self._uri, self._database, self._experiments = client, uri, database, {}
         return self._client
+
+    def connect(self) -> None:
+        """Speak to the database that is there now: a damaged one is moved away while runs go on, and another process
+        may have made the next.
+        """
+        if self._replaced():
+            self._client = None
+        self.client()
+
+    def _replaced(self) -> bool:
+        return self._database is not None and identity(tracking_uri()) != self._database
+
+    def _check(self) -> None:
+        """Called while what :func:`storage.outbox.forget` removes is locked."""
+        if self._replaced():
+            raise Replaced
+
+    def _keep(self, unit: str, cursor: dict[str, Any]) -> None:
+        """Write down how far MLflow knows a unit."""
+        with document_lock(unit):
+            self._check()
+            atomic_write_json(files_of(unit)[1], cursor)
 
     def experiment(self, recipe: str) -> str:
         """Id of the experiment of a recipe; made if missing."""
@@ -90,8 +147,11 @@ class Projector:
     def project(self, unit: str) -> tuple[bool, str | None]:
         """(whether MLflow now knows all of a finished unit, an error text). Never raises."""
         try:
-            return self._project(unit)
-        except OSError as error:  # the outbox itself cannot be written: a full disk
+            try:
+                return self._project(unit)
+            except Replaced:
+                return self._project(unit)
+        except (OSError, Replaced) as error:  # the outbox itself cannot be written: a full disk
             self.unreachable = True
             return False, _brief(error)
 
@@ -102,7 +162,7 @@ class Projector:
         if files_of(unit)[0].exists():
             try:
                 # before the cursor is read: a database that is gone is made anew, and what it was told is forgotten
-                self.client()
+                self.connect()
             except Exception as error:
                 self.unreachable = True
                 return False, _brief(error)
@@ -120,20 +180,25 @@ class Projector:
                 cursor |= _address()
                 complete = self._flow(document, cursor) if document["type"] == "flow" else self._stage(document, cursor)
                 self.unreachable = False
+            except Deleted as deleted:
+                complete = deleted.over
             except Exception as error:
-                self.unreachable = True
-                atomic_write_json(cursor_path, cursor)
+                if self._replaced():
+                    raise Replaced from error
+                self.unreachable = getattr(error, "error_code", None) not in REFUSED
+                self._keep(unit, cursor)
                 return False, _brief(error)
-            atomic_write_json(cursor_path, cursor)
+            self._keep(unit, cursor)
             if complete:
                 done, done_cursor = done_files_of(unit)
                 with document_lock(unit):
+                    self._check()
                     complete = read_json(path, None) == document  # else there is more to say meanwhile
                     if complete:
                         os.replace(cursor_path, done_cursor)
                         os.replace(path, done)
         if complete and document["type"] == "stage":
-            _note_in_record(document, cursor)
+            _note_in_record(_here(document), cursor)
         return complete, (
             self.registry() if complete and (document["type"] == "flow" or document.get("outputs")) else None
         )
@@ -165,6 +230,10 @@ class Projector:
     ) -> str:
         client = self.client()
         run_id = cursor.get("run_id")
+        if run_id is not None and client.get_run(run_id).info.lifecycle_stage == "deleted":
+            if status != "RUNNING" or cursor.get("status") in (None, "RUNNING"):
+                raise Deleted(status != "RUNNING")
+            client.restore_run(run_id)  # it had ended, and goes on
         if run_id is None:
             found = client.search_runs([experiment], filter_string=f"tags.`posttrain.unit` = '{unit}'", max_results=1)
             if found:
@@ -174,7 +243,7 @@ class Projector:
                     experiment, start_time=_ms(started), run_name=name, tags={**tags, "posttrain.unit": unit}
                 ).info.run_id
             cursor.update(run_id=run_id, experiment_id=experiment)
-            atomic_write_json(files_of(unit)[1], cursor)
+            self._keep(unit, cursor)
         if status == "RUNNING" and cursor.get("status") not in (None, "RUNNING"):
             client.update_run(run_id, status="RUNNING")  # the same run goes on
         cursor["status"] = "RUNNING" if status == "RUNNING" else cursor.get("status", "RUNNING")
@@ -199,6 +268,7 @@ class Projector:
             }
             self._flow(document, cursor)
             with document_lock(unit):
+                self._check()
                 if not path.exists():
                     atomic_write_json(path, document)
                 atomic_write_json(cursor_path, cursor)
@@ -269,6 +339,7 @@ class Projector:
         return status != "RUNNING"
 
     def _stage(self, d: Doc, cursor: dict[str, Any]) -> bool:
+        d = _here(d)
         status = d["status"]
         if status == "RUNNING" and not leases.alive(d.get("owner")):
             status = "KILLED"  # its process died without a word
@@ -418,7 +489,7 @@ class Projector:
             sending = cursor.get("sending")
             if not sending:
                 sending = cursor["sending"] = {"upto": start + len(lines), "time": _ms(time.time())}
-                atomic_write_json(files_of(d["unit"])[1], cursor)
+                self._keep(d["unit"], cursor)
             metrics = [
                 Metric(_safe(k), v, sending["time"], int(line["step"]))
                 for line in lines
@@ -428,7 +499,7 @@ class Projector:
                 self.client().log_batch(run_id, metrics=metrics[at : at + BATCH])
             cursor["lines"] = start + len(lines)
             cursor.pop("sending")
-            atomic_write_json(files_of(d["unit"])[1], cursor)
+            self._keep(d["unit"], cursor)
 
     def _perf(self, run_id: str, d: Doc, cursor: dict[str, Any]) -> None:
         """Wall-clock points: repeated steps of a resumed run were measured already and are left out."""
@@ -453,14 +524,14 @@ class Projector:
             for key, _, step in fresh:
                 upto[key] = max(step, upto.get(key, -1))
             sending = cursor["sending_perf"] = {"upto": upto, "time": _ms(time.time())}
-            atomic_write_json(files_of(d["unit"])[1], cursor)
+            self._keep(d["unit"], cursor)
         seen: set[tuple[str, int]] = set()
         points = [Metric(k, v, sending["time"], s) for k, v, s in fresh if (k, s) not in seen and not seen.add((k, s))]
         for at in range(0, len(points), BATCH):
             self.client().log_batch(run_id, metrics=points[at : at + BATCH])
         last.update(sending["upto"])
         cursor.pop("sending_perf")
-        atomic_write_json(files_of(d["unit"])[1], cursor)
+        self._keep(d["unit"], cursor)
 
     def _final(
         self,
@@ -512,7 +583,7 @@ class Projector:
                     model_id = self._logged_model(client, experiment, run_id, d, output)
                     state = _models_state()
                     state["models"][digest] = model_id
-                    _save_models_state(state)
+                    _save_models_state(state, self._check)
             found[digest] = model_id
             if digest not in cursor.setdefault("models", []):
                 # a process may have ended between the call and the cursor, and MLflow refuses the same output twice
@@ -609,10 +680,13 @@ class Projector:
         """Bring MLflow's model registry up to the registry log; an error text or None."""
         entries = registry.log()
         with unit_lock("registry", wait=True):
-            state = _models_state()
-            if state["log"] == len(entries) and not state["waiting"]:
+            if _told(entries, _models_state()) and not _models_state()["waiting"]:
                 return None
             try:
+                self.connect()
+                state = _models_state()
+                if not _told(entries[: state["log"]], state):  # a line was damaged, or brought back: others moved up
+                    state |= {"log": 0, "waiting": []}
                 self._registry(entries, state)
             except Exception as error:
                 self.unreachable = True
@@ -621,11 +695,14 @@ class Projector:
 
     def _registry(self, entries: list[dict[str, Any]], state: dict[str, Any]) -> None:
         """Entries about a model that this store has not got (its stage is yet to be projected, or was told to another
-        store) wait, with all later ones of that name; other names go on."""
+        store) wait, with all later ones of that name; other names go on. Of an alias the last entry counts, and those
+        about a version whose own line is damaged say nothing.
+        """
         from mlflow.exceptions import MlflowException
 
         client, waiting = self.client(), []
         held: set[str] = set()
+        last = {(e["name"], e["alias"]): position for position, e in enumerate(entries) if e["event"] == "alias"}
         for position in [*state["waiting"], *range(state["log"], len(entries))]:
             entry = entries[position]
             name = entry["name"]
@@ -661,23 +738,25 @@ class Projector:
                         name, source=f"models:/{model_id}", run_id=model.source_run_id, model_id=model_id, tags=tags
                     ).version
                 state["versions"][f"{name}/{entry['version']}"] = str(version)
-            elif entry["event"] == "alias":
-                if entry["version"] is None:
-                    client.delete_registered_model_alias(name, entry["alias"])
-                else:
-                    version = state["versions"].get(f"{name}/{entry['version']}", str(entry["version"]))
+            elif entry["event"] == "alias" and position == last[name, entry["alias"]]:
+                if (version := state["versions"].get(f"{name}/{entry['version']}")) is not None:
                     client.set_registered_model_alias(name, entry["alias"], version)
-            elif entry["event"] == "decision":
-                version = state["versions"].get(f"{name}/{entry['version']}", str(entry["version"]))
+                elif entry["version"] is None and any(known.startswith(f"{name}/") for known in state["versions"]):
+                    client.delete_registered_model_alias(name, entry["alias"])
+            elif (
+                entry["event"] == "decision"
+                and (version := state["versions"].get(f"{name}/{entry['version']}")) is not None
+            ):
                 client.set_model_version_tag(name, version, "posttrain.promoted", str(entry["promoted"]).lower())
                 client.set_model_version_tag(
                     name, version, "posttrain.evidence", json.dumps(entry["evidence"], sort_keys=True)[:4900]
                 )
             state["waiting"] = waiting + [p for p in state["waiting"] if p > position]
             state["log"] = max(state["log"], position + 1)
-            _save_models_state(state, waiting=True)
-        state["waiting"], state["log"] = waiting, len(entries)
-        _save_models_state(state, waiting=True)
+            state["told"] = _names_of(entries[: state["log"]])
+            _save_models_state(state, self._check, waiting=True)
+        state |= {"waiting": waiting, "log": len(entries), "told": _names_of(entries)}
+        _save_models_state(state, self._check, waiting=True)
 
     def _model_in_store(self, digest: str, state: dict[str, Any]) -> str | None:
         """Id of the logged model of a digest, also when it was logged under another address of the same store."""
@@ -696,29 +775,49 @@ class Projector:
         return state["models"][digest]
 
 
+def _here(d: Doc) -> Doc:
+    """A stage's document with its paths in this state directory, which may have been moved or copied since."""
+    was, now = Path(d["workdir"]).parent.parent, home.home()
+    if was == now or Path(d["workdir"]).parent.name != "work":
+        return d
+    names = ("workdir", "metrics_file", "perf_file", "record_path", "reports", "inputs", "outputs")
+    return d | rebased({name: d[name] for name in names if name in d}, str(was), str(now))
+
+
 def _address() -> dict[str, Any]:
     """What a cursor says of where it holds."""
     return {"uri": tracking_uri(), "ours": is_ours(tracking_uri())}
 
 
 def _models_state() -> dict[str, Any]:
-    """What the present tracking server knows of models: digest -> logged model id, name/version -> MLflow version, log
-    position.
+    """What the present tracking server knows of models: digest -> logged model id, name/version -> MLflow version; how
+    many entries of the registry log it was told, and which.
     """
     state = read_json(home.outbox_dir() / "models.json", {}).get(tracking_uri())
-    return {"models": {}, "versions": {}, "log": 0, "waiting": [], **(state or {})}
+    return {"models": {}, "versions": {}, "log": 0, "told": _names_of([]), "waiting": [], **(state or {})}
 
 
-def _save_models_state(state: dict[str, Any], waiting: bool = False) -> None:
-    """Add what is new; ``waiting`` is the registry's to say alone."""
+def _names_of(entries: list[dict[str, Any]]) -> str:
+    """Which entries of the registry log these are."""
+    return sha256_text("\n".join(f"{entry['name']} {entry['event']} {entry.get('time')}" for entry in entries))[:16]
+
+
+def _told(entries: list[dict[str, Any]], state: dict[str, Any]) -> bool:
+    """Whether just these are what the store was told."""
+    return state["log"] == len(entries) and state["told"] == _names_of(entries)
+
+
+def _save_models_state(state: dict[str, Any], check: Callable[[], None], waiting: bool = False) -> None:
+    """Add what is new, unless ``check`` raises; ``waiting``: and how far the registry log was told, which its lock is
+    held for.
+    """
     with unit_lock("models state", wait=True):
-        whole = read_json(home.outbox_dir() / "models.json", {})
-        before = {"models": {}, "versions": {}, "log": 0, "waiting": [], **(whole.get(tracking_uri()) or {})}
+        check()
+        whole, before = read_json(home.outbox_dir() / "models.json", {}), _models_state()
         whole[tracking_uri()] = {
             "models": {**before["models"], **state["models"]},
             "versions": {**before["versions"], **state["versions"]},
-            "log": max(before["log"], state["log"]),
-            "waiting": (state if waiting else before)["waiting"],
+            **{name: (state if waiting else before)[name] for name in ("log", "told", "waiting")},
         }
         atomic_write_json(home.outbox_dir() / "models.json", whole)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from storage import home, leases, registry, store
-from storage.files import atomic_write_json, read_json
+from storage.files import atomic_write_json, read_json, rebased
 
 
 def record_path(key: str) -> Path:
@@ -53,15 +53,8 @@ def _here(record: dict[str, Any] | None) -> dict[str, Any] | None:
     was = record.get("workdir")
     now = was and str(home.home() / "work" / Path(was).name)
     if was != now and not Path(was).exists() or was != now and Path(now).is_dir():
-        moved = lambda value: (
-            now + value[len(was) :] if isinstance(value, str) and value.startswith(was + "/") else value
-        )
-        record |= {"workdir": now} | {
-            name: moved(record[name]) for name in ("metrics_file", "perf_file") if name in record
-        }
-        record["reports"] = [
-            {name: moved(value) for name, value in report.items()} for report in record.get("reports") or []
-        ]
+        names = ("workdir", "metrics_file", "perf_file", "reports")
+        record |= rebased({name: record[name] for name in names if name in record}, was, now)
     return record
 
 

@@ -64,11 +64,12 @@ def beside(
             complain("it is slower than the stage, and some metrics are left out")
 
     def told(event: dict[str, Any]) -> None:
-        if event["event"] == "prepared":
+        kind = event.get("event")
+        if kind == "prepared":
             run.update({name: event[name] for name in ("stage", "label", "key", "config")})
-        elif event["event"] == "metric":
-            put(event["step"], event["metrics"])
-        elif event["event"] == "finished":
+        elif kind == "metric":
+            put(event.get("step"), event.get("metrics") or {})
+        elif kind == "finished":
             put(None, event["metrics"])
         tell(event)
 

@@ -10,19 +10,20 @@ in its UI asks for the path of the filled file, and the worker goes on with it.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import fcntl
 import json
 import os
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 from stages.spec import ConfigError
 from storage import home, store
 from storage.datasets import open_dataset
-from storage.files import atomic_write_text
+from storage.files import atomic_write_bytes, atomic_write_text
 
 
 class Waiting(Exception):
@@ -70,8 +71,22 @@ def export(ref: str) -> Path:
 
 
 def answers_of(digest: str) -> Path | None:
-    """The checked answers to a task, if they are there."""
-    return next(iter(sorted(folder(digest).glob("answers.*"))), None)
+    """The checked answers to a task, if they are there: the newest file, since who brought them in may have been ended
+    before it removed the earlier one, of another form.
+    """
+    written = {}
+    for file in folder(digest).glob("answers.*"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            written[file] = file.stat().st_mtime_ns
+    return max(written, key=written.get, default=None)
+
+
+@contextlib.contextmanager
+def _alone(where: Path) -> Iterator[None]:
+    """Held while answers are put in place of earlier ones: two at once would each remove the other's."""
+    with open(where / ".lock", "a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def open_tasks() -> list[dict[str, Any]]:
@@ -118,20 +133,22 @@ def answer(task: str, file: str | Path) -> dict[str, Any]:
     given = read_answers(file, items)
     if not given:
         raise ConfigError(f"{file}: no line is filled in; write an entry into the column choice")
-    earlier, now = answers_of(matching[0]), {(item, who) for item, _, who in given}
-    replaced = (
-        Counter(who for item, _, who in read_answers(earlier, items) if (item, who) not in now) if earlier else {}
-    )
-    suffix = file.suffix if file.suffix in (".jsonl", ".json", ".parquet") else ".csv"
-    shutil.copyfile(file, where / ".new")
-    for old in where.glob("answers.*"):
-        old.unlink()
-    (where / ".new").rename(where / f"answers{suffix}")
+    now = {(item, who) for item, _, who in given}
+    kept = where / f"answers{file.suffix if file.suffix in ('.jsonl', '.json', '.parquet') else '.csv'}"
+    with _alone(where):
+        earlier = answers_of(matching[0])
+        replaced = (
+            Counter(who for item, _, who in read_answers(earlier, items) if (item, who) not in now) if earlier else {}
+        )
+        atomic_write_bytes(kept, file.read_bytes())  # first, so that there is never none
+        for old in where.glob("answers.*"):
+            if old != kept:
+                old.unlink()
     return {
         "task": matching[0],
         "items": len(items),
         "answered": len({item for item, _, _ in given}),
-        "answers": str(where / f"answers{suffix}"),
+        "answers": str(kept),
         "replaced": dict(replaced),
     }
 

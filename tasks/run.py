@@ -48,6 +48,7 @@ from tasks.publishing import input_entry, names_of, projected, publish
 from tasks.stopping import DELIBERATE, StageError, raise_if_stopped, signals_held, sigterm_raises
 
 Event = dict[str, Any]
+REPORT_FILES = ("markdown", "table", "png")
 
 
 @dataclass
@@ -443,7 +444,7 @@ def _attempt(workdir: Path) -> int:
 
 def _finished_result(workdir: Path, p: Prepared) -> dict[str, Any] | None:
     """The result of a stage process that ended well while nobody was left to publish it."""
-    result = read_json(workdir / "result.json", None)
+    result = _result_in(workdir)
     if not result or result.get("key") != p.key:
         return None
     plan = read_json(workdir / "publish.json", {})
@@ -451,6 +452,18 @@ def _finished_result(workdir: Path, p: Prepared) -> dict[str, Any] | None:
         digest = plan.get(name, {}).get("digest")
         if not Path(output["path"]).is_dir() and not digest:
             return None
+    return result
+
+
+def _result_in(workdir: Path) -> dict[str, Any] | None:
+    """What a stage process has left, its paths in this work directory: the state directory may have been moved or copied
+    since the result, or the checkpoint that it went on from, was written.
+    """
+    if result := read_json(workdir / "result.json", None):
+        for name, output in result["outputs"].items():
+            output["path"] = str(workdir / "out" / name)
+        for report in result["reports"]:
+            report |= {k: str(workdir / "reports" / Path(report[k]).name) for k in REPORT_FILES if report.get(k)}
     return result
 
 
@@ -558,7 +571,7 @@ def _listen(
                         lock.set_child(None)
     if code == 0 and nodes is not None and nodes.rank > 0:
         return {}
-    result = read_json(workdir / "result.json", None)
+    result = _result_in(workdir)
     if code == 0 and done and result:
         return result
     tail = log_path.read_bytes()[begin:][-6000:].decode("utf-8", "replace")
@@ -715,8 +728,10 @@ def _events(child: processes.Child, on_poll: Callable[[], None]) -> Iterator[Eve
         try:
             event = json.loads(line)
         except ValueError:
-            event = {"event": "log", "text": line.decode("utf-8", "replace").rstrip()}
-        yield event if isinstance(event, dict) else {"event": "log", "text": str(event)}
+            event = None
+        # else it was printed, by what does not know that this is the stage's channel
+        known = isinstance(event, dict) and "event" in event
+        yield event if known else {"event": "log", "text": line.decode("utf-8", "replace").rstrip()}
 
 
 def _last_line(lines: queue.Queue) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 
@@ -109,6 +110,16 @@ def scripts(text: str) -> set[str]:
     """Scripts of the letters of a text; one with Japanese letters has all three that Japanese is written in."""
     found = {script_of(character) for character in set(text)} - {""}
     return found | {"HIRAGANA", "KATAKANA", "CJK"} if found & {"HIRAGANA", "KATAKANA"} else found
+
+
+def mixed_scripts(text: str) -> float:
+    """Share of the letters that are not of the text's most frequent script; the three scripts of Japanese are one where
+    there is kana. 0 for a text without letters.
+    """
+    counts = Counter(script for character in text if (script := script_of(character)))
+    if counts.keys() & {"HIRAGANA", "KATAKANA"}:
+        counts["HIRAGANA"] += counts.pop("KATAKANA", 0) + counts.pop("CJK", 0)
+    return 1.0 - max(counts.values()) / counts.total() if counts else 0.0
 
 
 def special_character_rate(text: str) -> float:

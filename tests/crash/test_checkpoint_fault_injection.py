@@ -71,6 +71,26 @@ class Cut(BaseException):
     pass
 
 
+def test_a_checkpoint_that_is_written_again_is_never_gone(tmp_path, monkeypatch):
+    """Killed between the two renames, a run that keeps one checkpoint had none and started afresh."""
+    fill(tmp_path, (1,), keep=1)
+    real = os.rename
+
+    def rename(source, target):
+        if Path(source).name.startswith(".tmp-"):
+            raise Cut
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # nor anything after it
+        with pytest.raises(Cut):
+            Checkpoints(tmp_path, keep=1).save(1, {"n": 11}, {"weights": b"1"})
+    latest = Checkpoints(tmp_path, keep=1).latest()
+    assert latest.state == {"n": 1} and latest.file("weights").read_bytes() == b"\x01" * 5000
+    assert [p.name for p in tmp_path.iterdir()] == ["step-0000000001"]
+
+
 def test_cut_before_any_system_call_of_a_save(tmp_path, monkeypatch):
     """Stop a save before its n-th fsync, rename, replace or file write, for every n, without any clean-up."""
     calls = {"left": 0}

@@ -307,6 +307,18 @@ def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes
     assert servers.finished(another) == "Completed"
 
 
+def test_a_worker_that_is_killed_alone_is_started_again_and_its_run_ends_as_it_would_have(servers, slow_recipe):
+    """What the run says has nowhere to go any more, and nobody waits for its process."""
+    run = servers.start(slow_recipe, {"config": {"seed": 12, "slow": {"seconds": 20}}})
+    servers.wait(lambda: stage_processes(servers.home))
+    (worker,) = worker_processes(servers)
+    worker.kill()
+    servers.wait(lambda: worker_processes(servers) not in ([], [worker]), limit=120)
+    assert servers.finished(run) == "Completed"
+    states = [row["name"] for row in servers.api(f"/flow_run_states/?flow_run_id={run}")]
+    assert states.count("Running") == 1, states
+
+
 def test_a_run_that_is_killed_with_all_servers_starts_again_once_when_they_are_up(servers, slow_recipe):
     """As when the machine loses power: no server sees the last heartbeats, and `posttrain up` is all that follows."""
     run = servers.start(slow_recipe, {"config": {"seed": 11, "slow": {"seconds": 20}}})

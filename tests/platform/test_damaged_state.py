@@ -200,6 +200,38 @@ def test_a_lost_mlflow_database_is_made_anew_and_told_everything_again(state_dir
     assert shown() == before
 
 
+def test_a_process_that_has_the_lost_database_open_goes_on_with_the_one_that_was_made_meanwhile(
+    state_dir, monkeypatch, capfd
+):
+    """It looked its runs up in the old file, to which it could write no more, and noted them as known: nobody told the
+    new one of them.
+    """
+    monkeypatch.setenv("POSTTRAIN_TRACKING", "on")
+    monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "200")
+    first = run_stage(TOY, {}, {"steps": 4}, name_as="kept")
+    assert first.mlflow_run_id
+    for file in state_dir.glob("mlflow.db*"):
+        file.rename(file.with_name(file.name + ".damaged"))
+    # the runs are told again by this process, which has the old one open, and the rest by another
+    program = "from storage import tracking; tracking.make_database(tracking.tracking_uri())"
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        cwd=PROJECT_ROOT,
+        env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT)},
+        timeout=300,
+    )
+    second = run_stage(TOY, {}, {"steps": 5}, name_as="kept")
+    for unit in outbox.pending():
+        tracking.flush(unit, 120)
+    tracking.flush_registry(120)
+    assert outbox.pending() == [] and "could not be told" not in capfd.readouterr().err
+    with contextlib.closing(sqlite3.connect(state_dir / "mlflow.db")) as database:
+        runs = {run for (run,) in database.execute("SELECT run_uuid FROM runs WHERE status = 'FINISHED'")}
+        (versions,) = database.execute("SELECT count(*) FROM model_versions WHERE name = 'kept'").fetchone()
+    assert second.mlflow_run_id in runs and len(runs) == versions == 2
+
+
 def test_a_damaged_line_of_the_registry_costs_that_line_alone(state_dir):
     """A byte that is no UTF-8 made every command that looks at models fail, and one that is JSON but no entry, too."""
     registry.register("kept", "a" * 64)

@@ -14,7 +14,7 @@ import pytest
 
 from storage import home, leases, records, registry, store, work
 from storage.files import atomic_write_json, read_json
-from tasks import processes, run
+from tasks import people, processes, run
 from tasks.run import StageError, run_stage
 
 TOY = "tests.toy_stage"
@@ -75,6 +75,88 @@ def test_publishing_goes_on_wherever_it_was_cut_off(state_dir, monkeypatch, inst
         "started" not in seen
         and store.resolve("dataset:toy-data@latest").path == result.paths["data"] != first.paths["data"]
     )
+
+
+@pytest.mark.parametrize("way", [os.rename, shutil.copytree])
+def test_what_was_made_before_a_home_was_moved_or_copied_is_published_from_where_it_is_now(
+    state_dir, tmp_path, monkeypatch, way
+):
+    """It was made again in a moved home, and in a copy the outputs of the first home were moved away."""
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "publish", killed)
+        with pytest.raises(Killed):
+            run_stage(TOY, {}, {"steps": 5})
+    way(state_dir, tmp_path / "other")
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "other"))
+    seen = []
+    result = run_stage(TOY, {}, {"steps": 5}, on_event=lambda e: seen.append(e["event"]))
+    assert "started" not in seen and all(path.startswith(str(tmp_path / "other")) for path in result.paths.values())
+    (report,) = result.reports
+    assert Path(report["markdown"]).is_relative_to(tmp_path / "other") and Path(report["markdown"]).is_file()
+    if way is shutil.copytree:
+        monkeypatch.setenv("POSTTRAIN_HOME", str(state_dir))
+        assert run_stage(TOY, {}, {"steps": 5}, on_event=lambda e: seen.append(e["event"])).outputs == result.outputs
+        assert "started" not in seen
+
+
+ANSWER = """
+import os, sys
+from tasks.people import answer
+
+left = int(sys.argv[3])
+
+def cut(event, arguments):
+    global left
+    if event in ("os.rename", "os.remove"):
+        if left == 0:
+            os._exit(9)
+        left -= 1
+
+sys.addaudithook(cut)
+answer(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_answers_of_people_are_there_wherever_it_was_cut_off_that_others_took_their_place(state_dir, tmp_path):
+    """The earlier file was removed before the new one had its name: a kill between the two lost what people wrote."""
+    where = home.subdir("human", "a" * 16)
+    (where / "task.csv").write_text("item_id,answer_1,answer_2,choice,annotator\ni,yes,no,,\n")
+    (tmp_path / "first.csv").write_text("item_id,choice,annotator\ni,1,ann\n")
+    (tmp_path / "second.jsonl").write_text('{"item_id": "i", "choice": "2", "annotator": "ben"}\n')
+    for instant in range(9):
+        for left in where.glob("answers.*"):
+            left.unlink()
+        people.answer("a" * 16, tmp_path / "first.csv")
+        command = [sys.executable, "-c", ANSWER, "a" * 16, str(tmp_path / "second.jsonl"), str(instant)]
+        status = subprocess.run(command, cwd=run.PROJECT_ROOT).returncode
+        found = people.answers_of("a" * 16).read_bytes()
+        assert found in ((tmp_path / "first.csv").read_bytes(), (tmp_path / "second.jsonl").read_bytes())
+        if status == 0:
+            break
+    assert status == 0 and instant > 1 and found.startswith(b"{") and len(list(where.glob("answers.*"))) == 1
+
+
+def test_answers_that_two_bring_in_at_once_are_not_removed_by_each_other(state_dir, tmp_path, monkeypatch):
+    where = home.subdir("human", "a" * 16)
+    (where / "task.csv").write_text("item_id,answer_1,answer_2,choice,annotator\ni,yes,no,,\n")
+    (tmp_path / "a.csv").write_text("item_id,choice,annotator\ni,1,ann\n")
+    (tmp_path / "b.jsonl").write_text('{"item_id": "i", "choice": "2", "annotator": "ben"}\n')
+    real, both = people.atomic_write_bytes, threading.Barrier(2)
+
+    def write(path, data):
+        real(path, data)
+        try:
+            both.wait(1.0)  # for the other, as far as it is
+        except threading.BrokenBarrierError:
+            pass
+
+    monkeypatch.setattr(people, "atomic_write_bytes", write)
+    threads = [threading.Thread(target=people.answer, args=("a", tmp_path / name)) for name in ("a.csv", "b.jsonl")]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(list(where.glob("answers.*"))) == 1
 
 
 def test_a_forced_run_that_was_killed_after_its_record_is_over(state_dir, monkeypatch):

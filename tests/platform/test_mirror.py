@@ -1,12 +1,14 @@
 """POSTTRAIN_MIRROR: every metric once and in order, beside the stage and never in its way."""
 
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from tasks import mirror
-from tasks.run import StageError, run_stage
+from tasks.run import StageError, _events, run_stage
 
 TOY, seen = "tests.toy_stage", []
 
@@ -72,3 +74,18 @@ def test_what_it_does_wrong_is_told_once_and_changes_nothing(target, said, state
 def test_a_module_that_is_not_there_is_told_of(state_dir, monkeypatch, capfd):
     monkeypatch.setenv("POSTTRAIN_MIRROR", "no_such_module:log")
     assert run_stage(TOY, {}, {"steps": 2}).metrics and "no_such_module" in capfd.readouterr().err
+
+
+def test_what_is_printed_into_the_channel_of_events_is_a_line_of_the_log(monkeypatch):
+    """A JSON object that names no event ended the stage that a mirror was beside."""
+    monkeypatch.setenv("POSTTRAIN_MIRROR", f"{__name__}:keep")
+    lines = ('{"loss": 1.5}', "7", "plain", '{"event": "metric"}', '{"event": "log", "text": "its own"}')
+    child = subprocess.Popen([sys.executable, "-c", f"print(*{lines}, sep=chr(10))"], stdout=subprocess.PIPE)
+    told = []
+    with mirror.beside(told.append, None) as tell:
+        for event in _events(child, lambda: None):
+            tell(event)
+        tell({"text": "of nobody"})
+    assert [event.get("text") for event in told] == ['{"loss": 1.5}', "7", "plain", None, "its own", "of nobody"]
+    assert [event.get("event") for event in told] == ["log", "log", "log", "metric", "log", None]
+    assert [call[1:3] for call in seen] == [(None, {})]

@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +21,6 @@ TOY = "tests.toy_stage"
 @pytest.fixture(autouse=True)
 def projection_on(state_dir, monkeypatch, mlflow_template):
     """A database whose tables exist already (making them takes longest)."""
-    import shutil
-
     state_dir.mkdir(parents=True)
     shutil.copy(mlflow_template, state_dir / "mlflow.db")
     monkeypatch.setenv("POSTTRAIN_TRACKING", "on")
@@ -299,6 +299,47 @@ def test_saying_how_things_stand_never_waits_for_mlflow(state_dir):
         assert not caller.is_alive() and outbox.pending() == ["hangs"]
 
 
+def test_a_run_that_was_deleted_in_mlflow_holds_up_no_other_and_is_there_again_when_it_goes_on(state_dir):
+    """MLflow takes nothing for a deleted run: it stayed unsent for ever, and all that came after it with it."""
+
+    def flow(identity):
+        run = start_flow("demo", {}, identity=identity)
+        tracking.flush(outbox.flow_unit(run.run_id), 120)
+        return run.run_id
+
+    failed = flow("failed")
+    finish_flow(failed, "FAILED", "no", timeout=120)
+    deleted, other = flow("deleted"), flow("other")
+    told = {run: outbox.run_id_of(outbox.flow_unit(run)) for run in (failed, deleted, other)}
+    for run in (failed, deleted):
+        client().delete_run(told[run])
+    for run in (deleted, other):
+        records.finish_run(run, "FINISHED")
+    assert tracking.sync() == {"sent": 2, "pending": 0, "error": None}
+    assert client().get_run(told[deleted]).info.lifecycle_stage == "deleted"
+    assert client().get_run(told[other]).info.status == "FINISHED"
+    assert flow("failed") == failed
+    finish_flow(failed, "FINISHED", timeout=120)
+    found = client().get_run(told[failed]).info
+    assert (found.lifecycle_stage, found.status) == ("active", "FINISHED") and not outbox.pending()
+
+
+def test_a_unit_that_another_process_completes_meanwhile_is_not_pending(state_dir, monkeypatch):
+    """It was listed and then gone, which ended the run that looked."""
+    monkeypatch.setattr(tracking, "poke", lambda unit: None)
+    for unit in ("a", "b"):
+        tracking.put({"unit": unit, "type": "flow", "run_id": unit, "recipe": "demo"})
+    real = Path.glob
+
+    def glob(folder, pattern):
+        found = list(real(folder, pattern))
+        outbox.files_of("a")[0].unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert outbox.pending() == ["b"]
+
+
 def test_what_is_said_while_a_unit_is_completed_is_not_lost(state_dir, monkeypatch):
     monkeypatch.setattr(tracking, "poke", lambda unit: None)
     first = {"unit": "slow", "type": "flow", "run_id": "r", "recipe": "demo"}
@@ -391,6 +432,30 @@ def test_a_model_that_a_store_has_not_got_holds_up_its_own_name_only(state_dir, 
     assert "unseen" in aliases()
 
 
+def test_a_line_of_the_registry_that_is_damaged_after_it_was_told_hides_no_later_one(state_dir):
+    """How many entries were told was compared with how many there are: with one less, the next one was not told; and
+    one about a version whose own line is damaged kept all later ones back.
+    """
+    run_stage(TOY, {}, {"steps": 3}, name_as="first")
+    tracking.flush_registry(120)
+    log = state_dir / "registry" / "models.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("x" + "".join(lines))  # the line of the version itself
+    (record,) = records.all_records()
+    registry.register("other", record["outputs"]["model"]["digest"])
+    registry.set_alias("other", "champion", 1)
+    tracking.flush_registry(120)
+    assert aliases()["other"] == {"candidate": 1, "champion": 1} and aliases()["first"] == {"candidate": 1}
+    (state_dir / "outbox" / "models.json").unlink()  # as of another store, which has the model and no name of it
+    client().delete_registered_model("first")
+    registry.set_alias("other", "champion", None)
+    tracking.flush_registry(120)
+    assert aliases() == {"other": {"candidate": 1}}
+    log.write_text("".join(lines) + "".join(log.read_text().splitlines(keepends=True)[len(lines) :]))  # brought back
+    tracking.flush_registry(120)
+    assert aliases() == {"other": {"candidate": 1}, "first": {"candidate": 1}}
+
+
 def test_a_moved_home_keeps_its_artifacts_and_leaves_the_old_place_alone(state_dir, tmp_path, monkeypatch):
     first = run_stage(TOY, {}, {"steps": 3})
     assert first.mlflow_run_id
@@ -406,6 +471,37 @@ def test_a_moved_home_keeps_its_artifacts_and_leaves_the_old_place_alone(state_d
     assert run_stage(TOY, {}, {"steps": 3}).cached  # outputs are found at the new place too
     models = client().search_logged_models([client().get_run(first.mlflow_run_id).info.experiment_id])
     assert len(models) == 2 and all(model.artifact_location.startswith(moved.as_uri()) for model in models)
+
+
+@pytest.mark.parametrize("way", [os.rename, shutil.copytree])
+def test_what_a_home_has_still_to_tell_is_told_from_where_it_is_now(state_dir, tmp_path, monkeypatch, way):
+    """Documents name files by their whole path: metrics and reports were not found any more, a model's files neither,
+    for which nothing else was told either, and of a copy the record in the first home was written to.
+    """
+    data = run_stage(TOY, {}, {"steps": 3})
+    told = run_stage(TOY, {"data": data.outputs["data"]}, {"steps": 5})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "1")
+    untold = run_stage(TOY, {"data": data.outputs["data"]}, {"steps": 4})
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    moved = tmp_path / "elsewhere" / "home"
+    moved.parent.mkdir()
+    way(state_dir, moved)
+    monkeypatch.setenv("POSTTRAIN_HOME", str(moved))
+    answer = tracking.sync()
+    assert answer["error"] is None and answer["pending"] == 0 and answer["sent"] >= 1
+    runs = [told.mlflow_run_id, outbox.run_id_of(outbox.unit_of(None, "toy", untold.key))]
+    assert points(runs[1], "position", "abs") == expected(untold.key)
+    for run, result in zip(runs, (told, untold)):
+        found = client().get_run(run)
+        assert {entry.path for entry in client().list_artifacts(run)} >= {"record.json", "reports"}
+        assert found.data.tags["posttrain.record"] == str(records.record_path(result.key))
+        assert found.data.tags["posttrain.workdir"] == str(moved / "work" / result.key)
+        (source,) = [json.loads(one.dataset.source)["uri"] for one in found.inputs.dataset_inputs]
+        assert source == data.paths["data"].replace(str(state_dir), str(moved))
+    assert client().get_model_version_by_alias("toy", "candidate").tags["posttrain.key"] == untold.key
+    if way is shutil.copytree:
+        assert not read_json(state_dir / "records" / f"{untold.key}.json")["mlflow"]
 
 
 def test_killed_after_any_call_of_mlflow_the_next_goes_on(state_dir, monkeypatch):

@@ -194,8 +194,7 @@ def test_vowel_signs_and_accents_do_not_end_a_word():
 
 
 def test_japanese_that_is_answered_in_japanese_is_no_switch():
-    from stages.measures.text import scripts
-    from stages.mix import mixed_scripts
+    from stages.measures.text import mixed_scripts, scripts
 
     # mix drop_mixed_languages
     assert mixed_scripts("東京のデータベースを使う人々") == 0.0 and mixed_scripts("因此 two") == pytest.approx(
@@ -207,6 +206,14 @@ def test_japanese_that_is_answered_in_japanese_is_no_switch():
         and scripts("これ") - scripts("是什么")
         and scripts("two") - scripts("これは？") == {"LATIN"}
     )
+
+
+def test_letters_of_formulas_are_no_other_language():
+    """mix drop_mixed_languages took the Greek of a solution for a second language, which reward.language does not."""
+    from stages.measures.text import mixed_scripts
+
+    assert mixed_scripts("sin α = cos β, so α + β = 90°") == mixed_scripts("5 Ω, 3 𝑥 and ＡＢ of \u2126") == 0.0
+    assert mixed_scripts("and да") == pytest.approx(0.4) and mixed_scripts("α") == mixed_scripts("42") == 0.0
 
 
 def test_missing_policies():
