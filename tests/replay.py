@@ -477,6 +477,11 @@ class Sft:
         }
 
 
+def share_above(differences):
+    """Share above 0, where what is 0 but for rounding counts one half."""
+    return (0.5 + 0.5 * torch.where(differences.abs() > 1e-9, differences.detach().sign(), 0.0)).mean()
+
+
 class Align:
     def __init__(self, c, config):
         self.config, self.method = config, DIRECT_METHODS[c["method"]]
@@ -575,7 +580,10 @@ class Align:
             ]
         )
         good = torch.tensor([row.more["label"] for row in rows])
-        metrics = {"desirable_fraction": good.double().mean()}
+        beyond = torch.where(good, 1.0, -1.0) * (self.beta * (ratio - self.z0) - (delta if name == "bco" else 0.0))
+        metrics = {"desirable_fraction": good.double().mean(), "rewards/accuracies": share_above(beyond)}
+        if good.any():
+            metrics["displacement/displaced_fraction"] = (ratio[good] < -1e-9).double().mean()
         if name == "kto":
             metrics["z0"] = torch.tensor(self.z0)
         if name == "bco":
@@ -587,6 +595,7 @@ class Align:
                     f"rewards/{side}": self.beta * ratio[of].mean(),
                     f"logps/{side}": policy[of].mean(),
                     f"displacement/{side}_shift": ratio[of].mean(),
+                    f"length/{side}": sum(sum(row.sequences[0][1]) for row, o in zip(rows, of) if o) / int(of.sum()),
                 }
                 if weight[of].sum():
                     seen[side] = float((self.beta * ratio.detach() * weight)[of].sum() / weight[of].sum())
@@ -597,10 +606,11 @@ class Align:
         return each, metrics, {}
 
     def rankings(self, model, rows, weight, scale, router, share):
-        each, best, worst = [], [], []
+        each, ends, starts = [], [], []
         for row in rows:
             policy = [logps_of(model, ids, mask, router)[0].sum() for ids, mask in row.sequences]
-            ref = [self.held(ids, mask).sum() for ids, mask in row.sequences] if self.method.needs_reference else None
+            held = [self.held(ids, mask).sum() for ids, mask in row.sequences]
+            ref = held if self.method.needs_reference else None
             each.append(
                 formulas.ranking_loss(
                     self.method.name,
@@ -614,21 +624,23 @@ class Align:
                     self.config.win_probability,
                 )
             )
-            best.append(policy[0])
-            worst.append(policy[-1])
-        return (
-            torch.stack(each),
-            {"logps/chosen": torch.stack(best).mean(), "logps/rejected": torch.stack(worst).mean()},
-            {},
-        )
+            ends.append(torch.stack([policy[0], policy[-1]]).detach())
+            starts.append(torch.stack([held[0], held[-1]]))
+        ends, starts = torch.stack(ends, 1), torch.stack(starts, 1)
+        compared = ends - starts if self.method.needs_reference else ends
+        return torch.stack(each), self.watched(ends, ends - starts, compared), {}
 
     def segments(self, model, rows, weight, scale, router, share):
-        each, chosen = [], []
+        each, ends, starts = [], [], []
         for row in rows:
-            sides = []
-            for ids, mask in row.sequences:
+            sides, policy, held = [], [], []
+            for k, (ids, mask) in enumerate(row.sequences):
                 at = [i for i, m in enumerate(mask) if m]
-                sides.append(dict(zip(at, logps_of(model, ids, mask, router)[0] - self.held(ids, mask))))
+                values, fixed = logps_of(model, ids, mask, router)[0], self.held(ids, mask)
+                sides.append(dict(zip(at, values - fixed)))
+                paired = [at.index(i) for pair in row.more["spans"] for i in pair[k][0]]
+                policy.append(values.detach()[paired].sum())
+                held.append(fixed[paired].sum())
             each.append(
                 sum(
                     formulas.logistic(
@@ -637,8 +649,28 @@ class Align:
                     for (of, a), (than, b) in row.more["spans"]
                 )
             )
-            chosen.append(sum(sides[0][k] for (of, _), _ in row.more["spans"] for k in of))
-        return torch.stack(each), {"displacement/chosen_shift": torch.stack(chosen).mean()}, {}
+            ends.append(torch.stack(policy))
+            starts.append(torch.stack(held))
+        ends, starts = torch.stack(ends, 1), torch.stack(starts, 1)
+        return torch.stack(each), self.watched(ends, ends - starts, ends - starts), {}
+
+    def watched(self, policy, shifts, compared):
+        """Metrics of chosen and rejected [2, rows]: log-probs, less the reference's, and what the loss compares."""
+        beta, margins = 1.0 if self.beta is None else self.beta, compared[0] - compared[1]
+        fell = shifts < -1e-9
+        return {
+            "logps/chosen": policy[0].mean(),
+            "logps/rejected": policy[1].mean(),
+            "rewards/margins": beta * margins.mean(),
+            "rewards/chosen": beta * compared[0].mean(),
+            "rewards/rejected": beta * compared[1].mean(),
+            "rewards/accuracies": share_above(margins),
+            "gradient_weight": torch.sigmoid(-beta * margins).mean(),
+            "displacement/chosen_shift": shifts[0].mean(),
+            "displacement/rejected_shift": shifts[1].mean(),
+            "displacement/displaced_fraction": fell[0].double().mean(),
+            "displacement/both_fell_fraction": (fell[0] & fell[1]).double().mean(),
+        }
 
     def pairs(self, model, rows, weight, scale, router, share):
         config, name = self.config, self.method.name
@@ -717,29 +749,14 @@ class Align:
             "seq-sum": -(whole * weight).sum() / scale,
             "token-mean": -(whole * weight).sum() / max(float((places * weight).sum()), 1e-12),
         }
-        beta, (chosen, rejected) = (
-            1.0 if self.beta is None else self.beta,
-            ((a if b is None else a - b).detach() for a, b in zip(x, y)),
-        )
-        margins, shifts = chosen - rejected, (v["pc"] - v["rc"], v["pr"] - v["rr"])
-        wins = (margins > 1e-9).double() + 0.5 * (margins.abs() <= 1e-9)
+        compared = torch.stack([(a if b is None else a - b).detach() for a, b in zip(x, y)])
+        policy, ref = torch.stack([v["pc"], v["pr"]]).detach(), torch.stack([v["rc"], v["rr"]])
+        metrics = self.watched(policy, policy - ref, compared)
+        if self.reduction == "mean" and not self.method.needs_reference:
+            metrics["log_odds"] = (formulas.log_odds(compared[0]) - formulas.log_odds(compared[1])).mean()
         return (
             each,
-            {
-                "logps/chosen": v["pc"].mean(),
-                "logps/rejected": v["pr"].mean(),
-                "length/chosen": v["lc"].mean(),
-                "length/rejected": v["lr"].mean(),
-                "rewards/margins": beta * margins.mean(),
-                "rewards/chosen": beta * chosen.mean(),
-                "rewards/rejected": beta * rejected.mean(),
-                "rewards/accuracies": wins.mean(),
-                "gradient_weight": torch.sigmoid(-beta * margins).mean(),
-                "displacement/chosen_shift": shifts[0].mean(),
-                "displacement/rejected_shift": shifts[1].mean(),
-                "displacement/displaced_fraction": (shifts[0] < -1e-9).double().mean(),
-                "displacement/both_fell_fraction": ((shifts[0] < -1e-9) & (shifts[1] < -1e-9)).double().mean(),
-            },
+            {"length/chosen": v["lc"].mean(), "length/rejected": v["lr"].mean(), **metrics},
             nll,
         )
 

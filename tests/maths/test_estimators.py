@@ -360,3 +360,26 @@ def test_dynamic_sampling_reports_shortfall():
         "batches": 2,
         "filter_rate": 0.75,
     }
+
+
+def test_a_sum_of_normalised_components_is_that_of_sample_stds():
+    """Two groups of three; a component that failed on a row adds 0 there, one that is equal in a group adds 0 to it."""
+    parts, weights = [[1.0, 2.0, 6.0, 5.0, 5.0, 5.0], [0.0, math.nan, 4.0, 1.0, 2.0, 3.0]], [[2.0] * 6, [-1.0] * 6]
+    first, second = (v - 3 for v in (1.0, 2.0, 6.0)), (-2.0, None, 2.0)
+    expected = [
+        2 * a / (math.sqrt(7) + 1e-4) - (0.0 if b is None else b / (math.sqrt(8) + 1e-4)) for a, b in zip(first, second)
+    ] + [1 / 1.0001, 0.0, -1 / 1.0001]
+    assert np.allclose(estimators.normalized_sum(parts, weights, [0, 0, 0, 1, 1, 1]), expected, rtol=1e-12)
+
+
+def test_a_penalty_without_a_ramp_begins_behind_the_last_length():
+    assert estimators.overlong_penalty([9, 10, 11], 10, 0).tolist() == [0.0, 0.0, -1.0]
+    assert estimators.overlong_penalty([6, 8, 10, 11], 10, 4).tolist() == [0.0, -0.5, -1.0, -1.0]
+    assert estimators.overlong_penalty([0, 5, 10], 10, 10).tolist() == [0.0, -0.5, -1.0]
+    with pytest.raises(ValueError, match="soft_punish_cache=11"):
+        estimators.overlong_penalty([1], 10, 11)
+
+
+def test_an_optimal_value_of_rewards_far_apart_is_finite():
+    assert estimators.v_star([0.0, 100.0], 0.1) == pytest.approx(100 - 0.1 * math.log(2), rel=1e-12)
+    assert estimators.v_star([0.0, -100.0], 0.1) == pytest.approx(-0.1 * math.log(2), rel=1e-12)

@@ -427,12 +427,72 @@ def test_numerics_at_the_extremes():
     per, _ = losses.policy_loss(logp, torch.zeros(1, 2), torch.tensor([1.0]), torch.ones(1, 2))
     per.sum().backward()
     assert torch.isfinite(per).all() and torch.isfinite(logp.grad).all()
-    x = torch.tensor([-1e-12, -0.5, -100.0], dtype=F64)
+    x = torch.tensor([-1e-17, -1e-12, -0.5, -100.0], dtype=F64)
     assert torch.allclose(
         losses.log1mexp(x),
-        torch.tensor([math.log(1e-12), math.log(1 - math.exp(-0.5)), -math.exp(-100)], dtype=F64),
-        rtol=1e-6,
+        torch.tensor([math.log(1e-17), math.log(1e-12), math.log(1 - math.exp(-0.5)), -math.exp(-100)], dtype=F64),
+        rtol=1e-12,
+        atol=0,
     )
+
+
+def metrics_by_hand(surrogate, rows, epsilon, high):
+    """The sums that :func:`stages.losses.policy_loss` documents, of (log pi, log pi_old, A) of every trained token."""
+    found = dict.fromkeys(("clip_low", "clip_high", "outside_range", "ratio", "ratio_sq", "k1", "k2", "k3"), 0.0)
+    for logp, old, advantage in rows:
+        d, p, q = logp - old, math.exp(logp), math.exp(old)
+        ratio = math.exp(d)
+        if surrogate.startswith("dppo"):
+            far = abs(p - q) if surrogate == "dppo_tv" else q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            low, up = p < q and far > epsilon, p > q and far > high
+        elif surrogate == "geo_mean":
+            low, up = d < -epsilon, d > high
+        else:
+            low, up = ratio < 1 - epsilon, ratio > 1 + high
+        found["outside_range"] += low or up
+        if surrogate in ("clip", "geo_mean", "dppo_tv", "dppo_kl"):
+            found["clip_low"] += low and advantage < 0
+            found["clip_high"] += up and advantage > 0
+        for name, value in (
+            ("ratio", ratio),
+            ("ratio_sq", ratio**2),
+            ("k1", -d),
+            ("k2", d**2 / 2),
+            ("k3", ratio - 1 - d),
+        ):
+            found[name] += value
+    found["ratio_max"] = max(math.exp(logp - old) for logp, old, _ in rows)
+    return found | {"tokens": len(rows), "log_ratio_clamped": 0}
+
+
+@pytest.mark.parametrize("surrogate", ("clip", "none", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl"))
+def test_metrics_of_a_policy_loss_are_sums_over_its_trained_tokens(surrogate):
+    x, mask, advantages = batch(4)
+    advantages[3] = 0.0  # nothing is zeroed where nothing is pushed
+    epsilon, high = (0.05, 0.1) if surrogate.startswith("dppo") else (0.2, 0.4)
+    dirt = torch.where(mask.bool(), 0.0, math.nan)
+    _, sums = losses.policy_loss(
+        x["logp"] + dirt, x["old"], advantages, mask, surrogate=surrogate, epsilon=epsilon, epsilon_high=high
+    )
+    rows = [(float(x["logp"][b, t]), float(x["old"][b, t]), float(advantages[b])) for b, t in mask.nonzero().tolist()]
+    expected = metrics_by_hand(surrogate, rows, epsilon, high)
+    assert {name: float(sums[name]) for name in expected} == pytest.approx(expected, rel=1e-9)
+    assert 0 < expected["outside_range"] < expected["tokens"]
+
+
+def test_only_the_policys_log_probs_are_trained():
+    """Advantages, weights, targets and whatever was computed for an earlier policy are constants of a loss."""
+    x, mask, advantages = batch(5)
+    weights = torch.full_like(x["logp"], 0.7)
+    others = [t.requires_grad_() for t in (x["old"], advantages, weights)]
+    for surrogate in losses.SURROGATES:
+        logp = x["logp"].detach().clone().requires_grad_()
+        per, _ = losses.policy_loss(logp, x["old"], advantages, mask, surrogate=surrogate, weights_BT=weights)
+        own, *rest = torch.autograd.grad(per.sum(), [logp, *others], allow_unused=True)
+        assert own.abs().sum() > 0 and rest == [None] * 3, surrogate
+    values, targets, before = (x[k].detach().clone().requires_grad_() for k in ("logp", "old", "ref"))
+    loss = losses.value_loss(values, targets, mask, before, cliprange_value=0.1).sum()
+    assert torch.autograd.grad(loss, [targets, before], allow_unused=True) == (None, None)
 
 
 def test_impossible_settings_say_what_to_write():
