@@ -302,3 +302,94 @@ def test_what_moves_from_batch_to_batch_is_in_a_checkpoint(rl):  # noqa: F811
     resumed.crediting.restore(json.loads(json.dumps(whole.crediting.state())))
     assert after(resumed, items) == after(whole, items)
     assert whole.crediting.scale.count == 4 and whole.crediting.controller.coef != 0.1
+
+
+def test_the_kl_has_its_unit_where_completions_differ_in_length(rl):  # noqa: F811
+    """Sum and mean over a completion's tokens, mean over all tokens; the last is what a controller by that unit sees."""
+    for unit in ("sequence_sum", "sequence_mean", "token_mean"):
+        source = rl.source(
+            f"unit-{unit}",
+            {
+                **PAID,
+                "preset": "rloo",
+                "kl_coef": 0.1,
+                "kl_controller": "adaptive_ziegler",
+                "target_kl": 1.0,
+                "kl_unit": unit,
+            },
+            reference=rl.tiny["other"],
+        )
+        one = group(source, [([50, 60, 70, 80, 90], 1.0, "eos", {}), ([51], 0.0, "eos", {})])
+        scored = source.crediting([one], 0, 0)
+        d = [np.subtract(a, b) for a, b in zip(scored.old, scored.ref)]
+        expected = {
+            "sequence_sum": (d[0].sum() + d[1].sum()) / 2,
+            "sequence_mean": (d[0].mean() + d[1].mean()) / 2,
+            "token_mean": np.concatenate(d).mean(),
+        }[unit]
+        assert scored.metrics[f"kl/{unit}"] == pytest.approx(expected) == source.crediting.last_kl
+        assert scored.metrics["kl/sequence_sum"] == pytest.approx((d[0].sum() + d[1].sum()) / 2)
+
+
+@pytest.mark.parametrize(
+    "config, fresh, version, start",
+    [
+        ({"preset": "topr"}, True, 1, False),
+        ({"preset": "topr"}, True, 0, True),
+        ({"preset": "topr"}, False, 1, True),
+        ({"preset": "topr", "top_k": 3}, True, 1, True),
+        ({"preset": "grpo", "top_k": 3}, True, 1, False),  # old log-probs are those of the start themselves
+    ],
+)
+def test_early_stopping_has_log_probs_of_the_start_where_ratios_do_not_start_there(rl, config, fresh, version, start):  # noqa: F811
+    source = rl.source("start", {**PAID, **config, "early_stop_kl": 0.1, "num_iterations": 2})
+    one = group(source, [([50, 60, 70], 1.0, "eos", {}), ([51, 61], 0.0, "eos", {})], version=version, fresh=fresh)
+    scored = source.crediting([one], 1, 1)
+    own = [logps_of(source, s) for s in one.samples]
+    assert (scored.start is not None) == start
+    assert all(a == pytest.approx(b, abs=1e-4) for a, b in zip(scored.start or (), own))
+    assert not start or len(scored.items[0].extra["start_logps"]) == 2
+
+
+@pytest.mark.parametrize(
+    "config, fresh, mode, sampled",
+    [
+        ({"preset": "grpo"}, True, "fresh", True),
+        ({"preset": "grpo"}, True, "sft", False),  # nobody sampled it
+        ({"preset": "grpo", "top_k": 3}, True, "fresh", False),  # the sampler's are of the filtered distribution
+        ({"preset": "topr", "top_k": 3}, True, "fresh", True),  # which is what the ratio is to
+        ({"preset": "topr", "top_k": 3}, False, "fresh", True),
+        ({"preset": "mdpo"}, True, "fresh", True),
+        ({"preset": "mdpo"}, False, "fresh", False),  # the iterate is the policy, whoever sampled
+    ],
+)
+def test_ratios_start_from_the_sampler_or_from_the_policy(rl, config, fresh, mode, sampled):  # noqa: F811
+    source = rl.source("old", {**PAID, **config})
+    made = [([50, 60, 70], 1.0, "eos", {}), ([51, 61], 0.0, "eos", {"mode": mode, "logps": [-2.0, -3.0]})]
+    one = group(source, made, fresh=fresh)
+    found = source.crediting([one], 0, 0).old
+    for sample, old in zip(one.samples, found):
+        assert old == pytest.approx(sample.logps if sampled else logps_of(source, sample), abs=1e-4)
+
+
+def test_every_group_has_the_baseline_of_its_own_greedy_completion(rl):  # noqa: F811
+    source = rl.source("greedy", {**PAID, "preset": "remax", "kl_coef": 0.0})
+    groups = [group(source, [([50], 1.0, "eos", {}), ([60], 3.0, "eos", {})], number=k) for k in range(2)]
+    for one, total in zip(groups, (0.25, 2.0)):
+        one.greedy_sample = group(source, [([70], total, "eos", {})]).samples[0]
+    assert source.crediting(groups, 0, 0).credit.advantages_BT[:, 0].tolist() == [0.75, 2.75, -1.0, 1.0]
+
+
+def test_what_is_in_no_statistic_is_nobodys_opponent(rl):  # noqa: F811
+    """Win rates inside groups of different size: a masked completion that is out of the statistics and one that could
+    not be scored are beaten by nobody.
+    """
+    source = rl.source(
+        "opponents", {**PAID, "preset": "sppo", "truncation_policy": "mask", "truncated_in_stats": False}
+    )
+    first = group(source, [([50], 1.0, "eos", {}), ([60], 3.0, "length", {}), ([70], float("nan"), "eos", {})])
+    second = group(source, [([50], 1.0, "eos", {}), ([60], 0.0, "eos", {})], number=1)
+    found = source.crediting([first, second], 0, 0).batch.preference_BO
+    win = 1 / (1 + np.exp(-1))
+    np.testing.assert_allclose(found[0], [0.5, np.nan, np.nan])
+    np.testing.assert_allclose(found[3:], [[0.5, win, np.nan], [1 - win, 0.5, np.nan]])
