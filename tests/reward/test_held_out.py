@@ -13,7 +13,9 @@ from stages.reward_models.reward_eval import (
     judge_labels,
     judge_pairs,
     judge_rankings,
+    judge_ratings,
     judge_steps,
+    stronger_model_share,
 )
 from tests.common import assistant, user
 from tests.reward.test_scorers import CountsWords, Told
@@ -101,6 +103,12 @@ def test_pairs_without_a_better_answer_or_a_score_are_in_no_number():
     x, r = np.array([4, 2, 2, 2, 9, 4.0]), np.array([2, 1, 1, 1, 0.5, 2.0])
     left = r - np.polyval(np.polyfit(x, r, 1), x)
     assert found["length_residual_accuracy"] == pytest.approx((left[0::2] > left[1::2] + 1e-12).mean())
+    # rightly ordered or not, for its length a chosen answer here scores low
+    turned = {"bad": 1.0, "same": 1.0, "good": 2.0, "worse": 6.0}
+    found = judge_pairs(Told(), Given(turned, lengths), [pair("good", "bad"), pair("good", "worse")], "test")
+    x, r = np.array([4, 2, 4, 9.0]), np.array([2, 1, 2, 6.0])
+    left = r - np.polyval(np.polyfit(x, r, 1), x)
+    assert found["length_residual_accuracy"] == (left[0::2] > left[1::2]).mean() == 0.0
     assert judge_pairs(Told(), Given(scores), rows[3:], "test") == {}
 
 
@@ -150,6 +158,21 @@ def test_the_first_wrong_step_is_where_the_probability_falls_to_a_half():
     hits = [a == (b > 0) for row, labels in zip(right, texts) for a, b in zip(row, labels)]
     assert found["accuracy"] == pytest.approx(np.mean(hits)) and found["steps"] == 10
     assert found["solution_auc"] == pytest.approx(0.5)  # .6 above .4 above .2; the third has no verdict
+
+
+def test_equal_predictions_and_equal_models_are_no_better(monkeypatch):
+    """Two answers rated apart that score alike are not told apart; a model that wins half of its pairs is not the
+    stronger one.
+    """
+    monkeypatch.setattr("stages.reporting.reports.scatter", lambda *a, **k: b"")
+    scorer = Given({"a": 3.0, "b": 3.0, "c": 1.0})
+    rows = [
+        {"row_id": t, "prompt_id": "p", "prompt": user("q"), "completion": assistant(t), "score": score}
+        for t, score in (("a", 5.0), ("b", 4.0), ("c", 1.0))
+    ]
+    assert judge_ratings(Told(), scorer, rows, "test")["accuracy"] == pytest.approx(2 / 3)
+    named = lambda a, b: {"chosen_gen": {"model_id": a}, "rejected_gen": {"model_id": b}}
+    assert stronger_model_share([named("x", "y"), named("y", "x")]) == {"chosen_from_stronger_model": 0.0}
 
 
 def test_labels_are_judged_by_probabilities(monkeypatch):
