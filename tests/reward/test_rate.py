@@ -467,3 +467,49 @@ def test_a_local_model_judges_what_it_can_read(candidates, rate, tmp_path):
             {"a": candidates("a", [["best one", "fair one"], ["good", "poor"]])},
             judge=str(tmp_path / "judge"),
         )
+
+
+def test_scores_and_ranks_are_means_over_the_orders():
+    """By the places that the answers were shown in; a prompt, or an aspect, of which an order cannot be read gives
+    nothing.
+    """
+    from types import SimpleNamespace
+
+    from stages.rate import Group, ranking, ratings
+
+    given = {"prompt": user("q"), "prompt_id": "p", "group_id": "g", "weight": 1.0, "source": "s", "split": "train"}
+    group = Group("p", [{**given, "completion": assistant(t), "row_id": t, "gen": {"model_id": t}} for t in "abc"])
+    judge, lost = SimpleNamespace(judge_id="j"), Counter()
+
+    def said(places, values, error=None):
+        return {"error": error, "extra_json": json.dumps({"places": places}), "verdict": json.dumps(values)}
+
+    config = SimpleNamespace(
+        aspects={"help": "", "truth": ""}, shares={"help": 0.75, "truth": 0.25}, orders=2, together=True, scale=5
+    )
+    found = {
+        ("p:help", 0): said([2, 0, 1], [[5, ""], [1, "short"], [3, ""]]),
+        ("p:help", 1): said([0, 1, 2], [[2, "vague"], [3, ""], [4, ""]]),
+        ("p:truth", 0): said([1, 2, 0], [[4, ""], [4, ""], [2, ""]]),
+        ("p:truth", 1): said([2, 1, 0], [[5, ""], [1, ""], [2, ""]]),
+    }
+    rows = ratings(SimpleNamespace(config=config), judge, group, found, lost)
+    means = {"a": (1.5, 2.0), "b": (3.0, 2.5), "c": (4.5, 4.5)}
+    assert [row["completion"][0]["content"] for row in rows] == list("abc") and not lost
+    for row in rows:
+        help_, truth = means[row["completion"][0]["content"]]
+        assert [one["score"] for one in row["aspects"]] == [help_, truth]
+        assert row["score"] == pytest.approx(0.75 * help_ + 0.25 * truth)
+    assert rows[0]["aspects"][0]["rationale"] == "short"
+    found["p:truth", 1]["error"] = "timeout"
+    assert ratings(SimpleNamespace(config=config), judge, group, found, lost) == [] and sum(lost.values()) == 3
+
+    ranked = {("p:ranking", 0): said([1, 2, 0], [0, 1, 2]), ("p:ranking", 1): said([0, 1, 2], [0, 1, 2])}
+    (row,) = ranking(SimpleNamespace(config=config), judge, group, ranked, lost)
+    # a: last and first, b: first and second, c: second and last
+    assert row["ranks"] == [1, 0, 2] and json.loads(row["extra_json"])["mean_ranks"] == [1.0, 0.5, 1.5]
+    ranked["p:ranking", 1] = said([1, 0, 2], [1, 0, 2])
+    (row,) = ranking(SimpleNamespace(config=config), judge, group, ranked, lost)
+    assert row["ranks"] == [1, 0, 2]
+    ranked["p:ranking", 1] = said([0, 2, 1], [0, 1, 2])
+    assert ranking(SimpleNamespace(config=config), judge, group, ranked, lost) == []

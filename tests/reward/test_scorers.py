@@ -332,6 +332,29 @@ def test_comparisons_become_scores_by_round_robin_or_tournament():
     )
 
 
+def test_both_orders_count_alike_and_a_tournament_says_how_far_one_came():
+    class Leaning(ByLength):  # sure of a longer answer that is shown first, and unsure of one that is shown second
+        def one_order(self, pairs):
+            return [0.9 if len(a.text) > len(b.text) else 0.3 for a, b in pairs]
+
+    long, short, longest = (Response(user("p"), assistant("x" * n)) for n in (2, 1, 9))
+    scorer = Leaning()
+    assert scorer.preferences([(long, short), (short, long)]) == pytest.approx([0.8, 0.2])
+    assert scorer.inconsistency == pytest.approx([0.2, 0.2])
+    scorer.ranking = "tournament"
+    # who comes to the final without a game has come as far as whom it meets there
+    assert scorer.score([long, short, longest]) == [0.5, 0.0, 1.0]
+
+
+def test_the_gate_is_at_a_probability_of_the_safety_score():
+    """safety_threshold 0.15 of sigmoid(score), for prompts that neither category nor domain says to be about safety."""
+    table = {"h": [2.0] * 4, "s": [-1.0, -2.0, 1.0, 1.0]}
+    rows = [{"category": "chat"}, None, {"domain": "safety"}, {"category": "safety", "domain": "chat"}]
+    options = {"combine": "safety_gate", "helpful": "h", "safety": "s"}
+    assert combine_members(table, options, rows) == [2.0, -2.0, 1.0, 1.0]
+    assert combine_members(table, {**options, "safety_threshold": 0.5}, rows) == [-1.0, -2.0, 1.0, 1.0]
+
+
 def test_the_reward_of_rso_is_the_logit_against_one_drawn_answer():
     """rs.rso: logit P(y > y_b), both orders averaged; y_b is one of the prompt's own answers, the same in every run and
     another one for other answers.

@@ -137,6 +137,25 @@ def test_uniforms_depend_on_seed_and_position_only_and_look_uniform():
     assert abs(np.corrcoef(neighbours[1:], neighbours[:-1])[0, 1]) < 0.05
 
 
+def test_uniforms_are_those_of_splitmix64():
+    """The draws of a seed are part of what a run is: by plain integers, and against published numbers of the generator
+    (Rosetta Code, seed 1234567).
+    """
+
+    def splitmix(state, n):
+        for _ in range(n):
+            state = (state + 0x9E3779B97F4A7C15) % 2**64
+            z = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+            z = ((z ^ z >> 27) * 0x94D049BB133111EB) % 2**64
+            yield z ^ z >> 31
+
+    assert list(splitmix(1234567, 3)) == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    for seed in (0, 1234567, -1, 2**63 + 9):
+        (key,) = splitmix(seed % 2**64, 1)
+        assert uniforms([seed], 5)[0].tolist() == [(z >> 11) / 2**53 for z in splitmix(key, 5)]
+        assert uniforms([seed], 2, start=3)[0].tolist() == uniforms([seed], 5)[0, 3:].tolist()
+
+
 @pytest.mark.parametrize(
     "settings, advice",
     [

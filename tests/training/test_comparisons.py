@@ -130,6 +130,28 @@ def test_what_a_judge_does_not_see_or_cannot_read(rl, pairwise):
     )
 
 
+def test_a_completion_without_a_score_is_compared_with_nobody(rl, pairwise):
+    """And one that is in no statistic is nobody's opponent, though it has opponents itself."""
+    source = playing(rl, "lost", pairwise, {"preset": "sppo", "truncation_policy": "mask", "truncated_in_stats": False})
+    group = group_of(source, WORDS, {3: "length"})
+    group.samples[1].total = float("nan")
+    found = source.crediting([group], 0, 0).batch.preference_BO
+    expected = np.array([[p_of(a, b) for b in WORDS] for a in WORDS])
+    expected[3, :] = 0.0  # a cut answer loses
+    expected[1, :] = expected[:, 1] = expected[:, 3] = np.nan
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_pairs_are_neighbours_among_what_is_trained(rl, pairwise):
+    source = playing(rl, "pairs", pairwise, {"preset": "online_ipo", "num_generations": 4})
+    group = group_of(source, (*WORDS, "rock"))
+    group.samples[1].tool_mask = [1, 1, 1]  # no token of its own
+    trained = np.array([True, True, False, True, True])
+    found = source.crediting._paired(group.samples, [group] * 5, trained)
+    p = p_of(WORDS[0], WORDS[3])
+    np.testing.assert_allclose(found, [p, np.nan, np.nan, 1 - p, np.nan], atol=1e-12)
+
+
 def test_online_ipo_regresses_on_the_probability_of_its_pairs(rl, pairwise):
     """ONLINE-IPO: (h - (p - 1/2)/tau)^2 with p = P(y1 > y2); pairs whose comparison cannot be read leave the step, the
     others stay as they were.

@@ -1239,5 +1239,7 @@ def test_the_router_takes_the_rule_then_a_sure_reward_model_then_the_judge():
     ) and logged["reward/tier_judge"] == pytest.approx(1 / 3)
     with pytest.raises(ValueError, match="at least two of rule, learned and judge"):
         build_rewards([components[0]], {})
-    none = build_rewards(components[:2], {}).score(rows[2:])
-    assert none[0].total is None and none[0].tier is None, "nobody was sure"
+    # also where the missing rule alone would leave a total
+    for rule in (components[0], components[0].model_copy(update={"on_missing": "skip"})):
+        none = build_rewards([rule, components[1]], {}).score(rows[2:])
+        assert none[0].total is None and none[0].tier is None, "nobody was sure"

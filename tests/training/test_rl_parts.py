@@ -890,6 +890,73 @@ def test_prompt_orders(rl):
         rl.source("none", {"preset": "dr_grpo", "curriculum": "cosine"})
 
 
+def test_what_is_learned_of_prompts_orders_them_by_hand():
+    """PROMPT-RERANK: unscorable completions and a tool's tokens say nothing; prompts of which nothing is known come
+    behind those with a signal, in their order. SELF-PACED: the threshold of this part of the run, batch by batch.
+    """
+    from stages.rollouts.prompts import counts_of, difficulty_of
+
+    def ordered(n, **config):
+        prompts = [({"row_id": str(i), "prompt_id": str(i)}, [i]) for i in range(n)]
+        return PromptOrder(Config(**config), prompts, lambda *purpose: randomness.rng(3, "rl", *purpose), 10)
+
+    def taken(order, n, version=0):
+        return [int(row["row_id"]) for row, _ in order.take(n, version)]
+
+    def group(order, i, totals, logps, tool_mask=None):
+        row = order.prompts[i][0]
+        ids = [5] * len(logps or [0])
+        return Group(
+            row,
+            [],
+            [Sample(row, [], k, ids, logps, "eos", "", total, tool_mask=tool_mask) for k, total in enumerate(totals)],
+            0,
+        )
+
+    nan = float("nan")
+    order = ordered(6, curriculum="rerank", rerank_score="confidence")
+    order.learn(
+        [
+            group(order, 0, [1.0, 0.0], [-1.0, -9.0], [0, 1]),
+            group(order, 1, [1.0, 0.0], [-2.0, -2.0]),
+            group(order, 2, [nan, nan], [-3.0]),
+            group(order, 3, [1.0, nan], [-3.0]),  # one reward alone teaches nothing
+            group(order, 4, [1.0, 0.0], None),
+        ]
+    )
+    assert order.scores == pytest.approx({"0": np.exp(1.0), "1": np.exp(2.0), "3": 0.0})
+    assert taken(order, 5) == [1, 0, 2, 4, 5]
+    order.learn([group(order, 1, [nan, nan], [-3.0])])
+    order.leave_out({"0", "5"})
+    assert taken(order, 3) == [1, 2, 4]
+    spread = ordered(3, curriculum="rerank")
+    spread.learn([group(spread, i, [0.0, total], None) for i, total in enumerate((0.5, 2.0, 0.0))])
+    assert spread.scores == {"0": 0.25, "1": 1.0, "2": 0.0} and taken(spread, 2) == [1, 0]
+
+    paced = ordered(12, curriculum="self_paced", self_paced_thresholds=(0.4, 0.9), prompts_per_step=3)
+    paced.start_from({str(i): (4, (0, 2, 3)[i % 3]) for i in range(12)})
+    first = taken(paced, 1)
+    assert len(paced.queue) == 2  # three to a batch
+    first += taken(paced, 7)
+    assert sorted(first) == [2, 2, 5, 5, 8, 8, 11, 11]
+    # those that were let in since come first
+    assert sorted(taken(paced, 4, version=5)) == [1, 4, 7, 10]
+    assert sorted(taken(paced, 8, version=5)) == [1, 2, 4, 5, 7, 8, 10, 11]
+
+    extra = {"difficulty": 2, "level": 5, "pass_rate": 0.25}
+    found = []
+    for name in ("", "difficulty", "level"):
+        extra.pop(name, None)
+        found.append(difficulty_of({"row_id": "r", "extra_json": json.dumps(extra)}, "cosine"))
+    assert found == [2.0, 5.0, 0.75]
+    stats = [
+        {"prompt_id": "p", "iteration": iteration, "n": n, "pass_at_1": rate}
+        for iteration, n, rate in ((-1, 8, 0.5), (2, 3, 1 / 3), (1, 4, 1.0), (2, 5, 0.4), (3, 5, None))
+    ]
+    assert counts_of([({"row_id": "r", "prompt_id": "p"}, [1])], stats) == {"r": (5, 2)}
+    assert counts_of([({"row_id": "r", "prompt_id": "p"}, [1])], stats[:2]) == {"r": (3, 1)}
+
+
 @pytest.mark.parametrize("curriculum", ["none", "easy_to_hard", "cosine", "pass_at_k"])
 def test_a_difficulty_band_holds_for_every_order(curriculum):
     """Only prompts in the band come, in their own order, also behind a resume and where every admitted prompt lies

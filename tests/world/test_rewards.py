@@ -238,6 +238,100 @@ def test_missing_policies():
     assert total("skip", {"a": None, "b": None}) is None
 
 
+def test_a_missing_part_leaves_its_weight_to_parts_that_have_one():
+    from stages.reward.rewards import present_weights
+
+    weights, policy = {"a": 3.0, "b": 1.0, "c": 2.0}, {"a": "renormalise", "b": "skip", "c": "skip"}
+    assert present_weights({"a": None, "b": 5.0, "c": 7.0}, weights, policy) == {"b": 2.0, "c": 4.0}
+    assert present_weights({"a": 1.0, "b": None, "c": 7.0}, weights, policy) == {"a": 3.0, "c": 2.0}
+    # one that is only watched takes nothing over
+    assert present_weights({"a": None, "b": 5.0}, {"a": 1.0, "b": 0.0}, policy) is None
+
+
+def test_a_reward_counts_from_its_step_on():
+    rewards = build_rewards(
+        [RewardComponent(name="a", kind="length", max_length=9, cache_length=1, from_step=2, weight=3.0)], {}
+    )
+    counts = []
+    for rewards.step in (1, 2, 3, None):
+        counts.append(rewards.total_of({"a": 1.0}).total)
+    assert counts == [0.0, 3.0, 3.0, 3.0]
+
+
+def test_the_first_verdict_is_the_one_that_others_read():
+    """Also where it is no: a later component that reads more freely finds the answer right, and that changes neither
+    the verdict nor what length is worth.
+    """
+    here = {"answer": "7", "answer_type": "integer", "row_id": "p", "prompt_id": "p"}
+    rows = [row("It is 7.", n=n, **here) for n in (2, 9)]
+    components = (
+        {"name": "boxed", "kind": "verifier", "extraction": "strict"},
+        {"name": "anywhere", "kind": "verifier", "extraction": "flexible"},
+        {"kind": "length_group"},
+    )
+    short, _ = score(rows, *components)
+    assert (short.parts["boxed"], short.parts["anywhere"], short.correct) == (0.0, 1.0, False)
+    # min(0, 1/2): a wrong answer earns nothing by being short
+    assert short.parts["length_group"] == 0.0
+    assert score(rows, components[1], components[0], components[2])[0].parts["length_group"] == 0.5
+
+
+def test_rewards_that_read_others_read_those_of_the_same_answer():
+    """Answers before them that are routed elsewhere shift nothing."""
+    here = {"answer": "7", "answer_type": "integer", "row_id": "p", "prompt_id": "p"}
+    routed = {**here, "row_id": "q", "prompt_id": "q", "reward_route": ["v", "worth"]}
+    worth = "def score(prompt, completion):\n    return {'1': 9, '2': 1, '3': 3}[completion[7]]"
+    rows = [
+        row("\\boxed{1}", **{**routed, "answer": "1"}),
+        row("\\boxed{2}", n=2, **here),
+        row("\\boxed{3}", n=9, **here),
+    ]
+    found = score(
+        rows,
+        {"name": "v", "kind": "verifier"},
+        {"name": "worth", "kind": "python", "source": worth, "weight": 0.0},
+        {"kind": "majority", "votes_of": "worth"},
+        {"kind": "length_group"},
+    )
+    assert [s.parts["majority"] for s in found] == [None, 0.0, 1.0]
+    assert [s.parts["length_group"] for s in found] == [None, 0.0, -0.5] and found[0].total == 1.0
+    # a list names kinds or components
+    (by_kind,) = score(
+        [row("\\boxed{1}", **{**routed, "answer": "1", "reward_route": ["verifier"]})],
+        {"name": "v", "kind": "verifier"},
+    )
+    assert by_kind.total == 1.0
+
+
+@pytest.mark.parametrize("weight, total", [(1.0, None), (0.0, 1.0)])
+def test_an_answer_without_another_to_its_prompt_has_no_majority(weight, total):
+    """Rows of one prompt row are compared, not those of other rows with the same question; a reward that is only
+    watched takes nothing with it.
+    """
+    rows = [row("\\boxed{7}", answer="7", answer_type="integer", row_id=p, prompt_id="same") for p in ("p", "p", "q")]
+    found = score(rows, {"kind": "verifier"}, {"kind": "majority", "weight": weight, "on_missing": "invalidate"})
+    assert [s.parts["majority"] for s in found] == [1.0, 1.0, None] and "no other answer" in found[2].reasons[
+        "majority"
+    ]
+    assert [s.total for s in found] == [1.0 + weight, 1.0 + weight, total]
+
+
+def test_a_reward_model_is_as_sure_as_its_opinion_is_probable():
+    """REWARD-ROUTER: max(p, 1 - p), p the sigmoid of a score, or the value where it is one already; min_confidence
+    itself is enough.
+    """
+    from stages.reward.rewards import confidence, settles
+    from stages.reward.verdicts import Verdict
+
+    logit, share = (
+        RewardComponent(name="rm", kind="model", tier="learned", squash=squash, min_confidence=0.75)
+        for squash in ("none", "sigmoid")
+    )
+    assert confidence(logit, Verdict(-3.0)) == pytest.approx(0.9525741) == confidence(logit, Verdict(3.0))
+    assert confidence(share, Verdict(0.125)) == 0.875 == confidence(share, Verdict(0.875))
+    assert [settles(share, Verdict(value)) for value in (0.25, 0.3, 0.7, 0.75)] == [True, False, False, True]
+
+
 def test_a_cut_or_empty_response_never_reaches_the_reward_model():
     class Scorer:
         disagreement = None
