@@ -323,7 +323,15 @@ class Projector:
         if status == "RUNNING":
             return False
         models = self._models(run_id, cursor, d)
-        self._final(run_id, cursor, _numbers(d.get("summary") or {}), prefix="final/", judged=_judged(d, models))
+        # The UI draws groups (what stands before the last slash) by name and, last, what has no group: after the curves.
+        numbers, judged = _numbers(d.get("summary") or {}), _judged(d, models)
+        self._final(
+            run_id,
+            cursor,
+            {_final_name(key): value for key, value in numbers.items()},
+            prefix="",
+            judged={_final_name(key) if key else "": about for key, about in judged.items()},
+        )
         self._final(
             run_id,
             cursor,
@@ -832,6 +840,11 @@ def _text(value: Any) -> str:
 def _safe(key: str) -> str:
     """A key that MLflow takes: letters, digits, ``_ - . : / `` and spaces, at most 250 characters."""
     return re.sub(r"[^\w\-. :/]", "_", str(key), flags=re.ASCII).strip("/")[:250] or "_"
+
+
+def _final_name(key: str) -> str:
+    """``final:validation:nll`` of the summary's ``validation/nll``."""
+    return "final:" + key.replace("/", ":")
 
 
 def _ms(seconds: float) -> int:

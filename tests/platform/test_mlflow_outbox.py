@@ -113,7 +113,7 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     assert (
         one.data.params["steps"] == "6"
         and one.data.params["seed"] == "0"
-        and one.data.metrics["final/position"] == first.metrics["position"]
+        and one.data.metrics["final:position"] == first.metrics["position"]
     )
     assert (
         one.data.metrics["perf/peak_memory_mib"] > 1
@@ -122,7 +122,7 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     )
     assert (
         runs["three"].data.tags["posttrain.cached"] == "true"
-        and runs["three"].data.metrics["final/position"] == first.metrics["position"]
+        and runs["three"].data.metrics["final:position"] == first.metrics["position"]
     )
     data = two.inputs.dataset_inputs[0]
     full = {t.key: t.value for t in data.tags}
@@ -140,7 +140,7 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     )
     model = mlflow.get_logged_model(two.outputs.model_outputs[0].model_id)
     assert str(model.status) in ("READY", "LoggedModelStatus.READY") and {m.key for m in model.metrics} == {
-        "final/position"
+        "final:position"
     }
     stored = os.stat(os.path.join(second.paths["model"], "weights.bin"))
     assert (
