@@ -182,7 +182,7 @@ def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
 
     full_name = f"{flow.name}/{name}"
     wanted = {
-        "description": flow.description,
+        "description": (flow.description or "").partition("\n\nArgs:")[0],  # the form describes each of them
         "tags": ["posttrain", RECOVER, *([options["tag"]] if options.get("tag") else [])],
         "parameters": options.get("parameters") or {},
         "entrypoint": entrypoint(flow),

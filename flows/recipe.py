@@ -494,7 +494,46 @@ def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str])
         }
         for step in run.steps
     ]
+    show_results(name, result or {})
     return {"run": run.record.run_id, "recipe": name, **(result or {}), "steps": steps}
+
+
+def show_results(recipe: str, result: dict[str, Any]) -> None:
+    """What the terminal prints at the end, as an artifact of the flow run: scores, the decision, the models."""
+    from prefect.artifacts import create_markdown_artifact
+    from prefect.logging import get_run_logger
+
+    from stages.reporting.reports import document, markdown_table
+
+    decision = result.get("decision")
+    sections = [
+        (title, markdown_table(result[name]))
+        for name, title in (
+            ("scores", "Held-out prompts"),
+            ("ability", "Ability"),
+            ("win_rates", "Win rates"),
+            ("rounds", "Rounds"),
+            ("alignment_tax", "Alignment tax"),
+        )
+        if result.get(name)
+    ]
+    if decision:
+        verdict = f"`{decision['model']}` is {'now' if decision['promoted'] else 'not'} `model:{decision['name']}@{decision['alias']}`"
+        sections.append(("Promotion", "\n".join([verdict, "", *(f"- {reason}" for reason in decision["reasons"])])))
+    if result.get("models"):
+        sections.append(
+            ("Models", markdown_table([{"model": name, "ref": ref} for name, ref in result["models"].items()]))
+        )
+    if not sections:
+        return
+    try:
+        create_markdown_artifact(
+            key=f"{recipe.replace('_', '-')}-results",
+            markdown=document(f"Results of {recipe}", *sections),
+            description="scores, decision and models",
+        )
+    except Exception as error:  # for the eye only
+        get_run_logger().warning("no artifact with the results: %s", error)
 
 
 def check_force(force: list[str], steps: list[str]) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
-from storage import home, leases, registry
+from storage import home, leases, records, registry
 from storage.files import atomic_write_json, read_json, rebased, refusal, sha256_text
 from storage.mlflow_database import (
     _hush,
@@ -307,7 +307,7 @@ class Projector:
         self._params(run_id, cursor, _flatten(run.get("config") or {}))
         stage_lines = [
             f"| {s['label']} | {s['stage']} | {'cached' if s['cached'] else 'ran'} | {s.get('seconds', 0):.1f} |"
-            f" {', '.join(s['outputs'].values())} |"
+            f" {', '.join(_short(ref) for ref in s['outputs'].values())} |"
             for s in run["stages"]
         ]
         note = "\n".join(
@@ -394,7 +394,15 @@ class Projector:
         if status == "RUNNING":
             return False
         models = self._models(run_id, cursor, d)
-        self._final(run_id, cursor, _numbers(d.get("summary") or {}), prefix="final/", judged=_judged(d, models))
+        # The UI draws groups (what stands before the last slash) by name and, last, what has no group: after the curves.
+        numbers, judged = _numbers(d.get("summary") or {}), _judged(d, models)
+        self._final(
+            run_id,
+            cursor,
+            {_final_name(key): value for key, value in numbers.items()},
+            prefix="",
+            judged={_final_name(key) if key else "": about for key, about in judged.items()},
+        )
         self._final(
             run_id,
             cursor,
@@ -719,7 +727,11 @@ class Projector:
                 try:
                     client.get_registered_model(name)
                 except MlflowException:
-                    client.create_registered_model(name, tags={"posttrain": "true"})
+                    client.create_registered_model(
+                        name,
+                        tags={"posttrain": "true"},
+                        description=f"`model:{name}`. The newest version is `candidate`; `champion` passed the promotion gate.",
+                    )
                 there = {
                     m.tags.get("posttrain.digest"): m.version for m in client.search_model_versions(f"name = '{name}'")
                 }
@@ -735,7 +747,12 @@ class Projector:
                     }
                     model = client.get_logged_model(model_id)
                     version = client.create_model_version(
-                        name, source=f"models:/{model_id}", run_id=model.source_run_id, model_id=model_id, tags=tags
+                        name,
+                        source=f"models:/{model_id}",
+                        run_id=model.source_run_id,
+                        model_id=model_id,
+                        tags=tags,
+                        description=_version_note(entry),
                     ).version
                 state["versions"][f"{name}/{entry['version']}"] = str(version)
             elif entry["event"] == "alias" and position == last[name, entry["alias"]]:
@@ -933,6 +950,11 @@ def _safe(key: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", str(key), flags=re.ASCII).strip("/")[:250] or "_"
 
 
+def _final_name(key: str) -> str:
+    """``final:validation:nll`` of the summary's ``validation/nll``."""
+    return "final:" + key.replace("/", ":")
+
+
 def _ms(seconds: float) -> int:
     return int(seconds * 1000)
 
@@ -1001,6 +1023,30 @@ def _title(d: Doc) -> str:
     ]
     name = [given[0].rstrip("/").rpartition("/")[2].partition("@")[0][:40]] if given else []
     return " · ".join([d["label"], *name, d["key"][:8]])
+
+
+def _short(ref: str) -> str:
+    """A ref with as much of its digest as every command takes."""
+    return re.sub("(@[0-9a-f]{12})[0-9a-f]+$", r"\1", ref)
+
+
+def _version_note(entry: dict[str, Any]) -> str:
+    """Markdown on a registered version: what it was made of, and its numbers when it was made."""
+    record = records.read(entry.get("key") or "") or {}
+    numbers = {
+        k: v for k, v in _numbers(record.get("metrics") or {}).items() if not k.startswith(("dropped/", "dropped."))
+    }
+    return "\n".join(
+        [
+            f"`model:{entry['name']}/{entry['version']}`"
+            + (f", made by stage **{entry['stage']}**" if entry.get("stage") else "")
+            + (f" in run `{entry['run'][:8]}`" if entry.get("run") else ""),
+            *([""] + [f"- {n}: `{i['ref']}`" for n, i in record["inputs"].items()] if record.get("inputs") else []),
+            *([""] + [f"- {k} {v:.4g}" for k, v in sorted(numbers.items())[:30]] if numbers else []),
+            "",
+            f"`posttrain show model:{entry['name']}/{entry['version']}` says all of it.",
+        ]
+    )
 
 
 def _stage_note(d: Doc, prefect: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ missing, so a killed run, a resumed run and a server that was away for a while a
 
 * one experiment per recipe (``posttrain/<recipe>``), one parent run per flow run, one child run per stage;
 * params = resolved config, dataset inputs with digest and source, step metrics once per (metric, step),
-  wall-clock metrics under ``perf/``, final metrics under ``final/`` linked to the model they judge;
+  wall-clock metrics under ``perf/``, final metrics as ``final:NAME`` linked to the model they judge;
 * models as logged models, registered under their names, aliases as in ``storage/registry.py``;
 * reports, the stage record and the log as artifacts; status FINISHED, FAILED or KILLED as it really was.
 

@@ -313,7 +313,7 @@ def _ingest(
         kind = f" --set kind={chosen}" if chosen else ""
         raise StageError(
             "ingest",
-            f"{error.message} Settings of ingest are given to it alone: posttrain stage ingest --input"
+            f"{error.message.rstrip('.')}. Settings of ingest are given to it alone: posttrain stage ingest --input"
             f" data={text}{kind} --name-as {stem}{suffix} --set KEY=VALUE, then --input"
             f" {name}=dataset:{stem}{suffix}@latest.",
             kind=error.kind,

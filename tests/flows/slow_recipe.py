@@ -24,7 +24,7 @@ class Config(RecipeConfig):
 def slow_recipe(run: Run, config: Config) -> dict:
     """Wait."""
     run("tests.flows.slow_stage", "slow", config=config.slow)
-    return {}
+    return {"scores": [{"model": "slow", "accuracy": 0.25}], "models": {"slow": "model:slow/1"}}
 
 
 class SideBySideConfig(RecipeConfig):

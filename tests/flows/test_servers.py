@@ -196,6 +196,11 @@ def test_forms_are_valid_json_schemas(servers):
         assert titles.count("Config") <= 1, row["name"]  # the parameter `config` itself
 
 
+def test_a_deployment_says_what_its_flow_is_for_and_leaves_the_settings_to_the_form(again):
+    assert again["rows"][NIGHTLY_RUN]["description"].endswith("judged on held-out\nprompts.")
+    assert "Args:" not in again["rows"][MIX_STAGE]["description"]
+
+
 def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers):
     parameters = {"config": WORLD, "seed": 1}
     first = servers.start("stage-world/stage-world", parameters)
@@ -278,6 +283,10 @@ def test_a_run_whose_process_is_killed_starts_again_once(servers, slow_recipe):
     servers.wait(lambda: servers.state(run) == "Completed", limit=400)
     states = [row["name"] for row in servers.api(f"/flow_run_states/?flow_run_id={run}")]
     assert states.count("AwaitingRetry") == 1 and states.count("Running") == 2, states
+    (page,) = servers.api(
+        "/artifacts/filter", {"artifacts": {"key": {"any_": ["slow-recipe-results"]}, "flow_run_id": {"any_": [run]}}}
+    )
+    assert page["task_run_id"] is None and "| slow | 0.250 |" in page["data"] and "model:slow/1" in page["data"]
 
 
 def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes_on(servers, slow_recipe):

@@ -113,7 +113,7 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     assert (
         one.data.params["steps"] == "6"
         and one.data.params["seed"] == "0"
-        and one.data.metrics["final/position"] == first.metrics["position"]
+        and one.data.metrics["final:position"] == first.metrics["position"]
     )
     assert (
         one.data.metrics["perf/peak_memory_mib"] > 1
@@ -122,7 +122,7 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     )
     assert (
         runs["three"].data.tags["posttrain.cached"] == "true"
-        and runs["three"].data.metrics["final/position"] == first.metrics["position"]
+        and runs["three"].data.metrics["final:position"] == first.metrics["position"]
     )
     data = two.inputs.dataset_inputs[0]
     full = {t.key: t.value for t in data.tags}
@@ -138,9 +138,19 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
         mlflow.get_model_version_by_alias("final", "candidate").tags["posttrain.digest"]
         == registry.lookup("final").versions[1]["digest"]
     )
+    described = mlflow.get_model_version_by_alias("final", "candidate").description
+    assert "`model:final/1`, made by stage **toy**" in described and second.outputs["model"] not in described
+    assert (
+        f"- data: `{first.outputs['data']}`" in described
+        and f"- position {second.metrics['position']:.4g}" in described
+    )
+    assert "`champion` passed the promotion gate" in mlflow.get_registered_model("final").description
+    name, digest = first.outputs["data"].split("@")
+    note = mlflow.get_run(parent).data.tags["mlflow.note.content"]
+    assert f" {name}@{digest[:12]}, " in note and digest not in note
     model = mlflow.get_logged_model(two.outputs.model_outputs[0].model_id)
     assert str(model.status) in ("READY", "LoggedModelStatus.READY") and {m.key for m in model.metrics} == {
-        "final/position"
+        "final:position"
     }
     stored = os.stat(os.path.join(second.paths["model"], "weights.bin"))
     assert (
