@@ -253,6 +253,7 @@ def test_a_mistyped_model_is_told_at_once_and_not_asked_of_the_hub(monkeypatch):
     from storage import registry, store
 
     asked = []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download",
         lambda name, **_: asked.append(name) or (_ for _ in ()).throw(OSError("away")),
