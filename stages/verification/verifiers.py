@@ -468,7 +468,7 @@ _ROLE = re.compile(
 )
 # of these the value behind "=" is not theirs
 _OTHER_VALUE = re.compile(
-    r"(?i)\b(?:squares?|cubes?|roots?|inverse|reciprocal|negative|opposite|logarithm|sine|cosine|tangent)\b"
+    r"(?i)\b(?:squares?|cubes?|roots?|inverse|reciprocal|negative|opposite|never|logarithm|sine|cosine|tangent)\b"
 )
 
 
@@ -669,7 +669,7 @@ def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
         )
     while a[0] == "{" != b[0] and _closing(a) == len(a) - 1 > 1 and "," not in a:
         a = a[1:-1]
-    x, y = as_rational(a), as_rational(b)
+    x, y = _measure(answer, a), _measure(gold, b)
     if x is not None and y is not None:
         return x == y or (rel_tol > 0 and abs(x - y) <= Fraction(rel_tol) * max(abs(x), abs(y)))
     if re.search(_WORDS, gold) and len(b) > 2 and a.isalpha() and b.isalpha():  # \text{Even}
@@ -695,6 +695,14 @@ def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
             return False
         del rest[at]
     return True
+
+
+def _measure(text: str, normal: str) -> Fraction | None:
+    """The number of an answer whose normal form is given, also of one with a unit in plain letters (``18 km``)."""
+    value = as_rational(normal)
+    if value is not None or len(text) > LONGEST or (number := number_before_unit(text)) is None:
+        return value
+    return as_rational(normalise_math(number))
 
 
 def _agree(exact: str, estimate: str) -> bool:
