@@ -233,7 +233,7 @@ _SCALES = {
 _SIZE = re.compile(rf"(?:{'|'.join(_SCALES)})(?=s?(?:\s|$))", re.IGNORECASE)
 _NO_UNIT = re.compile(
     r"\b(?:or|and(?="
-    rf" (?:an?|half|another|maybe|perhaps|zero|one|two|three|four|five|six|seven|eight|nine|ten|\w*teen|\w+ty)\b)|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:{'|'.join(_SCALES)}|lakh|crore)s?|tens|score|gross|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|(?:ten|hundred|thousand|(?:m|b|tr)illion)th)s|(?:tw|thr)ice|doubled?|tripled?)\b",
+    rf" (?:an?|half|another|maybe|perhaps|zero|one|two|three|four|five|six|seven|eight|nine|ten|\w*teen|\w+ty)\b)|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:{'|'.join(_SCALES)}|lakh|crore)s?|tens|score|gross|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|(?:ten|hundred|thousand|(?:m|b|tr)illion)th)s|(?:tw|thr)ice|doubled|tripled)\b",
     re.IGNORECASE,
 )
 #: What may stand behind a number in a box or an answer tag: a word, which is no variable and no function; of the short
@@ -258,7 +258,7 @@ def measured(text: str, strictly: bool = False) -> str | None:
 
 def _number_said(value: str, strictly: bool) -> str | None:
     r"""The number of what is marked as the answer, with words or a unit behind it: ``x = 18\,kg``, ``18 m/s``."""
-    value = without_name(unmarked(value))
+    value = _ABOUT.sub("", without_name(unmarked(value)))
     plain = re.sub(r"\\(?:[,;:!( ]|\)|quad(?![a-z]))|[€£¥₹]", " ", re.sub(_WORDS, r"\1", value)).strip()
     plain = re.sub(r"\A(?:[A-Za-z] ?= ?|(?:USD|EUR|GBP|Rs\.?) ?(?=\d)|US ?(?=\\?\$))", "", plain)
     if (said := measured(plain, strictly)) is not None:

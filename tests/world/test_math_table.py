@@ -129,6 +129,7 @@ x+y=5 :: x + y = 5
 \theta=5 :: 5
 1200 dollars :: \$1200 | 1200 | 1200\text{ dollars} | 1,200 dollars
 18 km/h :: 18\text{ km/h} | 18 km/hr | 18
+18 :: ≈ 18 km | \approx 18\text{ km} | 18 double rooms | 18 third graders
 18 cm :: 18 centimeters | 18.0\text{ cm}
 7, 8 :: 7 and 8 | 7\text{ and }8 | 7,8
 1,234,567 :: 1'234'567
