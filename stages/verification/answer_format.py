@@ -13,7 +13,16 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from stages.verification.verifiers import FLEXIBLE_ORDER, extract, extract_boxed, extract_number, last_box, math_equal
+from stages.verification.verifiers import (
+    FLEXIBLE_ORDER,
+    as_rational,
+    extract,
+    extract_boxed,
+    extract_number,
+    last_box,
+    math_equal,
+    normalise_math,
+)
 
 STYLES = ("boxed", "hash", "phrase", "answer_tag")
 #: A source has a style where so large a share of its answers has any, and a second one where so large a share of these
@@ -78,7 +87,11 @@ def rewritten(text: str, style: str) -> str | None:
         return text if found else None
     answer = found.answer.strip()
     # verifiers read "#### 18 dollars" as 18, but not a box or a tag with words
-    if found.style == "hash" and (number := extract_number(f"#### {answer}")) and not math_equal(number, answer):
+    if (
+        found.style == "hash"
+        and as_rational(normalise_math(answer)) is None
+        and (number := extract_number(f"#### {answer}"))
+    ):
         answer = number
     answer = (
         answer[1:-1].strip()

@@ -141,7 +141,7 @@ _JOINED = re.compile(
 _NO_UNIT = re.compile(
     r"\d|,|\b(?:or|and|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|"
     r"seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:dozen|hundred|thousand|(?:m|b|tr|quadr)illion|lakh|crore)s?|"
-    r"tens|score|gross|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|(?:ten|hundred|thousand|(?:m|b|tr)illion)th)s|(?:tw|thr)ice|doubled?|tripled?)\b",
+    r"tens|score|gross|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|(?:ten|hundred|thousand|(?:m|b|tr)illion)th)s|(?:tw|thr)ice|doubled|tripled)\b",
     re.IGNORECASE,
 )  # words behind a number that change it, or say another one
 _MATRICES = "pmatrix|bmatrix|Bmatrix|matrix|smallmatrix|array"

@@ -233,7 +233,7 @@ _SCALES = {
 _SIZE = re.compile(rf"(?:{'|'.join(_SCALES)})(?=s?(?:\s|$))", re.IGNORECASE)
 _NO_UNIT = re.compile(
     r"\b(?:or|and(?="
-    rf" (?:an?|half|another|maybe|perhaps|zero|one|two|three|four|five|six|seven|eight|nine|ten|\w*teen|\w+ty)\b)|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:{'|'.join(_SCALES)}|lakh|crore)s?|tens|score|gross|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|(?:ten|hundred|thousand|(?:m|b|tr)illion)th)s|(?:tw|thr)ice|doubled?|tripled?)\b",
+    rf" (?:an?|half|another|maybe|perhaps|zero|one|two|three|four|five|six|seven|eight|nine|ten|\w*teen|\w+ty)\b)|nor|not|but|either|maybe|perhaps|alternatively|wrong|incorrect|minus|plus|times|divided|over|squared|cubed|half|if|unless|otherwise|versus|vs|factorial|zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|(?:{'|'.join(_SCALES)}|lakh|crore)s?|tens|score|gross|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|(?:ten|hundred|thousand|(?:m|b|tr)illion)th)s|(?:tw|thr)ice|doubled|tripled)\b",
     re.IGNORECASE,
 )
 #: What may stand behind a number in a box or an answer tag: a word, which is no variable and no function; of the short
@@ -258,7 +258,7 @@ def measured(text: str, strictly: bool = False) -> str | None:
 
 def _number_said(value: str, strictly: bool) -> str | None:
     r"""The number of what is marked as the answer, with words or a unit behind it: ``x = 18\,kg``, ``18 m/s``."""
-    value = without_name(unmarked(value))
+    value = _ABOUT.sub("", without_name(unmarked(value)))
     plain = re.sub(r"\\(?:[,;:!( ]|\)|quad(?![a-z]))|[€£¥₹]", " ", re.sub(_WORDS, r"\1", value)).strip()
     plain = re.sub(r"\A(?:[A-Za-z] ?= ?|(?:USD|EUR|GBP|Rs\.?) ?(?=\d)|US ?(?=\\?\$))", "", plain)
     if (said := measured(plain, strictly)) is not None:
@@ -468,7 +468,7 @@ _ROLE = re.compile(
 )
 # of these the value behind "=" is not theirs
 _OTHER_VALUE = re.compile(
-    r"(?i)\b(?:squares?|cubes?|roots?|inverse|reciprocal|negative|opposite|logarithm|sine|cosine|tangent)\b"
+    r"(?i)\b(?:squares?|cubes?|roots?|inverse|reciprocal|negative|opposite|never|logarithm|sine|cosine|tangent)\b"
 )
 
 
@@ -669,7 +669,7 @@ def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
         )
     while a[0] == "{" != b[0] and _closing(a) == len(a) - 1 > 1 and "," not in a:
         a = a[1:-1]
-    x, y = as_rational(a), as_rational(b)
+    x, y = _measure(answer, a), _measure(gold, b)
     if x is not None and y is not None:
         return x == y or (rel_tol > 0 and abs(x - y) <= Fraction(rel_tol) * max(abs(x), abs(y)))
     if re.search(_WORDS, gold) and len(b) > 2 and a.isalpha() and b.isalpha():  # \text{Even}
@@ -695,6 +695,14 @@ def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
             return False
         del rest[at]
     return True
+
+
+def _measure(text: str, normal: str) -> Fraction | None:
+    """The number of an answer whose normal form is given, also of one with a unit in plain letters (``18 km``)."""
+    value = as_rational(normal)
+    if value is not None or len(text) > LONGEST or (number := number_before_unit(text)) is None:
+        return value
+    return as_rational(normalise_math(number))
 
 
 def _agree(exact: str, estimate: str) -> bool:

@@ -127,9 +127,18 @@ Paris, London :: paris, london
 1/2, 3 :: 0.5 and 3
 x+y=5 :: x + y = 5
 \theta=5 :: 5
+1200 dollars :: \$1200 | 1200 | 1200\text{ dollars} | 1,200 dollars
+18 km/h :: 18\text{ km/h} | 18 km/hr | 18
+18 :: ≈ 18 km | \approx 18\text{ km} | 18 double rooms | 18 third graders
+18 cm :: 18 centimeters | 18.0\text{ cm}
+7, 8 :: 7 and 8 | 7\text{ and }8 | 7,8
 1,234,567 :: 1'234'567
 """
 WRONG = r"""
+1200 dollars :: 1200 cents | 1200\text{ cents} | 120 dollars
+18 km/h :: 18 m/s | 18 cm 5 mm | 18 m
+7, 8 :: 7 | 8, 7 | 7, 8, 9 | 7 8 | 78
+7 :: 7 and 8 | 7 or 8 | a = 7, b = 8
 1200 :: 1, 200 | 1'20'0 | (1,200) | \{1,200\} | 1.200 | 12,00 | 1, 200 km | 1,\,200 | 1,~200 | 1 , 200 | #1, 200
 1200 :: $1, 200 | 1, 2, 0, 0
 1,200,300 :: 1,200, 300

@@ -389,6 +389,8 @@ STRICT = [
         ("1 1/2", "1.5"),
         (r"\begin{array}{cc}1&2\end{array}", r"\begin{pmatrix}1&2\end{pmatrix}"),
         (r"x\in[0,1)", "[0,1)"),
+        ("5 cm", "5"),
+        ("5 cm", r"5\text{ cm}"),
         (r"x=1 \text{ or } x=2", "1,2"),
         (r"1 \quad\text{and}\quad 2", "1, 2"),
     }
