@@ -3,13 +3,18 @@ reference, pretraining text, and numbers of the update.
 """
 
 import copy
+import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from stages.batching import make_item
-from stages.rollouts.groups import control
+from stages.generation import Sample
+from stages.rollouts.groups import Group, control
+from stages.rollouts.replay import ReplayWindow, _groups_of
+from stages.running.randomness import rng
 from stages.training import TrainingError
 from tests.training.test_crediting import PAID, group
 from tests.training.test_rl_parts import rl  # noqa: F401
@@ -201,3 +206,82 @@ def test_controls_pay_by_weight_and_not_what_was_lost(rl):  # noqa: F811
         control(source.stage, sample, 0)
     assert [s.total for s in made[:2]] == [1.5, 2.0] and all(np.isnan(s.total) for s in made[2:])
     assert made[0].correct is None and made[0].turn_rewards is None
+
+
+def test_replayed_groups_are_of_the_window_and_not_too_old():
+    """REPLAY: a window of 3 holds two iterations before this one; a group whose policy is more than max_staleness steps
+    old is not among those drawn from, and a killed run draws the same.
+    """
+    prompts = [({"row_id": f"r{k}"}, [k]) for k in range(4)]
+    config = SimpleNamespace(replay_window=3, replay_fraction=0.5, max_staleness=4, prompts_per_step=4)
+    made = lambda: ReplayWindow(config, prompts, lambda *a: rng(1, "rl", *a), 100)
+    window = made()
+    for iteration, version in enumerate((0, 1, 5, 8)):
+        groups = [
+            Group(row, ids, [Sample(row, ids, 0, [9], [-0.5 * iteration], "eos", "x", 1.0, {}, {})], version)
+            for row, ids in prompts[: 2 + iteration % 2]
+        ]
+        window.add(iteration, groups)
+    again = made()
+    again.restore(json.loads(json.dumps(window.state())))
+    for one in (window, again):
+        drawn, metrics = one.draw(4, 9)
+        assert {g.version for g in drawn} <= {5, 8} and not any(g.fresh for g in drawn) and len(drawn) == 2
+        assert all(g.samples[0].prompt is g.prompt and g.samples[0].prompt_ids == g.ids for g in drawn)
+        assert metrics == {"replay/share": 0.5, "replay/rejected_stale": 0.0}
+        assert [w["iteration"] for w in one.window] == [2, 3]
+    alike = [[(g.version, g.ids) for g in one.draw(4, 9)[0]] for one in (window, again)]
+    assert alike[0] == alike[1]
+    drawn, metrics = window.draw(4, 10)
+    assert {g.version for g in drawn} == {8} and metrics == {"replay/share": 0.5, "replay/rejected_stale": 2.0}
+    drawn, metrics = window.draw(4, 99)
+    assert drawn == [] and metrics == {"replay/share": 0.0, "replay/rejected_stale": 5.0}
+
+
+def test_stored_completions_are_groups_with_what_they_earned():
+    """By iteration, prompt and draw; the reward is the weighted sum of the stored parts without the penalty of long
+    completions, which is this run's own; log-probs are the sampler's where they were kept beside the trainer's.
+    """
+    parts = lambda a, b: [
+        {"name": "a", "value": a, "weight": 2.0},
+        {"name": "b", "value": b, "weight": 0.5},
+        {"name": "overlong", "value": -0.25, "weight": 1.0},
+    ]
+    row = {
+        "row_id": "r",
+        "prompt_id": "p",
+        "group_id": "g",
+        "dataset": "d",
+        "iteration": 0,
+        "prompt_ids": [1, 2],
+        "completion_ids": [5, 6],
+        "logp_rollout": None,
+        "logp_old": [-1.0, -2.0],
+        "terminated": True,
+        "reward_tier": None,
+        "reward_components": parts(1.0, 3.0),
+        "is_correct": True,
+        "tool_mask": None,
+        "step_ends": [0, 1],
+        "step_rewards": [0.5, 0.25],
+        "extra_json": None,
+    }
+    known = {"row_id": "known", "prompt_id": "q"}
+    groups = _groups_of(
+        [
+            row,
+            {**row, "reward_components": parts(1.0, None), "terminated": False, "logp_rollout": [-3.0, -4.0]},
+            {**row, "extra_json": json.dumps({"draw": 1, "steps_paid": True})},
+            {**row, "iteration": 1, "reward_tier": "unscorable"},
+            {**row, "prompt_id": "q", "tool_mask": [0, 1]},
+        ],
+        {"q": known},
+    )
+    assert [len(g.samples) for g in groups] == [2, 1, 1, 1] and groups[3].prompt is known
+    assert not any(g.fresh for g in groups) and {g.version for g in groups} == {-1}
+    (whole, cut), (second,), (lost,), (tool,) = (g.samples for g in groups)
+    assert (whole.total, cut.total) == (3.5, 2.0) and np.isnan(lost.total) and "overlong" not in whole.parts
+    assert whole.logps == [-1.0, -2.0] and cut.logps == [-3.0, -4.0] and [s.index for s in (whole, cut)] == [0, 1]
+    assert whole.terminated and not cut.terminated and whole.correct and tool.action_mask == [1, 0]
+    assert whole.step_rewards is None and second.step_rewards == ([0, 1], [0.5, 0.25])
+    assert whole.weights == {"a": 2.0, "b": 0.5} and groups[0].prompt["prompt_id"] == "p"
