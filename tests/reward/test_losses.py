@@ -17,6 +17,7 @@ from stages.reward_models.reward_data import (
     balanced,
     encode,
     pair_difficulty,
+    pair_items,
     ranking_items,
     standardise,
 )
@@ -480,6 +481,7 @@ def test_the_language_model_term_is_the_nll_of_the_chosen_answer(tiny, rows):
     model, items, loss, config = setup(tiny["policy"], rows["pairs"], "bt", lm_loss_weight=0.5)
     loss.lm_head = keep_lm_head(model, tiny["policy"])
     model.double()
+    items[1].extra["weight"] = 2.5
     sums = loss(model, collate(items))
     total, by = sums.loss["language_model"]
     expected, tokens = 0.0, 0
@@ -488,7 +490,8 @@ def test_the_language_model_term_is_the_nll_of_the_chosen_answer(tiny, rows):
         ids = [*item.prompt.tolist(), *item.responses[0].tolist()]
         logp = torch.log_softmax(h @ loss.lm_head(model).weight.T, -1)
         at = [start + j for j, m in enumerate(item.masks[0]) if m]
-        expected, tokens = expected - sum(float(logp[j - 1, ids[j]]) for j in at), tokens + len(at)
+        nll = -sum(float(logp[j - 1, ids[j]]) for j in at)
+        expected, tokens = expected + item.extra["weight"] * nll, tokens + len(at)
     assert float(total) == pytest.approx(0.5 * expected, rel=1e-6) and loss.counts(items)[by] == tokens
     drop_lm_head(model)
     assert not any("kept" in name for name in model.state_dict())
@@ -696,6 +699,59 @@ def test_ratings_are_standardised_per_attribute_and_annotators_centred():
     assert standardise(constant, None) == ([2.0], [1.0]) and constant[0].extra["targets"] == [0.0]
 
 
+def test_attributes_that_a_rating_lacks_count_nowhere():
+    """In no row's mean error, in no shift of an annotator, and in no statistic; a column of which only weightless rows
+    have a number has theirs.
+    """
+    from stages.reward_models.reward_data import moments
+    from stages.reward_models.reward_losses import regression
+
+    scores = torch.tensor([[0.5, 9.0], [0.25, 1.0]])
+    batch = SimpleNamespace(
+        items=[
+            SimpleNamespace(responses=[0], extra={"targets": targets, "weight": weight, "ended": [True]})
+            for targets, weight in (([1.0, np.nan], 2.0), ([0.0, 3.0], 1.0))
+        ]
+    )
+    found = regression(scores, batch, SimpleNamespace(regression_loss="mse"))
+    assert float(found.loss["mse"][0]) == pytest.approx(2 * 0.5**2 + (0.25**2 + 2.0**2) / 2)
+    assert float(found.metrics["absolute_error"][0]) == pytest.approx(0.5 + (0.25 + 2.0) / 2)
+    rated = [SimpleNamespace(extra={"targets": [1.0, 4.0], "annotator": "low", "weight": 1.0})]
+    standardise(rated, ([0.0, 0.0], [1.0, 1.0]), {"low": np.array([0.5, np.nan])})
+    assert rated[0].extra["targets"] == [1.5, 4.0]
+    mean, std = moments(np.array([[1.0, 10.0], [3.0, 14.0], [5.0, np.nan]]), np.array([0.0, 0.0, 1.0]))
+    assert mean.tolist() == [5.0, 12.0] and std.tolist() == [0.0, 2.0]
+
+
+def test_a_margin_of_nothing_is_a_margin():
+    pair = {
+        "row_id": "r",
+        "prompt": [{"role": "user", "content": "q"}],
+        "chosen": [{"role": "assistant", "content": "better"}],
+        "rejected": [{"role": "assistant", "content": "worse"}],
+        "label_prob": None,
+    }
+    made = lambda margin, **config: pair_items(
+        {**pair, "margin": margin}, Characters(), Config(objective="bt", **config), Counter()
+    )
+    assert [made(margin, use_margin=True)[0].extra["margin"] for margin in (None, 0.0, 0.5)] == [0.0, 0.0, 0.5]
+    with pytest.raises(Drop, match="negative_margin"):
+        made(-0.5, use_margin=True)
+    assert made(-0.5)[0].extra["margin"] == -0.5  # which nothing reads
+
+
+def test_a_request_keeps_the_end_of_the_context_and_the_beginning_of_answers(tiny):
+    from stages.chat import renderer_for
+    from stages.reward_models.reward_data import fill
+
+    reader = ChatReader(renderer_for(tiny["policy"]), 96)
+    ids, was_cut = fill(reader, "C {context} A {a}", context="0" + "1" * 200 + "23", a="45" + "6" * 200 + "7")
+    text = reader.tokenizer.decode(ids)
+    assert was_cut and len(ids) <= reader.room
+    assert all(c in text for c in ("123", "456")) and not any(c in text for c in ("01", "67"))
+    assert fill(reader, "C {context} A {a}", context="0123", a="4567") == (reader.instruction("C 0123 A 4567"), False)
+
+
 def test_a_rating_sets_the_scale_by_its_weight():
     """A row of weight 2 is two rows, one of weight 0 none: an outlier that is weighted out squeezed all other targets
     together.
@@ -746,6 +802,12 @@ def test_labels_behind_the_first_error_are_not_used(tiny, rows):
     data = [r for r in open_dataset(rows["steps"]).iter_rows(split="train") if -1 in r["labels"]][0]
     reader = reader_for(tiny["policy"], new_reward_model(tiny["policy"], outputs=2), 96)
     assert step_items(data, reader, Config(objective="prm"), Counter())[0].extra["n_steps"] == 2
+    soft = {**data, "soft_labels": [0.75, 0.5, 0.125][: len(data["labels"])]}
+    # (wrong, right)
+    assert step_items(soft, reader, Config(objective="prm"), Counter())[0].extra["targets"] == [
+        [0.25, 0.75],
+        [0.5, 0.5],
+    ]
     assert (
         step_items(data, reader, Config(objective="prm", after_first_error="keep"), Counter())[0].extra["n_steps"] == 3
     )
