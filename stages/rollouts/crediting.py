@@ -292,8 +292,9 @@ class Crediting:
                 metrics["reward/baseline"] = float(np.nanmean(known))
         # with two KLs the controller's is the loss's
         coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef
-        credit = assign(row, batch, coef, config.advantage_clip)
-        trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
+        drop_dead = config.zero_advantage == "mask" and row.compares
+        credit = assign(row, batch, coef, config.advantage_clip, drop_dead)
+        trained = batch.kept_B & credit.informative_B if drop_dead else batch.kept_B
         preferred = self._paired(samples, group_at, trained) if row.pair_preference and self.asked else None
         if preferred is not None:
             trained = trained & np.isfinite(preferred)
