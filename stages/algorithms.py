@@ -1431,6 +1431,11 @@ def validate_rl(
         )
     if row.aggregation == "seq-mean-token-sum-norm" and loss_scale_factor is not None and loss_scale_factor <= 0:
         refuse("loss_scale_factor must be > 0; write the maximum completion length")
+    if row.unit == "tokens" and row.gamma != 1.0:
+        refuse(
+            f"gamma={row.gamma:g} would discount rewards, and not the log-ratios to come that the regression takes off"
+            " them; write gamma=1, or preset=ppo"
+        )
     if row.truncation_policy == "bootstrap" and not row.needs_critic:
         refuse(
             "truncation_policy=bootstrap needs a critic's value of the cut state; write score, zero, penalty or mask"

@@ -486,11 +486,8 @@ class Plan:
                 "evaluate: perturb_options reorders the options of prompts with choices, and there are none; leave"
                 " it out"
             )
-        if config.environment and (config.target != "policy" or config.stop_strings):
-            raise ConfigError(
-                "evaluate: an environment takes the turns of a policy, which end at its stop tokens; write"
-                " target=policy and no stop_strings"
-            )
+        if config.environment and config.target != "policy":
+            raise ConfigError("evaluate: an environment takes the turns of a policy; write target=policy")
 
     def _read_prompts(self) -> None:
         from transformers import AutoConfig

@@ -296,8 +296,9 @@ def critic_targets(row, batch: Batch, rewards, tokens, outcome):
     return _per_row(np.where(np.isfinite(batch.rewards_B), batch.rewards_B, 0.0) + after, batch)  # terminal, bandit
 
 
-def assign(row, batch: Batch, kl_coef: float, advantage_clip: float | None = None) -> Credit:
-    """Advantages and critic targets of a rollout batch under a preset's row (``stages.algorithms.RLPreset``)."""
+def assign(row, batch: Batch, kl_coef: float, advantage_clip: float | None = None, drop_dead: bool = False) -> Credit:
+    """Advantages and critic targets of a rollout batch under a preset's row (``stages.algorithms.RLPreset``).
+    ``drop_dead``: groups without a signal are not trained on, so they are in no statistic of the whitening either."""
     rewards, tokens, outcome = shaped(row, batch, kl_coef)
     advantages, informative = ADVANTAGES[row.advantage](row, batch, rewards, tokens, outcome)
     trained = batch.trained(batch.kept_B)
@@ -305,7 +306,8 @@ def assign(row, batch: Batch, kl_coef: float, advantage_clip: float | None = Non
     raw = advantages
     returns = np.where(trained, critic_targets(row, batch, rewards, tokens, outcome), 0.0) if row.needs_critic else None
     if row.whiten:
-        advantages = whiten(advantages, trained, row.adv_norm_ddof)
+        learned = batch.trained(batch.kept_B & informative) if drop_dead else trained
+        advantages = whiten(advantages, learned, row.adv_norm_ddof)
     if advantage_clip is not None:
         advantages = advantages.clip(-advantage_clip, advantage_clip)
     return Credit(advantages, returns, rewards, tokens, informative & batch.kept_B, raw)

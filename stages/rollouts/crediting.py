@@ -219,14 +219,18 @@ class Crediting:
         kl = d = None
         if ref is not None:
             d = padded(old) - padded(ref)
-            metrics["kl/sequence_sum"] = float(d.sum(1).mean())
-            if config.kl_unit != "sequence_sum":
-                metrics[f"kl/{config.kl_unit}"] = float(
-                    d.sum() / max(mask.sum(), 1)
-                    if config.kl_unit == "token_mean"
-                    else (d.sum(1) / np.maximum(mask.sum(1), 1)).mean()
-                )
-            self.last_kl = metrics[f"kl/{config.kl_unit}"]
+            # an estimate of KL(policy || reference) is over what the policy said to the question itself
+            own = np.array([not s.off_policy for s in samples])
+            if own.any():
+                sums, counts = d[own].sum(1), mask[own].sum(1)
+                metrics["kl/sequence_sum"] = float(sums.mean())
+                if config.kl_unit != "sequence_sum":
+                    metrics[f"kl/{config.kl_unit}"] = float(
+                        d[own].sum() / max(counts.sum(), 1)
+                        if config.kl_unit == "token_mean"
+                        else (sums / np.maximum(counts, 1)).mean()
+                    )
+                self.last_kl = metrics[f"kl/{config.kl_unit}"]
             if row.kl_reward_coef and config.kl_reward_estimator == "full":
                 kl = padded(self.exact_kl(items))
                 metrics["kl/full_sequence_sum"] = float(kl.sum(1).mean())
@@ -292,8 +296,9 @@ class Crediting:
                 metrics["reward/baseline"] = float(np.nanmean(known))
         # with two KLs the controller's is the loss's
         coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef
-        credit = assign(row, batch, coef, config.advantage_clip)
-        trained = batch.kept_B & (credit.informative_B | (config.zero_advantage == "keep") | (not row.compares))
+        drop_dead = config.zero_advantage == "mask" and row.compares
+        credit = assign(row, batch, coef, config.advantage_clip, drop_dead)
+        trained = batch.kept_B & credit.informative_B if drop_dead else batch.kept_B
         preferred = self._paired(samples, group_at, trained) if row.pair_preference and self.asked else None
         if preferred is not None:
             trained = trained & np.isfinite(preferred)

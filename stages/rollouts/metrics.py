@@ -213,7 +213,7 @@ def credit_metrics(
 
 def return_metrics(batch: Batch, credit: Credit, trained_B, gamma: float) -> dict[str, float]:
     """Mean and spread of the returns G_t at the trained tokens, KL penalties taken off (RETURN)."""
-    returns = reward_to_go(credit.token_rewards_BT, batch.mask_BT, gamma)[batch.mask_BT & trained_B[:, None]]
+    returns = reward_to_go(credit.token_rewards_BT, batch.mask_BT, gamma)[batch.trained(trained_B)]
     return {"return/mean": float(returns.mean()), "return/std": float(returns.std())} if returns.size else {}
 
 

@@ -267,9 +267,10 @@ class Iteration:
                     old = drawn  # whoever sampled
                 else:
                     old = picked(now, r)
-                self.say(f"logp_old of row {i}", np.array(r["logp_old"])[own], old.numpy()[own], loose)
+                if not (mixed and c.environment and old is drawn):  # whose turns each begin anew
+                    self.say(f"logp_old of row {i}", np.array(r["logp_old"])[own], old.numpy()[own], loose)
                 if r["logp_rollout"] is not None and version >= 0:
-                    if not (mixed and c.environment):  # whose turns each begin anew
+                    if not (mixed and c.environment):
                         self.say(
                             f"logp_rollout of row {i}",
                             np.array(r["logp_rollout"])[own],
@@ -553,11 +554,14 @@ class Iteration:
         if row.needs_critic:
             self.check_targets(shaped, outcome, on)
         if row.whiten:
-            flat = np.concatenate([a[m] for a, m in zip(A, on)])
+            dead = ~self.informative & (c.zero_advantage == "mask") & row.compares
+            seen = [m & ~x for m, x in zip(on, dead)]
+            flat = np.concatenate([a[m] for a, m in zip(A, seen)])
+            A = [np.where(m, a, 0.0) for a, m in zip(A, seen)]
             if flat.size:
                 flat = np.zeros_like(flat) if equal(flat) else flat
                 spread = std(flat, row.adv_norm_ddof)
-                A = [np.where(m, (a - flat.mean()) / (spread + 1e-8) if spread else 0.0, 0.0) for a, m in zip(A, on)]
+                A = [np.where(m, (a - flat.mean()) / (spread + 1e-8) if spread else 0.0, 0.0) for a, m in zip(A, seen)]
         if c.advantage_clip:
             A = [np.clip(a, -c.advantage_clip, c.advantage_clip) for a in A]
         for i, r in enumerate(self.rows if not self.unseen else ()):

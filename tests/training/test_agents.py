@@ -728,6 +728,28 @@ def test_an_agent_is_evaluated_in_its_environment(tiny, spec):
         [m["role"] for m in r["transcript"]] == ["assistant", "tool", "assistant"] and r["finish"] == "goal"
         for r in rows
     )
+    stopped = execute(
+        spec(
+            "evaluate",
+            {**config, "stop_strings": ["a", "e"], "greedy": False},
+            {"model": tiny["policy"], "prompts": tiny["prompts"]},
+            "stopped",
+        ),
+        lambda event: None,
+    )
+    assert stopped["summary"]["protocol_hash"] != summary["protocol_hash"]
+    said, before = (
+        [
+            m["content"]
+            for r in open_dataset(made["outputs"]["samples"]["path"]).iter_rows()
+            for m in json.loads(r["extra_json"])["transcript"]
+            if m["role"] == "assistant"
+        ]
+        for made in (stopped, result)
+    )
+    assert said and not any(set("ae") & set(text) for text in said) and any(set("ae") & set(text) for text in before), (
+        "turns end at stop strings as in training"
+    )
     short = execute(
         spec(
             "evaluate",

@@ -878,6 +878,57 @@ def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, t
         )
 
 
+def test_the_kl_to_the_reference_is_over_what_the_policy_said(tiny, prompts, rubric, spec, tmp_path):
+    """KL-EST: samples from pi. SFT answers, which nobody sampled, moved the KL that is logged, watched and held at a
+    target.
+    """
+    answers = str(tmp_path / "answers")
+    write_dataset(
+        answers,
+        "answers",
+        "demonstrations/1",
+        [
+            complete_row(
+                "demonstrations/1",
+                {
+                    "messages": user(f"{i}+{i}?") + [{"role": "assistant", "content": "even"}],
+                    "train_turns": [1],
+                    "kept": True,
+                },
+                dataset="answers",
+                source="s",
+                origin="human",
+            )
+            for i in (0, 1)
+        ],
+    )
+    inputs = {"data": prompts, "rubric": rubric(), "reward_model": tiny["reward"], "sft": answers}
+    for unit in ("sequence_sum", "token_mean"):
+        made = spec(
+            "rl",
+            {
+                **GRAPE,
+                "sft_member": "append",
+                "monitor_kl": True,
+                "max_steps": 1,
+                "beta": 0.01,
+                "kl_unit": unit,
+                "target_kl": 1.0,
+                "kl_controller": "adaptive_ppo",
+            },
+            {"model": tiny["policy"], "reference": tiny["other"], **inputs},
+            f"kl-{unit}",
+        )
+        rows = rows_of(execute(made, silent), "rollouts")
+        metrics = json.loads(Path(made["workdir"], "metrics.jsonl").read_text().splitlines()[0])["metrics"]
+        said = [r for r in rows if json.loads(r["extra_json"])["mode"] != "sft"]
+        assert len(said) == 16 and len(rows) == 18
+        sums = [sum(np.subtract(r["logp_old"], r["logp_ref"])) for r in said]
+        expected = np.mean(sums) if unit == "sequence_sum" else sum(sums) / sum(r["length"] for r in said)
+        assert metrics[f"kl/{unit}"] == pytest.approx(expected, abs=1e-4)
+        assert abs(np.mean([sum(np.subtract(r["logp_old"], r["logp_ref"])) for r in rows]) - np.mean(sums)) > 1e-3
+
+
 def test_answers_can_be_trained_behind_what_they_were_sampled_from(tiny, prompts, rubric, spec):
     """conditioning=sampling: old log-probs are those behind the context, those behind the plain question are kept; the
     first ratios are 1 (the stage checks).

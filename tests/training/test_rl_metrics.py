@@ -40,6 +40,19 @@ def test_returns_and_the_clip_of_a_shared_critic(rl):  # noqa: F811
     assert "return/mean" not in rl("whole", {"preset": "dr_grpo", "max_steps": 1})[1][0]
 
 
+def test_returns_of_tokens_that_were_thrown_out_are_in_no_mean():
+    """rejection_scope=drop: of tokens that are trained on no more."""
+    from stages.policy.credit import Batch, Credit
+    from stages.rollouts.metrics import return_metrics
+
+    on, rewards = np.ones((2, 2), bool), np.array([[0.0, 1.0], [5.0, 2.0]])
+    batch = Batch(
+        rewards.sum(1), np.zeros(2, int), on, on[:, 0], on[:, 0], rejected_BT=np.array([[False, True], [True, False]])
+    )
+    credit = Credit(0 * rewards, None, rewards.sum(1), rewards, on[:, 0], 0 * rewards)
+    assert return_metrics(batch, credit, on[:, 0], 1.0) == {"return/mean": 1.5, "return/std": 0.5}
+
+
 def test_weights_that_are_logged_by_hand(rl):  # noqa: F811
     w, on = np.array([[0.5, 2.0, 9.0], [2.0, 1.0, 0.0]]), np.array([[True, True, False], [True, True, False]])
     found = weight_metrics(w, on, "token_truncate", 2.0)

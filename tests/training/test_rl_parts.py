@@ -307,6 +307,28 @@ def test_a_critics_outcome_has_its_kl_taken_off():
         ), target
 
 
+def test_groups_that_leave_the_step_leave_the_whitening_too():
+    """NORM is over the loss mask: with zero_advantage=mask the zeros of groups without a signal moved mean and std."""
+    batch = batch_of(
+        rewards_B=np.array([1.0, 0.0, 1.0, 0.0, 0.5, 0.5]),
+        group_of_B=np.array([0, 0, 0, 0, 1, 1]),
+        mask_BT=np.array([[1, 1], [1, 0], [1, 0], [1, 1], [1, 1], [1, 1]], bool),
+        kept_B=np.ones(6, bool),
+        counted_B=np.ones(6, bool),
+        kl_BT=None,
+        log_ratio_BT=None,
+        values_BT=None,
+        bootstrap_B=0.0,
+    )
+    row = rl_preset("dr_grpo", whiten=True)
+    for dropped, seen in ((True, slice(0, 4)), (False, slice(0, 6))):
+        credit = assign(row, batch, 0.0, drop_dead=dropped)
+        flat = credit.raw_BT[seen][batch.mask_BT[seen]]
+        expected = np.where(batch.mask_BT, (credit.raw_BT - flat.mean()) / flat.std(), 0.0)
+        assert np.allclose(credit.advantages_BT[seen], expected[seen], atol=1e-6)
+    assert credit.informative_B.tolist() == [True] * 4 + [False] * 2
+
+
 def test_advantages_are_clipped_on_both_sides():
     batch = batch_of(
         rewards_B=np.array([3.0, -2.0, 0.25, 0.0]),
