@@ -109,6 +109,17 @@ def margins_of(scorer: Scorer, pairs: Sequence[tuple[Response, Response]]) -> tu
     return scores[:, 0] - scores[:, 1], scores
 
 
+def log_odds(scorer: Scorer, margin: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """What is squashed to the probability that the first of two answers is the better one, of pairs with these margins
+    and scores ``[n, 2]``: the margin, but where scores are P(good), of two answers, one of them good, the logit of its
+    being the first.
+    """
+    if getattr(getattr(scorer, "card", None), "objective", "") != "t2t_point":
+        return margin
+    p = np.clip(scores - scorer.bias, 1e-12, 1 - 1e-12)
+    return -np.diff(np.log(p / (1 - p)), axis=1)[:, 0]
+
+
 def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     """Accuracy (strict, ties, by strength and source), log loss, calibration, length bias, probes on ``pairs/1``."""
     from stages.measures.reward_model import length_matched, length_terciles
@@ -127,11 +138,7 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     correct = (margin > 0).astype(float)
     found = interval(stage, correct, prompts, "accuracy", split)
     plain = statistics.pairwise_accuracy(margin, np.zeros_like(margin))
-    odds = margin
-    # scores are P(good): of two answers, one of them good, this is the logit of its being the first
-    if getattr(getattr(scorer, "card", None), "objective", "") == "t2t_point":
-        p = np.clip(scores[keep] - scorer.bias, 1e-12, 1 - 1e-12)
-        odds = -np.diff(np.log(p / (1 - p)), axis=1)[:, 0]
+    odds = margin if scores is None else log_odds(scorer, margin, scores[keep])
     confidence = statistics.preference_confidence(odds, np.zeros_like(odds))
     found |= {
         "pairs": float(len(rows)),
