@@ -249,7 +249,7 @@ HEADLINES = {
         "correlation of an answer's length with its being right; below 0 long answers are wasted"
     ),
     "score_length_pearson": "correlation of score and length",
-    "score_length_within_prompt": "the same inside a pair",
+    "score_length_within_prompt": "the same inside a prompt",
 }
 
 

@@ -28,14 +28,14 @@ def rows_of(data, split: str | None, limit: int | None) -> list[dict]:
 
 
 def anchor_responses(data, split: str | None, limit: int) -> list[Response]:
-    """The answers whose mean score becomes 0: chosen or best-ranked ones, demonstrations, or a policy's complete
-    samples.
+    """The answers whose mean score becomes 0: chosen or best-ranked ones, demonstrations that are trained on, or a
+    policy's complete samples.
     """
     found = []
     for row in rows_of(data, split, limit):
         if data.kind == "demonstrations/1":
             turns = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
-            if turns:
+            if turns and row.get("kept") is not False:
                 found.append(Response(row["messages"][: turns[-1]], [row["messages"][turns[-1]]], row=row))
         elif data.kind == "pairs/1":
             found.append(Response(row["prompt"], row["chosen"], row=row))
@@ -158,7 +158,7 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
         scores = scores[keep]
         found["score_length_correlation"] = statistics.pearson(scores.ravel(), lengths.ravel())
         found["score_length_correlation_within_prompt"] = statistics.within_group_correlation(
-            scores.ravel(), lengths.ravel(), np.repeat(np.arange(len(rows)), 2)
+            scores.ravel(), lengths.ravel(), np.repeat(prompts, 2)
         )
         residual, _ = length_residual(scores.ravel(), lengths.ravel())
         found["length_residual_accuracy"] = float((np.diff(-residual.reshape(-1, 2), axis=1) > 0).mean())
