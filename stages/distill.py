@@ -71,7 +71,8 @@ class Config(RowsConfig):
         ge=0,
         le=1,
         description=(
-            "Share of the divergence; the rest is the negative log-likelihood of the tokens (codistillation: 0.5)."
+            "Share of the divergence; the rest is the negative log-likelihood of the tokens (codistillation: 0.5),"
+            " none where the student itself wrote them (method=on_policy)."
         ),
     )
     soft_weight_end: float | None = Field(
@@ -163,7 +164,8 @@ READ_OF_INPUTS: ReadWhen = (
 
 class Distillation:
     """Objective: soft_weight * divergence + (1 - soft_weight) * negative log-likelihood, per trained token over the
-    whole step, rows weighted by their weight.
+    whole step, rows weighted by their weight. A row that the student answered (``extra["own"]``) has no label to be
+    likely: its likelihood would only make the student surer of itself.
 
     Args:
         teacher: a frozen causal LM, or None where every item brings its teacher's distributions
@@ -191,8 +193,9 @@ class Distillation:
         weights = torch.tensor([i.extra["weight"] for i in batch.items], device=values.device)[batch.seq_N]
         terms = {"divergence": (self.soft_weight * (values * weights).sum(), "tokens")}
         if self.soft_weight < 1:
+            labelled = torch.tensor([not i.extra.get("own") for i in batch.items], device=values.device)[batch.seq_N]
             terms["nll"] = (
-                -(1 - self.soft_weight) * (token_logps(head, states, batch.target_N)[0] * weights).sum(),
+                -(1 - self.soft_weight) * (token_logps(head, states, batch.target_N)[0] * weights * labelled).sum(),
                 "tokens",
             )
         return Sums(
@@ -496,7 +499,9 @@ def answers(stage, items, objective, renderer, model):
                 [rooms[i] for i in fit],
             )
             answered = {
-                i: make_item(rows[i].row_id, prompts[i], [group[0].ids], [[1] * len(group[0].ids)], **rows[i].extra)
+                i: make_item(
+                    rows[i].row_id, prompts[i], [group[0].ids], [[1] * len(group[0].ids)], **rows[i].extra, own=True
+                )
                 for i, group in zip(fit, groups)
             }
             return [answered.get(i, row) for i, row in enumerate(rows)]

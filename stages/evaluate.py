@@ -1075,7 +1075,7 @@ class Plan:
                 for item, score in zip(items, self._likelihoods(items))
                 for row in self._pair_rows(self.texts[item.row_id], score, [len(r) for r in item.responses])
             ]
-        from stages.reward_models.reward_eval import margins_of
+        from stages.reward_models.reward_eval import log_odds, margins_of
         from stages.reward_models.reward_scorers import Response
 
         scorer = self.scorer("model")
@@ -1085,15 +1085,17 @@ class Plan:
         ]
         margins, scores = margins_of(scorer, pairs)
         compared = scores is None
+        odds = margins if compared else log_odds(scorer, margins, scores)
         scores = scores if scores is not None else [[1 / (1 + math.exp(-m)), 1 / (1 + math.exp(m))] for m in margins]
         rows = [
             made
-            for row, pair, margin, (a, b) in zip(items, pairs, margins.tolist(), scores)
+            for row, pair, margin, odd, (a, b) in zip(items, pairs, margins.tolist(), odds.tolist(), scores)
             if not math.isnan(margin)
             for made in self._pair_rows(
                 row,
                 {"chosen": {"reward": float(a)}, "rejected": {"reward": float(b)}, "margin": margin}
-                | ({"compared": True} if compared else {}),
+                | ({"compared": True} if compared else {})
+                | ({"log_odds": odd} if odds is not margins else {}),
                 scorer.lengths(pair),
             )
         ]
@@ -1138,7 +1140,7 @@ class Plan:
         for index, side in enumerate(("chosen", "rejected")):
             extra = {**shared, **score[side], "mode": side}
             if side == "chosen":
-                extra["margin"] = score["margin"]
+                extra |= {name: score[name] for name in ("margin", "log_odds") if name in score}
             rows.append(
                 self._row(
                     source,

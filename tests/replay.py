@@ -1221,7 +1221,9 @@ class Distill:
                         len(ids) == len(prompt) or ids[-1] != self.rendered.tokenizer.eos_token_id
                     ):
                         ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-                row = Row([(ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt)))], row.weight, row.more)
+                row = Row(
+                    [(ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt)))], row.weight, {**row.more, "own": True}
+                )
             found.append(row)
         return found
 
@@ -1271,7 +1273,7 @@ class Distill:
             seen.append(value.detach())
             apart, hard, tokens = (
                 apart + row.weight * T * T * value.sum(),
-                hard - row.weight * logps.sum(),
+                hard - row.weight * logps.sum() * (not row.more.get("own")),
                 tokens + row.weight * len(logps),
             )
         total = (soft * apart + (1 - soft) * hard) / max(tokens, 1e-12)

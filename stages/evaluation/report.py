@@ -249,7 +249,7 @@ HEADLINES = {
         "correlation of an answer's length with its being right; below 0 long answers are wasted"
     ),
     "score_length_pearson": "correlation of score and length",
-    "score_length_within_prompt": "the same inside a pair",
+    "score_length_within_prompt": "the same inside a prompt",
 }
 
 
@@ -312,7 +312,7 @@ def publish(
     """Figures, tables and the page that a person reads."""
     from stages.reporting import reports
     from stages.evaluation import best_of, compute, mt_bench, refusals, rewardbench, shift, signs
-    from stages.evaluation.scores import item_values
+    from stages.evaluation.scores import cut, item_values, odds_of
 
     rows = [
         {
@@ -334,8 +334,8 @@ def publish(
             "length-distribution",
             png=reports.histogram(
                 {
-                    "ended": [r["tokens"] for r in sampled if r["finish"] != "length"],
-                    "cut": [r["tokens"] for r in sampled if r["finish"] == "length"],
+                    "ended": [r["tokens"] for r in sampled if not cut(r)],
+                    "cut": [r["tokens"] for r in sampled if cut(r)],
                 },
                 title="Answer length",
                 xlabel="tokens",
@@ -414,7 +414,8 @@ def publish(
             png=reports.histogram({"pairs": margins}, title="Score difference chosen - rejected", xlabel="margin"),
         )
         if stage.config.target != "policy":
-            stage.report("calibration", png=reports.calibration_figure(margins))
+            odds = [odds_of(r) for r in records if r["mode"] == "chosen"]
+            stage.report("calibration", png=reports.calibration_figure(odds))
             sides = {side: [r["reward"] for r in records if r["mode"] == side] for side in ("chosen", "rejected")}
             stage.report(
                 "score-histogram",

@@ -585,18 +585,25 @@ def _changed(records: Sequence[dict]) -> dict[str, Metric]:
 # -- pairs: reward models, and policies as implicit scorers ------------------------------------------------------------
 
 
+def odds_of(record: dict) -> float:
+    """Log odds that the chosen answer of a pair is the better one, by its record: the margin, where scores are no
+    probabilities.
+    """
+    return record["margin"] if record.get("log_odds") is None else record["log_odds"]
+
+
 def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: str = "") -> dict[str, Metric]:
     """Metrics of a scorer on held-out pairs (rm.eval): ``chosen`` records carry the margin d = r_chosen - r_rejected.
 
     accuracy is strict (ties wrong); intervals by bootstrap over prompts (or their groups), Wilson's where all are right
-    or all wrong; ECE of max(sigmoid(d), 1 - sigmoid(d)) in 10 bins. ``prefix`` names the metrics of a policy's implicit
-    scores (``pair_``).
+    or all wrong; log loss, and ECE of max(sigmoid(d), 1 - sigmoid(d)) in 10 bins, d the log odds where scores are
+    probabilities (:func:`odds_of`). ``prefix`` names the metrics of a policy's implicit scores (``pair_``).
     """
     chosen = [r for r in records if r["mode"] == "chosen"]
     if not chosen:
         return {}
     rejected = {r["item_id"]: r for r in records if r["mode"] == "rejected"}
-    margins = np.array([r["margin"] for r in chosen])
+    margins, odds = np.array([r["margin"] for r in chosen]), np.array([odds_of(r) for r in chosen])
     prompts, clusters = [r.get("prompt_id") or r["item_id"] for r in chosen], [cluster_of(r) for r in chosen]
     correct = [float(d > 0) for d in margins]
     found = {
@@ -608,7 +615,7 @@ def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: st
         "tie_rate": Metric(float((margins == 0).mean()), len(chosen)),
         "accuracy_ties_half": Metric(float(((margins > 0) + 0.5 * (margins == 0)).mean()), len(chosen)),
         "mean_margin": average(margins.tolist(), clusters, seed),
-        "log_loss": average(np.logaddexp(0.0, -margins).tolist(), clusters, seed),
+        "log_loss": average(np.logaddexp(0.0, -odds).tolist(), clusters, seed),
     }
     lengths = np.array([[r["tokens"], rejected[r["item_id"]]["tokens"]] for r in chosen], dtype=float)
     scores = np.array([[r["reward"], rejected[r["item_id"]]["reward"]] for r in chosen], dtype=float)
@@ -631,7 +638,7 @@ def pair_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED, prefix: st
                 part = [(c, cluster) for c, cluster, r in zip(correct, clusters, chosen) if str(r.get(field)) == name]
                 found[f"accuracy/{field}={name}"] = share(*map(list, zip(*part)))
     if not prefix:
-        found["ece"] = Metric(float(statistics.ece(margins)), len(chosen))
+        found["ece"] = Metric(float(statistics.ece(odds)), len(chosen))
     return {(prefix + name): metric for name, metric in found.items()}
 
 

@@ -28,14 +28,14 @@ def rows_of(data, split: str | None, limit: int | None) -> list[dict]:
 
 
 def anchor_responses(data, split: str | None, limit: int) -> list[Response]:
-    """The answers whose mean score becomes 0: chosen or best-ranked ones, demonstrations, or a policy's complete
-    samples.
+    """The answers whose mean score becomes 0: chosen or best-ranked ones, demonstrations that are trained on, or a
+    policy's complete samples.
     """
     found = []
     for row in rows_of(data, split, limit):
         if data.kind == "demonstrations/1":
             turns = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
-            if turns:
+            if turns and row.get("kept") is not False:
                 found.append(Response(row["messages"][: turns[-1]], [row["messages"][turns[-1]]], row=row))
         elif data.kind == "pairs/1":
             found.append(Response(row["prompt"], row["chosen"], row=row))
@@ -109,6 +109,17 @@ def margins_of(scorer: Scorer, pairs: Sequence[tuple[Response, Response]]) -> tu
     return scores[:, 0] - scores[:, 1], scores
 
 
+def log_odds(scorer: Scorer, margin: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """What is squashed to the probability that the first of two answers is the better one, of pairs with these margins
+    and scores ``[n, 2]``: the margin, but where scores are P(good), of two answers, one of them good, the logit of its
+    being the first.
+    """
+    if getattr(getattr(scorer, "card", None), "objective", "") != "t2t_point":
+        return margin
+    p = np.clip(scores - scorer.bias, 1e-12, 1 - 1e-12)
+    return -np.diff(np.log(p / (1 - p)), axis=1)[:, 0]
+
+
 def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     """Accuracy (strict, ties, by strength and source), log loss, calibration, length bias, probes on ``pairs/1``."""
     from stages.measures.reward_model import length_matched, length_terciles
@@ -127,11 +138,7 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     correct = (margin > 0).astype(float)
     found = interval(stage, correct, prompts, "accuracy", split)
     plain = statistics.pairwise_accuracy(margin, np.zeros_like(margin))
-    odds = margin
-    # scores are P(good): of two answers, one of them good, this is the logit of its being the first
-    if getattr(getattr(scorer, "card", None), "objective", "") == "t2t_point":
-        p = np.clip(scores[keep] - scorer.bias, 1e-12, 1 - 1e-12)
-        odds = -np.diff(np.log(p / (1 - p)), axis=1)[:, 0]
+    odds = margin if scores is None else log_odds(scorer, margin, scores[keep])
     confidence = statistics.preference_confidence(odds, np.zeros_like(odds))
     found |= {
         "pairs": float(len(rows)),
@@ -151,7 +158,7 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
         scores = scores[keep]
         found["score_length_correlation"] = statistics.pearson(scores.ravel(), lengths.ravel())
         found["score_length_correlation_within_prompt"] = statistics.within_group_correlation(
-            scores.ravel(), lengths.ravel(), np.repeat(np.arange(len(rows)), 2)
+            scores.ravel(), lengths.ravel(), np.repeat(prompts, 2)
         )
         residual, _ = length_residual(scores.ravel(), lengths.ravel())
         found["length_residual_accuracy"] = float((np.diff(-residual.reshape(-1, 2), axis=1) > 0).mean())

@@ -1110,6 +1110,38 @@ def test_ratings_are_judged_by_what_was_learned_of_them(monkeypatch):
     )
 
 
+def test_length_and_score_are_compared_inside_a_prompt():
+    """rm.eval: answers of one prompt in several pairs are one group, as in the evaluate stage."""
+    from stages.measures.statistics import within_group_correlation
+
+    class Scores(CountsWords):
+        def score(self, responses):
+            return [float(r.text.split()[0]) for r in responses]
+
+    drawn = np.random.default_rng(0).integers(1, 9, (24, 2, 2))  # of every answer its score, and the words behind it
+    rows = [
+        {"row_id": str(i), "prompt_id": str(i // 6), "prompt": user("q")}
+        | {
+            side: assistant(f"{score}" + " w" * int(words))
+            for side, (score, words) in zip(("chosen", "rejected"), pair)
+        }
+        for i, pair in enumerate(drawn)
+    ]
+    found = judge_pairs(Told(), Scores(), rows, "test")["score_length_correlation_within_prompt"]
+    scores, words = drawn[..., 0].ravel(), drawn[..., 1].ravel() + 1
+    assert found == pytest.approx(within_group_correlation(scores, words, np.arange(48) // 12))
+    assert found != pytest.approx(within_group_correlation(scores, words, np.arange(48) // 2), abs=1e-3)
+
+
+def test_demonstrations_that_are_not_trained_on_set_no_zero_point():
+    from stages.reward_models.reward_eval import anchor_responses
+
+    talk = [*user("q"), *assistant("a")]
+    rows = [{"messages": talk, "kept": kept, "row_id": str(i)} for i, kept in enumerate((True, False, None))]
+    data = SimpleNamespace(kind="demonstrations/1", iter_rows=lambda **_: iter(rows))
+    assert [r.row["row_id"] for r in anchor_responses(data, None, 9)] == ["0", "2"]
+
+
 def test_a_scorer_that_counts_words_is_found_out():
     stage = Told()
     rng = np.random.default_rng(1)

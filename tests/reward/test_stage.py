@@ -274,6 +274,28 @@ def test_an_anchor_that_is_given_is_used(tiny, rows, data, train):
         )
 
 
+def test_probabilities_of_single_answers_are_calibrated_by_their_odds(tiny, rows, train):
+    """rm.eval of rm.t2t_point: the difference of two probabilities is no logit, in the evaluate stage too."""
+    import numpy as np
+
+    from storage.datasets import open_dataset
+
+    config = {"objective": "t2t_point", "max_steps": 4, "batch_size": 8, "max_length": 96, "learning_rate": 1e-2}
+    path = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"]})["outputs"]["model"]["path"]
+    given = {"model": path, "pairs": rows["pairs"]}
+    found = train("evaluate", {"target": "reward_model", "split": "test", "probe_pairs": 0}, given, "judged")["summary"]
+    pairs = list(open_dataset(rows["pairs"]).iter_rows(split="test"))
+    p = np.array(
+        load_scorer(path).score(
+            [Response(r["prompt"], r[side], row=r) for r in pairs for side in ("chosen", "rejected")]
+        )
+    ).reshape(-1, 2)
+    odds = np.diff(np.log(p / (1 - p)), axis=1)[:, 0]  # of the rejected one
+    assert found["log_loss"] == pytest.approx(np.logaddexp(0.0, odds).mean(), rel=1e-4)
+    assert found["log_loss"] != pytest.approx(np.logaddexp(0.0, -(p[:, 0] - p[:, 1])).mean(), rel=1e-3)
+    assert found["mean_margin"] == pytest.approx((p[:, 0] - p[:, 1]).mean(), rel=1e-4)
+
+
 def test_anchors_count_by_the_weight_of_their_rows(tiny, rows, train, tmp_path):
     """rm.calibrate: the zero point is the weighted mean score of the chosen answers; one of weight 0 counts nothing."""
     import numpy as np

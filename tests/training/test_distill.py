@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stages.batching import collate
 from stages.harness import execute
 from stages.models import modeling
 from stages.models.divergence import divergence
@@ -159,6 +160,12 @@ def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher):
     known = {i.row_id: i for i in train}
     own = [item for step in range(6) for item in source.items(step) if item is not known[item.row_id]]
     assert 0 < len(own) < 48 and all(1 <= len(i.responses[0]) <= 6 and i.masks[0].all() and len(i.prompt) for i in own)
+    # what it wrote itself is no label: the share of the likelihood is that of the data's answers
+    objective = Distillation(Config(method="on_policy", soft_weight=0.25), load_policy(teacher))
+    student = load_policy(tiny["policy"])
+    terms = [objective(student, collate(items)).loss for items in (own[:3] + train[:2], train[:2], own[:3])]
+    assert float(terms[0]["nll"][0]) == pytest.approx(float(terms[1]["nll"][0]), rel=1e-5) and terms[2]["nll"][0] == 0.0
+    assert float(terms[0]["divergence"][0]) > float(terms[1]["divergence"][0]) and float(terms[1]["nll"][0]) > 0.0
     again = [i.responses[0].tolist() for i in source.items(0)]
     assert again == [i.responses[0].tolist() for i in source.items(0)]
     result = execute({**made, "workdir": made["workdir"] + "-run"}, silent)
