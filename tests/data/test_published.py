@@ -440,6 +440,21 @@ def test_prompts_have_the_answers_of_their_own_columns(tmp_path, row, answer, an
     )
 
 
+def test_a_ground_truth_that_is_no_answer_is_not_taken_for_one(tmp_path):
+    """Its JSON became the answer, which no completion could ever be equal to."""
+    row = {"data_source": "train-math", "prompt": [user("p")], "ability": "math"}
+    truths = ('{"functional": "check(f)"}', '["1/2", "0.5"]', "[0, 1]")
+    rows = [
+        row | {"prompt": [user(f"p{i}")], "reward_model": {"ground_truth": truth, "style": "rule"}}
+        for i, truth in enumerate(truths)
+    ]
+    result = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", max_quarantine_fraction=1)
+    assert [got["answer"] for got in result.rows] == [None, "[0, 1]"] and result.codes() == {
+        2: ["verifier_spec_invalid"]
+    }
+    assert json.loads(result.rows[0]["extra_json"])["reward_model"]["ground_truth"] == truths[0]
+
+
 def test_problems_of_conversations_are_prompts_where_prompts_are_wanted(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [PROBLEM])
     assert ingest(path, tmp_path / "w").data.kind == "demonstrations/1"
