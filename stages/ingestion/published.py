@@ -475,11 +475,14 @@ def _sides(row: dict) -> tuple[str, str] | None:
 
 
 def _two_answers(row: dict, options) -> list[dict]:
-    """Two answers in columns of other names, with a label that is read as those of any comparison."""
+    """Two answers in columns of other names, with a label that is read as those of any comparison; further columns that
+    say who won stay, so that one that says otherwise is seen.
+    """
     first, second = _sides(row)
-    label = next(row[name] for name in _CHOSEN if row.get(name) is not None)
-    label = {first: "A", second: "B"}.get(label, label) if isinstance(label, str) else label
-    return [_without(row, first, second, *_CHOSEN, response_a=row[first], response_b=row[second], label=label)]
+    said = {name: row[name] for name in _CHOSEN if row.get(name) is not None}
+    said = {k: {first: "A", second: "B"}.get(won, won) if isinstance(won, str) else won for k, won in said.items()}
+    label = said.pop(next(iter(said)))
+    return [_without(row, first, second, *_CHOSEN, response_a=row[first], response_b=row[second], label=label, **said)]
 
 
 # -- pairs -------------------------------------------------------------------------------------------------

@@ -144,6 +144,16 @@ def test_preferences(tmp_path, row, chosen, rejected, more):
     assert {name: got[name] for name in more} == more
 
 
+def test_two_columns_that_name_different_winners_are_not_chosen_between(tmp_path):
+    """The first was taken, whatever the second said, where the answers had names other than response_a."""
+    rows = [
+        {"prompt": f"p{i}", "response_1": "a", "response_2": "b", "label": "response_2", "winner": winner}
+        for i, winner in enumerate(("response_2", "response_1", None))
+    ]
+    result = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", max_quarantine_fraction=1)
+    assert [said(got["chosen"]) for got in result.rows] == [["b"], ["b"]] and result.codes() == {2: ["label_unsaid"]}
+
+
 def test_no_preference_is_a_tie(tmp_path):
     rows = [
         {**STEERED, "preference_strength": 0},
