@@ -465,6 +465,15 @@ def test_a_ground_truth_that_is_no_answer_is_not_taken_for_one(tmp_path):
     assert json.loads(result.rows[0]["extra_json"])["reward_model"]["ground_truth"] == truths[0]
 
 
+def test_a_system_prompt_beside_messages_that_open_with_another_is_kept_beside_them(tmp_path):
+    """It was nowhere in the row that came of it."""
+    talk = [{"role": "system", "content": "inside"}, user("q"), assistant("a")]
+    rows = [{"messages": talk, "system": "beside"}, {"messages": talk[1:], "system": "beside"}]
+    first, second = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w").rows
+    assert said(first["messages"])[0] == "inside" and json.loads(first["extra_json"]) == {"system": "beside"}
+    assert said(second["messages"])[0] == "beside" and second["extra_json"] is None
+
+
 def test_problems_of_conversations_are_prompts_where_prompts_are_wanted(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [PROBLEM])
     assert ingest(path, tmp_path / "w").data.kind == "demonstrations/1"
