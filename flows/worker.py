@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
+import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+AGAIN = "--again"  # look once more, when heartbeats of the dead are old, and become nothing
 PENDING_SECONDS = 30.0  # a run that another worker of this machine is about to start is Pending for less
 
 
-def recover(pool: str) -> list[str]:
+def recover(pool: str) -> tuple[list[str], bool]:
     """Declare Crashed the pool's runs whose process is gone, and start again those that the automation "recover crashed
-    runs" would; returns the ids.
+    runs" would; returns the ids, and whether there are runs of which only their heartbeat will tell (:func:`unsure`).
 
     It is not left to the automation, which misses what happens before its server has read it. It sees the new state and
     does nothing.
@@ -42,18 +45,32 @@ def recover(pool: str) -> list[str]:
             client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
             if again and RECOVER in run.tags and run.run_count < ATTEMPTS:
                 client.set_flow_run_state(run.id, AwaitingRetry(message="continuing after a crash"), force=True)
-    return [str(run.id) for run in dead]
+    return [str(run.id) for run in dead], any(unsure(run) for run in found if run not in dead)
+
+
+def unsure(run: Any) -> bool:
+    """Whether the process of an active flow run was in another container with the name of this one: beside it, or this
+    one itself before it was started again.
+    """
+    from storage import leases
+
+    return any(one["status"] == "RUNNING" and not leases.seen(one["owner"]) for one in records_of(run))
+
+
+def records_of(run: Any) -> list[dict[str, Any]]:
+    """The run record of a flow run, in a list."""
+    from storage import records
+
+    return [one.data for one in records.all_runs() if (one.data.get("prefect") or {}).get("flow_run_id") == str(run.id)]
 
 
 def gone(run: Any, alone: bool) -> bool:
     """Whether the process of an active flow run has ended. alone: all workers of its pool are on this machine; else
     only a run whose record names its process is judged.
     """
-    from storage import leases, records
+    from storage import leases
 
-    of_run = [
-        one.data for one in records.all_runs() if (one.data.get("prefect") or {}).get("flow_run_id") == str(run.id)
-    ]
+    of_run = records_of(run)
     if run.state.is_running() and of_run and of_run[0]["status"] == "RUNNING" and not engine(run):
         return not leases.alive(of_run[0]["owner"])
     if not alone or engine(run):
@@ -89,10 +106,18 @@ def recovery_enabled() -> bool:
 
 def main(command: list[str]) -> None:
     from flows.services import POOL
+    from storage.leases import BESIDE_STALE_SECONDS, HEARTBEAT_SECONDS
 
+    if command == [AGAIN]:
+        time.sleep(BESIDE_STALE_SECONDS + HEARTBEAT_SECONDS)
+        recover(POOL)
+        return
     try:
-        for run in recover(POOL):
+        dead, more = recover(POOL)
+        for run in dead:
             print(f"flow run {run}: its process is gone", flush=True)
+        if more:
+            subprocess.Popen([sys.executable, "-m", "flows.worker", AGAIN], stdin=subprocess.DEVNULL)
     except Exception as error:  # the worker is wanted all the same
         print(
             f"runs that died with an earlier worker were not looked for ({type(error).__name__}: {error}); `posttrain"

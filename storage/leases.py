@@ -4,8 +4,9 @@ A lease is a JSON file that names its owner: host, boot id, process id, process 
 free again the moment its owner is gone, whatever killed it: the next claimant looks whether that very process
 (same boot, same start time, so a reused process id does not count) still lives. Owners on other hosts are judged by
 their heartbeat, a file that they write again and again: how old it is tells the clock of the file system, so the hosts'
-own clocks may differ. What a process owns beside leases (flow runs) names it by :func:`owner`, whose heartbeat is
-``HOME/leases/alive/``. Nothing here needs a server.
+own clocks may differ. So are owners in another container of this machine that has the same host name (on the host's
+network): their process ids mean nothing here. What a process owns beside leases (flow runs) names it by :func:`owner`,
+whose heartbeat is ``HOME/leases/alive/``. Nothing here needs a server.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import os
 import signal
 import socket
@@ -27,6 +29,7 @@ from storage.files import atomic_write_json, read_json, sha256_text
 
 HEARTBEAT_SECONDS = 15.0
 FOREIGN_STALE_SECONDS = 300.0  # a lease of another host is dead after this long without a heartbeat
+BESIDE_STALE_SECONDS = 60.0  # the same of another container of this machine, whose files no network is in front of
 POLL_SECONDS = 0.2
 
 
@@ -45,6 +48,15 @@ def boot_id() -> str:
     import psutil
 
     return f"boot-{int(psutil.boot_time())}"
+
+
+@functools.cache
+def pid_space() -> str:
+    """Identity of the set of processes that a process id here is one of; empty where there is only one."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def start_time(pid: int) -> float | None:
@@ -68,7 +80,13 @@ def start_time(pid: int) -> float | None:
 def this_process(pid: int | None = None) -> dict[str, Any]:
     """Owner record of a process of this machine (default: the current one)."""
     pid = pid or os.getpid()
-    return {"host": socket.gethostname(), "boot": boot_id(), "pid": pid, "start": start_time(pid)}
+    return {
+        "host": socket.gethostname(),
+        "boot": boot_id(),
+        "space": pid_space(),
+        "pid": pid,
+        "start": start_time(pid),
+    }
 
 
 def owner() -> dict[str, Any]:
@@ -100,7 +118,9 @@ def _beat_file(owner: dict[str, Any]) -> Path:
         home.home()
         / "leases"
         / "alive"
-        / sha256_text(f"{owner.get('host')} {owner.get('boot')} {owner.get('pid')} {owner.get('start')}")[:24]
+        / sha256_text(
+            " ".join(str(owner[name]) for name in ("host", "boot", "space", "pid", "start") if name in owner)
+        )[:24]
     )
 
 
@@ -149,9 +169,14 @@ def _fresh(file: Path, seconds: float = FOREIGN_STALE_SECONDS) -> bool:
     return time.monotonic() - since < seconds
 
 
+def seen(owner: dict[str, Any]) -> bool:
+    """Whether the process id of an owner record is one of this host and container."""
+    return owner.get("host") == socket.gethostname() and owner.get("space", pid_space()) == pid_space()
+
+
 def alive(owner: dict[str, Any] | None, file: Path | None = None) -> bool:
-    """Whether the process of an owner record still runs. Another host's owner counts as alive while its heartbeat is
-    fresh: ``file``, by default that of :func:`owner`.
+    """Whether the process of an owner record still runs. Another host's or container's owner counts as alive while its
+    heartbeat is fresh: ``file``, by default that of :func:`owner`.
     """
     if not owner or "pid" not in owner:
         return False
@@ -159,6 +184,8 @@ def alive(owner: dict[str, Any] | None, file: Path | None = None) -> bool:
         return _fresh(file or _beat_file(owner))
     if owner.get("boot") != boot_id():
         return False
+    if not seen(owner):
+        return _fresh(file or _beat_file(owner), BESIDE_STALE_SECONDS)
     started = start_time(int(owner["pid"]))
     return started is not None and (owner.get("start") is None or started == owner["start"])
 
@@ -226,7 +253,7 @@ def holder(path: Path) -> dict[str, Any] | None:
     if alive(held, path):
         return held
     child = held.get("child")
-    if child and child.get("host") == socket.gethostname() and alive(child):
+    if child and seen(child) and alive(child):
         with contextlib.suppress(OSError):
             os.kill(int(child["pid"]), signal.SIGKILL)
         return held if alive(child) else None

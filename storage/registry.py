@@ -17,7 +17,8 @@ from typing import Any
 from storage import home
 from storage.files import fsync_dir
 
-NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+LONGEST = 200  # characters of a name: it names a directory, and MLflow takes 256
 
 
 class RegistryError(LookupError):
@@ -36,9 +37,10 @@ class ModelName:
 
 def check_name(name: str) -> str:
     """Return a usable model or dataset name, or raise ValueError saying what a name may hold."""
-    if not NAME.match(name or ""):
+    if not NAME.fullmatch(name or "") or len(name) > LONGEST:
         raise ValueError(
-            f"{name!r} cannot be a name; use letters, digits, '-', '_' and '.', starting with a letter or digit"
+            f"{name!r} cannot be a name; use letters, digits, '-', '_' and '.', starting with a letter or digit, at most"
+            f" {LONGEST} of them"
         )
     return name
 

@@ -122,6 +122,7 @@ def run_stage(
     Raises ConfigError (settings or inputs), StoreError (a reference), StageError (the stage itself), LeaseBusy.
     """
     with sigterm_raises(), _refusals_told(name), mirror.beside(_teller(on_event), flow_run) as tell:
+        _check_names(name, name_as)
         prepared = prepare(name, inputs, config, seed=seed, flow_run=flow_run, on_event=on_event)
         label = (flow_run or {}).get("label") or prepared.spec.name
         tell(
@@ -153,6 +154,15 @@ def run_stage(
                 if record is None:
                     record, unit = _run(prepared, lock, label, name_as, flow_run, force, tell, devices, wait, nodes)
         return _conclude(prepared, record, cached, unit, label, name_as, flow_run, tell)
+
+
+def _check_names(name: str, name_as: str | None) -> None:
+    """Raise ConfigError where outputs cannot be called as they are to be: they get their names last."""
+    for output in names_of(get_stage(name).SPEC, name_as).values():
+        try:
+            registry.check_name(output)
+        except ValueError as error:
+            raise ConfigError(f"name_as={name_as!r}: {error}") from None
 
 
 def prepare(
@@ -299,7 +309,8 @@ def _ingest(
     settings = {"kind": chosen} if chosen and "kind" in ingest.Config.model_fields else {}
     flow = {**flow_run, "label": f"{flow_run.get('label') or spec.name}.ingest-{name}"} if flow_run else None
     stem = (
-        re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text.split("@")[0].rstrip("/")).name.split(".")[0]).strip("-.") or "data"
+        re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text.split("@")[0].rstrip("/")).name.split(".")[0])[:100].strip("-.")
+        or "data"
     )
     suffix = f"-{chosen.split('/')[0]}" if chosen else ""
     told = (lambda event: on_event({"label": flow["label"] if flow else "ingest", **event})) if on_event else None

@@ -216,6 +216,13 @@ def rename(row: dict, column_map: dict[str, str]) -> dict:
     return out
 
 
+def _opens_with(row: dict, text: Any) -> bool:
+    """Whether a row's messages or prompt begin with a system message that says a text."""
+    opening = next((row[name][0] for name in ("messages", "prompt") if row.get(name)), {})
+    said = opening.get("content") or "" if opening.get("role") == "system" else ""
+    return isinstance(text, str) and text in said
+
+
 class Adapter:
     """Reads rows of one format. options: the stage's config (kind, scales, column_map ...). `published.adapter_of`
     makes the one of a file.
@@ -288,6 +295,8 @@ class Adapter:
                 elif value is not None:
                     extra[key] = value
             elif isinstance(value, (list, dict)) and key in TEXT_COLUMNS and key not in out:
+                extra[key] = value
+            elif key == "system" and value and not _opens_with(out, value):  # the messages have one of their own
                 extra[key] = value
         for key in _COMMON:
             value = row.get(key)

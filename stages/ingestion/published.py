@@ -475,11 +475,14 @@ def _sides(row: dict) -> tuple[str, str] | None:
 
 
 def _two_answers(row: dict, options) -> list[dict]:
-    """Two answers in columns of other names, with a label that is read as those of any comparison."""
+    """Two answers in columns of other names, with a label that is read as those of any comparison; further columns that
+    say who won stay, so that one that says otherwise is seen.
+    """
     first, second = _sides(row)
-    label = next(row[name] for name in _CHOSEN if row.get(name) is not None)
-    label = {first: "A", second: "B"}.get(label, label) if isinstance(label, str) else label
-    return [_without(row, first, second, *_CHOSEN, response_a=row[first], response_b=row[second], label=label)]
+    said = {name: row[name] for name in _CHOSEN if row.get(name) is not None}
+    said = {k: {first: "A", second: "B"}.get(won, won) if isinstance(won, str) else won for k, won in said.items()}
+    label = said.pop(next(iter(said)))
+    return [_without(row, first, second, *_CHOSEN, response_a=row[first], response_b=row[second], label=label, **said)]
 
 
 # -- pairs -------------------------------------------------------------------------------------------------
@@ -816,7 +819,7 @@ def _for_prompts(row: dict, options) -> bool:
 
 def _verl(row: dict, options) -> list[dict]:
     """verl's rows (DAPO-Math, Skywork-OR1, Eurus): reward_model.ground_truth is the answer, or tests as JSON; what only
-    a reward function can read stays where it is.
+    a reward function can read (another object) stays where it is.
     """
     truth, ability = row["reward_model"].get("ground_truth"), str(row.get("ability") or "").lower()
     listed = None
@@ -827,6 +830,10 @@ def _verl(row: dict, options) -> list[dict]:
             pass
     if isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], (str, int, float)):
         truth = listed[0]
+    elif isinstance(listed, list) and len(listed) > 1 and all(isinstance(one, str) for one in listed):
+        raise Bad("verifier_spec_invalid")  # several answers, of which an answer cannot be all; [0, 1] is one
+    elif isinstance(listed, dict) or isinstance(listed, list) and any(isinstance(one, dict) for one in listed):
+        truth = None
     found = listed if listed is not None else truth
     tests = (
         programs.tests_of(programs.listed_cases(found))

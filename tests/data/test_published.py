@@ -144,6 +144,16 @@ def test_preferences(tmp_path, row, chosen, rejected, more):
     assert {name: got[name] for name in more} == more
 
 
+def test_two_columns_that_name_different_winners_are_not_chosen_between(tmp_path):
+    """The first was taken, whatever the second said, where the answers had names other than response_a."""
+    rows = [
+        {"prompt": f"p{i}", "response_1": "a", "response_2": "b", "label": "response_2", "winner": winner}
+        for i, winner in enumerate(("response_2", "response_1", None))
+    ]
+    result = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", max_quarantine_fraction=1)
+    assert [said(got["chosen"]) for got in result.rows] == [["b"], ["b"]] and result.codes() == {2: ["label_unsaid"]}
+
+
 def test_no_preference_is_a_tie(tmp_path):
     rows = [
         {**STEERED, "preference_strength": 0},
@@ -438,6 +448,30 @@ def test_prompts_have_the_answers_of_their_own_columns(tmp_path, row, answer, an
         for name in ("reward_model", "data_source", "solution", "ground_truth")
         if name in row and "Problem" not in row
     )
+
+
+def test_a_ground_truth_that_is_no_answer_is_not_taken_for_one(tmp_path):
+    """Its JSON became the answer, which no completion could ever be equal to."""
+    row = {"data_source": "train-math", "prompt": [user("p")], "ability": "math"}
+    truths = ('{"functional": "check(f)"}', '["1/2", "0.5"]', "[0, 1]")
+    rows = [
+        row | {"prompt": [user(f"p{i}")], "reward_model": {"ground_truth": truth, "style": "rule"}}
+        for i, truth in enumerate(truths)
+    ]
+    result = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", max_quarantine_fraction=1)
+    assert [got["answer"] for got in result.rows] == [None, "[0, 1]"] and result.codes() == {
+        2: ["verifier_spec_invalid"]
+    }
+    assert json.loads(result.rows[0]["extra_json"])["reward_model"]["ground_truth"] == truths[0]
+
+
+def test_a_system_prompt_beside_messages_that_open_with_another_is_kept_beside_them(tmp_path):
+    """It was nowhere in the row that came of it."""
+    talk = [{"role": "system", "content": "inside"}, user("q"), assistant("a")]
+    rows = [{"messages": talk, "system": "beside"}, {"messages": talk[1:], "system": "beside"}]
+    first, second = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w").rows
+    assert said(first["messages"])[0] == "inside" and json.loads(first["extra_json"]) == {"system": "beside"}
+    assert said(second["messages"])[0] == "beside" and second["extra_json"] is None
 
 
 def test_problems_of_conversations_are_prompts_where_prompts_are_wanted(tmp_path):

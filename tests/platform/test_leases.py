@@ -1,6 +1,7 @@
 """Locks and GPU slots follow the life of their owner."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,32 @@ def test_other_host_is_judged_by_its_heartbeat(state_dir):
     assert leases.holder(path)
     os.utime(path, (time.time() - 1e4,) * 2)
     assert leases.holder(path) is None
+
+
+CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+@pytest.mark.skipif(
+    not shutil.which("unshare") or subprocess.run([*CONTAINER, "true"], capture_output=True).returncode != 0,
+    reason="no process namespaces here",
+)
+def test_a_container_with_the_name_of_its_host_keeps_its_lease_while_it_beats(state_dir):
+    """Its process id is nobody's, or somebody else's, here: its lock, and its GPU, were taken from it while it ran."""
+    process = subprocess.Popen(
+        [*CONTAINER, sys.executable, "-c", HOLD.format(call="acquire('x')")],
+        cwd=PROJECT_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    try:
+        with pytest.raises(leases.LeaseBusy):
+            leases.acquire("x", wait=False)
+    finally:
+        process.kill()
+        process.communicate()
+    os.utime(home.leases_dir() / "x.json", (time.time() - 90,) * 2)
+    leases.acquire("x", wait=False).release()
 
 
 def test_a_clock_that_was_set_back_does_not_keep_the_lease_of_a_dead_host_for_hours(state_dir, monkeypatch):

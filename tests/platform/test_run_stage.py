@@ -97,6 +97,22 @@ def test_bad_inputs_and_settings_are_refused_before_anything_starts(state_dir, t
     assert not list((state_dir / "work").glob("*")) if (state_dir / "work").exists() else True
 
 
+def test_a_name_that_nothing_can_have_is_refused_before_the_stage_runs(state_dir):
+    """It was refused when the outputs were published: after the training."""
+    events = []
+    for name in ("my/policy", "policy\n", "x" * 201):
+        with pytest.raises(ConfigError, match="cannot be a name"):
+            run_stage(TOY, {}, {"steps": 2}, name_as=name, on_event=events.append)
+    assert events == []
+    assert run_stage(TOY, {}, {"steps": 2}, name_as="x" * 200).outputs
+
+
+def test_raw_data_with_a_name_as_long_as_one_can_be_is_ingested(state_dir, tmp_path):
+    file = tmp_path / ("n" * 249 + ".jsonl")
+    file.write_text("".join(f'{{"prompt": "what is {i}?", "completion": "{i}"}}\n' for i in range(4)))
+    assert run_stage(TOY, {"data": str(file)}, {"steps": 2}).outputs
+
+
 def test_key_depends_on_input_content_not_on_its_place(state_dir, tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("same")

@@ -12,7 +12,7 @@ import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Pending, Running
 
-from flows.worker import gone
+from flows.worker import gone, unsure
 from storage import leases, records
 from storage.files import atomic_write_json, read_json
 from storage.home import runs_dir
@@ -60,6 +60,20 @@ def test_a_run_with_a_record_is_judged_by_the_owner_of_that(state_dir, processes
     assert not gone(run, alone=True) and not gone(run, alone=False)
     recorded(run, pid=ended.pid, start=1.0)
     assert gone(run, alone=True) and gone(run, alone=False)
+
+
+def test_a_run_of_another_container_with_this_ones_name_is_judged_by_its_heartbeat(state_dir, processes):
+    """A container that is started again has the name, and other process ids, of the one that died."""
+    run, living, _ = processes
+    recorded(run, **leases.this_process(living.pid))
+    assert not unsure(run)
+    recorded(run, **(owner := leases.this_process(living.pid) | {"space": "pid:[1]"}))
+    beat = state_dir / "leases" / "alive" / leases._beat_file(owner).name
+    beat.touch()
+    run.infrastructure_pid = None
+    assert unsure(run) and not gone(run, alone=True)
+    os.utime(beat, (beat.stat().st_mtime - 2 * leases.BESIDE_STALE_SECONDS,) * 2)
+    assert gone(run, alone=True)
 
 
 def test_a_run_that_is_about_to_start_is_left_alone(state_dir, processes):
