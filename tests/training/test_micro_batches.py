@@ -3,6 +3,7 @@ number changes.
 """
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from stages.batching import (
     parts_of,
     per_response,
     plan,
+    row_weight,
     segments_of,
     size,
 )
@@ -276,6 +278,13 @@ def test_a_prompt_is_computed_once_where_that_saves_a_fifth():
         (0, [], "rows"),
     ):
         assert choose_form([(prompt, responses)]) == form
+
+
+def test_a_row_without_a_weight_counts_once():
+    assert [row_weight(row) for row in ({}, {"weight": None}, {"weight": 0}, {"weight": 2.5})] == [1.0, 1.0, 0.0, 2.5]
+    for weight in (-0.5, math.inf, math.nan):
+        with pytest.raises(ValueError, match="row r has the weight"):
+            row_weight({"row_id": "r", "weight": weight})
 
 
 def test_what_belongs_to_a_response_goes_with_it_and_the_rest_stays():
