@@ -214,6 +214,8 @@ def test_parts_fit_are_few_and_about_equal():
     even = make_item("x", [1] * 4, [[2] * 10] * 8, [[1] * 10] * 8, by_response=())
     assert [len(at) for at in parts_of(even, 74)] == [4, 4]  # seven would fit beside one
     assert [len(at) for at in parts_of(even, 10)] == [1] * 8  # not even one fits
+    uneven = make_item("x", [1] * 4, [[2] * n for n in (2, 2, 4, 4)], [[1] * n for n in (2, 2, 4, 4)], by_response=())
+    assert parts_of(uneven, 10) == [(0, 2), (1, 3)]  # the short ones first would take three
 
 
 @pytest.mark.parametrize("form", ["rows", "tree"])
@@ -267,6 +269,10 @@ def test_what_fills_a_micro_batch_to_the_last_token_shares_it():
     assert [
         [size(i) for i in group] for group in plan(items, 8, cost=lambda group: len(group) * max(map(size, group)))
     ] == [[3, 4], [6], [10]]
+    # 3 and 4 are 7 tokens, and 8 with their padding
+    assert [
+        [size(i) for i in group] for group in plan(items, 7, cost=lambda group: len(group) * max(map(size, group)))
+    ] == [[3], [4], [6], [10]]
 
 
 def test_a_prompt_is_computed_once_where_that_saves_a_fifth():
