@@ -626,17 +626,100 @@ def test_a_skipped_step_moves_neither_weights_nor_the_shift_of_bco(tiny):
     assert objective.means["chosen"] and objective.means["rejected"]
 
 
-def test_corruption_changes_only_the_last_message():
+PARTS = [("Aa.  Bb? Cc! Dd", ["Aa.", "Bb?", "Cc!", "Dd"], " "), ("a. b\n\nc. d\n\ne", ["a. b", "c. d", "e"], "\n\n")]
+
+
+@pytest.mark.parametrize("text,parts,between", [*PARTS, ("a b c", ["a", "b", "c"], " "), ("a b", ["a", "b"], " ")])
+@pytest.mark.parametrize("share,gone", ((0.01, (1, 1, 1)), (0.5, (2, 2, 1)), (0.99, (3, 2, 1))))
+def test_corruption_changes_paragraphs_else_sentences_else_words_of_the_last_message(text, parts, between, share, gone):
+    """A share of the parts (of 4, 3 or 2), at least one and never all, is dropped or cut off; the order is another."""
     import numpy as np
 
     from stages.direct.preference_items import corrupt
 
-    messages = [{"role": "system", "content": "be brief"}, *user("One. Two. Three. Four.")]
-    for mode in ("drop", "shuffle", "truncate"):
-        spoiled = corrupt(messages, mode, 0.5, np.random.default_rng(0))
-        assert spoiled[0] == messages[0] and spoiled[-1]["content"] != messages[-1]["content"]
-        assert set(spoiled[-1]["content"].split()) <= set(messages[-1]["content"].split())
-    assert corrupt(user("word"), "drop", 0.5, np.random.default_rng(0)) is None
+    messages, left = [{"role": "system", "content": "be. brief"}, *user(text)], len(parts) - gone[4 - len(parts)]
+
+    def spoiled(mode, seed=0):
+        first, last = corrupt(messages, mode, share, np.random.default_rng(seed))
+        assert first == messages[0] and last["role"] == "user"
+        return last["content"].split(between)
+
+    assert spoiled("truncate") == parts[:left]
+    drawn = [spoiled("drop", seed) for seed in range(20)]
+    assert all(len(kept) == left and kept == [part for part in parts if part in kept] for kept in drawn)
+    assert {part for kept in drawn for part in kept} == set(parts)
+    mixed = [spoiled("shuffle", seed) for seed in range(20)]
+    assert all(sorted(one) == sorted(parts) and one != parts for one in mixed)
+    assert len({tuple(one) for one in mixed}) > (len(parts) > 2)
+    assert corrupt(user("word"), "drop", share, np.random.default_rng(0)) is None
+
+
+def test_probabilities_to_win_are_means_over_the_other_responses():
+    from stages.direct.preference_items import win_probabilities
+
+    scores = [math.log(3), 0.0, 0.0]
+    assert win_probabilities("ranks", [1, 2, 2], scores) == [1.0, 0.25, 0.25]
+    assert win_probabilities("bradley_terry", [1, 2, 2], scores) == pytest.approx([0.75, 0.375, 0.375], rel=1e-12)
+    assert win_probabilities("scores", [1, 2, 3], [1.0, 0.4, 0.0]) == [1.0, 0.4, 0.0]
+    for outside in (1.2, -0.1):
+        with pytest.raises(ValueError, match="write win_probability=bradley_terry"):
+            win_probabilities("scores", [1, 2], [0.5, outside])
+
+
+def encoded(tiny, tmp_path, kind, rows, **config):
+    """(items, what was dropped, the renderer) of rows with one method."""
+    from stages.chat import renderer_for
+    from stages.direct.direct_alignment import DirectAlignment
+    from stages.direct.preference_items import Encoder
+
+    config, renderer = Config(**{"max_length": 96, **config}), renderer_for(tiny["policy"])
+    made = [complete_row(kind, row, dataset="d", source="s", origin="human", split="train") for row in rows]
+    write_dataset(str(tmp_path), "d", kind, made)
+    encode = Encoder(renderer, DirectAlignment(config).reads, config, None)
+    return encode(open_dataset(str(tmp_path)), "train"), encode.dropped, renderer
+
+
+@pytest.mark.parametrize("method,win", (("rrhf", "ranks"), ("sppo", "ranks"), ("sppo", "bradley_terry")))
+def test_rankings_come_best_first_with_scores_or_ranks_as_rewards(tiny, tmp_path, method, win):
+    texts = ["middle", "worst one", "best", "middling"]
+    rows = [
+        {"prompt": user(f"rank {k}"), "completions": [assistant(t) for t in texts], "ranks": ranks, "scores": scores}
+        for k, (ranks, scores) in enumerate(
+            (([2, 3, 1, 2], [0.5, -1.0, 2.0, 0.25]), ([2, 3, 1, 2], None), ([1] * 4, [4.0, 3.0, 2.0, 1.0]))
+        )
+    ]
+    items, dropped, renderer = encoded(tiny, tmp_path / "r", "rankings/1", rows, method=method, win_probability=win)
+    unscored = win == "ranks"
+    assert (len(items), dropped["no_order"], dropped["no_score"]) == (1 + unscored, 1, 1 - unscored)
+    for item, rewards in zip(items, ([2.0, 0.5, 0.25, -1.0], [-1.0, -2.0, -2.0, -3.0])):
+        assert [renderer.decode(ids.tolist()).split("<")[0] for ids in item.responses] == [
+            texts[i] for i in (2, 0, 3, 1)
+        ]
+        assert item.extra["rewards"] == rewards
+        if win == "ranks":
+            assert item.extra["win_prob"] == pytest.approx([1.0, 0.5, 0.5, 0.0])
+
+
+def test_segments_in_tokens_are_those_that_are_left_and_trained(tiny, tmp_path):
+    """Ends are cut to what is left of a response; where no pair of segments is left, the row is dropped."""
+
+    def segments(*spans):
+        return [{"start": a, "end": b, "scores": [{"aspect": "x", "score": s}]} for a, b, s in spans]
+
+    row = {
+        "prompt": user("explain"),
+        "chosen": assistant("first part. second part."),
+        "rejected": assistant("wrong. also wrong."),
+        "offset_unit": "token",
+        "chosen_segments": segments((0, 2, 0.9), (2, 3, 0.8), (3, 900, 0.7)),
+        "rejected_segments": segments((0, 1, 0.1), (800, 900, 0.2), (1, 4, 0.3)),
+    }
+    none = row | {"prompt": user("explain it"), "rejected_segments": segments((800, 900, 0.2), (900, 901, 0.1))}
+    (item,), dropped, _ = encoded(tiny, tmp_path / "s", "segments/1", [row, none], method="2d_dpo")
+    longest = len(item.responses[0])
+    assert item.extra["segments"] == [[(0, 2), (3, longest)], [(0, 1), (1, 4)]] and longest < 900
+    assert item.extra["segment_weights"] == [[0.9, 0.7], [0.1, 0.3]]
+    assert (dropped["unpaired_segments"], dropped["no_segment"]) == (1 + 3, 1)
 
 
 def test_the_displacement_alarm_needs_three_falls_in_a_row():

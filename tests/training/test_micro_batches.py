@@ -3,6 +3,7 @@ number changes.
 """
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from stages.batching import (
     parts_of,
     per_response,
     plan,
+    row_weight,
     segments_of,
     size,
 )
@@ -219,6 +221,8 @@ def test_parts_fit_are_few_and_about_equal():
     even = make_item("x", [1] * 4, [[2] * 10] * 8, [[1] * 10] * 8, by_response=())
     assert [len(at) for at in parts_of(even, 74)] == [4, 4]  # seven would fit beside one
     assert [len(at) for at in parts_of(even, 10)] == [1] * 8  # not even one fits
+    uneven = make_item("x", [1] * 4, [[2] * n for n in (2, 2, 4, 4)], [[1] * n for n in (2, 2, 4, 4)], by_response=())
+    assert parts_of(uneven, 10) == [(0, 2), (1, 3)]  # the short ones first would take three
 
 
 @pytest.mark.parametrize("form", ["rows", "tree"])
@@ -272,6 +276,10 @@ def test_what_fills_a_micro_batch_to_the_last_token_shares_it():
     assert [
         [size(i) for i in group] for group in plan(items, 8, cost=lambda group: len(group) * max(map(size, group)))
     ] == [[3, 4], [6], [10]]
+    # 3 and 4 are 7 tokens, and 8 with their padding
+    assert [
+        [size(i) for i in group] for group in plan(items, 7, cost=lambda group: len(group) * max(map(size, group)))
+    ] == [[3], [4], [6], [10]]
 
 
 def test_a_prompt_is_computed_once_where_that_saves_a_fifth():
@@ -283,6 +291,13 @@ def test_a_prompt_is_computed_once_where_that_saves_a_fifth():
         (0, [], "rows"),
     ):
         assert choose_form([(prompt, responses)]) == form
+
+
+def test_a_row_without_a_weight_counts_once():
+    assert [row_weight(row) for row in ({}, {"weight": None}, {"weight": 0}, {"weight": 2.5})] == [1.0, 1.0, 0.0, 2.5]
+    for weight in (-0.5, math.inf, math.nan):
+        with pytest.raises(ValueError, match="row r has the weight"):
+            row_weight({"row_id": "r", "weight": weight})
 
 
 def test_what_belongs_to_a_response_goes_with_it_and_the_rest_stays():

@@ -177,7 +177,7 @@ REPLAYED = [
     ("align", {"method": "aql", "max_length": 72}),
     ("align", {"method": "aot_paired", "given": "reference"}),
     ("align", {"method": "aot_unpaired", "options": {"label_smoothing": 0.2}}),
-    ("align", {"method": "mdpo", "corruption": "shuffle"}),
+    ("align", {"method": "mdpo", "corruption": "shuffle", "max_length": 72}),
     ("align", {"method": "2d_dpo", "segment_pairing": "top_chosen_vs_bottom_rejected"}),
     ("align", {"method": "pl_dpo", "max_length": 72}),
     ("align", {"method": "sppo", "win_probability": "bradley_terry"}),

@@ -1,6 +1,7 @@
 """Unlikelihood and self-paced learning: settings of ``sft``, against independent computations and in the stage."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from stages.harness import execute
 from stages.models import modeling
 from stages.models.modeling import Head, column_logps, load_policy
 from stages.sft import Config, NextToken, recent_tokens
-from tests.common import silent
+from tests.common import assistant, silent, user
 from tests.training.test_invariance import gradient, text_items
 
 SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}
@@ -310,3 +311,63 @@ def test_settings_of_answers_or_turns_that_are_not_there_are_refused(tiny, data,
         ),
         silent,
     )
+
+
+def test_answers_that_cannot_be_scored_do_not_count(tiny, spec, tmp_path):
+    """The first assistant turn of each of the first validation rows is answered; the means of a pass are over what has
+    a score, a length and an end.
+    """
+    from types import SimpleNamespace
+
+    from stages.chat import renderer_for
+    from stages.harness import Stage
+    from stages.models.modeling import load_policy
+    from stages.registry import get_stage
+    from stages.sft import Answers
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    talks = [
+        [{"role": "system", "content": "be brief"}, *user("a"), *assistant("b"), *user("c"), *assistant("d")],
+        assistant("nobody asked"),
+        *(user(text) + assistant("yes") for text in "efgh"),
+    ]
+    rows = [
+        complete_row(
+            "demonstrations/1",
+            {"messages": talk, "train_turns": [len(talk) - 1], "kept": True},
+            dataset="d",
+            source="s",
+            origin="human",
+            split="validation",
+        )
+        for talk in talks
+    ]
+    write_dataset(str(tmp_path / "d"), "d", "demonstrations/1", rows)
+    inputs = {"model": tiny["policy"], "data": str(tmp_path / "d"), "reward_model": tiny["reward"]}
+    stage = Stage(get_stage("sft"), spec("sft", {"eval_prompts": 4, "eval_completion_length": 5}, inputs, "a"), silent)
+    renderer = renderer_for(tiny["policy"])
+    answers = Answers(stage, stage.dataset("data"), renderer, load_policy(tiny["policy"]))
+    prompts = [talks[0][:2], *(user(text) for text in "efg")]
+    assert [[(m["role"], m["content"]) for m in p] for p in answers.prompts] == [
+        [(m["role"], m["content"]) for m in p] for p in prompts
+    ]
+    params, given = answers.params, []
+    assert (params.temperature, params.max_new_tokens, params.stop_ids) == (0.0, 5, renderer.stop_ids)
+
+    ends = [("eos", 3), ("length", 5), ("stop", 2), ("length", 5)]
+
+    def generate(ids, params, seeds):
+        assert ids == [renderer.prompt_ids(p) for p in prompts] and params is answers.params
+        return [[SimpleNamespace(text=f"t{n}{k}", ids=[0] * n, finish_reason=r)] for k, (r, n) in enumerate(ends)]
+
+    def score(responses):
+        given.append([r.completion[0]["content"] for r in responses])
+        return scores
+
+    answers.sampler, answers.scorer = SimpleNamespace(generate=generate), SimpleNamespace(score=score)
+    scores = [1.0, math.nan, 4.0, -2.0]
+    assert answers.judge() == {"reward": 1.0, "answer_length": 3.75, "stop_rate": 0.5}
+    assert given == [["t30", "t51", "t22", "t53"]]
+    scores = [math.nan] * 4
+    assert math.isnan(answers.judge()["reward"])
