@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from stages.spec import PROJECT_ROOT
+from flows.report import mlflow_page
 from storage import mlflow_database, outbox, projector, records, registry, tracking
 from storage.files import atomic_write_json, read_json
 from tasks.run import StageError, finish_flow, run_stage, start_flow
@@ -145,6 +146,8 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
         and f"- position {second.metrics['position']:.4g}" in described
     )
     assert "`champion` passed the promotion gate" in mlflow.get_registered_model("final").description
+    page = f"http://server/#/experiments/{mlflow.get_run(parent).info.experiment_id}/runs/{parent}?workflowType=machine_learning"
+    assert mlflow_page("http://server", run.run_id) == page and mlflow_page("http://server", "none") == "http://server"
     name, digest = first.outputs["data"].split("@")
     note = mlflow.get_run(parent).data.tags["mlflow.note.content"]
     assert f" {name}@{digest[:12]}, " in note and digest not in note
