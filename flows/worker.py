@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+SERVER_SECONDS = 180.0  # a server that starts again, since it died with the worker, answers in less
 PENDING_SECONDS = 30.0  # a run that another worker of this machine is about to start is Pending for less
 
 
@@ -88,17 +90,25 @@ def recovery_enabled() -> bool:
 
 
 def main(command: list[str]) -> None:
+    import httpx
+
     from flows.services import POOL
 
-    try:
-        for run in recover(POOL):
-            print(f"flow run {run}: its process is gone", flush=True)
-    except Exception as error:  # the worker is wanted all the same
-        print(
-            f"runs that died with an earlier worker were not looked for ({type(error).__name__}: {error}); `posttrain"
-            " down` and `posttrain up` look again",
-            flush=True,
-        )
+    until = time.monotonic() + SERVER_SECONDS
+    while True:
+        try:
+            for run in recover(POOL):
+                print(f"flow run {run}: its process is gone", flush=True)
+        except Exception as error:  # the worker is wanted all the same
+            if isinstance(error, httpx.TransportError) and time.monotonic() < until:
+                time.sleep(1)
+                continue
+            print(
+                f"runs that died with an earlier worker were not looked for ({type(error).__name__}: {error});"
+                " `posttrain down` and `posttrain up` look again",
+                flush=True,
+            )
+        break
     os.execvp(command[0], command)
 
 
