@@ -323,7 +323,7 @@ class Projector:
         if status == "RUNNING":
             return False
         models = self._models(run_id, cursor, d)
-        # The UI draws groups (what stands before the last slash) by name and, last, what has no group: after the curves.
+        # The UI sorts groups (before the last slash) by name; what has no group comes last, after the curves.
         numbers, judged = _numbers(d.get("summary") or {}), _judged(d, models)
         self._final(
             run_id,
@@ -653,7 +653,9 @@ class Projector:
                     client.create_registered_model(
                         name,
                         tags={"posttrain": "true"},
-                        description=f"`model:{name}`. The newest version is `candidate`; `champion` passed the promotion gate.",
+                        description=(
+                            f"`model:{name}`. The newest version is `candidate`; `champion` passed the promotion gate."
+                        ),
                     )
                 there = {
                     m.tags.get("posttrain.digest"): m.version for m in client.search_model_versions(f"name = '{name}'")

@@ -146,8 +146,8 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
         and f"- position {second.metrics['position']:.4g}" in described
     )
     assert "`champion` passed the promotion gate" in mlflow.get_registered_model("final").description
-    page = f"http://server/#/experiments/{mlflow.get_run(parent).info.experiment_id}/runs/{parent}?workflowType=machine_learning"
-    assert mlflow_page("http://server", run.run_id) == page and mlflow_page("http://server", "none") == "http://server"
+    page = f"/#/experiments/{mlflow.get_run(parent).info.experiment_id}/runs/{parent}?workflowType=machine_learning"
+    assert mlflow_page("http://s", run.run_id) == "http://s" + page and mlflow_page("http://s", "none") == "http://s"
     name, digest = first.outputs["data"].split("@")
     note = mlflow.get_run(parent).data.tags["mlflow.note.content"]
     assert f" {name}@{digest[:12]}, " in note and digest not in note
