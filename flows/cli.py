@@ -903,8 +903,8 @@ def compare(
         str,
         typer.Argument(
             help=(
-                "A run id, a model (the training that made it; beside one of another stage its newest evaluation), or an evaluation (the ref of its samples or a stage"
-                " key)."
+                "A run id, a model (the training that made it; beside one of another stage its newest evaluation), or an"
+                " evaluation (the ref of its samples or a stage key)."
             )
         ),
     ],
