@@ -242,6 +242,7 @@ class Projector:
         ]
         note = "\n".join(
             [
+                *([f"**Error:** {run['error']}", ""] if run.get("error") else []),
                 f"**{run['recipe']}**, run `{run['run_id']}`"
                 + (f", continues `{run['parent']}`" if run.get("parent") else ""),
                 *([f"[Prefect flow run]({prefect['url']})"] if prefect.get("url") else []),
@@ -249,7 +250,6 @@ class Projector:
                 "| stage | kind | how | seconds | outputs |",
                 "|---|---|---|---|---|",
                 *stage_lines,
-                *(["", f"error: `{run['error']}`"] if run.get("error") else []),
             ]
         )
         self._tags(
@@ -958,6 +958,7 @@ def _stage_note(d: Doc, prefect: dict[str, Any]) -> str:
     warnings = [f"- **{w['code']}** {w['text']}" for w in d.get("warnings") or []]
     return "\n".join(
         [
+            *([f"**Error:** {d['error']}", ""] if d.get("error") else []),  # the UI shows the first lines only
             f"Stage **{d['stage']}** as `{d['label']}`, key `{d['key'][:16]}`"
             + (", result of an earlier identical run" if d.get("cached") else ""),
             *([f"[Prefect task run]({prefect['task_url']})"] if prefect.get("task_url") else []),
@@ -965,6 +966,5 @@ def _stage_note(d: Doc, prefect: dict[str, Any]) -> str:
             *(["", "Inputs", *inputs] if inputs else []),
             *(["", "Outputs", *outputs] if outputs else []),
             *(["", "Warnings", *warnings] if warnings else []),
-            *(["", f"Error: {d['error']}"] if d.get("error") else []),
         ]
     )

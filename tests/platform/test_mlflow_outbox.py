@@ -206,6 +206,7 @@ def test_kill_and_resume_is_one_run_with_each_point_once(state_dir):
     assert (
         client().get_run(failed).info.status == "FAILED"
         and "SIGKILL" in client().get_run(failed).data.tags["posttrain.error"]
+        and client().get_run(failed).data.tags["mlflow.note.content"].startswith("**Error:** ")
     )
     result = run_stage(TOY, {}, {"steps": 20})
     assert result.mlflow_run_id == failed and client().get_run(failed).info.status == "FINISHED"
