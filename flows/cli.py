@@ -697,7 +697,10 @@ def up(
     if json_:
         return emit({name: entry["url"] for name, entry in alive.items()})
     print(f"Prefect  {alive['prefect']['url']}")
-    print(f"MLflow   {alive['mlflow']['url']}")
+    print(
+        f"MLflow   {alive['mlflow']['url']}   (choose Model training at the top left; GenAI, where it opens, is about"
+        " traces)"
+    )
     print("Next: `posttrain deploy` registers the recipes and stages; `posttrain down` stops everything.")
 
 
@@ -904,8 +907,8 @@ def compare(
         str,
         typer.Argument(
             help=(
-                "A run id, a model (the training that made it), or an evaluation (the ref of its samples or a stage"
-                " key)."
+                "A run id, a model (the training that made it; beside one of another stage its newest evaluation), or an"
+                " evaluation (the ref of its samples or a stage key)."
             )
         ),
     ],

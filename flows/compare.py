@@ -22,19 +22,27 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
     Raises ConfigError for things that cannot be compared (a run with an evaluation, different protocols).
     """
     left, right = load(a), load(b)
+    notes: list[str] = []
+    if alike := evaluated_alike(left, right):
+        left, right = ({"evaluate": record} for record in alike)
+        notes.append(
+            f"{a} and {b} are results of different stages, so their newest evaluations under one protocol are compared:"
+            f" {alike[0]['key'][:12]} and {alike[1]['key'][:12]}"
+        )
     shared = [label for label in left if label in right]
     if len(left) == len(right) == 1:
         (label_a, one), (_, two) = next(iter(left.items())), next(iter(right.items()))
         if one["stage"] != two["stage"]:
             raise ConfigError(
                 f"{a} is the result of stage {one['stage']} and {b} of stage {two['stage']}; compare two of the same"
-                " stage"
+                " stage, or evaluate both models with the same prompts and settings first: posttrain stage evaluate --input"
+                " model=model:NAME@latest --input prompts=dataset:NAME@latest"
             )
         shared, right = [label_a], {label_a: two}
     if not shared:
         raise ConfigError(f"{a} and {b} have no step in common: {', '.join(left)} against {', '.join(right)}")
     rows, settings = [], []
-    more: dict[str, list] = {"held_out": [], "answers": [], "figures": [], "notes": []}
+    more: dict[str, list] = {"held_out": [], "answers": [], "figures": [], "notes": notes}
     for label in shared:
         one, two = left[label], right[label]
         same_protocol(label, one, two)
@@ -80,6 +88,35 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
             ).items():
                 more[name] += found
     return {"a": a, "b": b, "metrics": rows, "config": settings, **more}
+
+
+def evaluated_alike(left: dict[str, Any], right: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The newest evaluations under one protocol of two models that different stages made; None where there are none."""
+    makers = [*left.values(), *right.values()]
+    if len(left) != 1 or len(right) != 1 or makers[0]["stage"] == makers[1]["stage"]:
+        return None
+    if any("model" not in one["outputs"] for one in makers):
+        return None
+    digests = [one["outputs"]["model"]["digest"] for one in makers]
+    found = [
+        [
+            record
+            for record in sorted(records.users_of(digest), key=lambda record: record["finished"], reverse=True)
+            if record["stage"] == "evaluate"
+            and (record["inputs"].get("model") or {}).get("digest") == digest
+            and record["metrics"].get("protocol_hash")
+        ]
+        for digest in digests
+    ]
+    return next(
+        (
+            (one, two)
+            for one in found[0]
+            for two in found[1]
+            if one["metrics"]["protocol_hash"] == two["metrics"]["protocol_hash"]
+        ),
+        None,
+    )
 
 
 def scored_apart(one: dict[str, Any], two: dict[str, Any]) -> dict[str, list[str]]:

@@ -518,7 +518,10 @@ def show_results(recipe: str, result: dict[str, Any]) -> None:
         if result.get(name)
     ]
     if decision:
-        verdict = f"`{decision['model']}` is {'now' if decision['promoted'] else 'not'} `model:{decision['name']}@{decision['alias']}`"
+        verdict = (
+            f"`{decision['model']}` is {'now' if decision['promoted'] else 'not'}"
+            f" `model:{decision['name']}@{decision['alias']}`"
+        )
         sections.append(("Promotion", "\n".join([verdict, "", *(f"- {reason}" for reason in decision["reasons"])])))
     if result.get("models"):
         sections.append(

@@ -451,9 +451,20 @@ def print_result(result: dict[str, Any], state: Path) -> None:
             "Prefect "
             f" {alive['prefect']['url']}/v2/runs/flow-run/{records.get_run(result['run']).data['prefect']['flow_run_id']}"
         )
-        print(f"MLflow   {alive['mlflow']['url']}" if "mlflow" in alive else "")
+        if "mlflow" in alive:
+            print(f"MLflow   {mlflow_page(alive['mlflow']['url'], result['run'])}")
     else:
         print("see it in the browser: posttrain up      look closer: posttrain show " + result["run"][:8])
+
+
+def mlflow_page(server: str, run_id: str) -> str:
+    """The page of a flow's run on a server of ours; the server itself while MLflow has not been told of the run."""
+    from storage import outbox
+
+    cursor = outbox.cursor_of(outbox.flow_unit(run_id))
+    if not cursor.get("run_id") or not cursor.get("ours"):
+        return server
+    return f"{server}/#/experiments/{cursor['experiment_id']}/runs/{cursor['run_id']}?workflowType=machine_learning"
 
 
 # ---------------------------------------------------------------- promote, export

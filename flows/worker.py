@@ -16,6 +16,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 AGAIN = "--again"  # look once more, when heartbeats of the dead are old, and become nothing
+SERVER_SECONDS = 180.0  # a server that starts again, since it died with the worker, answers in less
 PENDING_SECONDS = 30.0  # a run that another worker of this machine is about to start is Pending for less
 
 
@@ -105,6 +106,8 @@ def recovery_enabled() -> bool:
 
 
 def main(command: list[str]) -> None:
+    import httpx
+
     from flows.services import POOL
     from storage.leases import BESIDE_STALE_SECONDS, HEARTBEAT_SECONDS
 
@@ -112,18 +115,24 @@ def main(command: list[str]) -> None:
         time.sleep(BESIDE_STALE_SECONDS + HEARTBEAT_SECONDS)
         recover(POOL)
         return
-    try:
-        dead, more = recover(POOL)
-        for run in dead:
-            print(f"flow run {run}: its process is gone", flush=True)
-        if more:
-            subprocess.Popen([sys.executable, "-m", "flows.worker", AGAIN], stdin=subprocess.DEVNULL)
-    except Exception as error:  # the worker is wanted all the same
-        print(
-            f"runs that died with an earlier worker were not looked for ({type(error).__name__}: {error}); `posttrain"
-            " down` and `posttrain up` look again",
-            flush=True,
-        )
+    until = time.monotonic() + SERVER_SECONDS
+    while True:
+        try:
+            dead, more = recover(POOL)
+            for run in dead:
+                print(f"flow run {run}: its process is gone", flush=True)
+            if more:
+                subprocess.Popen([sys.executable, "-m", "flows.worker", AGAIN], stdin=subprocess.DEVNULL)
+        except Exception as error:  # the worker is wanted all the same
+            if isinstance(error, httpx.TransportError) and time.monotonic() < until:
+                time.sleep(1)
+                continue
+            print(
+                f"runs that died with an earlier worker were not looked for ({type(error).__name__}: {error});"
+                " `posttrain down` and `posttrain up` look again",
+                flush=True,
+            )
+        break
     os.execvp(command[0], command)
 
 

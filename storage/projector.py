@@ -312,6 +312,7 @@ class Projector:
         ]
         note = "\n".join(
             [
+                *([f"**Error:** {run['error']}", ""] if run.get("error") else []),
                 f"**{run['recipe']}**, run `{run['run_id']}`"
                 + (f", continues `{run['parent']}`" if run.get("parent") else ""),
                 *([f"[Prefect flow run]({prefect['url']})"] if prefect.get("url") else []),
@@ -319,7 +320,6 @@ class Projector:
                 "| stage | kind | how | seconds | outputs |",
                 "|---|---|---|---|---|",
                 *stage_lines,
-                *(["", f"error: `{run['error']}`"] if run.get("error") else []),
             ]
         )
         self._tags(
@@ -394,7 +394,7 @@ class Projector:
         if status == "RUNNING":
             return False
         models = self._models(run_id, cursor, d)
-        # The UI draws groups (what stands before the last slash) by name and, last, what has no group: after the curves.
+        # The UI sorts groups (before the last slash) by name; what has no group comes last, after the curves.
         numbers, judged = _numbers(d.get("summary") or {}), _judged(d, models)
         self._final(
             run_id,
@@ -730,7 +730,9 @@ class Projector:
                     client.create_registered_model(
                         name,
                         tags={"posttrain": "true"},
-                        description=f"`model:{name}`. The newest version is `candidate`; `champion` passed the promotion gate.",
+                        description=(
+                            f"`model:{name}`. The newest version is `candidate`; `champion` passed the promotion gate."
+                        ),
                     )
                 there = {
                     m.tags.get("posttrain.digest"): m.version for m in client.search_model_versions(f"name = '{name}'")
@@ -1055,6 +1057,7 @@ def _stage_note(d: Doc, prefect: dict[str, Any]) -> str:
     warnings = [f"- **{w['code']}** {w['text']}" for w in d.get("warnings") or []]
     return "\n".join(
         [
+            *([f"**Error:** {d['error']}", ""] if d.get("error") else []),  # the UI shows the first lines only
             f"Stage **{d['stage']}** as `{d['label']}`, key `{d['key'][:16]}`"
             + (", result of an earlier identical run" if d.get("cached") else ""),
             *([f"[Prefect task run]({prefect['task_url']})"] if prefect.get("task_url") else []),
@@ -1062,6 +1065,5 @@ def _stage_note(d: Doc, prefect: dict[str, Any]) -> str:
             *(["", "Inputs", *inputs] if inputs else []),
             *(["", "Outputs", *outputs] if outputs else []),
             *(["", "Warnings", *warnings] if warnings else []),
-            *(["", f"Error: {d['error']}"] if d.get("error") else []),
         ]
     )

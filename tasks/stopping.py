@@ -29,7 +29,9 @@ class StageError(RuntimeError):
             text += "\n  last lines of its log:\n    " + "\n    ".join(tail.strip().splitlines()[-15:])
         if log_path:
             text += f"\n  whole log: {log_path}" + (
-                "" if kind in DELIBERATE else "\n  run the same command again to continue from the last checkpoint"
+                ""
+                if kind in DELIBERATE
+                else "\n  run the same command again, or retry the run in Prefect, to continue from the last checkpoint"
             )
         super().__init__(text)
 

@@ -719,6 +719,15 @@ def paired(
         return held_out_text.paired(candidate, champion, metric, confidence)
     a, b = item_values(candidate, metric), item_values(champion, metric)
     shared = [item for item in a if item in b]
+    if not shared and not (a and b):
+        sides = {"candidate": a, "champion": b}
+        others = [one for one in _VALUES if item_values(candidate, one) and item_values(champion, one)]
+        without = " and of the ".join(name for name, found in sides.items() if not found)
+        raise ValueError(
+            f"no item has a value for {metric!r} in the evaluation of the {without}, as where prompts have no answer to"
+            " check: evaluate on prompts that have one"
+            + (f", or write as metric what both have: {', '.join(others)}" if others else "")
+        )
     if not shared:
         raise ValueError(
             f"the two evaluations share no scored item for {metric!r}: evaluate both on the same prompts and split"

@@ -415,6 +415,11 @@ def test_paired_difference_uses_the_pairing():
 def test_paired_difference_of_nothing_shared_says_what_to_do():
     with pytest.raises(ValueError, match="same prompts and split"):
         scores.paired(answers([[1]]), [record(77, 0, True)], "accuracy")
+    unchecked = [record(0, k, None) for k in range(2)]  # no answer to check
+    with pytest.raises(ValueError, match="of the candidate, as where prompts.*what both have: .*length_mean"):
+        scores.paired(unchecked, answers([[1]]), "accuracy")
+    with pytest.raises(ValueError, match="of the candidate and of the champion,"):
+        scores.paired(unchecked, unchecked, "accuracy")
 
 
 def test_protocols():

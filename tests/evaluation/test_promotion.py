@@ -321,3 +321,32 @@ def test_posttrain_compare_leaves_out_what_different_scorers_measured(monkeypatc
         "reward/rule",
     ] and "reward, best_of_2_accuracy left out, because different reward_model" in found["notes"][0]
     assert len(command.compare("a", "a")["metrics"]) == 5 and not command.compare("a", "a")["notes"]
+
+
+def test_models_of_different_stages_are_compared_by_their_newest_evaluations_of_one_protocol(monkeypatch):
+    from flows import compare as command
+
+    def evaluation(model, key, finished, protocol, accuracy):
+        return {
+            "stage": "evaluate",
+            "key": key,
+            "finished": finished,
+            "config": {"target": "policy"},
+            "inputs": {"model": {"digest": model}},
+            "outputs": {},
+            "metrics": {"accuracy": accuracy, "protocol_hash": protocol},
+        }
+
+    known = {
+        "sft": [evaluation("sft", "s-old", 1, "h", 0.1), evaluation("sft", "s-new", 3, "h", 0.2)],
+        "align": [evaluation("align", "d-h", 2, "h", 0.5), evaluation("align", "d-other", 4, "other", 0.9)],
+        "rl": [evaluation("rl", "r", 1, "third", 0.5)],
+    }
+    model = lambda name: {name: {"stage": name, "key": name, "outputs": {"model": {"digest": name}}, "metrics": {}}}
+    monkeypatch.setattr(command, "load", model)
+    monkeypatch.setattr(command.records, "users_of", known.get)
+    found = command.compare("sft", "align")
+    assert [(row["metric"], row["a"], row["b"]) for row in found["metrics"]] == [("accuracy", 0.2, 0.5)]
+    assert "s-new and d-h" in found["notes"][0]
+    with pytest.raises(ConfigError, match="evaluate both models with the same prompts and settings first"):
+        command.compare("sft", "rl")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from stages.spec import PROJECT_ROOT
+from flows.report import mlflow_page
 from storage import mlflow_database, outbox, projector, records, registry, tracking
 from storage.files import atomic_write_json, read_json
 from tasks.run import StageError, finish_flow, run_stage, start_flow
@@ -145,6 +146,8 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
         and f"- position {second.metrics['position']:.4g}" in described
     )
     assert "`champion` passed the promotion gate" in mlflow.get_registered_model("final").description
+    page = f"/#/experiments/{mlflow.get_run(parent).info.experiment_id}/runs/{parent}?workflowType=machine_learning"
+    assert mlflow_page("http://s", run.run_id) == "http://s" + page and mlflow_page("http://s", "none") == "http://s"
     name, digest = first.outputs["data"].split("@")
     note = mlflow.get_run(parent).data.tags["mlflow.note.content"]
     assert f" {name}@{digest[:12]}, " in note and digest not in note
@@ -203,6 +206,7 @@ def test_kill_and_resume_is_one_run_with_each_point_once(state_dir):
     assert (
         client().get_run(failed).info.status == "FAILED"
         and "SIGKILL" in client().get_run(failed).data.tags["posttrain.error"]
+        and client().get_run(failed).data.tags["mlflow.note.content"].startswith("**Error:** ")
     )
     result = run_stage(TOY, {}, {"steps": 20})
     assert result.mlflow_run_id == failed and client().get_run(failed).info.status == "FINISHED"

@@ -8,10 +8,12 @@ import sys
 import uuid
 from datetime import datetime, timedelta, timezone
 
+import httpx
 import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Pending, Running
 
+from flows import worker
 from flows.worker import gone, unsure
 from storage import leases, records
 from storage.files import atomic_write_json, read_json
@@ -82,3 +84,33 @@ def test_a_run_that_is_about_to_start_is_left_alone(state_dir, processes):
     assert not gone(run, alone=True)
     run.state = Pending(timestamp=datetime.now(timezone.utc) - timedelta(minutes=2))
     assert gone(run, alone=True) and not gone(run, alone=False)
+
+
+def test_a_worker_waits_for_a_server_that_died_with_the_last_one(monkeypatch, capsys):
+    """Both are started again at once, and the server takes longer."""
+    answers = iter([httpx.ConnectError("refused"), httpx.ReadError("gone"), (["r-1"], False)])
+    became = []
+
+    def recover(pool):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(worker, "recover", recover)
+    monkeypatch.setattr(worker.os, "execvp", lambda *command: became.append(command))
+    worker.main(["prefect", "worker"])
+    assert became == [("prefect", ["prefect", "worker"])] and next(answers, None) is None
+    assert capsys.readouterr().out == "flow run r-1: its process is gone\n"
+
+
+def test_a_worker_starts_where_no_server_comes(monkeypatch, capsys):
+    def recover(pool):
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(worker, "recover", recover)
+    monkeypatch.setattr(worker, "SERVER_SECONDS", 0.5)
+    monkeypatch.setattr(worker.os, "execvp", lambda *command: print("started"))
+    worker.main(["prefect", "worker"])
+    told, started = capsys.readouterr().out.splitlines()
+    assert "were not looked for (ConnectError: refused)" in told and started == "started"
