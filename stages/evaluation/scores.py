@@ -698,6 +698,14 @@ def probe_metrics(records: Sequence[dict]) -> tuple[dict[str, Metric], list[dict
 # -- paired comparison -------------------------------------------------------------------------------------------------
 
 
+def _has(records: Sequence[dict], metric: str) -> bool:
+    """Whether some item has a value; none where the records do not say what it is made of."""
+    try:
+        return bool(item_values(records, metric))
+    except KeyError:
+        return False
+
+
 def paired(
     candidate: Sequence[dict],
     champion: Sequence[dict],
@@ -721,7 +729,7 @@ def paired(
     shared = [item for item in a if item in b]
     if not shared and not (a and b):
         sides = {"candidate": a, "champion": b}
-        others = [one for one in _VALUES if item_values(candidate, one) and item_values(champion, one)]
+        others = [one for one in _VALUES if _has(candidate, one) and _has(champion, one)]
         without = " and of the ".join(name for name, found in sides.items() if not found)
         raise ValueError(
             f"no item has a value for {metric!r} in the evaluation of the {without}, as where prompts have no answer to"

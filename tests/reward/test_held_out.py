@@ -64,7 +64,7 @@ def test_rankings_are_judged_by_the_pairs_that_their_ranks_decide():
     """
     scorer = Given({"a": 3.0, "b": 1.0, "c": 1.0, "d": NAN, "e": 2.0, "f": 5.0})
     rows = [
-        {"prompt": user("q"), "completions": [assistant(t) for t in texts], "ranks": ranks}
+        {"row_id": texts, "prompt": user("q"), "completions": [assistant(t) for t in texts], "ranks": ranks}
         for texts, ranks in (
             ("abc", [2, 1, 3]),  # b over a: wrong; b over c: equal; a over c: right
             ("efd", [1, 1, 2]),  # d has no score: nothing is decided
@@ -78,7 +78,7 @@ def test_rankings_are_judged_by_the_pairs_that_their_ranks_decide():
     gaps = np.array([-2.0, 0.0, 2.0, 2.0, -1.0])
     assert found["log_loss"] == pytest.approx(np.log1p(np.exp(-gaps)).mean())
     # the second of two equally good ones is the best, too
-    one = [{"prompt": user("q"), "completions": [assistant("e"), assistant("f"), assistant("b")], "ranks": [1, 1, 2]}]
+    one = [rows[0] | {"completions": [assistant("e"), assistant("f"), assistant("b")], "ranks": [1, 1, 2]}]
     assert judge_rankings(Told(), scorer, one, "test")["best_found"] == 1.0
     assert judge_rankings(Told(), scorer, rows[1:2], "test") == {}
 

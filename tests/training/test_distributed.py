@@ -205,6 +205,15 @@ CASES = {  # name: (stage, settings, rows)
 LAUNCHED = {"sft": "0", "rl": "1"}
 
 
+def alike(a, b) -> bool:
+    """To float32 rounding; of what is saved in bfloat16 few weights lie so close to a border that this takes them over
+    it.
+    """
+    if b.dtype != torch.bfloat16:
+        return torch.allclose(a, b, atol=2e-5)
+    return torch.allclose(a, b, atol=2e-5, rtol=2**-7) and float((a != b).float().mean()) < 0.01
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_path, forks):
     """Same weights (to float32 rounding) from 1 rank, 2 ranks, and 2 ranks for the first steps then 1; with sharded
@@ -235,8 +244,8 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
         # softmax cannot see a key's, a comparison not the last one: Adam follows the rounding of a zero gradient
         if "encoder" in case and key.endswith("bias"):
             continue
-        assert torch.allclose(two[key], value, atol=2e-5), key
-        assert torch.equal(changed[key], two[key]) if sharded else torch.allclose(changed[key], value, atol=2e-5), key
+        assert alike(two[key], value), key
+        assert torch.equal(changed[key], two[key]) if sharded else alike(changed[key], value), key
     if sharded:
         assert again["summary"] == result["summary"]
         assert (tmp_path / "changed/metrics.jsonl").read_bytes() == (tmp_path / "two/metrics.jsonl").read_bytes()

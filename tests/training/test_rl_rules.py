@@ -1513,7 +1513,10 @@ def test_a_control_run_reads_nothing_of_the_task(rl, preset):
     for sample, right in zip(group.samples, (True, False)):
         sample.correct = right
         control(source.stage, sample, 0)  # the same draw for both
-    assert source.groups.no_signal(group) == "equal_rewards" and source.crediting._overlong(group.samples, 0)[1] == 0
+    assert (
+        source.groups.no_signal(group) == "equal_rewards"
+        and source.crediting._overlong(group.samples, [0, 0])[1] is False
+    )
     opponents = rl.source(
         "control-nash", {"preset": "nash_md", "reward_override": "inverted", "rewards": [SPREAD]}
     ).groups

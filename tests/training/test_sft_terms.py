@@ -349,7 +349,7 @@ def test_answers_that_cannot_be_scored_do_not_count(tiny, spec, tmp_path):
     renderer = renderer_for(tiny["policy"])
     answers = Answers(stage, stage.dataset("data"), renderer, load_policy(tiny["policy"]))
     prompts = [talks[0][:2], *(user(text) for text in "efg")]
-    assert [[(m["role"], m["content"]) for m in p] for p in answers.prompts] == [
+    assert [[(m["role"], m["content"]) for m in row["prompt"]] for row in answers.prompts] == [
         [(m["role"], m["content"]) for m in p] for p in prompts
     ]
     params, given = answers.params, []
@@ -366,8 +366,10 @@ def test_answers_that_cannot_be_scored_do_not_count(tiny, spec, tmp_path):
         return scores
 
     answers.sampler, answers.scorer = SimpleNamespace(generate=generate), SimpleNamespace(score=score)
-    scores = [1.0, math.nan, 4.0, -2.0]
-    assert answers.judge() == {"reward": 1.0, "answer_length": 3.75, "stop_rate": 0.5}
-    assert given == [["t30", "t51", "t22", "t53"]]
-    scores = [math.nan] * 4
+    scores = [1.0, 4.0]  # the model is not asked about the two that were cut, which count -1
+    assert answers.judge() == {"reward": 0.75, "answer_length": 3.75, "stop_rate": 0.5}
+    assert given == [["t30", "t22"]]
+    scores = [math.nan, 4.0]
+    assert answers.judge()["reward"] == pytest.approx((4 - 1 - 1) / 3)
+    ends, scores = [("eos", 3)] * 4, [math.nan] * 4
     assert math.isnan(answers.judge()["reward"])
