@@ -384,7 +384,7 @@ class Projector:
                 **{f"posttrain.output.{n}": o["ref"] for n, o in (d.get("outputs") or {}).items()},
                 **{f"posttrain.warning.{w['code']}": w["text"] for w in d.get("warnings") or []},
                 **{f"posttrain.version.{n}": v for n, v in (d.get("versions") or {}).items()},
-                **({"posttrain.error": d["error"]} if d.get("error") else {}),
+                "posttrain.error": d.get("error") or "",
                 "mlflow.note.content": _stage_note(d, prefect),
             },
         )
@@ -439,6 +439,10 @@ class Projector:
         for key, value in values.items():
             if value:
                 sent[_safe(key)] = sha256_text(value)[:16]
+            elif _safe(key) in sent:  # of an attempt before this one
+                if _safe(key) in self.client().get_run(run_id).data.tags:  # nobody took it away by hand
+                    self.client().delete_tag(run_id, _safe(key))
+                del sent[_safe(key)]
 
     def _inputs(self, run_id: str, cursor: dict[str, Any], d: Doc) -> None:
         sent = cursor.setdefault("inputs", [])

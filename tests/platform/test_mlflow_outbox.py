@@ -210,6 +210,8 @@ def test_kill_and_resume_is_one_run_with_each_point_once(state_dir):
     )
     result = run_stage(TOY, {}, {"steps": 20})
     assert result.mlflow_run_id == failed and client().get_run(failed).info.status == "FINISHED"
+    told = client().get_run(failed).data.tags
+    assert "posttrain.error" not in told and "Error" not in told["mlflow.note.content"]
     assert points(failed, "position", "abs") == expected(result.key)
     speed = [step for step, _ in points(failed, "perf/tokens_per_second")["perf/tokens_per_second"]]
     assert speed == list(range(20))  # the final one is the last step's
