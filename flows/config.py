@@ -153,6 +153,15 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     return []
 
 
+def _named(model: type[BaseModel]) -> str:
+    """The command of the stage or recipe that these settings are of."""
+    from stages.registry import STAGES
+
+    module = model.__module__
+    name = next((name for name, its in STAGES.items() if its == module), module.rpartition(".")[2])
+    return f"{'run' if module.startswith('flows.') else 'stage'} {name}"
+
+
 def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", top: type[BaseModel] | None = None):
     top = top or model
     for name, value in values.items():
@@ -173,11 +182,10 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", t
                     for path, text in named.items()
                 )
                 continue
-            near = nearest(prefix + str(name), list(keys(top)))
+            path = prefix + str(name)
+            near = nearest(path, [key for key in keys(top) if not path.startswith(f"{key}.")])
             yield f"unknown key {prefix + str(name)!r}; " + (
-                f"did you mean {near!r}?"
-                if near
-                else "all keys: `posttrain stage NAME --keys`, or of a recipe `posttrain run RECIPE --keys`"
+                f"did you mean {near!r}?" if near else f"all keys: `posttrain {_named(top)} --keys`"
             )
             continue
         sections = _sections(field.annotation)

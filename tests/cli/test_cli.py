@@ -613,3 +613,13 @@ def test_a_file_of_settings_that_cannot_be_read_says_so(tmp_path):
     for name, says in (("latin.yaml", "it is not in UTF-8"), ("cut.yaml", "not valid YAML"), (".", "is a directory")):
         with pytest.raises(ConfigError, match=says):
             load_yaml(tmp_path / name)
+
+
+def test_an_unknown_key_names_the_command_that_lists_them():
+    from flows.config import build
+    from stages.registry import get_stage
+    from stages.spec import ConfigError
+
+    for stage in ("sft", "judge"):
+        with pytest.raises(ConfigError, match=rf"unknown key 'zzqy'; all keys: `posttrain stage {stage} --keys`"):
+            build(get_stage(stage).SPEC.config, {"zzqy": 1})
