@@ -20,6 +20,17 @@ from tasks.run import run_stage
 TOY = "tests.toy_stage"
 
 
+def run_apart(program):
+    """Run a program in a process of its own, with the state directory of this one."""
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        cwd=PROJECT_ROOT,
+        env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT)},
+        timeout=300,
+    )
+
+
 def told(state, check):
     """What a check of the doctor finds wrong."""
     from flows import doctor
@@ -182,13 +193,7 @@ def test_a_lost_mlflow_database_is_made_anew_and_told_everything_again(state_dir
             ]
 
     # MLflow keeps the file open
-    subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        cwd=PROJECT_ROOT,
-        env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT)},
-        timeout=300,
-    )
+    run_apart(program)
     before = shown()
     assert len(before[0]) > 8 and before[1] and before[2]
     for left in state_dir.glob("mlflow.db*"):
@@ -214,13 +219,7 @@ def test_a_process_that_has_the_lost_database_open_goes_on_with_the_one_that_was
         file.rename(file.with_name(file.name + ".damaged"))
     # the runs are told again by this process, which has the old one open, and the rest by another
     program = "from storage import tracking; tracking.make_database(tracking.tracking_uri())"
-    subprocess.run(
-        [sys.executable, "-c", program],
-        check=True,
-        cwd=PROJECT_ROOT,
-        env=os.environ | {"PYTHONPATH": str(PROJECT_ROOT)},
-        timeout=300,
-    )
+    run_apart(program)
     second = run_stage(TOY, {}, {"steps": 5}, name_as="kept")
     for unit in outbox.pending():
         tracking.flush(unit, 120)

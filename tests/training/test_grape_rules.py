@@ -104,6 +104,24 @@ def test_an_episode_that_cannot_be_played_again_is_told(tiny, data, spec):
         execute(spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, "forgetful"), lambda event: None)
 
 
+def refilled(rl, judge, tmp_path, name, **settings):  # noqa: F811
+    """A source of rollouts that refills batches and is paid by the rubric that :func:`scorer_of` wrote."""
+    path = next(str(p) for p in tmp_path.iterdir() if p.is_dir() and p.name.startswith("own-"))
+    return rl.source(
+        name,
+        {
+            "dynamic_sampling": True,
+            "filter_groups_metric": "reward_std",
+            "gen_batch_size": 1,
+            "prompts_per_step": 2,
+            "reward_override": "none",
+            "rewards": [{"kind": "rubric", "endpoint": judge.url, "endpoint_model": "m", "category": "c"}],
+            **settings,
+        },
+        rubric=path,
+    )
+
+
 def test_a_greedy_answer_is_regraded_with_its_group(rl, judge, tmp_path):  # noqa: F811
     """Refill rounds of dynamic sampling: the baseline is a reward by the same mean confidences as the rewards that it
     is taken off (GRAPE-REWARD, REMAX).
@@ -123,21 +141,7 @@ def test_a_greedy_answer_is_regraded_with_its_group(rl, judge, tmp_path):  # noq
         )
 
     judge.reply = reply
-    path = next(str(p) for p in tmp_path.iterdir() if p.is_dir() and p.name.startswith("own-"))
-    source = rl.source(
-        "regrade",
-        {
-            "preset": "remax",
-            "num_generations": 3,
-            "dynamic_sampling": True,
-            "filter_groups_metric": "reward_std",
-            "gen_batch_size": 1,
-            "prompts_per_step": 2,
-            "reward_override": "none",
-            "rewards": [{"kind": "rubric", "endpoint": judge.url, "endpoint_model": "m", "category": "c"}],
-        },
-        rubric=path,
-    )
+    source = refilled(rl, judge, tmp_path, "regrade", preset="remax", num_generations=3)
     kept, dropped, metrics = source.groups.fill(lambda n: source.order.take(n, 0), 2, 0, 0)
     groups = [*kept, *(g for g, _ in dropped)]
     assert metrics["groups/generation_batches"] > 1
@@ -162,21 +166,7 @@ def test_a_group_is_dropped_by_the_rewards_that_it_would_be_trained_on(rl, judge
         return f"Reasoning: r\nScore: {float((len(body) % 2 == 0) == one)}\nConfidence: {(0.9 if one else 0.2) if odd else 0.5}"
 
     judge.reply = reply
-    path = next(str(p) for p in tmp_path.iterdir() if p.is_dir() and p.name.startswith("own-"))
-    source = rl.source(
-        "dropped",
-        {
-            "preset": "grape",
-            "num_generations": 8,
-            "dynamic_sampling": True,
-            "filter_groups_metric": "reward_std",
-            "gen_batch_size": 1,
-            "prompts_per_step": 2,
-            "reward_override": "none",
-            "rewards": [{"kind": "rubric", "endpoint": judge.url, "endpoint_model": "m", "category": "c"}],
-        },
-        rubric=path,
-    )
+    source = refilled(rl, judge, tmp_path, "dropped", preset="grape", num_generations=8)
     asked = {int(row["answer"]) // 2 % 2: (row, ids) for row, ids in source.order.prompts}
     turn = iter((asked[0], asked[1]))
     kept, dropped, metrics = source.groups.fill(lambda n: [next(turn)], 2, 0, 0)
