@@ -510,6 +510,7 @@ def with_adapter(stage, model, config, reads: str):
 def freeze_layers(model, config, reads: str) -> None:
     """Leave the configured set trainable."""
     from stages.models.modeling import ModelError
+    from stages.models.sharding import layers_of
     from stages.reward_models.reward_heads import score_head
 
     if config.train_layers == "all":
@@ -522,22 +523,9 @@ def freeze_layers(model, config, reads: str) -> None:
         id(p) for n, p in model.named_parameters() if n.startswith("reward_")
     }
     if config.train_layers == "head_and_last":
-        head |= {id(p) for layer in text_layers(model)[-config.last_layers :] for p in layer.parameters()}
+        head |= {id(p) for layer in layers_of(model)[-config.last_layers :] for p in layer.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in head)
-
-
-def text_layers(model):
-    """The transformer layers that read text: the outermost list of as many modules as the text part of the config
-    names, and not a vision tower or the experts of a layer, which may be longer. Where none has that length (shared
-    layers), the longest.
-    """
-    from torch import nn
-
-    text = model.config.get_text_config()
-    reader = next((m for m in model.modules() if getattr(m, "config", None) is text), model)
-    lists = [m for m in reader.modules() if isinstance(m, nn.ModuleList)]
-    return next((m for m in lists if len(m) == text.num_hidden_layers), None) or max(lists, key=len)
 
 
 def staged_rows(stage, items, config):

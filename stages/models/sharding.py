@@ -65,8 +65,15 @@ def asked(config) -> bool:
 
 
 def layers_of(model) -> nn.ModuleList | tuple:
-    """The transformer layers: the longest list of modules in the backbone of a decoder or encoder."""
-    return max((m for m in lean.core_of(model).modules() if isinstance(m, nn.ModuleList)), key=len, default=())
+    """The transformer layers that read text, in the backbone of a decoder or encoder: the outermost list of as many
+    modules as the text part of the config names, and not a vision tower or the experts of a layer, which may be longer.
+    Where none has that length (shared layers), the longest.
+    """
+    core, text = lean.core_of(model), model.config.get_text_config()
+    reader = next((m for m in core.modules() if getattr(m, "config", None) is text), core)
+    lists = [m for m in reader.modules() if isinstance(m, nn.ModuleList)]
+    named = next((m for m in lists if len(m) == text.num_hidden_layers), None)
+    return named or max(lists, key=len, default=())
 
 
 def root_of(model) -> Root | None:
