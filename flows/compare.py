@@ -98,25 +98,11 @@ def evaluated_alike(left: dict[str, Any], right: dict[str, Any]) -> tuple[dict[s
     if any("model" not in one["outputs"] for one in makers):
         return None
     digests = [one["outputs"]["model"]["digest"] for one in makers]
-    found = [
-        [
-            record
-            for record in sorted(records.users_of(digest), key=lambda record: record["finished"], reverse=True)
-            if record["stage"] == "evaluate"
-            and (record["inputs"].get("model") or {}).get("digest") == digest
-            and record["metrics"].get("protocol_hash")
-        ]
+    first, second = (
+        [(record["metrics"].get("protocol_hash"), record) for record in records.evaluations_of(digest)]
         for digest in digests
-    ]
-    return next(
-        (
-            (one, two)
-            for one in found[0]
-            for two in found[1]
-            if one["metrics"]["protocol_hash"] == two["metrics"]["protocol_hash"]
-        ),
-        None,
     )
+    return next(((one, two) for p, one in first for q, two in second if p and p == q), None)
 
 
 def scored_apart(one: dict[str, Any], two: dict[str, Any]) -> dict[str, list[str]]:

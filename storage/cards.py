@@ -189,26 +189,25 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 def _evaluations(digest: str) -> list[str]:
     """Rows of the evaluations of a model, those under one protocol side by side in time."""
     rows = []
-    for record in records.users_of(digest):
-        if record["stage"] == "evaluate" and (record["inputs"].get("model") or {}).get("digest") == digest:
-            numbers = _numbers(record["metrics"])
-            data = record["metrics"].get("benchmark") or next(
-                (
-                    _outside(one).split("@")[0].removeprefix("dataset:")
-                    for one in record["inputs"].values()
-                    if one["kind"] == "dataset"
-                ),
-                "",
-            )
-            counts = _counts(record)
-            for name, value in sorted(numbers.items()):
-                bounds = [numbers.get(f"{name}_{end}") for end in ("low", "high")]
-                if not re.search("_(low|high|se)$", name) or name.rpartition("_")[0] not in numbers:
-                    interval = f"{bounds[0]:.4g} to {bounds[1]:.4g}" if None not in bounds else ""
-                    rows.append(
-                        f"| {name} | {value:.4g} | {interval} | {counts.get(name, '')} | {data} |"
-                        f" `{record['metrics'].get('protocol_hash', '')}` |"
-                    )
+    for record in reversed(records.evaluations_of(digest)):
+        numbers = _numbers(record["metrics"])
+        data = record["metrics"].get("benchmark") or next(
+            (
+                _outside(one).split("@")[0].removeprefix("dataset:")
+                for one in record["inputs"].values()
+                if one["kind"] == "dataset"
+            ),
+            "",
+        )
+        counts = _counts(record)
+        for name, value in sorted(numbers.items()):
+            bounds = [numbers.get(f"{name}_{end}") for end in ("low", "high")]
+            if not re.search("_(low|high|se)$", name) or name.rpartition("_")[0] not in numbers:
+                interval = f"{bounds[0]:.4g} to {bounds[1]:.4g}" if None not in bounds else ""
+                rows.append(
+                    f"| {name} | {value:.4g} | {interval} | {counts.get(name, '')} | {data} |"
+                    f" `{record['metrics'].get('protocol_hash', '')}` |"
+                )
     return (
         [
             "## Evaluations\n",

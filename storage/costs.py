@@ -217,13 +217,7 @@ def gain(model: str, against: str, metric: str, prices: Mapping[str, float]) -> 
     """
     digests = {name: store.resolve(name, "model").digest for name in (model, against)}
     judged = {
-        name: [
-            r
-            for r in reversed(list(records.users_of(digest)))
-            if r["stage"] == "evaluate"
-            and r["inputs"].get("model", {}).get("digest") == digest
-            and isinstance(r["metrics"].get(metric), (int, float))
-        ]
+        name: [r for r in records.evaluations_of(digest) if isinstance(r["metrics"].get(metric), (int, float))]
         for name, digest in digests.items()
     }
     for name, found in judged.items():

@@ -692,7 +692,8 @@ class Projector:
         """Bring MLflow's model registry up to the registry log; an error text or None."""
         entries = registry.log()
         with unit_lock("registry", wait=True):
-            if _told(entries, _models_state()) and not _models_state()["waiting"]:
+            state = _models_state()
+            if _told(entries, state) and not state["waiting"]:
                 return None
             try:
                 self.connect()

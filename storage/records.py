@@ -156,6 +156,15 @@ def users_of(digest: str) -> list[dict[str, Any]]:
     return [r for r in all_records() if any(i["digest"] == digest for i in r["inputs"].values())]
 
 
+def evaluations_of(digest: str) -> list[dict[str, Any]]:
+    """Records of stage evaluate that judged a model, newest first."""
+    return [
+        r
+        for r in reversed(users_of(digest))
+        if r["stage"] == "evaluate" and r["inputs"].get("model", {}).get("digest") == digest
+    ]
+
+
 def step_name(record: dict[str, Any], run_id: str | None = None) -> str:
     """What the flow run ``run_id`` calls the stage of a record, else the run that made it. Where that has several names
     for it, as trials of a sweep that share it do (``beta-0.1.sft``, ``beta-0.2.sft``), it is what they end in alike

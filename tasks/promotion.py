@@ -72,14 +72,8 @@ def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "cha
 
 
 def evaluations_of(digest: str) -> list[dict[str, Any]]:
-    """Stage records of evaluations that judged a model, newest first."""
-    return [
-        record
-        for record in reversed(records.users_of(digest))
-        if record["stage"] == "evaluate"
-        and record["inputs"].get("model", {}).get("digest") == digest
-        and not records.problems(record)
-    ]
+    """Stage records of evaluations that judged a model, newest first, whose outputs are whole."""
+    return [record for record in records.evaluations_of(digest) if not records.problems(record)]
 
 
 def evidence(
