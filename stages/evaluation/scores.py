@@ -698,12 +698,21 @@ def probe_metrics(records: Sequence[dict]) -> tuple[dict[str, Metric], list[dict
 # -- paired comparison -------------------------------------------------------------------------------------------------
 
 
-def _has(records: Sequence[dict], metric: str) -> bool:
-    """Whether some item has a value; none where the records do not say what it is made of."""
-    try:
-        return bool(item_values(records, metric))
-    except KeyError:
-        return False
+class NoValues(ValueError):
+    """One of two evaluations has no value of a metric. Which metrics both have is looked up when the text is read: who
+    goes through all metrics only passes over it.
+    """
+
+    def __init__(self, metric: str, candidate: Sequence[dict], champion: Sequence[dict], without: Sequence[str]):
+        self.metric, self.sides, self.without = metric, (candidate, champion), without
+
+    def __str__(self) -> str:
+        both = [one for one in _VALUES if all(item_values(side, one) for side in self.sides)]
+        return (
+            f"no item has a value for {self.metric!r} in the evaluation of the {' and of the '.join(self.without)}, as"
+            " where prompts have no answer to check: evaluate on prompts that have one"
+            + (f", or write as metric what both have: {', '.join(both)}" if both else "")
+        )
 
 
 def paired(
@@ -729,13 +738,7 @@ def paired(
     shared = [item for item in a if item in b]
     if not shared and not (a and b):
         sides = {"candidate": a, "champion": b}
-        others = [one for one in _VALUES if _has(candidate, one) and _has(champion, one)]
-        without = " and of the ".join(name for name, found in sides.items() if not found)
-        raise ValueError(
-            f"no item has a value for {metric!r} in the evaluation of the {without}, as where prompts have no answer to"
-            " check: evaluate on prompts that have one"
-            + (f", or write as metric what both have: {', '.join(others)}" if others else "")
-        )
+        raise NoValues(metric, candidate, champion, [name for name, found in sides.items() if not found])
     if not shared:
         raise ValueError(
             f"the two evaluations share no scored item for {metric!r}: evaluate both on the same prompts and split"
