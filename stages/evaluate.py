@@ -44,6 +44,7 @@ from stages.evaluation.grading import constraint_verdicts, difficulty_of, parse_
 from stages.evaluation.report import conclude
 from stages.reward.components import REWARD_INPUTS, FixedComponent, RewardComponent
 from stages.settings import (
+    CHANGES_OF_LOGITS,
     PROMPT_TEMPLATE,
     AgentConfig,
     BenchmarkConfig,
@@ -617,14 +618,7 @@ class Plan:
         plain = config.model_dump(mode="json")
         changed = {
             name: plain[name]
-            for name in (
-                "min_tokens",
-                "repetition_penalty",
-                "frequency_penalty",
-                "presence_penalty",
-                "bad_words",
-                "logit_bias",
-            )
+            for name in CHANGES_OF_LOGITS
             if getattr(config, name) != type(config).model_fields[name].get_default(call_default_factory=True)
         }
         protocol = {

@@ -406,6 +406,17 @@ class OptimizerConfig(StageConfig):
         return self
 
 
+#: Settings of the sampler that change logits before temperature and nucleus do.
+CHANGES_OF_LOGITS = (
+    "min_tokens",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "bad_words",
+    "logit_bias",
+)
+
+
 class SamplingConfig(StageConfig):
     """How completions are drawn and by which engine (``stages/decoding/engines.py``)."""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from stages.settings import CHANGES_OF_LOGITS
+
 #: Panels, in this order, where both runs logged the metric; reward components follow.
 PANELS = (
     "reward/mean",
@@ -43,12 +45,7 @@ HELD_OUT_SETTINGS = (
     "top_k",
     "min_p",
     "stop_strings",
-    "min_tokens",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "bad_words",
-    "logit_bias",
+    *CHANGES_OF_LOGITS,
     "environment",
     "environment_options",
     "environment_digest",
