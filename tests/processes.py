@@ -92,7 +92,11 @@ class Forks:
     def start(self, *arguments: str, target: str = STAGES, ranks: int = 1, **environment: str) -> Group:
         while len(self.parents) < 2:
             self.parents.append(
-                Parent({**os.environ, "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}, module="tests.processes")
+                Parent(
+                    # offline, as the product's are: transformers writes it into the configuration of a tokenizer
+                    {**os.environ, "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                    module="tests.processes",
+                )
             )
         common, store = {**os.environ, "OMP_NUM_THREADS": "1", **environment}, None
         if ranks > 1:
