@@ -294,7 +294,7 @@ def test_a_stage_that_is_told_to_stop_keeps_its_vllm_until_it_ends(tmp_path):
     below = psutil.Process(child.pid).children(recursive=True)
     processes.kill_tree(child, grace=30)
     assert (tmp_path / "seen").read_text() == "there gone" and child.returncode == 143
-    psutil.wait_procs(below, timeout=10)
+    psutil.wait_procs(below, timeout=60)
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below)
 
 

@@ -146,8 +146,8 @@ def test_orphaned_worker_is_ended_before_its_lease_is_given(state_dir):
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     path = home.leases_dir() / "x.json"
     atomic_write_json(path, {**leases.this_process(), "start": 1.0, "child": leases.this_process(worker.pid)})
-    leases.acquire("x", timeout=20).release()
-    assert worker.wait(timeout=10) == -signal.SIGKILL
+    leases.acquire("x", timeout=60).release()
+    assert worker.wait(timeout=60) == -signal.SIGKILL
 
 
 def test_release_leaves_a_foreign_lease_alone(state_dir):

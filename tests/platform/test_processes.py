@@ -94,7 +94,7 @@ def test_a_killed_stage_and_a_killed_parent_cost_that_stage(state_dir, trains, f
 
     with pytest.raises(StageError, match="ended by SIGKILL"):
         started({"steps": 501, "sleep": 0.02}, kill_parent)
-    assert psutil.wait_procs(stages, timeout=10)[1] == []
+    assert psutil.wait_procs(stages, timeout=60)[1] == []
     found, (command, new, _) = started({"steps": 5})
     assert "stages.running.warm" in command and new != parent and found.outputs
 
@@ -142,7 +142,7 @@ def test_they_end_with_their_owner(tmp_path):
     assert parent.ppid() == owner.pid
     owner.kill()
     owner.communicate()
-    assert psutil.wait_procs([stage, parent], timeout=10)[1] == []
+    assert psutil.wait_procs([stage, parent], timeout=60)[1] == []
 
 
 def test_the_parent_holds_libraries_only_and_no_thread_that_a_fork_would_lose():

@@ -149,7 +149,7 @@ def test_a_stage_that_is_asked_to_stop_ends_its_ranks(tiny, data, spec, forks):
     assert sorted(ranks) == [0, 1], process.said()
     os.kill(process.forked.pid, signal.SIGTERM)
     assert process.forked.wait(60) == 143 and "Terminated: the stage was asked to stop" in process.said()
-    assert psutil.wait_procs(ranks.values(), timeout=10)[1] == []
+    assert psutil.wait_procs(ranks.values(), timeout=60)[1] == []
 
 
 @pytest.mark.parametrize(

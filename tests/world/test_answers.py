@@ -303,7 +303,7 @@ def test_letters(said, letter, strict):
 
 
 def test_no_reading_takes_long():
-    started = time.monotonic()
+    started = time.process_time()
     for text in (
         "answer is" + " " * 100_000,
         "answer:" + "(" * 100_000,
@@ -328,7 +328,7 @@ def test_no_reading_takes_long():
             math_equal("1 " + text[:20_000], r"11\text{ cm}"),
             verify_text({"answer": "B"}, text),
         )
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20
 
 
 def test_a_number_with_a_power_of_ten_is_one_also_for_the_tolerance():

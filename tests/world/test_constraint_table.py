@@ -300,6 +300,6 @@ def test_no_answer_takes_long():
         "\n" * 30_000 + "a",
     ):
         for kind, given in rows.items():
-            started = time.monotonic()
+            started = time.process_time()
             check_constraint(kind, given, text)
-            assert time.monotonic() - started < 5, (kind, text[:4])
+            assert time.process_time() - started < 5, (kind, text[:4])

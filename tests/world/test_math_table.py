@@ -320,7 +320,7 @@ def test_the_proof_reads_colours_names_and_estimates():
 
 
 def test_no_text_takes_long():
-    started = time.monotonic()
+    started = time.process_time()
     for text in (
         r"\bm{" * 950,
         r"\color{red}" * 350,
@@ -343,4 +343,4 @@ def test_no_text_takes_long():
                 math_equal(gold, text),
                 verify_math({"answer": gold}, f"<answer>{text}</answer>", True),
             )
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20

@@ -1105,7 +1105,7 @@ def test_no_answer_takes_long_to_read():
     from stages.verification.verifiers import normalise_math
 
     for piece in (" ", "*", "`", "~", "\\text{", r"\text{a}", "^", "Mr. ", "1. ", "```\n", "``` ", "1,", "{"):
-        text, started = piece * (40_000 // len(piece)) + "x", time.monotonic()
+        text, started = piece * (40_000 // len(piece)) + "x", time.process_time()
         (
             verify_math({"answer": "1"}, "#### *" + text, True),
             normalise_math("5" + text),
@@ -1114,7 +1114,7 @@ def test_no_answer_takes_long_to_read():
             extract_program("```" + text),
         )
         check_constraint("length_constraints:number_sentences", {"num_sentences": 3}, text), guess_language(text)
-        assert time.monotonic() - started < 5.0, repr(piece)
+        assert time.process_time() - started < 5.0, repr(piece)
 
 
 def test_a_tolerance_is_a_setting():
