@@ -239,8 +239,8 @@ class Leader:
     def begin(self, told: dict[str, Any]) -> None:
         self._write(turn={**told, "number": self._entry["turn"]["number"] + 1, "over": False})
 
-    def over(self) -> None:
-        self._write(turn={**self._entry["turn"], "over": True})
+    def over(self, error: str | None) -> None:
+        self._write(turn={**self._entry["turn"], "over": True, "error": error})
 
     def end(self, error: BaseException | None) -> None:
         """Tell the followers how the run ended."""
@@ -265,7 +265,7 @@ class Turn(Nodes):
 
     def end(self, workdir: Path, error: str | None) -> None:
         super().end(workdir, error)
-        self.leader.over()
+        self.leader.over(error)
 
     def lost(self, workdir: Path) -> str | None:
         return super().lost(workdir) or self.leader.lost()
@@ -340,6 +340,11 @@ class Follower:
         return (
             now.get("token") != self._entry["leader"] or now["turn"]["over"] or now["turn"]["number"] != turn["number"]
         )
+
+    def failed(self, turn: dict[str, Any]) -> str | None:
+        """What node 0 says that the stage of a turn failed of; None where it has not, or is not through with it."""
+        now = read_json(self.folder / "0.json", {}).get("turn", {})
+        return now.get("error") if now.get("number") == turn["number"] else None
 
 
 def _sentence(error: BaseException) -> str:

@@ -171,10 +171,11 @@ def follow(nodes: Nodes, what: str, *, on_event: Callable[[Event], Any] | None =
             try:
                 with _refusals_told(turn["label"]):
                     _take_turn(turn, follower, told)
-                labels.append(turn["label"])
             except (StageError, ConfigError, store.StoreError) as error:
                 follower.error = str(error).splitlines()[0]
-            told({"event": "took_part", "error": follower.error})
+            failed = follower.error or follower.failed(turn)
+            told({"event": "took_part", "error": failed})
+            labels += [] if failed else [turn["label"]]
     return {"code": follower.code, "took_part_in": labels}
 
 
@@ -431,6 +432,8 @@ def _run(
                 devices = devices_of(p.spec, devices)
                 # before the devices: who has the group must not wait for those of who waits for it
                 with shared(p.spec.parallel, partial(_for_others, p, label, devices)) as turn:
+                    if turn is not None and (told := turn.leader.lost()):
+                        raise _ended_with(p, told)
                     slots, device, environment = take_devices(p.spec, devices, wait, tell, engine_cards(p.config))
                     _refuse_changes(p, code=True)
                     result = _process(p, workdir, lock, device, devices, environment, unit, tell, turn or nodes)

@@ -19,9 +19,10 @@ from storage import leases, store
 from storage.files import read_json, tree_digest
 from tasks import nodes
 from tasks.nodes import NodeError, Nodes, following, leading, nodes_of
-from tasks.run import run_stage
+from tasks.run import _for_others, _take_turn, prepare, run_stage
 from tasks.stopping import STOPPED
 from tests.evaluation.conftest import tiny  # noqa: F401
+from tests.flows.test_together import prefect  # noqa: F401
 from tests.training.conftest import data  # noqa: F401
 
 
@@ -212,7 +213,7 @@ def test_followers_take_part_in_what_node_0_says_and_end_with_it(tmp_path, monke
         while not follower.over(turn):
             time.sleep(0.01)
         time.sleep(0.5)
-        order.append(f"back from {turn['label']}")
+        order.append(f"back from {turn['label']}: {follower.failed(turn)}")
 
     def failing(follower, turn):
         follower.error = "out of memory" if turn["label"] == "a" else None
@@ -231,12 +232,12 @@ def test_followers_take_part_in_what_node_0_says_and_end_with_it(tmp_path, monke
                     else:  # which one stage failed of is not held against the next
                         while not all("b" in turns for turns in others.turns.values()):
                             assert turn.lost(tmp_path) is None and not stop.wait(0.02)
-                    turn.end(tmp_path, None)
+                    turn.end(tmp_path, "it ended" if label == "a" else None)
             leader.code = 3
         for thread in threads:
             thread.join(60)
         assert others.ended == {1: 3, 2: 3} and others.turns == {1: ["a", "b"], 2: ["a", "b"]}
-        assert order == ["a", "back from a", "b", "back from b"]
+        assert order == ["a", "back from a: it ended", "b", "back from b: None"]
 
         # what the run before left is not taken for word of this one; a node with another command
         threads = [others.start(1), others.start(2, what="run that")]
@@ -268,6 +269,19 @@ def test_followers_take_part_in_what_node_0_says_and_end_with_it(tmp_path, monke
         STOPPED.reset(token)
 
 
+def test_a_follower_refuses_what_is_another_stage_on_its_machine(tiny, data, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    told = _for_others(prepare("sft", {"model": tiny["policy"], "data": data["demonstrations"]}, {}), "sft", 1)
+    other = {**told["inputs"], "data": {**told["inputs"]["data"], "digest": "0"}}
+    for change, why in (
+        ({"code": "0"}, r"node 0: its code or a library \(install the same version\) differ"),
+        ({"inputs": other}, rf"node 0: input data \({data['demonstrations']}\) differ"),
+        ({"seed": 1}, "node 0: its settings differ"),
+    ):
+        with pytest.raises(ConfigError, match=f"stage sft is another one on this machine than on {why}"):
+            _take_turn({**told, "key": told["key"] if "seed" in change else "0", **change}, None, print)
+
+
 PROGRAM = """
 import sys
 from flows import recipe
@@ -277,7 +291,7 @@ main()
 """
 
 
-def test_a_recipe_on_two_nodes_gives_what_one_does_whichever_of_them_is_killed(tiny, tmp_path, monkeypatch):  # noqa: F811
+def test_a_recipe_on_two_nodes_gives_what_one_does_whichever_of_them_is_killed(tiny, prefect, tmp_path, monkeypatch):  # noqa: F811
     """Two trainings at the same time, which need the same port, and a stage of one device. The raw file is where node 0
     is and nowhere else.
     """
@@ -289,6 +303,7 @@ def test_a_recipe_on_two_nodes_gives_what_one_does_whichever_of_them_is_killed(t
     settings = {"batch_size": 8, "max_steps": 30, "max_length": 64, "num_train_epochs": 10, "learning_rate": 1e-3}
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
     environment |= {**QUICK, "POSTTRAIN_GPU_SLOTS": "2", "PYTHONPATH": str(PROJECT_ROOT), "POSTTRAIN_HOME": str(home)}
+    environment |= {"PREFECT_API_URL": prefect, "DO_NOT_TRACK": "true"}
     command = [sys.executable, "-c", PROGRAM, "run", "two_and_merged", f"model={tiny['policy']}"]
     command += ["demonstrations=demos.jsonl", *(f"sft.{key}={value}" for key, value in settings.items()), "--json"]
     command += ["--nodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--node-rank"]
