@@ -57,6 +57,33 @@ Files = Annotated[
 Seed = Annotated[
     Optional[int], typer.Option(help="Seed of every random choice (default 0, or what the configuration says).")
 ]
+NodeCount = Annotated[
+    Optional[int],
+    typer.Option(
+        "--nodes",
+        min=1,
+        help=(
+            "Machines that share the stages that train, each on --devices; give the same command on all of them, which"
+            " share POSTTRAIN_HOME. Of a recipe, all other stages run on node 0."
+        ),
+    ),
+]
+NodeRank = Annotated[
+    Optional[int],
+    typer.Option(
+        "--node-rank",
+        min=0,
+        help=(
+            "Which of them this is, from 0; by default what SLURM_NODEID, NODE_RANK, JOB_COMPLETION_INDEX or RANK says."
+        ),
+    ),
+]
+Rendezvous = Annotated[
+    Optional[str],
+    typer.Option(
+        "--rendezvous", metavar="HOST:PORT", help="Where node 0 listens; by default MASTER_ADDR and MASTER_PORT."
+    ),
+]
 
 
 # ------------------------------------------------------------------------------------------------ run
@@ -79,6 +106,9 @@ def run(
         Optional[list[str]], typer.Option(help="Execute this step again although nothing changed. Repeatable.")
     ] = None,
     devices: Devices = None,
+    nodes: NodeCount = None,
+    node_rank: NodeRank = None,
+    rendezvous: Rendezvous = None,
     json_: Json = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved configuration and which steps would run.")
@@ -90,9 +120,11 @@ def run(
     Against the servers of `posttrain up` when they run, else with a Prefect server of its own that ends with it.
 
     Example: posttrain run preference --set data.path=pairs.jsonl --set model=path/to/model
+    Example, on four machines: srun posttrain run post_training --set model=DIR --nodes 4 --rendezvous FIRST:29500
     """
     from flows import env
     from flows.config import load_preset
+    from tasks.nodes import nodes_of
 
     env.prepare(quiet=True)
     if keys:
@@ -101,7 +133,7 @@ def run(
     values = with_settings(values, config, set_, given)
     if seed is not None:
         values["seed"] = seed
-    execute(recipe, values, force or [], json_, dry_run)
+    execute(recipe, values, force or [], json_, dry_run, nodes_of(nodes, node_rank, rendezvous))
 
 
 def with_settings(
@@ -143,6 +175,9 @@ def sweep(
     ] = None,
     seed: Seed = None,
     devices: Devices = None,
+    nodes: NodeCount = None,
+    node_rank: NodeRank = None,
+    rendezvous: Rendezvous = None,
     json_: Json = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved configuration and which steps would run.")
@@ -158,6 +193,7 @@ def sweep(
     from flows import env
     from flows.recipe import load_config
     from flows.sweep import parse_over, planned
+    from tasks.nodes import nodes_of
 
     env.prepare(quiet=True)
     values = {
@@ -173,7 +209,7 @@ def sweep(
         "seed": seed or 0,
     }
     planned(load_config("sweep", values))  # what is wrong with a trial is said before a server is asked for
-    execute("sweep", values, [], json_, dry_run)
+    execute("sweep", values, [], json_, dry_run, nodes_of(nodes, node_rank, rendezvous))
 
 
 def parse_inputs(pairs: list[str] | None, whose: str) -> dict[str, str]:
@@ -205,6 +241,10 @@ def rerun(
     ] = None,
     set_: Sets = None,
     seed: Seed = None,
+    devices: Devices = None,
+    nodes: NodeCount = None,
+    node_rank: NodeRank = None,
+    rendezvous: Rendezvous = None,
     json_: Json = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which steps would run.")] = False,
 ) -> None:
@@ -223,13 +263,15 @@ def rerun(
     from flows.config import ConfigError, merge, parse_sets, section
     from flows.recipe import get_recipe
     from storage import records
+    from tasks.nodes import nodes_of
 
     env.prepare(quiet=True)
+    machines = nodes_of(nodes, node_rank, rendezvous)
     if run_id.startswith(("model:", "dataset:")):
-        if stage is not None or dry_run:
+        if stage is not None or dry_run or machines is not None:
             raise ConfigError(
                 f"{run_id} was made by one stage, which is what is repeated; leave out"
-                f" {'--stage' if stage is not None else '--dry-run'}"
+                f" {'--stage' if stage is not None else '--dry-run' if dry_run else '--nodes'}"
             )
         return remake(run_id, parse_sets([*(set_ or []), *(more or [])]), seed, json_)
     run = records.get_run(run_id)
@@ -252,7 +294,7 @@ def rerun(
     values = merge(record["config"], given)
     if seed is not None:
         values["seed"] = seed
-    execute(recipe, values, again, json_, dry_run)
+    execute(recipe, values, again, json_, dry_run, machines)
 
 
 def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool) -> None:
@@ -329,18 +371,58 @@ def recipe_name(name: str) -> str:
     return name
 
 
-def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool, dry_run: bool) -> None:
-    """Run (or plan) a recipe on values that are not validated yet, and print what came of it."""
+def execute(
+    recipe: str, values: dict[str, Any], force: list[str], as_json: bool, dry_run: bool, nodes: Any = None
+) -> None:
+    """Run (or plan) a recipe on values that are not validated yet, and print what came of it; nodes: this machine among
+    several.
+    """
+    from contextlib import nullcontext
+
+    from flows.recipe import load_config
+    from tasks.nodes import leading
+
+    recipe_name(recipe)
+    config = load_config(recipe, values)
+    if dry_run:
+        check_models(config)
+        return print_plan(recipe, config, force, as_json, nodes.count if nodes else 1)
+    if nodes is not None and nodes.rank > 0:
+        return take_part(recipe, nodes, as_json)
+    say = lambda text: print(text, file=sys.stderr, flush=True)
+    with leading(nodes, f"run {recipe}", say) if nodes else nullcontext() as leader:
+        check_models(config)
+        code = perform(recipe, values, force, as_json)
+        if leader is not None:
+            leader.code = code
+    if code:
+        raise typer.Exit(code)
+
+
+def take_part(recipe: str, nodes: Any, as_json: bool) -> None:
+    """Compute beside node 0 what its run shares, until that ends."""
+    from flows import display
+    from tasks.run import follow
+
+    with display.Display() as screen:
+        value = follow(nodes, f"run {recipe}", on_event=lambda event: screen(f"node {nodes.rank}", event))
+    if as_json:
+        emit(
+            {"status": "finished", "node": nodes.rank, **value}
+            | ({"exit_code": value["code"]} if value["code"] else {})
+        )
+    if value["code"]:
+        raise typer.Exit(value["code"])
+
+
+def perform(recipe: str, values: dict[str, Any], force: list[str], as_json: bool) -> int:
+    """Run a recipe and print what came of it; the exit code."""
     from contextlib import ExitStack
 
     from flows import display, env, services
     from flows.recipe import KILLED, get_recipe, load_config
 
-    recipe_name(recipe)
     state = env.state_dir()
-    check_models(load_config(recipe, values))
-    if dry_run:
-        return print_plan(recipe, load_config(recipe, values), force, as_json)
     with ExitStack() as stack:
         in_time = lambda error: insist(130 if isinstance(error, KeyboardInterrupt) else 143)
         KILLED.append(in_time)
@@ -368,12 +450,14 @@ def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
                 f"Step {result['step']} waits for people: fill in {result['file']} (what is asked stands beside it),"
                 f" then\n  posttrain answer {result['task']} FILE\n  posttrain rerun {result['run']}"
             )
-        raise typer.Exit(3)
+        return 3
     if as_json:
-        return emit({"status": "finished", **result})
-    from flows.report import print_result
+        emit({"status": "finished", **result})
+    else:
+        from flows.report import print_result
 
-    print_result(result, state)
+        print_result(result, state)
+    return 0
 
 
 def check_models(config: Any) -> None:
@@ -398,7 +482,7 @@ def check_models(config: Any) -> None:
             raise store.StoreError(f"{name}: {error}") from None
 
 
-def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> None:
+def print_plan(recipe: str, config: Any, force: list[str], as_json: bool, machines: int = 1) -> None:
     """The resolved configuration and, step by step, what would run."""
     import yaml
 
@@ -406,7 +490,7 @@ def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> Non
     from flows.config import ConfigError
     from flows.recipe import Plan, check_force, get_recipe
 
-    plan = Plan(recipe, config.seed, force)
+    plan = Plan(recipe, config.seed, force, machines)
     get_recipe(recipe).method(plan, config)
     check_force(force, [row["step"] for row in plan.table])
     resolved = config.model_dump(mode="json")
@@ -522,34 +606,9 @@ def stage(
     seed: Seed = None,
     force: Annotated[bool, typer.Option("--force", help="Execute although a verified record exists.")] = False,
     devices: Devices = None,
-    nodes: Annotated[
-        Optional[int],
-        typer.Option(
-            "--nodes",
-            min=1,
-            help=(
-                "Machines that train it together, each on --devices; give the same command on all of them, which share"
-                " POSTTRAIN_HOME."
-            ),
-        ),
-    ] = None,
-    node_rank: Annotated[
-        Optional[int],
-        typer.Option(
-            "--node-rank",
-            min=0,
-            help=(
-                "Which of them this is, from 0; by default what SLURM_NODEID, NODE_RANK, JOB_COMPLETION_INDEX or RANK"
-                " says."
-            ),
-        ),
-    ] = None,
-    rendezvous: Annotated[
-        Optional[str],
-        typer.Option(
-            "--rendezvous", metavar="HOST:PORT", help="Where node 0 listens; by default MASTER_ADDR and MASTER_PORT."
-        ),
-    ] = None,
+    nodes: NodeCount = None,
+    node_rank: NodeRank = None,
+    rendezvous: Rendezvous = None,
     json_: Json = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the stage's inputs and settings, and stop.")] = False,
 ) -> None:
@@ -1152,7 +1211,7 @@ def classify(error: BaseException) -> int | None:
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"ConfigError", "UnhashableError", "StoreError", "RegistryError", "PriceError"}:
         return 2
-    if names & {"StageError", "ServiceError", "DatasetError", "LeaseBusy"}:
+    if names & {"StageError", "ServiceError", "DatasetError", "LeaseBusy", "NodeError"}:
         return 1
     if names & {"TerminationSignal", "Cancelled"}:
         return 143

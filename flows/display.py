@@ -135,6 +135,10 @@ class Display:
     def _on_cached(self, label, event):
         self._line("=", label, event, "cached", "dim")
 
+    def _on_took_part(self, label, event):
+        self._close(label)
+        self.say(f"{'x' if event['error'] else '+'} {label:<22} {event['error'] or 'took part'}")
+
     def _on_ended(self, label, event):
         self._close(label)
         self.say(f"x {label:<22} {event.get('status', 'FAILED').lower()}", "bold red")

@@ -213,10 +213,11 @@ class Run:
 
 
 class Plan(Run):
-    """Says of each step whether it would run, without running any."""
+    """Says of each step whether it would run, without running any; ``machines``: how many share what trains."""
 
-    def __init__(self, recipe: str, seed: int, force: list[str]):
+    def __init__(self, recipe: str, seed: int, force: list[str], machines: int = 1):
         super().__init__(recipe, seed, force)
+        self.machines = machines
         self.table: list[dict[str, str]] = []
         self.refused: list[str] = []
         self.advice: list[str] = []
@@ -286,11 +287,12 @@ class Plan(Run):
             raise ConfigError(f"{label}: {error}") from None
         device = "cuda" if cuda_devices() else "cpu"
         limit = memory.limit_of(settings, device, devices)
-        found = memory.need(roles, known, settings, devices, device)
+        ranks = devices * (self.machines if spec.parallel else 1)
+        found = memory.need(roles, known, settings, ranks, device)
         if (
             limit is not None
             and settings.memory_check == "refuse"
-            and (reason := memory.refusal(label, roles, known, settings, limit, devices))
+            and (reason := memory.refusal(label, roles, known, settings, limit, ranks))
         ):
             self.refused.append(reason)
         self._advise(label, spec, inputs, settings, known.get("model"))

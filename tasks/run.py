@@ -43,7 +43,7 @@ from storage import home, leases, outbox, records, registry, store, tracking, wo
 from storage.files import atomic_write_json, read_json, refusal, sha256_text
 from tasks import mirror, processes
 from tasks.devices import devices_of, engine_cards, take_devices
-from tasks.nodes import RANK_VARIABLES, Nodes
+from tasks.nodes import RANK_VARIABLES, Follower, Nodes, following, shared
 from tasks.publishing import input_entry, names_of, projected, publish
 from tasks.stopping import DELIBERATE, StageError, raise_if_stopped, signals_held, sigterm_raises
 
@@ -154,6 +154,29 @@ def run_stage(
                 if record is None:
                     record, unit = _run(prepared, lock, label, name_as, flow_run, force, tell, devices, wait, nodes)
         return _conclude(prepared, record, cached, unit, label, name_as, flow_run, tell)
+
+
+def follow(nodes: Nodes, what: str, *, on_event: Callable[[Event], Any] | None = None) -> dict[str, Any]:
+    """On node 1 and further of a recipe: take part in every stage that node 0 shares (``tasks.nodes``) until its run
+    has finished; {"code": node 0's exit code, "took_part_in": labels of stages}. A stage that fails is node 0's to
+    judge: it may go on with others.
+
+    Raises ConfigError, NodeError (node 0's run failed or its process died).
+    """
+    tell, labels = _teller(on_event), []
+    with sigterm_raises(), following(nodes, what, lambda text: tell({"event": "waiting", "text": text})) as follower:
+        processes.expect()
+        for turn in follower.turns():
+            told = lambda event, label=turn["label"]: tell({"label": label, **event})
+            try:
+                with _refusals_told(turn["label"]):
+                    _take_turn(turn, follower, told)
+            except (StageError, ConfigError, store.StoreError) as error:
+                follower.error = str(error).splitlines()[0]
+            failed = follower.error or follower.failed(turn)
+            told({"event": "took_part", "error": failed})
+            labels += [] if failed else [turn["label"]]
+    return {"code": follower.code, "took_part_in": labels}
 
 
 def _check_names(name: str, name_as: str | None) -> None:
@@ -407,9 +430,13 @@ def _run(
             result = _finished_result(workdir, p)
             if result is None:
                 devices = devices_of(p.spec, devices)
-                slots, device, environment = take_devices(p.spec, devices, wait, tell, engine_cards(p.config))
-                _refuse_changes(p, code=True)
-                result = _process(p, workdir, lock, device, devices, environment, unit, tell, nodes)
+                # before the devices: who has the group must not wait for those of who waits for it
+                with shared(p.spec.parallel, partial(_for_others, p, label, devices)) as turn:
+                    if turn is not None and (told := turn.leader.lost()):
+                        raise _ended_with(p, told)
+                    slots, device, environment = take_devices(p.spec, devices, wait, tell, engine_cards(p.config))
+                    _refuse_changes(p, code=True)
+                    result = _process(p, workdir, lock, device, devices, environment, unit, tell, turn or nodes)
             _refuse_changes(p)
             record = publish(p, workdir, result, label, name_as, started, attempt, flow_run)
         finally:  # before MLflow is waited for
@@ -635,22 +662,7 @@ def _take_part(
             raise _Published
 
     if published() is None:
-        devices = devices_of(p.spec, devices)
-        slots, device, environment = take_devices(
-            p.spec, devices, wait, tell, engine_cards(p.config), group=f"gpu-node{nodes.rank}"
-        )
-        try:
-            tell(
-                {
-                    "event": "log",
-                    "text": f"node {nodes.rank} of {nodes.count}: joins node 0 at {nodes.address}:{nodes.port}",
-                }
-            )
-            with contextlib.suppress(_Published):
-                _process(p, workdir, None, device, devices, environment, "", tell, nodes, poll)
-        finally:
-            for slot in slots:
-                slot.release()
+        _beside(p, nodes, devices_of(p.spec, devices), wait, tell, poll)
         while (record := published()) is None:
             raise_if_stopped()
             _watch(p, workdir, nodes, lambda: None)
@@ -660,6 +672,72 @@ def _take_part(
     record = published()
     refs, paths = ({name: output[what] for name, output in record["outputs"].items()} for what in ("ref", "path"))
     return _told(_result(p, record, refs, paths, label, cached=False), tell)
+
+
+def _beside(
+    p: Prepared,
+    nodes: Nodes,
+    devices: int,
+    wait: bool,
+    tell: Callable[[Event], None],
+    poll: Callable[[], None],
+) -> None:
+    """Run the ranks of node 1 or further to their end, or until ``poll`` raises :class:`_Published`."""
+    slots, device, environment = take_devices(
+        p.spec, devices, wait, tell, engine_cards(p.config), group=f"gpu-node{nodes.rank}"
+    )
+    try:
+        tell(
+            {
+                "event": "log",
+                "text": f"node {nodes.rank} of {nodes.count}: joins node 0 at {nodes.address}:{nodes.port}",
+            }
+        )
+        with contextlib.suppress(_Published):
+            _process(p, home.work_dir(p.key), None, device, devices, environment, "", tell, nodes, poll)
+    finally:
+        for slot in slots:
+            slot.release()
+
+
+def _for_others(p: Prepared, label: str, devices: int) -> dict[str, Any]:
+    """What the nodes that take part in a stage of a recipe are told of it."""
+    return {
+        "label": label,
+        "module": p.module,
+        "key": p.key,
+        "code": p.code,
+        "config": p.resolved,
+        "inputs": {name: one.to_dict() for name, one in p.inputs.items()},
+        "seed": p.seed,
+        "devices": devices,
+    }
+
+
+def _take_turn(turn: dict[str, Any], follower: Follower, tell: Callable[[Event], None]) -> None:
+    """Compute beside node 0 what it tells of (:func:`_for_others`).
+
+    Raises ConfigError where this machine would compute something else; and as :func:`run_stage`.
+    """
+    p = prepare(
+        turn["module"], {name: one["ref"] for name, one in turn["inputs"].items()}, turn["config"], seed=turn["seed"]
+    )
+    if p.key != turn["key"]:
+        other = [
+            f"input {name} ({one['ref']})"
+            for name, one in turn["inputs"].items()
+            if name not in p.inputs or p.inputs[name].digest != one["digest"]
+        ] + (["its code or a library (install the same version)"] if p.code != turn["code"] else [])
+        raise ConfigError(
+            f"stage {p.spec.name} is another one on this machine than on node 0:"
+            f" {' and '.join(other) or 'its settings'} differ; give all nodes the same"
+        )
+
+    def poll() -> None:
+        if follower.over(turn):
+            raise _Published
+
+    _beside(p, follower.nodes.anew(), turn["devices"], True, tell, poll)
 
 
 def _result(

@@ -279,6 +279,11 @@ def test_a_dry_run_tells_and_refuses(tiny, data, tmp_path, monkeypatch):
         and plan["dpo"]["memory"] == plan["sft"]["memory"]
         and "memory" not in plan["evaluate_dpo"]
     )
+    # several machines hold the shards together
+    sharded = [*command, "dpo.sharding=full", "--nodes=4", "--node-rank=0", "--rendezvous=h:1"]
+    four = {row["step"]: row for row in json.loads(CliRunner().invoke(app, sharded).stdout.splitlines()[-1])["plan"]}
+    need = [float(one["dpo"]["memory"].split(" MiB of")[0]) for one in (plan, four)]
+    assert need[1] < need[0] / 2 and four["sft"]["memory"] == plan["sft"]["memory"], need
     done = CliRunner().invoke(app, [*command, "dpo.device_memory_gib=1e-4"])
     assert (
         isinstance(done.exception, ConfigError)
