@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from stages.generation import UNANSWERED
+from stages.generation import NO_ANSWER
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec
 
 INSTRUCTIONS = {
@@ -25,9 +25,6 @@ INSTRUCTIONS = {
     "keep": "Is this to be kept? Write yes, no or skip into the column choice.",
 }
 CHOICES = {"compare": ("1", "2", "tie", "skip"), "keep": ("yes", "no", "skip")}
-#: Why a candidate is nothing that people could compare: whoever learned from their choice would learn to be cut, or to
-#: say nothing.
-NO_ANSWER = (*UNANSWERED, "truncated", "empty")
 KINDS = (
     "pairs/1",
     "candidates/1",
