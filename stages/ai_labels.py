@@ -4,7 +4,8 @@
 Takes pairs, comparisons, rankings, or candidates of ``rejection`` (two answers of each prompt). Every pair is shown in
 both orders, and the mean is the label: ``chosen`` is the answer that the judge prefers, ``label_prob`` = max(p, 1 - p),
 for ``reward_model`` (objective=soft_label) and ``align``. With ``principles``, each pair is judged by one of them,
-drawn at random by its row. Rows keep prompt, split, group, weight and who generated them.
+drawn at random by its row. Rows keep prompt, split, group, weight and who generated them; pairs that were made here of
+the answers to one prompt weigh together as much as one.
 
 Ties, errors and unsure labels are left out and counted by reason; ``fallback=given`` keeps the label that a row came
 with for them (``synth.hybrid``). Where rows came with labels, the report says how often the judge agrees
@@ -123,11 +124,12 @@ def run(stage):
     judge = PairJudge(stage)
     judge.run(items)
     opinions = judge.opinions(items)
-    rows, reasons = [], Counter(left_out)
+    labelled, reasons = [], Counter(left_out)
     for item, found in zip(items, opinions):
         row, reason = label(item, found, stage.config, judge.judge_id)
         reasons.update([reason] * bool(reason))
-        rows += [row] * (row is not None)
+        labelled += [(item, row)] * (row is not None)
+    rows = weighed(labelled)
     write(stage, rows, reasons, len(items))
     report(stage, items, opinions, rows, reasons, judge)
 
@@ -205,7 +207,9 @@ def _common(row: dict) -> dict:
             "batch_id",
             "license",
             "collected_at",
+            "stage_index",
             "turn_index",
+            "constraint_ids",
             "ann",
         )
     } | {
@@ -285,7 +289,7 @@ def _of_candidates(rows: Iterable[dict], left_out: Counter, limit: int):
 
 
 def _pairs_among(common: dict, answers: Sequence[tuple], left_out: Counter, limit: int, votes):
-    """The first pairs of different answers of a prompt, which together weigh as much as one."""
+    """The first pairs of different answers of a prompt, ``made_of`` one row or group and with its whole weight."""
     from itertools import combinations
 
     different = [
@@ -301,8 +305,7 @@ def _pairs_among(common: dict, answers: Sequence[tuple], left_out: Counter, limi
             "gens": [answers[i][1], answers[j][1]],
             "votes": votes(i, j),
             "row_ids": list(dict.fromkeys((answers[i][2], answers[j][2]))),
-            "weight": common["weight"] / len(different),
-            "pairs_in_group": len(different),
+            "made_of": common["row_id"],
         }
 
 
@@ -349,6 +352,19 @@ def label(item: Item, found: Opinion, config: Config, judge_id: str) -> tuple[di
     return None, reason
 
 
+def weighed(labelled: Sequence[tuple[Item, dict]]) -> list[dict]:
+    """The rows; those of one ranking, or of one prompt's candidates, share its weight among those that got a label
+    (``data.ranking``).
+    """
+    sizes = Counter(item.row["made_of"] for item, _ in labelled if "made_of" in item.row)
+    return [
+        row | {"pairs_in_group": (n := sizes[item.row["made_of"]]), "weight": item.row["weight"] / n}
+        if "made_of" in item.row
+        else row
+        for item, row in labelled
+    ]
+
+
 def _pair(
     item: Item, p: float, found: Opinion, *, origin: str, ann: dict | None, soft: bool, strength: int | None = None
 ) -> dict:
@@ -377,7 +393,9 @@ def _pair(
             "batch_id",
             "license",
             "collected_at",
+            "stage_index",
             "turn_index",
+            "constraint_ids",
         )
     }
     return complete_row(
