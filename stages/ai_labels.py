@@ -149,11 +149,10 @@ def read(stage) -> tuple[list[Item], Counter]:
         "candidates/1": _of_candidates,
     }[data.kind]
     items: dict[tuple, Item] = {}
-    for row in made(
-        data.iter_rows(split=config.split) if config.split else data.iter_rows(), left_out, config.pairs_per_prompt
-    ):
+    for row in made(data.iter_rows(split=config.split) if config.split else data.iter_rows(), left_out, config):
         item = item_of(row)
-        key = item.row["prompt_id"], text_of(item.a), text_of(item.b)
+        trait = item.row["trait"] if config.principle_of == "row" else None
+        key = item.row["prompt_id"], trait, text_of(item.a), text_of(item.b)
         if key in items:  # another annotator of the same comparison: one question, all votes
             left_out["the same two answers again"] += 1
             for name in ("votes", "row_ids"):
@@ -219,7 +218,7 @@ def _common(row: dict) -> dict:
     }
 
 
-def _of_pairs(rows: Iterable[dict], left_out: Counter, limit: int):
+def _of_pairs(rows: Iterable[dict], left_out: Counter, config: Config):
     for row in rows:
         p = 1.0 if row["label_prob"] is None else row["label_prob"]
         yield {
@@ -231,7 +230,7 @@ def _of_pairs(rows: Iterable[dict], left_out: Counter, limit: int):
         }
 
 
-def _of_comparisons(rows: Iterable[dict], left_out: Counter, limit: int):
+def _of_comparisons(rows: Iterable[dict], left_out: Counter, config: Config):
     for row in rows:
         yield {
             **_common(row),
@@ -254,36 +253,39 @@ def comparison_p_a(row: dict) -> float:
     return row["p_a"] if row["label_kind"] == "prob" else pairing.votes(row["votes"])["p_a"]
 
 
-def _of_rankings(rows: Iterable[dict], left_out: Counter, limit: int):
+def _of_rankings(rows: Iterable[dict], left_out: Counter, config: Config):
     for row in rows:
         ranks, gens = row["ranks"], row["gens"] or [None] * len(row["completions"])
         yield from _pairs_among(
             _common(row),
             [(c, g, row["row_id"]) for c, g in zip(row["completions"], gens)],
             left_out,
-            limit,
+            config.pairs_per_prompt,
             lambda i, j: [1.0 if ranks[i] < ranks[j] else 0.0 if ranks[i] > ranks[j] else 0.5],
         )
 
 
-def _of_candidates(rows: Iterable[dict], left_out: Counter, limit: int):
-    groups: dict[str, list[dict]] = {}
+def _of_candidates(rows: Iterable[dict], left_out: Counter, config: Config):
+    groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        group = groups.setdefault(row["prompt_id"], [])
+        trait = json.loads(row["extra_json"] or "{}").get("trait") if config.principle_of == "row" else None
+        group = groups.setdefault((row["prompt_id"], trait), [])
         if row["kept"] is False and row["drop_reason"] != "unscorable":  # a judge needs no reward
             left_out[f"answers {row['drop_reason'] or 'not kept'}"] += 1
         else:
             group.append(row)
-    for group in groups.values():
+    for (_, trait), group in groups.items():
         if len(group) < 2:
             left_out["prompts with fewer than two answers"] += 1
             continue
-        weight = sum(row["weight"] for row in group) / len(group)
+        weight, common = sum(row["weight"] for row in group) / len(group), _common(group[0])
+        if trait is not None:  # the same answers may have been sampled for another one
+            common["row_id"] += f":{trait}"
         yield from _pairs_among(
-            {**_common(group[0]), "weight": weight},
+            {**common, "weight": weight},
             [(row["completion"], row["gen"], row["row_id"]) for row in group],
             left_out,
-            limit,
+            config.pairs_per_prompt,
             lambda i, j: [],
         )
 

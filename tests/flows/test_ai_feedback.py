@@ -413,6 +413,10 @@ def test_answers_are_ranked_by_the_trait_that_they_were_sampled_for(tmp_path):
         for text in asked
         for name, word in (("q0", "XX"), ("q1", "YY"))
     )
+    mixed = [one | {"extra_json": row["extra_json"]} for row, one in zip(rows, rows[:4] * 2)]
+    settings = {"principle_of": "row", "pairs_per_prompt": 20}
+    both, _, _ = judged(tmp_path, "mixed", settings, mixed, "candidates/1", traits)
+    assert len(both) == 5 + 3, "answers that were sampled for two traits are not compared by one of them"
     with pytest.raises(Exception, match="'y', which is none of the principles"):
         judged(tmp_path, "lost", {"principle_of": "row"}, rows, "candidates/1", traits[:1])
     with pytest.raises(Exception, match="give --input principles"):
