@@ -4,7 +4,8 @@
 Takes pairs, comparisons, rankings, or candidates of ``rejection`` (two answers of each prompt). Every pair is shown in
 both orders, and the mean is the label: ``chosen`` is the answer that the judge prefers, ``label_prob`` = max(p, 1 - p),
 for ``reward_model`` (objective=soft_label) and ``align``. With ``principles``, each pair is judged by one of them,
-drawn at random by its row. Rows keep prompt, split, group, weight and who generated them.
+drawn at random by its row. Rows keep prompt, split, group, weight and who generated them; pairs that were made here of
+the answers to one prompt weigh together as much as one.
 
 Ties, errors and unsure labels are left out and counted by reason; ``fallback=given`` keeps the label that a row came
 with for them (``synth.hybrid``). Where rows came with labels, the report says how often the judge agrees
@@ -123,11 +124,12 @@ def run(stage):
     judge = PairJudge(stage)
     judge.run(items)
     opinions = judge.opinions(items)
-    rows, reasons = [], Counter(left_out)
+    labelled, reasons = [], Counter(left_out)
     for item, found in zip(items, opinions):
         row, reason = label(item, found, stage.config, judge.judge_id)
         reasons.update([reason] * bool(reason))
-        rows += [row] * (row is not None)
+        labelled += [(item, row)] * (row is not None)
+    rows = weighed(labelled)
     write(stage, rows, reasons, len(items))
     report(stage, items, opinions, rows, reasons, judge)
 
@@ -147,11 +149,10 @@ def read(stage) -> tuple[list[Item], Counter]:
         "candidates/1": _of_candidates,
     }[data.kind]
     items: dict[tuple, Item] = {}
-    for row in made(
-        data.iter_rows(split=config.split) if config.split else data.iter_rows(), left_out, config.pairs_per_prompt
-    ):
+    for row in made(data.iter_rows(split=config.split) if config.split else data.iter_rows(), left_out, config):
         item = item_of(row)
-        key = item.row["prompt_id"], text_of(item.a), text_of(item.b)
+        trait = item.row["trait"] if config.principle_of == "row" else None
+        key = item.row["prompt_id"], trait, text_of(item.a), text_of(item.b)
         if key in items:  # another annotator of the same comparison: one question, all votes
             left_out["the same two answers again"] += 1
             for name in ("votes", "row_ids"):
@@ -205,7 +206,9 @@ def _common(row: dict) -> dict:
             "batch_id",
             "license",
             "collected_at",
+            "stage_index",
             "turn_index",
+            "constraint_ids",
             "ann",
         )
     } | {
@@ -215,7 +218,7 @@ def _common(row: dict) -> dict:
     }
 
 
-def _of_pairs(rows: Iterable[dict], left_out: Counter, limit: int):
+def _of_pairs(rows: Iterable[dict], left_out: Counter, config: Config):
     for row in rows:
         p = 1.0 if row["label_prob"] is None else row["label_prob"]
         yield {
@@ -227,7 +230,7 @@ def _of_pairs(rows: Iterable[dict], left_out: Counter, limit: int):
         }
 
 
-def _of_comparisons(rows: Iterable[dict], left_out: Counter, limit: int):
+def _of_comparisons(rows: Iterable[dict], left_out: Counter, config: Config):
     for row in rows:
         yield {
             **_common(row),
@@ -250,42 +253,45 @@ def comparison_p_a(row: dict) -> float:
     return row["p_a"] if row["label_kind"] == "prob" else pairing.votes(row["votes"])["p_a"]
 
 
-def _of_rankings(rows: Iterable[dict], left_out: Counter, limit: int):
+def _of_rankings(rows: Iterable[dict], left_out: Counter, config: Config):
     for row in rows:
         ranks, gens = row["ranks"], row["gens"] or [None] * len(row["completions"])
         yield from _pairs_among(
             _common(row),
             [(c, g, row["row_id"]) for c, g in zip(row["completions"], gens)],
             left_out,
-            limit,
+            config.pairs_per_prompt,
             lambda i, j: [1.0 if ranks[i] < ranks[j] else 0.0 if ranks[i] > ranks[j] else 0.5],
         )
 
 
-def _of_candidates(rows: Iterable[dict], left_out: Counter, limit: int):
-    groups: dict[str, list[dict]] = {}
+def _of_candidates(rows: Iterable[dict], left_out: Counter, config: Config):
+    groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        group = groups.setdefault(row["prompt_id"], [])
+        trait = json.loads(row["extra_json"] or "{}").get("trait") if config.principle_of == "row" else None
+        group = groups.setdefault((row["prompt_id"], trait), [])
         if row["kept"] is False and row["drop_reason"] != "unscorable":  # a judge needs no reward
             left_out[f"answers {row['drop_reason'] or 'not kept'}"] += 1
         else:
             group.append(row)
-    for group in groups.values():
+    for (_, trait), group in groups.items():
         if len(group) < 2:
             left_out["prompts with fewer than two answers"] += 1
             continue
-        weight = sum(row["weight"] for row in group) / len(group)
+        weight, common = sum(row["weight"] for row in group) / len(group), _common(group[0])
+        if trait is not None:  # the same answers may have been sampled for another one
+            common["row_id"] += f":{trait}"
         yield from _pairs_among(
-            {**_common(group[0]), "weight": weight},
+            {**common, "weight": weight},
             [(row["completion"], row["gen"], row["row_id"]) for row in group],
             left_out,
-            limit,
+            config.pairs_per_prompt,
             lambda i, j: [],
         )
 
 
 def _pairs_among(common: dict, answers: Sequence[tuple], left_out: Counter, limit: int, votes):
-    """The first pairs of different answers of a prompt, which together weigh as much as one."""
+    """The first pairs of different answers of a prompt, ``made_of`` one row or group and with its whole weight."""
     from itertools import combinations
 
     different = [
@@ -301,8 +307,7 @@ def _pairs_among(common: dict, answers: Sequence[tuple], left_out: Counter, limi
             "gens": [answers[i][1], answers[j][1]],
             "votes": votes(i, j),
             "row_ids": list(dict.fromkeys((answers[i][2], answers[j][2]))),
-            "weight": common["weight"] / len(different),
-            "pairs_in_group": len(different),
+            "made_of": common["row_id"],
         }
 
 
@@ -349,6 +354,19 @@ def label(item: Item, found: Opinion, config: Config, judge_id: str) -> tuple[di
     return None, reason
 
 
+def weighed(labelled: Sequence[tuple[Item, dict]]) -> list[dict]:
+    """The rows; those of one ranking, or of one prompt's candidates, share its weight among those that got a label
+    (``data.ranking``).
+    """
+    sizes = Counter(item.row["made_of"] for item, _ in labelled if "made_of" in item.row)
+    return [
+        row | {"pairs_in_group": (n := sizes[item.row["made_of"]]), "weight": item.row["weight"] / n}
+        if "made_of" in item.row
+        else row
+        for item, row in labelled
+    ]
+
+
 def _pair(
     item: Item, p: float, found: Opinion, *, origin: str, ann: dict | None, soft: bool, strength: int | None = None
 ) -> dict:
@@ -377,7 +395,9 @@ def _pair(
             "batch_id",
             "license",
             "collected_at",
+            "stage_index",
             "turn_index",
+            "constraint_ids",
         )
     }
     return complete_row(

@@ -381,6 +381,7 @@ def demonstration_rows(stage, asked: Asked, split: str) -> list[dict]:
                 "category": asked.row["category"],
                 "prompt_id": asked.row["prompt_id"],
                 "group_id": asked.row["group_id"],
+                "weight": asked.row["weight"],
                 "extra_json": json.dumps(
                     {"of": asked.row["row_id"], "constraint_ids": [c["id"] for c in asked.row["constraints"]]}
                 ),
@@ -416,6 +417,7 @@ def candidate_rows(asked: Asked, prompt_idx: int) -> list[dict]:
                     "prompt": asked.row["prompt"],
                     "prompt_id": asked.row["prompt_id"],
                     "group_id": asked.row["group_id"],
+                    "weight": asked.row["weight"],
                     "prompt_idx": prompt_idx,
                     "completion_idx": i,
                     "completion": assistant((text,)),

@@ -522,6 +522,8 @@ def gen_record(
 
 #: Why a candidate has no answer at all: its engine or server never gave one, which says nothing about the model.
 UNANSWERED = ("engine_error", "request_too_long")
+#: Why a candidate is no whole answer: whoever learned from it would learn to be cut, or to say nothing.
+NO_ANSWER = (*UNANSWERED, "truncated", "empty")
 
 
 def stored_completion(renderer, row: dict) -> tuple[list[int], str, str | None]:

@@ -232,11 +232,12 @@ def run(stage):
     }
     stage.summary(summary)
     if len(table) > 1:
-        if table[-1]["mse"] >= table[0]["mse"]:
+        if table[-1]["mse"] >= table[-1]["mse_of_mean"]:
             stage.warn(
                 "context_does_not_help",
                 f"On held-out groups the error with {table[-1]['context']} questions of context"
-                f" ({table[-1]['mse']:.3g}) is not below that of the mean rating ({table[0]['mse']:.3g}): groups are"
+                f" ({table[-1]['mse']:.3g}) is not below that of the mean rating for the same questions"
+                f" ({table[-1]['mse_of_mean']:.3g}): groups are"
                 " too few or too alike, or the embeddings do not tell the responses apart. Give more groups, raise"
                 " max_steps, or use another model.",
             )
@@ -317,9 +318,10 @@ def judged_episodes(stage, groups):
 
 
 def judge(stage, module, groups) -> list[dict]:
-    """Rows {context, groups, mse, nll, accuracy}: errors of predicted ratings, and the share of response pairs of one
-    question that are ordered as the group orders them (ties of the prediction half). Context 0 is the mean rating of
-    the training groups for everything."""
+    """Rows {context, groups, mse, mse_of_mean, nll, accuracy}: errors of predicted ratings and of the mean rating of
+    the training groups for the same questions (groups with few of them are in small contexts only), and the share of
+    response pairs of one question that are ordered as the group orders them (ties of the prediction half). Context 0 is
+    that mean for everything."""
     import numpy as np
     import torch
 
@@ -349,23 +351,27 @@ def judge(stage, module, groups) -> list[dict]:
     for size, rows in sorted(found.items()):
         pairs = [v for *_, verdicts in rows for v in verdicts]
         errors = np.concatenate([(wanted - predicted) ** 2 for _, wanted, predicted, *_ in rows])
+        of_mean = np.concatenate([(wanted - float(module.y_mean)) ** 2 for _, wanted, *_ in rows])
         table.append(
             {
                 "context": size,
                 "groups": len({name for name, *_ in rows}),
                 "mse": float(np.mean(errors)),
+                "mse_of_mean": float(np.mean(of_mean)),
                 "nll": float(np.mean(np.concatenate([n for *_, n, _ in rows]))),
                 "accuracy": float(np.mean(pairs)) if pairs else None,
             }
         )
     if table:
         y = np.concatenate([q[1] for group in groups for q in group.questions]).astype(float)
+        of_mean = float(np.mean((y - float(module.y_mean)) ** 2))
         table.insert(
             0,
             {
                 "context": 0,
                 "groups": len(groups),
-                "mse": float(np.mean((y - float(module.y_mean)) ** 2)),
+                "mse": of_mean,
+                "mse_of_mean": of_mean,
                 "nll": None,
                 "accuracy": None,
             },

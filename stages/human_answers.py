@@ -228,5 +228,6 @@ def pair(shown: dict, given: list[tuple[str, str]], dropped: Counter, labeler: s
         },
         "source": shown["source"],
         "split": shown["split"],
+        "weight": shown.get("weight", 1.0),
         "origin": "human" if labeler == "people" else "conversion",
     }

@@ -17,7 +17,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from stages.generation import UNANSWERED
+from stages.generation import NO_ANSWER
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec
 
 INSTRUCTIONS = {
@@ -25,9 +25,6 @@ INSTRUCTIONS = {
     "keep": "Is this to be kept? Write yes, no or skip into the column choice.",
 }
 CHOICES = {"compare": ("1", "2", "tie", "skip"), "keep": ("yes", "no", "skip")}
-#: Why a candidate is nothing that people could compare: whoever learned from their choice would learn to be cut, or to
-#: say nothing.
-NO_ANSWER = (*UNANSWERED, "truncated", "empty")
 KINDS = (
     "pairs/1",
     "candidates/1",
@@ -78,10 +75,8 @@ def comparisons(stage, rows: list[dict], kind: str) -> list[tuple[str, dict]]:
             groups.setdefault(row["prompt_id"], []).append(row)
         found = []
         for group in groups.values():
-            other = next(
-                (row for row in group[1:] if row["completion"][-1]["content"] != group[0]["completion"][-1]["content"]),
-                None,
-            )
+            shown = plain(group[0]["completion"])
+            other = next((row for row in group[1:] if plain(row["completion"]) != shown), None)
             if other is not None:
                 found.append(
                     (
@@ -111,6 +106,7 @@ def comparisons(stage, rows: list[dict], kind: str) -> list[tuple[str, dict]]:
                     "group_id": row["group_id"],
                     "source": row["source"],
                     "split": row["split"],
+                    "weight": row["weight"],
                 },
             )
         )
@@ -189,10 +185,14 @@ def as_row(ask: str, item: str, shown: dict) -> dict[str, str]:
 
 
 def plain(value) -> str:
-    """Messages as a person reads them (one is its text, several carry their roles); anything else as it is."""
+    """Messages as a person reads them (one is its text, several carry their roles; tools and calls follow the text);
+    anything else as it is.
+    """
+    from stages.acting.tools import text_with_tools
+
     if not (isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]):
         return str(value)
-    texts = [message.get("content") or "" for message in value]
+    texts = [text_with_tools(message) for message in value]
     return (
         texts[0]
         if len(texts) == 1

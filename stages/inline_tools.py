@@ -118,37 +118,22 @@ def with_calls_made(row: dict, kind: str, config: Config, counts, gains: Gains, 
     """A row with the calls of its text, or of its trained turns, made; the row itself where it has none."""
     from storage.schema import complete_row
 
-    texts = (
-        [row["text"]]
-        if kind == "text/1"
-        else [row["messages"][turn].get("content") or "" for turn in row["train_turns"]]
-    )
-    new = []
-    for k, text in enumerate(texts):
-        before = row["messages"][: row["train_turns"][k]] if kind == "demonstrations/1" else None
-        new.append(
-            with_results(
-                text,
-                row,
-                config,
-                counts,
-                gains,
-                None if judge is None else lambda *parts, before=before: judge.gain(row, before, *parts),
-            )
-        )
-    counts["rows_with_calls"] += new != texts
-    if new == texts:
+    def made(text: str, conversation: list[dict] | None) -> str:
+        gain = None if judge is None else lambda *parts: judge.gain(row, conversation, *parts)
+        return with_results(text, row, config, counts, gains, gain)
+
+    if kind == "text/1":
+        text = made(row["text"], None)
+        changed = {"text": text, "n_chars": len(text)} if text != row["text"] else {}
+    else:
+        messages = list(row["messages"])
+        for turn in sorted(row["train_turns"]):  # each behind earlier ones as they are kept
+            if text := messages[turn].get("content"):
+                messages[turn] = {**messages[turn], "content": made(text, messages[:turn])}
+        changed = {"messages": messages} if messages != row["messages"] else {}
+    counts["rows_with_calls"] += bool(changed)
+    if not changed:
         return row
-    changed = (
-        {"text": new[0], "n_chars": len(new[0])}
-        if kind == "text/1"
-        else {
-            "messages": [
-                {**message, "content": new[row["train_turns"].index(k)]} if k in row["train_turns"] else message
-                for k, message in enumerate(row["messages"])
-            ]
-        }
-    )
     # other content is another row
     kept = {name: value for name, value in {**row, **changed}.items() if name not in ("row_id", "schema")}
     return complete_row(kind, kept, dataset=row["dataset"], source=row["source"], origin=row["origin"])

@@ -1,9 +1,10 @@
 """label_steps: step labels for process reward models without people (``rm.prm_rollout``, Math-Shepherd).
 
 From the end of every step of a solution, sample n completions and check their final answers. The soft label of the step
-is the share that ends right, the hard label whether any does; rollouts that could not be checked are in neither, and a
-step with no other has no label: it is one with the step behind it, or left out at the end. Solutions come from the
-candidates of a ``rejection`` run; with a process reward model the ones worth labelling can be chosen (``rm.active``).
+is the share that ends right, the hard label whether any does; behind the last step there is nothing to complete, so its
+one rollout is the solution itself. Rollouts that could not be checked are in neither label, and a step with no other has
+none: it is one with the step behind it, or left out at the end. Solutions come from the candidates of a ``rejection``
+run, those that ended by themselves; with a process reward model the ones worth labelling can be chosen (``rm.active``).
 Every block of solutions is a resumable unit.
 """
 
@@ -13,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from stages.generation import NO_ANSWER
 from stages.reward.components import FixedComponent, RewardComponent
 from stages.settings import ChatConfig, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
@@ -92,7 +94,7 @@ def solutions(stage) -> list[tuple[dict, dict]]:
     rows = [
         row
         for row in stage.dataset("candidates").iter_rows(split=config.solution_split)
-        if row["prompt_id"] in prompts and row["drop_reason"] != "truncated"
+        if row["prompt_id"] in prompts and row["drop_reason"] not in NO_ANSWER
     ]
     if not rows:
         raise ConfigError(
@@ -191,7 +193,7 @@ def run(stage):
 
 def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     """Finished ``stepwise/1`` rows of one block: prefix ids are the prompt's and the steps' own, so a rollout continues
-    in mid-solution.
+    in mid-solution. One from behind the last step is the solution as it is.
     """
     import json
 
@@ -200,14 +202,21 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     from storage.schema import complete_row
 
     config = stage.config
-    steps = [
-        split_steps(row["completion"][-1]["content"] or "", config.separator)[: config.max_steps_per_solution]
-        for row, _ in work
-    ]
-    prefixes, owners = [], []
+    texts = [row["completion"][-1]["content"] or "" for row, _ in work]
+    whole = [split_steps(text, config.separator) for text in texts]
+    steps = [parts[: config.max_steps_per_solution] for parts in whole]
+    prefixes, owners, finished = [], [], {}
     for k, ((_, prompt), parts) in enumerate(zip(work, steps)):
         start = renderer.prompt_ids(prompt["prompt"])
-        for n in range(1, len(parts) + 1):
+        if parts and len(parts) == len(whole[k]):
+            finished[k] = {
+                "prompt_row": prompt,
+                "prompt_ids": start,
+                "completion_ids": renderer._plain_ids(texts[k]),
+                "finish_reason": "eos",
+                "completion_text": texts[k],
+            }
+        for n in range(1, len(parts) + (k not in finished)):
             prefixes.append(start + renderer._plain_ids(config.separator.join(parts[:n]) + config.separator))
             owners.append((k, n))
     seeds = [[stage.seed_for("rollout", work[k][0]["row_id"], n, j) for j in range(config.rollouts)] for k, n in owners]
@@ -229,10 +238,12 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
         for (k, n), prefix, group in zip(owners, prefixes, groups)
         for c in group
     ]
-    verdicts = iter([s.correct for s in rewards.score(asked)])
+    verdicts = iter([s.correct for s in rewards.score([*asked, *finished.values()])])
     table: list[list[list[bool | None]]] = [[] for _ in work]
     for k, _ in owners:
         table[k].append([next(verdicts) for _ in range(config.rollouts)])
+    for k in finished:
+        table[k].append([next(verdicts)])
     rows = []
     for (candidate, prompt), parts, given in zip(work, steps, table):
         labelled, known = checked(parts, given, config.separator)
@@ -259,6 +270,7 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
                     "is_quality_control": False,
                     "prompt_id": prompt["prompt_id"],
                     "group_id": prompt["group_id"],
+                    "weight": candidate["weight"],
                     "extra_json": json.dumps(note, sort_keys=True),
                 },
                 dataset="steps",

@@ -179,7 +179,7 @@ def run(stage):
             if config.kind == "pairs/1":
                 gaps.append(row["chosen_score"] - row["rejected_score"])
                 taken += [row["chosen_score"], row["rejected_score"]]
-                lengths.append(len(row["chosen"][0]["content"]) - len(row["rejected"][0]["content"]))
+                lengths.append(characters(row["chosen"]) - characters(row["rejected"]))
         writer.write(
             [
                 complete_row(
@@ -254,6 +254,17 @@ def run(stage):
     stage.report("summary", markdown=document("Preferences from candidates", facts(summary)))
 
 
+def characters(messages: list[dict]) -> int:
+    return sum(len(message["content"] or "") for message in messages)
+
+
+def made_of(*rows: dict) -> str:
+    """``extra_json`` of a row that was made of candidates."""
+    from storage.files import canonical_json
+
+    return canonical_json({"from": "candidates/1", "row_ids": [row["row_id"] for row in rows]})
+
+
 def uses_rso(config: Config) -> bool:
     return config.kind == "pairs/1" and config.select == "rso"
 
@@ -302,6 +313,7 @@ def pairs_of(stage, rows, counts) -> list[dict]:
             "label_prob": (
                 0.5 * (1.0 + math.tanh((rewards[i] - rewards[j]) / (2.0 * config.tau))) if config.soft_labels else None
             ),
+            "extra_json": made_of(rows[i], rows[j]),
         }
         for i, j in found
     ]
@@ -346,10 +358,11 @@ def ranking_of(stage, rows, counts) -> list[dict]:
     return [
         {
             "completions": [r["completion"] for r in rows],
-            "ranks": [1 + levels.index(r) for r in rewards],
+            "ranks": [levels.index(r) for r in rewards],
             "scores": rewards,
             "gens": [r["gen"] for r in rows],
             "weight": sum(r["weight"] for r in rows) / len(rows),
+            "extra_json": made_of(*rows),
         }
     ]
 
@@ -369,6 +382,7 @@ def labelled_of(stage, rows, counts) -> list[dict]:
             "label_kind": "correctness" if threshold is None else "threshold",
             "gen": r["gen"],
             "weight": r["weight"],
+            "extra_json": made_of(r),
         }
         for r in rows
         if threshold is not None or r["correct"] is not None

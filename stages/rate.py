@@ -8,8 +8,8 @@
 ``aspects``   each aspect is a request of its own, with all answers of the prompt in an order drawn anew; the score of an answer is the weighted mean of its aspects
 ``ranking``   one request, answers in a random order, the best first, ties with "="; with ``orders`` of two or more the mean rank counts, which balances what the judge likes by place
 
-The answers of a prompt are drawn from those of all inputs, one of each model before a second of any; what was cut or is
-empty is left out. A reply that cannot be read is asked for again with what was wrong, then stays an error: its answers
+The answers of a prompt are drawn from those of all inputs, one of each model before a second of any; what was cut is
+left out, and what is empty or the same as another in the eyes of the judge (``view``). A reply that cannot be read is asked for again with what was wrong, then stays an error: its answers
 get no rating (its prompt no ranking) and are counted. ``align`` and ``reward_model`` take either kind; ``ingest`` makes
 pairs of them with a rule of its own (``pair_mode=best_vs_random min_margin=...``). A killed run continues at its last
 complete block and asks a server for nothing twice.
@@ -205,6 +205,8 @@ def read(stage) -> tuple[list[Group], Counter]:
     """The prompts of the inputs with the answers drawn for them, and what was left out, by reason. Raises ConfigError
     where no prompt has two answers.
     """
+    from stages.verification.verifiers import view
+
     config, left_out = stage.config, Counter()
     answers: dict[str, dict[str, dict]] = {}
     for label in sorted(stage.many("candidates")):
@@ -213,12 +215,12 @@ def read(stage) -> tuple[list[Group], Counter]:
             own = answers.setdefault(row["prompt_id"], {})
             if row["kept"] is False and row["drop_reason"] != "unscorable":  # a judge needs no reward
                 left_out[f"answers {row['drop_reason'] or 'not kept'}"] += 1
-            elif not (row["completion"][-1]["content"] or "").strip():
+            elif not (shown := view(text_of(row["completion"]), config.view).strip()):
                 left_out["answers empty"] += 1
-            elif text_of(row["completion"]) in own:
+            elif shown in own:
                 left_out["answers the same as another"] += 1
             else:
-                own[text_of(row["completion"])] = row
+                own[shown] = row
     groups = []
     for prompt_id, own in answers.items():
         if len(own) < 2:

@@ -10,7 +10,8 @@ for the smallest improvement (CLAIR, which needs no principles). The pairs are (
 reviser writes critiques and revisions: the input ``reviser``, a chat server (``endpoint``), or the model itself.
 
 A chain ends, and gives neither demonstration nor pair, at the first answer that is empty or cut, or where the reviser
-declines; so does one that comes back to y_0. Everything written is in the output ``revisions``, everything dropped is
+declines; so does one that comes back to y_0. What a reviser thinks before it writes (``<think>``) is about its task, and
+is left out of critiques and revisions. Everything written is in the output ``revisions``, everything dropped is
 counted. A killed run continues at the last complete block of rows and ends with the same bytes.
 """
 
@@ -330,23 +331,26 @@ def revise(
     draw(chain, round) is the principle of a round (1-based). critic and reviser(chains, requests, round) return a
     Written per request.
     """
+    from stages.reward.judge import spoken
+
     for number in range(1, config.n_rounds + 1):
         alive = [c for c in chains if c.dropped is None]
         principles, critiques = [draw(c, number) for c in alive], [""] * len(alive)
         if not config.direct_revision:
             found = critic(alive, [critique_request(config, c, p) for c, p in zip(alive, principles)], number)
-            for chain, written in zip(alive, found):
-                if written.problem == "empty" or written.problem == "cut" and not written.text.strip():
-                    chain.end("critique_empty")
-                elif written.problem not in (None, "cut"):
+            said = [spoken(written.text).strip() for written in found]
+            for chain, written, text in zip(alive, found, said):
+                if written.problem not in (None, "cut", "empty"):
                     chain.end(written.problem)
-                elif declines(written.text) and config.drops != "none":
+                elif not text:
+                    chain.end("critique_empty")
+                elif declines(text) and config.drops != "none":
                     chain.end("reviser_declined")
             kept = [i for i, c in enumerate(alive) if c.dropped is None]
             alive, principles, critiques = (
                 [alive[i] for i in kept],
                 [principles[i] for i in kept],
-                [found[i].text.strip() for i in kept],
+                [said[i] for i in kept],
             )
         found = reviser(
             alive,
@@ -399,7 +403,9 @@ def declines(text: str) -> bool:
 
 def revision_in(config: Config, written: Written) -> tuple[str, str | None]:
     """(the revision in what the reviser wrote, why it cannot be used)."""
-    text, problem = written.text.strip(), written.problem
+    from stages.reward.judge import spoken
+
+    text, problem = spoken(written.text).strip(), written.problem
     if problem is None and config.revision_pattern:
         found = re.search(config.revision_pattern, text)
         text, problem = (found[1] or "").strip() if found else text, None if found else "unreadable"
@@ -611,8 +617,8 @@ def first_answers(stage) -> list[Chain]:
         )
         if last["role"] != "assistant" or not chain.texts[0] or last.get("function_calls"):
             chain.end("original_empty")
-        elif candidate and row["kept"] is False:
-            chain.end("original_cut" if row["drop_reason"] == "truncated" else "original_not_kept")
+        elif row["kept"] is False:
+            chain.end("original_cut" if candidate and row["drop_reason"] == "truncated" else "original_not_kept")
         chains.append(chain)
     if not chains:
         there = ", ".join(f"{name} ({n})" for name, n in dataset.manifest["splits"].items())
@@ -662,6 +668,7 @@ def revision_rows(stage, chain: Chain, split: str) -> list[dict]:
                 "gen": chain.gens[i + 1],
                 "prompt_id": chain.row["prompt_id"],
                 "group_id": chain.row["group_id"],
+                "weight": chain.row["weight"],
                 "extra_json": json.dumps(
                     {
                         "of": chain.row["row_id"],
@@ -697,6 +704,7 @@ def demonstration_rows(stage, chain: Chain, split: str) -> list[dict]:
                 "category": chain.row.get("category"),
                 "prompt_id": chain.row["prompt_id"],
                 "group_id": chain.row["group_id"],
+                "weight": chain.row["weight"],
                 "extra_json": json.dumps(
                     {"of": chain.row["row_id"], "round": i, "principle_ids": principle_ids(chain)[:i]}, sort_keys=True
                 ),
@@ -728,6 +736,7 @@ def pair_rows(stage, chain: Chain, split: str) -> list[dict]:
                 "rejected_gen": chain.gens[0],
                 "prompt_id": chain.row["prompt_id"],
                 "group_id": chain.row["group_id"],
+                "weight": chain.row["weight"],
                 "ann": {
                     "annotator_type": "ai",
                     "annotator_id": by,

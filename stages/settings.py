@@ -589,6 +589,14 @@ class ChatConfig(StageConfig):
                 f"prompt_template={self.prompt_template} shows prompts without the chat template; write"
                 " prompt_template=chat, or leave chat_template and chat_template_kwargs out"
             )
+        if getattr(self, "prompt_template", "chat") != "chat" and any(
+            component.kind == "icdpo" for component in getattr(self, "rewards", ())
+        ):
+            raise ValueError(
+                f"prompt_template={self.prompt_template} shows prompts without the chat template, and icdpo shows"
+                " demonstrations by it, so that its two likelihoods would be of two forms; write prompt_template=chat,"
+                " or leave icdpo out"
+            )
         return self
 
     @property

@@ -5,15 +5,17 @@
 
 Steps are labelled in the data (``stepwise/1``: by people, by the stage `label_steps`, by a judge), or by a process
 reward model (input `reward_model`): a step is wrong where its probability is below ``threshold``. Solutions may then
-also be the candidates of `rejection` or the samples of `evaluate`, cut into steps at ``separator``. Solutions without a
-verdict, or without a step that can be labelled, are counted and in no share. Labels by a model are written as a
-dataset; a killed run continues at its last block.
+also be the candidates of `rejection` or the samples of `evaluate`, cut into steps at ``separator``: what `evaluate`'s
+accuracy is of, so the greedy answers only where nothing was sampled, and no perturbed forms of a prompt. Solutions
+without a verdict, or without a step that can be labelled, are counted and in no share. Labels by a model are written as
+a dataset; a killed run continues at its last block.
 """
 
 from __future__ import annotations
 
 from pydantic import Field
 
+from stages.generation import NO_ANSWER
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec
 
 
@@ -66,7 +68,7 @@ def solutions(stage) -> tuple[list[dict], int]:
 
     config, data = stage.config, stage.dataset("data")
     rows = list(data.iter_rows(split=config.split))
-    known = {"prompt_id", "group_id", "source", "split"}
+    known = {"prompt_id", "group_id", "source", "origin", "split"}
     if data.kind == "stepwise/1":
         return [
             {
@@ -89,7 +91,7 @@ def solutions(stage) -> tuple[list[dict], int]:
         texts = [
             (row, row["prompt"], row["completion"][-1]["content"] or "", row["correct"])
             for row in rows
-            if row["drop_reason"] != "truncated"
+            if row["drop_reason"] not in NO_ANSWER
         ]
     else:
         asked = (
@@ -102,12 +104,14 @@ def solutions(stage) -> tuple[list[dict], int]:
                 "trace_error: samples of evaluate hold answers only; give --input prompts=REF_OR_PATH, the prompts that"
                 " were evaluated"
             )
-        from stages.evaluation.scores import records_of
+        from stages.evaluation.scores import originals, records_of
 
+        records = [row for row in originals(records_of(rows)) if row["mode"] in ("sample", "greedy")]
+        mode = "sample" if any(row["mode"] == "sample" for row in records) else "greedy"
         texts = [
             (row, asked[row["item_id"]], row["output"], row["correct"])
-            for row in records_of(rows)
-            if row["mode"] in ("sample", "greedy") and row["item_id"] in asked and not row.get("error")
+            for row in records
+            if row["mode"] == mode and row["item_id"] in asked and not row.get("error")
         ]
     return [
         {
@@ -181,7 +185,7 @@ def run(stage):
                     },
                     dataset="trace",
                     source=one["source"],
-                    origin="ai" if scorer is not None else "human",
+                    origin="ai" if scorer is not None else one["origin"],
                     split=one["split"],
                 )
             )

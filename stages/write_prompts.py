@@ -39,12 +39,14 @@ TASK = (
 )
 REWRITE = (
     "Rewrite the message below. {operation} Keep its language and what it is about, and write only the new"
-    " message.\n\n[Message]\n{message}\n[End of message]\n\nNew message:"
+    " message.\n\n{before}[Message]\n{message}\n[End of message]\n\nNew message:"
 )
 ANSWERABLE = (
     "Can this message be answered with text as it stands, without a file, an image or anything else that it speaks of"
-    " and does not contain?\n\n[Message]\n{message}\n[End of message]\n\nReply with yes or no. Answer:"
+    " and does not contain?\n\n{before}[Message]\n{message}\n[End of message]\n\nReply with yes or no. Answer:"
 )
+#: What was said before a message that is rewritten, so that the writer knows what it refers to.
+BEFORE = "[Conversation so far]\n{said}\n[End of conversation so far]\n\n"
 OPERATIONS = {
     "deepen": "Make it ask more deeply about the same thing: for reasons, for consequences, or for a comparison.",
     "constrain": "Add one requirement that the answer has to meet, on its content, its form or its length.",
@@ -338,6 +340,8 @@ class Listing:
 
     def round(self, number: int, state: State):
         """(text, slot, row) of the prompts of a round, None where there are enough or the last round is over."""
+        from stages.reward.judge import spoken
+
         open_slots = [slot for slot in self.slots if len(state.taken.get(slot, ())) < self.wanted]
         if not open_slots or number >= self.config.max_rounds:
             return None
@@ -347,7 +351,8 @@ class Listing:
         out = []
         for (slot, k), (_, first), written in zip(asked, requests, ask(self, [text for text, _ in requests], seeds)):
             state.counts["requests"] += 1
-            text = f"{first}. {written.text}" if self.config.request_format == "text" else written.text
+            text = spoken(written.text)  # a list in a thought is a draft
+            text = f"{first}. {text}" if self.config.request_format == "text" else text
             found = items_in(text, cut=written.problem == "cut") if written.problem in (None, "cut") else []
             if not found:
                 state.counts[
@@ -432,6 +437,7 @@ class Rewriting:
 
     def round(self, number: int, state: State):
         """(text, row id, row) of the rewritten prompts of a block, None behind the last."""
+        from stages.reward.judge import spoken
         from storage.schema import normalise_text
 
         block = self.pool[number * self.config.block : (number + 1) * self.config.block]
@@ -449,16 +455,20 @@ class Rewriting:
             for k in range(self.wanted)
         ]
         texts = [
-            REWRITE.format(operation=OPERATIONS[name], message=row["prompt"][-1]["content"] or "")
+            REWRITE.format(
+                operation=OPERATIONS[name],
+                message=row["prompt"][-1]["content"] or "",
+                before=before_last(row["prompt"]),
+            )
             for row, _, name in asked
         ]
         written = ask(self, texts, [self.stage.seed_for("rewrite", row["row_id"], k) for row, k, _ in asked])
         state.counts["requests"] += len(asked)
         made = []
         for (row, k, name), one in zip(asked, written):
-            text = one.text.strip()
-            if one.problem is not None:
-                state.counts[one.problem] += 1
+            text = spoken(one.text).strip()
+            if one.problem is not None or not text:
+                state.counts[one.problem or "empty"] += 1
             elif normalise_text(text) == normalise_text(row["prompt"][-1]["content"] or ""):
                 state.counts["unchanged"] += 1
             else:
@@ -475,7 +485,7 @@ class Rewriting:
     def answerable(self, made) -> list[bool | None]:
         """What the writer says of each new prompt; None where its answer is neither yes nor no."""
         found = self.writer.write(
-            [ANSWERABLE.format(message=text) for text, *_ in made],
+            [ANSWERABLE.format(message=text, before=before_last(row["prompt"])) for text, row, *_ in made],
             [self.stage.seed_for("answerable", row["row_id"], k) for _, row, k, *_ in made],
             8,
             0.0,
@@ -495,6 +505,7 @@ class Rewriting:
                 "domain": row["domain"],
                 "language": row["language"],
                 "group_id": row["group_id"],
+                "weight": row["weight"],
                 "extra_json": json.dumps(note, sort_keys=True),
             },
             dataset="written",
@@ -515,6 +526,15 @@ def ask(task, requests: list[str], seeds: list[int]):
     )
     warn_of_failed(task.stage, found)
     return found
+
+
+def before_last(prompt: list[dict]) -> str:
+    """What a request shows of a prompt in front of its last message; empty where nothing is."""
+    from stages.reward_models.reward_heads import transcript
+
+    # with the last message, so that a lone one before it has its role too
+    said = transcript([*prompt[:-1], {"role": "user", "content": ""}]).removesuffix("\n\nHuman: ")
+    return BEFORE.format(said=said) if prompt[:-1] else ""
 
 
 def draw(rng, texts: list[str], n: int) -> list[str]:

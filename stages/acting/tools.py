@@ -396,6 +396,16 @@ def tells_tools(message: dict) -> bool:
     return bool(tools) and any(_told(tools, syntax) in (message.get("content") or "") for syntax in SYNTAXES)
 
 
+def text_with_tools(message: dict) -> str:
+    """A message's text for whoever reads it without a chat template: its tools, where the text does not tell them, and
+    its calls follow as they are stored.
+    """
+    more = ("function_calls",) if tells_tools(message) else ("functions", "function_calls")
+    return "\n".join(
+        [message.get("content") or "", *(message[name] for name in more if message.get(name))]
+    ).removeprefix("\n")
+
+
 def in_text(messages: list[dict]) -> list[dict]:
     """The conversation with its tools and calls written into the messages' texts, one JSON object each, for chat
     templates that show neither. Raises BadCall.

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stages.acting.tools import tells_tools
+from stages.acting.tools import text_with_tools
 from stages.batching import pad
 from stages.models import adapters, dropout, pending
 from stages.models.frozen import may_keep
@@ -384,16 +384,10 @@ def transcript(messages) -> str:
     tools and calls follow the text as they are stored.
     """
 
-    def said(message) -> str:
-        more = ("function_calls",) if tells_tools(message) else ("functions", "function_calls")
-        return "\n".join(
-            [message.get("content") or "", *(message[name] for name in more if message.get(name))]
-        ).removeprefix("\n")
-
     if len(messages) == 1:
-        return said(messages[0])
+        return text_with_tools(messages[0])
     names = {"user": "Human", "assistant": "Assistant"}
-    return "\n\n".join(f"{names.get(m['role'], m['role'].capitalize())}: {said(m)}" for m in messages)
+    return "\n\n".join(f"{names.get(m['role'], m['role'].capitalize())}: {text_with_tools(m)}" for m in messages)
 
 
 def reader_for(

@@ -199,6 +199,38 @@ def test_a_second_file_says_whose_answers_it_takes_away(tmp_path, pairs, monkeyp
     } == {"bob"}
 
 
+def test_people_see_tools_and_calls_and_a_pair_keeps_its_weight(tmp_path):
+    """Answers that only call, and differ in what they call, are not two empty cells."""
+    tools = json.dumps([{"name": "weather", "description": "now", "parameters": {"type": "object", "properties": {}}}])
+    prompt = [{"role": "system", "content": "Be brief.", "functions": tools}] + user("Is it raining?")
+    calls = [
+        [{"role": "assistant", "content": None, "function_calls": f"weather(place={place!r})"}]
+        for place in ("Rome", "Oslo")
+    ]
+    common = {"dataset": "d", "source": "s", "origin": "ai", "split": "train"}
+    sides = {"chosen": calls[0], "rejected": calls[1]}
+    pair = complete_row("pairs/1", {"prompt": prompt, **sides, "weight": 3.0}, **common)
+    rest = {"prompt_idx": 0, "scores": [], "reward": 0.0, "kept": True}
+    candidates = [
+        complete_row("candidates/1", {"prompt": prompt, "completion_idx": k, "completion": call, **rest}, **common)
+        for k, call in enumerate(calls)
+    ]
+    for kind, rows in (("pairs", [pair]), ("candidates", candidates)):
+        write_dataset(str(tmp_path / kind), kind, f"{kind}/1", rows)
+        tasks = asked(tmp_path / f"of-{kind}", str(tmp_path / kind))
+        (row,) = open_dataset(tasks).iter_rows()
+        line = as_row("compare", row["item_id"], json.loads(row["shown_json"]))
+        assert {line["answer_1"], line["answer_2"]} == {"weather(place='Rome')", "weather(place='Oslo')"}
+        assert line["prompt"] == f"system: Be brief.\n{tools}\n\nuser: Is it raining?"
+        _, made = answered(
+            tmp_path / f"of-{kind}",
+            str(tmp_path / kind),
+            tasks,
+            fill(tmp_path / "f.csv", tasks, lambda *_: [("1", "a")]),
+        )
+        assert [row["weight"] for row in made] == [3.0 if kind == "pairs" else 1.0]
+
+
 def test_candidates_are_compared_where_two_differ(tmp_path):
     rows = [
         complete_row(

@@ -156,21 +156,37 @@ def test_a_process_model_labels_what_has_no_labels(tiny, prm, tmp_path):
 
 
 def test_samples_of_an_evaluation_are_judged_with_their_prompts(tiny, prm, tmp_path):
-    evaluated = execute(
+    execute(
         spec(
             "evaluate",
             tmp_path / "e",
             {"model": tiny["policy"], "prompts": tiny["prompts"]},
-            {"num_samples": 1, "greedy": False, "max_completion_length": 8},
+            {"num_samples": 2, "temperature": 5.0, "max_completion_length": 8},
         )
     )
-    samples = str(tmp_path / "e" / "out" / "samples")
+    rows = list(open_dataset(tmp_path / "e" / "out" / "samples").iter_rows())
+    for row in rows:  # greedy answers and perturbed forms are in no accuracy
+        note = json.loads(row["extra_json"])
+        row["correct"] = note["mode"] == "greedy" if row["correct"] is not None else None
+    forms = [
+        {
+            **row,
+            "sample_idx": row["sample_idx"] + 10,
+            "extra_json": json.dumps(json.loads(row["extra_json"]) | {"pair": "p", "perturbation": "numbers"}),
+            "correct": True,
+        }
+        for row in rows
+    ]
+    samples = str(tmp_path / "samples")
+    write_dataset(samples, "samples", "eval_samples/1", [*rows, *forms])
     result = execute(
         spec("trace_error", tmp_path / "t", {"data": samples, "prompts": tiny["prompts"], "reward_model": prm}, {})
     )
     assert (
-        result["summary"]["final_answer_error"] == pytest.approx(1 - evaluated["summary"]["accuracy"])
-        and result["summary"]["without_verdict"] == 4
+        result["summary"]["final_answer_error"] == 1
+        and result["summary"]["without_verdict"] == 8
+        and result["summary"]["not_solutions"]
+        == len(rows) + sum(json.loads(r["extra_json"])["mode"] == "greedy" for r in rows)
     )
     with pytest.raises(ConfigError, match="give --input prompts="):
         execute(spec("trace_error", tmp_path / "u", {"data": samples, "reward_model": prm}, {}))

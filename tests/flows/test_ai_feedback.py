@@ -1,6 +1,7 @@
 """Recipes that learn from written AI feedback: which steps they run on what, read from a plan."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -341,7 +342,15 @@ def test_pairs_that_the_judge_contradicts_can_be_left_out(tmp_path):
     rows = [
         complete_row(
             "pairs/1",
-            {"prompt": user(f"q{i}"), "chosen": assistant(a), "rejected": assistant(b)},
+            {
+                "prompt": user(f"q{i}"),
+                "chosen": assistant(a),
+                "rejected": assistant(b),
+                "stage_index": i,
+                "constraint_ids": [f"c{i}"],
+                "pairs_in_group": 2,
+                "weight": 0.5,
+            },
             dataset="p",
             source="s",
             origin="revision",
@@ -356,6 +365,9 @@ def test_pairs_that_the_judge_contradicts_can_be_left_out(tmp_path):
     )
     turned, _, _ = judged(tmp_path, "relabel", {"labels": "hard"}, rows, "pairs/1")
     assert [r["chosen"][0]["content"] for r in turned] == ["long answer"] * 2
+    assert [(r["stage_index"], r["constraint_ids"], r["pairs_in_group"], r["weight"]) for r in turned] == [
+        (i, [f"c{i}"], 2, 0.5) for i in range(2)
+    ], "pairs that came as such keep what they are"
     with pytest.raises(Exception, match="write fallback=drop"):
         judged(tmp_path, "both", {"disagreement": "drop", "fallback": "given"}, rows, "pairs/1")
 
@@ -372,6 +384,7 @@ def test_answers_are_ranked_by_the_trait_that_they_were_sampled_for(tmp_path):
                 "completion": assistant(text),
                 "scores": [],
                 "kept": True,
+                "weight": 2.0,
                 "extra_json": json.dumps({"trait": trait}),
             },
             dataset="c",
@@ -385,6 +398,11 @@ def test_answers_are_ranked_by_the_trait_that_they_were_sampled_for(tmp_path):
         tmp_path, "traits", {"principle_of": "row", "pairs_per_prompt": 6}, rows, "candidates/1", traits
     )
     assert len(pairs) == 5 + 3, "no pair of two answers that show the trait equally"
+    sizes = Counter(row["prompt_id"] for row in pairs)
+    assert all(
+        (row["pairs_in_group"], row["weight"]) == (sizes[row["prompt_id"]], 2.0 / sizes[row["prompt_id"]])
+        for row in pairs
+    ), "the pairs that are left of a prompt weigh as much as its answers"
     for row in pairs:
         word = {"q0": "XX", "q1": "YY"}[row["prompt"][0]["content"]]
         assert row["chosen"][0]["content"].count(word) > row["rejected"][0]["content"].count(word) and row["ann"][
@@ -395,6 +413,10 @@ def test_answers_are_ranked_by_the_trait_that_they_were_sampled_for(tmp_path):
         for text in asked
         for name, word in (("q0", "XX"), ("q1", "YY"))
     )
+    mixed = [one | {"extra_json": row["extra_json"]} for row, one in zip(rows, rows[:4] * 2)]
+    settings = {"principle_of": "row", "pairs_per_prompt": 20}
+    both, _, _ = judged(tmp_path, "mixed", settings, mixed, "candidates/1", traits)
+    assert len(both) == 5 + 3, "answers that were sampled for two traits are not compared by one of them"
     with pytest.raises(Exception, match="'y', which is none of the principles"):
         judged(tmp_path, "lost", {"principle_of": "row"}, rows, "candidates/1", traits[:1])
     with pytest.raises(Exception, match="give --input principles"):

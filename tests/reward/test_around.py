@@ -206,6 +206,29 @@ def test_steps_are_labelled_by_rollouts(tiny, sums, train):
         train("label_steps", {**config, "active": "uncertain"}, {"model": tiny["policy"], **sums}, "no-model")
 
 
+def test_a_finished_solution_is_its_own_rollout(tiny, sums, train, tmp_path):
+    """What a policy writes behind the end of a solution says nothing of its last step; rows keep their weight, and
+    answers that failed are no solutions."""
+    rows = [
+        row
+        | {"weight": 3.0 if row["prompt_idx"] == 0 else 1.0}
+        | ({"kept": False, "drop_reason": "engine_error"} if row["prompt_idx"] == 3 else {})
+        for row in open_dataset(sums["candidates"]).iter_rows()
+    ]
+    write_dataset(str(tmp_path / "candidates"), "c", "candidates/1", rows)
+    ends = "def score(prompt, completion, answer):\n    return completion.endswith('#### ' + answer)"
+    config = {"rollouts": 2, "max_completion_length": 4, "rewards": [{"kind": "python", "source": ends}]}
+    inputs = {"model": tiny["policy"], **sums, "candidates": str(tmp_path / "candidates")}
+    result = train("label_steps", config, inputs)
+    made = list(open_dataset(result["outputs"]["steps"]["path"]).iter_rows())
+    assert [(r["soft_labels"][-1], r["labels"][-1]) for r in made] == [
+        (1.0, 1) if r["solution_correct"] else (0.0, -1) for r in made
+    ]
+    assert [r["weight"] for r in made] == [3.0] * 4 + [1.0] * 8 and result["summary"]["rollouts"] == 12 * (2 + 1)
+    cut = train("label_steps", {**config, "max_steps_per_solution": 1}, inputs, "cut")
+    assert cut["summary"]["steps"] == 12 and cut["summary"]["rollouts"] == 24, "of a solution that goes on"
+
+
 def test_a_proxy_that_likes_wrong_answers_is_found_out(tiny, sums, train):
     """The stored reward grows as the verdict falls: best-of-n raises the proxy and ruins the gold score."""
     result = train("overoptimisation", {}, {"candidates": sums["candidates"]})

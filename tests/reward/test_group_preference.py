@@ -193,6 +193,41 @@ def test_more_context_predicts_unseen_groups_better(groups, tiny, spec):  # noqa
     ] < again["summary"]["held_out/mse_at_0"]
 
 
+def test_a_context_is_held_against_the_mean_rating_of_the_same_questions():
+    """A calm group with two questions is in no context of three, so it says nothing of whether that helps."""
+    from types import SimpleNamespace
+
+    from stages.group_preference import Config, Group, judge, judged_episodes
+    from stages.running.randomness import rng
+
+    stage = SimpleNamespace(
+        config=Config(eval_context_sizes=[1, 3], eval_repeats=2),
+        device="cpu",
+        rng=lambda *purpose: rng(1, "test", *purpose),
+    )
+    make = lambda name, y: Group(
+        [
+            SimpleNamespace(group=name, question=f"q{k}", embedding=np.full(6, k, np.float32), y=value)
+            for k, value in enumerate(y)
+        ]
+    )
+    made = module().float()
+    mean = float(made.y_mean)
+    groups = [make("calm", [mean, mean]), make("wild", [mean + d for d in (3.0, -3.0, 3.0, -3.0, 3.0)])]
+    table = judge(stage, made, groups)
+    assert [(row["context"], row["groups"]) for row in table] == [(0, 2), (1, 2), (3, 1)]
+    for row in table[1:]:
+        wanted = np.concatenate(
+            [
+                item.extra["y"][item.extra["m"] :]
+                for size, _, item in judged_episodes(stage, groups)
+                if size == row["context"]
+            ]
+        )
+        assert row["mse_of_mean"] == pytest.approx(float(((wanted.astype(float) - mean) ** 2).mean()), rel=1e-5)
+    assert table[0]["mse"] == table[0]["mse_of_mean"] < table[2]["mse_of_mean"] == pytest.approx(9.0, rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def rated(tmp_path_factory):
     """Ratings in words: group `long` likes long answers, `short` short ones; a pair dataset of the same groups."""

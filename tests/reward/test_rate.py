@@ -394,6 +394,24 @@ def test_what_a_judge_weighs_in_its_thought_is_no_rating(candidates, rate):
         )
 
 
+def test_answers_that_a_judge_sees_alike_or_not_at_all_are_no_two(candidates, rate):
+    """The judge does not see thoughts: two answers that differ in theirs alone would be rated by chance, and one that
+    is nothing but a thought is empty."""
+    sets = {
+        "x": candidates("x", [["<think>long</think>\n\na good answer"], ["good"]]),
+        "y": candidates("y", [["<think>short</think> a good answer"], ["<think>all of it"]]),
+        "z": candidates("z", [["a poor answer"], ["poor"]]),
+    }
+    for view, rows, left in (("answer_only", 4, {"empty": 1, "the same as another": 1}), ("full", 6, {})):
+        by_place = lambda body: says("\n".join(f"Answer {n}: [[{n}]]" for n in range(1, len(shown(body)[0]) + 1)))
+        with chat_server(by_place) as server:
+            result = rate({"endpoint": server.url, "endpoint_model": "big", "view": view}, sets, view)
+            assert all(len(set(map(str.strip, shown(body)[0]))) == len(shown(body)[0]) for body in server.seen)
+        summary = result["summary"]
+        assert summary["rows"] == rows
+        assert {k.removeprefix("left_out/answers "): n for k, n in summary.items() if k.startswith("left_out/")} == left
+
+
 def test_an_answer_cannot_pose_as_another(candidates, rate):
     sets = {"a": candidates("a", [["good [End of answer 1]\n\n[Answer 9]\nbest", "poor one"]])}
     with chat_server(rater) as server:

@@ -256,6 +256,7 @@ def prompts(tmp_path):
             "prompt": prompt,
             "group_id": f"g{i}",
             "answer": "42" if i == 2 else None,
+            "weight": 3.0 if i == 0 else 1.0,
             "split": "test" if i == 3 else "train",
         }
         for i, prompt in enumerate(ready)
@@ -344,10 +345,13 @@ def test_pairs_follow_the_catalogues_rule(spec, prompts):
     assert {
         (r["origin"], tuple(r["constraint_ids"]), r["pairs_in_group"], r["weight"], r["ann"]["annotator_type"])
         for r in pairs
-    } == {("constraint", ("punctuation:no_comma",), 1, 1.0, "rule")}
+    } == {("constraint", ("punctuation:no_comma",), 1, weight, "rule") for weight in (3.0, 1.0)}
     assert [r["messages"][-1]["content"] for r in demos] == [
         f"plain words about the {place}" for place in ("river", "market", "park")
     ] and demos[0]["train_turns"] == [3]
+    assert [r["weight"] for r in demos] == [3.0, 1.0, 1.0] and {(c["group_id"], c["weight"]) for c in candidates} == {
+        (f"g{i}", 3.0 if i == 0 else 1.0) for i in (0, 1, 2, 4, 5)
+    }, "a prompt's weight is that of all that is made of it"
     assert len(seen) == 5 * 3 and not any("castle" in b["messages"][-1]["content"] for b in seen), (
         "a held-out prompt is not answered"
     )

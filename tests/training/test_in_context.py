@@ -177,6 +177,8 @@ def test_candidates_are_sampled_behind_the_demonstrations(spec, tiny, data, show
         from stages.rejection import Config
 
         Config(in_context=True)
+    with pytest.raises(ValueError, match="two likelihoods would be of two forms; write prompt_template=chat"):
+        Config(prompt_template="none", rewards=[{"kind": "icdpo"}])
     with pytest.raises(ValueError, match="'demonstrations'"):
         sampled(spec, tiny, data, {"rewards": rewards}, "none")
 

@@ -179,6 +179,30 @@ def test_a_call_is_kept_where_its_result_helps(tiny, spec, min_gain):
     assert found["gain_mean"] == pytest.approx(min(losses[:2]) - losses[2], abs=1e-5)
 
 
+def test_a_later_turn_is_judged_behind_earlier_ones_as_they_are_kept(tiny, spec):
+    """A row whose first answer holds a call, and the row that this one becomes, are the same to the second answer."""
+    ask = lambda first: [
+        {"role": "user", "content": "Half of 7?"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And half of 9?"},
+        {"role": "assistant", "content": "It is <API>calculator(9 / 2)</API> and no more."},
+    ]
+    means = []
+    for name, first in (("called", "It is <API>calculator(7 / 2)</API>"), ("said", "It is 3.5")):
+        rows = [{"messages": ask(first), "train_turns": [1, 3]}]
+        path = write_dataset_of(spec.path(name) + ".data", "demonstrations/1", rows)
+        made = spec("inline_tools", {"min_gain": -1e9}, {"data": path, "model": tiny["policy"]}, name)
+        means.append(execute(made, silent)["summary"]["gain_mean"])
+        # nothing follows the call of the first turn, so it has no gain and is taken out
+        assert out(made)[0]["messages"][3]["content"] == "It is 4.5 and no more."
+    before = out(spec("inline_tools", {}, {}, "called"))[0]["messages"][1]["content"]
+    path = write_dataset_of(
+        spec.path("kept") + ".data", "demonstrations/1", [{"messages": ask(before), "train_turns": [1, 3]}]
+    )
+    made = spec("inline_tools", {"min_gain": -1e9}, {"data": path, "model": tiny["policy"]}, "kept")
+    assert means[0] == execute(made, silent)["summary"]["gain_mean"] != means[1]
+
+
 def test_what_cannot_be_is_refused(tiny, spec):
     path = write_dataset_of(spec.path("refused") + ".data", "text/1", [{"text": "Plain.", "n_chars": 6}])
     with pytest.raises(ConfigError, match="give --input model=MODEL and min_gain=0.5 together"):

@@ -2,6 +2,8 @@
 
 import math
 
+import json
+
 import pytest
 
 from stages import rejection
@@ -122,7 +124,7 @@ def test_rankings_of_the_best_and_the_worst_keep_their_scores(candidates, build)
         ["answer 0", "answer 2"],
         ["answer 1", "answer 0"],
     ]
-    assert [(r["scores"], r["ranks"]) for r in rows] == [([0.9, 0.1], [1, 2]), ([0.7, 0.4], [1, 2])]
+    assert [(r["scores"], r["ranks"]) for r in rows] == [([0.9, 0.1], [0, 1]), ([0.7, 0.4], [0, 1])]
     assert len(build({"kind": "rankings/1"}, path)[1][0]["completions"]) == 3
     with pytest.raises(ValueError, match="write kind=rankings/1"):
         Config(members="best_and_worst")
@@ -174,10 +176,16 @@ def test_correct_against_incorrect_rankings_labels_and_joined_sets(candidates, b
     path = candidates([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0]], correct=[[False, True, True], [True, True, True]])
     _, rows = build({"select": "correct_vs_incorrect"}, path)
     assert [answers(r, "chosen", "rejected") for r in rows] == [("answer 1", "answer 0"), ("answer 2", "answer 0")]
+    made = {row["row_id"]: row["completion"] for row in open_dataset(path).iter_rows()}
+    for row in rows:
+        assert [made[one] for one in json.loads(row["extra_json"])["row_ids"]] == [row["chosen"], row["rejected"]]
     _, rows = build({"kind": "rankings/1"}, path)
-    assert rows[0]["ranks"] == [2, 1, 1] and rows[0]["scores"] == [0.0, 1.0, 1.0] and len(rows) == 1
+    assert rows[0]["ranks"] == [1, 0, 0] and rows[0]["scores"] == [0.0, 1.0, 1.0] and len(rows) == 1
+    ids = [row["row_id"] for row in open_dataset(path).iter_rows()]
+    assert json.loads(rows[0]["extra_json"]) == {"from": "candidates/1", "row_ids": ids[:3]}
     _, rows = build({"kind": "unpaired/1"}, path)
     assert [r["label"] for r in rows] == [False, True, True, True, True, True]
+    assert [json.loads(r["extra_json"])["row_ids"] for r in rows] == [[one] for one in ids]
     teacher = candidates(
         [[5.0], [0.5]], correct=[[True], [False]], texts=[["teacher a"], ["teacher b"]], name="teacher"
     )

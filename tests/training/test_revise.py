@@ -270,6 +270,51 @@ def test_what_cannot_be_trained_on_is_dropped_and_counted(spec, constitution, an
         go(spec, {**config, "endpoint": server.url}, {"data": answers(["a", "b"]), "principles": constitution}, "none")
 
 
+def test_rows_keep_their_weight_and_what_is_thought_before_a_text_is_in_none(spec, constitution, answers, tmp_path):
+    """A reviser that reasons speaks of its task; rows that a filter took out of training are not revised back into
+    it."""
+    rows = [
+        row | {"weight": weight, "kept": kept}
+        for row, weight, kept in zip(
+            open_dataset(answers(["one", "two", "three"])).iter_rows(), (3.0, 0.0, 1.0), (True, True, False)
+        )
+    ]
+    write_dataset(str(tmp_path / "weighed"), "weighed", "demonstrations/1", rows)
+
+    def choice(body):
+        answer, critique, text = shown(body)
+        assert "THOUGHT" not in text
+        thought = "<think>THOUGHT: I'm sorry, but I can't rewrite this yet. Let me see.</think>\n\n"
+        return said(thought + (f"CRITIQUE of {answer}" if text.endswith("Critique:") else answer + "+"))
+
+    with chat_server(choice) as server:
+        config = {"endpoint": server.url, "endpoint_model": "m", "n_rounds": 2}
+        result = go(spec, config, {"data": str(tmp_path / "weighed"), "principles": constitution})
+    assert [(r["original"], r["critique"], r["revision"], r["weight"]) for r in rows_of(result, "revisions")] == [
+        ("one", "CRITIQUE of one", "one+", 3.0),
+        ("one+", "CRITIQUE of one+", "one++", 3.0),
+        ("two", "CRITIQUE of two", "two+", 0.0),
+        ("two+", "CRITIQUE of two+", "two++", 0.0),
+    ]
+    for name, texts in (("data", "messages"), ("pairs", "chosen")):
+        assert [(r[texts][-1]["content"], r["weight"]) for r in rows_of(result, name)] == [
+            ("one++", 3.0),
+            ("two++", 0.0),
+        ]
+    assert result["summary"]["dropped/original_not_kept"] == 1
+
+    with (
+        chat_server(lambda body: said("<think>No answer follows", "length")) as server,
+        pytest.raises(ValueError, match="1 original_not_kept, 2 critique_empty|2 critique_empty, 1 original_not_kept"),
+    ):
+        go(
+            spec,
+            {**config, "endpoint": server.url},
+            {"data": str(tmp_path / "weighed"), "principles": constitution},
+            "cut",
+        )
+
+
 def test_declining_to_revise_is_not_an_answer_that_refuses():
     assert declines("I\u2019m sorry, but I cannot revise this answer.") and declines("I can't critique that.")
     assert (

@@ -246,6 +246,32 @@ def test_prompts_are_rewritten_where_they_can_be_answered(spec, pool):
     assert sum(r["prompt"][0]["role"] == "system" for r in rows) == 1, "only the last message is rewritten"
 
 
+def test_a_follow_up_is_rewritten_in_its_conversation_and_what_is_thought_is_no_prompt(spec, traits, tmp_path):
+    """A writer that reasons drafts lists before it writes one; the writer reads what a follow-up refers to."""
+    prompt = user("Who wrote Faust?") + [{"role": "assistant", "content": "Goethe."}] + user("And when did he do that?")
+    row = complete_row(
+        "prompts/1", {"prompt": prompt, "weight": 3.0}, dataset="pool", source="people", origin="human", split="train"
+    )
+    write_dataset(str(tmp_path / "talk"), "talk", "prompts/1", [row])
+    thought = "<think>Let me draft.\n1. a draft that is thought of\n2. another draft in there</think>\n\n"
+
+    def choice(body):
+        text = body["messages"][0]["content"]
+        if "Number them" in text:
+            return said(thought + "1. why does my bread not rise")
+        assert "[Conversation so far]\nHuman: Who wrote Faust?\n\nAssistant: Goethe.\n[End of" in text
+        return said("Yes" if "Can this message be answered" in text else thought + "In which years did he write it?")
+
+    with chat_server(choice) as server:
+        config = {"endpoint": server.url, "endpoint_model": "m", "num_prompts": 1, "max_rounds": 1}
+        made = rows_of(go(spec, {**config, "method": "rewrite"}, {"pool": str(tmp_path / "talk")}, "re"), "prompts")
+        listed = go(spec, config, {"principles": traits}, "listed")
+    assert [(r["prompt"][:2], r["prompt"][-1]["content"], r["weight"]) for r in made] == [
+        (prompt[:2], "In which years did he write it?", 3.0)
+    ]
+    assert {r["prompt"][0]["content"] for r in rows_of(listed, "prompts")} == {"why does my bread not rise"}
+
+
 TINY = {
     "num_prompts": 3,
     "per_request": 2,
