@@ -13,6 +13,7 @@ import pytest
 from stages.harness import execute
 from stages.spec import PROJECT_ROOT
 from storage.files import tree_digest
+from tests.processes import UNDRAWN
 
 STAGES = {
     "sft": (
@@ -444,7 +445,7 @@ def test_kill9_equals_uninterrupted(tiny, data, labelled, spec, case, forks):
             capture_output=True,
         )
     else:
-        forks.run(spec.path("whole"), POSTTRAIN_CHECKPOINT_SECONDS="1000")
+        forks.run(spec.path("whole"), target=UNDRAWN, POSTTRAIN_CHECKPOINT_SECONDS="1000")
     killed = spec(stage, config, inputs, "killed")
     metrics = Path(killed["workdir"], "metrics.jsonl")
     for lines in (3, 7):
