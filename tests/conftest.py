@@ -76,6 +76,8 @@ def pytest_collection(session):
     try:
         return (yield)
     finally:
+        import hypothesis  # noqa: F401  pytest would later; it asks the collector who refers to trio's random numbers
+
         gc.freeze()  # and no later collection goes through it either, a second each
         gc.enable()
 
