@@ -39,10 +39,12 @@ def pytest_configure(config):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     # compiled kernels serve the next suite, too
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "torchinductor"))
+    # ranks of one machine; set once, since a process whose environment is another is not forked from the same parent
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["TMPDIR"], tempfile.tempdir = scratch, None
 
     def put_back():
-        for name in ("PYTEST_DEBUG_TEMPROOT", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR"):
+        for name in ("PYTEST_DEBUG_TEMPROOT", "TORCHINDUCTOR_CACHE_DIR", "GLOO_SOCKET_IFNAME", "TMPDIR"):
             os.environ.pop(name)
             os.environ.update({name: before[name]} if name in before else {})
         tempfile.tempdir = None
@@ -74,6 +76,9 @@ def pytest_collection(session):
     try:
         return (yield)
     finally:
+        import hypothesis  # noqa: F401  pytest would later; it asks the collector who refers to trio's random numbers
+
+        gc.freeze()  # and no later collection goes through it either, a second each
         gc.enable()
 
 

@@ -20,6 +20,7 @@ from stages.running import warm
 from tasks.processes import Forked, Parent
 
 STAGES = "stages.harness:main"
+UNDRAWN = "tests.processes:undrawn"
 
 
 class Process:
@@ -150,6 +151,16 @@ def modules() -> list[str]:
         "scipy.stats",
         "transformers.models.bert.modeling_bert",
     ]
+
+
+def undrawn(spec: str) -> int:
+    """A stage whose charts are not drawn."""
+    from stages import harness
+    from stages.reporting import reports
+    from tests.common import not_drawn
+
+    reports._png = not_drawn
+    return harness.main(spec)
 
 
 def work(request: dict) -> int:

@@ -3,10 +3,6 @@
 import hashlib
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -176,7 +172,7 @@ def test_samples_of_two_models_share_their_seeds(evaluations):
     assert evaluations["policy"][0]["summary"]["protocol_hash"] == evaluations["other"][0]["summary"]["protocol_hash"]
 
 
-def test_killed_evaluation_ends_with_the_same_bytes(tiny, evaluations, tmp_path):
+def test_killed_evaluation_ends_with_the_same_bytes(tiny, evaluations, tmp_path, forks):
     """SIGKILL after the second chunk, then the same command: byte-identical datasets and summary."""
     inputs = {
         "model": tiny["other"],
@@ -187,20 +183,12 @@ def test_killed_evaluation_ends_with_the_same_bytes(tiny, evaluations, tmp_path)
     }
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(spec("evaluate", tmp_path / "work", inputs, POLICY)))
-    command = [sys.executable, "-m", "stages", str(file)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    checkpoints = tmp_path / "work" / "checkpoints"
+    forks.start(file).kill_when(
+        lambda: max((p.name for p in checkpoints.glob("step-*")), default="") >= "step-0000000002"
     )
-    for line in process.stdout:
-        if json.loads(line).get("event") == "progress" and json.loads(line)["done"] >= 2:
-            break
-        if (tmp_path / "work" / "checkpoints" / "step-0000000002").exists():
-            break
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
     assert not (tmp_path / "work" / "result.json").exists()
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
+    forks.run(file)
     result = json.loads((tmp_path / "work" / "result.json").read_text())
     assert result["resumed_from"] >= 2
     undisturbed, out = evaluations["other"]

@@ -3,12 +3,8 @@ and diversity.
 """
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -620,7 +616,7 @@ def test_mt_bench_settings_that_nothing_reads_are_refused(tiny, questions, tmp_p
             execute(spec("evaluate", tmp_path / name, base, {"split": "train", "max_completion_length": 8, name: {}}))
 
 
-def test_a_killed_mt_bench_ends_with_the_same_bytes(tiny, questions, tmp_path):
+def test_a_killed_mt_bench_ends_with_the_same_bytes(tiny, questions, tmp_path, forks):
     with chat_server(rating) as server:
         made = spec(
             "evaluate",
@@ -631,20 +627,10 @@ def test_a_killed_mt_bench_ends_with_the_same_bytes(tiny, questions, tmp_path):
         execute({**made, "workdir": str(tmp_path / "whole")})
         file = tmp_path / "spec.json"
         file.write_text(json.dumps(made))
-        command, environment = [sys.executable, "-m", "stages", str(file)], {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-        )
-        for line in process.stdout:
-            if json.loads(line).get("event") == "progress" and json.loads(line)["done"] >= 1:
-                break
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        forks.start(file).kill_when(lambda: any((tmp_path / "work" / "checkpoints").glob("step-*")))
         assert not (tmp_path / "work" / "result.json").exists()
         before = len(server.seen)
-        subprocess.run(
-            command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-        )
+        forks.run(file)
         assert len(server.seen) - before == 6  # the second chunk only: four turns, one of them asked three times
     assert json.loads((tmp_path / "work" / "result.json").read_text())["resumed_from"] == 1
     for name in ("samples", "scores"):

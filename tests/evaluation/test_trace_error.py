@@ -3,9 +3,6 @@ apart.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import assistant, user
-from tests.evaluation.test_stages import ROOT, spec
+from tests.evaluation.test_stages import spec
 
 
 def solution(i, labels, correct):
@@ -192,26 +189,14 @@ def test_samples_of_an_evaluation_are_judged_with_their_prompts(tiny, prm, tmp_p
         execute(spec("trace_error", tmp_path / "u", {"data": samples, "reward_model": prm}, {}))
 
 
-def test_a_killed_labelling_ends_with_the_same_bytes(tiny, prm, labelled, tmp_path):
+def test_a_killed_labelling_ends_with_the_same_bytes(tiny, prm, labelled, tmp_path, forks):
     inputs, config = {"data": labelled, "reward_model": prm}, {"block": 1}
     whole = execute(spec("trace_error", tmp_path / "whole", inputs, config))
     (tmp_path / "spec.json").write_text(json.dumps(spec("trace_error", tmp_path / "work", inputs, config)))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stages", str(tmp_path / "spec.json")],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    work = tmp_path / "work"
+    forks.start(tmp_path / "spec.json").kill_when(
+        lambda: any((work / "checkpoints").glob("step-*")) or (work / "result.json").exists()
     )
-    for line in process.stdout:
-        if (
-            json.loads(line).get("event") == "progress"
-            or (tmp_path / "work" / "checkpoints" / "step-0000000002").exists()
-        ):
-            break
-    process.kill()
-    process.wait()
     again = execute(spec("trace_error", tmp_path / "work", inputs, config))
     assert again["summary"] == whole["summary"]
     for name in ("steps", "scores"):

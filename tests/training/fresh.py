@@ -1,8 +1,6 @@
-"""Scores of models in this process and in a new interpreter."""
+"""Scores of models in this process and in another one, which has computed nothing before."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import torch
@@ -18,13 +16,19 @@ def scores(model) -> list[float]:
         return target_logps(model.eval(), collate(text_items(np.random.default_rng(0))))[0].tolist()
 
 
-def scores_elsewhere(*models: str) -> list[list[float]]:
-    """:func:`scores` of what these expressions make in an interpreter of its own; they may call PeftModel, load_frozen
+def scores_elsewhere(forks, *models: str) -> list[list[float]]:
+    """:func:`scores` of what these expressions make in a process of its own; they may call PeftModel, load_frozen
     and load_policy.
     """
-    program = (
-        "import json\nfrom peft import PeftModel\nfrom stages.models.modeling import load_frozen, load_policy\nfrom"
-        f" tests.training.fresh import scores\nprint(json.dumps([scores(m) for m in ({', '.join(models)},)]))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    group = forks.start(*models, target="tests.training.fresh:main")
+    group.finish()
+    return json.loads(group.processes[0].log.read_text().splitlines()[-1])
+
+
+def main(*models: str) -> None:
+    from peft import PeftModel
+
+    from stages.models.modeling import load_frozen, load_policy
+
+    known = {"PeftModel": PeftModel, "load_frozen": load_frozen, "load_policy": load_policy}
+    print(json.dumps([scores(eval(model, known)) for model in models]), flush=True)

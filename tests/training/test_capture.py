@@ -3,9 +3,6 @@ teacher.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +16,7 @@ from stages.models import modeling
 from stages.models.divergence import divergence, topk_divergence
 from stages.models.modeling import Head, column_logps, freeze, load_policy, top_logps
 from stages.registry import get_stage
-from stages.spec import PROJECT_ROOT, ConfigError
+from stages.spec import ConfigError
 from storage.datasets import open_dataset
 from storage.files import tree_digest
 from tests.common import silent
@@ -228,13 +225,7 @@ def test_kill9_captures_every_row_once(spec, tiny, data, forks):
         },
     )
     whole = spec("capture", config, inputs, "whole")
-    subprocess.run(
-        [sys.executable, "-m", "stages", spec.path("whole")],
-        cwd=PROJECT_ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
-    )
+    forks.run(spec.path("whole"))
     killed = spec("capture", config, inputs, "killed")
     folder = Path(killed["workdir"], "out", "captured")
     for parts in (2, 5):

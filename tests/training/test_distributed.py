@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from stages.harness import execute
+from tests.processes import UNDRAWN
 from tests.reward.conftest import encoder  # noqa: F401
 
 # Ranks end with the process that started them, as under a task.
@@ -434,7 +435,7 @@ def newest(checkpoints: Path) -> int:
 
 def forked(forks):
     def start(path, count, killed_behind):
-        group = forks.start(path, ranks=count, POSTTRAIN_CHECKPOINT_SECONDS="0")
+        group = forks.start(path, target=UNDRAWN, ranks=count, POSTTRAIN_CHECKPOINT_SECONDS="0")
         group.kill_when(lambda: newest(killed_behind) >= 3) if killed_behind else group.finish()
 
     return start

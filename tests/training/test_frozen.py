@@ -249,7 +249,7 @@ def test_a_stage_on_a_bfloat16_checkpoint_publishes_the_bytes_of_float32(case, h
     assert not memory.shape_of(out / "model").low
 
 
-def test_scores_come_back_to_the_bit_in_a_fresh_process(half, tmp_path):
+def test_scores_come_back_to_the_bit_in_a_fresh_process(half, tmp_path, forks):
     """Base and adapter give the trained scores; the published directory those of its own weights."""
     model, _ = trained(half["policy"])
     mine = scores(model)
@@ -258,6 +258,7 @@ def test_scores_come_back_to_the_bit_in_a_fresh_process(half, tmp_path):
     assert merged == pytest.approx(mine, abs=1e-4)
     policy, out = half["policy"], str(tmp_path / "out")
     assert scores_elsewhere(
+        forks,
         f"PeftModel.from_pretrained(load_policy({policy!r}), {out + '/adapter'!r})",
         f"load_policy({out!r})",
         f"load_frozen({out!r})",

@@ -3,9 +3,6 @@ review.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,7 @@ from stages.harness import execute
 from stages.reward import grape, rubrics
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
-from stages.spec import PROJECT_ROOT, ConfigError
+from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.chat_server import chat_server
@@ -977,14 +974,7 @@ def test_a_killed_run_with_improved_answers_ends_with_the_same_bytes(tiny, promp
     config = {**GRAPE, "mode_mix": "probability", "improve_share": 0.5, "max_steps": 10}
     inputs = {"model": tiny["policy"], "data": prompts, "rubric": rubric(), "reward_model": tiny["reward"]}
     whole, killed = spec("rl", config, inputs, "whole"), spec("rl", config, inputs, "killed")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}
-    subprocess.run(
-        [sys.executable, "-m", "stages", spec.path("whole")],
-        cwd=PROJECT_ROOT,
-        env=environment,
-        check=True,
-        capture_output=True,
-    )
+    forks.run(spec.path("whole"), POSTTRAIN_CHECKPOINT_SECONDS="1000")
     metrics = Path(killed["workdir"], "metrics.jsonl")
     forks.start(spec.path("killed"), POSTTRAIN_CHECKPOINT_SECONDS="0").kill_when(
         lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3

@@ -1,11 +1,8 @@
 """Weight merging: the catalogue's numbers, the rules of each method, and the stage."""
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import torch
 from stages.harness import execute
 from stages.merge import Config, coefficients_of, combine, slerp, ties
 from stages.models.modeling import load_policy
-from stages.spec import PROJECT_ROOT, ConfigError
+from stages.spec import ConfigError
 from storage.files import tree_digest
 from tests.common import silent
 
@@ -142,13 +139,7 @@ def test_kill9_merges_to_the_same_bytes(tiny, spec, forks):
     whole, killed = (
         of_two(spec, tiny["policy"], tiny["other"], name, {"method": "slerp"}) for name in ("whole", "killed")
     )
-    subprocess.run(
-        [sys.executable, "-m", "stages", spec.path("whole")],
-        cwd=PROJECT_ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
-    )
+    forks.run(spec.path("whole"))
     out = Path(killed["workdir"], "out")
     for started, delay in (
         (lambda: True, random.uniform(0, 1)),

@@ -4,8 +4,6 @@ computes the layers.
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +21,7 @@ from stages.sft import NextToken
 from stages.spec import ConfigError
 from stages.training import Trainer, TrainingError, learning_rate_at
 from tests.common import silent
+from tests.training.fresh import scores_elsewhere
 from tests.training.test_invariance import text_items
 
 SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}
@@ -33,7 +32,7 @@ def scores(model, items) -> list[float]:
         return target_logps(model.eval(), collate(items))[0].tolist()
 
 
-def test_lora_trains_only_the_adapter_and_comes_back_to_the_last_bit(tiny, tmp_path):
+def test_lora_trains_only_the_adapter_and_comes_back_to_the_last_bit(tiny, tmp_path, forks):
     """In a fresh process: base + adapter give the trained scores exactly, the merged directory gives the merged
     model's.
     """
@@ -59,18 +58,10 @@ def test_lora_trains_only_the_adapter_and_comes_back_to_the_last_bit(tiny, tmp_p
         json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())["base_model_name_or_path"]
         == "model:base"
     )
-    program = f"""
-import json, numpy as np
-from peft import PeftModel
-from stages.models.modeling import load_policy
-from tests.training.test_invariance import text_items
-from tests.training.test_options import scores
-items = text_items(np.random.default_rng(0))
-adapted = PeftModel.from_pretrained(load_policy({tiny["policy"]!r}), {str(tmp_path / "out" / "adapter")!r})
-print(json.dumps([scores(adapted, items), scores(load_policy({str(tmp_path / "out")!r}), items)]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout.splitlines()[-1]) == [trained, merged]
+    policy, out = tiny["policy"], str(tmp_path / "out")
+    assert scores_elsewhere(
+        forks, f"PeftModel.from_pretrained(load_policy({policy!r}), {out + '/adapter'!r})", f"load_policy({out!r})"
+    ) == [trained, merged]
 
 
 @pytest.mark.parametrize("stage", ("sft", "align", "rl"))

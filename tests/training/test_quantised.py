@@ -252,7 +252,7 @@ def test_a_stage_publishes_the_bytes_of_the_dequantised_model(case, tiny, dequan
     assert found["nf4"] == found["float32"]
 
 
-def test_scores_come_back_to_the_bit_in_a_fresh_process(tiny, tmp_path):
+def test_scores_come_back_to_the_bit_in_a_fresh_process(tiny, tmp_path, forks):
     """The base in 4 bits with the adapter gives the trained scores; the published directory those of its own weights,
     which are the dequantised ones with the adapter.
     """
@@ -263,7 +263,9 @@ def test_scores_come_back_to_the_bit_in_a_fresh_process(tiny, tmp_path):
     assert merged == pytest.approx(mine, abs=1e-4)
     policy, out = tiny["policy"], str(tmp_path / "out")
     assert scores_elsewhere(
-        f"PeftModel.from_pretrained(load_frozen({policy!r}, how='nf4'), {out + '/adapter'!r})", f"load_policy({out!r})"
+        forks,
+        f"PeftModel.from_pretrained(load_frozen({policy!r}, how='nf4'), {out + '/adapter'!r})",
+        f"load_policy({out!r})",
     ) == [mine, merged]
     assert json.loads(Path(tmp_path, "out/config.json").read_text())[
         "dtype"

@@ -91,7 +91,6 @@ def test_a_killed_rank_takes_the_stage_down_and_the_next_run_ends_with_the_same_
 ):
     """first: the step behind which a rank is killed; writer: the rank that is killed in a write."""
     inputs, config = {"model": tiny["policy"], "data": data["demonstrations"]}, {**CONFIG, "sharding": sharding}
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
     prepared = prepare("sft", inputs, config, seed=3)
     whole = tmp_path / "undisturbed"
@@ -120,9 +119,8 @@ def test_a_killed_rank_takes_the_stage_down_and_the_next_run_ends_with_the_same_
     assert not any((killed / "checkpoints").glob(".tmp-*"))
 
 
-def test_the_error_told_is_that_of_the_rank_that_failed_first(tiny, data, state_dir, monkeypatch):
+def test_the_error_told_is_that_of_the_rank_that_failed_first(tiny, data, state_dir):
     """A refusal reaches the user as it is, not as the broken connection that the other rank saw."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with pytest.raises(StageError, match="validation gives no such metric") as failure:
         run_stage(
             "sft",
@@ -141,7 +139,7 @@ def test_a_stage_that_is_asked_to_stop_ends_its_ranks(tiny, data, spec, forks):
         "stopped",
     )
     Path(spec.path("stopped")).write_text(json.dumps({**made, "devices": 2}))
-    (process,) = forks.start(spec.path("stopped"), GLOO_SOCKET_IFNAME="lo").processes
+    (process,) = forks.start(spec.path("stopped")).processes
     metrics, deadline = Path(made["workdir"], "metrics.jsonl"), time.monotonic() + 120
     while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from stages.harness import execute
 from stages.spec import PROJECT_ROOT
 from storage.files import tree_digest
+from tests.processes import UNDRAWN
 
 STAGES = {
     "sft": (
@@ -89,6 +91,10 @@ STAGES = {
         ("model", "prompts"),
     ),
 }
+
+
+# undisturbed in an interpreter of their own, as by hand; the others are forked, as those that are killed
+APART = ("align", "rl")
 
 
 def outputs(workdir: Path) -> dict:
@@ -429,7 +435,7 @@ def test_kill9_equals_uninterrupted(tiny, data, labelled, spec, case, forks):
     }
     stage = stage.split()[0]
     spec(stage, config, inputs, "whole")
-    if case in STAGES:  # an interpreter of its own, as users start it
+    if case in APART:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}
         subprocess.run(
             [sys.executable, "-m", "stages", spec.path("whole")],
@@ -439,7 +445,7 @@ def test_kill9_equals_uninterrupted(tiny, data, labelled, spec, case, forks):
             capture_output=True,
         )
     else:
-        forks.run(spec.path("whole"), POSTTRAIN_CHECKPOINT_SECONDS="1000")
+        forks.run(spec.path("whole"), target=UNDRAWN, POSTTRAIN_CHECKPOINT_SECONDS="1000")
     killed = spec(stage, config, inputs, "killed")
     metrics = Path(killed["workdir"], "metrics.jsonl")
     for lines in (3, 7):
@@ -463,18 +469,11 @@ def test_kill9_equals_uninterrupted(tiny, data, labelled, spec, case, forks):
 
 
 @pytest.mark.parametrize("case", ["sft with everything", "rl"])
-def test_sigterm_ends_after_the_step_with_a_checkpoint_and_the_same_command_goes_on(tiny, data, spec, case):
+def test_sigterm_ends_after_the_step_with_a_checkpoint_and_the_same_command_goes_on(tiny, data, spec, case, forks):
     """As Kubernetes and Slurm take a node back: no step is done twice, however long ago the last checkpoint was."""
     config, (_, rows) = STAGES[case]
     stage, inputs = case.split()[0], {"model": tiny["policy"], "data": data[rows]}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POSTTRAIN_CHECKPOINT_SECONDS": "1000"}
-    start = lambda name: subprocess.Popen(
-        [sys.executable, "-m", "stages", spec.path(name)],
-        cwd=PROJECT_ROOT,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    start = lambda name: forks.start(spec.path(name), POSTTRAIN_CHECKPOINT_SECONDS="1000").processes[0].forked
     for name in ("whole", "preempted"):
         spec(stage, config, inputs, name)
     assert start("whole").wait(timeout=300) == 0
@@ -487,7 +486,7 @@ def test_sigterm_ends_after_the_step_with_a_checkpoint_and_the_same_command_goes
         and (not (work / "metrics.jsonl").exists() or (work / "metrics.jsonl").read_bytes().count(b"\n") < 4)
     ):
         time.sleep(0.002)
-    process.terminate()
+    os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=60) == 143
     steps = json.loads((work / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert steps >= 3

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -14,7 +12,7 @@ from storage.schema import complete_row
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, forks):
     root = tmp_path_factory.mktemp("base")
     text = DatasetWriter(str(root / "text"), "text", "text/1")
     text.write(
@@ -47,9 +45,7 @@ def made(tmp_path_factory):
         }
         (root / name).mkdir()
         (root / f"{name}.json").write_text(json.dumps(spec))
-        subprocess.run(
-            [sys.executable, "-m", "stages", str(root / f"{name}.json")], check=True, stdout=subprocess.DEVNULL
-        )
+        forks.run(root / f"{name}.json")  # in turn from parents with different hash seeds
         out.append(root / name / "out" / "model")
     return out
 
