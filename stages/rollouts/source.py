@@ -468,6 +468,7 @@ class Rollouts:
             return
         wanted, iteration, version = self.config.prompts_per_step, self.iteration + 1, self.version
         self.rewards.step = self.version + self.steps_per_batch  # that it is trained at, which from_step is about
+        self.rewards.multipliers = dict(self.multipliers.values)  # as the newest batch moved them
         self.ahead.submit(lambda: self._fill(wanted, iteration, version))
 
     def _wait_for_ahead(self) -> None:

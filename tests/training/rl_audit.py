@@ -1483,8 +1483,7 @@ class Run:
     def multiplier(self, comp, iteration):
         """lambda <- max(0, lambda + step (c - mean R)) after every batch, over all that was sampled."""
         known = self.lambdas[comp.name]
-        lag = 1 if self.c.async_rollouts else 0  # what is sampled ahead is paid as was known when it was sampled
-        return known[max(0, min(iteration - lag, len(known) - 1))]
+        return known[min(iteration, len(known) - 1)]
 
     def baseline(self, it, shaped, in_stats):
         kind, c = self.row.read_baseline, self.c
