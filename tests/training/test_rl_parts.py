@@ -807,6 +807,47 @@ def test_replayed_groups_keep_the_log_probs_they_were_sampled_with(rl):
         )
 
 
+def test_replayed_completions_are_counted_once_in_what_is_kept_from_batch_to_batch(tiny, rl):
+    """The moving baseline, the running scale of rewards, and the KL that the controller moves the coefficient by are of
+    fresh completions, all from the rows.
+    """
+    config = {
+        "preset": "topr",
+        "max_steps": 4,
+        "prompts_per_step": 4,
+        "num_generations": 2,
+        "replay_fraction": 0.5,
+        "replay_window": 3,
+        "learning_rate": 3e-3,
+        "baseline": "moving_average",
+        "reward_norm": "running",
+        "reward_override": "none",
+        "rewards": [{"kind": "python", "source": "def score(completion_ids):\n    return sum(completion_ids) % 7"}],
+        "kl_coef": 0.1,
+        "kl_controller": "adaptive_ziegler",
+        "kl_horizon": 100,
+        "target_kl": 1e-3,
+    }
+    result, metrics = rl("counted-once", config, reference=tiny["other"])
+    rows, seen, average, coef = rows_of(result), [], None, 0.1
+    assert any(r["policy_version"] < r["iteration"] for r in rows)
+    for i, metric in enumerate(metrics):
+        batch = [r for r in rows if r["iteration"] == i]
+        fresh = [r for r in batch if r["policy_version"] == i]
+        earned = {id(r): sum(c["weight"] * c["value"] for c in r["reward_components"]) for r in batch}
+        seen += [earned[id(r)] for r in fresh]
+        for r in batch:
+            assert r["reward"] == pytest.approx((earned[id(r)] - np.mean(seen)) / np.std(seen), abs=1e-5)
+        kl = np.mean([np.sum(np.subtract(r["logp_old"], r["logp_ref"])) for r in fresh])
+        assert metric["kl/sequence_sum"] == pytest.approx(kl, abs=1e-5) and metric["kl/coef"] == pytest.approx(coef)
+        coef *= 1 + len(fresh) / 100 * np.clip(kl / 1e-3 - 1, -0.2, 0.2)
+        mean = np.mean([r["shaped_reward"] for r in fresh])
+        used = mean if average is None else average
+        for r in batch:
+            assert r["advantages"][0] == pytest.approx(r["shaped_reward"] - used, abs=1e-5)
+        average = mean if average is None else 0.9 * average + 0.1 * mean
+
+
 def test_the_mixture_sampler_draws_from_the_geometric_mixture(tiny):
     from stages.generation import MixtureSampler
     from tests.oracles import geometric_mixture
