@@ -198,14 +198,17 @@ class Crediting:
         metrics = rollout_metrics(drawn, rewards[shown], group_of[shown], row.std_ddof) | scorer_accuracy(
             drawn, group_of[shown], config.rewards
         )
-        if row.truncation_policy != "bootstrap":  # which pays a cut completion by the value of its end
-            metrics |= cut_gain(drawn, rewards[shown], kept[shown])
         if self.members.component:
             metrics |= rubric_metrics(
                 [s.items for s in drawn],
                 [s.parts.get(self.members.component.name) for s in drawn],
                 self.members.component.flag_below,
+                [s.mode != "sft" for s in drawn],
             )
+        said = shown & np.array([s.mode != "sft" for s in samples])  # by the policy
+        drawn = [s for s, on in zip(samples, said) if on]
+        if row.truncation_policy != "bootstrap":  # which pays a cut completion by the value of its end
+            metrics |= cut_gain(drawn, rewards[said], kept[said])
         if self.members.active:
             metrics |= self.members.metrics(samples, plain)
         if formed := [
@@ -217,7 +220,7 @@ class Crediting:
         ]:
             metrics["completions/format_valid"] = float(np.mean(formed))
         if punished:
-            metrics["reward/overlong"] = float(overlong[shown].mean())
+            metrics["reward/overlong"] = float(overlong[said].mean()) if drawn else 0.0
         kl = d = None
         if ref is not None:
             d = padded(old) - padded(ref)
@@ -236,7 +239,8 @@ class Crediting:
                 self.last_kl = metrics[f"kl/{config.kl_unit}"]
             if row.kl_reward_coef and config.kl_reward_estimator == "full":
                 kl = padded(self.exact_kl(items))
-                metrics["kl/full_sequence_sum"] = float(kl.sum(1).mean())
+                if said.any():
+                    metrics["kl/full_sequence_sum"] = float(kl[said].sum(1).mean())
             elif row.needs_reference:
                 kl = kl_estimates(d, config.kl_reward_estimator)
         metrics |= trajectory_metrics(config, self.policy, drawn)

@@ -174,11 +174,13 @@ class Records:
         return found + ([{"name": "overlong", "value": float(overlong), "weight": 1.0}] if overlong else [])
 
     def groups(self, groups: Iterable[tuple[Group, str | None]], iteration: int) -> None:
-        """``prompt_stats/1``: every group with the reason it was dropped for, or None."""
+        """``prompt_stats/1``: every group with the reason it was dropped for, or None. ``n`` are its members, judged or
+        not; ``extra_json.verdicts``: how many of those that the policy said were judged, and how many of these were
+        right, which is ``pass_at_1``."""
         rows = []
         for group, reason in groups:
             totals = [s.total for s in group.samples if np.isfinite(s.total)]
-            verdicts = [s.correct for s in group.samples if s.correct is not None]
+            verdicts = [s.correct for s in group.samples if s.correct is not None and s.mode != "sft"]
             logps = [v for s in group.samples for v, own in zip(s.logps or (), s.action_mask) if own]
             rows.append(
                 complete(
@@ -193,6 +195,7 @@ class Records:
                         "mean_logprob": float(np.mean(logps)) if logps else 0.0,
                         "kept": reason is None,
                         "drop_reason": reason,
+                        "extra_json": json.dumps({"verdicts": [len(verdicts), sum(verdicts)]}),
                     },
                 )
             )
@@ -218,6 +221,7 @@ class Records:
                         "mean_logprob": 0.0,
                         "kept": ok,
                         "drop_reason": None if ok else "difficulty",
+                        "extra_json": json.dumps({"verdicts": [n, c]}),
                     },
                 )
             )

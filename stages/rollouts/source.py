@@ -437,7 +437,9 @@ class Rollouts:
             raise TrainingError(
                 "Groups that were sampled ahead are older than one iteration; report this with the config."
             )
-        self.step_tokens = sum(len(s.ids) for g in (*fresh, *(g for g, _ in dropped)) for s in g.samples)
+        self.step_tokens = sum(
+            len(s.ids) for g in (*fresh, *(g for g, _ in dropped)) for s in g.samples if s.mode != "sft"
+        )
         self.records.groups([(g, None) for g in fresh] + dropped, self.iteration)
         self.order.learn(fresh + [g for g, _ in dropped])
         if self.window is not None:
