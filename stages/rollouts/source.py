@@ -42,7 +42,7 @@ from stages.rollouts.replay import ReplayWindow, StoredGroups, full_group, plain
 from stages.rollouts.steps import StepRewards
 from stages.running.blocks import in_blocks
 from stages.spec import ConfigError
-from stages.training import TrainingError
+from stages.training import TrainingError, was_skipped
 from storage.checkpoints import Files
 
 
@@ -194,10 +194,14 @@ class Rollouts:
         extra = dict(self.metrics) if first else {}
         if self.critic is not None:
             extra |= self.critic.train(self.current)
-        self.moves_due += self.reference is not None and reference_due(
-            self.config.ref_mode, step, self.config.ref_sync_steps
+        # a step that was skipped moves no model, and is none of those that are counted
+        skipped, taken = was_skipped(metrics), step - int(metrics.get("skipped_steps", 0))
+        self.moves_due += (
+            self.reference is not None
+            and not skipped
+            and reference_due(self.config.ref_mode, taken, self.config.ref_sync_steps)
         )
-        averaged = self.opponent is not None and self.row.opponent == "ema"
+        averaged = self.opponent is not None and self.row.opponent == "ema" and not skipped
         if not self.holds_reference or self.inner >= self.steps_per_batch:
             self._move_reference()
         if averaged:
@@ -205,7 +209,7 @@ class Rollouts:
         if self.reference is not None or self.config.ref_mode == "previous":  # how often it moved (REF-POLICY)
             mode, every = self.config.ref_mode, self.config.ref_sync_steps
             extra["kl/reference_version"] = float(
-                {"ema": step, "refresh": step // every, "previous": self.iteration}.get(mode, 0) - self.moves_due
+                {"ema": taken, "refresh": taken // every, "previous": self.iteration}.get(mode, 0) - self.moves_due
             )
         # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
         if metrics.get("policy/ratio_sq"):

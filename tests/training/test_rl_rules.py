@@ -206,6 +206,7 @@ def test_what_a_cut_completion_earns_beside_one_that_ends():
         ({"preset": "oreo", "truncation_policy": "bootstrap"}, "truncation_policy=bootstrap"),
         ({"preset": "oreo", "advantage": "group_mean"}, "rewards-to-go"),
         ({"preset": "oreo", "gamma": 0.9}, "write gamma=1, or preset=ppo"),
+        ({"preset": "oreo", "critic_target": "td0"}, "leave critic_target out, or write preset=ppo"),
         ({"preset": "oreo", "advantage": "reward_minus_value"}, "rewards-to-go"),
         ({"preset": "grpo_process", "beta": 0.0, "kl_coef": 0.02}, "kl_coef"),
         ({"preset": "dapo", "kl_controller": "adaptive_ziegler", "target_kl": 6.0}, "kl_controller"),
