@@ -309,6 +309,9 @@ class Crediting:
         drop_dead = config.zero_advantage == "mask" and row.compares
         credit = assign(row, batch, coef, config.advantage_clip, drop_dead)
         trained = batch.kept_B & credit.informative_B if drop_dead else batch.kept_B
+        if row.unit == "pairs":  # whose odd one the loss leaves out (policy_update.pairs_of)
+            live = batch.trained(trained).any(1)
+            metrics["groups/unpaired_sequences"] = float((np.bincount(group_of[live]) % 2).sum())
         preferred = self._paired(samples, group_at, trained) if row.pair_preference and self.asked else None
         if preferred is not None:
             trained = trained & np.isfinite(preferred)

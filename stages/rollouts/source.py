@@ -102,6 +102,15 @@ class Rollouts:
         )
         self.window = ReplayWindow(config, prompts, stage.rng, self.total_steps) if config.replay_fraction else None
         self.stored = StoredGroups(stage, prompts) if stage.has("stored") else None
+        if self.stored is not None and row.unit == "pairs":
+            odd, n = sum(len(g.samples) % 2 for g in self.stored.groups), len(self.stored.groups)
+            if odd:
+                stage.warn(
+                    "stored_unpaired",
+                    f"{odd} of {n} groups of the input stored have an odd number of completions, which the loss of"
+                    f" preset={config.preset} compares two by two, so that one of each is not trained on (metric"
+                    " groups/unpaired_sequences). Store rollouts of an even num_generations, or write preset=topr.",
+                )
         self.ahead = Ahead(stage.device) if config.async_rollouts else None
         if self.ahead is not None and stage.device.startswith("cuda"):
             stage.log(

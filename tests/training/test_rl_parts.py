@@ -747,6 +747,7 @@ def test_stored_rollouts_are_trained_on_without_sampling(rl):
         "behaviour",
         {
             "preset": "dr_grpo",
+            "num_generations": 3,
             "reward_override": "none",
             "rewards": [{"name": "length", "kind": "length", "max_length": 4, "cache_length": 3}],
         },
@@ -767,6 +768,11 @@ def test_stored_rollouts_are_trained_on_without_sampling(rl):
         and metrics[0]["train/grad_norm"] > 0
         and metrics[0]["completions/generated_tokens"] == 0
     )
+    # of three completions two are a pair, which is said
+    pairs = rl.source("pairs", {"preset": "copg"}, stored=path)
+    assert pairs.crediting(pairs.stored.take(2), 0, 0).metrics["groups/unpaired_sequences"] == 2.0
+    (told,) = [w["text"] for w in pairs.stage.warnings if w["code"] == "stored_unpaired"]
+    assert told.startswith("4 of 4 groups") and "even num_generations" in told
 
 
 def test_on_policy_presets_refuse_other_policies_rollouts(rl):
