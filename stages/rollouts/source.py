@@ -14,7 +14,7 @@ import torch
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item
 from stages.estimators import Multipliers
-from stages.generation import score, warn_of_failures
+from stages.generation import check_continued, score, warn_of_failures
 from stages.models.modeling import load_weights, move_towards, weights_digest, weights_file
 from stages.models.sharding import Acting
 from stages.policy.alarms import WATCHED, alarms, watched
@@ -87,6 +87,8 @@ class Rollouts:
         check_constraints(rewards)
         self.held_out = held_out(stage, rewards)
         self.policy = PolicySampler(stage, renderer, acting, agent_for(config, row, renderer, rewards, stage))
+        if row.advantage == "vine" and self.policy.agent is None:
+            check_continued(self.policy.engine, self.policy.params)
         self.steps_per_batch = row.num_iterations * config.num_minibatches
         self.total_steps = config.max_steps
         members = self.members = Members(stage, renderer, rewards)
