@@ -56,7 +56,8 @@ class Records:
         self.writers[name].flush()
 
     def rollouts(self, scored: Scored, iteration: int, version: int) -> None:
-        """``rollouts/1`` of one iteration, and the turns and rubric items of its completions. A completion that could
+        """``rollouts/1`` of one iteration, the turns of its completions and the rubric items of those that were not
+        replayed, whose items are there already. A completion that could
         not be scored has reward_tier=unscorable, no shaped_reward, and each component's reason in
         ``extra_json.unscorable``; its ``reward`` is 0 because the column has to have a number."""
         draws, times = {}, {}  # which draw of its prompt in this iteration a group is
@@ -88,7 +89,12 @@ class Records:
         if "rubric_scores" in self.writers:
             self._write(
                 "rubric_scores",
-                [made for one, s in zip(rows, scored.samples) for made in score_rows(one, s.items, iteration)],
+                [
+                    made
+                    for one, s, group in zip(rows, scored.samples, scored.group_at)
+                    if group.fresh
+                    for made in score_rows(one, s.items, iteration)
+                ],
             )
 
     def _rollout(self, scored: Scored, i: int, iteration: int, version: int, draw: int) -> dict:

@@ -779,6 +779,21 @@ def test_rl_with_a_rubric_can_be_audited(tiny, prompts, rubric, spec):
     assert weights != Path(tiny["policy"], "model.safetensors").read_bytes()
 
 
+def test_items_of_replayed_completions_are_reviewed_once(tiny, prompts, rubric, spec):
+    made = spec(
+        "rl",
+        {**GRAPE, "preset": "topr", "replay_fraction": 0.5, "max_steps": 2},
+        {"model": tiny["policy"], "data": prompts, "rubric": rubric(), "reward_model": tiny["reward"]},
+        "replayed",
+    )
+    result = execute(made, silent)
+    rollouts, scores = rows_of(result, "rollouts"), rows_of(result, "rubric_scores")
+    sampled = [r["row_id"] for r in rollouts if r["policy_version"] == r["iteration"]]
+    assert len(rollouts) == 32 and len(sampled) == 24 and {s["sample_row_id"] for s in scores} == set(sampled)
+    counts = {r["item_id"]: r["n"] for r in rows_of(result, "rubric_confidence")}
+    assert counts["vowel"] + counts["short"] == 24
+
+
 def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, tmp_path):
     """Their old log-probs are those of the plain question under the policy that sampled; parents exist; without
     sft_in_loss they only count.
