@@ -1436,6 +1436,12 @@ def validate_rl(
             f"gamma={row.gamma:g} would discount rewards, and not the log-ratios to come that the regression takes off"
             " them; write gamma=1, or preset=ppo"
         )
+    if row.unit == "tokens" and row.critic_target != "soft_bellman":
+        refuse(
+            f"critic_target={row.critic_target}: the policy's regression takes the value to be that of the soft-Bellman"
+            " regression, reward to come less beta times the log-ratios to come; leave critic_target out, or write"
+            " preset=ppo"
+        )
     if row.truncation_policy == "bootstrap" and not row.needs_critic:
         refuse(
             "truncation_policy=bootstrap needs a critic's value of the cut state; write score, zero, penalty or mask"

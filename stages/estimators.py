@@ -438,19 +438,21 @@ REWARD_NORMS = ("none", "whiten", "whiten_without_shift", "minmax", "running")
 
 
 class RunningScale:
-    """(x - mean) / (std + eps) by the statistics of all values so far, these included; constant ones give 0 (NORM). Its
-    state belongs in the checkpoint.
+    """(x - mean) / (std + eps) by the statistics of all values so far, these included; constant ones give 0 (NORM).
+    Values that are not ``new`` (bool per value; None: all are) were counted before. Its state belongs in the
+    checkpoint.
     """
 
     def __init__(self, eps: float = 1e-8):
         self.eps, self.count, self.mean, self.squares = eps, 0, 0.0, 0.0
 
-    def use(self, values):
+    def use(self, values, new=None):
         x = _f64(values)
-        if x.size:
-            total, shift = self.count + x.size, float(x.mean()) - self.mean
-            self.squares += float(np.square(x - x.mean()).sum()) + shift * shift * self.count * x.size / total
-            self.mean, self.count = self.mean + shift * x.size / total, total
+        seen = x if new is None else x[_bool(new)]
+        if seen.size:
+            total, shift = self.count + seen.size, float(seen.mean()) - self.mean
+            self.squares += float(np.square(seen - seen.mean()).sum()) + shift * shift * self.count * seen.size / total
+            self.mean, self.count = self.mean + shift * seen.size / total, total
         std = float(np.sqrt(self.squares / max(self.count, 1)))
         return (x - self.mean) / (std + self.eps) if std > DEGENERATE * abs(self.mean) else np.zeros_like(x)
 
@@ -461,15 +463,15 @@ class RunningScale:
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 
-def normalise_rewards(rewards_B, kind: str, running: RunningScale | None = None, clip: float | None = None):
+def normalise_rewards(rewards_B, kind: str, running: RunningScale | None = None, clip: float | None = None, new=None):
     """Rewards of a rollout batch by a rule of REWARD_NORMS, then clipped to +-clip; NaN ones stay and are in no
-    statistic (NORM, reward side).
+    statistic (NORM, reward side). ``new`` (bool [B]): which the running statistics do not hold yet; None: all.
     """
     _choice("reward_norm", kind, REWARD_NORMS)
     out = _f64(rewards_B).copy()
     ok = np.isfinite(out)
     if kind == "running":
-        out[ok] = running.use(out[ok])
+        out[ok] = running.use(out[ok], None if new is None else _bool(new)[ok])
     elif kind == "minmax" and ok.any():
         out[ok] = minmax(out[ok])
     elif kind != "none":
@@ -510,10 +512,12 @@ class MovingAverageBaseline:
             raise ValueError(f"decay={decay} must be in [0, 1); 0.9 is the default")
         self.decay, self.value = decay, None
 
-    def use(self, rewards) -> float:
-        """The baseline for this batch of rewards (invalid ones ignored), then update."""
+    def use(self, rewards, new=None) -> float:
+        """The baseline for this batch of rewards (invalid ones ignored), then update by those that are ``new`` (bool
+        per reward; None: all are), the others were counted before.
+        """
         rewards = _f64(rewards)
-        rewards = rewards[np.isfinite(rewards)]
+        rewards = rewards[np.isfinite(rewards) & (True if new is None else _bool(new))]
         if not rewards.size:
             return 0.0 if self.value is None else self.value
         mean = float(rewards.mean())

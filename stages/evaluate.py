@@ -758,9 +758,11 @@ class Plan:
         from stages.acting.agents import Agent
         from stages.reward.debate import Debaters
         from stages.evaluation import forcing
-        from stages.generation import sample_groups
+        from stages.generation import check_continued, sample_groups
 
         if not self.config.environment:
+            if forcing.asked(self.config):
+                check_continued(sampler, params)
             groups = sample_groups(sampler, rows, params, seeds)
             if not forcing.asked(self.config):
                 return groups

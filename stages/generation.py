@@ -357,6 +357,34 @@ def banned_at_start(sequences):
     return ban
 
 
+def check_continued(sampler, params) -> None:
+    """Refuse settings that would not see the tokens that a continued completion begins with.
+
+    Raises:
+        SamplerError: a frequency or presence penalty, which engines count over new tokens only; banned words of several
+            tokens on an engine that takes no logit processors, which could not ban their ends alone.
+    """
+    from stages.decoding.sampler import SamplerError
+    from stages.decoding.sampling import bad_word_ids
+
+    for name in (name for name in ("frequency_penalty", "presence_penalty") if getattr(params, name)):
+        raise SamplerError(
+            f"{name}={getattr(params, name)} counts the tokens of a completion, and here completions are continued,"
+            " whose first tokens it would not see; leave it out, or write repetition_penalty, which counts prompt and"
+            " completion"
+        )
+    if getattr(sampler, "takes_processors", True):
+        return
+    single = {ids[0] for ids in bad_word_ids(sampler.tokenizer, params.bad_words) if len(ids) == 1}
+    for word in params.bad_words:
+        if any(len(ids) > 1 and ids[-1] not in single for ids in bad_word_ids(sampler.tokenizer, (word,))):
+            raise SamplerError(
+                f"bad_words: {word!r} is several tokens, and here completions are continued; {sampler.name} would not"
+                " see that their first tokens begin the word, so that it could be completed. Write engine=builtin, or"
+                " leave this word out"
+            )
+
+
 def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
     """Completions that begin as ``(sample, tokens)`` says: with so many tokens of that sample; as whole completions of
     its prompt. Ranks share the work.
@@ -365,17 +393,12 @@ def continuations(sampler, starts, params, seeds) -> list[list[Sample]]:
     ones that begin among them).
 
     Raises:
-        SamplerError: a frequency or presence penalty, which engines count over new tokens only.
+        SamplerError: :func:`check_continued`.
     """
-    from stages.decoding.sampler import DerivedText, SamplerError
+    from stages.decoding.sampler import DerivedText
     from stages.running import ranks
 
-    for name in (name for name in ("frequency_penalty", "presence_penalty") if getattr(params, name)):
-        raise SamplerError(
-            f"{name}={getattr(params, name)} counts the tokens of a completion, and here completions are continued,"
-            " whose first tokens it would not see; leave it out, or write repetition_penalty, which counts prompt and"
-            " completion"
-        )
+    check_continued(sampler, params)
     mine = list(range(ranks.rank(), len(starts), ranks.world_size()))
     given = {i: (starts[i][0].prompt_ids, starts[i][0].ids[: starts[i][1]]) for i in mine}
     made = (

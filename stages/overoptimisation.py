@@ -17,6 +17,9 @@ optimise against one and give the other as gold: the recipe ``overoptimisation``
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 from pydantic import Field
 
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
@@ -236,6 +239,21 @@ def _within(proxy, gold, groups) -> float:
     )
 
 
+def said_by_the_policy(rows: Sequence[dict]) -> list[dict]:
+    """The ``rollouts/1`` rows of what the policy sampled for their iteration: without SFT answers that joined a group,
+    and without replayed completions, which are of an older policy than others of the iteration.
+    """
+    newest: dict[int, int] = {}
+    for row in rows:
+        newest[row["iteration"]] = max(row["policy_version"], newest.get(row["iteration"], -1))
+    return [
+        row
+        for row in rows
+        if row["policy_version"] == newest[row["iteration"]]
+        and json.loads(row["extra_json"] or "{}").get("mode") != "sft"
+    ]
+
+
 def along_rl(stage, points) -> dict:
     """Mean scores, KL to the reference and length of every point of the run, and the first point at which proxy and
     gold part.
@@ -249,7 +267,7 @@ def along_rl(stage, points) -> dict:
     from stages.reward_models.reward_scorers import Response
 
     config, renderer = stage.config, renderer_for(stage.path("model"))
-    everyone = list(stage.dataset("rollouts").iter_rows())
+    everyone = said_by_the_policy(list(stage.dataset("rollouts").iter_rows()))
     rows = [r for r in everyone if not r["truncated"]]
     responses = [
         Response(

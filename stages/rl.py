@@ -1025,7 +1025,9 @@ SPEC = StageSpec(
             "dataset", required=False, doc="prompt_stats/1: every group of every iteration, kept or dropped and why."
         ),
         "rubric_scores": OutputSpec(
-            "dataset", required=False, doc="rubric_scores/1: every item of every rollout, with critique and reasoning."
+            "dataset",
+            required=False,
+            doc="rubric_scores/1: every item of every completion, with critique and reasoning.",
         ),
         "rubric_confidence": OutputSpec(
             "dataset", required=False, doc="rubric_confidence/1: mean confidence per rubric item."

@@ -467,6 +467,11 @@ class Trainer:
         self.step_index, self.skipped, self.best = state["step"], state["skipped"], state["best"]
 
 
+def was_skipped(metrics: dict[str, float]) -> bool:
+    """Whether the step of these metrics changed nothing because its loss or gradient was not finite."""
+    return not all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
+
+
 def choose_forward(model, forward: str) -> None:
     """Apply ``OptimizerConfig.forward`` to a model.
 

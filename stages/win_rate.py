@@ -213,6 +213,7 @@ def matched(stage) -> tuple[list[Item], str, Counter]:
                     "split": one["split"],
                     "source": one["source"],
                     "category": (prompts.get(key) or {}).get("category") or one["category"] or two["category"],
+                    "cut": (one["cut"], two["cut"]),
                 }
                 items.append(Item(f"{model_a}:{model_b}:{key}:{k}", prompt, one["answer"], two["answer"], row))
     return items, baseline, left_out
@@ -222,6 +223,8 @@ def _answers(stage, name: str, left_out: Counter) -> dict[str, dict]:
     """{prompt id: {"greedy": [...], "sample": [...]}} of one model, each answer {answer, prompt (messages or None),
     text, category, group_id, split, source}.
     """
+    from stages.evaluation.scores import cut
+
     found: dict[str, dict] = {}
     for kind, row in read_rows(stage, f"answers.{name}" if name else "answers", ANSWERS, left_out):
         if stage.config.split and row["split"] != stage.config.split:
@@ -235,6 +238,7 @@ def _answers(stage, name: str, left_out: Counter) -> dict[str, dict]:
             "text": None,
             "at": 0,
             "mode": "sample",
+            "cut": False,  # as far as is known
         }
         if kind == "eval_samples/1":
             extra = json.loads(row["extra_json"] or "{}")
@@ -249,6 +253,7 @@ def _answers(stage, name: str, left_out: Counter) -> dict[str, dict]:
                 "at": row["sample_idx"],
                 "mode": extra["mode"],
                 "category": extra.get("category"),
+                "cut": cut({"finish": extra.get("finish")}),
             }
         elif kind == "candidates/1":
             if row["drop_reason"] in UNANSWERED:  # no answer is not a bad one
@@ -572,13 +577,13 @@ def length_controlled_interval(
 
 def terciles(items: Sequence[Item]) -> list[str]:
     """Of each item, whether its first answer is shorter than the second, similar, or longer: terciles of the difference
-    in characters; equal differences stay together.
+    in characters. Equal differences stay together, in the middle where they reach from the first tercile into the last.
     """
     import numpy as np
 
     gaps = np.array([len(text_of(item.a)) - len(text_of(item.b)) for item in items], float)
     low, high = np.quantile(gaps, [1 / 3, 2 / 3], method="lower")
-    return ["shorter" if gap <= low else "similar" if gap <= high else "longer" for gap in gaps]
+    return ["shorter" if gap < low or gap == low < high else "similar" if gap <= high else "longer" for gap in gaps]
 
 
 def conclude(stage, items, opinions, baseline: str, left_out: Counter, judged: dict[str, float]) -> None:
@@ -873,6 +878,10 @@ def report(stage, items, opinions, table, groups, ranking, elo, summary) -> None
         counts = [style_counts(text) for text in own.values()]
         style.append({"model": name, **{key: sum(count[key] for count in counts) / len(counts) for key in counts[0]}})
     errors = Counter(found.why for found in opinions if found.p_a is None)
+    ends: dict[str, dict] = {}
+    for item in items:
+        for name, was_cut in zip((item.row["model_a"], item.row["model_b"]), item.row.get("cut", ())):
+            ends.setdefault(name, {})[item.row["item"]] = was_cut
     shown = [
         {
             "prompt": text_of(item.prompt),
@@ -894,6 +903,20 @@ def report(stage, items, opinions, table, groups, ranking, elo, summary) -> None
             "Win rates",
             facts(facts_shown),
             ("Rates", markdown_table(table)),
+            (
+                "Cut answers",
+                (
+                    "Answers are judged as they stand, also those that were cut at their limit:"
+                    f" {', '.join(f'{sum(own.values())} of {len(own)} of {name}' for name, own in ends.items())}."
+                    + (
+                        " In training and rejection a reward model does not score these: they get no_eos_reward."
+                        if stage.has("reward_model")
+                        else ""
+                    )
+                    if any(sum(own.values()) for own in ends.values())
+                    else ""
+                ),
+            ),
             ("By category and by difference in length", markdown_table(groups)),
             (
                 "Bradley-Terry strengths",

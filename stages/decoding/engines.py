@@ -47,8 +47,8 @@ class Engine(Protocol):
     * ``update(directory, weights)``: sample from the weights of that Hugging Face directory from now on;
       ``engine.weights`` is then ``weights`` (it is "input" before). ``shares_weights`` engines read the trainer's own
       parameters and need none.
-    * An engine may have ``holds``, the type in which it holds weights (values are given to it in that), and ``copies``:
-      nothing reads the directory after ``update``.
+    * An engine may have ``holds``, the type in which it holds weights (values are given to it in that), ``copies``:
+      nothing reads the directory after ``update``, and ``takes_processors=False``: it refuses ``logit_processors``.
     * ``sleep(keep_weights)`` frees device memory between calls; the next ``generate`` (or ``update``) wakes the engine.
       After ``keep_weights=False`` only ``update`` does.
     """

@@ -47,7 +47,7 @@ class ServerEngine:
     once.
     """
 
-    exact_logps, shares_weights = False, False
+    exact_logps, shares_weights, takes_processors = False, False, False
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class VLLMEngine:
     fewer tokens than the built-in engine does (never others).
     """
 
-    exact_logps, shares_weights, reencodes, copies = False, False, False, True
+    exact_logps, shares_weights, reencodes, copies, takes_processors = False, False, False, True, False
 
     def __init__(self, path: str, tokenizer, *, max_batch: int = 64, options: dict | None = None, sleeps: bool = False):
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # nothing phones home

@@ -40,7 +40,7 @@ from stages.models.modeling import (
 )
 from stages.settings import refuse_unread
 from stages.spec import ConfigError
-from stages.training import ShuffledRows, Sums, products
+from stages.training import ShuffledRows, Sums, products, was_skipped
 
 UNIT = {"pairs": "pairs", "conditions": "pairs", "segments": "pairs", "unpaired": "rows", "rankings": "prompts"}
 #: First parts of the names of validation metrics that are measured from the reference; under a moving one no two passes
@@ -493,7 +493,7 @@ class DirectAlignment:
         else reads, leave the metrics); a class that the step had none of changes nothing, and neither does a step that
         was skipped because its loss or gradient was not finite."""
         if self.method.statistic == "delta":
-            m, taken = self.settings["momentum"], all(math.isfinite(metrics[name]) for name in ("loss", "grad_norm"))
+            m, taken = self.settings["momentum"], not was_skipped(metrics)
             for name in self.means:
                 value = metrics.pop(f"weighted/{name}", math.nan)
                 if taken and math.isfinite(value):
@@ -564,7 +564,7 @@ class MovingReference:
             item.extra["ref"] = values
 
     def after_step(self, step: int, policy) -> None:
-        """The update after optimizer step ``step`` (1-based)."""
+        """The update after the policy's optimizer step ``step`` (1-based, skipped ones not counted)."""
         config = self.config
         if config.reference_update != "ema" and step % config.reference_interval:
             return
@@ -615,8 +615,8 @@ class AlignmentRows(ShuffledRows):
 
     def after_step(self, step: int, metrics):
         self.objective.after_step(metrics)
-        if self.moving is not None:
-            self.moving.after_step(step, self.model)
+        if self.moving is not None and not was_skipped(metrics):
+            self.moving.after_step(step - int(metrics["skipped_steps"]), self.model)
         return {**super().after_step(step, metrics), **self.logged, **margin(metrics)}
 
     def state(self):

@@ -189,11 +189,11 @@ HEADLINES = {
     "accuracy_cut_wrong": "the same where answers cut at the length or turn limit are wrong",
     "greedy_accuracy": "right answers, greedy",
     "flexible_accuracy": "right answers, answer searched for anywhere in the text",
-    "reward": "reward model score",
+    "reward": "reward model score of every answer as it stands, cut ones too",
     "reward_cut_penalised": (
         f"the same where answers that were cut score {CUT_REWARD:g}, as in rl and rejection (no_eos_reward)"
     ),
-    "greedy_reward": "reward model score, greedy",
+    "greedy_reward": "reward model score of the greedy answers as they stand, cut ones too",
     "kl_reference": "KL to the reference per answer, nats",
     "length_mean": "answer length, tokens",
     "stop_rate": "answers that end by themselves",

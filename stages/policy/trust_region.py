@@ -32,6 +32,9 @@ from stages.running import cuda, ranks
 from stages.training import Trainer, TrainingError
 
 
+UNMOVED = {"trpo/kl": 0.0, "trpo/surrogate_gain": 0.0, "trpo/step_fraction": 0.0}  # of a step that changes nothing
+
+
 def conjugate_gradient(
     product, b: torch.Tensor, iterations: int, tolerance: float = 1e-10
 ) -> tuple[torch.Tensor, float]:
@@ -93,7 +96,7 @@ class TrustRegionTrainer(Trainer):
         self.step_index += 1
         live = [i for i in items if i.n_targets and not i.extra.get("skip_forward")]
         if not live:
-            return {"loss": 0.0, "grad_norm": 0.0, "skipped_steps": float(self.skipped), "empty_step": 1.0}
+            return {"loss": 0.0, "grad_norm": 0.0, **UNMOVED, "skipped_steps": float(self.skipped), "empty_step": 1.0}
         counts = self.objective.counts(items)
         batches = [collate(group, self.device) for group, _ in self._micro_batches(live)]
         totals: dict[str, float] = {"loss": 0.0}
@@ -105,7 +108,7 @@ class TrustRegionTrainer(Trainer):
             self._add(totals, sums, counts)
         ranks.sum_tensor(g)
         totals = ranks.sum_numbers(totals)
-        totals |= {"grad_norm": float(g.norm()), "trpo/kl": 0.0, "trpo/surrogate_gain": 0.0, "trpo/step_fraction": 0.0}
+        totals |= {"grad_norm": float(g.norm()), **UNMOVED}
         if not math.isfinite(totals["grad_norm"] + totals["loss"]):
             self._skip(items)
         elif totals["grad_norm"] > 0:

@@ -355,17 +355,26 @@ def score_rows(sample_row: dict, items: Sequence[dict], batch: int | None = None
 
 
 def rubric_metrics(
-    items_of: Sequence[Sequence[dict]], values: Sequence[float | None], flag_below: float = 0.6
+    items_of: Sequence[Sequence[dict]],
+    values: Sequence[float | None],
+    flag_below: float = 0.6,
+    said: Sequence[bool] | None = None,
 ) -> dict[str, float]:
     """Per category: mean, std and maximum of R, share of samples with an item that could not be scored, mean score,
-    phibar and unscored share of every item; over all: categories without any confidence, items below ``flag_below``."""
+    phibar and unscored share of every item; over all: categories without any confidence, items below ``flag_below``.
+    ``said``: which samples are the policy's, of which R and scores are (None: all); the rest is of all samples, as
+    phibar in the reward is."""
     out: dict[str, float] = {}
     flagged = []
     for category in dict.fromkeys(items[0]["category"] for items in items_of if items):
-        own = [(items, v) for items, v in zip(items_of, values) if items and items[0]["category"] == category]
-        got = [v for _, v in own if v is not None and math.isfinite(v)]
+        own = [
+            (items, v, by_policy)
+            for items, v, by_policy in zip(items_of, values, [True] * len(values) if said is None else said)
+            if items and items[0]["category"] == category
+        ]
+        got = [v for _, v, by_policy in own if by_policy and v is not None and math.isfinite(v)]
         head = f"rubric/{category}"
-        out[f"{head}/invalid_fraction"] = sum(any(i["score"] is None for i in items) for items, _ in own) / len(own)
+        out[f"{head}/invalid_fraction"] = sum(any(i["score"] is None for i in items) for items, *_ in own) / len(own)
         if got:
             mean = math.fsum(got) / len(got)
             out |= {
@@ -375,11 +384,13 @@ def rubric_metrics(
             }
         phi = 0.0
         for k, item in enumerate(own[0][0]):
-            scored = [items[k] for items, _ in own if items[k]["score"] is not None]
+            scored = [items[k] for items, *_ in own if items[k]["score"] is not None]
+            scores = [items[k]["score"] for items, _, by_policy in own if by_policy and items[k]["score"] is not None]
             out[f"{head}/{item['item_id']}/invalid_fraction"] = 1.0 - len(scored) / len(own)
             flagged.append(not scored or math.fsum(i["confidence"] for i in scored) / len(scored) < flag_below)
+            if scores:
+                out[f"{head}/{item['item_id']}/score"] = math.fsum(scores) / len(scores)
             if scored:
-                out[f"{head}/{item['item_id']}/score"] = math.fsum(i["score"] for i in scored) / len(scored)
                 out[f"{head}/{item['item_id']}/confidence"] = math.fsum(i["confidence"] for i in scored) / len(scored)
                 phi += out[f"{head}/{item['item_id']}/confidence"]
         out[f"{head}/zero_confidence"] = float(phi == 0.0)

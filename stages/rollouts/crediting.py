@@ -129,7 +129,7 @@ class Crediting:
             self.config.kl_horizon,
         )
         self.table: dict[str, float] = {}  # baseline per prompt id
-        self.last_kl = 0.0  # to the reference, nats in kl_unit
+        self.last_kl, self.measured = 0.0, 0  # to the reference, nats in kl_unit, and of how many completions
         self.frozen_logps: int | None = None
 
     def __call__(self, groups: list[Group], iteration: int, version: int) -> Scored:
@@ -191,19 +191,24 @@ class Crediting:
         overlong, punished = self._overlong(samples, [version if g.version < 0 else g.version for g in group_at])
         rewards, bootstrap, kept = self._truncated(samples, overlong, after)
         fresh = np.array([g.fresh for g in group_at])
-        shown = fresh if fresh.any() else ~fresh  # replayed completions were counted when they were sampled
+        # replayed completions were counted when they were sampled; those of another run are new to this one
+        new = fresh | np.array([g.version < 0 for g in group_at])
+        shown = new if new.any() else ~new
         drawn = [s for s, on in zip(samples, shown) if on]
         metrics = rollout_metrics(drawn, rewards[shown], group_of[shown], row.std_ddof) | scorer_accuracy(
             drawn, group_of[shown], config.rewards
         )
-        if row.truncation_policy != "bootstrap":  # which pays a cut completion by the value of its end
-            metrics |= cut_gain(drawn, rewards[shown], kept[shown])
         if self.members.component:
             metrics |= rubric_metrics(
                 [s.items for s in drawn],
                 [s.parts.get(self.members.component.name) for s in drawn],
                 self.members.component.flag_below,
+                [s.mode != "sft" for s in drawn],
             )
+        said = shown & np.array([s.mode != "sft" for s in samples])  # by the policy
+        drawn = [s for s, on in zip(samples, said) if on]
+        if row.truncation_policy != "bootstrap":  # which pays a cut completion by the value of its end
+            metrics |= cut_gain(drawn, rewards[said], kept[said])
         if self.members.active:
             metrics |= self.members.metrics(samples, plain)
         if formed := [
@@ -215,13 +220,14 @@ class Crediting:
         ]:
             metrics["completions/format_valid"] = float(np.mean(formed))
         if punished:
-            metrics["reward/overlong"] = float(overlong[shown].mean())
+            metrics["reward/overlong"] = float(overlong[said].mean()) if drawn else 0.0
         kl = d = None
         if ref is not None:
             d = padded(old) - padded(ref)
             # an estimate of KL(policy || reference) is over what the policy said to the question itself
-            own = np.array([not s.off_policy for s in samples])
-            if own.any():
+            own = new & np.array([not s.off_policy for s in samples])
+            self.measured = int(own.sum())
+            if self.measured:
                 sums, counts = d[own].sum(1), mask[own].sum(1)
                 metrics["kl/sequence_sum"] = float(sums.mean())
                 if config.kl_unit != "sequence_sum":
@@ -233,7 +239,8 @@ class Crediting:
                 self.last_kl = metrics[f"kl/{config.kl_unit}"]
             if row.kl_reward_coef and config.kl_reward_estimator == "full":
                 kl = padded(self.exact_kl(items))
-                metrics["kl/full_sequence_sum"] = float(kl.sum(1).mean())
+                if said.any():
+                    metrics["kl/full_sequence_sum"] = float(kl[said].sum(1).mean())
             elif row.needs_reference:
                 kl = kl_estimates(d, config.kl_reward_estimator)
         metrics |= trajectory_metrics(config, self.policy, drawn)
@@ -251,20 +258,23 @@ class Crediting:
                 }
             rewards = np.where(
                 paid,
-                normalise_rewards(np.where(paid, rewards, np.nan), config.reward_norm, self.scale, config.reward_clip),
+                normalise_rewards(
+                    np.where(paid, rewards, np.nan), config.reward_norm, self.scale, config.reward_clip, new
+                ),
                 rewards,
             )
         in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
         # where steps are paid, the outcome is only watched
         scorable = finite if self.steps is None else np.ones(len(samples), bool)
+        counted = scorable & (kept | config.truncated_in_stats)
         batch = Batch(
             rewards,
             group_of,
             mask,
             scorable & in_loss,
-            scorable & (kept | config.truncated_in_stats),
+            counted,
             kl,
-            self._baselines(group_at),
+            self._baselines(group_at, new[counted]),
             None if values is None else padded(values),
             bootstrap,
             log_ratio_BT=d,
@@ -299,6 +309,9 @@ class Crediting:
         drop_dead = config.zero_advantage == "mask" and row.compares
         credit = assign(row, batch, coef, config.advantage_clip, drop_dead)
         trained = batch.kept_B & credit.informative_B if drop_dead else batch.kept_B
+        if row.unit == "pairs":  # whose odd one the loss leaves out (policy_update.pairs_of)
+            live = batch.trained(trained).any(1)
+            metrics["groups/unpaired_sequences"] = float((np.bincount(group_of[live]) % 2).sum())
         preferred = self._paired(samples, group_at, trained) if row.pair_preference and self.asked else None
         if preferred is not None:
             trained = trained & np.isfinite(preferred)
@@ -610,10 +623,13 @@ class Crediting:
         ones; NaN = unscorable."""
         return self._truncated(samples, self._overlong(samples, [version] * len(samples))[0], 0.0)[0]
 
-    def _baselines(self, group_at):
+    def _baselines(self, group_at, new):
+        """The baseline as ``Batch`` takes it; ``new``: which of the counted rewards a moving average does not hold
+        yet.
+        """
         kind = self.row.baseline if self.row.advantage in BASELINE_ADVANTAGES else "none"
         if kind == "moving_average":
-            return self.baseline.use
+            return lambda rewards: self.baseline.use(rewards, new)
         if kind == "batch_mean" and self.row.advantage == "reward_to_go":  # of whole rewards: group_advantage
             return lambda rewards: float(rewards.mean()) if len(rewards) else 0.0
         if kind == "constant":
@@ -764,11 +780,12 @@ class Crediting:
                 "The stored log-probabilities of a rollout changed while it was trained on; report this with the"
                 " config."
             )
-        if self.controller.controller != "fixed":
-            self.controller.update(
-                self.drift(items) if self.row.kl_loss_coef and self.row.kl_target == "old" else self.last_kl,
-                sum(len(i.responses) for i in items),
-            )
+        if self.controller.controller == "fixed":
+            return
+        if self.row.kl_loss_coef and self.row.kl_target == "old":
+            self.controller.update(self.drift(items), sum(len(i.responses) for i in items))
+        elif self.measured:
+            self.controller.update(self.last_kl, self.measured)
 
     def baseline_of(self, group: list[Sample]) -> tuple[float, list[Sample]] | None:
         """(value, the completions behind it) of a prompt's scored completions before training (BASELINE table and
@@ -790,6 +807,7 @@ class Crediting:
             "scale": self.scale.state_dict(),
             "controller": self.controller.state_dict(),
             "last_kl": self.last_kl,
+            "measured": self.measured,
             "table": self.table,
         }
 
@@ -797,7 +815,7 @@ class Crediting:
         self.baseline.load_state_dict(state["baseline"])
         self.scale.load_state_dict(state["scale"])
         self.controller.load_state_dict(state["controller"])
-        self.last_kl, self.table = state["last_kl"], state["table"]
+        self.last_kl, self.measured, self.table = state["last_kl"], state["measured"], state["table"]
 
 
 def _digest(items: list[Item]) -> int:

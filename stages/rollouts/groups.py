@@ -126,7 +126,9 @@ class GroupSampler:
                 },
             }
             # what the kept groups alone say looks too good
-            everyone = [s for group in [*found["kept"], *(g for g, _ in dropped)] for s in group.samples]
+            everyone = [
+                s for group in [*found["kept"], *(g for g, _ in dropped)] for s in group.samples if s.mode != "sft"
+            ]
             metrics |= {
                 "completions/generated_tokens": float(sum(sum(s.action_mask) for s in everyone)),
                 **(

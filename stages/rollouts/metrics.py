@@ -20,21 +20,24 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int 
     """Rewards by component, lengths, truncation, groups without signal. ``rewards [B]``: NaN = unscorable; ``group_of
     [B]``: group number. ``std_ddof``: of the groups' stds in ``reward/group_std``, that of the run's advantages (TRL's
     ``reward_std`` too is the sample std); 0 for a group of one. What an environment lost says nothing of the policy's
-    completions: it counts as unscorable, and among the generated tokens."""
+    completions: it counts as unscorable, and among the generated tokens. SFT answers, which nobody sampled, are in what is
+    said of whole groups, and their mean reward is ``members/sft_reward``."""
+    out = _group_metrics(samples, rewards, group_of, std_ddof)
+    sampled = np.array([s.mode != "sft" for s in samples], bool)
+    if not sampled.all():
+        given = rewards[~sampled & np.isfinite(rewards)]
+        out |= {"members/sft_reward": float(given.mean())} if given.size else {}
+        samples, rewards = [s for s, on in zip(samples, sampled) if on], rewards[sampled]
+        if not samples:
+            return out
     ok = np.isfinite(rewards)
-    out = {
+    out |= {
         "reward/unscorable_fraction": float((~ok).mean()),
         "completions/generated_tokens": float(sum(sum(s.action_mask) for s in samples)),
         **completion_metrics([s for s in samples if not s.lost]),
     }
     if ok.any():
-        by_group = [r for g in np.unique(group_of) if len(r := rewards[(group_of == g) & ok])]
-        compared = [is_constant(r) for r in by_group if len(r) > 1]  # one reward alone is compared with none
-        out |= {
-            "reward/mean": float(rewards[ok].mean()),
-            "reward/group_std": float(np.mean([np.std(r, ddof=min(std_ddof, len(r) - 1)) for r in by_group])),
-            **({"reward/frac_zero_std": float(np.mean(compared))} if compared else {}),
-        }
+        out["reward/mean"] = float(rewards[ok].mean())
     totals = [s.total for s in samples if np.isfinite(s.total)]
     if totals:
         out["reward/raw"] = float(np.mean(totals))
@@ -63,20 +66,32 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int 
     verdicts = [s.correct for s in samples if s.correct is not None]
     if verdicts:
         out["train/correct"] = float(np.mean(verdicts))
-        groups = [
-            [s.correct for s, of in zip(samples, group_of) if of == g and s.correct is not None]
-            for g in np.unique(group_of)
-        ]
-        compared = [v for v in groups if len(v) > 1]  # one verdict alone is compared with none
-        if compared:
-            out |= {
-                "groups/all_correct_fraction": float(np.mean([all(v) for v in compared])),
-                "groups/all_wrong_fraction": float(np.mean([not any(v) for v in compared])),
-            }
         for name, wanted in (("correct", True), ("incorrect", False)):
             chosen = [len(s.ids) for s in samples if s.correct is wanted]
             if chosen:
                 out[f"completions/mean_{name}_length"] = float(np.mean(chosen))
+    return out
+
+
+def _group_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int) -> dict[str, float]:
+    """How far the members of a group differ in reward and verdict; one reward or verdict alone is compared with
+    none.
+    """
+    ok, out = np.isfinite(rewards), {}
+    by_group = [r for g in np.unique(group_of) if len(r := rewards[(group_of == g) & ok])]
+    if by_group:
+        out["reward/group_std"] = float(np.mean([np.std(r, ddof=min(std_ddof, len(r) - 1)) for r in by_group]))
+    if compared := [is_constant(r) for r in by_group if len(r) > 1]:
+        out["reward/frac_zero_std"] = float(np.mean(compared))
+    verdicts = [
+        [s.correct for s, of in zip(samples, group_of) if of == g and s.correct is not None]
+        for g in np.unique(group_of)
+    ]
+    if compared := [v for v in verdicts if len(v) > 1]:
+        out |= {
+            "groups/all_correct_fraction": float(np.mean([all(v) for v in compared])),
+            "groups/all_wrong_fraction": float(np.mean([not any(v) for v in compared])),
+        }
     return out
 
 

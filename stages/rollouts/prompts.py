@@ -276,9 +276,10 @@ def difficulty_of(row: dict, curriculum: str) -> float:
 
 
 def verdicts_of(groups: Iterable[tuple[str, Sequence]]) -> dict[str, tuple[int, int]]:
-    """:func:`verdict_counts` of the ``(row id, samples)``."""
+    """:func:`verdict_counts` of the ``(row id, samples)``; of those that the policy said."""
     return verdict_counts(
-        (row_id, [s.correct for s in samples], any(np.isfinite(s.total) for s in samples)) for row_id, samples in groups
+        (row_id, [s.correct for s in samples if s.mode != "sft"], any(np.isfinite(s.total) for s in samples))
+        for row_id, samples in groups
     )
 
 
@@ -307,13 +308,15 @@ def verdicts_on(samples: Sequence) -> tuple[int, int]:
 
 
 def counts_of(prompts, stats: Iterable[dict]) -> dict[str, tuple[int, int]]:
-    """{row id: (samples, right ones)} of every prompt, from the last of its ``prompt_stats/1`` rows that has a pass
-    rate.
+    """{row id: (samples with a verdict, right ones)} of every prompt, from the last of its ``prompt_stats/1`` rows that
+    has a pass rate; rows that do not say how many were judged count all of their n.
     """
     found: dict[str, tuple[int, int, int]] = {}
     for row in stats:
         if row["pass_at_1"] is not None and row["iteration"] >= found.get(row["prompt_id"], (-1,))[0]:
-            found[row["prompt_id"]] = (row["iteration"], row["n"], round(row["n"] * row["pass_at_1"]))
+            judged = json.loads(row.get("extra_json") or "{}").get("verdicts")
+            n, right = judged or (row["n"], round(row["n"] * row["pass_at_1"]))
+            found[row["prompt_id"]] = row["iteration"], n, right
     missing = [row["prompt_id"] for row, _ in prompts if row["prompt_id"] not in found]
     if missing:
         raise ValueError(

@@ -56,7 +56,8 @@ class Records:
         self.writers[name].flush()
 
     def rollouts(self, scored: Scored, iteration: int, version: int) -> None:
-        """``rollouts/1`` of one iteration, and the turns and rubric items of its completions. A completion that could
+        """``rollouts/1`` of one iteration, the turns of its completions and the rubric items of those that were not
+        replayed, whose items are there already. A completion that could
         not be scored has reward_tier=unscorable, no shaped_reward, and each component's reason in
         ``extra_json.unscorable``; its ``reward`` is 0 because the column has to have a number."""
         draws, times = {}, {}  # which draw of its prompt in this iteration a group is
@@ -88,7 +89,12 @@ class Records:
         if "rubric_scores" in self.writers:
             self._write(
                 "rubric_scores",
-                [made for one, s in zip(rows, scored.samples) for made in score_rows(one, s.items, iteration)],
+                [
+                    made
+                    for one, s, group in zip(rows, scored.samples, scored.group_at)
+                    if group.fresh
+                    for made in score_rows(one, s.items, iteration)
+                ],
             )
 
     def _rollout(self, scored: Scored, i: int, iteration: int, version: int, draw: int) -> dict:
@@ -174,11 +180,13 @@ class Records:
         return found + ([{"name": "overlong", "value": float(overlong), "weight": 1.0}] if overlong else [])
 
     def groups(self, groups: Iterable[tuple[Group, str | None]], iteration: int) -> None:
-        """``prompt_stats/1``: every group with the reason it was dropped for, or None."""
+        """``prompt_stats/1``: every group with the reason it was dropped for, or None. ``n`` are its members, judged or
+        not; ``extra_json.verdicts``: how many of those that the policy said were judged, and how many of these were
+        right, which is ``pass_at_1``."""
         rows = []
         for group, reason in groups:
             totals = [s.total for s in group.samples if np.isfinite(s.total)]
-            verdicts = [s.correct for s in group.samples if s.correct is not None]
+            verdicts = [s.correct for s in group.samples if s.correct is not None and s.mode != "sft"]
             logps = [v for s in group.samples for v, own in zip(s.logps or (), s.action_mask) if own]
             rows.append(
                 complete(
@@ -193,6 +201,7 @@ class Records:
                         "mean_logprob": float(np.mean(logps)) if logps else 0.0,
                         "kept": reason is None,
                         "drop_reason": reason,
+                        "extra_json": json.dumps({"verdicts": [len(verdicts), sum(verdicts)]}),
                     },
                 )
             )
@@ -218,6 +227,7 @@ class Records:
                         "mean_logprob": 0.0,
                         "kept": ok,
                         "drop_reason": None if ok else "difficulty",
+                        "extra_json": json.dumps({"verdicts": [n, c]}),
                     },
                 )
             )

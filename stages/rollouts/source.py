@@ -14,7 +14,7 @@ import torch
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item
 from stages.estimators import Multipliers
-from stages.generation import score, warn_of_failures
+from stages.generation import check_continued, score, warn_of_failures
 from stages.models.modeling import load_weights, move_towards, weights_digest, weights_file
 from stages.models.sharding import Acting
 from stages.policy.alarms import WATCHED, alarms, watched
@@ -42,7 +42,7 @@ from stages.rollouts.replay import ReplayWindow, StoredGroups, full_group, plain
 from stages.rollouts.steps import StepRewards
 from stages.running.blocks import in_blocks
 from stages.spec import ConfigError
-from stages.training import TrainingError
+from stages.training import TrainingError, was_skipped
 from storage.checkpoints import Files
 
 
@@ -87,6 +87,8 @@ class Rollouts:
         check_constraints(rewards)
         self.held_out = held_out(stage, rewards)
         self.policy = PolicySampler(stage, renderer, acting, agent_for(config, row, renderer, rewards, stage))
+        if row.advantage == "vine" and self.policy.agent is None:
+            check_continued(self.policy.engine, self.policy.params)
         self.steps_per_batch = row.num_iterations * config.num_minibatches
         self.total_steps = config.max_steps
         members = self.members = Members(stage, renderer, rewards)
@@ -102,6 +104,15 @@ class Rollouts:
         )
         self.window = ReplayWindow(config, prompts, stage.rng, self.total_steps) if config.replay_fraction else None
         self.stored = StoredGroups(stage, prompts) if stage.has("stored") else None
+        if self.stored is not None and row.unit == "pairs":
+            odd, n = sum(len(g.samples) % 2 for g in self.stored.groups), len(self.stored.groups)
+            if odd:
+                stage.warn(
+                    "stored_unpaired",
+                    f"{odd} of {n} groups of the input stored have an odd number of completions, which the loss of"
+                    f" preset={config.preset} compares two by two, so that one of each is not trained on (metric"
+                    " groups/unpaired_sequences). Store rollouts of an even num_generations, or write preset=topr.",
+                )
         self.ahead = Ahead(stage.device) if config.async_rollouts else None
         if self.ahead is not None and stage.device.startswith("cuda"):
             stage.log(
@@ -194,10 +205,14 @@ class Rollouts:
         extra = dict(self.metrics) if first else {}
         if self.critic is not None:
             extra |= self.critic.train(self.current)
-        self.moves_due += self.reference is not None and reference_due(
-            self.config.ref_mode, step, self.config.ref_sync_steps
+        # a step that was skipped moves no model, and is none of those that are counted
+        skipped, taken = was_skipped(metrics), step - int(metrics.get("skipped_steps", 0))
+        self.moves_due += (
+            self.reference is not None
+            and not skipped
+            and reference_due(self.config.ref_mode, taken, self.config.ref_sync_steps)
         )
-        averaged = self.opponent is not None and self.row.opponent == "ema"
+        averaged = self.opponent is not None and self.row.opponent == "ema" and not skipped
         if not self.holds_reference or self.inner >= self.steps_per_batch:
             self._move_reference()
         if averaged:
@@ -205,7 +220,7 @@ class Rollouts:
         if self.reference is not None or self.config.ref_mode == "previous":  # how often it moved (REF-POLICY)
             mode, every = self.config.ref_mode, self.config.ref_sync_steps
             extra["kl/reference_version"] = float(
-                {"ema": step, "refresh": step // every, "previous": self.iteration}.get(mode, 0) - self.moves_due
+                {"ema": taken, "refresh": taken // every, "previous": self.iteration}.get(mode, 0) - self.moves_due
             )
         # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
         if metrics.get("policy/ratio_sq"):
@@ -437,7 +452,9 @@ class Rollouts:
             raise TrainingError(
                 "Groups that were sampled ahead are older than one iteration; report this with the config."
             )
-        self.step_tokens = sum(len(s.ids) for g in (*fresh, *(g for g, _ in dropped)) for s in g.samples)
+        self.step_tokens = sum(
+            len(s.ids) for g in (*fresh, *(g for g, _ in dropped)) for s in g.samples if s.mode != "sft"
+        )
         self.records.groups([(g, None) for g in fresh] + dropped, self.iteration)
         self.order.learn(fresh + [g for g, _ in dropped])
         if self.window is not None:
@@ -468,6 +485,7 @@ class Rollouts:
             return
         wanted, iteration, version = self.config.prompts_per_step, self.iteration + 1, self.version
         self.rewards.step = self.version + self.steps_per_batch  # that it is trained at, which from_step is about
+        self.rewards.multipliers = dict(self.multipliers.values)  # as the newest batch moved them
         self.ahead.submit(lambda: self._fill(wanted, iteration, version))
 
     def _wait_for_ahead(self) -> None:

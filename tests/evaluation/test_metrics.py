@@ -68,6 +68,7 @@ def test_answers_that_were_cut_are_counted_both_ways():
     assert scores.CUT_REWARD == RewardComponent(kind="model").cut_reward and all(
         meaning(name, "policy") for name in ("accuracy_cut_wrong", "reward_cut_penalised")
     )
+    assert all("cut ones too" in meaning(name, "policy") for name in ("reward", "greedy_reward"))
     assert not {"accuracy_cut_wrong", "reward_cut_penalised"} & set(scores.policy_metrics(made[:1], seed=0))
 
 

@@ -151,7 +151,13 @@ def test_samples_of_evaluate_meet_by_prompt_and_index(rate, file, tmp_path, tiny
                     "output": f"quality {quality(i, k)} {mode}",
                     "format_error": False,
                     "tokens": 3,
-                    "extra_json": json.dumps({"mode": mode, "prompt": row["prompt"][-1]["content"]}),
+                    "extra_json": json.dumps(
+                        {
+                            "mode": mode,
+                            "prompt": row["prompt"][-1]["content"],
+                            "finish": "length" if name == "a" and k == 1 else "eos",
+                        }
+                    ),
                 },
                 dataset="p",
                 source="s",
@@ -191,6 +197,10 @@ def test_samples_of_evaluate_meet_by_prompt_and_index(rate, file, tmp_path, tiny
         means = np.array([0.8, 0.8, 0.8, 0.2]) - np.mean(values)
         assert scores["a:b/win_rate"]["se"] == pytest.approx(math.sqrt((4 * means**2).sum()) / 8), (
             "two samples of a prompt are one cluster"
+        )
+        (summary,) = Path(result["outputs"]["scores"]["path"]).parents[1].rglob("summary.md")
+        assert (
+            "as they stand, also those that were cut at their limit: 4 of 8 of a, 0 of 8 of b." in summary.read_text()
         )
 
 
@@ -362,15 +372,17 @@ def test_length_is_controlled_or_said_to_separate(rate, file):
 
 
 def test_terciles_keep_equal_differences_together():
-    items = [
-        Item(str(i), user("q"), assistant("a" * (10 + gap)), assistant("b" * 10))
-        for i, gap in enumerate((-5, 0, 0, 0, 0, 7))
-    ]
-    assert (
-        win_rate.terciles(items)
-        == ["shorter" if gap == -5 else "similar" if gap == 0 else "longer" for gap in (-5, 0, 0, 0, 0, 7)]
-        or len(set(win_rate.terciles(items)[1:5])) == 1
-    )
+    def named(*gaps):
+        items = [
+            Item(str(i), user("q"), assistant("a" * (10 + gap)), assistant("b" * 10)) for i, gap in enumerate(gaps)
+        ]
+        return win_rate.terciles(items)
+
+    assert named(-5, 0, 7) == named(9, 10, 11) == ["shorter", "similar", "longer"]
+    assert named(-5, 0, 0, 0, 0, 7) == ["shorter", *["similar"] * 4, "longer"]
+    assert named(-5, -5, 0, 3, 3, 3) == ["shorter"] * 2 + ["similar"] * 4
+    assert named(0, 0, 0, 0, 5) == ["similar"] * 4 + ["longer"]
+    assert named(0, 0, 0) == named(7, 7, 7) == ["similar"] * 3
 
 
 def test_recorded_comparisons_need_no_judge(rate, tmp_path):

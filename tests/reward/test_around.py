@@ -303,6 +303,11 @@ def runs(tmp_path_factory):
                         origin="ai",
                     )
                 )
+            # neither an SFT answer nor a replayed completion is the policy's of this iteration
+            other = {**rows[-2], "sample_idx": 40, "reward": 90.0, "is_correct": True}
+            rows.append({**other, "row_id": f"sft-{t}", "extra_json": json.dumps({"mode": "sft"})})
+            if t:
+                rows.append({**other, "row_id": f"replayed-{t}", "sample_idx": 41, "policy_version": t - 1})
         write_dataset(str(root / name), name, "rollouts/1", rows)
         return str(root / name)
 

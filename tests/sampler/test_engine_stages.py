@@ -203,6 +203,22 @@ def test_text_only_servers_mark_their_rows_and_rl_refuses_them(tiny, data, spec,
             )
 
 
+def test_a_word_that_a_continuation_could_complete_is_refused_before_anything_is_sampled(
+    tiny, data, spec, vllm, monkeypatch
+):  # noqa: F811
+    from stages.decoding.sampler import SamplerError
+
+    monkeypatch.setattr(fake_vllm.LLM, "generate", lambda *_, **__: pytest.fail("it samples"))
+    made = spec(
+        "rl",
+        {**RL, "preset": "vineppo", "engine": "vllm", "bad_words": ["qxz"]},
+        {"model": tiny["policy"], "data": data["prompts"]},
+        "vine",
+    )
+    with pytest.raises(SamplerError, match="'qxz' is several tokens, and here completions are continued"):
+        execute(made, lambda event: None)
+
+
 def test_settings_that_do_not_fit_say_what_to_write():
     from stages.rejection import Config
     from stages.rl import Config as RLConfig

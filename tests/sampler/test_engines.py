@@ -7,6 +7,7 @@ import pytest
 
 from stages.decoding.engines import EngineError, write_weights
 from stages.decoding.sampler import Sampler, SamplerError, SamplingParams
+from stages.generation import check_continued
 from tests.evaluation.conftest import tiny  # noqa: F401
 from tests.sampler import contract, fake_vllm
 from tests.sampler.servers import transformers_serve, vllm_server
@@ -81,6 +82,15 @@ def test_what_vllm_cannot_honour_is_refused(engines, kind):
     for setting in (dict(temperature=2.5), dict(frequency_penalty=3.0)):
         with pytest.raises((SamplerError, EngineError), match=r"must be in \["):
             engine.generate([[1, 40]], SamplingParams(max_new_tokens=2, **setting), [[0]])
+    # a word that the first tokens of a continued completion may have begun
+    for word in ("qxz", "q"):
+        params = SamplingParams(max_new_tokens=4, bad_words=(word,))
+        check_continued(engines("builtin"), params)
+        if word == "q":
+            check_continued(engine, params)
+            continue
+        with pytest.raises(SamplerError, match="Write engine=builtin, or leave this word out"):
+            check_continued(engine, params)
 
 
 @pytest.mark.parametrize("kind", ENGINES[1:])

@@ -458,7 +458,7 @@ class Iteration:
                     elif c.reward_norm == "minmax":
                         x = (x - x.min()) / np.ptp(x) if np.ptp(x) else np.full_like(x, 0.5)
                     elif c.reward_norm == "running":
-                        run.seen = np.concatenate([run.seen, x])
+                        run.seen = np.concatenate([run.seen, x[self.fresh[paid]]])  # replayed ones were seen before
                         x = (
                             (x - run.seen.mean()) / (run.seen.std() + 1e-8)
                             if run.seen.std() > 1e-7 * abs(run.seen.mean())
@@ -864,8 +864,7 @@ class Iteration:
         verdicts = [rows[i]["is_correct"] for i in at if rows[i]["is_correct"] is not None]
         self.log("train/correct", np.mean(verdicts) if verdicts else None)
         if self.ref is not None:
-            d = [(a - b).sum() for a, b in zip(self.old, self.ref)]
-            self.log("kl/sequence_sum", np.mean(d), 1e-3)
+            self.log("kl/sequence_sum", np.mean([(self.old[i] - self.ref[i]).sum() for i in at]), 1e-3)
         if self.cache:
             self.log("reward/overlong", self.overlong[at].mean())
         flat, raw = (np.concatenate([a[m] for a, m in zip(which, self.mask)]) for which in (self.A, self.A_raw))
@@ -1483,8 +1482,7 @@ class Run:
     def multiplier(self, comp, iteration):
         """lambda <- max(0, lambda + step (c - mean R)) after every batch, over all that was sampled."""
         known = self.lambdas[comp.name]
-        lag = 1 if self.c.async_rollouts else 0  # what is sampled ahead is paid as was known when it was sampled
-        return known[max(0, min(iteration - lag, len(known) - 1))]
+        return known[min(iteration, len(known) - 1)]
 
     def baseline(self, it, shaped, in_stats):
         kind, c = self.row.read_baseline, self.c
@@ -1496,6 +1494,7 @@ class Run:
         if kind == "batch_mean":
             return np.full(it.B, live.mean() if len(live) else 0.0)
         if kind == "moving_average":
+            live = shaped[in_stats & it.scorable & it.fresh]  # replayed ones were counted before
             if not len(live):
                 return np.full(it.B, 0.0 if self.average is None else self.average)
             used = live.mean() if self.average is None else self.average
@@ -1548,18 +1547,19 @@ class Run:
             d = np.concatenate([(n - o)[m] for n, o, m in zip(new, it.old, it.mask)])
             kl = float((np.exp(d) - 1 - d).mean()) if len(d) else 0.0
         else:
-            d = [a - b for a, b in zip(it.old, it.ref)]
-            count = [max(o.sum(), 1) for o in it.own]
+            d = [a - b for a, b, fresh in zip(it.old, it.ref, it.fresh) if fresh]
+            count = [o.sum() for o, fresh in zip(it.own, it.fresh) if fresh]
             kl = {
                 "sequence_sum": np.mean([x.sum() for x in d]),
-                "sequence_mean": np.mean([x.sum() / n for x, n in zip(d, count)]),
-                "token_mean": sum(x.sum() for x in d) / max(sum(o.sum() for o in it.own), 1),
+                "sequence_mean": np.mean([x.sum() / max(n, 1) for x, n in zip(d, count)]),
+                "token_mean": sum(x.sum() for x in d) / max(sum(count), 1),
             }[c.kl_unit]
         now = self.coef(it.number)
         if row.kl_controller == "adaptive_ppo":
             now = now / 2 if kl < row.target_kl / 1.5 else now * 2 if kl > 1.5 * row.target_kl else now
         else:
-            gain = it.B / c.kl_horizon if c.kl_horizon else c.k_beta
+            measured = it.B if row.kl_loss_coef and row.kl_target == "old" else it.fresh.sum()
+            gain = measured / c.kl_horizon if c.kl_horizon else c.k_beta
             now *= 1 + gain * min(max(kl / row.target_kl - 1, -0.2), 0.2)
         self.coefs[it.number + 1] = min(max(now, c.kl_coef_min or 0.0), c.kl_coef_max or math.inf)
 

@@ -4,6 +4,7 @@ state of its own.
 
 import json
 import math
+from types import SimpleNamespace
 from pathlib import Path
 
 import pytest
@@ -753,6 +754,24 @@ def test_reference_updates(tiny, tmp_path):
         weights_file(moving.model)(tmp_path / mode)
         load_weights(twin.model, tmp_path / mode)
         assert torch.equal(next(twin.model.parameters()), next(moving.model.parameters()))
+
+
+@pytest.mark.parametrize("mode", ["ema", "tr_soft", "per_interval"])
+def test_a_skipped_step_does_not_move_the_reference_and_is_not_counted(tiny, mode):
+    """Of three steps the first is skipped: an interval of two ends with the third."""
+    from stages.direct.direct_alignment import AlignmentRows, MovingReference
+    from stages.models.modeling import load_policy
+
+    how = {"reference_decay": 0.9} if mode == "ema" else {"reference_interval": 2}
+    config = Config(reference_update=mode, max_steps=3, batch_size=1, **how)
+    moving, policy = MovingReference(config, tiny["other"], "cpu"), load_policy(tiny["policy"])
+    stage = SimpleNamespace(config=config, device="cpu")
+    source = AlignmentRows(stage, policy, DirectAlignment(config), [None], [], moving)
+    before, after = next(moving.model.parameters()).detach().clone(), []
+    for step, loss in enumerate((math.inf, 0.7, 0.7), 1):
+        source.after_step(step, {"loss": loss, "grad_norm": 1.0, "skipped_steps": 1.0})
+        after.append(not torch.equal(before, next(moving.model.parameters())))
+    assert after == [False, mode == "ema", True]
 
 
 def test_dpo_loss_is_ln2_again_right_after_the_reference_is_copied(tiny, preferences, spec):

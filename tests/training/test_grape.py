@@ -776,6 +776,21 @@ def test_rl_with_a_rubric_can_be_audited(tiny, prompts, rubric, spec):
     assert weights != Path(tiny["policy"], "model.safetensors").read_bytes()
 
 
+def test_items_of_replayed_completions_are_reviewed_once(tiny, prompts, rubric, spec):
+    made = spec(
+        "rl",
+        {**GRAPE, "preset": "topr", "replay_fraction": 0.5, "max_steps": 2},
+        {"model": tiny["policy"], "data": prompts, "rubric": rubric(), "reward_model": tiny["reward"]},
+        "replayed",
+    )
+    result = execute(made, silent)
+    rollouts, scores = rows_of(result, "rollouts"), rows_of(result, "rubric_scores")
+    sampled = [r["row_id"] for r in rollouts if r["policy_version"] == r["iteration"]]
+    assert len(rollouts) == 32 and len(sampled) == 24 and {s["sample_row_id"] for s in scores} == set(sampled)
+    counts = {r["item_id"]: r["n"] for r in rows_of(result, "rubric_confidence")}
+    assert counts["vowel"] + counts["short"] == 24
+
+
 def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, tmp_path):
     """Their old log-probs are those of the plain question under the policy that sampled; parents exist; without
     sft_in_loss they only count.
@@ -832,6 +847,18 @@ def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, t
     assert any(r["sampling_prompt_id"] for r in rollouts if r["mode"] == "fresh"), (
         "a generation prompt is part of what was sampled from"
     )
+    lines = Path(made["workdir"], "metrics.jsonl").read_text().splitlines()
+    category = {r["prompt_id"]: r["category"] for r in open_dataset(prompts).iter_rows()}
+    for k, logged in enumerate(json.loads(line)["metrics"] for line in lines):  # of the policy is what it said
+        part = [r for r in rollouts if r["iteration"] == k and r["reward_tier"] != "unscorable"]
+        said, given = ([r for r in part if (r["mode"] == "sft") == sft] for sft in (False, True))
+        mean = lambda name, rows: pytest.approx(np.mean([r[name] for r in rows]))
+        assert logged["reward/mean"] == mean("reward", said) and logged["members/sft_reward"] == mean("reward", given)
+        assert logged["completions/mean_length"] == mean("length", said)
+        assert logged["completions/generated_tokens"] == sum(r["length"] for r in said)
+        by_group = [[r["reward"] for r in part if r["prompt_id"] == p] for p in {r["prompt_id"] for r in part}]
+        assert logged["reward/group_std"] == pytest.approx(np.mean([np.std(r, ddof=1) for r in by_group]))
+        assert logged["rubric/add/mean"] == mean("reward", [r for r in said if category[r["prompt_id"]] == "add"])
     model = load_policy(tiny["policy"], "cpu").eval().requires_grad_(False)
     for r in (r for r in rollouts if r["iteration"] == 0):
         tokens = torch.tensor([list(r["prompt_ids"]) + list(r["completion_ids"])])

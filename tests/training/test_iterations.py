@@ -144,6 +144,35 @@ def test_a_reference_is_refreshed_every_so_many_steps(rl):  # noqa: F811
     assert [source.after_step(step, {})["kl/reference_version"] for step in range(1, 6)] == [0.0, 1.0, 1.0, 2.0, 2.0]
 
 
+def test_a_step_that_was_skipped_moves_no_reference_and_no_opponent(rl):  # noqa: F811
+    """Nor does it count among those after which a reference is refreshed."""
+    kept = {"loss": 0.1, "grad_norm": 1.0, "skipped_steps": 1.0}
+    steps = [{**kept, "grad_norm": float("nan")}, kept, kept]
+    for name, config, of, expected in (
+        ("ema", {"beta": 0.1, "ref_mode": "ema", "ref_decay": 0.5}, "reference", [0.0, 0.5, 0.75]),
+        (
+            "refresh",
+            {"beta": 0.1, "ref_mode": "refresh", "ref_sync_steps": 2, "ref_sync_alpha": 1.0},
+            "reference",
+            [0.0, 0.0, 1.0],
+        ),
+        ("opponent", {"preset": "nash_md", "opponent": "ema", "opponent_decay": 0.5}, "opponent", [0.0, 0.5, 0.75]),
+    ):
+        source = rl.source(f"skipped-{name}", {**PAID, "max_steps": 6, **config})
+        model = source.reference if of == "reference" else source.opponent.model
+        weights = dict(source.policy.model.named_parameters())
+        part = next(iter(weights))
+        before, found, versions = model.state_dict()[part].clone(), [], []
+        with torch.no_grad():
+            weights[part].add_(1.0)
+        source.iteration = 0
+        for step, metrics in enumerate(steps, 1):
+            versions.append(source.after_step(step, dict(metrics)).get("kl/reference_version"))
+            found.append(float((model.state_dict()[part] - before).mean()))
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert of != "reference" or versions == ([0.0, 1.0, 2.0] if name == "ema" else [0.0, 0.0, 1.0])
+
+
 def test_the_update_says_how_many_tokens_its_weights_are_worth(rl):  # noqa: F811
     """(sum w)^2 / (n sum w^2), of the ratios, else of the responses' own weights."""
     source, w = rl.source("worth", PAID), np.array([0.5, 1.0, 3.0])

@@ -747,6 +747,7 @@ def test_stored_rollouts_are_trained_on_without_sampling(rl):
         "behaviour",
         {
             "preset": "dr_grpo",
+            "num_generations": 3,
             "reward_override": "none",
             "rewards": [{"name": "length", "kind": "length", "max_length": 4, "cache_length": 3}],
         },
@@ -767,6 +768,11 @@ def test_stored_rollouts_are_trained_on_without_sampling(rl):
         and metrics[0]["train/grad_norm"] > 0
         and metrics[0]["completions/generated_tokens"] == 0
     )
+    # of three completions two are a pair, which is said
+    pairs = rl.source("pairs", {"preset": "copg"}, stored=path)
+    assert pairs.crediting(pairs.stored.take(2), 0, 0).metrics["groups/unpaired_sequences"] == 2.0
+    (told,) = [w["text"] for w in pairs.stage.warnings if w["code"] == "stored_unpaired"]
+    assert told.startswith("4 of 4 groups") and "even num_generations" in told
 
 
 def test_on_policy_presets_refuse_other_policies_rollouts(rl):
@@ -805,6 +811,47 @@ def test_replayed_groups_keep_the_log_probs_they_were_sampled_with(rl):
             and original["iteration"] == r["policy_version"]
             and r["iteration"] - r["policy_version"] < 3
         )
+
+
+def test_replayed_completions_are_counted_once_in_what_is_kept_from_batch_to_batch(tiny, rl):
+    """The moving baseline, the running scale of rewards, and the KL that the controller moves the coefficient by are of
+    fresh completions, all from the rows.
+    """
+    config = {
+        "preset": "topr",
+        "max_steps": 4,
+        "prompts_per_step": 4,
+        "num_generations": 2,
+        "replay_fraction": 0.5,
+        "replay_window": 3,
+        "learning_rate": 3e-3,
+        "baseline": "moving_average",
+        "reward_norm": "running",
+        "reward_override": "none",
+        "rewards": [{"kind": "python", "source": "def score(completion_ids):\n    return sum(completion_ids) % 7"}],
+        "kl_coef": 0.1,
+        "kl_controller": "adaptive_ziegler",
+        "kl_horizon": 100,
+        "target_kl": 1e-3,
+    }
+    result, metrics = rl("counted-once", config, reference=tiny["other"])
+    rows, seen, average, coef = rows_of(result), [], None, 0.1
+    assert any(r["policy_version"] < r["iteration"] for r in rows)
+    for i, metric in enumerate(metrics):
+        batch = [r for r in rows if r["iteration"] == i]
+        fresh = [r for r in batch if r["policy_version"] == i]
+        earned = {id(r): sum(c["weight"] * c["value"] for c in r["reward_components"]) for r in batch}
+        seen += [earned[id(r)] for r in fresh]
+        for r in batch:
+            assert r["reward"] == pytest.approx((earned[id(r)] - np.mean(seen)) / np.std(seen), abs=1e-5)
+        kl = np.mean([np.sum(np.subtract(r["logp_old"], r["logp_ref"])) for r in fresh])
+        assert metric["kl/sequence_sum"] == pytest.approx(kl, abs=1e-5) and metric["kl/coef"] == pytest.approx(coef)
+        coef *= 1 + len(fresh) / 100 * np.clip(kl / 1e-3 - 1, -0.2, 0.2)
+        mean = np.mean([r["shaped_reward"] for r in fresh])
+        used = mean if average is None else average
+        for r in batch:
+            assert r["advantages"][0] == pytest.approx(r["shaped_reward"] - used, abs=1e-5)
+        average = mean if average is None else 0.9 * average + 0.1 * mean
 
 
 def test_the_mixture_sampler_draws_from_the_geometric_mixture(tiny):

@@ -5,6 +5,7 @@ alone, what settings refuse each other.
 import json
 import math
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
 
@@ -205,6 +206,7 @@ def test_what_a_cut_completion_earns_beside_one_that_ends():
         ({"preset": "oreo", "truncation_policy": "bootstrap"}, "truncation_policy=bootstrap"),
         ({"preset": "oreo", "advantage": "group_mean"}, "rewards-to-go"),
         ({"preset": "oreo", "gamma": 0.9}, "write gamma=1, or preset=ppo"),
+        ({"preset": "oreo", "critic_target": "td0"}, "leave critic_target out, or write preset=ppo"),
         ({"preset": "oreo", "advantage": "reward_minus_value"}, "rewards-to-go"),
         ({"preset": "grpo_process", "beta": 0.0, "kl_coef": 0.02}, "kl_coef"),
         ({"preset": "dapo", "kl_controller": "adaptive_ziegler", "target_kl": 6.0}, "kl_controller"),
@@ -928,7 +930,7 @@ def test_the_alarm_quotes_the_commonest_reason_and_a_batch_without_any_reward_is
 
 
 def test_a_pass_rate_that_is_unknown_is_not_zero():
-    from stages.rollouts.prompts import counts_of, verdict_counts, verdicts_on
+    from stages.rollouts.prompts import counts_of, verdict_counts, verdicts_of, verdicts_on
 
     assert verdict_counts([("a", [None, None], False)]) == {} and verdict_counts(
         [("a", [None], True), ("b", [True, None, False], True)]
@@ -942,6 +944,18 @@ def test_a_pass_rate_that_is_unknown_is_not_zero():
         {"prompt_id": "a", "iteration": 1, "n": 4, "pass_at_1": None},
     ]
     assert counts_of([({"row_id": "r", "prompt_id": "a"}, [1])], stats) == {"r": (4, 2)}
+    # of a group: who was judged, and what the policy said itself
+    from stages.rollouts.records import Records
+
+    written = []
+    samples = [*samples, samples[1], replace(samples[0], mode="sft")]
+    row = {"prompt_id": "a", "group_id": "a", "dataset": "d"}
+    Records.groups(
+        SimpleNamespace(_write=lambda _, rows: written.extend(rows)), [(Group(row, [1], samples, 0), None)], 0
+    )
+    assert (written[0]["n"], written[0]["pass_at_1"]) == (5, pytest.approx(1 / 3))
+    assert counts_of([({"row_id": "r", "prompt_id": "a"}, [1])], written) == {"r": (3, 1)}
+    assert verdicts_of([("r", samples)]) == {"r": (3, 1)}
 
 
 def test_an_evaluation_names_components_that_could_not_score():

@@ -2,6 +2,7 @@
 all weights or an adapter.
 """
 
+import math
 import numpy as np
 import pytest
 import torch
@@ -231,6 +232,34 @@ def test_trpo_refuses_what_it_cannot_do(tiny, data, spec):
     ):
         with pytest.raises(Exception, match=advice):
             run(spec, "trpo", given, {**config, **setting}, label="trpo-refused")
+
+
+def test_steps_without_a_direction_change_nothing_and_a_single_token_is_enough(tiny):
+    """Nothing trained, no advantage, and a gradient that is not finite, over several micro-batches; a step on one token
+    beside a dead group.
+    """
+
+    def item(name, advantages, masks):
+        old = [[-5.0] * 2, [-5.0] * 3]
+        return make_item(
+            name, [20, 30, 40], [[50, 60], [70, 80, 90]], masks, advantages=list(advantages), old_logps=old
+        )
+
+    whole, dead, single = ([[1, 1], [1, 1, 1]], [[0, 0], [0, 0, 0]], [[0, 1], [0, 0, 0]])
+    for items, moves, skipped in (
+        ([item("a", (0.0, 0.0), dead), item("b", (0.0, 0.0), dead)], False, 0),
+        ([item("a", (0.0, 0.0), whole), item("b", (0.0, 0.0), dead)], False, 0),
+        ([item("a", (math.nan, 1.0), whole), item("b", (1.0, -1.0), whole)], False, 1),
+        ([item("a", (1.0, 0.0), single), item("b", (0.0, 0.0), dead)], True, 0),
+    ):
+        config = Config(preset="trpo", num_generations=2, truncation_policy="score", max_tokens_per_micro_batch=8)
+        model = load_policy(tiny["policy"])
+        trainer = TrustRegionTrainer(model, PolicyGradient(rl_preset("trpo"), config), config, 1)
+        before = [p.detach().clone() for p in trainer.parameters.values()]
+        found = trainer.step(items)
+        assert any(not torch.equal(a, b) for a, b in zip(before, trainer.parameters.values())) == moves
+        assert found["skipped_steps"] == skipped and 0 <= found["trpo/kl"] <= config.max_kl
+        assert (found["trpo/surrogate_gain"] > 0) == (found["trpo/step_fraction"] > 0) == moves
 
 
 def test_averaged_weights_follow_the_steps(tiny):

@@ -522,7 +522,9 @@ def _prompt_stats(inputs, params):
                 "origin": "human",
                 "split": "train",
             },
-            samples=[SimpleNamespace(total=r, correct=r > 0, logps=None, action_mask=()) for r in rewards],
+            samples=[
+                SimpleNamespace(total=r, correct=r > 0, logps=None, action_mask=(), mode="fresh") for r in rewards
+            ],
         )
         for k, rewards in enumerate(inputs["rewards"])
     ]
