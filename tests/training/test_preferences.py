@@ -453,6 +453,49 @@ def test_sdpo_chunks_keep_the_order_and_curry_goes_from_easy_to_hard(tmp_path, b
         build({"order": "margin"}, str(tmp_path / "a"), "curriculum")
 
 
+@pytest.mark.parametrize(
+    "pairing, stages",
+    [
+        ("best_vs_k", {("a", "d"): 0, ("a", "c"): 1, ("a", "b"): 2, ("x", "y"): 2, ("e", "h"): 1}),
+        (
+            "all_pairs_by_gap",
+            {
+                **{("a", "d"): 0, ("a", "c"): 1, ("b", "d"): 1, ("a", "b"): 2, ("b", "c"): 2, ("c", "d"): 2},
+                **{("x", "y"): 2, ("e", "h"): 1, ("f", "h"): 2, ("g", "h"): 2},
+            },
+        ),
+    ],
+)
+def test_a_rank_gap_is_one_stage_however_many_answers_a_ranking_has(tmp_path, build, pairing, stages):
+    """data.curriculum: also where it is the largest of its own ranking; what a ranking says of its answers stays."""
+    rankings = [
+        complete_row(
+            "rankings/1",
+            {
+                "prompt": user(texts),
+                "completions": [assistant(t) for t in texts],
+                "ranks": ranks,
+                "gens": [{"model_id": t} for t in texts],
+                "ann": {"annotator_id": "w"},
+                "license": "mit",
+            },
+            dataset="d",
+            source="s",
+            origin="human",
+        )
+        for texts, ranks in (("xy", [1, 2]), ("abcd", [1, 2, 3, 4]), ("efgh", [1, 2, 2, 3]))
+    ]
+    write_dataset(str(tmp_path / "c"), "d", "rankings/1", rankings)
+    _, rows = build({"order": "rank_gap", "stages": 9, "pairing": pairing}, str(tmp_path / "c"), "curriculum")
+    found = {answers(r, "chosen", "rejected"): r["stage_index"] for r in rows}
+    tied = {("e", "f"): 2, ("e", "g"): 2}
+    assert found == stages | tied
+    assert all(
+        (r["chosen_gen"]["model_id"], r["rejected_gen"]["model_id"]) == answers(r, "chosen", "rejected") for r in rows
+    )
+    assert {(r["ann"]["annotator_id"], r["license"]) for r in rows} == {("w", "mit")}
+
+
 def test_the_pairs_of_a_ranking_weigh_as_it_does(tmp_path, build):
     from stages.curriculum import Config as Curriculum
 
