@@ -961,6 +961,7 @@ def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
         **verdict(sample, note),
         "gen": gen,
         "split": sample.prompt["split"],
+        "weight": sample.prompt.get("weight"),
         "extra_json": json.dumps(
             {
                 "completion_ids": sample.ids,
@@ -1059,6 +1060,7 @@ def write_selected(stage, rows, candidates=()) -> None:
                     "train_turns": [len(row["prompt"])],
                     "kept": True,
                     "gen": row["gen"],
+                    "weight": row["weight"],
                     "category": json.loads(row["extra_json"] or "{}").get("category"),
                     "prompt_id": row["prompt_id"],
                     "group_id": row["group_id"],

@@ -563,7 +563,11 @@ def test_a_stage_of_a_curriculum_is_taken_before_its_pairs_are_converted(tiny, t
 
 
 def test_thresholds_by_quantile_caps_and_empty_selections(tiny, data, spec, candidates):
-    path = candidates([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]], correct=[[True] * 4, [False, True, True, True]])
+    path = candidates(
+        [[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]],
+        correct=[[True] * 4, [False, True, True, True]],
+        weight=0.25,
+    )
 
     def select(name, **config):
         made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
@@ -574,7 +578,9 @@ def test_thresholds_by_quantile_caps_and_empty_selections(tiny, data, spec, cand
             for r in open_dataset(result["outputs"]["selected"]["path"]).iter_rows()
         ]
 
-    assert len(select("half", select="threshold", threshold=0.5, threshold_mode="quantile")[1]) == 4
+    half, rows = select("half", select="threshold", threshold=0.5, threshold_mode="quantile")
+    selected = open_dataset(half["outputs"]["selected"]["path"])
+    assert len(rows) == 4 and {row["weight"] for row in selected.iter_rows()} == {0.25}
     assert select("cap", select="all_correct", max_per_prompt=2)[1] == [
         ("prompt 0", "answer 0"),
         ("prompt 0", "answer 1"),

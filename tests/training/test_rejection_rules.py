@@ -18,7 +18,15 @@ from stages.spec import ConfigError
 from tests.common import user
 
 NAN = math.nan
-PROMPT = {"row_id": "r", "prompt_id": "p", "group_id": "g", "prompt": user("q"), "answer": "7", "split": "train"}
+PROMPT = {
+    "row_id": "r",
+    "prompt_id": "p",
+    "group_id": "g",
+    "prompt": user("q"),
+    "answer": "7",
+    "split": "train",
+    "weight": 0.5,
+}
 
 
 def stage(**config):
@@ -53,6 +61,7 @@ def test_what_is_kept_and_why_not(sample, note, reason):
     found = rejection.candidate(sample, 3, {}, note)
     assert (found["kept"], found["drop_reason"]) == (reason is None, reason)
     assert found["reward"] == (None if math.isnan(sample.total) else sample.total) and found["prompt_idx"] == 3
+    assert found["weight"] == PROMPT["weight"]
 
 
 class Engine:
