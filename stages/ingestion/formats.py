@@ -35,6 +35,7 @@ from stages.ingestion.sources import canonical_bytes, split_named
 # How the names of other tools are read. Keys: our names; values: synonyms, first match wins.
 SYNONYMS = {
     "completion": ("response", "output"),
+    "label_prob": ("p_chosen",),
     "score": ("rating", "overall_score"),
     "system": ("system_prompt",),
     "chosen_score": ("score_chosen", "chosen_rating", "chosen-rating"),

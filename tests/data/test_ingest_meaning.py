@@ -493,6 +493,7 @@ def test_an_evaluation_file_without_prompts_is_an_error_and_a_row_without_one_is
             {"messages": [user("u"), assistant("a")], "category": ["x"]},
             {"category": None, "extra_json": '{"category":["x"]}'},
         ),
+        (pair(p_chosen=0.8), {"label_prob": 0.8, "extra_json": None}),
         (
             pair(stage_index=1, turn_index=2, pairs_in_group=3, rank_gap="2", constraint_ids=["c"]),
             {
