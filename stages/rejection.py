@@ -340,6 +340,11 @@ def check(config: Config, given: Collection[str]) -> None:
             f"rejection: {asks} goes by which completions are right, which no reward here says; add a component of kind"
             f" verifier, code or python (weight=0 if it should not count), or leave {asks} out"
         )
+    if config.temperature == 0 and config.num_generations > 1 and not stored:
+        raise ConfigError(
+            f"rejection: temperature=0 makes all num_generations={config.num_generations} completions of a prompt equal;"
+            " write num_generations=1, or a temperature such as 1.0"
+        )
     if config.mixture_coef and not stored:
         if config.engine != "builtin":
             raise ConfigError(

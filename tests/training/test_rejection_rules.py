@@ -184,6 +184,8 @@ JUDGED = [RewardComponent(kind="judge", endpoint="http://localhost:9/v1", endpoi
         ({"select": "threshold", "threshold": 1.5, "threshold_mode": "quantile"}, "no share"),
         ({"select": "all_correct", "rewards": JUDGED}, "leave select=all_correct out"),
         ({"difficulty_band": [0.2, 0.8], "rewards": JUDGED}, "leave difficulty_band out"),
+        ({"temperature": 0}, "write num_generations=1"),
+        ({"temperature": 0, "num_generations": 1}, None),
         ({"mixture_coef": 0.25, "engine": "vllm"}, "write engine=builtin"),
         ({"mixture_coef": 0.25, "stop_strings": ["."]}, "leave stop_strings out"),
         ({"mixture_coef": 0.25, "repetition_penalty": 1.2}, "leave repetition_penalty out"),
