@@ -1,5 +1,6 @@
 """Candidates to preferences, curricula, and the selections of ReST: stages on made-up candidates."""
 
+import json
 import math
 
 import pytest
@@ -294,6 +295,16 @@ def test_a_mixture_trains_on_nothing_that_a_source_holds_out(tmp_path, build):
         ("q", "y", "validation"),
     ]
     assert (result["summary"]["dropped/held_out_elsewhere"], result["summary"]["dropped/duplicate_row"]) == (2, 2)
+    # a source that is left out neither takes a row from another one nor judges the mixture
+    paths = {name: str(tmp_path / name) for name in rows}
+    result, mixed = build({"weights": {"a": 0, "b": 1}}, paths, "mix")
+    assert [(r["messages"][0]["content"], r["messages"][1]["content"], r["split"]) for r in mixed] == [
+        ("p", "x", "train"),
+        ("s", "x", "train"),
+        ("q", "y", "validation"),
+    ]
+    assert {json.loads(r["extra_json"])["mixed_from"] for r in mixed} == {"b"}
+    assert result["summary"]["dropped/weight_0"] == 1
 
 
 def test_what_no_conversion_can_use_is_counted(tmp_path):
