@@ -504,6 +504,11 @@ def print_decision(value: dict[str, Any]) -> None:
         print(f"  {reason}")
 
 
+#: What transformers notes in a saved tokenizer_config.json of where its maker had loaded it from, which is nothing that
+#: a reader of the exported model should take for a setting.
+HOW_LOADED = ("is_local", "local_files_only")
+
+
 def export(
     ref: str,
     directory: Path | None,
@@ -590,6 +595,11 @@ def _write_out(found, directory: Path, adapter: bool, base: str | None, linked: 
                 directory / "adapter_config.json",
                 json.dumps({**settings, "base_model_name_or_path": base}, sort_keys=True, indent=1) + "\n",
             )
+    for file in directory.rglob("tokenizer_config.json"):
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if settings.keys() & set(HOW_LOADED):  # another file takes its place: it may be a link into the store
+            left = {name: value for name, value in settings.items() if name not in HOW_LOADED}
+            atomic_write_text(file, json.dumps(left, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
     if not (directory / "README.md").exists():
         atomic_write_text(
             directory / "README.md", dataset_card(found.ref) if found.kind == "dataset" else model_card(found.ref)

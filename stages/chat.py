@@ -101,7 +101,7 @@ class Encoded:
 
 
 def load_tokenizer(path: str):
-    """Tokenizer of a model directory or hub id, right-padding, with a chat template and an end token.
+    """Tokenizer of a model directory or hub id, with a chat template and an end token.
 
     Raises:
         RenderError: there is no tokenizer, it does not load, or it has no end-of-sequence token.
@@ -132,7 +132,6 @@ def load_tokenizer(path: str):
         tokenizer.chat_template = PLAIN_TEMPLATE
     if tokenizer.pad_token_id is None:  # pads are never read (masks come from lengths), so the end token serves
         tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "right"
     return tokenizer
 
 

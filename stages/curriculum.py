@@ -8,7 +8,7 @@ stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -40,6 +40,20 @@ class Config(StageConfig):
         return self
 
 
+#: What the pairs of a ranking have of it.
+CARRIED = (
+    "prompt",
+    "prompt_id",
+    "group_id",
+    "dataset",
+    "source",
+    "split",
+    "batch_id",
+    "license",
+    "collected_at",
+    "weight",
+    "ann",
+)
 SPEC = StageSpec(
     name="curriculum",
     config=Config,
@@ -61,7 +75,7 @@ def run(stage):
         )
         raise ValueError(f"order={config.order} does not fit rows of {data.kind}: give {wanted}.")
     counts, dropped = Counter({0: 0}), Counter()
-    made = ranked(data.iter_rows(), config, dropped) if config.order == "rank_gap" else staged(data, config, dropped)
+    made = ranked(data, config, dropped) if config.order == "rank_gap" else staged(data, config, dropped)
 
     def told(rows):
         for row in rows:
@@ -118,34 +132,36 @@ def staged(data, config, dropped: Counter) -> Iterator[dict]:
     yield from ({**row, "stage_index": None} for row in data.iter_rows() if row["split"] != "train")
 
 
-def ranked(rows: Iterable[dict], config, dropped: Counter) -> Iterator[dict]:
-    """Pairs of rankings, the largest rank gap in stage 0; tied responses give no pair. Each weighs as much as its
-    ranking: stages are trained one by one.
+def ranked(data, config, dropped: Counter) -> Iterator[dict]:
+    """Pairs of rankings, the largest rank gap in stage 0, whatever else a ranking holds (``data.curriculum``); tied
+    responses give no pair. Each weighs as much as its ranking: stages are trained one by one.
     """
     from stages import selection
     from stages.ingestion import pairing
 
-    for row in rows:
+    def pairs_of(ranks) -> list[tuple[int, int, int]]:
         if config.pairing == "best_vs_k":
-            found = [(k, i, j, gap) for k, (i, j, gap) in enumerate(selection.rank_gap_stages(row["ranks"]))]
-        else:
-            found = [
-                (k, i, j, gap) for k, (gap, pairs) in enumerate(pairing.rank_gap_stages(row["ranks"])) for i, j in pairs
-            ]
+            return selection.rank_gap_stages(ranks)
+        return [(i, j, gap) for gap, pairs in pairing.rank_gap_stages(ranks) for i, j in pairs]
+
+    train = data.iter_rows(columns=["ranks"], split="train")
+    gaps = sorted({gap for row in train for _, _, gap in pairs_of(row["ranks"])}, reverse=True)
+    stage_of = {gap: min(k, config.stages - 1) for k, gap in enumerate(gaps)}
+    for row in data.iter_rows():
+        found = pairs_of(row["ranks"])
         dropped["rows"] += not found
-        common = {
-            name: row[name] for name in ("prompt", "prompt_id", "group_id", "dataset", "source", "split", "weight")
-        }
-        scores = row.get("scores")
-        for k, i, j, gap in found:
+        common = {name: row[name] for name in CARRIED}
+        scores, gens = row.get("scores"), row.get("gens")
+        for i, j, gap in found:
             yield {
                 **common,
                 "origin": "conversion",
                 "chosen": row["completions"][i],
                 "rejected": row["completions"][j],
                 "rank_gap": gap,
-                "stage_index": min(k, config.stages - 1) if row["split"] == "train" else None,
+                "stage_index": stage_of[gap] if row["split"] == "train" else None,
                 "pairs_in_group": len(found),
+                **({"chosen_gen": gens[i], "rejected_gen": gens[j]} if gens else {}),
                 **(
                     {"chosen_score": scores[i], "rejected_score": scores[j], "margin": scores[i] - scores[j]}
                     if scores

@@ -207,7 +207,9 @@ class Distillation:
         )
 
     def divergence(self, head, states, batch):
-        """From the teacher in memory, over the whole vocabulary ``[N]``."""
+        """From the teacher in memory, over the student's whole vocabulary ``[N]``."""
+        from dataclasses import replace
+
         import torch
 
         from stages.batching import collate
@@ -217,11 +219,14 @@ class Distillation:
         theirs = collate([i.extra.get("teacher_item") or i for i in batch.items], batch.ids_U.device)
         with torch.no_grad():
             teacher_states = hidden_states(self.teacher, theirs, theirs.src_N)
-        config = self.config
+        config, teacher, rows = self.config, head_of(self.teacher), head.weight.shape[0]
+        if teacher.weight.shape[0] > rows:  # one tokenizer, and a head that is padded further
+            bias = None if teacher.bias is None else teacher.bias[:rows]
+            teacher = replace(teacher, weight=teacher.weight[:rows], bias=bias)
         return divergence(
             head,
             states,
-            head_of(self.teacher),
+            teacher,
             teacher_states,
             config.direction,
             config.distillation_temperature,

@@ -188,6 +188,22 @@ class Config(SamplingConfig, AgentConfig, BenchmarkConfig, ChatConfig):
                     "only a policy is asked prompts with choices; write target=policy",
                 ),
                 (("judge_mode",), lambda c: c.target == "judge", "only target=judge asks for one; write target=judge"),
+                (
+                    (
+                        *SamplingConfig.model_fields,
+                        "num_samples",
+                        "greedy",
+                        "rewards",
+                        "prompt_template",
+                        "max_prompt_length",
+                        "max_length",
+                        "multiple_choice",
+                        "refusal_judge",
+                        "beta",
+                    ),
+                    lambda c: c.target == "policy",
+                    "a scorer of pairs is asked no prompts and samples nothing; write target=policy",
+                ),
             ],
         )
         if self.mt_bench:

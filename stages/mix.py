@@ -9,9 +9,9 @@ Quotas are by largest remainder, ties to the first source in the order of the la
 stage's seed and keep their order. Every row says in ``extra_json.mixed_from`` which source it is from. Rows of the
 held-out categories are in the split ``test``, whatever their source, so that instruction tuning is judged on tasks it
 never saw. Sources whose solutions end in different styles (a box, ####, "The answer is") are warned of, and rewritten
-to one with ``answer_format`` (``data.answer_format``). Validation and test rows pass through as they are; a training
-row whose prompt or group is held out in any source, and a row that an earlier source has, are left out and counted. One
-source alone goes through the same filters.
+to one with ``answer_format`` (``data.answer_format``). Validation and test rows pass through as they are, but for those
+of a source with weight 0, which is left out; a training row whose prompt or group is held out in any source, and a row
+that an earlier source has, are left out and counted. One source alone goes through the same filters.
 
 Prompts are mixed alike; ``label_domains`` writes their source into the column domain, by which rewards are routed
 (``reward.domain_route``). Of plain text, whole documents are drawn as long as they fit into their source's share of the
@@ -151,7 +151,8 @@ def run(stage):
                 "extra_json": json.dumps(json.loads(row["extra_json"] or "{}") | {"mixed_from": name}, sort_keys=True),
                 **({"domain": name} if config.label_domains else {}),
             }
-            split = "test" if row.get("category") in config.held_out_categories else row["split"]
+            held = row.get("category") in config.held_out_categories
+            split = "test" if held else row["split"]
             reason = (
                 "not_kept"
                 if row.get("kept") is False
@@ -163,10 +164,13 @@ def run(stage):
                 reason = "held_out_elsewhere"
             if reason is None and row["row_id"] in seen:
                 reason = "duplicate_row"
+            if reason is None and weights[name] == 0 and split != "train" and not held:
+                reason = "weight_0"
             if reason:
                 dropped[reason] = dropped.get(reason, 0) + 1
                 continue
-            seen.add(row["row_id"])
+            if weights[name] != 0 or split != "train":  # what is not taken leaves another source its row
+                seen.add(row["row_id"])
             (sources[name] if split == "train" else aside).append({**row, "split": split})
     missing = sorted(set(config.held_out_categories) - {row.get("category") for row in aside})
     if missing:

@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from stages.reward.components import REWARD_INPUTS, FixedComponent, RewardComponent
 from stages.reward.rewards import check_inputs
 from stages.settings import (
+    CHANGES_OF_LOGITS,
     PROMPT_TEMPLATE,
     ChatConfig,
     PromptTemplate,
@@ -32,6 +33,21 @@ from stages.settings import (
 )
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
+#: Kinds of reward components that never say whether an answer is right.
+WITHOUT_VERDICT = (
+    "model",
+    "judge",
+    "format",
+    "length",
+    "truncation",
+    "group_preference",
+    "icdpo",
+    "majority",
+    "length_group",
+    "length_target",
+    "length_penalty",
+    "language",
+)
 #: Settings beside ``system`` that change what answers are sampled from.
 OTHER_CONTEXTS = ("in_context", "mixture_coef", "rationalise")
 
@@ -311,6 +327,36 @@ def check(config: Config, given: Collection[str]) -> None:
             "rejection: candidates are selected as they are, and no prompt is shown; leave chat_template and"
             " chat_template_kwargs out"
         )
+    if config.select == "threshold" and config.threshold is None:
+        raise ConfigError("rejection: select=threshold needs threshold; write for example threshold=0.5")
+    if config.threshold is not None and config.threshold_mode == "quantile" and not 0.0 <= config.threshold < 1.0:
+        raise ConfigError(
+            f"rejection: threshold={config.threshold} is no share; with threshold_mode=quantile write a value in [0,"
+            " 1), for example 0.9"
+        )
+    asks = "select=all_correct" if config.select == "all_correct" else "difficulty_band" * bool(config.difficulty_band)
+    if asks and (config.rescore or not stored) and all(c.kind in WITHOUT_VERDICT for c in config.rewards):
+        raise ConfigError(
+            f"rejection: {asks} goes by which completions are right, which no reward here says; add a component of kind"
+            f" verifier, code or python (weight=0 if it should not count), or leave {asks} out"
+        )
+    if config.temperature == 0 and config.num_generations > 1 and not stored:
+        raise ConfigError(
+            f"rejection: temperature=0 makes all num_generations={config.num_generations} completions of a prompt equal;"
+            " write num_generations=1, or a temperature such as 1.0"
+        )
+    if config.mixture_coef and not stored:
+        if config.engine != "builtin":
+            raise ConfigError(
+                f"rejection: mixture_coef={config.mixture_coef} mixes the distributions of two models token by token,"
+                f" which engine={config.engine} cannot do; write engine=builtin, or mixture_coef=0"
+            )
+        for name in ("stop_strings", *CHANGES_OF_LOGITS):
+            if getattr(config, name) != Config.model_fields[name].get_default(call_default_factory=True):
+                raise ConfigError(
+                    f"rejection: mixture_coef={config.mixture_coef} samples without penalties, bans and stop strings;"
+                    f" leave {name} out, or write mixture_coef=0"
+                )
     if config.rescore or not stored:
         check_inputs(config.rewards, given)
 
@@ -690,11 +736,6 @@ def generate(stage) -> None:
     context = Context(stage, renderer, rows)
     if done * config.block < total:
         if config.mixture_coef:
-            if config.engine != "builtin":
-                raise ValueError(
-                    f"mixture_coef={config.mixture_coef} mixes the distributions of two models token by token, which"
-                    f" engine={config.engine} cannot do; write engine=builtin, or mixture_coef=0."
-                )
             policy, reference = (
                 freeze(load_policy(stage.path(role), stage.device, getattr(torch, config.sampling_dtype)))
                 for role in ("model", "reference")
@@ -925,6 +966,7 @@ def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
         **verdict(sample, note),
         "gen": gen,
         "split": sample.prompt["split"],
+        "weight": sample.prompt.get("weight"),
         "extra_json": json.dumps(
             {
                 "completion_ids": sample.ids,
@@ -963,8 +1005,6 @@ def select(matrix, correct, config, stage) -> list[int]:
     from stages import selection
 
     width = matrix.shape[1]
-    if config.select == "threshold" and config.threshold is None:
-        raise ValueError("select=threshold needs threshold; write for example threshold=0.5.")
     floor = None if config.threshold is None else level(matrix, config)
     # drawn among those that may be kept, as many as a selector of the best would keep
     if floor is not None and config.select.startswith("random"):
@@ -1001,11 +1041,6 @@ def level(matrix, config) -> float:
 
     if config.threshold_mode == "absolute":
         return config.threshold
-    if not 0.0 <= config.threshold < 1.0:
-        raise ValueError(
-            f"threshold={config.threshold} is no share; with threshold_mode=quantile write a value in [0, 1), for"
-            " example 0.9."
-        )
     return float(np.nanquantile(matrix, config.threshold)) if (~np.isnan(matrix)).any() else 0.0
 
 
@@ -1030,6 +1065,7 @@ def write_selected(stage, rows, candidates=()) -> None:
                     "train_turns": [len(row["prompt"])],
                     "kept": True,
                     "gen": row["gen"],
+                    "weight": row["weight"],
                     "category": json.loads(row["extra_json"] or "{}").get("category"),
                     "prompt_id": row["prompt_id"],
                     "group_id": row["group_id"],

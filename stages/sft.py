@@ -114,8 +114,8 @@ class Config(RowsConfig):
     curriculum: Literal["none", "length", "difficulty"] = Field(
         "none",
         description=(
-            "Train from easy to hard (sft.curriculum): by trained tokens, or by the rows' `difficulty` (ingested from"
-            " that column)."
+            "Train from easy to hard (sft.curriculum): by trained tokens, or by the rows' `difficulty` (written by"
+            " superfilter, or ingested from that column)."
         ),
     )
     curriculum_stages: int = Field(
@@ -644,8 +644,6 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
     Args:
         more: (row, its encoding, its trained turns) -> further per-item values, or the reason why the row is dropped.
     """
-    import json
-
     from stages.batching import make_item, row_weight
     from stages.chat import rendering
     from stages.running.parallel import items_of
@@ -676,7 +674,7 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
                         [encoded.mask],
                         weight=row_weight(row),
                         truncated=encoded.truncated,
-                        difficulty=json.loads(row.get("extra_json") or "{}").get("difficulty"),
+                        difficulty=difficulty_of(row),
                         **extra,
                     )
                 )
@@ -684,6 +682,16 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
 
     items, dropped = items_of(dataset.iter_rows(split=split), of, expected=dataset.rows_of(split), limit=limit)
     return items, {"truncated": 0, "no_target": 0, "not_kept": 0, **dropped}
+
+
+def difficulty_of(row: dict):
+    """How hard a row is said to be: its column ``difficulty``, which stages write (superfilter), else that of the file
+    it was ingested from; None where neither says.
+    """
+    import json
+
+    own = row.get("difficulty")
+    return json.loads(row.get("extra_json") or "{}").get("difficulty") if own is None else own
 
 
 def encode_text(dataset, split: str, renderer, config, limit: int | None = None):

@@ -593,7 +593,7 @@ def superfilter(with_instruction: Sequence[float], without: Sequence[float], kee
     """
     ifd = [a / b if b else math.inf for a, b in zip(with_instruction, without)]
     excluded = [i for i, value in enumerate(ifd) if not value < 1]
-    valid = [i for i in range(len(ifd)) if i not in set(excluded)]
+    valid = [i for i, value in enumerate(ifd) if value < 1]
     count = math.floor(keep_fraction * len(ifd) + 1e-9)
     kept = sorted(sorted(valid, key=lambda i: (-ifd[i], i))[:count])
     return {"ifd": ifd, "excluded": excluded, "kept": kept}

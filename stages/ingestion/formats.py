@@ -35,6 +35,7 @@ from stages.ingestion.sources import canonical_bytes, split_named
 # How the names of other tools are read. Keys: our names; values: synonyms, first match wins.
 SYNONYMS = {
     "completion": ("response", "output"),
+    "label_prob": ("p_chosen",),
     "score": ("rating", "overall_score"),
     "system": ("system_prompt",),
     "chosen_score": ("score_chosen", "chosen_rating", "chosen-rating"),
@@ -278,6 +279,10 @@ class Adapter:
         reasoning = {"written": 0, "left": 0}
         row = self._with_reasoning(row, reasoning)
         kind, out, codes = self._read(row, self._options)
+        kept = {"true": True, "false": False}.get(str(row.get("kept")).lower()) if kind == "demonstrations/1" else None
+        if kept is not None:  # what a filter left out stays out
+            out["kept"] = kept
+            row = {key: value for key, value in row.items() if key != "kept"}
         extra = out.pop("_extra", None) or {}
         tools = None
         if self._tools and row.get("tools"):

@@ -756,6 +756,15 @@ def _math_shepherd(row: dict, options) -> list[dict]:
     ]
 
 
+def _listed(name: str, said: str) -> Form:
+    """Answers or steps in a list called ``name``, beside what is ``said`` of each (catalogue section 0)."""
+    return Form(
+        ("prompt", name, said),
+        lambda row, options: [_without(row, name, completions=row[name])],
+        lambda row, options: row.get("completions") is None and isinstance(row[name], list),
+    )
+
+
 # -- labelled ----------------------------------------------------------------------------------------------
 def _beavertails(row: dict, options) -> list[dict]:
     return [_without(row, "response", "is_safe", completion=row["response"], label=row["is_safe"], label_kind="safety")]
@@ -1399,6 +1408,8 @@ FORMS: tuple[Form, ...] = (
     Form(("prompt", "verification_info"), _synthetic, _for_prompts),
     Form(("problem", "generated_solution"), _open_math),
     Form(("question", "best_answer", "correct_answers", "incorrect_answers"), _truthful, _for_prompts),
+    _listed("responses", "ranks"),
+    _listed("steps", "labels"),
     Form(("chosen", "rejected"), _pair_of_conversation, _asks_last),
     Form(
         (),

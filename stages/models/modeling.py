@@ -71,9 +71,13 @@ def load_policy(path: str, device: str = "cpu", dtype: torch.dtype = torch.float
     Raises:
         ModelError: the directory holds no causal LM.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
+        # one with tied embeddings would load without its head
+        for kind in AutoConfig.from_pretrained(path).architectures or ():
+            if kind.endswith(("ForSequenceClassification", "ForTokenClassification")):
+                raise ValueError(f"it is a {kind}, whose head gives scores and no words")
         model = pending.load(AutoModelForCausalLM, path, device, in_shards, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ModelError(

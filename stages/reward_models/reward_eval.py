@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from stages.generation import UNANSWERED
 from stages.measures import statistics
 from stages.pairs import is_tie
 from stages.reward_models.reward_data import attribute_scores, transition
@@ -42,7 +43,7 @@ def anchor_responses(data, split: str | None, limit: int) -> list[Response]:
         elif data.kind == "rankings/1":
             best = min(range(len(row["ranks"])), key=lambda i: (row["ranks"][i], i))
             found.append(Response(row["prompt"], row["completions"][best], row=row))
-        elif row.get("drop_reason") != "truncated" and (data.kind != "unpaired/1" or row["label"]):
+        elif row.get("drop_reason") not in ("truncated", *UNANSWERED) and (data.kind != "unpaired/1" or row["label"]):
             found.append(Response(row["prompt"], row["completion"], row=row))
     return found
 

@@ -1,5 +1,6 @@
 """posttrain export of datasets, and --push of both kinds to a server that speaks the Hub's interface."""
 
+import json
 import os
 import socket
 import subprocess
@@ -120,9 +121,14 @@ def test_a_model_is_pushed_with_its_card(made, hub, tmp_path):
     repo = hub.repos["model", "me/policy"]
     path = Path(store.resolve(made["model"]).path)
     assert repo["private"] and value["url"].startswith(hub.url) and value["directory"] is None
-    assert {n: d for n, d in repo["files"].items() if n not in ("README.md", ".gitattributes")} == {
-        str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()
-    }
+    stored = {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    assert {
+        n: d for n, d in repo["files"].items() if n not in ("README.md", ".gitattributes", "tokenizer_config.json")
+    } == {n: d for n, d in stored.items() if n != "tokenizer_config.json"}
+    # how the tokenizer was loaded where it was trained stays there
+    kept, sent = (json.loads(files["tokenizer_config.json"]) for files in (stored, repo["files"]))
+    assert {"is_local", "local_files_only"} <= kept.keys()
+    assert sent == {n: value for n, value in kept.items() if n not in ("is_local", "local_files_only")}
     assert (
         "base_model" in repo["files"]["README.md"].decode()
         and made["model"] in repo["commits"][0]
@@ -142,7 +148,11 @@ def test_a_model_is_pushed_with_its_card(made, hub, tmp_path):
     assert {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*") if p.is_file()} == repo[
         "files"
     ].keys() - {".gitattributes", "notes.txt"}
+    for name in ("tokenizer_config.json", "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == repo["files"][name]
+    assert path.joinpath("tokenizer_config.json").read_bytes() == stored["tokenizer_config.json"]
     command("export", made["model"], "--adapter", "--push", "me/adapter")
+    assert b"is_local" not in hub.repos["model", "me/adapter"]["files"]["tokenizer_config.json"]
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= hub.repos["model", "me/adapter"][
         "files"
     ].keys() and not hub.repos["model", "me/adapter"]["private"]

@@ -484,9 +484,16 @@ def test_an_evaluation_file_without_prompts_is_an_error_and_a_row_without_one_is
         ),
         ({"messages": [user("u"), assistant("a")], "category": 7}, {"category": "7"}),
         (
+            {"messages": [user("u"), assistant("a")], "kept": False, "difficulty": 2},
+            {"kept": False, "extra_json": '{"difficulty":2}'},
+        ),
+        ({"prompt": "u", "completion": "a", "kept": "False"}, {"kept": False, "extra_json": None}),
+        ({"messages": [user("u"), assistant("a")], "kept": "maybe"}, {"kept": True, "extra_json": '{"kept":"maybe"}'}),
+        (
             {"messages": [user("u"), assistant("a")], "category": ["x"]},
             {"category": None, "extra_json": '{"category":["x"]}'},
         ),
+        (pair(p_chosen=0.8), {"label_prob": 0.8, "extra_json": None}),
         (
             pair(stage_index=1, turn_index=2, pairs_in_group=3, rank_gap="2", constraint_ids=["c"]),
             {

@@ -530,6 +530,29 @@ def test_programs_have_their_tests(tmp_path):
         ingest(write_lines(tmp_path / "f.jsonl", [called]), tmp_path / "wf")
 
 
+@pytest.mark.parametrize(
+    "row, kind, expected",
+    [
+        ({"responses": ["a", "b"], "ranks": [2, 1]}, "rankings/1", {"ranks": [2, 1]}),
+        (
+            {"responses": ["a", "b"], "ranks": [1, 2], "scores": [2, 1]},
+            "rankings/1",
+            {"ranks": [1, 2], "scores": [2, 1]},
+        ),
+        ({"steps": ["a", "b"], "labels": [1, -1]}, "stepwise/1", {"labels": [1, -1], "completions": ["a", "b"]}),
+        ({"responses": ["a", "b"]}, "prompts/1", {"extra_json": '{"responses":["a","b"]}'}),
+    ],
+)
+def test_lists_of_answers_and_of_steps_are_read_by_what_is_said_of_each(tmp_path, row, kind, expected):
+    """The columns of the catalogue (section 0); without ranks or labels they are no more than a prompt's."""
+    found = ingest(write_lines(tmp_path / "x.jsonl", [{"prompt": "p", **row}]), tmp_path / "w")
+    assert found.data.kind == kind
+    (got,) = found.rows
+    assert {name: got[name] for name in expected} == expected
+    if kind == "rankings/1":
+        assert [said(answer) for answer in got["completions"]] == [["a"], ["b"]]
+
+
 def test_steps(tmp_path):
     raw = {
         "labeler": "w",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stages.evaluate import Config
 from stages.evaluation import mt_bench, refusals, rewardbench, signs
 from stages.evaluation.scores import Metric, all_metrics, lower_is_better, records_of, share, weighted
 from stages.harness import execute
@@ -242,6 +243,11 @@ def test_a_language_model_judges_pairs_in_both_orders(tiny, tmp_path):
                 {"target": "reward_model", "judge_mode": "verdict"},
             )
         )
+    for name, value in (("num_samples", 8), ("greedy", False), ("temperature", 0.3), ("beta", 0.5), ("max_length", 99)):
+        for scorer in ("judge", "reward_model"):
+            with pytest.raises(ValueError, match=f"{name}={value} would change nothing.*write target=policy"):
+                Config(target=scorer, **{name: value})
+        Config(**{name: value})
 
 
 def test_paraphrases_and_lists_must_not_change_a_decision(tiny, tmp_path):

@@ -210,7 +210,7 @@ def test_the_test_split_judges_several_datasets_where_any_has_one(monkeypatch):
 
 def test_the_zero_point_is_of_good_and_whole_answers():
     """rm.calibrate: chosen ones, the best of a ranking, the last answer of a demonstration, right ones of labelled
-    answers, none that was cut.
+    answers, none that was cut or that an engine never gave.
     """
     texts = lambda kind, rows: [r.text for r in anchor_responses(data(kind, train=rows), "train", 10)]
     assert texts("pairs/1", [pair("x", "y")]) == ["x"]
@@ -226,6 +226,6 @@ def test_the_zero_point_is_of_good_and_whole_answers():
     assert texts("unpaired/1", labelled) == ["right"]
     drawn = [
         {"prompt": user("q"), "completion": assistant(t), "drop_reason": why}
-        for t, why in (("whole", None), ("cut", "truncated"), ("unscored", "unscorable"))
+        for t, why in (("whole", None), ("cut", "truncated"), ("unscored", "unscorable"), ("", "engine_error"))
     ]
     assert texts("candidates/1", drawn) == ["whole", "unscored"]

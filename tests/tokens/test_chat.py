@@ -1,5 +1,7 @@
 """Conversations to ids and masks on the common template families (sft.mask, sft.template)."""
 
+import json
+
 import pytest
 
 from stages.chat import PLAIN_TEMPLATE, RenderError, Renderer
@@ -248,3 +250,17 @@ def test_a_tokenizer_file_that_cuts_or_pads_changes_nothing(make):
     for switch in (lambda backend: backend.enable_padding(length=64), lambda backend: backend.enable_truncation(4)):
         switch(set_up.tokenizer.backend_tokenizer)
         assert set_up.conversation(CONVERSATIONS[1]) == plain.conversation(CONVERSATIONS[1])
+
+
+@pytest.mark.parametrize("side", ("left", "right"))
+def test_the_side_that_a_tokenizer_pads_on_stays_as_it_came(make, tmp_path, side):
+    """Decoders are published with left for generation in batches."""
+    from transformers import AutoTokenizer
+
+    from stages.chat import load_tokenizer
+
+    make(*FAMILIES["chatml"]).tokenizer.save_pretrained(tmp_path / "given")
+    file = tmp_path / "given" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "padding_side": side}))
+    load_tokenizer(str(tmp_path / "given")).save_pretrained(tmp_path / "made")
+    assert AutoTokenizer.from_pretrained(tmp_path / "made").padding_side == side

@@ -129,6 +129,22 @@ def test_validation_passes_are_under_one_soft_weight(spec, tiny, data, teacher, 
     assert len(losses) == 5 and losses == pytest.approx([losses[0]] * 5, rel=1e-5)
 
 
+def test_a_teacher_whose_head_is_padded_further_is_as_good(spec, tiny, data, teacher, tmp_path):
+    """Qwen2.5-7B has 152064 rows, 0.5B 151936, and both one tokenizer: no token has the ids behind the student's."""
+    from stages.chat import load_tokenizer
+    from stages.models.modeling import load_policy, save_policy
+
+    padded = load_policy(teacher)
+    padded.resize_token_embeddings(padded.config.vocab_size + 5, mean_resizing=False)
+    with torch.no_grad():
+        padded.get_output_embeddings().weight[-5:] = 3.0
+    save_policy(padded, load_tokenizer(teacher), tmp_path / "padded")
+    summaries = []
+    for name, path in (("plain", teacher), ("padded", str(tmp_path / "padded"))):
+        summaries.append(distilled(spec, tiny, data, {"max_steps": 2}, name, teacher=path)[0]["summary"])
+    assert summaries[0]["validation/kl"] == pytest.approx(summaries[1]["validation/kl"], rel=1e-5)
+
+
 def test_context_moves_into_the_weights(spec, tiny, data, teacher):
     """The teacher is the starting model with the context in front; its targets are the student's tokens."""
     result, _ = distilled(

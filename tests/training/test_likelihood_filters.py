@@ -11,6 +11,8 @@ import torch
 from stages.chat import renderer_for
 from stages.harness import execute
 from stages.models.modeling import load_policy
+from stages.sft import Config as SftConfig
+from stages.sft import encode_demonstrations
 from stages.spec import ConfigError
 from stages.superfilter import items_of, mean_nlls
 from storage.datasets import open_dataset, write_dataset
@@ -76,6 +78,11 @@ def test_the_hardest_rows_below_one_are_kept_and_all_are_written(tiny, data, spe
         "sft",
     )
     assert execute(trained, silent)["summary"]["dropped/not_kept"] == 42 - len(kept)
+    # a curriculum goes by the difficulty that was judged here
+    rows, config = [{**row, "extra_json": '{"difficulty": 7}'} for row in judged if row["kept"]], SftConfig()
+    path = write_dataset_of(str(Path(made["workdir"], "two")), "demonstrations/1", rows)
+    items, _ = encode_demonstrations(open_dataset(path), "train", renderer_for(tiny["policy"]), config)
+    assert sorted((i.extra["difficulty"] for i in items), reverse=True) == sorted(kept, reverse=True)
 
 
 def test_rows_without_an_answer_to_judge_are_refused(tiny, spec):

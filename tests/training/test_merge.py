@@ -163,3 +163,18 @@ def test_only_ties_trims():
     with pytest.raises(ValueError, match="density=0.5 would change nothing.*method=ties"):
         Config(method="task_arithmetic", density=0.5)
     assert Config(method="ties", density=0.5).density == 0.5
+
+
+def test_reward_models_are_not_merged_into_a_policy(spec, tmp_path):
+    """With tied embeddings nothing of a causal LM is missing in a reward model's files."""
+    from stages.models.modeling import ModelError
+    from stages.reward_models.reward_heads import RewardCard, new_reward_model, save_reward_model
+    from tests.evaluation.conftest import tiny_policy
+
+    tokenizer = tiny_policy(str(tmp_path / "policy"), 0, tie_word_embeddings=True)
+    for seed, name in enumerate("ab"):
+        model = new_reward_model(str(tmp_path / "policy"), seed=seed)
+        save_reward_model(model, tokenizer, tmp_path / name, RewardCard())
+    with pytest.raises(ModelError, match="it is a LlamaForSequenceClassification, whose head gives scores"):
+        execute(of_two(spec, tmp_path / "a", tmp_path / "b", "rewards"), silent)
+    assert load_policy(str(tmp_path / "policy")).config.tie_word_embeddings

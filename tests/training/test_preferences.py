@@ -1,5 +1,6 @@
 """Candidates to preferences, curricula, and the selections of ReST: stages on made-up candidates."""
 
+import json
 import math
 
 import json
@@ -302,6 +303,16 @@ def test_a_mixture_trains_on_nothing_that_a_source_holds_out(tmp_path, build):
         ("q", "y", "validation"),
     ]
     assert (result["summary"]["dropped/held_out_elsewhere"], result["summary"]["dropped/duplicate_row"]) == (2, 2)
+    # a source that is left out neither takes a row from another one nor judges the mixture
+    paths = {name: str(tmp_path / name) for name in rows}
+    result, mixed = build({"weights": {"a": 0, "b": 1}}, paths, "mix")
+    assert [(r["messages"][0]["content"], r["messages"][1]["content"], r["split"]) for r in mixed] == [
+        ("p", "x", "train"),
+        ("s", "x", "train"),
+        ("q", "y", "validation"),
+    ]
+    assert {json.loads(r["extra_json"])["mixed_from"] for r in mixed} == {"b"}
+    assert result["summary"]["dropped/weight_0"] == 1
 
 
 def test_what_no_conversion_can_use_is_counted(tmp_path):
@@ -461,6 +472,49 @@ def test_sdpo_chunks_keep_the_order_and_curry_goes_from_easy_to_hard(tmp_path, b
         build({"order": "margin"}, str(tmp_path / "a"), "curriculum")
 
 
+@pytest.mark.parametrize(
+    "pairing, stages",
+    [
+        ("best_vs_k", {("a", "d"): 0, ("a", "c"): 1, ("a", "b"): 2, ("x", "y"): 2, ("e", "h"): 1}),
+        (
+            "all_pairs_by_gap",
+            {
+                **{("a", "d"): 0, ("a", "c"): 1, ("b", "d"): 1, ("a", "b"): 2, ("b", "c"): 2, ("c", "d"): 2},
+                **{("x", "y"): 2, ("e", "h"): 1, ("f", "h"): 2, ("g", "h"): 2},
+            },
+        ),
+    ],
+)
+def test_a_rank_gap_is_one_stage_however_many_answers_a_ranking_has(tmp_path, build, pairing, stages):
+    """data.curriculum: also where it is the largest of its own ranking; what a ranking says of its answers stays."""
+    rankings = [
+        complete_row(
+            "rankings/1",
+            {
+                "prompt": user(texts),
+                "completions": [assistant(t) for t in texts],
+                "ranks": ranks,
+                "gens": [{"model_id": t} for t in texts],
+                "ann": {"annotator_id": "w"},
+                "license": "mit",
+            },
+            dataset="d",
+            source="s",
+            origin="human",
+        )
+        for texts, ranks in (("xy", [1, 2]), ("abcd", [1, 2, 3, 4]), ("efgh", [1, 2, 2, 3]))
+    ]
+    write_dataset(str(tmp_path / "c"), "d", "rankings/1", rankings)
+    _, rows = build({"order": "rank_gap", "stages": 9, "pairing": pairing}, str(tmp_path / "c"), "curriculum")
+    found = {answers(r, "chosen", "rejected"): r["stage_index"] for r in rows}
+    tied = {("e", "f"): 2, ("e", "g"): 2}
+    assert found == stages | tied
+    assert all(
+        (r["chosen_gen"]["model_id"], r["rejected_gen"]["model_id"]) == answers(r, "chosen", "rejected") for r in rows
+    )
+    assert {(r["ann"]["annotator_id"], r["license"]) for r in rows} == {("w", "mit")}
+
+
 def test_the_pairs_of_a_ranking_weigh_as_it_does(tmp_path, build):
     from stages.curriculum import Config as Curriculum
 
@@ -528,7 +582,11 @@ def test_a_stage_of_a_curriculum_is_taken_before_its_pairs_are_converted(tiny, t
 
 
 def test_thresholds_by_quantile_caps_and_empty_selections(tiny, data, spec, candidates):
-    path = candidates([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]], correct=[[True] * 4, [False, True, True, True]])
+    path = candidates(
+        [[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]],
+        correct=[[True] * 4, [False, True, True, True]],
+        weight=0.25,
+    )
 
     def select(name, **config):
         made = spec("rejection", config, {"model": tiny["policy"], "prompts": data["prompts"]}, name)
@@ -539,7 +597,9 @@ def test_thresholds_by_quantile_caps_and_empty_selections(tiny, data, spec, cand
             for r in open_dataset(result["outputs"]["selected"]["path"]).iter_rows()
         ]
 
-    assert len(select("half", select="threshold", threshold=0.5, threshold_mode="quantile")[1]) == 4
+    half, rows = select("half", select="threshold", threshold=0.5, threshold_mode="quantile")
+    selected = open_dataset(half["outputs"]["selected"]["path"])
+    assert len(rows) == 4 and {row["weight"] for row in selected.iter_rows()} == {0.25}
     assert select("cap", select="all_correct", max_per_prompt=2)[1] == [
         ("prompt 0", "answer 0"),
         ("prompt 0", "answer 1"),

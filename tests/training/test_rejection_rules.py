@@ -14,10 +14,19 @@ from stages.generation import Sample
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
 from stages.running.randomness import rng, seed_for
+from stages.spec import ConfigError
 from tests.common import user
 
 NAN = math.nan
-PROMPT = {"row_id": "r", "prompt_id": "p", "group_id": "g", "prompt": user("q"), "answer": "7", "split": "train"}
+PROMPT = {
+    "row_id": "r",
+    "prompt_id": "p",
+    "group_id": "g",
+    "prompt": user("q"),
+    "answer": "7",
+    "split": "train",
+    "weight": 0.5,
+}
 
 
 def stage(**config):
@@ -52,6 +61,7 @@ def test_what_is_kept_and_why_not(sample, note, reason):
     found = rejection.candidate(sample, 3, {}, note)
     assert (found["kept"], found["drop_reason"]) == (reason is None, reason)
     assert found["reward"] == (None if math.isnan(sample.total) else sample.total) and found["prompt_idx"] == 3
+    assert found["weight"] == PROMPT["weight"]
 
 
 class Engine:
@@ -162,3 +172,32 @@ def test_selectors_by_hand():
     assert taken(select="threshold", threshold=0.5, threshold_mode="quantile") == [(0, 1), (0, 2), (1, 2), (1, 3)]
     drawn = taken(select="random_per_prompt", threshold=0.65)
     assert [i for i, _ in drawn] == [0, 1] and all(matrix[cell] > 0.65 for cell in drawn)
+
+
+JUDGED = [RewardComponent(kind="judge", endpoint="http://localhost:9/v1", endpoint_model="m")]
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({"select": "threshold"}, "write for example threshold=0.5"),
+        ({"select": "threshold", "threshold": 1.5, "threshold_mode": "quantile"}, "no share"),
+        ({"select": "all_correct", "rewards": JUDGED}, "leave select=all_correct out"),
+        ({"difficulty_band": [0.2, 0.8], "rewards": JUDGED}, "leave difficulty_band out"),
+        ({"temperature": 0}, "write num_generations=1"),
+        ({"temperature": 0, "num_generations": 1}, None),
+        ({"mixture_coef": 0.25, "engine": "vllm"}, "write engine=builtin"),
+        ({"mixture_coef": 0.25, "stop_strings": ["."]}, "leave stop_strings out"),
+        ({"mixture_coef": 0.25, "repetition_penalty": 1.2}, "leave repetition_penalty out"),
+        ({"select": "all_correct", "rewards": [*JUDGED, RewardComponent(kind="constraints")]}, None),
+        ({"select": "all_correct"}, None),
+    ],
+)
+def test_what_cannot_end_well_is_refused_before_anything_is_sampled(config, said):
+    settings, given = rejection.Config(**config), ("model", "prompts", "reference")
+    if said is None:
+        return rejection.check(settings, given)
+    with pytest.raises(ConfigError, match=said):
+        rejection.check(settings, given)
+    if "rewards" in config:  # stored candidates bring their verdicts
+        rejection.check(rejection.Config(**{n: v for n, v in config.items() if n != "rewards"}), (*given, "candidates"))
