@@ -326,6 +326,28 @@ class Plan(Run):
         return {}
 
 
+class Outline(Plan):
+    """Names the steps that a run has not finished, by the results of those that it has; reads nothing but its
+    record.
+    """
+
+    def __init__(self, run: Any):
+        super().__init__(run.data["recipe"], 0, [])
+        self.done, self.left = run.stages(), []
+
+    def execute(self, stage, label, inputs, config, name_as, seed):
+        entry = self.done.get(label)
+        if entry is None:
+            self.left.append(label)
+        refs = entry["outputs"] if entry else {name: f"({label}.{name})" for name in get_stage(stage).SPEC.outputs}
+        return {
+            "outputs": refs,
+            "metrics": (entry or {}).get("metrics", {}),
+            "cached": entry is not None,
+            "seconds": 0.0,
+        }
+
+
 def flatten(inputs: dict[str, Any]) -> dict[str, str]:
     """{'model': ref, 'eval': {'a': ref}, 'anchor': None} -> {'model': ref, 'eval.a': ref}."""
     flat = {}

@@ -143,6 +143,8 @@ def run_stage(
         record = None if force else records.find(prepared.key)
         cached, unit = record is not None, outbox.unit_of(flow_run, label, prepared.key)
         if record is None:
+            if flow_run and flow_run.get("run_id"):
+                records.begin_stage(flow_run["run_id"], label, prepared.spec.name, prepared.key)
             with leases.acquire(
                 f"stage-{prepared.key}",
                 wait=wait,
@@ -264,7 +266,8 @@ def start_flow(
     """Begin a flow run (a known ``run_id``, or the ``identity`` of one that did not finish, continues it): its record
     on disk and its parent run in MLflow. What earlier runs left unsent is sent now, and MLflow runs of processes that
     died are closed."""
-    run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect, identity=identity)
+    git = records.git_commit(PROJECT_ROOT)
+    run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect, identity=identity, git=git)
     for unit in outbox.pending():
         tracking.poke(unit)
     tracking.put({"unit": outbox.flow_unit(run.run_id), "type": "flow", "run_id": run.run_id, "recipe": recipe})
@@ -394,6 +397,7 @@ def _run(
         "started": started,
         "cached": False,
         "owner": leases.owner(),
+        "user": records.user(),
         "flow": outbox.flow_part(flow_run),
         "forced": force,
     }
@@ -528,8 +532,8 @@ def _listen(
 ) -> dict[str, Any]:
     """See :func:`_process`; of several nodes that of one."""
     if nodes is None or nodes.rank == 0:
-        (workdir / "publish.json").unlink(missing_ok=True)
-        (workdir / "result.json").unlink(missing_ok=True)
+        for name in ("publish.json", "result.json", work.PROGRESS):
+            (workdir / name).unlink(missing_ok=True)
     spec = {
         "stage": p.module,
         "key": p.key,
@@ -570,6 +574,8 @@ def _listen(
                             )
                         )
                         log.flush()
+                    if kind == "progress":
+                        work.note_progress(workdir, event)
                     tell(event)
                     if unit:
                         tracking.poke(unit)
@@ -801,6 +807,7 @@ def _conclude(
             "ended": time.time(),
             "cached": told in (None, "FINISHED"),
             "owner": leases.owner(),
+            "user": records.user(),
             "flow": outbox.flow_part(flow_run),
             **projected(record),
         }

@@ -1,6 +1,7 @@
 """The body of every stage task: cache, failure, cancellation, publishing."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -13,10 +14,10 @@ import psutil
 import pytest
 
 from stages.spec import PROJECT_ROOT, ConfigError
-from storage import leases, records, registry, store
+from storage import home, leases, records, registry, store
 from storage.datasets import open_dataset
 from storage.files import read_json
-from tasks.run import StageError, prepare, run_stage
+from tasks.run import StageError, finish_flow, prepare, run_stage, start_flow
 from tasks.stopping import Cancelled
 
 TOY = "tests.toy_stage"
@@ -467,3 +468,81 @@ def test_what_a_rubric_names_is_part_of_its_identity(tmp_path):
     assert len({first, second, key()}) == 3
     words.unlink()
     assert key()
+
+
+def looked(*arguments):
+    """(the JSON line, the text) of a command that only looks."""
+    from typer.testing import CliRunner
+
+    from flows.cli import app
+
+    json_, text = (CliRunner().invoke(app, [*arguments, *more]) for more in (["--json"], []))
+    assert json_.exit_code == 0 and text.exit_code == 0, (json_.output, text.output, json_.exception, text.exception)
+    return json.loads(json_.stdout.splitlines()[-1]), text.stdout
+
+
+def test_a_run_that_is_underway_says_how_far_it_is_and_what_it_has_cost(state_dir):
+    """And one that failed, where it stopped; both compare with each other, up to the step that both have come to."""
+    run = start_flow("walks", {"seed": 0})
+    first = run_stage(TOY, {}, {"steps": 3}, flow_run=run.as_flow_run("first"))
+    seen = []
+
+    def look(event):
+        if event["event"] == "progress" and not seen:
+            key = prepare(TOY, {}, {"steps": 20}, seed=1).key
+            names = (("show", run.run_id), ("show", key[:10]), ("cost", run.run_id), ("status",), ("ls", "runs"))
+            seen.extend(looked(*one) for one in names)
+
+    second = run_stage(TOY, {}, {"steps": 20}, seed=1, flow_run=run.as_flow_run("second"), on_event=look)
+    (shown, text), (stage, stage_text), (cost, cost_text), (status, _), (listed, _) = seen
+    (one,) = shown["unfinished"]
+    assert [done["label"] for done in shown["stages"]] == ["first"] and shown["status"] == "RUNNING"
+    assert (one["label"], one["stage"], one["key"], one["status"]) == ("second", "toy", second.key, "running")
+    assert (one["progress"]["done"], one["progress"]["total"]) == (1, 20)
+    points = [json.loads(line) for line in (home.work_dir(second.key) / "metrics.jsonl").read_text().splitlines()]
+    assert one["metrics"] == points[one["step"]]["metrics"] and one["seconds"] > 0
+    assert "step second  stage toy\n  runs    since" in text and "number  position = " in text
+    assert stage["status"] == "running" and stage["key"] == second.key and "number  abs = " in stage_text
+    hours = {row["stage"]: row["count"] for row in cost["ledger"]}
+    assert (
+        hours["first"] == pytest.approx(first.seconds / 3600)
+        and 0 < hours["second"]
+        and "until now: second" in cost_text
+    )
+    assert cost["unfinished"] == ["second"] and cost["items"]["cpu_hours"] == pytest.approx(sum(hours.values()))
+    for rows in (status["runs"], listed["runs"]):
+        assert rows[0]["now"] == "second 1/20"
+    finish_flow(run.run_id, "FINISHED")
+    over, text = looked("show", run.run_id)
+    assert over["unfinished"] == [] and over["next"] == [] and "so far" not in text
+
+    broken = start_flow("walks", {"seed": 1})
+    with pytest.raises(StageError):
+        run_stage(TOY, {}, {"steps": 9, "fail_at": 7}, flow_run=broken.as_flow_run("second"))
+    finish_flow(broken.run_id, "FAILED", "asked to fail")
+    shown, text = looked("show", broken.run_id)
+    (one,) = shown["unfinished"]
+    assert (one["status"], one["step"]) == ("stopped", 6) and f"posttrain rerun {broken.run_id[:8]}" in text
+    found, text = looked("compare", broken.run_id, run.run_id)
+    assert "second of a has not finished (stopped) and is at step 6" in text and "those until step 6" in text
+    six = json.loads((home.work_dir(one["key"]) / "metrics.jsonl").read_text().splitlines()[6])["metrics"]
+    assert [(row["metric"], row["a"], row["b"]) for row in found["metrics"]] == [
+        (name, six[name], points[6]["metrics"][name]) for name in six
+    ]
+    assert "second.steps: 9 -> 20" in found["config"]
+
+
+def test_the_next_steps_of_a_run_are_those_of_its_plan():
+    from flows.config import load_preset
+    from flows.recipe import Plan, get_recipe, load_config
+    from flows.report import steps_left
+
+    config = load_config("post_training", load_preset("post_training", "demo"))
+    plan = Plan("post_training", 0, [])
+    get_recipe("post_training").method(plan, config)
+    steps = [row["step"] for row in plan.table]
+    run = start_flow("post_training", config.model_dump(mode="json"))
+    assert steps_left(run, {}) == steps
+    outputs = {name: f"dataset:{name}@0" for name in ("text", "demonstrations", "comparisons", "pairs", "prompts")}
+    run.data["stages"] = [{"label": "world", "outputs": outputs, "metrics": {}}]
+    assert steps_left(run, {"ingest_pairs": {}}) == [step for step in steps if step not in ("world", "ingest_pairs")]
