@@ -756,7 +756,7 @@ def deploy(
     Example: posttrain deploy preference --set data.path=pairs.jsonl --set model=DIR --cron "0 2 * * *" --timezone
     Europe/Berlin
     """
-    from flows import env, services
+    from flows import display, env, services
     from flows.config import ConfigError, load_preset
 
     if (recipe is None) != (cron is None) or recipe is None and (given or preset or set_ or config):
@@ -775,9 +775,16 @@ def deploy(
         values = with_settings(load_preset(recipe_name(recipe), preset) if preset else {}, config, set_, given)
         name = scheduled(recipe_name(recipe), values, cron=cron, timezone=timezone, preset=preset)
         return emit({"deployments": [name]}) if json_ else print(f"{name} runs at '{cron}' {timezone}")
-    result = register(gpu_slots=gpu_slots, trigger_model=trigger_model, nightly=nightly, timezone=timezone)
+    options = {"gpu_slots": gpu_slots, "trigger_model": trigger_model, "nightly": nightly, "timezone": timezone}
     if json_:
-        return emit(result)
+        return emit(register(**options))
+    print("registering with", os.environ["PREFECT_API_URL"].removesuffix("/api"), file=sys.stderr)
+    with display.Display() as screen:
+        screen("deploy", {"event": "started"})
+        tell = lambda done, total, message: screen(
+            "deploy", {"event": "progress", "done": done, "total": total, "message": message}
+        )
+        result = register(**options, on_progress=tell)
     for kind in ("deployments", "automations"):
         print(kind)
         for name in result[kind]:
