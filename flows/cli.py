@@ -551,6 +551,16 @@ def stage(
         ),
     ] = None,
     json_: Json = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help=(
+                "Print the settings, the inputs with digests and rows, and whether it would run, continue or reuse a"
+                " record; nothing runs."
+            ),
+        ),
+    ] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the stage's inputs and settings, and stop.")] = False,
 ) -> None:
     """Run one stage on refs, model directories and data files, without a recipe or a server.
@@ -579,6 +589,8 @@ def stage(
         )
     settings = build(spec.config, values)  # a mistyped setting is told of before an input that is still to come
     spec.check_inputs(inputs, settings)
+    if dry_run:
+        return dry_stage(name, inputs, settings, seed or 0, force, json_)
     from tasks.nodes import nodes_of
 
     value = run_one(name, inputs, settings, seed or 0, name_as, force, nodes_of(nodes, node_rank, rendezvous))
@@ -587,6 +599,20 @@ def stage(
     for output, ref in value["outputs"].items():
         print(f"{output}: {ref}")
     display.table(display.metric_rows({key: number for key, number in value["metrics"].items() if number is not None}))
+
+
+def dry_stage(name: str, inputs: dict[str, str], settings: Any, seed: int, force: bool, as_json: bool) -> None:
+    """Print what a stage would do."""
+    from flows import report
+    from flows.config import ConfigError
+
+    value = report.stage_plan(name, inputs, settings, seed, force)
+    if not as_json:
+        report.print_stage_plan(value, settings)
+    if value["refused"]:
+        raise ConfigError("\n  ".join(value["refused"]))
+    if as_json:
+        emit(value)
 
 
 def run_one(
@@ -845,9 +871,14 @@ def ls(
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def show(
-    ref: Annotated[str, typer.Argument(help="A ref, a path, a stage key or a run id.")], json_: Json = False
+    ref: Annotated[str, typer.Argument(help="A ref, a path, a stage key, a run id or `latest`.")], json_: Json = False
 ) -> None:
-    """Show a dataset, a model or a run: where it is, what made it, its numbers."""
+    """Show a dataset, a model, a run or a stage: where it is, what made it, its numbers.
+
+    Of a run or stage that is underway or stopped: what is done, how far it is, what comes next.
+
+    Example: posttrain show latest
+    """
     from flows import env, report
 
     env.prepare(quiet=True)

@@ -224,13 +224,14 @@ class Plan(Run):
 
     def execute(self, stage, label, inputs, config, name_as, seed):
         from storage import records
-        from tasks.run import prepare
+        from tasks.run import NotIngested, prepare
 
         spec = get_stage(stage).SPEC
         spec.check_inputs(inputs, config)
         found = None
         if label not in self.force and not any(ref.startswith("(") for ref in inputs.values()):
-            found = records.find(prepare(stage, inputs, config, seed=seed).key)
+            with contextlib.suppress(NotIngested):
+                found = records.find(prepare(stage, inputs, config, seed=seed, dry=True).key)
         row = {
             "step": label,
             "stage": stage,

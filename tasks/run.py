@@ -77,6 +77,10 @@ class StageResult:
         return asdict(self)
 
 
+class NotIngested(Exception):
+    """A plan came to raw data of which there is no dataset yet."""
+
+
 @dataclass
 class Prepared:
     """A stage run before it runs: everything that its key is made of."""
@@ -175,8 +179,12 @@ def prepare(
     seed: int = 0,
     flow_run: dict[str, Any] | None = None,
     on_event: Callable[[Event], Any] | None = None,
+    dry: bool = False,
 ) -> Prepared:
-    """Resolve inputs and config and compute the stage key. Raw data files are ingested here (itself a cached stage)."""
+    """Resolve inputs and config and compute the stage key. Raw data files are ingested here (itself a cached stage).
+
+    dry: run nothing; raises NotIngested for raw data that would be ingested first.
+    """
     module = get_stage(name)
     spec: StageSpec = module.SPEC
     given = {k: str(v) for k, v in (inputs or {}).items() if v is not None}
@@ -192,7 +200,7 @@ def prepare(
         except store.StoreError as error:
             raise store.StoreError(f"input {input_name} of stage {spec.name}: {error}") from None
         if declared.kind == "dataset" and found.kind == "file":
-            found = _ingest(spec, input_name, text, declared.kinds, seed, flow_run, on_event)
+            found = _ingest(spec, input_name, text, declared.kinds, seed, flow_run, on_event, dry)
         kind = found.manifest.get("kind")
         if declared.kind == "dataset" and declared.kinds and kind not in declared.kinds:
             raise ConfigError(
@@ -300,8 +308,9 @@ def _ingest(
     seed: int,
     flow_run: dict[str, Any] | None,
     on_event: Any,
+    dry: bool,
 ) -> store.ResolvedInput:
-    """Run raw data through the ingest stage, asking for the kind that the input wants."""
+    """Run raw data through the ingest stage, asking for the kind that the input wants; ``dry``: find what that gave."""
     ingest = get_stage("ingest")
     chosen = _matching_kind(ingest, text, kinds)
     if chosen and chosen not in get_args(ingest.Config.model_fields["kind"].annotation):
@@ -316,6 +325,11 @@ def _ingest(
         or "data"
     )
     suffix = f"-{chosen.split('/')[0]}" if chosen else ""
+    if dry:
+        record = records.find(prepare("ingest", {"data": text}, settings, seed=seed).key)
+        if record is None or "data" not in record["outputs"]:
+            raise NotIngested(f"{text} would be ingested first{f', as {chosen}' if chosen else ''}")
+        return store.resolve(record["outputs"]["data"]["ref"], "dataset")
     told = (lambda event: on_event({"label": flow["label"] if flow else "ingest", **event})) if on_event else None
     try:
         result = run_stage(

@@ -546,3 +546,29 @@ def test_the_next_steps_of_a_run_are_those_of_its_plan():
     outputs = {name: f"dataset:{name}@0" for name in ("text", "demonstrations", "comparisons", "pairs", "prompts")}
     run.data["stages"] = [{"label": "world", "outputs": outputs, "metrics": {}}]
     assert steps_left(run, {"ingest_pairs": {}}) == [step for step in steps if step not in ("world", "ingest_pairs")]
+
+
+def test_a_stage_says_what_it_would_do_and_does_nothing(tmp_path):
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps({"prompt": f"p {i}", "completion": f"c {i}"}) + "\n" for i in range(4)))
+    command = ("stage", "mix", "--input", f"data.a={raw}", "--dry-run")
+    plan, text = looked(*command)
+    assert (plan["plan"], plan["key"], plan["inputs"][0]["kind"]) == ("run", None, "raw data, ingested first")
+    assert "once its raw data has been ingested" in text and not list(records.all_records())  # nor was it ingested
+    run_stage("ingest", {"data": str(raw)}, {"kind": "demonstrations/1"})
+    plan, text = looked(*command)
+    (given,) = plan["inputs"]
+    assert (plan["plan"], given["kind"], given["rows"], given["splits"]) == ("run", "demonstrations/1", 4, {"train": 4})
+    assert plan["config"]["weights"] == {} and "(what stays at its default is left out" in text
+    made = run_stage("mix", {"data.a": str(raw)})
+    plan, text = looked(*command)
+    assert (plan["plan"], plan["key"], plan["outputs"]) == (
+        "cached",
+        made.key,
+        made.outputs,
+    ) and "would be reused" in text
+    assert looked(*command, "--force")[0]["plan"] == "run"
+    with pytest.raises(StageError):
+        run_stage(TOY, {}, {"steps": 9, "fail_at": 7})
+    plan, text = looked("stage", TOY, "steps=9", "fail_at=7", "--dry-run")
+    assert plan["plan"] == "continue" and plan["unfinished"]["step"] == 6 and "continue what was stopped, at" in text
