@@ -96,7 +96,7 @@ def run(
 
     env.prepare(quiet=True)
     if keys:
-        return describe_recipe(recipe)
+        return describe_recipe(recipe, json_)
     values: dict[str, Any] = load_preset(recipe_name(recipe), preset) if preset else {}
     values = with_settings(values, config, set_, given)
     if seed is not None:
@@ -576,7 +576,7 @@ def stage(
     env.prepare(quiet=True)
     spec = get_stage(name).SPEC
     if keys:
-        return describe_stage(name)
+        return describe_stage(name, json_)
     inputs = parse_inputs(input_, f"{name} are: {', '.join(spec.inputs) or 'none'}")
     values = with_settings({}, config, set_, given)
     # as in recipes
@@ -644,13 +644,27 @@ def run_one(
     return value
 
 
-def describe_stage(name: str) -> None:
+def describe_stage(name: str, as_json: bool) -> None:
     """Inputs, outputs and every setting of a stage, on stdout."""
     from flows.display import table
     from stages.registry import get_stage
 
     module = get_stage(name)
-    print((module.__doc__ or "").strip() + "\n")
+    what, inputs = (module.__doc__ or "").strip(), module.SPEC.inputs
+    if as_json:
+        given = [
+            {
+                "input": key,
+                "kind": one.kind,
+                "rows": one.kinds,
+                "many": one.many,
+                "required": one.required,
+                "doc": one.doc,
+            }
+            for key, one in inputs.items()
+        ]
+        return emit({"stage": name, "what": what, "inputs": given, "settings": settings_of(module.SPEC.config)})
+    print(what + "\n")
     table(
         [
             {
@@ -659,7 +673,7 @@ def describe_stage(name: str) -> None:
                 "required": "yes" if one.required else "no",
                 "": one.doc,
             }
-            for key, one in module.SPEC.inputs.items()
+            for key, one in inputs.items()
         ]
         or [{"input": "none"}]
     )
@@ -667,13 +681,29 @@ def describe_stage(name: str) -> None:
     describe_settings(module.SPEC.config)
 
 
-def describe_recipe(name: str) -> None:
+def describe_recipe(name: str, as_json: bool) -> None:
     """What a recipe does and every setting of it, on stdout."""
     from flows.recipe import get_recipe
 
     recipe_name(name)
-    print((get_recipe(name).method.__doc__ or "").strip() + "\n")
-    describe_settings(get_recipe(name).config_type)
+    what, config_type = (get_recipe(name).method.__doc__ or "").strip(), get_recipe(name).config_type
+    if as_json:
+        return emit({"recipe": name, "what": what, "settings": settings_of(config_type)})
+    print(what + "\n")
+    describe_settings(config_type)
+
+
+def settings_of(config_type: Any) -> list[dict[str, Any]]:
+    """Rows {setting, default, doc}; a default that is a model of its own as the mapping that sets it."""
+    from pydantic_core import to_jsonable_python
+
+    from flows.config import field_at
+    from flows.config import keys as config_keys
+
+    return [
+        {"setting": key, "default": to_jsonable_python(default, fallback=str), "doc": doc}
+        for key, default, doc in ((key, *field_at(config_type, key)) for key in config_keys(config_type))
+    ]
 
 
 def describe_settings(config_type: Any) -> None:
