@@ -572,3 +572,15 @@ def test_a_stage_says_what_it_would_do_and_does_nothing(tmp_path):
         run_stage(TOY, {}, {"steps": 9, "fail_at": 7})
     plan, text = looked("stage", TOY, "steps=9", "fail_at=7", "--dry-run")
     assert plan["plan"] == "continue" and plan["unfinished"]["step"] == 6 and "continue what was stopped, at" in text
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_beginning_of_several_stage_keys_is_refused_in_words(finished):
+    from flows import report
+    from storage.files import atomic_write_json
+
+    for key in ("abcdef01" * 8, "abcdef02" * 8):
+        path = records.record_path(key) if finished else home.work_dir(key) / "SPEC.json"
+        atomic_write_json(path, {"key": key, "stage": TOY, "outputs": {}})
+    with pytest.raises(store.StoreError, match="stage key abcdef is ambiguous; write more digits: abcdef0"):
+        report.describe("abcdef")
