@@ -812,7 +812,7 @@ def _write_out(found, directory: Path, adapter: bool, base: str | None, linked: 
 
 
 def status(state: Path) -> dict[str, Any]:
-    """Servers with their health, running runs, holders of GPU slots."""
+    """Servers with their health, running runs, stages that run by themselves, holders of GPU slots."""
     from flows import services
 
     alive = services.running(state)
@@ -830,8 +830,24 @@ def status(state: Path) -> dict[str, Any]:
         "home": str(state),
         "servers": servers,
         "runs": [row for row in runs() if row["status"] == "RUNNING"],
+        "stages": alone(),
         "gpu": [{"slot": one["slot"], "pid": one["pid"], "host": one["host"]} for one in leases.gpu_holders()],
     }
+
+
+def alone() -> list[dict[str, Any]]:
+    """The stages that run now and belong to no run."""
+    of_runs = {
+        one["key"]
+        for run in records.all_runs()
+        if run.status == "RUNNING"
+        for one in run.data.get("begun", {}).values()
+    }
+    return [
+        {"key": one["key"][:12], "stage": one["stage"], "started": when(one["started"]), "now": progress_of(one)}
+        for one in work.running()
+        if one["key"] not in of_runs
+    ]
 
 
 def print_status(value: dict[str, Any]) -> None:
@@ -846,5 +862,7 @@ def print_status(value: dict[str, Any]) -> None:
             )
     if value["runs"]:
         table(value["runs"], "running")
+    if value["stages"]:
+        table(value["stages"], "running by themselves")
     for one in value["gpu"]:
         print(f"GPU slot {one['slot']} held by process {one['pid']}")

@@ -512,6 +512,13 @@ def test_a_run_that_is_underway_says_how_far_it_is_and_what_it_has_cost(state_di
     assert cost["unfinished"] == ["second"] and cost["items"]["cpu_hours"] == pytest.approx(sum(hours.values()))
     for rows in (status["runs"], listed["runs"]):
         assert rows[0]["now"] == "second 1/20"
+    assert status["stages"] == []  # those of runs stand there
+    by_itself = []
+    tell = lambda event: event["event"] == "progress" and not by_itself and by_itself.append(looked("status"))
+    alone = run_stage(TOY, {}, {"steps": 20}, seed=2, on_event=tell)
+    ((status, text),) = by_itself
+    assert [(one["key"], one["now"]) for one in status["stages"]] == [(alone.key[:12], "1/20")]
+    assert "running by themselves" in text
     finish_flow(run.run_id, "FINISHED")
     over, text = looked("show", run.run_id)
     assert over["unfinished"] == [] and over["next"] == [] and "so far" not in text
