@@ -128,7 +128,7 @@ def run(
 
     env.prepare(quiet=True)
     if keys:
-        return describe_recipe(recipe)
+        return describe_recipe(recipe, json_)
     values: dict[str, Any] = load_preset(recipe_name(recipe), preset) if preset else {}
     values = with_settings(values, config, set_, given)
     if seed is not None:
@@ -610,6 +610,16 @@ def stage(
     node_rank: NodeRank = None,
     rendezvous: Rendezvous = None,
     json_: Json = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help=(
+                "Print the settings, the inputs with digests and rows, and whether it would run, continue or reuse a"
+                " record; nothing runs."
+            ),
+        ),
+    ] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the stage's inputs and settings, and stop.")] = False,
 ) -> None:
     """Run one stage on refs, model directories and data files, without a recipe or a server.
@@ -625,7 +635,7 @@ def stage(
     env.prepare(quiet=True)
     spec = get_stage(name).SPEC
     if keys:
-        return describe_stage(name)
+        return describe_stage(name, json_)
     inputs = parse_inputs(input_, f"{name} are: {', '.join(spec.inputs) or 'none'}")
     values = with_settings({}, config, set_, given)
     # as in recipes
@@ -638,6 +648,8 @@ def stage(
         )
     settings = build(spec.config, values)  # a mistyped setting is told of before an input that is still to come
     spec.check_inputs(inputs, settings)
+    if dry_run:
+        return dry_stage(name, inputs, settings, seed or 0, force, json_)
     from tasks.nodes import nodes_of
 
     value = run_one(name, inputs, settings, seed or 0, name_as, force, nodes_of(nodes, node_rank, rendezvous))
@@ -646,6 +658,20 @@ def stage(
     for output, ref in value["outputs"].items():
         print(f"{output}: {ref}")
     display.table(display.metric_rows({key: number for key, number in value["metrics"].items() if number is not None}))
+
+
+def dry_stage(name: str, inputs: dict[str, str], settings: Any, seed: int, force: bool, as_json: bool) -> None:
+    """Print what a stage would do."""
+    from flows import report
+    from flows.config import ConfigError
+
+    value = report.stage_plan(name, inputs, settings, seed, force)
+    if not as_json:
+        report.print_stage_plan(value, settings)
+    if value["refused"]:
+        raise ConfigError("\n  ".join(value["refused"]))
+    if as_json:
+        emit(value)
 
 
 def run_one(
@@ -677,13 +703,27 @@ def run_one(
     return value
 
 
-def describe_stage(name: str) -> None:
+def describe_stage(name: str, as_json: bool) -> None:
     """Inputs, outputs and every setting of a stage, on stdout."""
     from flows.display import table
     from stages.registry import get_stage
 
     module = get_stage(name)
-    print((module.__doc__ or "").strip() + "\n")
+    what, inputs = (module.__doc__ or "").strip(), module.SPEC.inputs
+    if as_json:
+        given = [
+            {
+                "input": key,
+                "kind": one.kind,
+                "rows": one.kinds,
+                "many": one.many,
+                "required": one.required,
+                "doc": one.doc,
+            }
+            for key, one in inputs.items()
+        ]
+        return emit({"stage": name, "what": what, "inputs": given, "settings": settings_of(module.SPEC.config)})
+    print(what + "\n")
     table(
         [
             {
@@ -692,7 +732,7 @@ def describe_stage(name: str) -> None:
                 "required": "yes" if one.required else "no",
                 "": one.doc,
             }
-            for key, one in module.SPEC.inputs.items()
+            for key, one in inputs.items()
         ]
         or [{"input": "none"}]
     )
@@ -700,13 +740,29 @@ def describe_stage(name: str) -> None:
     describe_settings(module.SPEC.config)
 
 
-def describe_recipe(name: str) -> None:
+def describe_recipe(name: str, as_json: bool) -> None:
     """What a recipe does and every setting of it, on stdout."""
     from flows.recipe import get_recipe
 
     recipe_name(name)
-    print((get_recipe(name).method.__doc__ or "").strip() + "\n")
-    describe_settings(get_recipe(name).config_type)
+    what, config_type = (get_recipe(name).method.__doc__ or "").strip(), get_recipe(name).config_type
+    if as_json:
+        return emit({"recipe": name, "what": what, "settings": settings_of(config_type)})
+    print(what + "\n")
+    describe_settings(config_type)
+
+
+def settings_of(config_type: Any) -> list[dict[str, Any]]:
+    """Rows {setting, default, doc}; a default that is a model of its own as the mapping that sets it."""
+    from pydantic_core import to_jsonable_python
+
+    from flows.config import field_at
+    from flows.config import keys as config_keys
+
+    return [
+        {"setting": key, "default": to_jsonable_python(default, fallback=str), "doc": doc}
+        for key, default, doc in ((key, *field_at(config_type, key)) for key in config_keys(config_type))
+    ]
 
 
 def describe_settings(config_type: Any) -> None:
@@ -815,7 +871,7 @@ def deploy(
     Example: posttrain deploy preference --set data.path=pairs.jsonl --set model=DIR --cron "0 2 * * *" --timezone
     Europe/Berlin
     """
-    from flows import env, services
+    from flows import display, env, services
     from flows.config import ConfigError, load_preset
 
     if (recipe is None) != (cron is None) or recipe is None and (given or preset or set_ or config):
@@ -834,9 +890,16 @@ def deploy(
         values = with_settings(load_preset(recipe_name(recipe), preset) if preset else {}, config, set_, given)
         name = scheduled(recipe_name(recipe), values, cron=cron, timezone=timezone, preset=preset)
         return emit({"deployments": [name]}) if json_ else print(f"{name} runs at '{cron}' {timezone}")
-    result = register(gpu_slots=gpu_slots, trigger_model=trigger_model, nightly=nightly, timezone=timezone)
+    options = {"gpu_slots": gpu_slots, "trigger_model": trigger_model, "nightly": nightly, "timezone": timezone}
     if json_:
-        return emit(result)
+        return emit(register(**options))
+    print("registering with", os.environ["PREFECT_API_URL"].removesuffix("/api"), file=sys.stderr)
+    with display.Display() as screen:
+        screen("deploy", {"event": "started"})
+        tell = lambda done, total, message: screen(
+            "deploy", {"event": "progress", "done": done, "total": total, "message": message}
+        )
+        result = register(**options, on_progress=tell)
     for kind in ("deployments", "automations"):
         print(kind)
         for name in result[kind]:
@@ -897,9 +960,14 @@ def ls(
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def show(
-    ref: Annotated[str, typer.Argument(help="A ref, a path, a stage key or a run id.")], json_: Json = False
+    ref: Annotated[str, typer.Argument(help="A ref, a path, a stage key, a run id or `latest`.")], json_: Json = False
 ) -> None:
-    """Show a dataset, a model or a run: where it is, what made it, its numbers."""
+    """Show a dataset, a model, a run or a stage: where it is, what made it, its numbers.
+
+    Of a run or stage that is underway or stopped: what is done, how far it is, what comes next.
+
+    Example: posttrain show latest
+    """
     from flows import env, report
 
     env.prepare(quiet=True)

@@ -10,8 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from storage import home, records, store
+from storage import home, records, store, work
 from stages.spec import ConfigError
+
+UNFINISHED = "unfinished"  # key under which what stands for the record of a stage without one says how it stands
 
 
 def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
@@ -40,11 +42,21 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
             )
         shared, right = [label_a], {label_a: two}
     if not shared:
-        raise ConfigError(f"{a} and {b} have no step in common: {', '.join(left)} against {', '.join(right)}")
+        names = [", ".join(steps) or "none that has logged numbers yet" for steps in (left, right)]
+        raise ConfigError(
+            f"{a} and {b} have no step in common: {' against '.join(names)}; what a run does: posttrain show RUN"
+        )
     rows, settings = [], []
     more: dict[str, list] = {"held_out": [], "answers": [], "figures": [], "notes": notes}
     for label in shared:
         one, two = left[label], right[label]
+        if UNFINISHED in one or UNFINISHED in two:
+            found = underway(label, one, two, out)
+            rows += found.pop("metrics")
+            settings += found.pop("config")
+            for name, values in found.items():
+                more[name] += values
+            continue
         same_protocol(label, one, two)
         rubrics = (
             len(
@@ -83,9 +95,7 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
             for name, found in evaluations(label, one, two, apart).items():
                 more[name] += found
         elif one["key"] != two["key"]:
-            for name, found in training(
-                label, one, two, out or home.subdir("compare") / f"{one['key'][:12]}-{two['key'][:12]}"
-            ).items():
+            for name, found in training(label, one, two, place(one, two, out)).items():
                 more[name] += found
     return {"a": a, "b": b, "metrics": rows, "config": settings, **more}
 
@@ -159,19 +169,8 @@ def evaluations(label: str, one: dict[str, Any], two: dict[str, Any], apart: dic
 def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) -> dict[str, list]:
     """Curves, held-out scores and answers of two training stages; empty for stages that log no curve."""
     from stages.evaluation import run_comparison
-    from stages.reporting.curves import metric_rows
-    from storage.files import atomic_write_bytes
 
-    found: dict[str, list] = {"held_out": [], "answers": [], "figures": [], "notes": []}
-    runs = {
-        f"{which} {record['key'][:6]}": metric_rows(Path(record["metrics_file"]))
-        for which, record in (("a", one), ("b", two))
-    }
-    png = run_comparison.curves(runs) if all(runs.values()) else None
-    if png is not None:
-        with home.outside(out):
-            atomic_write_bytes(out / f"{label}-curves.png", png)
-        found["figures"].append(str(out / f"{label}-curves.png"))
+    found: dict[str, list] = {"held_out": [], "answers": [], "figures": curves(label, one, two, out), "notes": []}
     records = [samples_of(record) for record in (one, two)]
     if all(held for held, _ in records):
         scores, note = run_comparison.held_out(
@@ -189,6 +188,54 @@ def training(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) ->
     pairs = [held or sampled for held, sampled in records]
     if all(pairs):
         found["answers"] = [{"step": label, **row} for row in run_comparison.answers(*pairs)]
+    return found
+
+
+def place(one: dict[str, Any], two: dict[str, Any], out: Path | None) -> Path:
+    """Directory of the figures."""
+    return out or home.subdir("compare") / f"{one['key'][:12]}-{two['key'][:12]}"
+
+
+def curves(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) -> list[str]:
+    """The figure of what two stages logged in common, in a list; empty where there is nothing."""
+    from stages.evaluation import run_comparison
+    from storage.files import atomic_write_bytes
+
+    runs = {
+        f"{which} {record['key'][:6]}": [
+            {"step": row["step"], **row["metrics"]} for row in work.metric_rows(Path(record["metrics_file"]))
+        ]
+        for which, record in (("a", one), ("b", two))
+    }
+    png = run_comparison.curves(runs) if all(runs.values()) else None
+    if png is None:
+        return []
+    with home.outside(out):
+        atomic_write_bytes(out / f"{label}-curves.png", png)
+    return [str(out / f"{label}-curves.png")]
+
+
+def underway(label: str, one: dict[str, Any], two: dict[str, Any], out: Path | None) -> dict[str, list]:
+    """Two stages of which one at least has not finished: what they logged until the last step that both have come to,
+    and their curves.
+    """
+    logged = [work.metric_rows(Path(record["metrics_file"])) for record in (one, two)]
+    last = min((rows[-1]["step"] for rows in logged if rows), default=0) if all(logged) else None
+    found: dict[str, list] = {"metrics": [], "config": [], "figures": [], "notes": []}
+    for which, record in (("a", one), ("b", two)):
+        if standing := record.get(UNFINISHED):
+            at = "has logged nothing yet" if standing["step"] is None else f"is at step {standing['step']}"
+            found["notes"].append(f"{label} of {which} has not finished ({standing['status']}) and {at}")
+    if last is not None:
+        x, y = ({n: v for row in rows if row["step"] <= last for n, v in row["metrics"].items()} for rows in logged)
+        found["metrics"] = [
+            {"step": label, "metric": metric, "a": x[metric], "b": y[metric], "difference": y[metric] - x[metric]}
+            for metric in x
+            if all(isinstance(value.get(metric), (int, float)) for value in (x, y))
+        ]
+        found["notes"].append(f"{label}: its numbers are those until step {last}, the last that both have come to")
+        found["figures"] = curves(label, one, two, place(one, two, out))
+    found["config"] = [f"{label}.{line}" for line in differences(one.get("config") or {}, two.get("config") or {})]
     return found
 
 
@@ -223,13 +270,24 @@ def load(text: str) -> dict[str, dict[str, Any]]:
         run = records.get_run(text)
     except store.StoreError as error:
         found = records.match(text) if len(text) >= 8 else None
+        if found is None and len(text) >= 8 and (standing := work.match(text)):
+            found = unfinished(standing)
         if found is None:
             raise ConfigError(
                 f"{error}. Instead of a run, two results of one stage can be given: model:NAME, dataset:NAME@latest or"
                 " a stage key"
             ) from None
         return {found["stage"]: found}
-    return {label: found for label, entry in run.stages().items() if (found := records.read(entry["key"]))}
+    found = {label: record for label, entry in run.stages().items() if (record := records.read(entry["key"]))}
+    begun = work.unfinished(run).items()
+    return found | {label: unfinished(one) for label, one in begun if one.get("step") is not None}
+
+
+def unfinished(standing: dict[str, Any]) -> dict[str, Any]:
+    """What a record says, of a stage that has none yet."""
+    named = {name: standing[name] for name in ("stage", "key", "config", "inputs")}
+    metrics_file = str(Path(standing["workdir"]) / "metrics.jsonl")
+    return {**named, "metrics": {}, "outputs": {}, "metrics_file": metrics_file, UNFINISHED: standing}
 
 
 def same_protocol(label: str, one: dict[str, Any], two: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -34,18 +35,24 @@ def deploy(
     trigger_model: str = "model:policy@champion",
     nightly: str = NIGHTLY,
     timezone: str = "UTC",
+    on_progress: Callable[[int, int, str], None] = lambda done, total, message: None,
 ) -> dict[str, Any]:
     """Register everything with the server of PREFECT_API_URL; returns the names by kind.
 
     trigger_model: the policy that the recipe started by new preference data improves.
     nightly: when the nightly demo runs, a cron expression in ``timezone``.
+    on_progress: called with (deployments registered so far, of how many, what is done now).
     """
     from prefect.client.orchestration import get_client
 
     install_pool(gpu_slots=gpu_slots)
     with get_client(sync_client=True) as client:
         specs = [*recipe_deployments(nightly, timezone), *stage_deployments()]
-        names = [apply(*spec, client=client) for spec in specs]
+        names = []
+        for done, spec in enumerate(specs):
+            on_progress(done, len(specs), f"deployments registered, now {spec[1]}")
+            names.append(apply(*spec, client=client))
+        on_progress(len(specs), len(specs), "deployments registered, now older ones and automations")
         retire(specs, client)
     return {"pool": POOL, "deployments": names, "automations": install_automations(trigger_model)}
 

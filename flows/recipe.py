@@ -225,13 +225,14 @@ class Plan(Run):
 
     def execute(self, stage, label, inputs, config, name_as, seed):
         from storage import records
-        from tasks.run import prepare
+        from tasks.run import NotIngested, prepare
 
         spec = get_stage(stage).SPEC
         spec.check_inputs(inputs, config)
         found = None
         if label not in self.force and not any(ref.startswith("(") for ref in inputs.values()):
-            found = records.find(prepare(stage, inputs, config, seed=seed).key)
+            with contextlib.suppress(NotIngested):
+                found = records.find(prepare(stage, inputs, config, seed=seed, dry=True).key)
         row = {
             "step": label,
             "stage": stage,
@@ -326,6 +327,28 @@ class Plan(Run):
 
     def conclude(self, candidate: str, outputs: Outputs, name: str) -> dict[str, Any]:
         return {}
+
+
+class Outline(Plan):
+    """Names the steps that a run has not finished, by the results of those that it has; reads nothing but its
+    record.
+    """
+
+    def __init__(self, run: Any):
+        super().__init__(run.data["recipe"], 0, [])
+        self.done, self.left = run.stages(), []
+
+    def execute(self, stage, label, inputs, config, name_as, seed):
+        entry = self.done.get(label)
+        if entry is None:
+            self.left.append(label)
+        refs = entry["outputs"] if entry else {name: f"({label}.{name})" for name in get_stage(stage).SPEC.outputs}
+        return {
+            "outputs": refs,
+            "metrics": (entry or {}).get("metrics", {}),
+            "cached": entry is not None,
+            "seconds": 0.0,
+        }
 
 
 def flatten(inputs: dict[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from flows.config import nearest, parse_sets
 from flows.display import headline, number, table
 from flows.recipe import RECIPES, short
 from stages.spec import ConfigError
-from storage import home, leases, records, registry, store
+from storage import home, leases, records, registry, store, work
 from storage.files import atomic_write_text
 
 KINDS = ("runs", "results", "datasets", "models", "stages", "recipes")
@@ -59,6 +59,11 @@ def runs() -> list[dict[str, Any]]:
                 "steps": len(data["stages"]),
                 "cached": sum(1 for entry in data["stages"] if entry["cached"]),
                 "seed": data["config"].get("seed", ""),
+                "now": (
+                    "  ".join(f"{label} {progress_of(one)}".rstrip() for label, one in work.unfinished(run).items())
+                    if run.status == "RUNNING"
+                    else ""
+                ),
             }
         )
     return rows
@@ -178,16 +183,18 @@ def when(seconds: float | None) -> str:
 
 
 def describe(text: str) -> dict[str, Any]:
-    """A run (its id), a stage result (its key) or a dataset or model (ref or path)."""
+    """A run (its id), a stage (its key), finished or not, or a dataset or model (ref or path)."""
     if not store.is_ref(text) and not Path(text).exists():
         try:
             run = records.get_run(text)
-            return {"what": "run", **run.data, "status": run.status}
         except store.StoreError as error:
             found = records.match(text) if len(text) >= 6 else None
             if found:
                 return {"what": "stage", **found}
+            if len(text) >= 6 and (found := work.match(text)):
+                return {"what": "unfinished stage", **found}
             raise ConfigError(str(error)) from None
+        return {"what": "run", **run.data, "status": run.status, **so_far(run)}
     found = store.resolve(text)
     makers = records.makers_of(found.digest)
     value = {
@@ -213,6 +220,50 @@ def describe(text: str) -> dict[str, Any]:
             if one["stage"] == "evaluate"
         ]
     return value
+
+
+def so_far(run: records.RunRecord) -> dict[str, Any]:
+    """What is known of a run beside the stages that it has finished: {unfinished: rows {label, stage, key, status,
+    started, seconds, progress, step, metrics, metric_steps, log}, next: the steps after those (None: not known), cost: {item:
+    units}}.
+    """
+    from storage import costs
+
+    begun = work.unfinished(run)
+    shown = ("stage", "key", "status", "started", "seconds", "progress", "step", "metrics", "metric_steps", "log")
+    return {
+        "unfinished": [
+            {"label": label, **{name: one[name] for name in shown if name in one}} for label, one in begun.items()
+        ],
+        "next": [] if run.status == "FINISHED" else steps_left(run, begun),
+        "cost": costs.totals(cost_rows(run, {}))["items"],
+    }
+
+
+def steps_left(run: records.RunRecord, begun: dict[str, Any]) -> list[str] | None:
+    """The steps that a run has not come to, in their order; None where its recipe does not say (a newer or older
+    version's, or one whose path depends on numbers that are not there yet).
+    """
+    from flows.recipe import Outline, get_recipe, load_config
+
+    if run.data["recipe"].startswith("stage:"):
+        return []
+    try:
+        outline = Outline(run)
+        get_recipe(run.data["recipe"]).method(outline, load_config(run.data["recipe"], run.data["config"]))
+    except Exception:  # for the eye only
+        return None
+    return [label for label in outline.left if label not in begun]
+
+
+def progress_of(one: dict[str, Any]) -> str:
+    """How far an unfinished stage is, as `120/400`; empty where it has not said."""
+    progress = one.get("progress") or {}
+    if one["status"] == "waiting":
+        return "waits"
+    if progress.get("total"):
+        return f"{number(progress['done'])}/{number(progress['total'])}"
+    return f"step {one['step']}" if one.get("step") is not None else ""
 
 
 def quarantined(path: str, samples: int = 3) -> list[dict[str, Any]]:
@@ -254,26 +305,31 @@ def maker(record: dict[str, Any]) -> dict[str, Any]:
 def print_description(value: dict[str, Any]) -> None:
     what = value["what"]
     if what == "run":
+        ended = value.get("finished") or (time.time() if value["status"] == "RUNNING" else None)
         print(
-            f"run {value['run_id']}  {value['recipe']}  {value['status']}"
+            f"run {value['run_id']}  {value['recipe']}  {value['status']}  begun {when(value['started'])}"
+            + (f", {(ended - value['started']) / 60:.1f} minutes" if ended else "")
             + (f"\n{value['error']}" if value.get("error") else "")
         )
         if (value.get("prefect") or {}).get("url"):
             print(value["prefect"]["url"])
-        table(
-            [
-                {
-                    "step": one["label"],
-                    "stage": one["stage"],
-                    "how": "cached" if one["cached"] else f"{one['seconds']:.1f} s",
-                    "key": one["key"][:12],
-                    "outputs": " ".join(short(ref) for ref in one["outputs"].values()),
-                    "numbers": headline(one["metrics"], 3),
-                }
-                for one in value["stages"]
-            ]
-        )
-        return
+        rows = [
+            {
+                "step": one["label"],
+                "stage": one["stage"],
+                "how": "cached" if one["cached"] else f"{one['seconds']:.1f} s",
+                "key": one["key"][:12],
+                "outputs": " ".join(short(ref) for ref in one["outputs"].values()),
+                "numbers": headline(one["metrics"], 3),
+            }
+            for one in value["stages"]
+        ]
+        if rows or not value["unfinished"]:
+            table(rows)
+        return _print_so_far(value)
+    if what == "unfinished stage":
+        print(f"stage {value['stage']}  key {value['key']}")
+        return _print_unfinished(value)
     if what == "stage":
         print(f"stage {value['stage']}  key {value['key']}")
         return _print_maker(value)
@@ -304,6 +360,48 @@ def print_description(value: dict[str, Any]) -> None:
         print(f"used by {one['stage']} ({one['key'][:12]})")
 
 
+def _print_so_far(value: dict[str, Any]) -> None:
+    """What a run does now or where it stopped, what comes next and what it has cost."""
+    for one in value["unfinished"]:
+        print(f"\nstep {one['label']}" + (f"  stage {one['stage']}" if one["stage"] != one["label"] else ""))
+        _print_unfinished(one)
+    if value["status"] == "FINISHED":
+        return
+    print()
+    if value["next"] is None:
+        print("next      not known before this is done")
+    elif value["next"]:
+        print(f"next      {', '.join(value['next'])}")
+    if value["cost"]:
+        print(
+            "so far    "
+            + ", ".join(f"{number(n)} {item}" for item, n in value["cost"].items())
+            + f"; in full: posttrain cost {value['run_id'][:8]}"
+        )
+    if value["status"] in ("KILLED", "FAILED") and not value["recipe"].startswith("stage:"):
+        print(f"go on     posttrain rerun {value['run_id'][:8]}")
+
+
+def _print_unfinished(one: dict[str, Any]) -> None:
+    how = {"running": "runs", "waiting": "waits for its turn", "stopped": "stopped"}[one["status"]]
+    print(
+        f"  {how:<7} since {when(one['started'])}, {one['seconds'] / 60:.1f} minutes"
+        if one["status"] != "stopped"
+        else f"  stopped after {one['seconds'] / 60:.1f} minutes, begun {when(one['started'])}"
+    )
+    progress = one.get("progress") or {}
+    if progress.get("total"):
+        print(f"  at      {progress_of(one)} {progress.get('message') or ''}".rstrip())
+    if one.get("step") is not None:
+        print(f"  step    {one['step']}")
+        for name, value in sorted(one["metrics"].items()):
+            at = one["metric_steps"][name]
+            print(f"  number  {name} = {number(value)}" + (f" (of step {at})" if at != one["step"] else ""))
+    print(f"  key     {one['key'][:12]}")
+    if one.get("log"):
+        print(f"  log     {one['log']}")
+
+
 def _print_maker(record: dict[str, Any]) -> None:
     for name, one in (record.get("inputs") or {}).items():
         print(f"  from    {name} = {short(one.get('given') or one['ref'])}")
@@ -317,6 +415,97 @@ def _print_maker(record: dict[str, Any]) -> None:
         print(f"  mlflow  {record['mlflow']['url']}")
     if record.get("git"):
         print(f"  code    {record['git']}")
+
+
+# ---------------------------------------------------------------- what a stage would do
+
+
+def stage_plan(name: str, inputs: dict[str, str], config: Any, seed: int, force: bool) -> dict[str, Any]:
+    """What `posttrain stage NAME` would do, without doing it: {stage, config, seed, inputs: rows {input, ref, digest,
+    kind, rows, splits}, plan: run, continue (what an earlier attempt left) or cached, key (None where raw data would be
+    ingested first), outputs (of the record), unfinished, memory, advice, refused}.
+    """
+    from flows.recipe import Plan
+    from stages.registry import get_stage
+    from tasks.run import NotIngested, prepare
+
+    spec = get_stage(name).SPEC
+    plan = Plan(f"stage:{name}", seed, [name] if force else [])
+    planned = plan.execute(name, name, inputs, config, None, seed)
+    (row,), key = plan.table, None
+    try:
+        prepared = prepare(name, inputs, config, seed=seed, dry=True)
+        given, key, config = prepared.inputs, prepared.key, prepared.config
+    except NotIngested:
+        given = {one: store.resolve(text, spec.input_spec(one).kind) for one, text in inputs.items()}
+    begun = work.standing(key) if key and not planned["cached"] and not force else None
+    shown = ("status", "seconds", "progress", "step", "log")
+    return {
+        "stage": spec.name,
+        "config": config.resolved(),
+        "seed": seed,
+        "inputs": [
+            {
+                "input": one,
+                "ref": found.ref,
+                "digest": found.digest,
+                "kind": found.manifest.get("kind")
+                or ("raw data, ingested first" if spec.input_spec(one).kind == "dataset" else found.kind),
+                "rows": found.manifest.get("rows"),
+                "splits": found.manifest.get("splits") or {},
+            }
+            for one, found in given.items()
+        ],
+        "plan": "continue" if begun else row["plan"],
+        "key": key,
+        "outputs": planned["outputs"] if planned["cached"] else {},
+        "unfinished": begun and {one: begun[one] for one in shown},
+        "memory": row.get("memory"),
+        "advice": plan.advice,
+        "refused": plan.refused,
+    }
+
+
+def print_stage_plan(value: dict[str, Any], settings: Any) -> None:
+    import yaml
+
+    chosen = settings.model_dump(mode="json", exclude_defaults=True)
+    print(f"stage {value['stage']}, seed {value['seed']}")
+    print(yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True) if chosen else "every setting at its default")
+    print(
+        f"(what stays at its default is left out; every setting: posttrain stage {value['stage']} --keys, every value:"
+        " --dry-run --json)\n"
+    )
+    if value["inputs"]:
+        table(
+            [
+                {
+                    "input": one["input"],
+                    "ref": short(one["ref"]),
+                    "digest": one["digest"][:12],
+                    "kind": one["kind"],
+                    "rows": "" if one["rows"] is None else one["rows"],
+                    "splits": " ".join(f"{split}:{count}" for split, count in one["splits"].items()),
+                }
+                for one in value["inputs"]
+            ]
+        )
+        print()
+    if value["plan"] == "cached":
+        print("plan    nothing: a record exists and would be reused (--force executes it again)")
+    elif begun := value["unfinished"]:
+        what = "continue what was stopped" if begun["status"] == "stopped" else "wait for the process that runs it"
+        print(f"plan    {what}, at {progress_of(begun) or 'its beginning'}")
+    else:
+        print("plan    run" + ("" if value["key"] else ", once its raw data has been ingested"))
+    if value["key"]:
+        print(f"key     {value['key'][:12]}")
+    for name, ref in value["outputs"].items():
+        print(f"output  {name}: {ref}")
+    if value["memory"]:
+        print(f"memory  {value['memory']}")
+    for line in value["advice"]:
+        print(f"advice  {line}")
 
 
 # ---------------------------------------------------------------- lineage
@@ -343,19 +532,26 @@ def cost(what: str, prices_file: Path | None, against: str | None = None, metric
     """
     from storage import costs
 
-    prices = costs.prices_from(prices_file)
+    prices, run, unfinished = costs.prices_from(prices_file), None, []
     if store.is_ref(what) or Path(what).exists():
         steps = [(record.get("label") or record["stage"], record, False) for record in costs.behind(what).values()]
         if not steps:
             raise ConfigError(f"{what} was brought from outside, so nothing here was paid for it")
     else:
-        steps = costs.of_run(records.get_run(what))
-    rows = costs.ledger(costs.counted((label, record) for label, record, reused in steps if not reused), prices)
+        run = records.get_run(what)
+        steps = costs.of_run(run)
+        unfinished = [label for label, one in work.unfinished(run).items() if costs.so_far(one)]
+    rows = (
+        cost_rows(run, prices)
+        if run
+        else costs.ledger(costs.counted((label, record) for label, record, _ in steps), prices)
+    )
     value = {
         "what": what,
         "ledger": rows,
         **costs.totals(rows),
         "reused": [label for label, _, reused in steps if reused],
+        "unfinished": unfinished,
         "without_counts": [label for label, record, reused in steps if not reused and "usage" not in record],
     }
     if against is not None:
@@ -368,27 +564,43 @@ def cost(what: str, prices_file: Path | None, against: str | None = None, metric
     return value
 
 
+def cost_rows(run: records.RunRecord, prices: dict[str, float]) -> list[dict[str, Any]]:
+    """The ledger of a run: of the steps that it paid for, and of those that it has not finished until now."""
+    from storage import costs
+
+    counts = costs.counted((label, record) for label, record, reused in costs.of_run(run) if not reused)
+    return costs.ledger(counts + [(label, costs.so_far(one)) for label, one in work.unfinished(run).items()], prices)
+
+
 def print_cost(value: dict[str, Any]) -> None:
     from storage.costs import ITEMS
 
-    table(
-        [
-            {
-                "step": row["stage"],
-                "item": row["item"],
-                "count": row["count"],
-                "unit": ITEMS[row["item"]][0],
-                "USD per unit": "" if row["unit_cost"] is None else row["unit_cost"],
-                "USD": "" if row["total"] is None else row["total"],
-            }
-            for row in value["ledger"]
-        ]
-    )
-    print(
-        "total   "
-        + ", ".join(f"{number(n)} {item}" for item, n in value["items"].items())
-        + ("" if value["total"] is None else f"; {number(value['total'])} USD")
-    )
+    if value["ledger"]:
+        table(
+            [
+                {
+                    "step": row["stage"],
+                    "item": row["item"],
+                    "count": row["count"],
+                    "unit": ITEMS[row["item"]][0],
+                    "USD per unit": "" if row["unit_cost"] is None else row["unit_cost"],
+                    "USD": "" if row["total"] is None else row["total"],
+                }
+                for row in value["ledger"]
+            ]
+        )
+        print(
+            "total   "
+            + ", ".join(f"{number(n)} {item}" for item, n in value["items"].items())
+            + ("" if value["total"] is None else f"; {number(value['total'])} USD")
+        )
+    else:
+        print("nothing was paid for here" + (" yet" if value["unfinished"] else ""))
+    if value["unfinished"]:
+        print(
+            f"not finished, the hours of the last attempt until now: {', '.join(value['unfinished'])}; generated tokens"
+            " and questions to judges are counted when a stage ends"
+        )
     if value["unpriced"]:
         print(
             f"no price for {', '.join(value['unpriced'])}; give them with --prices FILE or in prices.yaml of the state"
@@ -610,7 +822,7 @@ def _write_out(found, directory: Path, adapter: bool, base: str | None, linked: 
 
 
 def status(state: Path) -> dict[str, Any]:
-    """Servers with their health, running runs, holders of GPU slots."""
+    """Servers with their health, running runs, stages that run by themselves, holders of GPU slots."""
     from flows import services
 
     alive = services.running(state)
@@ -628,8 +840,24 @@ def status(state: Path) -> dict[str, Any]:
         "home": str(state),
         "servers": servers,
         "runs": [row for row in runs() if row["status"] == "RUNNING"],
+        "stages": alone(),
         "gpu": [{"slot": one["slot"], "pid": one["pid"], "host": one["host"]} for one in leases.gpu_holders()],
     }
+
+
+def alone() -> list[dict[str, Any]]:
+    """The stages that run now and belong to no run."""
+    of_runs = {
+        one["key"]
+        for run in records.all_runs()
+        if run.status == "RUNNING"
+        for one in run.data.get("begun", {}).values()
+    }
+    return [
+        {"key": one["key"][:12], "stage": one["stage"], "started": when(one["started"]), "now": progress_of(one)}
+        for one in work.running()
+        if one["key"] not in of_runs
+    ]
 
 
 def print_status(value: dict[str, Any]) -> None:
@@ -644,5 +872,7 @@ def print_status(value: dict[str, Any]) -> None:
             )
     if value["runs"]:
         table(value["runs"], "running")
+    if value["stages"]:
+        table(value["stages"], "running by themselves")
     for one in value["gpu"]:
         print(f"GPU slot {one['slot']} held by process {one['pid']}")

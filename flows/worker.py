@@ -40,40 +40,47 @@ def recover(pool: str) -> tuple[list[str], bool]:
         alone = bool(found) and all(
             worker.name.startswith(f"{socket.gethostname()}-") for worker in client.read_workers_for_work_pool(pool)
         )
-        dead = [run for run in found if gone(run, alone)]
+        dead, more = judged(found, alone)
         again = bool(dead) and recovery_enabled()
         for run in dead:
             client.set_flow_run_state(run.id, Crashed(message="its process is gone"), force=True)
             if again and RECOVER in run.tags and run.run_count < ATTEMPTS:
                 client.set_flow_run_state(run.id, AwaitingRetry(message="continuing after a crash"), force=True)
-    return [str(run.id) for run in dead], any(unsure(run) for run in found if run not in dead)
+    return [str(run.id) for run in dead], more
 
 
-def unsure(run: Any) -> bool:
+def judged(found: list[Any], alone: bool) -> tuple[list[Any], bool]:
+    """(those of active flow runs that are :func:`gone`, whether one of the others is :func:`unsure`)."""
+    known = run_records() if found else {}
+    record = lambda run: known.get(str(run.id))
+    dead = [run for run in found if gone(run, record(run), alone)]
+    return dead, any(unsure(record(run)) for run in found if run not in dead)
+
+
+def unsure(record: dict[str, Any] | None) -> bool:
     """Whether the process of an active flow run was in another container with the name of this one: beside it, or this
     one itself before it was started again.
     """
     from storage import leases
 
-    return any(one["status"] == "RUNNING" and not leases.seen(one["owner"]) for one in records_of(run))
+    return record is not None and record["status"] == "RUNNING" and not leases.seen(record["owner"])
 
 
-def records_of(run: Any) -> list[dict[str, Any]]:
-    """The run record of a flow run, in a list."""
+def run_records() -> dict[str, dict[str, Any]]:
+    """Id of a Prefect flow run -> the newest run record that it works on."""
     from storage import records
 
-    return [one.data for one in records.all_runs() if (one.data.get("prefect") or {}).get("flow_run_id") == str(run.id)]
+    return {(one.data.get("prefect") or {}).get("flow_run_id"): one.data for one in reversed(records.all_runs())}
 
 
-def gone(run: Any, alone: bool) -> bool:
-    """Whether the process of an active flow run has ended. alone: all workers of its pool are on this machine; else
-    only a run whose record names its process is judged.
+def gone(run: Any, record: dict[str, Any] | None, alone: bool) -> bool:
+    """Whether the process of an active flow run has ended. record: its run record; alone: all workers of its pool are
+    on this machine, else only a run whose record names its process is judged.
     """
     from storage import leases
 
-    of_run = records_of(run)
-    if run.state.is_running() and of_run and of_run[0]["status"] == "RUNNING" and not engine(run):
-        return not leases.alive(of_run[0]["owner"])
+    if run.state.is_running() and record and record["status"] == "RUNNING" and not engine(run):
+        return not leases.alive(record["owner"])
     if not alone or engine(run):
         return False
     return run.state.is_running() or datetime.now(timezone.utc) - run.state.timestamp > timedelta(

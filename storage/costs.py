@@ -1,7 +1,8 @@
 """The cost ledger (catalogue ``ops.cost``): what stages used, by their records, times what it costs.
 
 Rows {stage, item, count, unit_cost, total}. Counted are the seconds of a stage's process per device (of the attempt
-that finished it: what was lost to kills is in no record), completions and tokens that it generated, questions to judges
+that finished it: what was lost to kills is in no record; of a stage that has not finished, of its last attempt until
+now), completions and tokens that it generated, questions to judges
 with the tokens that servers charge, and labels by people: rows of files that came from outside, once per file, and
 lines of filled tasks. A price list is a YAML file {item: USD per unit}, the units being those of :data:`ITEMS`; an item
 without a price has a count and no total.
@@ -190,6 +191,16 @@ def of_run(run: records.RunRecord) -> list[tuple[str, dict[str, Any], bool]]:
         for label, entry in run.stages().items()
         if (record := records.read(entry["key"])) is not None
     ]
+
+
+def so_far(standing: Mapping[str, Any]) -> dict[str, float]:
+    """{item: units} of a stage that has not finished (:func:`storage.work.standing`): the hours of its last attempt;
+    the rest is counted when it ends.
+    """
+    if not standing.get("device"):
+        return {}  # no process of it was started
+    item = "cpu_hours" if standing["device"] == "cpu" else "gpu_hours"
+    return {item: standing["seconds"] * (standing.get("devices") or 1) * ITEMS[item][1]}
 
 
 def behind(ref: str) -> dict[str, dict[str, Any]]:

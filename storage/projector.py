@@ -288,7 +288,12 @@ class Projector:
             status = "KILLED"
         told, status = status, {"WAITING": "SCHEDULED"}.get(status, status)  # MLflow's word for a run that is to go on
         prefect = run.get("prefect") or {}
-        tags = {"posttrain.run": run["run_id"], "posttrain.recipe": run["recipe"], "posttrain.kind": "flow"}
+        tags = {
+            "posttrain.run": run["run_id"],
+            "posttrain.recipe": run["recipe"],
+            "posttrain.kind": "flow",
+            **_origin(run.get("user"), run["recipe"]),
+        }
         run_id = self._ensure_run(
             document["unit"],
             cursor,
@@ -328,6 +333,8 @@ class Projector:
             {
                 "mlflow.note.content": note,
                 "posttrain.status": told,
+                "mlflow.source.git.commit": (run.get("git") or "").removesuffix("-dirty"),
+                "posttrain.git": run.get("git") or "",
                 "posttrain.record": str(home.runs_dir() / f"{run['run_id']}.json"),
                 **{f"prefect.{k}": str(v) for k, v in prefect.items() if v},
             },
@@ -352,6 +359,7 @@ class Projector:
             "posttrain.label": d["label"],
             "posttrain.key": d["key"],
             **({"mlflow.parentRunId": parent} if parent else {}),
+            **_origin(d.get("user"), flow.get("recipe") or f"stage:{d['stage']}"),
         }
         run_id = self._ensure_run(
             d["unit"],
@@ -971,6 +979,13 @@ def _brief(error: Exception) -> str:
         return told.partition(";")[0]
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300] if text else ''}"
+
+
+def _origin(user: str | None, recipe: str) -> dict[str, str]:
+    """The tags of a run from which MLflow's UI has its columns "Created by" and "Source"."""
+    command = f"stage {recipe[6:]}" if recipe.startswith("stage:") else f"run {recipe}"
+    source = {"mlflow.source.name": f"posttrain {command}", "mlflow.source.type": "LOCAL"}
+    return source | ({"mlflow.user": user} if user else {})
 
 
 def _last_sign(d: Doc) -> float:

@@ -106,10 +106,10 @@ def all_records() -> Iterator[dict[str, Any]]:
 
 
 def match(prefix: str) -> dict[str, Any] | None:
-    """The one record whose key starts with ``prefix`` (None for none; ValueError when several do)."""
-    paths = list(home.records_dir().glob(f"{prefix}*.json"))
+    """The one record whose key starts with ``prefix`` (None for none; StoreError when several do)."""
+    paths = [p for p in home.records_dir().glob("*.json") if p.stem.startswith(prefix)]
     if len(paths) > 1:
-        raise ValueError(
+        raise store.StoreError(
             f"stage key {prefix} is ambiguous; write more digits: {', '.join(p.stem[:16] for p in paths[:5])}"
         )
     return _here(read_json(paths[0], None)) if paths else None
@@ -192,8 +192,9 @@ def step_name(record: dict[str, Any], run_id: str | None = None) -> str:
 @dataclass
 class RunRecord:
     """One run of a recipe. ``data`` is the JSON on disk: run_id, recipe, config, status, stages (in order of
-    finishing), parent, prefect, owner, started, order (its number among the runs of the state directory), finished,
-    error."""
+    finishing), begun (label -> {stage, key, started} of what its last attempt began and has not finished), parent,
+    prefect, owner, started, user (who began it), git (commit of the code), order (its number among the runs of the
+    state directory), finished, error."""
 
     data: dict[str, Any]
 
@@ -243,10 +244,11 @@ def start_run(
     parent: str | None = None,
     prefect: dict[str, Any] | None = None,
     identity: str | None = None,
+    git: str = "",
 ) -> RunRecord:
     """Begin a flow run, or continue one: that of a known ``run_id``, else the last one of the same ``identity``
     (whatever makes two runs the same: recipe, config, seed, inputs) if it failed, was killed or waits for people.
-    ``flow_runs`` lists the Prefect runs that worked on it."""
+    ``flow_runs`` lists the Prefect runs that worked on it; ``git``: the commit of the code."""
     with _locked("start"):
         run_id = run_id or time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + uuid.uuid4().hex[:6]
         known, runs = read_json(home.runs_dir() / f"{run_id}.json", None), []
@@ -261,6 +263,7 @@ def start_run(
             "parent": parent,
             "stages": [],
             "started": time.time(),
+            "user": user(),
             "attempts": 0,
             "order": 1 + (runs[0].data.get("order", 0) if runs else 0),
         }
@@ -275,6 +278,8 @@ def start_run(
             flow_runs=list(dict.fromkeys(flow_runs)),
             finished=None,
             error=None,
+            begun={},
+            git=git,
             attempts=data["attempts"] + 1,
         )
         run = RunRecord(data)
@@ -287,6 +292,16 @@ def _unfinished(identity: str | None, runs: list[RunRecord]) -> dict[str, Any] |
     """The newest run of an identity (``runs``: newest first), if it neither finished nor still runs."""
     newest = next((run for run in runs if identity and run.data.get("identity") == identity), None)
     return newest.data if newest is not None and newest.status in ("FAILED", "KILLED", "WAITING") else None
+
+
+def begin_stage(run_id: str, label: str, stage: str, key: str) -> None:
+    """Note in a flow run that it has come to a stage, until :func:`append_stage`."""
+    with _locked(run_id):
+        path = home.runs_dir() / f"{run_id}.json"
+        data = read_json(path, None)
+        if data is not None:
+            data["begun"] = {**data.get("begun", {}), label: {"stage": stage, "key": key, "started": time.time()}}
+            atomic_write_json(path, data)
 
 
 def append_stage(run_id: str, entry: dict[str, Any]) -> None:
@@ -303,6 +318,7 @@ def append_stage(run_id: str, entry: dict[str, Any]) -> None:
         )
         paid = not entry["cached"] or before is not None and before.get("paid", not before["cached"])
         data["stages"] = [s for s in data["stages"] if s["label"] != entry["label"]] + [{**entry, "paid": paid}]
+        data.get("begun", {}).pop(entry["label"], None)
         atomic_write_json(path, data)
 
 
@@ -384,6 +400,18 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def user() -> str:
+    """Who runs this, as MLflow would say it: ``MLFLOW_TRACKING_USERNAME`` or the login name; empty for a user id without
+    a name.
+    """
+    import getpass
+
+    try:
+        return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return ""
 
 
 def git_commit(root: Path) -> str:

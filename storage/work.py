@@ -8,15 +8,18 @@ continues there.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-from storage import home, leases, records
+from storage import home, leases, records, store
+from storage.files import read_json
 
 KEPT = ("SPEC.json", "stage.log", "metrics.jsonl", "perf.jsonl", "reports")
+PROGRESS = "progress.json"  # the last progress event of a stage that has not finished
 
 
 def tidy(directory: Path) -> None:
@@ -28,6 +31,98 @@ def tidy(directory: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------- while a stage runs
+
+
+def note_progress(directory: Path, event: dict[str, Any]) -> None:
+    """Keep a stage's last progress event for whoever looks (no fsync: it is for the eye only)."""
+    with contextlib.suppress(OSError):
+        new = directory / f".{PROGRESS}.tmp"
+        new.write_text(json.dumps({name: event.get(name) for name in ("done", "total", "message")}))
+        os.replace(new, directory / PROGRESS)
+
+
+def standing(key: str) -> dict[str, Any] | None:
+    """How a stage stands that has no result: {stage, key, status, started, seconds, progress, step, metrics,
+    metric_steps, config, seed, inputs, device, devices, workdir, log}; None where no process of it was ever started.
+
+    status: ``running``; ``waiting`` (for a GPU slot, or until it is published); ``stopped`` (killed or failed).
+    started, seconds: of its last attempt, until now or until it was last seen doing something. progress: {done, total,
+    message} in the stage's own unit, {} before the first. step, metrics, metric_steps: the last step that it logged, the
+    newest value of every metric and the step of that.
+    """
+    directory = home.home() / "work" / key
+    spec = read_json(directory / "SPEC.json", None)
+    if spec is None:
+        return None
+    lease = home.home() / "leases" / f"stage-{key}.json"
+    held = read_json(lease, None)
+    status = "stopped" if not leases.alive(held, lease) else "running" if held.get("child") else "waiting"
+    signs = [directory / name for name in ("SPEC.json", *KEPT[1:4], PROGRESS)]
+    times = [path.stat().st_mtime for path in signs if path.exists()]
+    rows = metric_rows(directory / "metrics.jsonl")
+    return {
+        "stage": spec["stage"].rpartition(".")[2],
+        "key": key,
+        "status": status,
+        "started": times[0],
+        "seconds": max(0.0, (max(times) if status == "stopped" else time.time()) - times[0]),
+        "progress": read_json(directory / PROGRESS, {}),
+        "step": rows[-1]["step"] if rows else None,
+        "metrics": {name: value for row in rows for name, value in row["metrics"].items()},
+        "metric_steps": {name: row["step"] for row in rows for name in row["metrics"]},
+        **{name: spec.get(name) for name in ("config", "seed", "inputs", "device", "devices")},
+        "workdir": str(directory),
+        "log": str(directory / "stage.log"),
+    }
+
+
+def metric_rows(file: Path) -> list[dict[str, Any]]:
+    """Rows {step, metrics} of a metrics file, without a last line that is being written or was cut."""
+    rows = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            rows.append(json.loads(line))
+    return rows
+
+
+def unfinished(run: records.RunRecord) -> dict[str, dict[str, Any]]:
+    """label -> :func:`standing` of what a flow run has begun and not finished. Of a stage whose process was not started
+    only {stage, key, status, started, seconds} are there: it waits for its turn, or was stopped before it came.
+    """
+    found = {}
+    for label, begun in run.data.get("begun", {}).items():
+        seconds = max(0.0, (run.data.get("finished") or time.time()) - begun["started"])
+        status = "waiting" if run.status == "RUNNING" else "stopped"
+        found[label] = {**begun, "status": status, "seconds": seconds} | (standing(begun["key"]) or {})
+        found[label]["stage"] = begun["stage"]
+        if status == "waiting" and found[label]["status"] == "stopped":  # its last attempt; this one waits for its turn
+            found[label] |= {"status": "waiting", "started": begun["started"], "seconds": seconds}
+    return found
+
+
+def match(prefix: str) -> dict[str, Any] | None:
+    """The one unfinished stage whose key starts with ``prefix``, as :func:`standing`; None for none, StoreError when
+    several do.
+    """
+    keys = [path.parent.name for path in (home.home() / "work").glob("*/SPEC.json")]
+    found = [key for key in keys if key.startswith(prefix) and records.read(key) is None]
+    if len(found) > 1:
+        raise store.StoreError(
+            f"stage key {prefix} is ambiguous; write more digits: {', '.join(key[:16] for key in found[:5])}"
+        )
+    return standing(found[0]) if found else None
+
+
+def running() -> list[dict[str, Any]]:
+    """Every stage that runs or waits now, as :func:`standing`."""
+    found = [standing(path.stem.removeprefix("stage-")) for path in (home.home() / "leases").glob("stage-*.json")]
+    return sorted((one for one in found if one and one["status"] != "stopped"), key=lambda one: one["started"])
+
+
+# ------------------------------------------------------------------------------------------------------------- tidying up
 
 
 def usage() -> list[dict[str, Any]]:

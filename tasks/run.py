@@ -77,6 +77,10 @@ class StageResult:
         return asdict(self)
 
 
+class NotIngested(Exception):
+    """A plan came to raw data of which there is no dataset yet."""
+
+
 @dataclass
 class Prepared:
     """A stage run before it runs: everything that its key is made of."""
@@ -143,6 +147,8 @@ def run_stage(
         record = None if force else records.find(prepared.key)
         cached, unit = record is not None, outbox.unit_of(flow_run, label, prepared.key)
         if record is None:
+            if flow_run and flow_run.get("run_id"):
+                records.begin_stage(flow_run["run_id"], label, prepared.spec.name, prepared.key)
             with leases.acquire(
                 f"stage-{prepared.key}",
                 wait=wait,
@@ -196,8 +202,12 @@ def prepare(
     seed: int = 0,
     flow_run: dict[str, Any] | None = None,
     on_event: Callable[[Event], Any] | None = None,
+    dry: bool = False,
 ) -> Prepared:
-    """Resolve inputs and config and compute the stage key. Raw data files are ingested here (itself a cached stage)."""
+    """Resolve inputs and config and compute the stage key. Raw data files are ingested here (itself a cached stage).
+
+    dry: run nothing; raises NotIngested for raw data that would be ingested first.
+    """
     module = get_stage(name)
     spec: StageSpec = module.SPEC
     given = {k: str(v) for k, v in (inputs or {}).items() if v is not None}
@@ -213,7 +223,7 @@ def prepare(
         except store.StoreError as error:
             raise store.StoreError(f"input {input_name} of stage {spec.name}: {error}") from None
         if declared.kind == "dataset" and found.kind == "file":
-            found = _ingest(spec, input_name, text, declared.kinds, seed, flow_run, on_event)
+            found = _ingest(spec, input_name, text, declared.kinds, seed, flow_run, on_event, dry)
         kind = found.manifest.get("kind")
         if declared.kind == "dataset" and declared.kinds and kind not in declared.kinds:
             raise ConfigError(
@@ -287,7 +297,8 @@ def start_flow(
     """Begin a flow run (a known ``run_id``, or the ``identity`` of one that did not finish, continues it): its record
     on disk and its parent run in MLflow. What earlier runs left unsent is sent now, and MLflow runs of processes that
     died are closed."""
-    run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect, identity=identity)
+    git = records.git_commit(PROJECT_ROOT)
+    run = records.start_run(recipe, config, run_id=run_id, parent=parent, prefect=prefect, identity=identity, git=git)
     for unit in outbox.pending():
         tracking.poke(unit)
     tracking.put({"unit": outbox.flow_unit(run.run_id), "type": "flow", "run_id": run.run_id, "recipe": recipe})
@@ -320,8 +331,9 @@ def _ingest(
     seed: int,
     flow_run: dict[str, Any] | None,
     on_event: Any,
+    dry: bool,
 ) -> store.ResolvedInput:
-    """Run raw data through the ingest stage, asking for the kind that the input wants."""
+    """Run raw data through the ingest stage, asking for the kind that the input wants; ``dry``: find what that gave."""
     ingest = get_stage("ingest")
     chosen = _matching_kind(ingest, text, kinds)
     if chosen and chosen not in get_args(ingest.Config.model_fields["kind"].annotation):
@@ -336,6 +348,11 @@ def _ingest(
         or "data"
     )
     suffix = f"-{chosen.split('/')[0]}" if chosen else ""
+    if dry:
+        record = records.find(prepare("ingest", {"data": text}, settings, seed=seed).key)
+        if record is None or "data" not in record["outputs"]:
+            raise NotIngested(f"{text} would be ingested first{f', as {chosen}' if chosen else ''}")
+        return store.resolve(record["outputs"]["data"]["ref"], "dataset")
     told = (lambda event: on_event({"label": flow["label"] if flow else "ingest", **event})) if on_event else None
     try:
         result = run_stage(
@@ -417,6 +434,7 @@ def _run(
         "started": started,
         "cached": False,
         "owner": leases.owner(),
+        "user": records.user(),
         "flow": outbox.flow_part(flow_run),
         "forced": force,
     }
@@ -555,8 +573,8 @@ def _listen(
 ) -> dict[str, Any]:
     """See :func:`_process`; of several nodes that of one."""
     if nodes is None or nodes.rank == 0:
-        (workdir / "publish.json").unlink(missing_ok=True)
-        (workdir / "result.json").unlink(missing_ok=True)
+        for name in ("publish.json", "result.json", work.PROGRESS):
+            (workdir / name).unlink(missing_ok=True)
     spec = {
         "stage": p.module,
         "key": p.key,
@@ -597,6 +615,8 @@ def _listen(
                             )
                         )
                         log.flush()
+                    if kind == "progress":
+                        work.note_progress(workdir, event)
                     tell(event)
                     if unit:
                         tracking.poke(unit)
@@ -879,6 +899,7 @@ def _conclude(
             "ended": time.time(),
             "cached": told in (None, "FINISHED"),
             "owner": leases.owner(),
+            "user": records.user(),
             "flow": outbox.flow_part(flow_run),
             **projected(record),
         }

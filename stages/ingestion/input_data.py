@@ -174,6 +174,21 @@ class InputData:
             raise ConfigError("stage ingest: the columns of the data fit no known format. " + self.columns_hint())
         return _PREFERRED.get(found, found)
 
+    def empty_hint(self) -> str:
+        """Names the columns that are null or empty in all of the first rows, so that nothing is read from them."""
+        rows = [row for source in self.files[:3] for row in head_rows(source)]
+        found = [
+            name
+            for name in dict.fromkeys(key for row in rows for key in row)
+            if all(row.get(name) in (None, "", []) for row in rows)
+        ]
+        if not found:
+            return ""
+        return (
+            f"Empty (null) in {'every row' if len(rows) < 64 else f'each of the first {len(rows)} rows'}, and read as if"
+            f" not there: {', '.join(found[:10])}; fill them in, or name the columns that have the values. "
+        )
+
     def columns_hint(self) -> str:
         """The columns that files have, and how to say which is which."""
         seen = sorted({key for source in self.files[:3] for row in head_rows(source, 8) for key in row})[:40]
@@ -195,7 +210,7 @@ class InputData:
         if any("\0" in name for name in seen):
             inside = "The file looks like UTF-16 without its mark: iconv -f utf-16le -t utf-8 FILE > NEW. "
         return (
-            f"Columns found: {', '.join(seen) or 'none'}. {inside}Name them with column_map={{our column: source"
+            f"Columns found: {', '.join(seen) or 'none'}. {self.empty_hint()}{inside}Name them with column_map={{our column: source"
             " column} (or prompt_column, chosen_column ...) or set format. Formats and their columns:"
             f" {known_columns()}"
         )

@@ -463,6 +463,13 @@ def test_a_recipe_lists_its_settings_and_a_plan_those_that_were_chosen(posttrain
     listed = posttrain("run", "preference", "--keys").stdout
     line = next(line for line in listed.splitlines() if line.startswith("ingest_pairs.kind "))
     assert "pairs/1" in line  # what the recipe sets, not the stage's own default
+    settings = {
+        row["setting"]: row for row in last_line(posttrain("run", "preference", "--keys", "--json"))["settings"]
+    }
+    assert settings["ingest_pairs.kind"]["default"] == "pairs/1" and settings["ingest_pairs.kind"]["doc"]
+    stage = last_line(posttrain("stage", "sft", "--keys", "--json"))
+    assert [one["input"] for one in stage["inputs"] if one["required"]] == ["model", "data"]
+    assert next(row for row in stage["settings"] if row["setting"] == "max_steps")["default"] is None
     shown = posttrain("run", "post_training", "--preset", "demo", "dpo.beta=0.2", "--dry-run").stdout
     assert "  beta: 0.2" in shown and "adam_beta1" not in shown and shown.index("beta: 0.2") < shown.index("plan\n")
 

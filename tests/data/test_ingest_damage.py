@@ -258,6 +258,16 @@ def test_empty_and_unreadable_inputs(tmp_path):
         ingest(tmp_path / "noise.jsonl", tmp_path / "v")
 
 
+@pytest.mark.parametrize("kind, error", [("auto", ConfigError), ("demonstrations/1", StageFailure)])
+def test_a_column_that_is_null_in_every_row_is_named(tmp_path, kind, error):
+    source = write_lines(tmp_path / "x.jsonl", [{"prompt": None, "completion": f"answer {i}"} for i in range(5)])
+    with pytest.raises(error, match=r"Empty \(null\) in every row, and read as if not there: prompt; fill them in"):
+        ingest(source, tmp_path / "w", kind=kind)
+    source = write_lines(tmp_path / "y.jsonl", [{**good(i), "chosen": None} for i in range(5)])
+    with pytest.raises(ConfigError, match=r"prompts/1 rows, which cannot become pairs/1.* Empty .*: chosen; fill"):
+        ingest(source, tmp_path / "v", kind="pairs/1")
+
+
 def test_too_much_damage_fails_after_writing_the_account(tmp_path):
     source = write_lines(tmp_path / "x.jsonl", [good(0), good(1), *["{" for _ in range(3)]])
     with pytest.raises(

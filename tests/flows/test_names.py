@@ -46,6 +46,38 @@ def test_every_deployment_has_a_name_of_its_own():
     assert {"post_training", "post_training-demo", "post_training-nightly", "tulu3-70b", "stage-sft"} <= set(names)
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_deploying_says_how_far_it_is(monkeypatch, tmp_path, as_json):
+    """Of a hundred deployments, which take a busy server minutes; what the server is asked is left out here."""
+    from typer.testing import CliRunner
+
+    from flows import deploy, display, services
+    from flows.cli import app
+
+    specs = [(None, name, {}) for name in ("first", "second", "third")]
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path))
+    monkeypatch.setenv("PREFECT_API_URL", "http://there:4200/api")
+    monkeypatch.setattr(services, "connect", lambda state: True)
+    monkeypatch.setattr(deploy, "recipe_deployments", lambda *_: specs[:2])
+    monkeypatch.setattr(deploy, "stage_deployments", lambda: specs[2:])
+    monkeypatch.setattr(deploy, "install_pool", lambda **_: None)
+    monkeypatch.setattr(deploy, "apply", lambda flow, name, options, client: name)
+    monkeypatch.setattr(deploy, "retire", lambda *_: None)
+    monkeypatch.setattr(deploy, "install_automations", lambda model: ["recover"])
+    monkeypatch.setattr(display, "SLOW_LINES", -1)
+    done = CliRunner().invoke(app, ["deploy", *(["--json"] if as_json else [])])
+    assert done.exit_code == 0 and [one in done.stdout for one in ("first", "third", "recover")] == [True] * 3
+    told = [
+        "registering with http://there:4200",
+        "deploy: started",
+        "deploy: 0/3 deployments registered, now first",
+        "deploy: 1/3 deployments registered, now second",
+        "deploy: 2/3 deployments registered, now third",
+        "deploy: 3/3 deployments registered, now older ones and automations",
+    ]
+    assert done.stderr.splitlines() == ([] if as_json else told)
+
+
 @pytest.mark.parametrize(
     "cron, timezone, said",
     [

@@ -88,7 +88,8 @@ def test_the_first_stage_of_a_home_gets_a_whole_database(state_dir, monkeypatch,
     assert not list(state_dir.glob("mlflow.db.new*"))
 
 
-def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
+def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ada")
     raw = tmp_path / "raw.txt"
     raw.write_text("x")
     run = start_flow("demo", {"sft": {"lr": 0.1}}, prefect={"flow_run_id": "f-1", "url": "http://prefect/runs/f-1"})
@@ -109,6 +110,11 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path):
     }
     assert len(runs) == 4 and {r.info.status for r in runs.values()} == {"FINISHED"}
     assert all(runs[n].data.tags["mlflow.parentRunId"] == parent for n in ("one", "two", "three"))
+    origin = ("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit")
+    commit = records.git_commit(PROJECT_ROOT).removesuffix("-dirty") or None
+    for r in runs.values():  # the columns "Created by", "Source" and "Version" of MLflow's UI
+        assert [r.data.tags.get(tag) for tag in origin] == ["ada", "posttrain run demo", "LOCAL", commit]
+        assert r.info.user_id == "ada"
     assert points(first.mlflow_run_id, "position", "abs") == expected(first.key)
     one, two = runs["one"], mlflow.get_run(runs["two"].info.run_id)
     assert (

@@ -1,6 +1,7 @@
 """The body of every stage task: cache, failure, cancellation, publishing."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -13,10 +14,10 @@ import psutil
 import pytest
 
 from stages.spec import PROJECT_ROOT, ConfigError
-from storage import leases, records, registry, store
+from storage import home, leases, records, registry, store
 from storage.datasets import open_dataset
 from storage.files import read_json
-from tasks.run import StageError, prepare, run_stage
+from tasks.run import StageError, finish_flow, prepare, run_stage, start_flow
 from tasks.stopping import Cancelled
 
 TOY = "tests.toy_stage"
@@ -467,3 +468,126 @@ def test_what_a_rubric_names_is_part_of_its_identity(tmp_path):
     assert len({first, second, key()}) == 3
     words.unlink()
     assert key()
+
+
+def looked(*arguments):
+    """(the JSON line, the text) of a command that only looks."""
+    from typer.testing import CliRunner
+
+    from flows.cli import app
+
+    json_, text = (CliRunner().invoke(app, [*arguments, *more]) for more in (["--json"], []))
+    assert json_.exit_code == 0 and text.exit_code == 0, (json_.output, text.output, json_.exception, text.exception)
+    return json.loads(json_.stdout.splitlines()[-1]), text.stdout
+
+
+def test_a_run_that_is_underway_says_how_far_it_is_and_what_it_has_cost(state_dir):
+    """And one that failed, where it stopped; both compare with each other, up to the step that both have come to."""
+    run = start_flow("walks", {"seed": 0})
+    first = run_stage(TOY, {}, {"steps": 3}, flow_run=run.as_flow_run("first"))
+    seen = []
+
+    def look(event):
+        if event["event"] == "progress" and not seen:
+            key = prepare(TOY, {}, {"steps": 20}, seed=1).key
+            names = (("show", run.run_id), ("show", key[:10]), ("cost", run.run_id), ("status",), ("ls", "runs"))
+            seen.extend(looked(*one) for one in names)
+
+    second = run_stage(TOY, {}, {"steps": 20}, seed=1, flow_run=run.as_flow_run("second"), on_event=look)
+    (shown, text), (stage, stage_text), (cost, cost_text), (status, _), (listed, _) = seen
+    (one,) = shown["unfinished"]
+    assert [done["label"] for done in shown["stages"]] == ["first"] and shown["status"] == "RUNNING"
+    assert (one["label"], one["stage"], one["key"], one["status"]) == ("second", "toy", second.key, "running")
+    assert (one["progress"]["done"], one["progress"]["total"]) == (1, 20)
+    points = [json.loads(line) for line in (home.work_dir(second.key) / "metrics.jsonl").read_text().splitlines()]
+    assert one["metrics"] == points[one["step"]]["metrics"] and one["seconds"] > 0
+    assert "step second  stage toy\n  runs    since" in text and "number  position = " in text
+    assert stage["status"] == "running" and stage["key"] == second.key and "number  abs = " in stage_text
+    hours = {row["stage"]: row["count"] for row in cost["ledger"]}
+    assert (
+        hours["first"] == pytest.approx(first.seconds / 3600)
+        and 0 < hours["second"]
+        and "until now: second" in cost_text
+    )
+    assert cost["unfinished"] == ["second"] and cost["items"]["cpu_hours"] == pytest.approx(sum(hours.values()))
+    for rows in (status["runs"], listed["runs"]):
+        assert rows[0]["now"] == "second 1/20"
+    assert status["stages"] == []  # those of runs stand there
+    by_itself = []
+    tell = lambda event: event["event"] == "progress" and not by_itself and by_itself.append(looked("status"))
+    alone = run_stage(TOY, {}, {"steps": 20}, seed=2, on_event=tell)
+    ((status, text),) = by_itself
+    assert [(one["key"], one["now"]) for one in status["stages"]] == [(alone.key[:12], "1/20")]
+    assert "running by themselves" in text
+    finish_flow(run.run_id, "FINISHED")
+    over, text = looked("show", run.run_id)
+    assert over["unfinished"] == [] and over["next"] == [] and "so far" not in text
+
+    broken = start_flow("walks", {"seed": 1})
+    with pytest.raises(StageError):
+        run_stage(TOY, {}, {"steps": 9, "fail_at": 7}, flow_run=broken.as_flow_run("second"))
+    finish_flow(broken.run_id, "FAILED", "asked to fail")
+    shown, text = looked("show", broken.run_id)
+    (one,) = shown["unfinished"]
+    assert (one["status"], one["step"]) == ("stopped", 6) and f"posttrain rerun {broken.run_id[:8]}" in text
+    found, text = looked("compare", broken.run_id, run.run_id)
+    assert "second of a has not finished (stopped) and is at step 6" in text and "those until step 6" in text
+    six = json.loads((home.work_dir(one["key"]) / "metrics.jsonl").read_text().splitlines()[6])["metrics"]
+    assert [(row["metric"], row["a"], row["b"]) for row in found["metrics"]] == [
+        (name, six[name], points[6]["metrics"][name]) for name in six
+    ]
+    assert "second.steps: 9 -> 20" in found["config"]
+
+
+def test_the_next_steps_of_a_run_are_those_of_its_plan():
+    from flows.config import load_preset
+    from flows.recipe import Plan, get_recipe, load_config
+    from flows.report import steps_left
+
+    config = load_config("post_training", load_preset("post_training", "demo"))
+    plan = Plan("post_training", 0, [])
+    get_recipe("post_training").method(plan, config)
+    steps = [row["step"] for row in plan.table]
+    run = start_flow("post_training", config.model_dump(mode="json"))
+    assert steps_left(run, {}) == steps
+    outputs = {name: f"dataset:{name}@0" for name in ("text", "demonstrations", "comparisons", "pairs", "prompts")}
+    run.data["stages"] = [{"label": "world", "outputs": outputs, "metrics": {}}]
+    assert steps_left(run, {"ingest_pairs": {}}) == [step for step in steps if step not in ("world", "ingest_pairs")]
+
+
+def test_a_stage_says_what_it_would_do_and_does_nothing(tmp_path):
+    raw = tmp_path / "raw.jsonl"
+    raw.write_text("".join(json.dumps({"prompt": f"p {i}", "completion": f"c {i}"}) + "\n" for i in range(4)))
+    command = ("stage", "mix", "--input", f"data.a={raw}", "--dry-run")
+    plan, text = looked(*command)
+    assert (plan["plan"], plan["key"], plan["inputs"][0]["kind"]) == ("run", None, "raw data, ingested first")
+    assert "once its raw data has been ingested" in text and not list(records.all_records())  # nor was it ingested
+    run_stage("ingest", {"data": str(raw)}, {"kind": "demonstrations/1"})
+    plan, text = looked(*command)
+    (given,) = plan["inputs"]
+    assert (plan["plan"], given["kind"], given["rows"], given["splits"]) == ("run", "demonstrations/1", 4, {"train": 4})
+    assert plan["config"]["weights"] == {} and "(what stays at its default is left out" in text
+    made = run_stage("mix", {"data.a": str(raw)})
+    plan, text = looked(*command)
+    assert (plan["plan"], plan["key"], plan["outputs"]) == (
+        "cached",
+        made.key,
+        made.outputs,
+    ) and "would be reused" in text
+    assert looked(*command, "--force")[0]["plan"] == "run"
+    with pytest.raises(StageError):
+        run_stage(TOY, {}, {"steps": 9, "fail_at": 7})
+    plan, text = looked("stage", TOY, "steps=9", "fail_at=7", "--dry-run")
+    assert plan["plan"] == "continue" and plan["unfinished"]["step"] == 6 and "continue what was stopped, at" in text
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_beginning_of_several_stage_keys_is_refused_in_words(finished):
+    from flows import report
+    from storage.files import atomic_write_json
+
+    for key in ("abcdef01" * 8, "abcdef02" * 8):
+        path = records.record_path(key) if finished else home.work_dir(key) / "SPEC.json"
+        atomic_write_json(path, {"key": key, "stage": TOY, "outputs": {}})
+    with pytest.raises(store.StoreError, match="stage key abcdef is ambiguous; write more digits: abcdef0"):
+        report.describe("abcdef")

@@ -14,10 +14,17 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.states import Pending, Running
 
 from flows import worker
-from flows.worker import gone, unsure
 from storage import leases, records
 from storage.files import atomic_write_json, read_json
 from storage.home import runs_dir
+
+
+def gone(run, alone):
+    return worker.gone(run, worker.run_records().get(str(run.id)), alone)
+
+
+def unsure(run):
+    return worker.unsure(worker.run_records().get(str(run.id)))
 
 
 @pytest.fixture
@@ -76,6 +83,18 @@ def test_a_run_of_another_container_with_this_ones_name_is_judged_by_its_heartbe
     assert unsure(run) and not gone(run, alone=True)
     os.utime(beat, (beat.stat().st_mtime - 2 * leases.BESIDE_STALE_SECONDS,) * 2)
     assert gone(run, alone=True)
+
+
+def test_all_runs_are_judged_by_one_look_at_the_records(state_dir, processes, monkeypatch):
+    """A state directory has a thousand of them, and a worker that starts may find many runs active."""
+    run, living, ended = processes
+    others = [FlowRun(id=uuid.uuid4(), flow_id=run.flow_id, state=Running()) for _ in range(3)]
+    recorded(run, **leases.this_process(living.pid))
+    for other in others:
+        recorded(other, pid=ended.pid, start=1.0)
+    looks, all_runs = [], records.all_runs
+    monkeypatch.setattr(records, "all_runs", lambda: looks.append(1) or all_runs())
+    assert worker.judged([run, *others], alone=True) == (others, False) and len(looks) == 1
 
 
 def test_a_run_that_is_about_to_start_is_left_alone(state_dir, processes):
