@@ -55,12 +55,8 @@ class Config(RewardSources, WorldRecipeConfig):
 class ToolSource(Source):
     """The world's tool tasks in place of its prompts and demonstrations."""
 
-    def __call__(self, kind: str) -> str:
-        given = getattr(self.config.data, kind)
-        if given is None and kind in ("demonstrations", "prompts"):
-            super().__call__("text")
-            return self.world["tool_demonstrations" if kind == "demonstrations" else "tool_tasks"]
-        return super().__call__(kind)
+    def generated(self, output: str) -> str:
+        return super().generated({"demonstrations": "tool_demonstrations", "prompts": "tool_tasks"}.get(output, output))
 
 
 def acting(section, environment: AgentConfig):

@@ -25,11 +25,13 @@ class Source:
 
     def __call__(self, kind: str) -> str:
         given = getattr(self.config.data, kind)
-        if given is not None:
-            return given
+        return given if given is not None else self.generated("comparisons" if kind == "pairs" else kind)
+
+    def generated(self, output: str) -> str:
+        """An output of the embedded world."""
         if self.world is None:
             self.world = self.run("world", config=self.config.world)
-        return self.world["comparisons" if kind == "pairs" else kind]
+        return self.world[output]
 
 
 def ingest(run: Run, what: str, path: str, config: Any) -> str:

@@ -545,6 +545,10 @@ def test_iterated_rlhf_keeps_the_reward_model_with_the_policy(monkeypatch):
         and "align_2" not in hybrid
         and "reference" not in hybrid["rl_2"][1]
     )
+    anchored = planned("iterated_rlhf", monkeypatch, rounds=2, offline="first")
+    assert anchored["rl_1"][1]["reference"] == anchored["rl_2"][1]["reference"] == "(given.model)", (
+        "the KL of the first round is to the first policy, too, and not to what DPO made of it"
+    )
     after = planned("iterated_rlhf", monkeypatch, rounds=2, offline="after")
     assert (
         after["gold_2"][1]["model"] == "(align_1.model)"

@@ -1,0 +1,179 @@
+"""Rules that hold for every recipe, read from plans of all of their branches (no stage is run)."""
+
+from itertools import combinations
+
+import pytest
+
+from flows.recipe import RECIPES, Run, get_recipe, load_config
+from stages.registry import get_stage
+
+GIVEN = {name: f"(given.{name})" for name in ("demonstrations", "prompts", "text")}
+PAIRS = {"pairs": "(given.pairs)"}
+MINE = {"model": "(given.model)"}
+SCORED = {"rewards": [{"name": "scorer", "kind": "model"}]}
+JUDGED = {"rewards": [{"name": "judge", "kind": "judge"}]}
+SERVER = {"endpoint": "http://localhost:8000/v1", "endpoint_model": "name"}
+#: Settings that take a recipe through each of its branches.
+BRANCHES = {
+    "post_training": [{}, {**MINE, "data": {**GIVEN, **PAIRS}, "rl": JUDGED}],
+    "preference": [
+        {},
+        {**MINE, "data": {"path": "(pairs)"}, "sft_first": True},
+        {**MINE, "data": {"path": "(pairs)", "demonstrations": "(d)", "prompts": "(p)"}, "sft_first": True},
+    ],
+    "verifiable": [
+        {**MINE, "data": {"demonstrations": "(d)"}, "rl": JUDGED},
+        {**MINE, "data": {"demonstrations": "(d)", "prompts": "(p)", "test": "(t)"}},
+    ],
+    "instruction_following": [
+        {**MINE, "data": {"prompts": "(p)"}},
+        {**MINE, "data": {"prompts": "(p)", "test": "(t)"}},
+    ],
+    "agent": [{}, {"data": {"text": "(text)"}, "rl": {"preset": "agent", **JUDGED}}, {**MINE, "data": GIVEN}],
+    "r1": [
+        {"zero_branch": True, "student_rl": True, "reason": JUDGED},
+        {
+            **MINE,
+            "data": {**GIVEN, **PAIRS, "safety_pairs": "(sp)", "general": "(g)", "general_prompts": "(gp)"},
+            "students": {"small": "(small)"},
+        },
+    ],
+    "tulu3": [
+        {"rl": JUDGED},
+        {**MINE, "data": {**GIVEN, "preference_prompts": "(pp)", "test": "(t)"}, "others": {"other": "(other)"}},
+    ],
+    "llama3": [
+        {"average": 2, "gold": JUDGED},
+        {**MINE, "data": {**GIVEN, **PAIRS}},
+        {"gold_memory": "replay", "discriminator": "continue"},
+    ],
+    "specialists": [{}, {**MINE, "data": {"prompts": "(p)"}, "specialists": {"maths": "(a)", "code": "(b)"}}],
+    "iterated_rlhf": [
+        {"offline": "first", "gold": JUDGED},
+        {"refresh": "after", "gold_memory": "replay", **MINE, "data": {**GIVEN, **PAIRS}},
+        {"offline": "after"},
+        {"refresh": "never", "kl_to": "previous"},
+    ],
+    "online_dpo": [
+        {"sample": {**JUDGED, "max_prompts": 5}},
+        {"sample": {**SCORED, "mixture_coef": 0.2}, **MINE, "data": {**GIVEN, **PAIRS}},
+        {"split_prompts": True},
+    ],
+    "d2po": [{"gold": JUDGED}, {"gold_memory": "replay", "discriminator": "restart", **MINE, "data": GIVEN}],
+    "rlaif": [
+        {"direct": True, "human": True, **MINE, "data": {**GIVEN, **PAIRS}},
+        {"judge": "(judge)", "teacher_sft": True},
+        {"objectives": {"kind": "(a)", "honest": "(b)"}},
+    ],
+    "rest": [
+        {"thresholds": [0.5, 0.8], "sample": {"max_prompts": 5, **JUDGED}},
+        {"thresholds": [], "rl_after": True, "sample": SCORED, "rl": SCORED, **MINE, "data": {**GIVEN, **PAIRS}},
+    ],
+    "sdpo": [{"evaluate": JUDGED}, {**MINE, "data": {**GIVEN, **PAIRS}, "evaluate": SCORED}, {"evaluate": SCORED}],
+    "constitutional": [
+        {
+            **MINE,
+            "data": {"prompts": "(p)", "helpful": "(h)", "helpful_pairs": "(hp)", "rl_prompts": "(rp)"},
+        }
+    ],
+    "clair": [
+        {**MINE, "data": {"prompts": "(p)"}},
+        {**MINE, "data": {"prompts": "(p)", "principles": "(pr)"}, "judge": "(j)", "baseline": True},
+        {**MINE, "data": {"prompts": "(p)"}, "check": SERVER, "arms": {"kto": {"method": "kto"}}},
+    ],
+    "character": [{**MINE, "data": {"prompts": "(p)", "traits": "(t)", "pool": "(pool)"}}],
+    "deliberative": [{**MINE, "data": {"prompts": "(p)", "specifications": "(s)", "general": "(g)", "ability": "(a)"}}],
+    "reward": [{**MINE, "data": {"path": "(labels)"}, "members": 2}],
+    "rl_benchmark": [{"arms": {"grpo": {}, "grpo_process": {}, "ppo_ptx": {}}, "evaluate": JUDGED}],
+    "instructgpt": [
+        {"rounds": 2, "plain_ppo": True, "rank": JUDGED},
+        {"rounds": 2, **MINE, "data": {**GIVEN, **PAIRS, "rankings": "(r)", "benchmarks": {"quiz": "(quiz)"}}},
+        {"rounds": 2, **MINE, "data": {**GIVEN, **PAIRS}},
+    ],
+    "llama2": [
+        {"labels": "fresh", "gold": JUDGED, "data": {"benchmarks": {"quiz": "(quiz)"}}},
+        {"labels": "fresh", **MINE, "data": {**GIVEN, **PAIRS, "safety_pairs": "(sp)"}},
+        {"improve_from": "sft"},
+    ],
+    "hh": [
+        {"rounds": 2, "labels": "fresh", "final_judge": "(j)", "gold": JUDGED},
+        {**MINE, "data": {**GIVEN, **PAIRS, "pmp": "(votes)", "benchmarks": {"quiz": "(quiz)"}}, "win_rate": SERVER},
+    ],
+    "deepseekmath": [
+        {"rounds": 2, "solutions": JUDGED, "data": {"benchmarks": {"quiz": "(quiz)"}}},
+        {"rounds": 2, "supervision": "process"},
+        {"rounds": 2, "supervision": "rule", **MINE, "data": GIVEN},
+    ],
+    "overoptimisation": [{"evaluate": JUDGED}, {**MINE, "data": {**GIVEN, **PAIRS}}],
+    "objective_discovery": [{"evaluate": JUDGED}, {"evaluate": SCORED, **MINE, "data": {**GIVEN, **PAIRS}}],
+    "human_feedback": [
+        {**MINE, "data": {"prompts": "(p)"}},
+        {**MINE, "data": {"prompts": "(p)"}, "answers": {"labeler": "stub"}},
+    ],
+}
+CASES = [(recipe, values) for recipe, branches in BRANCHES.items() for values in branches]
+
+
+class Trace(Run):
+    """What a recipe would do, step by step: (label, stage, inputs, config, seed, name_as)."""
+
+    def __init__(self, recipe, seed):
+        super().__init__(recipe, seed, [])
+        self.trace = []
+
+    def execute(self, stage, label, inputs, config, name_as, seed):
+        self.trace.append((label, stage, inputs, config, seed, name_as))
+        outputs = {name: f"({label}.{name})" for name in get_stage(stage).SPEC.outputs}
+        return {"outputs": outputs, "metrics": {}, "cached": False, "seconds": 0.0}
+
+    def together(self, parts):
+        return [part() for part in parts]
+
+    def answered(self, label, task):
+        return "(people)"
+
+    def conclude(self, candidate, outputs, name):
+        self.trace.append(("conclude", "conclude", {"candidate": candidate}, None, self.seed, name))
+        return {}
+
+
+@pytest.fixture(autouse=True)
+def no_champion(monkeypatch):
+    monkeypatch.setattr("tasks.promotion.champion", lambda name: None)
+
+
+def traced(recipe, config):
+    run = Trace(recipe, config.seed)
+    get_recipe(recipe).method(run, config)
+    return run.trace
+
+
+def test_the_table_has_every_recipe():
+    assert set(BRANCHES) == set(RECIPES) - {"sweep"}
+
+
+def prompts_of(config):
+    """(first prompt, the one behind the last, part) of a step of rejection."""
+    return config.prompt_offset, config.prompt_offset + (config.max_prompts or 10**9), config.prompt_part
+
+
+@pytest.mark.parametrize("recipe,values", CASES)
+def test_no_two_steps_draw_the_same_answers(recipe, values):
+    """Answers follow from policy, prompt, temperature and seed. Where two steps had all in common, a second round would
+    sample the first one's answers again, or a reward model would choose among the answers that it was trained on.
+    """
+    drawn = [
+        (label, inputs, config, seed)
+        for label, stage, inputs, config, seed, _ in traced(recipe, load_config(recipe, values))
+        if stage == "rejection" and not any(name.startswith("candidates") for name in inputs)
+    ]
+    for (one, inputs, config, seed), (other, others, section, another) in combinations(drawn, 2):
+        (low, high, part), (first, last, of) = prompts_of(config), prompts_of(section)
+        overlap = low < last and first < high and part == of
+        same = (inputs["model"], inputs["prompts"], config.system, seed) == (
+            others["model"],
+            others["prompts"],
+            section.system,
+            another,
+        )
+        assert not (overlap and same), f"{one} and {other} draw the same answers"
