@@ -334,11 +334,11 @@ def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
     from contextlib import ExitStack
 
     from flows import display, env, services
-    from flows.recipe import KILLED, get_recipe, load_config
+    from flows.recipe import KILLED, get_recipe, load_config, rehearse
 
     recipe_name(recipe)
     state = env.state_dir()
-    check_models(load_config(recipe, values))
+    rehearse(recipe, get_recipe(recipe).method, load_config(recipe, values))
     if dry_run:
         return print_plan(recipe, load_config(recipe, values), force, as_json)
     with ExitStack() as stack:
@@ -374,28 +374,6 @@ def execute(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
     from flows.report import print_result
 
     print_result(result, state)
-
-
-def check_models(config: Any) -> None:
-    """Find the models and data files that a recipe is given before its first step runs, and not hours later. Raises
-    StoreError.
-    """
-    from storage import store
-
-    data = getattr(config, "data", None)
-    given = [
-        (name, getattr(config, name, None), "model") for name in ("model", "reward_model", "reward_backbone", "teacher")
-    ]
-    given += [(f"data.{name}", value, "file") for name, value in dict(data or {}).items()]
-    for name, text, kind in given:
-        if not isinstance(text, str) or (
-            kind == "file" and not store.is_ref(text) and (store.is_url(text) or Path(text).expanduser().exists())
-        ):
-            continue
-        try:
-            store.resolve(text, kind if kind == "model" or not store.is_ref(text) else None)
-        except store.StoreError as error:
-            raise store.StoreError(f"{name}: {error}") from None
 
 
 def print_plan(recipe: str, config: Any, force: list[str], as_json: bool) -> None:

@@ -216,8 +216,6 @@ def promote(
     The champion is evaluated on the same inputs, and the decision is recorded whatever it is. Evaluations without the
     gate's metric are no evidence: nothing is promoted, and the answer says what to write.
     """
-    from tasks.promotion import champion
-
     winner = evaluations.best
     if not has(evaluations, config.metric):
         return {
@@ -237,7 +235,7 @@ def promote(
         "candidate_samples": evaluations[winner]["samples"],
         "candidate_scores": evaluations[winner]["scores"],
     }
-    office = champion(name)
+    office = run.champion(name)
     if office is not None and office != models[winner]:
         judged = evaluate(run, "champion", office, evaluation, **inputs)
         given |= {"champion": office, "champion_samples": judged["samples"], "champion_scores": judged["scores"]}

@@ -4,7 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from flows.recipe import RECIPES, Run, get_recipe, load_config
+from flows.config import load_preset, presets
+from flows.recipe import RECIPES, Run, get_recipe, load_config, rehearse
 from stages.registry import get_stage
 
 GIVEN = {name: f"(given.{name})" for name in ("demonstrations", "prompts", "text")}
@@ -177,3 +178,14 @@ def test_no_two_steps_draw_the_same_answers(recipe, values):
             another,
         )
         assert not (overlap and same), f"{one} and {other} draw the same answers"
+
+
+PRESETS = [(recipe, name) for recipe in BRANCHES for name in presets(recipe)]
+
+
+@pytest.mark.parametrize("recipe,given", CASES + PRESETS)
+def test_every_step_takes_the_inputs_and_settings_that_it_is_given(recipe, given, monkeypatch):
+    """What the last step would refuse after days of the others is refused before the first one."""
+    values = load_preset(recipe, given) if isinstance(given, str) else given
+    monkeypatch.setattr("flows.recipe.look", lambda ref, kind: None)  # nothing of the table's is there
+    rehearse(recipe, get_recipe(recipe).method, load_config(recipe, values))
