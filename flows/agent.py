@@ -11,7 +11,7 @@ stands in their sections.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import ClassVar, Optional
 
 from pydantic import Field
 
@@ -28,6 +28,15 @@ from stages.world import ToolSizes
 
 
 class Config(RewardSources, WorldRecipeConfig):
+    NOT_READ: ClassVar = {
+        "data.pairs": "nothing here learns from pairs",
+        "ingest_pairs": "nothing here learns from pairs",
+        **{
+            f"{section}.{name}": f"RL and evaluation act in one environment; write environment.{name}"
+            for section in ("rl", "evaluate")
+            for name in ("environment", "max_turns")
+        },
+    }
     model: Optional[str] = Field(
         None,
         title="Model",

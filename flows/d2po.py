@@ -12,7 +12,7 @@ after is in its report), `sample_k`, `pairs_k`, `align_k`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -59,6 +59,10 @@ class GoldConfig(IteratedConfig):
 
 
 class Config(GoldConfig):
+    NOT_READ: ClassVar = {
+        "data.pairs": "every round's labels are those that gold.rewards gives (or write reward_model=REF to begin with)",
+        "ingest_pairs": "every round's labels are those that gold.rewards gives",
+    }
     rounds: int = Field(
         3, ge=1, description="Rounds of buying labels, updating the reward model, sampling and alignment."
     )

@@ -25,7 +25,7 @@ Not stated by the paper, and ours: K (16; texts 10 to 30) and the temperatures.
 
 from __future__ import annotations
 
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from pydantic import Field
 
@@ -67,6 +67,10 @@ class LlamaData(Data):
 
 
 class Config(PublishedConfig):
+    NOT_READ: ClassVar = {
+        "reward_model": "the models of the sections helpful and safety are trained in the run",
+        "train_reward_model": "write helpful and safety",
+    }
     data: LlamaData = Field(
         LlamaData(),
         description=(

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -59,6 +59,7 @@ RECIPES = {
 class RecipeConfig(StageConfig):
     """Base of a recipe's configuration: a section per step, each the config of the stage it runs."""
 
+    NOT_READ: ClassVar[Mapping[str, str]] = {}  # what no step of the recipe reads -> why, and what to write instead
     seed: int = Field(0, ge=0, description="Seed of every random choice; another seed is another run of all stages.")
 
     @model_validator(mode="before")
@@ -75,9 +76,30 @@ class RecipeConfig(StageConfig):
                 filled[name] = merge(field.default.model_dump(exclude_unset=True), values[name])
         return filled
 
+    @model_validator(mode="after")
+    def _all_are_read(self):
+        for key, instead in self.NOT_READ.items():
+            section, _, below = key.partition(".")
+            default = type(self).model_fields[section].default
+            if plain(value_at(self, key)) != plain(value_at(default, below) if below else default):
+                raise ValueError(f"{key} is not read by this recipe: {instead}; leave it out")
+        return self
+
     def remarks(self) -> list[str]:
         """What a plan says of the settings beside printing them."""
         return []
+
+
+def value_at(config: BaseModel, key: str) -> Any:
+    """The value of a dotted setting."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 class Outputs(Mapping):

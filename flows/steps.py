@@ -44,7 +44,18 @@ def ingest(run: Run, what: str, path: str, config: Any) -> str:
         ConfigError: the evaluation at the recipe's end would find no prompts; said here, before anything is trained.
     """
     section, test = getattr(config, f"ingest_{what}"), getattr(config.data, "test", None) if what != "test" else None
-    if not test:
+    if not test and section.decontaminate != "off":
+        if section.decontaminate != type(config).model_fields[f"ingest_{what}"].default.decontaminate:
+            raise ConfigError(
+                f"ingest_{what}.decontaminate={section.decontaminate} has no test problems to compare with; "
+                + (
+                    "write data.test=REF_OR_PATH"
+                    if hasattr(config.data, "test")
+                    else "prepare the data by itself: posttrain stage ingest --input data=FILE --input"
+                    " benchmarks.test=FILE"
+                )
+                + ", or leave it out"
+            )
         section = section.model_copy(update={"decontaminate": "off"})
     against = {"test": test} if section.decontaminate != "off" else None
     outputs = run("ingest", f"ingest_{what}", data=path, benchmarks=against, config=section, name_as=what)

@@ -1,8 +1,12 @@
 """Rules that hold for every recipe, read from plans of all of their branches (no stage is run)."""
 
+import contextlib
 from itertools import combinations
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
 from flows.config import load_preset, presets
 from flows.recipe import RECIPES, Run, get_recipe, load_config, rehearse
@@ -189,3 +193,97 @@ def test_every_step_takes_the_inputs_and_settings_that_it_is_given(recipe, given
     values = load_preset(recipe, given) if isinstance(given, str) else given
     monkeypatch.setattr("flows.recipe.look", lambda ref, kind: None)  # nothing of the table's is there
     rehearse(recipe, get_recipe(recipe).method, load_config(recipe, values))
+
+
+@pytest.mark.parametrize("recipe,values", [case for case in CASES if "model" in case[1]])
+def test_data_are_checked_before_anything_is_trained(recipe, values):
+    """A file that holds something else than was thought is told of at once, and not behind days of RL."""
+    stages = [stage for _, stage, *_ in traced(recipe, load_config(recipe, values))]
+    assert "ingest" not in stages[stages.count("ingest") :], stages
+
+
+def others(annotation, value):
+    """Values other than this one that a setting of the annotation may have."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return others(parts[0], value)
+    if origin in (Union, UnionType):
+        return [other for part in parts if part is not type(None) for other in others(part, value)]
+    if origin is Literal:
+        return [part for part in parts if part != value]
+    if annotation is bool:
+        return [not value]
+    if annotation in (int, float):
+        return [(value or 0) + annotation(1), annotation((value or 0) * 0.5 + 0.1), (value or 0) + annotation(10)]
+    if annotation is str:
+        return ["(other)"]
+    if origin is list:
+        return [[*(value or []), 99.0], (value or [])[:-1]]
+    more = ("(more)", {"preset": "rloo"}, {}) if isinstance(value, dict) else ()
+    return [{**value, "more": one} for one in more]
+
+
+def changed(config, name):
+    """The configuration with one setting, or one of a section's, at other values (not validated)."""
+    value = getattr(config, name)
+    if isinstance(value, BaseModel) and name != "data":
+        for leaf, field in list(type(value).model_fields.items()):
+            for other in others(field.annotation, getattr(value, leaf)):
+                if isinstance(other, (int, float)) and f"{name}.{leaf}" not in config.NOT_READ:
+                    yield config.model_copy(update={name: value.model_copy(update={leaf: other})})
+        return
+    for other in others(type(config).model_fields[name].annotation, value):
+        yield config.model_copy(update={name: other})
+
+
+def reaches(recipe, plan, different):
+    """Whether another setting makes another plan."""
+    for other in different:
+        # one that the recipe would have refused: the next one
+        with contextlib.suppress(ValueError, AttributeError, KeyError, TypeError):
+            if traced(recipe, other) != plan:
+                return True
+    return False
+
+
+#: What is asked for by kinds of reward components alone (flows.start.GIVEN_TO).
+OF_REWARDS = {"group_preference", "context", "rubric"}
+
+
+@pytest.mark.parametrize("recipe", BRANCHES)
+def test_every_setting_reaches_a_step_or_is_refused(recipe):
+    """No setting of a recipe is read by nobody in all of its branches, unless it is refused with what to write."""
+    configs = [load_config(recipe, {**values, "seed": 7}) for values in BRANCHES[recipe]]
+    kind, plans = type(configs[0]), [traced(recipe, config) for config in configs]
+    for name in kind.model_fields.keys() - OF_REWARDS - kind.NOT_READ.keys() - {"data"}:
+        assert any(reaches(recipe, plan, changed(config, name)) for config, plan in zip(configs, plans)), name
+    if "data" in kind.model_fields:
+        for name in type(configs[0].data).model_fields:
+            for_data = (
+                (
+                    plan,
+                    [
+                        config.model_copy(update={"data": config.data.model_copy(update={name: other})})
+                        for other in others(type(config.data).model_fields[name].annotation, getattr(config.data, name))
+                    ],
+                )
+                for config, plan in zip(configs, plans)
+            )
+            unread = f"data.{name}" in kind.NOT_READ
+            assert any(reaches(recipe, *one) for one in for_data) != unread, f"data.{name}"
+    for key in kind.NOT_READ:
+        section, _, leaf = key.partition(".")
+        different = (
+            [
+                config.model_copy(update={section: part.model_copy(update={leaf: other})})
+                for config in configs
+                for part in [getattr(config, section)]
+                for other in others(type(part).model_fields[leaf].annotation, getattr(part, leaf))
+            ]
+            if leaf
+            else [other for config in configs for other in changed(config, section)]
+        )
+        assert different, key
+        for other in different[:1]:
+            with pytest.raises(ValueError, match=f"{key} is not read by this recipe"):
+                other._all_are_read()

@@ -17,6 +17,9 @@ def planned(recipe, monkeypatch, metrics=None, **values):
             return {**value, "metrics": (metrics or {}).get(stage, {})}
 
     flow = get_recipe(recipe)
+    unread = {key.removeprefix("data.") for key in flow.config_type.NOT_READ}
+    given = {"data": {"prompts": "(given.prompts)", "pairs": "(given.pairs)"}, **values}
+    given["data"] = {name: ref for name, ref in given["data"].items() if name not in unread}
     monkeypatch.setattr("flows.start.promote", lambda *args, **more: {})  # asks the registry for a champion
     flow.method(
         Recorder(recipe, 7, []),
@@ -25,8 +28,7 @@ def planned(recipe, monkeypatch, metrics=None, **values):
             {
                 "model": "(given.model)",
                 "seed": 7,
-                "data": {"prompts": "(given.prompts)", "pairs": "(given.pairs)"},
-                **values,
+                **given,
             },
         ),
     )
