@@ -11,7 +11,7 @@ stands in their sections.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import ClassVar, Optional
 
 from pydantic import Field
 
@@ -28,6 +28,15 @@ from stages.world import ToolSizes
 
 
 class Config(RewardSources, WorldRecipeConfig):
+    NOT_READ: ClassVar = {
+        "data.pairs": "nothing here learns from pairs",
+        "ingest_pairs": "nothing here learns from pairs",
+        **{
+            f"{section}.{name}": f"RL and evaluation act in one environment; write environment.{name}"
+            for section in ("rl", "evaluate")
+            for name in ("environment", "max_turns")
+        },
+    }
     model: Optional[str] = Field(
         None,
         title="Model",
@@ -55,12 +64,8 @@ class Config(RewardSources, WorldRecipeConfig):
 class ToolSource(Source):
     """The world's tool tasks in place of its prompts and demonstrations."""
 
-    def __call__(self, kind: str) -> str:
-        given = getattr(self.config.data, kind)
-        if given is None and kind in ("demonstrations", "prompts"):
-            super().__call__("text")
-            return self.world["tool_demonstrations" if kind == "demonstrations" else "tool_tasks"]
-        return super().__call__(kind)
+    def generated(self, output: str) -> str:
+        return super().generated({"demonstrations": "tool_demonstrations", "prompts": "tool_tasks"}.get(output, output))
 
 
 def acting(section, environment: AgentConfig):

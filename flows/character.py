@@ -101,6 +101,7 @@ def character(run: Run, config: Config) -> dict:
         "ingest", "ingest_traits", data=config.data.traits, config=IngestConfig(kind="principles/1"), name_as="traits"
     )["data"]
     pool = ingest(run, "pool", config.data.pool, config) if config.data.pool else None
+    tasks = ingest(run, "prompts", config.data.prompts, config) if config.data.prompts else None
     written = run(
         "write_prompts",
         model=None if config.write.endpoint else config.writer or config.model,
@@ -152,13 +153,12 @@ def character(run: Run, config: Config) -> dict:
         "models": models,
         "win_rates": compared(run, samples, judge, section, prompts=messages, principles=traits),
     }
-    if config.data.prompts:
-        prompts = ingest(run, "prompts", config.data.prompts, config)
+    if tasks:
         result["scores"] = evaluate_all(
             run,
             {f"ability_{name}": model for name, model in models.items()},
             config.evaluate_ability,
-            prompts=prompts,
+            prompts=tasks,
             reference=config.model,
         ).table()
     return result

@@ -379,19 +379,18 @@ def execute(
     """
     from contextlib import nullcontext
 
-    from flows.recipe import load_config
+    from flows.recipe import get_recipe, load_config, rehearse
     from tasks.nodes import leading
 
-    recipe_name(recipe)
-    config = load_config(recipe, values)
+    method, config = get_recipe(recipe).method, load_config(recipe, values)
     if dry_run:
-        check_models(config)
+        rehearse(recipe, method, config)
         return print_plan(recipe, config, force, as_json, nodes.count if nodes else 1)
     if nodes is not None and nodes.rank > 0:
         return take_part(recipe, nodes, as_json)
     say = lambda text: print(text, file=sys.stderr, flush=True)
     with leading(nodes, f"run {recipe}", say) if nodes else nullcontext() as leader:
-        check_models(config)
+        rehearse(recipe, method, config)
         code = perform(recipe, values, force, as_json)
         if leader is not None:
             leader.code = code
@@ -458,28 +457,6 @@ def perform(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
 
         print_result(result, state)
     return 0
-
-
-def check_models(config: Any) -> None:
-    """Find the models and data files that a recipe is given before its first step runs, and not hours later. Raises
-    StoreError.
-    """
-    from storage import store
-
-    data = getattr(config, "data", None)
-    given = [
-        (name, getattr(config, name, None), "model") for name in ("model", "reward_model", "reward_backbone", "teacher")
-    ]
-    given += [(f"data.{name}", value, "file") for name, value in dict(data or {}).items()]
-    for name, text, kind in given:
-        if not isinstance(text, str) or (
-            kind == "file" and not store.is_ref(text) and (store.is_url(text) or Path(text).expanduser().exists())
-        ):
-            continue
-        try:
-            store.resolve(text, kind if kind == "model" or not store.is_ref(text) else None)
-        except store.StoreError as error:
-            raise store.StoreError(f"{name}: {error}") from None
 
 
 def print_plan(recipe: str, config: Any, force: list[str], as_json: bool, machines: int = 1) -> None:

@@ -12,10 +12,11 @@ after is in its report), `sample_k`, `pairs_k`, `align_k`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from flows.published import EVERYTHING
 from flows.recipe import Run, recipe
 from flows.start import IteratedConfig, accuracies, conclusion, next_prompts, reward_inputs, starting_policy
 from flows.steps import Source, ingest
@@ -24,6 +25,10 @@ from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
 from stages.reward.components import RewardComponent
 from stages.reward_model import kept_head, reading
+
+#: What the seed of a round's answers that a reward model labels differs by from that of the answers it learned from:
+#: answers follow from policy, prompt and seed, so it would be asked about the very ones that it was trained on.
+UNSEEN = 1000
 
 
 class GoldConfig(IteratedConfig):
@@ -54,6 +59,10 @@ class GoldConfig(IteratedConfig):
 
 
 class Config(GoldConfig):
+    NOT_READ: ClassVar = {
+        "data.pairs": "every round's labels are those that gold.rewards gives (or write reward_model=REF to begin with)",
+        "ingest_pairs": "every round's labels are those that gold.rewards gives",
+    }
     rounds: int = Field(
         3, ge=1, description="Rounds of buying labels, updating the reward model, sampling and alignment."
     )
@@ -70,11 +79,12 @@ class Config(GoldConfig):
 @dataclass
 class Labels:
     """Gold labels so far, by round: the labelled answers and the pairs from them (``pairs`` may also hold those that
-    the first reward model saw).
+    the first reward model saw); ``given``: comparisons from elsewhere, which every round's reward model learns from.
     """
 
     candidates: dict[str, str] = field(default_factory=dict)
     pairs: dict[str, str] = field(default_factory=dict)
+    given: dict[str, str] = field(default_factory=dict)
 
 
 def refreshed(
@@ -105,9 +115,12 @@ def refreshed(
     known = labels.candidates if config.gold_memory == "all" else {name: labelled["candidates"]}
     fresh = run("preferences", f"gold_pairs_{k}", candidates=known, config=config.gold_pairs, seed=run.seed + k)["data"]
     goes_on = judge is not None and config.discriminator == "continue"
-    replay = labels.pairs if config.gold_memory == "replay" else None
-    # without gold_memory=replay no round reads replay_fraction, and the stage says so
-    section = reading(config.train_reward_model, replay=replay is None or replay, previous=judge)
+    by_share = config.gold_memory == "replay"
+    replay = {**labels.given, **(labels.pairs if by_share else {})}
+    # where nothing is replayed by share no round reads replay_fraction, and the stage says so
+    section = reading(config.train_reward_model, replay=replay or not by_share, previous=judge)
+    if labels.given and not by_share:
+        section = section.model_copy(update={"replay_fraction": EVERYTHING})
     learned = run(
         "reward_model",
         f"discriminator_{k}",
@@ -115,7 +128,7 @@ def refreshed(
         data=fresh,
         previous=judge,
         seed=run.seed + k,
-        replay=replay,
+        replay=replay or None,
         name_as=f"discriminator-{k}",
         config=kept_head(section) if goes_on else section,
     )
@@ -140,7 +153,7 @@ def d2po(run: Run, config: Config) -> dict:
             prompts=prompts,
             reward_model=judge,
             config=next_prompts(config.sample, k),
-            seed=seed,
+            seed=seed + UNSEEN,
             **reward_inputs(source, config, config.sample.rewards, policy),
         )
         pairs = run("preferences", f"pairs_{k}", candidates=sampled["candidates"], config=config.pairs, seed=seed)[

@@ -21,7 +21,7 @@ pass over 144k prompts.
 
 from __future__ import annotations
 
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from pydantic import Field, model_validator
 
@@ -39,6 +39,10 @@ from stages.sft import Config as SFTConfig
 
 
 class Config(PublishedConfig):
+    NOT_READ: ClassVar = {
+        "data.pairs": "its reward models learn from the policy's own solutions (or write reward_model=REF)",
+        "ingest_pairs": "its reward models learn from the policy's own solutions",
+    }
     data: Data = Field(
         Data(),
         description=(

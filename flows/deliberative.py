@@ -123,10 +123,9 @@ def deliberative(run: Run, config: Config) -> dict:
         config=IngestConfig(kind="principles/1"),
         name_as="specifications",
     )["data"]
-    prompts, general = (
-        ingest(run, "prompts", config.data.prompts, config),
-        (ingest(run, "general", config.data.general, config) if config.data.general else None),
-    )
+    prompts = ingest(run, "prompts", config.data.prompts, config)
+    general = ingest(run, "general", config.data.general, config) if config.data.general else None
+    tasks = ingest(run, "ability", config.data.ability, config) if config.data.ability else None
 
     def shown(section: Any) -> dict[str, str | None]:
         """What the judge of a section reads: the specifications, and its model where it asks no server."""
@@ -173,8 +172,7 @@ def deliberative(run: Run, config: Config) -> dict:
             ).table()
         ),
     }
-    if config.data.ability:
-        tasks = ingest(run, "ability", config.data.ability, config)
+    if tasks:
         result["ability"] = evaluate_all(
             run,
             {f"ability_{name}": model for name, model in models.items()},

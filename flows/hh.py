@@ -62,6 +62,13 @@ class HHData(Data):
 
 class Config(PublishedConfig):
     UNSCALED: ClassVar[tuple[str, ...]] = (*WORLDS_AND_JUDGES, "sft")  # the embedded world's start
+    NOT_READ: ClassVar = {
+        "reward_model": "the preference model is trained in the run",
+        "train_reward_model": "write pmp and preference",
+        "behind_prompt.system": "write hhh_prompt",
+        "distil.context": "write hhh_prompt",
+        "distil.method": "what is distilled is hhh_prompt",
+    }
     model: Optional[str] = Field(
         None,
         title="Model",
@@ -185,6 +192,8 @@ def hh(run: Run, config: Config) -> dict:
     source = Source(run, config)
     prompts = ingest(run, "prompts", source("prompts"), config)
     pairs = ingest(run, "pairs", source("pairs"), config)
+    votes = config.data.pmp or (source("pairs") if config.data.pairs is None else None)
+    judgements = ingest(run, "pmp", votes, config) if votes else None
     base = starting_policy(run, source, config)
     text = held_out_text(run, source, config)
 
@@ -206,14 +215,13 @@ def hh(run: Run, config: Config) -> dict:
         name_as="hh-start",
     )["model"]
 
-    votes = config.data.pmp or (source("pairs") if config.data.pairs is None else None)
     scorer, settings = base, config.preference
-    if votes:
+    if judgements:
         scorer = run(
             "reward_model",
             "pmp",
             model=base,
-            data=ingest(run, "pmp", votes, config),
+            data=judgements,
             config=config.pmp,
             name_as="hh-pmp",
         )["model"]

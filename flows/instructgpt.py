@@ -160,15 +160,16 @@ def instructgpt(run: Run, config: Config) -> dict:
     """
     config = scaled(config)
     source, demonstrations, prompts, text, base = begun(run, config)
+    given = ingest(run, "rankings", config.data.rankings, config) if config.data.rankings else None
+    sampled = given is None or config.rounds > 1
+    learns = sampled and config.reward_model is None and any(one.kind == "model" for one in config.rank.rewards)
+    pairs = ingest(run, "pairs", source("pairs"), config) if learns else None
     # there is no reward model yet
     unjudged = {name: SFTConfig.model_fields[name].default for name in ("eval_prompts", "eval_completion_length")}
     instructed = run(
         "sft", model=base, data=demonstrations, config=config.sft.model_copy(update=unjudged), name_as="sft"
     )["model"]
-    given = ingest(run, "rankings", config.data.rankings, config) if config.data.rankings else None
-    ranker = (
-        scorer(run, source, config, config.rank.rewards, instructed) if given is None or config.rounds > 1 else None
-    )
+    ranker = scorer(run, source, config, config.rank.rewards, instructed, pairs) if sampled else None
 
     policy, judge, models, answers, history = instructed, None, {"start": base}, {}, []
     for k in range(1, config.rounds + 1):

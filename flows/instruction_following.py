@@ -12,7 +12,7 @@ whose prompts are kept out of training, or on held-out prompts with constraints 
 
 from __future__ import annotations
 
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from pydantic import Field
 
@@ -44,6 +44,7 @@ class Data(StageConfig):
 
 
 class Config(RecipeConfig):
+    NOT_READ: ClassVar = {"contamination.split": "the split is that of the evaluation, evaluate.split"}
     model: str = Field(description="The policy to improve: a ref, a model directory or a hub id.")
     data: Data = Field(description="The prompts.")
     writer: Optional[str] = Field(
@@ -85,9 +86,10 @@ def instruction_following(run: Run, config: Config) -> dict:
     the checker says.
     """
     prompts = ingest(run, "prompts", config.data.prompts, config)
+    test = ingest(run, "test", config.data.test, config) if config.data.test else None
     writer = None if config.constrain.endpoint else config.writer or config.model
     made = run("constrain", prompts=prompts, model=writer, config=config.constrain, name_as="constraints")
-    test = ingest(run, "test", config.data.test, config) if config.data.test else made["prompts"]
+    test = test or made["prompts"]
 
     models, policy = {"start": config.model}, config.model
     for step in dict.fromkeys(config.steps):

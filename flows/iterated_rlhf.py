@@ -121,7 +121,7 @@ def iterated_rlhf(run: Run, config: Config) -> dict:
             f"rl_{k}",
             model=policy,
             data=prompts,
-            reference=start if config.kl_to == "start" and k > 1 else None,
+            reference=start if config.kl_to == "start" and policy != start else None,
             config=config.rl,
             seed=run.seed + k,
             name_as=f"iterated-rl-{k}",

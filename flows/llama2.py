@@ -25,10 +25,11 @@ Not stated by the paper, and ours: K (16; texts 10 to 30) and the temperatures.
 
 from __future__ import annotations
 
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from pydantic import Field
 
+from flows.d2po import UNSEEN
 from flows.published import EVERYTHING, Data, PublishedConfig, alignment_tax, begun, scaled
 from flows.recipe import Run, recipe
 from flows.start import decided, evaluated, next_prompts, reward_inputs, rl_inputs
@@ -66,6 +67,10 @@ class LlamaData(Data):
 
 
 class Config(PublishedConfig):
+    NOT_READ: ClassVar = {
+        "reward_model": "the models of the sections helpful and safety are trained in the run",
+        "train_reward_model": "write helpful and safety",
+    }
     data: LlamaData = Field(
         LlamaData(),
         description=(
@@ -263,7 +268,9 @@ def gated(run: Run, config: Config, helpful: str, safety: str | None, label: str
 
 
 def answered(run: Run, source: Source, config: Config, k: int, policies: list[str], prompts: str) -> dict[str, str]:
-    """Gold-labelled answers of the last two policies to the round's prompts, sampled at different temperatures."""
+    """Gold-labelled answers of the last two policies to the round's prompts, sampled at different temperatures, and
+    others than those that the round samples next.
+    """
     gold = next_prompts(config.gold, k - 1)
     asked = {
         "current": (policies[-1], gold),
@@ -276,7 +283,7 @@ def answered(run: Run, source: Source, config: Config, k: int, policies: list[st
             model=policy,
             prompts=prompts,
             config=settings,
-            seed=run.seed + k + (1000 if name == "other" else 0),
+            seed=run.seed + k + (2 * UNSEEN if name == "other" else UNSEEN),
             **reward_inputs(source, config, config.gold.rewards, policies[0]),
         )["candidates"]
         for name, (policy, settings) in asked.items()

@@ -16,17 +16,17 @@ The defaults are the published settings of the 405B model. Steps of round k:
 
 The first round's policy is fine-tuned on data.demonstrations (step `sft`), or `start` where one is given. People who
 rank three answers, one of them edited, are data: turn them into pairs (edited > chosen > rejected is a ranking of
-three) and give them as data.pairs: a share of every round's reward-model training is drawn from them and from the
-rounds before (train_reward_model.replay_fraction).
+three) and give them as data.pairs: every round's reward model learns from all of them and of the rounds so far
+(gold_memory=replay: from this round's and a share of the others, train_reward_model.replay_fraction).
 """
 
 from __future__ import annotations
 
 from typing import Literal, Optional
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from flows.d2po import GoldConfig, Labels, refreshed
+from flows.d2po import UNSEEN, GoldConfig, Labels, refreshed
 from flows.recipe import Run, recipe
 from flows.start import conclusion, next_prompts, pretrained, reward_inputs
 from flows.steps import Source, ingest
@@ -91,6 +91,20 @@ class Config(GoldConfig):
         description="DPO with an NLL term.",
     )
 
+    @model_validator(mode="after")
+    def _share_is_read(self):
+        share = self.train_reward_model.replay_fraction
+        if (
+            self.data.pairs
+            and self.gold_memory != "replay"
+            and share != RewardModelConfig.model_fields["replay_fraction"].default
+        ):
+            raise ValueError(
+                f"train_reward_model.replay_fraction={share} is not read: every round's reward model learns from all of"
+                " data.pairs; write gold_memory=replay for a share of them and of earlier rounds, or leave it out"
+            )
+        return self
+
 
 @recipe(Config)
 def llama3(run: Run, config: Config) -> dict:
@@ -100,12 +114,12 @@ def llama3(run: Run, config: Config) -> dict:
     source = Source(run, config)
     demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
     prompts = ingest(run, "prompts", source("prompts"), config)
+    people = ingest(run, "pairs", config.data.pairs, config) if config.data.pairs else None
     base = pretrained(run, source, config, demonstrations)
     start = config.start or run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
     labels = Labels()
-    if config.data.pairs:
-        labels.pairs["people"] = ingest(run, "pairs", config.data.pairs, config)
-        config = config.model_copy(update={"gold_memory": "replay"})
+    if people:
+        labels.given["people"] = people
 
     policy, judge, models, history = start, config.reward_model, {"start": start}, []
     for k in range(1, config.rounds + 1):
@@ -117,7 +131,7 @@ def llama3(run: Run, config: Config) -> dict:
             prompts=prompts,
             reward_model=judge,
             config=next_prompts(config.sample, k),
-            seed=run.seed + k,
+            seed=run.seed + k + UNSEEN,
             **reward_inputs(source, config, config.sample.rewards, policy),
         )["selected"]
         data = run(

@@ -16,7 +16,7 @@ report.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from pydantic import Field
 
@@ -43,6 +43,7 @@ def rewards() -> list[RewardComponent]:
 
 
 class Config(IteratedConfig):
+    NOT_READ: ClassVar = dict.fromkeys(("promote", "promote_as"), "a study puts no model into office")
     reward_model: Optional[str] = Field(
         None, title="Reward model", description="The proxy; empty: trained on one half of the pairs."
     )

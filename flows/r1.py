@@ -263,6 +263,7 @@ def r1(run: Run, config: Config) -> dict:
     source = Source(run, config)
     demonstrations = ingest(run, "demonstrations", source("demonstrations"), config)
     prompts = ingest(run, "prompts", source("prompts"), config)
+    data = ingested(run, source, config)
     base = pretrained(run, source, config, demonstrations)
 
     cold = run(
@@ -274,9 +275,9 @@ def r1(run: Run, config: Config) -> dict:
         name_as="cold-start",
     )["model"]
     checkpoints = reasoning(run, source, config, cold, prompts)
-    mixture = learnable(run, source, config, checkpoints, prompts)
+    mixture = learnable(run, source, config, checkpoints, prompts, data.get("general"))
     instructed = run("sft", model=base, data=mixture, config=config.sft, name_as="sft")["model"]
-    reinforced, judge = all_scenarios(run, source, config, instructed, prompts)
+    reinforced, judge = all_scenarios(run, source, config, instructed, prompts, data)
 
     models = {
         "base": base,
@@ -344,7 +345,9 @@ def reasoning(run: Run, source: Source, config: Config, policy: str, prompts: st
     return found
 
 
-def learnable(run: Run, source: Source, config: Config, checkpoints: list[str], prompts: str) -> str:
+def learnable(
+    run: Run, source: Source, config: Config, checkpoints: list[str], prompts: str, general: str | None
+) -> str:
     """Right and readable answers of all checkpoints, mixed with general data."""
 
     def sampled(number: int, policy: str) -> str:
@@ -371,12 +374,9 @@ def learnable(run: Run, source: Source, config: Config, checkpoints: list[str], 
         config=selecting(config.sample),
     )["selected"]
     readable = run("mix", "readable", data={"reasoning": right}, config=config.readable)["data"]
-    general = config.data.general or pairs_of(source, config)
     if general is None:
         return readable
-    return run(
-        "mix", data={"reasoning": readable, "general": ingest(run, "general", general, config)}, config=config.mix
-    )["data"]
+    return run("mix", data={"reasoning": readable, "general": general}, config=config.mix)["data"]
 
 
 def pairs_of(source: Source, config: Config) -> str | None:
@@ -384,33 +384,51 @@ def pairs_of(source: Source, config: Config) -> str | None:
     return config.data.pairs or (source("pairs") if config.world_only else None)
 
 
-def all_scenarios(run: Run, source: Source, config: Config, policy: str, prompts: str) -> tuple[str, str | None]:
+def ingested(run: Run, source: Source, config: Config) -> dict[str, str]:
+    """All data that later stages learn from, by name, checked before anything is trained: general data and prompts, and
+    the pairs of reward models that the last RL asks and that are not given.
+    """
+    pairs = pairs_of(source, config)
+    unsafe = config.data.safety_pairs or (pairs if config.world_only else None)
+    asked = {component.input for component in config.rl.rewards if component.kind == "model"}
+    scored = (HELPFUL in asked and (config.helpful_model or pairs)) or (
+        HARMLESS in asked and (config.harmless_model or unsafe)
+    )
+    wanted = {
+        "general": config.data.general or pairs,
+        "pairs": pairs if HELPFUL in asked and not config.helpful_model else None,
+        "safety_pairs": unsafe if HARMLESS in asked and not config.harmless_model else None,
+        "general_prompts": (config.data.general_prompts or pairs) if scored else None,
+    }
+    return {name: ingest(run, name, path, config) for name, path in wanted.items() if path}
+
+
+def all_scenarios(
+    run: Run, source: Source, config: Config, policy: str, prompts: str, data: dict[str, str]
+) -> tuple[str, str | None]:
     """(policy after RL on reasoning and general prompts, the helpfulness model): rewards are routed by domain; those
     whose model is not there are left out.
     """
-    pairs = pairs_of(source, config)
     asked = {component.input for component in config.rl.rewards if component.kind == "model"}
     scorers = run.together(
         [
-            lambda: scorer_of(run, config, "helpful", HELPFUL in asked and (config.helpful_model or pairs), policy),
+            lambda: scorer_of(
+                run, config, "helpful", HELPFUL in asked and config.helpful_model, data.get("pairs"), policy
+            ),
             lambda: scorer_of(
                 run,
                 config,
                 "harmless",
-                HARMLESS in asked
-                and (config.harmless_model or config.data.safety_pairs or (pairs if config.world_only else None)),
+                HARMLESS in asked and config.harmless_model,
+                data.get("safety_pairs"),
                 policy,
             ),
         ]
     )
     given = {name: ref for name, ref in zip((HELPFUL, HARMLESS), scorers) if ref}
     rewards = [component for component in config.rl.rewards if component.kind != "model" or component.input in given]
-    general = (config.data.general_prompts or pairs) if given else None
-    sources = (
-        {"reasoning": prompts}
-        if general is None
-        else {"reasoning": prompts, "general": ingest(run, "general_prompts", general, config)}
-    )
+    general = data.get("general_prompts")
+    sources = {"reasoning": prompts} | ({"general": general} if general else {})
     scenarios = run("mix", "scenarios", data=sources, config=MixConfig(label_domains=True))["data"]
     reinforced = run(
         "rl",
@@ -424,19 +442,17 @@ def all_scenarios(run: Run, source: Source, config: Config, policy: str, prompts
     return reinforced, given.get(HELPFUL)
 
 
-def scorer_of(run: Run, config: Config, name: str, given: str | None, policy: str) -> str | None:
-    """A reward model: the given one, or trained on the given pairs; None where there is neither."""
-    if not given or given == getattr(config, f"{name}_model"):
+def scorer_of(run: Run, config: Config, name: str, given: str | None, pairs: str | None, policy: str) -> str | None:
+    """A reward model: the given one, or trained on the pairs; None where there is neither."""
+    if given or not pairs:
         return given or None
-    harmless = name == "harmless"
-    pairs = ingest(run, "safety_pairs" if harmless else "pairs", given, config)
     return run(
         "reward_model",
         f"{name}_model",
         model=policy,
         data=pairs,
         config=config.train_reward_model,
-        seed=run.seed + harmless,
+        seed=run.seed + (name == "harmless"),
         name_as=name,
     )["model"]
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -59,6 +59,7 @@ RECIPES = {
 class RecipeConfig(StageConfig):
     """Base of a recipe's configuration: a section per step, each the config of the stage it runs."""
 
+    NOT_READ: ClassVar[Mapping[str, str]] = {}  # what no step of the recipe reads -> why, and what to write instead
     seed: int = Field(0, ge=0, description="Seed of every random choice; another seed is another run of all stages.")
 
     @model_validator(mode="before")
@@ -75,9 +76,30 @@ class RecipeConfig(StageConfig):
                 filled[name] = merge(field.default.model_dump(exclude_unset=True), values[name])
         return filled
 
+    @model_validator(mode="after")
+    def _all_are_read(self):
+        for key, instead in self.NOT_READ.items():
+            section, _, below = key.partition(".")
+            default = type(self).model_fields[section].default
+            if plain(value_at(self, key)) != plain(value_at(default, below) if below else default):
+                raise ValueError(f"{key} is not read by this recipe: {instead}; leave it out")
+        return self
+
     def remarks(self) -> list[str]:
         """What a plan says of the settings beside printing them."""
         return []
+
+
+def value_at(config: BaseModel, key: str) -> Any:
+    """The value of a dotted setting."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 class Outputs(Mapping):
@@ -210,6 +232,12 @@ class Run:
         from tasks.promotion import conclude
 
         return conclude(candidate, store.resolve(outputs["decision"]).path, name=name)
+
+    def champion(self, name: str) -> str | None:
+        """The model in office under a registered name; None while there is none."""
+        from tasks.promotion import champion
+
+        return champion(name)
 
 
 class Plan(Run):
@@ -349,6 +377,73 @@ class Outline(Plan):
             "cached": entry is not None,
             "seconds": 0.0,
         }
+
+
+class Rehearsal(Plan):
+    """Goes through a recipe's steps and runs none, so that what is not there, and what a late step would refuse, is
+    told before the first one begins.
+    """
+
+    def __init__(self, recipe: str, config: RecipeConfig):
+        super().__init__(recipe, config.seed, [])
+        self.names = {ref: key for key, ref in texts(config.model_dump(mode="json"))}
+        self.wrong: dict[str, None] = {}  # what is told, once each and in order
+
+    def execute(self, stage, label, inputs, config, name_as, seed):
+        from storage.store import StoreError
+
+        spec = get_stage(stage).SPEC
+        try:
+            spec.check_inputs(inputs, config)
+        except ConfigError as error:
+            self.wrong[f"{label}: {error}"] = None
+        for name, ref in inputs.items():
+            try:
+                look(ref, spec.input_spec(name).kind)
+            except StoreError as error:
+                self.wrong[f"{self.names.get(ref, f'{label}, input {name}')}: {error}"] = None
+        return {
+            "outputs": {name: f"({label}.{name})" for name in spec.outputs},
+            "metrics": {},
+            "cached": False,
+            "seconds": 0.0,
+        }
+
+    def champion(self, name: str) -> str | None:
+        return None
+
+
+def rehearse(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig) -> None:
+    """Find the models and data that a recipe is given, and check every step's settings with its inputs, before the
+    first step runs and not hours later.
+
+    Raises:
+        ConfigError: all that is wrong, a line each, by the name of the setting.
+    """
+    run = Rehearsal(recipe, config)
+    method(run, config)
+    if run.wrong:
+        raise ConfigError("\n".join(run.wrong))
+
+
+def look(ref: str, kind: str) -> None:
+    """Find what an input of this kind is given; a file that is there is read by its own step. Raises StoreError."""
+    from storage import store
+
+    if ref.startswith("("):  # what a step before it makes
+        return
+    if kind != "model" and not store.is_ref(ref) and (store.is_url(ref) or os.path.exists(os.path.expanduser(ref))):
+        return
+    store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None)
+
+
+def texts(values: Any, key: str = "") -> Iterable[tuple[str, str]]:
+    """(dotted key, text) of every setting that is a text."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from texts(value, f"{key}.{name}" if key else name)
+    elif isinstance(values, str):
+        yield key, values
 
 
 def flatten(inputs: dict[str, Any]) -> dict[str, str]:
@@ -494,6 +589,7 @@ def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str])
 
     try:
         with recorded(name, config, config.seed, force) as run:
+            rehearse(name, method, config)
             result = method(run, config)
             check_force(force, [step.label for step in run.steps])
     except Waiting as waiting:

@@ -12,7 +12,7 @@ which it differs from the section ``rl`` (its preset is its name where it names 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -44,6 +44,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 
 class Config(IteratedConfig):
+    NOT_READ: ClassVar = dict.fromkeys(("promote", "promote_as"), "a study puts no model into office")
     arms: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description=(

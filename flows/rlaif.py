@@ -22,7 +22,7 @@ The judge that labels is not the one to believe about the result: `final_judge` 
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import ClassVar, Optional
 
 from pydantic import Field, model_validator
 
@@ -41,6 +41,7 @@ from stages.win_rate import Config as WinRateConfig
 
 
 class Config(IteratedConfig):
+    NOT_READ: ClassVar = {"reward_model": "every arm trains its own on the labels that it is about"}
     judge: str = Field(
         "self",
         description=(
@@ -141,6 +142,7 @@ def rlaif(run: Run, config: Config) -> dict:
     """
     source = Source(run, config)
     prompts = ingest(run, "prompts", source("prompts"), config)
+    pairs = ingest(run, "pairs", source("pairs"), config) if config.human else None
     start = starting_policy(run, source, config)
     judge = None if config.label.endpoint else start if config.judge == "self" else config.judge
     models, scorer = {"start": start}, None
@@ -158,6 +160,7 @@ def rlaif(run: Run, config: Config) -> dict:
                 update={"train_reward_model": config.train_reward_model.model_copy(update={"objective": "auto"})}
             ),
             start,
+            pairs,
         )
         models["human"] = optimised(run, source, config, "human", start, prompts, human, config.rl)
         scorer = scorer or human

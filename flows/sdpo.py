@@ -9,6 +9,8 @@ ingest_pairs.kind=rankings/1.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from flows.recipe import Run, recipe
@@ -19,6 +21,7 @@ from stages.curriculum import Config as CurriculumConfig
 
 
 class Config(IteratedConfig):
+    NOT_READ: ClassVar = {"align.stage_index": "every stage takes its own pairs; write curriculum.stages"}
     curriculum: CurriculumConfig = Field(CurriculumConfig(), description="How the pairs are cut into stages.")
     align: AlignConfig = Field(AlignConfig(), description="Direct alignment of each stage.")
 

@@ -14,7 +14,7 @@ it knows nothing: read its row in the table before it is used.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import ClassVar, Optional
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,10 @@ from stages.sft import Config as SFTConfig
 
 
 class Config(WorldRecipeConfig):
+    NOT_READ: ClassVar = {
+        "data.pairs": "nothing here learns from pairs",
+        "ingest_pairs": "nothing here learns from pairs",
+    }
     model: Optional[str] = Field(
         None,
         title="Model",
@@ -85,22 +89,20 @@ def specialists(run: Run, config: Config) -> dict:
     source = Source(run, config)
     prompts = ingest(run, "prompts", source("prompts"), config)
     shared = ingest(run, "demonstrations", source("demonstrations"), config) if not config.specialists else None
+    own = {
+        name: run("ingest", f"ingest_{name}", data=path, config=config.ingest_specialist, name_as=name)["data"]
+        for name, path in config.specialists.items()
+    }
     base = config.model
     if base is None:
         base = small_base_model(run, source, config, shared or source("demonstrations"))
 
     def trained(number: int, name: str) -> str:
-        data = (
-            shared
-            or run(
-                "ingest", f"ingest_{name}", data=config.specialists[name], config=config.ingest_specialist, name_as=name
-            )["data"]
-        )
         return run(
             "sft",
             f"sft_{name}",
             model=base,
-            data=data,
+            data=shared or own[name],
             config=config.sft,
             seed=run.seed + (0 if config.specialists else number),
             name_as=name,

@@ -163,18 +163,20 @@ def starting_policy(run: Run, source: Source, config: Any) -> str:
     return run("sft", model=base, data=demonstrations, config=config.sft, name_as="sft")["model"]
 
 
-def scorer(run: Run, source: Source, config: Any, components: list, start: str) -> str | None:
+def scorer(run: Run, source: Source, config: Any, components: list, start: str, pairs: str | None = None) -> str | None:
     """The reward model that the components ask for: the given one, else one trained on the pairs; None when none
     asks.
     """
     if not any(component.kind == "model" for component in components):
         return None
-    return config.reward_model if config.reward_model is not None else trained_scorer(run, source, config, start)[0]
+    if config.reward_model is not None:
+        return config.reward_model
+    return trained_scorer(run, source, config, start, pairs)[0]
 
 
-def trained_scorer(run: Run, source: Source, config: Any, start: str) -> tuple[str, str]:
-    """(reward model trained on the pairs, the pairs)."""
-    pairs = ingest(run, "pairs", source("pairs"), config)
+def trained_scorer(run: Run, source: Source, config: Any, start: str, pairs: str | None = None) -> tuple[str, str]:
+    """(reward model trained on the pairs, the pairs); ``pairs``: these, where they are ingested already."""
+    pairs = pairs or ingest(run, "pairs", source("pairs"), config)
     return (
         run(
             "reward_model",

@@ -25,11 +25,13 @@ class Source:
 
     def __call__(self, kind: str) -> str:
         given = getattr(self.config.data, kind)
-        if given is not None:
-            return given
+        return given if given is not None else self.generated("comparisons" if kind == "pairs" else kind)
+
+    def generated(self, output: str) -> str:
+        """An output of the embedded world."""
         if self.world is None:
             self.world = self.run("world", config=self.config.world)
-        return self.world["comparisons" if kind == "pairs" else kind]
+        return self.world[output]
 
 
 def ingest(run: Run, what: str, path: str, config: Any) -> str:
@@ -42,7 +44,18 @@ def ingest(run: Run, what: str, path: str, config: Any) -> str:
         ConfigError: the evaluation at the recipe's end would find no prompts; said here, before anything is trained.
     """
     section, test = getattr(config, f"ingest_{what}"), getattr(config.data, "test", None) if what != "test" else None
-    if not test:
+    if not test and section.decontaminate != "off":
+        if section.decontaminate != type(config).model_fields[f"ingest_{what}"].default.decontaminate:
+            raise ConfigError(
+                f"ingest_{what}.decontaminate={section.decontaminate} has no test problems to compare with; "
+                + (
+                    "write data.test=REF_OR_PATH"
+                    if hasattr(config.data, "test")
+                    else "prepare the data by itself: posttrain stage ingest --input data=FILE --input"
+                    " benchmarks.test=FILE"
+                )
+                + ", or leave it out"
+            )
         section = section.model_copy(update={"decontaminate": "off"})
     against = {"test": test} if section.decontaminate != "off" else None
     outputs = run("ingest", f"ingest_{what}", data=path, benchmarks=against, config=section, name_as=what)
@@ -214,8 +227,6 @@ def promote(
     The champion is evaluated on the same inputs, and the decision is recorded whatever it is. Evaluations without the
     gate's metric are no evidence: nothing is promoted, and the answer says what to write.
     """
-    from tasks.promotion import champion
-
     winner = evaluations.best
     if not has(evaluations, config.metric):
         return {
@@ -235,7 +246,7 @@ def promote(
         "candidate_samples": evaluations[winner]["samples"],
         "candidate_scores": evaluations[winner]["scores"],
     }
-    office = champion(name)
+    office = run.champion(name)
     if office is not None and office != models[winner]:
         judged = evaluate(run, "champion", office, evaluation, **inputs)
         given |= {"champion": office, "champion_samples": judged["samples"], "champion_scores": judged["scores"]}

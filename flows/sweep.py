@@ -79,6 +79,9 @@ class Trial(Run):
     def together(self, parts):
         return self.whole.together(parts)
 
+    def champion(self, name):
+        return self.whole.champion(name)
+
     def conclude(self, candidate, outputs, name):
         return {}
 

@@ -24,7 +24,7 @@ server: `sample.rewards` has an endpoint per aspect.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import ClassVar, Optional
 
 from pydantic import Field, field_validator
 
@@ -95,6 +95,11 @@ class Data(WorldData):
 
 
 class Config(RewardSources, WorldRecipeConfig):
+    NOT_READ: ClassVar = {
+        "data.pairs": "its pairs are made of rated answers to data.preference_prompts",
+        "ingest_pairs": "its pairs are made of rated answers to data.preference_prompts",
+        "contamination.split": "the split is that of the evaluation, evaluate.split",
+    }
     data: Data = Field(Data(), description="Your own data; empty: the embedded world.")
     judge: str = Field(
         "self",

@@ -5,7 +5,7 @@ posttrain run verifiable --set data.demonstrations=gsm8k_train.jsonl --set model
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import ClassVar, Optional
 
 from pydantic import Field
 
@@ -34,6 +34,7 @@ class Data(StageConfig):
 
 
 class Config(RewardSources, RecipeConfig):
+    NOT_READ: ClassVar = {"contamination.split": "the split is that of the evaluation, evaluate.split"}
     model: str = Field(description="The policy to improve: a ref, a model directory or a hub id.")
     data: Data = Field(description="The problems and their solutions.")
     ingest_demonstrations: IngestConfig = Field(

@@ -918,9 +918,19 @@ def roles(config, given) -> list[Role]:
 
 
 def check(config: Config, given: Collection[str]) -> None:
-    """Refuse settings that do not fit together, and rewards whose inputs are not there. Raises ValueError."""
-    resolve_preset(config)
+    """Refuse settings that do not fit together, rewards whose inputs are not there, and inputs that nothing reads.
+    Raises ValueError or ConfigError.
+    """
+    from stages.algorithms import RL_INPUTS_READ_WHEN
+
+    row, _ = resolve_preset(config)
     check_inputs(config.rewards, given)
+    refuse_unread_inputs(SPEC.name, given, RL_INPUTS_READ_WHEN, row, config, inputs_read(config.rewards, given))
+    if row.ptx_coef and "ptx" not in given:
+        raise ValueError(
+            f"ptx_coef={row.ptx_coef} mixes in pretraining text, which is not there; give the input ptx=REF, or write"
+            " ptx_coef=0"
+        )
 
 
 def loads_start(config: Config) -> bool:
@@ -1050,7 +1060,7 @@ def arm_of(values: dict, own: Collection[str]) -> Config:
 
 
 def run(stage):
-    from stages.algorithms import RL_INPUTS_READ_WHEN, RL_READ_OF_INPUTS
+    from stages.algorithms import RL_READ_OF_INPUTS
     from stages.chat import stage_renderer
     from stages.generation import prompt_rows
     from stages.models import sharding
@@ -1072,7 +1082,7 @@ def run(stage):
             " sharding=none (several devices share the micro-batches then too), lora_rank=16 where memory is short, or"
             " another preset."
         )
-    refuse_unread_inputs(stage, RL_INPUTS_READ_WHEN, row, config, inputs_read(config.rewards, stage.inputs))
+    check(config, stage.inputs)
     refuse_unread_in(stage, RL_READ_OF_INPUTS)
     stage.log(f"{row}")
     for text in warnings:

@@ -8,7 +8,7 @@ import math
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -55,16 +55,17 @@ def refuse_unread_in(stage, rules: ReadWhen) -> None:
         raise ConfigError(f"{stage.name}: " + "\n  ".join(found.values()))
 
 
-def refuse_unread_inputs(stage, rules: ReadWhen, *context) -> None:
-    """Raise a ConfigError about inputs that were given although nothing would read them, by rules (inputs, condition,
-    why and what to write) whose conditions are called with ``context``.
+def refuse_unread_inputs(stage: str, given: Collection[str], rules: ReadWhen, *context) -> None:
+    """Raise a ConfigError about inputs that were ``given`` although nothing would read them, by rules (inputs,
+    condition, why and what to write) whose conditions are called with ``context``.
     """
     found: dict[str, str] = {}
+    given = {name.partition(".")[0] for name in given}
     for names, condition, text in rules:
-        for name in (n for n in names if stage.has(n) and n not in found and not condition(*context)):
+        for name in (n for n in names if n in given and n not in found and not condition(*context)):
             found[name] = f"the input {name} would change nothing: {text}, or leave the input out."
     if found:
-        raise ConfigError(f"{stage.name}: " + "\n  ".join(found.values()))
+        raise ConfigError(f"{stage}: " + "\n  ".join(found.values()))
 
 
 Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"]

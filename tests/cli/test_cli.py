@@ -483,6 +483,10 @@ def test_what_a_recipe_is_given_is_looked_for_before_its_first_step(tmp_path):
         (["post_training", "model=model:nosuch@champion"], "model: there is no model named 'nosuch'"),
         (["preference", f"model={tmp_path / 'cut'}"], "config.json is not readable JSON"),
         (["post_training", "data.prompts=dataset:nosuch@latest"], "data.prompts: there is no dataset"),
+        (["rlaif", "judge=model:nosuch@champion"], "judge: there is no model named 'nosuch'"),
+        (["r1", "students={small: nosuch/}"], "students.small: nosuch/ does not exist"),
+        (["instructgpt", "data.benchmarks={quiz: nofile.jsonl}"], "data.benchmarks.quiz: nofile.jsonl does not exist"),
+        (["rest", "rl_after=true", "rl.preset=ppo_ptx", "rl.ptx_coef=1.0"], "rl: "),
     )
     for (given, why), (code, _, error) in zip(
         reasons, several(tmp_path / "refused", *(["run", *given] for given, _ in reasons))

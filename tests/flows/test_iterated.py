@@ -17,6 +17,9 @@ def planned(recipe, monkeypatch, metrics=None, **values):
             return {**value, "metrics": (metrics or {}).get(stage, {})}
 
     flow = get_recipe(recipe)
+    unread = {key.removeprefix("data.") for key in flow.config_type.NOT_READ}
+    given = {"data": {"prompts": "(given.prompts)", "pairs": "(given.pairs)"}, **values}
+    given["data"] = {name: ref for name, ref in given["data"].items() if name not in unread}
     monkeypatch.setattr("flows.start.promote", lambda *args, **more: {})  # asks the registry for a champion
     flow.method(
         Recorder(recipe, 7, []),
@@ -25,8 +28,7 @@ def planned(recipe, monkeypatch, metrics=None, **values):
             {
                 "model": "(given.model)",
                 "seed": 7,
-                "data": {"prompts": "(given.prompts)", "pairs": "(given.pairs)"},
-                **values,
+                **given,
             },
         ),
     )
@@ -544,6 +546,10 @@ def test_iterated_rlhf_keeps_the_reward_model_with_the_policy(monkeypatch):
         hybrid["rl_1"][1]["model"] == "(align_1.model)"
         and "align_2" not in hybrid
         and "reference" not in hybrid["rl_2"][1]
+    )
+    anchored = planned("iterated_rlhf", monkeypatch, rounds=2, offline="first")
+    assert anchored["rl_1"][1]["reference"] == anchored["rl_2"][1]["reference"] == "(given.model)", (
+        "the KL of the first round is to the first policy, too, and not to what DPO made of it"
     )
     after = planned("iterated_rlhf", monkeypatch, rounds=2, offline="after")
     assert (

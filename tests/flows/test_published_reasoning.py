@@ -789,3 +789,15 @@ def test_llama3_learns_the_base_again_in_every_round(monkeypatch):
         and mean["gold_1"][1]["model"] == "(mine)"
         and mean["discriminator_1"][1]["replay.people"] == "(ingest_pairs.data)"
     )
+    people = {**data, "pairs": "(people)"}
+    learned = planned("llama3", monkeypatch, rounds=2, data=people)
+    assert set(learned["gold_pairs_2"][1]) == {"candidates.round_1", "candidates.round_2"}
+    assert {name: ref for name, ref in learned["discriminator_2"][1].items() if name.startswith("replay")} == {
+        "replay.people": "(ingest_pairs.data)"
+    } and learned["discriminator_2"][2].replay_fraction > 0.999, "all comparisons of people and of all rounds"
+    share = {"gold_memory": "replay", "train_reward_model": {"replay_fraction": 0.3}}
+    some = planned("llama3", monkeypatch, rounds=2, data=people, **share)
+    assert set(some["gold_pairs_2"][1]) == {"candidates.round_2"} and some["discriminator_2"][2].replay_fraction == 0.3
+    assert {"replay.people", "replay.round_1"} < set(some["discriminator_2"][1])
+    with pytest.raises(Exception, match="write gold_memory=replay for a share"):
+        planned("llama3", monkeypatch, data=people, train_reward_model={"replay_fraction": 0.3})
