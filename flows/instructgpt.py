@@ -12,7 +12,7 @@ Defaults are the published numbers (`scale` for smaller runs). Steps: `sft` for 
 `reward_model_1` on all pairs of each ranking, its mean over demonstrations being 0; `sft_chosen`, the same SFT once
 more, of which the pass with the best answers by that reward model is kept (validation loss is best after one epoch,
 answers are not); `rl_1`, PPO from it with KL to it, a critic that starts from the reward model, and pretraining text.
-With `rounds` above 1, answers of the best policy so far are ranked, too, and reward model and policy are trained again;
+With `rounds` above 1, answers of the last round's policy are ranked, too, and reward model and policy are trained again;
 the reward model's drift on them is in its report.
 
 Not stated by the paper in numbers that hold for every size, and ours: RL's learning rate (5e-6, texts 1e-6 to 1e-5).
@@ -76,8 +76,8 @@ class Config(PublishedConfig):
         1,
         ge=1,
         description=(
-            "Rounds of rankings, reward model and RL; from the second on, the answers are those of the best policy so"
-            " far."
+            "Rounds of rankings, reward model and RL; from the second on, the answers are those of the last"
+            " round's policy."
         ),
     )
     choose_checkpoint: bool = Field(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from flows.config import ConfigError
 from flows.recipe import Run, recipe
 from flows.start import IteratedConfig, conclusion, reward_inputs, scorer, starting_policy
 from flows.steps import Source, ingest
@@ -84,6 +85,11 @@ def objective_discovery(run: Run, config: Config) -> dict:
             **reward_inputs(source, config, validation.rewards, start),
         )
         scores[label] = outcome["scores"]
+        if outcome.metrics and config.propose.metric not in outcome.metrics:  # a plan has none
+            raise ConfigError(
+                f"propose.metric={config.propose.metric} is no metric of the evaluation; write one of"
+                f" {', '.join(sorted(outcome.metrics))}"
+            )
         values[label] = outcome.metrics.get(config.propose.metric, 0.0)
 
     for name, code in KNOWN.items():

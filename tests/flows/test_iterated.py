@@ -243,6 +243,15 @@ def test_objective_discovery_shows_each_proposal_all_scores_before_it(monkeypatc
         proposals=1,
     )
     assert "align_1" not in refused
+    with pytest.raises(
+        ConfigError, match="propose.metric=beauty is no metric of the evaluation; write one of accuracy"
+    ):
+        planned(
+            "objective_discovery",
+            monkeypatch,
+            metrics={"evaluate": {"accuracy": 0.5}},
+            propose={"metric": "beauty"},
+        )
 
 
 def test_d2po_buys_labels_then_updates_the_scorer_then_aligns(monkeypatch):
