@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from stages.evaluate import Config
 from stages.harness import execute
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
@@ -50,10 +51,11 @@ def loglik(path, text, continuation, messages=None):
     return sum(float(logps[at - 1, whole[at]]) for at in range(len(before), len(whole)))
 
 
+SHORT = {"num_samples": 0, "max_completion_length": 8, "chunk": 5}
+
+
 def evaluate(tmp_path, inputs, **config):
-    result = execute(
-        spec("evaluate", tmp_path, inputs, {"num_samples": 0, "max_completion_length": 8, "chunk": 5, **config})
-    )
+    result = execute(spec("evaluate", tmp_path, inputs, {**SHORT, **config}))
     records = [row | json.loads(row["extra_json"]) for row in open_dataset(tmp_path / "out" / "samples").iter_rows()]
     return result, records
 
@@ -418,8 +420,6 @@ class Stage:
     """As much of a stage as choosing examples asks for."""
 
     def __init__(self, prompts, examples=None, **config):
-        from stages.evaluate import Config
-
         self.config, self.given, self.seed, self.warnings = (
             Config(**config),
             {"prompts": prompts, "examples": examples},
@@ -491,7 +491,11 @@ def test_examples_are_turns_or_text_and_never_of_the_evaluated_split(quiz):
     [
         (("prompts", "examples"), {}, "input examples would change nothing"),
         (("texts",), {"few_shot": 2}, "none are evaluated"),
-        (("pairs", "texts"), {"target": "reward_model"}, "input texts would change nothing"),
+        (
+            ("pairs", "texts"),
+            {"target": "reward_model", **{name: Config.model_fields[name].default for name in SHORT}},
+            "input texts would change nothing",
+        ),
         (("prompts",), {"few_shot": 2, "prompt_template": "zero_shot_cot"}, "without examples"),
         (("prompts",), {"multiple_choice": ["letter", "letter"]}, "each reading once"),
         (("texts",), {"split": "train"}, "splits: test"),

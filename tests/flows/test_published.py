@@ -687,6 +687,8 @@ def test_a_published_recipe_runs_to_its_end(recipe, tiny, world, tmp_path, monke
         "prompts": world["prompts"],
         "text": world["text"],
     }
+    if recipe == "deepseekmath":  # its pairs are made in the run
+        del data["pairs"]
     more = {"llama2": {"safety_pairs": world["pairs"]}, "hh": {"pmp": world["pairs"]}}.get(recipe, {})
     config = load_config(
         recipe,

@@ -321,12 +321,12 @@ def test_models_that_compare_see_one_group_at_a_time(rl, pairwise):
 @pytest.mark.parametrize("kind", ["model", "majority"])
 def test_a_reward_that_compares_is_refused_where_an_answer_is_alone(rl, pairwise, config, says, kind):
     """It would be .5 (a model) or 1 (the majority) for every answer, and the run without a signal."""
-    rewards = [MODEL] if kind == "model" else [{"kind": "majority"}]
+    rewards, given = ([MODEL], {"reward_model": pairwise}) if kind == "model" else ([{"kind": "majority"}], {})
     if kind == "majority" and config["preset"] == "vineppo":
         config, says = {**config, "vine_samples": 1}, "vine_samples=9"
     with pytest.raises(ConfigError, match=says):
-        rl.source("alone", {"reward_override": "none", "rewards": rewards, **config}, reward_model=pairwise)
-    rl.source("control", {"reward_override": "random", "rewards": rewards, **config}, reward_model=pairwise)
+        rl.source("alone", {"reward_override": "none", "rewards": rewards, **config}, **given)
+    rl.source("control", {"reward_override": "random", "rewards": rewards, **config}, **given)
 
 
 def test_validation_leaves_out_what_compares_answers(rl, tiny, pairwise):

@@ -1111,7 +1111,8 @@ def test_solved_prompts_are_not_sampled_again(rl):
     first = order.take(3, 0)
 
     def group(prompt, verdicts):
-        return SimpleNamespace(prompt=prompt, samples=[SimpleNamespace(correct=v, total=float(v)) for v in verdicts])
+        said = [SimpleNamespace(correct=v, total=float(v), mode="fresh") for v in verdicts]
+        return SimpleNamespace(prompt=prompt, samples=said)
 
     order.learn(
         [group(first[0][0], [True, True, False]), group(first[1][0], [True, False]), group(first[2][0], [False, False])]
