@@ -275,8 +275,12 @@ class Plan(Run):
                 "cached": True,
                 "seconds": 0.0,
             }
+        return self.due(stage, label)
+
+    def due(self, stage: str, label: str) -> dict[str, Any]:
+        """What a step that is not done is taken to give: outputs that name it."""
         return {
-            "outputs": {name: f"({label}.{name})" for name in spec.outputs},
+            "outputs": {name: f"({label}.{name})" for name in get_stage(stage).SPEC.outputs},
             "metrics": {},
             "cached": False,
             "seconds": 0.0,
@@ -370,11 +374,11 @@ class Outline(Plan):
         entry = self.done.get(label)
         if entry is None:
             self.left.append(label)
-        refs = entry["outputs"] if entry else {name: f"({label}.{name})" for name in get_stage(stage).SPEC.outputs}
+            return self.due(stage, label)
         return {
-            "outputs": refs,
-            "metrics": (entry or {}).get("metrics", {}),
-            "cached": entry is not None,
+            "outputs": entry["outputs"],
+            "metrics": entry.get("metrics", {}),
+            "cached": True,
             "seconds": 0.0,
         }
 
@@ -402,12 +406,7 @@ class Rehearsal(Plan):
                 look(ref, spec.input_spec(name).kind)
             except StoreError as error:
                 self.wrong[f"{self.names.get(ref, f'{label}, input {name}')}: {error}"] = None
-        return {
-            "outputs": {name: f"({label}.{name})" for name in spec.outputs},
-            "metrics": {},
-            "cached": False,
-            "seconds": 0.0,
-        }
+        return self.due(stage, label)
 
     def champion(self, name: str) -> str | None:
         return None
