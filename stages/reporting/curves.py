@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 #: Metric groups drawn as figures, in this order, where the stage logged them.
 FIGURES = {
@@ -45,13 +44,8 @@ FIGURES = {
 
 
 def logged_metrics(stage) -> list[dict]:
-    """Rows of the stage's metrics file: ``{"step": s, name: value, ...}``."""
-    return metric_rows(stage.workdir / "metrics.jsonl")
-
-
-def metric_rows(file: Path) -> list[dict]:
-    """As :func:`logged_metrics`, of a file; none where it is missing."""
-    rows = []
+    """Rows of the stage's metrics file: ``{"step": s, name: value, ...}``; none where it is missing."""
+    file, rows = stage.workdir / "metrics.jsonl", []
     if file.exists():
         for line in file.read_text().splitlines():
             record = json.loads(line)
