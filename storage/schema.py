@@ -24,7 +24,6 @@ from typing import Any, Iterable
 import orjson
 import pyarrow as pa
 
-ROLES = ("system", "user", "assistant", "tool")
 SPLITS = ("train", "validation", "test", "rm_a", "rm_b")
 
 STR, F64, F32, BOOL = pa.string(), pa.float64(), pa.float32(), pa.bool_()

@@ -31,7 +31,6 @@ from stages.reward_models.reward_heads import RewardCard, load_frozen_reward, me
 from stages.reward_models.reward_scorers import Response, Scorer
 
 MODULE_FILE = "group_preference.safetensors"
-KINDS = ("ratings/1", "pairs/1", "group_preferences/1")
 
 
 def attention_mask(num_context: int, num_total: int) -> torch.Tensor:

@@ -13,8 +13,6 @@ from stages.reward.rewards import Rewards
 from stages.verification.verifiers import kimi_length, target_length
 from tests.production import rendered_mask
 
-STEPS = {"nav": "url_changed", "ui": "ui_match", "form": "fields", "file": "file_created", "goal": "goal_verified"}
-
 
 def turn_returns(i, p):
     returns = estimators.turn_returns(i["turn_rewards"], p["gamma"])
