@@ -438,7 +438,7 @@ def said_of(group: Group, found: dict, aspect: str, orders: int, together: bool)
     return out
 
 
-def ann_of(judge: Asker, group: Group) -> dict:
+def ann_of(judge: Asker) -> dict:
     return {"annotator_type": "ai", "annotator_id": judge.judge_id, "judge_id": judge.judge_id}
 
 
@@ -473,7 +473,7 @@ def ratings(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
                     "scale_max": float(config.scale),
                     "aspects": aspects,
                     "gen": one["gen"],
-                    "ann": ann_of(judge, group),
+                    "ann": ann_of(judge),
                     "prompt_id": one["prompt_id"],
                     "group_id": one["group_id"],
                     "weight": one["weight"],
@@ -511,7 +511,7 @@ def ranking(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
                 "completions": [a["completion"] for a in group.answers],
                 "ranks": [sum(other < value for other in mean) for value in mean],
                 "gens": [a["gen"] for a in group.answers],
-                "ann": ann_of(judge, group),
+                "ann": ann_of(judge),
                 "prompt_id": one["prompt_id"],
                 "group_id": one["group_id"],
                 "weight": one["weight"],

@@ -309,9 +309,9 @@ class GroupPreferenceScorer(Scorer):
         )
 
     @torch.no_grad()
-    def predict(self, x_NE, context=None) -> np.ndarray:
+    def predict(self, x_NE) -> np.ndarray:
         """Predicted rating of each embedding ``[N]``, in the units of the data."""
-        x, y = context if context is not None else self.context
+        x, y = self.context
         m = len(y)
         points = torch.cat([x, torch.as_tensor(np.asarray(x_NE, np.float32))])[None].to(self.device)
         ratings = torch.cat([y, torch.zeros(points.shape[1] - m)])[None].to(self.device)
