@@ -33,11 +33,9 @@ from stages.reward_models.reward_scorers import Response, Scorer
 MODULE_FILE = "group_preference.safetensors"
 
 
-def attention_mask(num_context: int, num_total: int) -> torch.Tensor:
-    """bool ``[P, P]``: query i may attend to key j, which is a context point; the first ``num_context`` points are the
-    context.
-    """
-    return (torch.arange(num_total) < num_context).expand(num_total, num_total)
+def attention_mask(context_BP: torch.Tensor) -> torch.Tensor:
+    """bool ``[B, P, P]``: query i may attend to key j where that is a context point."""
+    return context_BP[:, None, :].expand(-1, context_BP.shape[1], -1)
 
 
 def gaussian_nll(mean, target, log_variance=0.0):
@@ -108,7 +106,7 @@ class PreferenceModule(nn.Module):
         """
         y = torch.where(context_BP, (y_BP - self.y_mean) / self.y_std, 0.0)
         h = self.inputs(torch.cat([(x_BPE - self.x_mean) / self.x_std, y[..., None]], -1))
-        allowed = context_BP[:, None, :].expand(-1, context_BP.shape[1], -1)
+        allowed = attention_mask(context_BP)
         for block in self.blocks:
             h = block(h, allowed)
         out = self.head(self.norm(h))

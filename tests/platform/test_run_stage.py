@@ -382,7 +382,7 @@ def test_lineage_reads_from_a_name_to_the_outside(state_dir, tmp_path):
     assert tree["inputs"]["model"].get("again") is True
     text = "\n".join(lineage.lines(tree))
     assert "(from outside)" in text and "└─" in text
-    assert [u["stage"] for u in lineage.uses(store.resolve(first.outputs["model"]).digest)] == ["toy"]
+    assert [r["stage"] for r in records.users_of(store.resolve(first.outputs["model"]).digest)] == ["toy"]
     assert lineage.tree(first.key[:12])["key"] == first.key
     with pytest.raises(store.StoreError):
         lineage.tree("model:unknown")

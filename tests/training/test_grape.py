@@ -17,6 +17,7 @@ from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.chat_server import chat_server
 from tests.common import silent, user
+from tests.vector_adapters.grape import advantages
 
 LETTERS = {
     "id": "vowel",
@@ -639,11 +640,7 @@ def test_degenerate_rewards():
     assert reward == [None, None, 1.0] and phibar == {"c": [0.0, 0.0], "d": [0.5]} and zero == set(), (
         "every item of a category unscorable"
     )
-    assert grape.advantages(reward, ["q", "q", "r"]) == [
-        0.0,
-        0.0,
-        0.0,
-    ], "groups with fewer than two rewards teach nothing"
+    assert advantages(reward, ["q", "q", "r"]) == [0.0, 0.0, 0.0], "groups with fewer than two rewards teach nothing"
     assert grape.rewards([], [], [], weights) == ([], {}, set())
     assert grape.rewards([[None, 1.0]], [[None, 1.0]], ["c"], {"c": [1.0, 0.0]}, invalid_policy="drop_item")[0] == [
         None
@@ -757,7 +754,7 @@ def test_rl_with_a_rubric_can_be_audited(tiny, prompts, rubric, spec):
             {"add": [0.7, 0.3], "double": [1.0]},
         )
         assert [r["reward"] for r in part] == pytest.approx(reward) and phibar == {"add": [1.0, 1.0], "double": [1.0]}
-        expected = grape.advantages(reward, [r["prompt_id"] for r in part])
+        expected = advantages(reward, [r["prompt_id"] for r in part])
         assert [r["advantages"][0] for r in part if r["length"]] == pytest.approx(
             [a for a, r in zip(expected, part) if r["length"]], abs=1e-6
         )

@@ -83,10 +83,14 @@ def blend(i, p):
     values = {
         name: i.get(name, i.get("r_" + {"rule": "rule", "learned": "rm", "judge": "judge"}[name])) for name in weights
     }
+    kinds = {"rule": "verifier", "learned": "model", "judge": "judge"}
+    rewards = Rewards(
+        [RewardComponent(name=n, kind=kinds[n], weight=w, blend=True) for n, w in weights.items()], {}, None
+    )
     return {
-        "reward": agent_rewards.blend(values, weights),
-        "reward_learned_absent_renormalised": agent_rewards.blend({**values, "learned": None}, weights),
-        "judge_missing": agent_rewards.blend({**values, "judge": None}, weights),
+        "reward": rewards.total_of(values).total,
+        "reward_learned_absent_renormalised": rewards.total_of({**values, "learned": None}).total,
+        "judge_missing": rewards.total_of({**values, "judge": None}).total,
         "invalid_weights_error": refused([0.5, 0.3, 0.3]),
     }
 
