@@ -212,7 +212,7 @@ class Stage:
         self._append(self._metrics_path, "metric", step, values)
 
     def perf(self, step: int, values: dict[str, float]) -> None:
-        """Measurements of speed and memory (``tokens_per_second``, ``seconds_per_step``): kept apart from the
+        """Measurements of speed and memory (``tokens_per_second``, ``steps_per_second``): kept apart from the
         metrics.
         """
         for name, value in values.items():

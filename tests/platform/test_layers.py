@@ -1,6 +1,7 @@
 """The house stands as drawn: flows -> tasks -> stages -> storage, and nothing else."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -96,6 +97,15 @@ def test_arrows_between_the_packages_of_stages(path):
 def test_every_package_of_stages_has_its_place():
     found = {p.parent.name for p in FILES if p.parent.parent.name == "stages"}
     assert found - {"worldgen"} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", ["evaluation", "ingestion", "measures"])
+def test_a_package_that_lists_its_modules_lists_those_it_has(package):
+    folder = PROJECT_ROOT / "stages" / package
+    listed = re.findall(
+        r"^(?:``(\w+)``|(\w+)\.py) ", ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), re.M
+    )
+    assert sorted(a or b for a, b in listed) == sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__")
 
 
 @pytest.mark.parametrize(
