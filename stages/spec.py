@@ -30,7 +30,14 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 PROJECT_PACKAGES = ("stages", "storage", "tasks", "flows", "tests")
 ALWAYS_IN_CLOSURE = ("stages.running.randomness",)
 # they start stages and decide no number
-NEVER_IN_CLOSURE = ("stages.harness", "stages.registry", "stages.spec", "stages.sources", "stages.__main__")
+NEVER_IN_CLOSURE = (
+    "stages.harness",
+    "stages.running.process",
+    "stages.registry",
+    "stages.spec",
+    "stages.sources",
+    "stages.__main__",
+)
 NUMERIC_LIBRARIES = {
     "torch": "torch",
     "transformers": "transformers",
