@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from stages.sources import imports_in
 from stages.spec import PROJECT_ROOT, imports_of
 
 LAYERS = ("storage", "stages", "tasks", "flows")  # each may import itself and those before it
@@ -46,7 +47,7 @@ def wanted(path):
             for n in ast.walk(f)
             if isinstance(n, (ast.Import, ast.ImportFrom))
         ]
-    return {n for n in imports_of(name, _without_computed(tree), path.name == "__init__.py") if n}
+    return {n for n in imports_of(name, *imports_in(name, _without_computed(tree), path.name == "__init__.py")) if n}
 
 
 def _without_computed(tree):
