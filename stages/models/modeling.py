@@ -610,14 +610,7 @@ class _ChunkedLogps(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 8,
         )
 
 
@@ -754,12 +747,7 @@ class _ChunkedColumns(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 6,
         )
 
 
