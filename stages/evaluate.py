@@ -265,6 +265,12 @@ SPEC = StageSpec(
                 " refusal_judge."
             ),
         ),
+        "rubric": InputSpec(
+            "dataset",
+            kinds=("rubric_items/1",),
+            required=False,
+            doc="Rubric of the component with kind=rubric: a file or a dataset.",
+        ),
         **REWARD_INPUTS,
         "reference": InputSpec(
             "model", required=False, doc="KL of the policy to this model is estimated on the samples."
@@ -426,7 +432,7 @@ class Plan:
         self.positions: int | None = None
         self.scorers = {
             name: stage.inputs[name].digest
-            for name in ("reward_model", "reference", "judge", *REWARD_INPUTS)
+            for name in ("reward_model", "reference", "rubric", "judge", *REWARD_INPUTS)
             if stage.has(name)
         }
         if policy and stage.has("prompts"):

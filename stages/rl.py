@@ -981,6 +981,12 @@ SPEC = StageSpec(
         "judge": InputSpec(
             "model", required=False, doc="Causal LM of components with kind=judge, and of a rubric's judged items."
         ),
+        "rubric": InputSpec(
+            "dataset",
+            kinds=("rubric_items/1",),
+            required=False,
+            doc="Rubric of the component with kind=rubric: a file or a dataset.",
+        ),
         **REWARD_INPUTS,
         "sft": InputSpec(
             "dataset", kinds=("demonstrations/1",), required=False, doc="Answers that join the groups (sft_member)."

@@ -111,12 +111,6 @@ MEASURED = (
 
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
-    "rubric": InputSpec(
-        "dataset",
-        kinds=("rubric_items/1",),
-        required=False,
-        doc="Rubric of the component with kind=rubric: a file or a dataset.",
-    ),
     "gold": InputSpec(
         "model",
         required=False,

@@ -351,7 +351,7 @@ class Parser:
     def value(self):
         """One bracketed thing, or an expression; two values where it has a ``\\pm``."""
         token, start = self.peek(), self.at
-        if token == r"\{" or token == "{" and self._is_set():
+        if token == r"\{" or token == "{" and self._closes("}"):
             self.next()
             parts = [] if self.peek() in (r"\}", "}") else self._parts()
             self.expect(r"\}", "}")
@@ -388,8 +388,8 @@ class Parser:
             raise Unread(r"\pm")
         return ("set of signs", [("number", value), ("number", other)])
 
-    def _is_set(self) -> bool:
-        """Whether the brace at this place is a set's: the one that closes it is the last token, and it holds a comma."""
+    def _closes(self, bracket: str) -> bool:
+        """Whether a brace at this place is a set's: the one that closes it is the last token, and it holds a comma."""
         depth, comma, tokens = 0, False, [t for t in self.tokens[self.at :] if t != " "]
         for i, token in enumerate(tokens):
             depth += (token in ("{", "(", "[")) - (token in ("}", ")", "]"))
