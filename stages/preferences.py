@@ -275,7 +275,6 @@ def pairs_of(stage, rows, counts) -> list[dict]:
     import math
 
     from stages import selection
-    from stages.ingestion.pairing import correctness_pairs
 
     config, rewards = stage.config, [r["reward"] for r in rows]
     if config.select == "best_vs_worst":
@@ -291,6 +290,8 @@ def pairs_of(stage, rows, counts) -> list[dict]:
     elif config.select == "rso":
         found = rso_pairs(stage, rows[0]["prompt_id"], rewards, counts)
     elif config.select == "correct_vs_incorrect":
+        from stages.ingestion.pairing import correctness_pairs
+
         found, _ = correctness_pairs([row["correct"] for row in rows])
     else:
         found = [(i, j) for i in range(len(rows)) for j in range(len(rows)) if rewards[i] > rewards[j]]

@@ -432,7 +432,7 @@ def said_of(group: Group, found: dict, aspect: str, orders: int, together: bool)
     return out
 
 
-def ann_of(judge: Asker) -> dict:
+def ann_of(judge: Asker, group: Group) -> dict:
     return {"annotator_type": "ai", "annotator_id": judge.judge_id, "judge_id": judge.judge_id}
 
 
@@ -467,7 +467,7 @@ def ratings(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
                     "scale_max": float(config.scale),
                     "aspects": aspects,
                     "gen": one["gen"],
-                    "ann": ann_of(judge),
+                    "ann": ann_of(judge, group),
                     "prompt_id": one["prompt_id"],
                     "group_id": one["group_id"],
                     "weight": one["weight"],
@@ -505,7 +505,7 @@ def ranking(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
                 "completions": [a["completion"] for a in group.answers],
                 "ranks": [sum(other < value for other in mean) for value in mean],
                 "gens": [a["gen"] for a in group.answers],
-                "ann": ann_of(judge),
+                "ann": ann_of(judge, group),
                 "prompt_id": one["prompt_id"],
                 "group_id": one["group_id"],
                 "weight": one["weight"],
