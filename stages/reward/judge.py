@@ -458,6 +458,7 @@ class Judge(ComparingScorer):
         self.relative = mode in ("preference", "verdict")
         self.disagreement, self.bias = None, 0.0
         self.cache: dict[bytes, object] = {}
+        self.unparsed = 0
 
     def score(self, responses: Sequence[Response]) -> list[float]:
         """One number per response: NaN where the judge's answer could not be read."""
@@ -569,6 +570,7 @@ class Judge(ComparingScorer):
         )
         found |= {t: verdict for t, (verdict, _) in fresh.items()}
         self._keep(found)
+        self.unparsed += sum(found[t] is None for t in texts)
         return [found[t] for t in texts]
 
 

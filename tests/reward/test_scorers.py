@@ -547,7 +547,7 @@ def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
     )
     assert judge.verdicts(pairs) == [1.0, 0.0] and len(judge.asked.asked) == 2, "what was asked is kept"
     silent = judging.Judge(Scripted(["?"] * 6), "verdict", retries=2)
-    assert silent.verdicts(pairs[:1]) == [None]
+    assert silent.verdicts(pairs[:1]) == [None] and silent.unparsed == 2
 
 
 @pytest.mark.parametrize(
