@@ -20,6 +20,7 @@ from stages.models.sharding import Acting
 from stages.rl import Config
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
+from tests.common import written
 
 COUNTDOWN = "tests.training.environments:Countdown"
 SMALL = {
@@ -327,19 +328,12 @@ def test_what_an_environment_refuses(tiny, data, spec, tmp_path):
     asked = [{"kind": "debate", "endpoint": "http://localhost:1/v1", "endpoint_model": "m"}]
     with pytest.raises(Exception, match="argues about two answers, and prompt"):
         train(spec, tiny, data, "debate-answers", {"environment": "debate", "rewards": asked})
-    write_dataset(
+    written(
         str(tmp_path / "tasks"),
         "tasks",
         "prompts/1",
-        [
-            complete_row(
-                "prompts/1",
-                {"prompt": [{"role": "user", "content": "q"}], "extra_json": '{"answers": ["a", "b"]}'},
-                dataset="d",
-                source="s",
-                origin="human",
-            )
-        ],
+        [{"prompt": [{"role": "user", "content": "q"}], "extra_json": '{"answers": ["a", "b"]}'}],
+        dataset="d",
     )
     disputed = {"prompts": str(tmp_path / "tasks")}
     with pytest.raises(Exception, match="baseline=v_star needs completions of one prompt"):
