@@ -3,7 +3,7 @@
 import os
 import sys
 
-from stages.harness import main
+from stages.running.process import main
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):

@@ -16,7 +16,7 @@ from pydantic import Field
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 KINDS = ("pairs/1", "unpaired/1", "rankings/1", "demonstrations/1", "prompts/1", "stepwise/1", "text/1")
-SMALL, LARGE = 7e9, 13e9  # parameters (texts)
+LARGE = 13e9  # parameters (texts)
 #: Rows that the texts use: SFT 10k to 100k, comparisons 100k to 1M (50k to several million), prompts of RL 10k to 100k.
 SIZES = {
     "demonstrations/1": (10_000, 100_000),

@@ -1490,7 +1490,7 @@ class DirectMethod:
     logp_reduction: str = "sum"  # how token log-probs become one number per response: sum | mean
     default_beta: float | None = 0.1  # None: the loss has no beta
     options: dict = field(default_factory=dict)  # extra keyword arguments with their defaults
-    columns: tuple[str, ...] = ()  # per-row values the loss also wants (stages.align.COLUMNS or item extras)
+    columns: tuple[str, ...] = ()  # per-row values the loss also wants (lengths and means, or extras of items)
     positive_gap: bool = False  # pairs whose chosen score is not above the rejected one are dropped
     # of the whole step or run: z0 | delta | mean | sorted | sorted_pairs (stages.direct.direct_alignment, prepare)
     statistic: str = ""

@@ -526,7 +526,7 @@ def publish_taxes(stage, first: str, taxes: dict[str, dict]) -> None:
 def publish(stage, part: Part, best: dict) -> None:
     """The table as a page, bars per metric, and answers of all models to the same prompts side by side."""
     from stages.reporting import reports
-    from stages.evaluation import compute, signs
+    from stages.evaluation import signs
     from stages.measures import frontier
     from stages.evaluation.scores import by_group
 
@@ -535,6 +535,74 @@ def publish(stage, part: Part, best: dict) -> None:
         table(names, metrics, columns, part.differences, part.metric),
         (f"{part.benchmark}-" if part.benchmark else ""),
     )
+    _draw_values(stage, part, before)
+    blocks = []
+    for field in ("category", "difficulty"):
+        groups = {
+            name: {
+                row[field]: row
+                for row in by_group([r for r in records[name] if r["mode"] in ("sample", "greedy")], field)
+            }
+            for name in names
+        }
+        kinds = list(groups[names[0]])
+        grid = [
+            {field: kind, **{name or "model": groups[name].get(kind, {}).get("accuracy") for name in names}}
+            for kind in kinds
+        ]
+        if grid and any(value is not None for row in grid for key, value in row.items() if key != field):
+            stage.report(f"{before}compare-by-{field}", table=grid)
+            blocks.append((f"Accuracy by {field}", reports.markdown_table(grid)))
+    if points := part.points():
+        rows_of = frontier.table(points, part.frontier_of)
+        stairs = [row for row in rows_of if row["on the frontier"]]
+        stage.report(
+            f"{before}kl-frontier",
+            table=rows_of,
+            png=reports.line_chart(
+                {
+                    "frontier": ([row["kl"] for row in stairs], [row[part.frontier_of] for row in stairs]),
+                    **{row["model"]: ([row["kl"]], [row[part.frontier_of]]) for row in rows_of},
+                },
+                title=f"{part.frontier_of} against KL to the reference",
+                xlabel="KL, nats per answer",
+                ylabel=part.frontier_of,
+                markers=True,
+            ),
+        )
+        blocks.append(("Reward against KL", reports.markdown_table(rows_of)))
+    _draw_by_tokens(stage, part, before)
+    changed = signs.side_by_side({name: metrics[name] for name in names})
+    if changed:
+        stage.report(f"{before}signs", table=changed)
+        blocks.append(("Style, reasoning, diversity", reports.markdown_table(changed)))
+    answers = side_by_side(names, records)
+    if answers:
+        stage.report(f"{before}answers", table=answers)
+        blocks.append(("The same prompts, greedy answers", reports.sample_table(answers[:8], limit=120)))
+    stage.report(
+        f"{before}comparison",
+        table=rows,
+        markdown=reports.document(
+            f"Models on {part.benchmark or 'the same prompts'}",
+            "Brackets are 95% intervals over prompts; gains are paired per prompt.",
+            (
+                f"Best by {best['best_by']} on the {best['best_prompts']} prompts of the selection half:"
+                f" **{best['best']}** ({best['best_value']:.4f})."
+                if best
+                else ""
+            ),
+            ("Results", reports.markdown_table(rows)),
+            *blocks,
+        ),
+    )
+
+
+def _draw_values(stage, part: Part, before: str) -> None:
+    """Bars per metric; rewards and lengths of the first and the last model's samples."""
+    from stages.reporting import reports
+
+    names, metrics, columns, records = part.names, part.metrics, part.columns, part.records
     for column in columns:
         stage.report(
             f"{before}compare-{column}",
@@ -571,41 +639,14 @@ def publish(stage, part: Part, best: dict) -> None:
             f"{before}length-before-after",
             png=reports.histogram(lengths, title="Answer length, first and last model", xlabel="tokens"),
         )
-    blocks = []
-    for field in ("category", "difficulty"):
-        groups = {
-            name: {
-                row[field]: row
-                for row in by_group([r for r in records[name] if r["mode"] in ("sample", "greedy")], field)
-            }
-            for name in names
-        }
-        kinds = list(groups[names[0]])
-        grid = [
-            {field: kind, **{name or "model": groups[name].get(kind, {}).get("accuracy") for name in names}}
-            for kind in kinds
-        ]
-        if grid and any(value is not None for row in grid for key, value in row.items() if key != field):
-            stage.report(f"{before}compare-by-{field}", table=grid)
-            blocks.append((f"Accuracy by {field}", reports.markdown_table(grid)))
-    if points := part.points():
-        rows_of = frontier.table(points, part.frontier_of)
-        stairs = [row for row in rows_of if row["on the frontier"]]
-        stage.report(
-            f"{before}kl-frontier",
-            table=rows_of,
-            png=reports.line_chart(
-                {
-                    "frontier": ([row["kl"] for row in stairs], [row[part.frontier_of] for row in stairs]),
-                    **{row["model"]: ([row["kl"]], [row[part.frontier_of]]) for row in rows_of},
-                },
-                title=f"{part.frontier_of} against KL to the reference",
-                xlabel="KL, nats per answer",
-                ylabel=part.frontier_of,
-                markers=True,
-            ),
-        )
-        blocks.append(("Reward against KL", reports.markdown_table(rows_of)))
+
+
+def _draw_by_tokens(stage, part: Part, before: str) -> None:
+    """What is right within ever longer budgets of tokens."""
+    from stages.evaluation import compute
+    from stages.reporting import reports
+
+    names, records = part.names, part.records
     longest = max(
         (r["tokens"] for name in names for r in records[name] if r["mode"] in ("sample", "greedy")), default=0
     )
@@ -627,30 +668,6 @@ def publish(stage, part: Part, best: dict) -> None:
                 log_x=True,
             ),
         )
-    changed = signs.side_by_side({name: metrics[name] for name in names})
-    if changed:
-        stage.report(f"{before}signs", table=changed)
-        blocks.append(("Style, reasoning, diversity", reports.markdown_table(changed)))
-    answers = side_by_side(names, records)
-    if answers:
-        stage.report(f"{before}answers", table=answers)
-        blocks.append(("The same prompts, greedy answers", reports.sample_table(answers[:8], limit=120)))
-    stage.report(
-        f"{before}comparison",
-        table=rows,
-        markdown=reports.document(
-            f"Models on {part.benchmark or 'the same prompts'}",
-            "Brackets are 95% intervals over prompts; gains are paired per prompt.",
-            (
-                f"Best by {best['best_by']} on the {best['best_prompts']} prompts of the selection half:"
-                f" **{best['best']}** ({best['best_value']:.4f})."
-                if best
-                else ""
-            ),
-            ("Results", reports.markdown_table(rows)),
-            *blocks,
-        ),
-    )
 
 
 def side_by_side(names: list[str], records: dict, count: int = 24, changes_first: bool = False) -> list[dict]:

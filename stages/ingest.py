@@ -20,20 +20,6 @@ from pydantic import Field, field_validator, model_validator
 
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
-KINDS = (
-    "demonstrations/1",
-    "text/1",
-    "pairs/1",
-    "unpaired/1",
-    "prompts/1",
-    "rankings/1",
-    "ratings/1",
-    "comparisons/1",
-    "stepwise/1",
-    "segments/1",
-    "rubric_items/1",
-    "principles/1",
-)
 CHECKPOINT_ROWS = 50_000
 
 

@@ -261,9 +261,7 @@ def along_rl(stage, points) -> dict:
     import numpy as np
 
     from stages.chat import renderer_for
-    from stages.measures import overopt
     from stages.measures.statistics import clustered_se
-    from stages.reporting.reports import line_chart
     from stages.reward_models.reward_scorers import Response
 
     config, renderer = stage.config, renderer_for(stage.path("model"))
@@ -339,6 +337,24 @@ def along_rl(stage, points) -> dict:
             for window, value, distance, part in zip(windows, values, x, parts)
         ]
     last = [window[-1] for window in windows]
+    _draw_along_rl(stage, series, sd, last, x)
+    found |= _where_they_part(stage, series, sd, errors, last, x, kl)
+    found |= {
+        "rl/diverged": max(value for key, value in found.items() if key.endswith("_diverged")),
+        "rl/proxy_first": series["proxy"][0],
+        "rl/proxy_last": series["proxy"][-1],
+        "rl/kl_last": kl[-1],
+        "rl/length_first": length[0],
+        "rl/length_last": length[-1],
+        "rl/truncated_last": cut[-1],
+    }
+    return {k: v for k, v in found.items() if v == v}
+
+
+def _draw_along_rl(stage, series: dict, sd: dict, last: list[int], x: list[float]) -> None:
+    """The scores' change from the start in standard deviations, by iteration and by distance from the reference."""
+    from stages.reporting.reports import line_chart
+
     stage.report(
         "along-rl",
         png=line_chart(
@@ -359,6 +375,17 @@ def along_rl(stage, points) -> dict:
                 ylabel="change, standard deviations of the start",
             ),
         )
+
+
+def _where_they_part(stage, series: dict, sd: dict, errors: dict, last: list[int], x: list[float], kl: list) -> dict:
+    """First, best and last value of every score but the proxy, and the first point at which the proxy goes on rising
+    while it falls, of which the user is warned. ``last``, ``x``, ``kl``: last iteration, sqrt(KL) and KL of each point.
+    """
+    import numpy as np
+
+    from stages.measures import overopt
+
+    config, found = stage.config, {}
     for name in series:
         if name == "proxy":
             continue
@@ -386,16 +413,7 @@ def along_rl(stage, points) -> dict:
         d = [(a, g - series[name][0]) for a, g in zip(x, series[name]) if a == a]
         if name == "gold" and len({a for a, _ in d if a > 0}) >= 3:
             found |= dict(zip(("rl/fit_alpha", "rl/fit_beta"), overopt.fit(*zip(*d), "rl")))
-    found |= {
-        "rl/diverged": max(value for key, value in found.items() if key.endswith("_diverged")),
-        "rl/proxy_first": series["proxy"][0],
-        "rl/proxy_last": series["proxy"][-1],
-        "rl/kl_last": kl[-1],
-        "rl/length_first": length[0],
-        "rl/length_last": length[-1],
-        "rl/truncated_last": cut[-1],
-    }
-    return {k: v for k, v in found.items() if v == v}
+    return found
 
 
 def mean_of(values) -> float:

@@ -290,12 +290,9 @@ def pairs_of(stage, rows, counts) -> list[dict]:
     elif config.select == "rso":
         found = rso_pairs(stage, rows[0]["prompt_id"], rewards, counts)
     elif config.select == "correct_vs_incorrect":
-        found = [
-            (i, j)
-            for i, a in enumerate(rows)
-            for j, b in enumerate(rows)
-            if a["correct"] is True and b["correct"] is False
-        ]
+        from stages.ingestion.pairing import correctness_pairs
+
+        found, _ = correctness_pairs([row["correct"] for row in rows])
     else:
         found = [(i, j) for i in range(len(rows)) for j in range(len(rows)) if rewards[i] > rewards[j]]
     found, by_reward = found[: config.max_pairs_per_prompt], config.select != "correct_vs_incorrect"

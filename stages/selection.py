@@ -130,7 +130,7 @@ def best_vs_random(rewards, draw) -> tuple[int, int] | None:
     return (order[0], lower[draw(len(lower))]) if lower else None
 
 
-def gap_pairs(rewards, tau: float = 1.0, eta: float = 0.85, max_pairs: int | None = None):
+def gap_pairs(rewards, tau: float = 1.0, eta: float = 0.85):
     """Every ordered pair with sigma((r_i - r_j)/tau) > eta, strict: [(i, j, probability)] in index order
     (rs.rs_dpo).
     """
@@ -142,7 +142,7 @@ def gap_pairs(rewards, tau: float = 1.0, eta: float = 0.85, max_pairs: int | Non
                 p = 1.0 / (1.0 + math.exp(-min(max((r[i] - r[j]) / tau, -700.0), 700.0)))
                 if p > eta:
                     out.append((i, j, p))
-    return out if max_pairs is None else out[:max_pairs]
+    return out
 
 
 def rso_accept_probability(reward: float, best: float, beta: float) -> float:

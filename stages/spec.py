@@ -10,7 +10,6 @@ Hardware, paths and logging stay out. What cannot be hashed is refused, never sk
 
 from __future__ import annotations
 
-import ast
 import difflib
 import enum
 import functools
@@ -30,7 +29,14 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 PROJECT_PACKAGES = ("stages", "storage", "tasks", "flows", "tests")
 ALWAYS_IN_CLOSURE = ("stages.running.randomness",)
 # they start stages and decide no number
-NEVER_IN_CLOSURE = ("stages.harness", "stages.registry", "stages.spec", "stages.sources", "stages.__main__")
+NEVER_IN_CLOSURE = (
+    "stages.harness",
+    "stages.running.process",
+    "stages.registry",
+    "stages.spec",
+    "stages.sources",
+    "stages.__main__",
+)
 NUMERIC_LIBRARIES = {
     "torch": "torch",
     "transformers": "transformers",
@@ -401,14 +407,11 @@ def module_file(name: str) -> Path | None:
     return None
 
 
-def imports_of(name: str, tree: ast.AST, is_package: bool) -> set[str]:
-    """Dotted names that a module's source imports (``sources.Source.imports``), tables that name functions of ours
-    included. Raises UnhashableError for an import whose name is computed from nothing that can be read in the module.
+def imports_of(name: str, imports: list[str], tables: list[str], computed: int | None) -> set[str]:
+    """Dotted names that a module imports, from what its source says (``sources.imports_in``), tables that name functions
+    of ours included. Raises UnhashableError for an import whose name is computed from nothing that can be read in the
+    module.
     """
-    return _imports(name, *sources.imports_in(name, tree, is_package))
-
-
-def _imports(name: str, imports: list[str], tables: list[str], computed: int | None) -> set[str]:
     named = {table for table in tables if module_file(table)}
     if computed is not None and not named:
         raise UnhashableError(
@@ -436,7 +439,7 @@ def import_closure(module: str) -> tuple[dict[str, Path], set[str]]:
         seen[name] = file
         parts = name.split(".")
         queue.extend(".".join(parts[:i]) for i in range(1, len(parts)))  # packages run their __init__ first
-        queue.extend(_imports(name, *sources.source(name, file, PROJECT_ROOT)[1:]))
+        queue.extend(imports_of(name, *sources.source(name, file, PROJECT_ROOT)[1:]))
     return seen, external - set(PROJECT_PACKAGES)
 
 

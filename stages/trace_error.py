@@ -132,11 +132,8 @@ def run(stage):
 
     from stages.evaluation import scores
     from stages.measures import suites
-    from stages.reporting import reports
-    from stages.reward_models.reward_scorers import Response, load_scorer
+    from stages.reward_models.reward_scorers import load_scorer
     from storage.datasets import open_dataset
-    from storage.files import canonical_json
-    from storage.schema import complete_row
 
     config = stage.config
     work, left_out = solutions(stage)
@@ -153,47 +150,7 @@ def run(stage):
                 "trace_error: the input reward_model scores whole answers; give a process reward model (stage"
                 " reward_model with objective=prm on step labels)"
             )
-    writer = stage.writer("steps", "stepwise/1")
-    for start in range(stage.units_done * config.block, len(work), config.block):
-        part = work[start : start + config.block]
-        if scorer is not None:  # cut where the process model was trained to cut
-            joined = [scorer.card.options["separator"].join(one["steps"]) for one in part]
-            found = scorer.step_probabilities(
-                [Response(one["prompt"], [{"role": "assistant", "content": text}]) for one, text in zip(part, joined)]
-            )
-        rows = []
-        for k, one in enumerate(part):
-            soft = list(found[k]) if scorer is not None else None
-            labels = one["labels"] if soft is None else [1 if p >= config.threshold else -1 for p in soft]
-            if soft is not None and len(soft) != len(one["steps"]):
-                labels, soft = [], []  # nothing could be read: counted below
-            rows.append(
-                complete_row(
-                    "stepwise/1",
-                    {
-                        "prompt": one["prompt"],
-                        "completions": list(one["steps"]) if labels else [],
-                        "labels": list(labels),
-                        "soft_labels": soft,
-                        "separator": one["separator"],
-                        "answer": one["answer"],
-                        "solution_correct": one["correct"],
-                        "is_quality_control": False,
-                        "prompt_id": one["prompt_id"],
-                        "group_id": one["group_id"],
-                        "extra_json": canonical_json({"index": start + k}),
-                    },
-                    dataset="trace",
-                    source=one["source"],
-                    origin="ai" if scorer is not None else one["origin"],
-                    split=one["split"],
-                )
-            )
-        writer.write(rows)
-        writer.flush()
-        stage.save_checkpoint(start // config.block + 1, {}, {})
-        stage.progress(min(start + config.block, len(work)), len(work), "solutions")
-    writer.close({"solutions": len(work)})
+    label(stage, work, scorer)
     rows = list(open_dataset(str(stage.workdir / "out" / "steps")).iter_rows())
     judged = [row for row in rows if row["labels"] and row["solution_correct"] is not None]
     lost = {
@@ -246,15 +203,70 @@ def run(stage):
         for name, m in metrics.items()
     )
     out.close({"metrics": len(metrics)})
+    publish(stage, metrics, [row for row, r, w in zip(judged, right, wrong_step) if r and w])
+
+
+def label(stage, work: list[dict], scorer) -> None:
+    """The output ``steps``: the labels given with the solutions, or those of a process reward model."""
+    from stages.reward_models.reward_scorers import Response
+    from storage.files import canonical_json
+    from storage.schema import complete_row
+
+    writer = stage.writer("steps", "stepwise/1")
+    for start in range(stage.units_done * stage.config.block, len(work), stage.config.block):
+        part = work[start : start + stage.config.block]
+        if scorer is not None:  # cut where the process model was trained to cut
+            joined = [scorer.card.options["separator"].join(one["steps"]) for one in part]
+            found = scorer.step_probabilities(
+                [Response(one["prompt"], [{"role": "assistant", "content": text}]) for one, text in zip(part, joined)]
+            )
+        rows = []
+        for k, one in enumerate(part):
+            soft = list(found[k]) if scorer is not None else None
+            labels = one["labels"] if soft is None else [1 if p >= stage.config.threshold else -1 for p in soft]
+            if soft is not None and len(soft) != len(one["steps"]):
+                labels, soft = [], []  # nothing could be read: counted by run
+            rows.append(
+                complete_row(
+                    "stepwise/1",
+                    {
+                        "prompt": one["prompt"],
+                        "completions": list(one["steps"]) if labels else [],
+                        "labels": list(labels),
+                        "soft_labels": soft,
+                        "separator": one["separator"],
+                        "answer": one["answer"],
+                        "solution_correct": one["correct"],
+                        "is_quality_control": False,
+                        "prompt_id": one["prompt_id"],
+                        "group_id": one["group_id"],
+                        "extra_json": canonical_json({"index": start + k}),
+                    },
+                    dataset="trace",
+                    source=one["source"],
+                    origin="ai" if scorer is not None else one["origin"],
+                    split=one["split"],
+                )
+            )
+        writer.write(rows)
+        writer.flush()
+        stage.save_checkpoint(start // stage.config.block + 1, {}, {})
+        stage.progress(min(start + stage.config.block, len(work)), len(work), "solutions")
+    writer.close({"solutions": len(work)})
+
+
+def publish(stage, metrics: dict, wrong_reasoning: list[dict]) -> None:
+    """The shares with intervals, and right answers that a wrong step led to."""
+    from stages.reporting import reports
+
     shown = [
         {
             "prompt": row["prompt"][-1]["content"],
             "first wrong step": row["completions"][row["labels"].index(min(row["labels"]))],
             "solution": row["separator"].join(row["completions"]),
         }
-        for row, r, w in zip(judged, right, wrong_step)
-        if r and w
-    ][: config.examples]
+        for row in wrong_reasoning[: stage.config.examples]
+    ]
     stage.report(
         "summary",
         table=[

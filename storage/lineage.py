@@ -98,19 +98,6 @@ def _names(kind: str, digest: str) -> list[str]:
     ]
 
 
-def uses(digest: str) -> list[dict[str, Any]]:
-    """What was made from a digest: {stage, label, key, outputs} of every record that took it as an input."""
-    return [
-        {
-            "stage": r["stage"],
-            "label": r.get("label", ""),
-            "key": r["key"],
-            "outputs": {n: o["ref"] for n, o in r["outputs"].items()},
-        }
-        for r in records.users_of(digest)
-    ]
-
-
 def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of every setting of a record."""
     for key, value in config.items():

@@ -24,7 +24,6 @@ from typing import Any, Iterable
 import orjson
 import pyarrow as pa
 
-ROLES = ("system", "user", "assistant", "tool")
 SPLITS = ("train", "validation", "test", "rm_a", "rm_b")
 
 STR, F64, F32, BOOL = pa.string(), pa.float64(), pa.float32(), pa.bool_()
@@ -592,14 +591,9 @@ def row_id(kind: str, row: dict) -> str:
     return _sha(canonical(content))[:32]
 
 
-def dataset_hash(row_ids: Iterable[str]) -> str:
-    """sha256 of the sorted row ids joined by newline: the order of rows does not matter."""
-    return _sha("\n".join(sorted(row_ids)))
-
-
 class RowIdSorter:
-    """`dataset_hash` over any number of ids in flat memory: ids go to bucket files by their first
-    two characters, each bucket is sorted alone."""
+    """`dataset_hash`: sha256 of the sorted row ids joined by newline, so that the order of rows does not matter. Any
+    number of ids in flat memory: they go to bucket files by their first two characters, each bucket is sorted alone."""
 
     def __init__(self, buffer: int = 200_000):
         self._buffer, self._limit, self._held = {}, buffer, 0

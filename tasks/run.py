@@ -454,7 +454,9 @@ def _run(
                         raise _ended_with(p, told)
                     slots, device, environment = take_devices(p.spec, devices, wait, tell, engine_cards(p.config))
                     _refuse_changes(p, code=True)
-                    result = _process(p, workdir, lock, device, devices, environment, unit, tell, turn or nodes)
+                    group = turn or nodes
+                    with _shown_to(group, p, workdir):
+                        result = _process(p, workdir, lock, device, devices, environment, unit, tell, group)
             _refuse_changes(p)
             record = publish(p, workdir, result, label, name_as, started, attempt, flow_run)
         finally:  # before MLflow is waited for
@@ -523,27 +525,18 @@ def _result_in(workdir: Path) -> dict[str, Any] | None:
     return result
 
 
-def _process(
-    p: Prepared,
-    workdir: Path,
-    lock: leases.Lease | None,
-    device: str,
-    devices: int,
-    environment: dict[str, str],
-    unit: str,
-    tell: Callable[[Event], None],
-    nodes: Nodes | None = None,
-    on_poll: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Start the stage's process and listen until it ends. Whatever ends this function ends everything it started."""
+@contextlib.contextmanager
+def _shown_to(nodes: Nodes | None, p: Prepared, workdir: Path) -> Iterator[None]:
+    """Tell the other nodes that this one begins with a stage, and how it ended; what a lost node is to blame for is
+    raised as that. Nothing without ``nodes``."""
     if nodes is None:
-        return _listen(p, workdir, lock, device, devices, environment, unit, tell)
+        yield
+        return
     nodes.begin(workdir)
     failed: str | None = "it was stopped"
     try:
-        result = _listen(p, workdir, lock, device, devices, environment, unit, tell, nodes, on_poll)
+        yield
         failed = None
-        return result
     except StageError as error:
         failed = nodes.blamed(workdir, error.message) or error.message
         if failed == error.message:
@@ -559,7 +552,7 @@ def _process(
         nodes.end(workdir, failed)
 
 
-def _listen(
+def _process(
     p: Prepared,
     workdir: Path,
     lock: leases.Lease | None,
@@ -571,7 +564,7 @@ def _listen(
     nodes: Nodes | None = None,
     on_poll: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """See :func:`_process`; of several nodes that of one."""
+    """Start the stage's process and listen until it ends. Whatever ends this function ends everything it started."""
     if nodes is None or nodes.rank == 0:
         for name in ("publish.json", "result.json", work.PROGRESS):
             (workdir / name).unlink(missing_ok=True)
@@ -713,8 +706,9 @@ def _beside(
                 "text": f"node {nodes.rank} of {nodes.count}: joins node 0 at {nodes.address}:{nodes.port}",
             }
         )
-        with contextlib.suppress(_Published):
-            _process(p, home.work_dir(p.key), None, device, devices, environment, "", tell, nodes, poll)
+        workdir = home.work_dir(p.key)
+        with contextlib.suppress(_Published), _shown_to(nodes, p, workdir):
+            _process(p, workdir, None, device, devices, environment, "", tell, nodes, poll)
     finally:
         for slot in slots:
             slot.release()

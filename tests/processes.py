@@ -19,7 +19,7 @@ from pathlib import Path
 from stages.running import warm
 from tasks.processes import Forked, Parent
 
-STAGES = "stages.harness:main"
+STAGES = "stages.running.process:main"
 UNDRAWN = "tests.processes:undrawn"
 
 
@@ -155,12 +155,12 @@ def modules() -> list[str]:
 
 def undrawn(spec: str) -> int:
     """A stage whose charts are not drawn."""
-    from stages import harness
     from stages.reporting import reports
+    from stages.running.process import main
     from tests.common import not_drawn
 
     reports._png = not_drawn
-    return harness.main(spec)
+    return main(spec)
 
 
 def work(request: dict) -> int:

@@ -119,20 +119,6 @@ def check_blend(weights: Mapping[str, float]) -> None:
         )
 
 
-def blend(
-    values: Mapping[str, float | None], weights: Mapping[str, float], absent: str = "renormalise"
-) -> float | None:
-    """alpha * rule + beta * learned + gamma * judge; an absent source is renormalised away, or counts 0 (``zero``).
-    None without any (REWARD-BLEND).
-    """
-    check_blend(weights)
-    present = {name: w for name, w in weights.items() if values.get(name) is not None}
-    whole = sum(present.values())
-    if not present or (absent == "renormalise" and whole == 0):
-        return None
-    return float(sum(w * values[name] for name, w in present.items()) / (whole if absent == "renormalise" else 1.0))
-
-
 def per_turn(total: float, values: Mapping[str, Sequence[float]], weights: Mapping[str, float], n: int) -> list[float]:
     """What each of ``n`` turns earned of a trajectory's ``total``: the weighted turn values; all that has no turn of
     its own goes to the last one.

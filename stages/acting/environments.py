@@ -38,7 +38,7 @@ from stages.running.sandbox import end_with_parent, limit_resources, no_network
 
 #: Built-in environments: name -> "module:Class".
 ENVIRONMENTS = {"tools": "stages.acting.tools:ToolEnvironment", "verdicts": "stages.acting.verdicts:VerdictEnvironment"}
-GOAL, ERROR = "goal_verified", "error"
+GOAL = "goal_verified"
 _START_S = 120.0  # a loaded machine may need this long to start an interpreter and import somebody's packages
 _LINE = 8 << 20
 

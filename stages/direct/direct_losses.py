@@ -176,11 +176,6 @@ def r_dpo_loss(pc, pr, rc, rr, *, beta: float = 0.1, length_chosen, length_rejec
     return F.softplus(-(beta * (h_w - h_l) + alpha * (length_chosen - length_rejected)))
 
 
-def aot_unpaired_loss(h_chosen, h_rejected, *, beta: float = 0.1, label_smoothing: float = 0.0):
-    """Logistic on the sorted log-ratios of the batch (da.relatives; Melnyk et al. 2024, unpaired)."""
-    return soft_bce(beta * (torch.sort(h_chosen).values - torch.sort(h_rejected).values), 1 - label_smoothing)
-
-
 def aot_matches(h_chosen, h_rejected):
     """(rejected log-ratio of equal rank for each chosen one, chosen log-ratio of equal rank for each rejected one)
     [B].
@@ -194,8 +189,8 @@ def aot_matches(h_chosen, h_rejected):
 def aot_matched_loss(
     pc, pr, rc, rr, *, beta: float = 0.1, label_smoothing: float = 0.0, matched_rejected, matched_chosen
 ):
-    """aot_unpaired_loss taken apart by rows: each side against the detached value it is matched with over the whole
-    step.
+    """Logistic on the sorted log-ratios of the whole step (da.relatives; Melnyk et al. 2024, unpaired) taken apart by
+    rows: each side against the detached value it is matched with.
 
     A matched pair occurs in two rows, so values are halved; gradients are those of the whole, since each side moves in
     one of the two only.

@@ -1,25 +1,33 @@
-"""Evaluation metrics as plain functions on records and strings (catalogue section D), on top of
-``stages.measures.statistics``.
+"""What evaluations measure and how they are compared (catalogue section D), on top of ``stages.measures``.
 
-``scores``        from stored samples (``eval_samples/1``) to metrics with confidence intervals and paired tests
-``protocol``      what must be equal before two scores may be compared
-``likelihood``    log-probabilities of given responses: KL to a reference, likelihood of pairs
-``sampling``      pass@k, avg@k, maj@k
+From prompts to numbers:
+``protocol``         what must be equal before two scores may be compared
+``few_shot``         examples before a question, and what another choice and order of them changes
+``forcing``          how long a model thinks, set from outside
+``grading``          how one answer is read, parsed and verified
 ``multiple_choice``  choices read by the likelihood of their letter or text
-``few_shot``      examples before a question, and what another choice and order of them changes
-``held_out_text`` perplexity and bits per byte
-``tax``           every benchmark before and after, with paired errors
-``overopt``       proxy against gold: curves, fits, divergence
-``preference``    pairwise verdicts: judge bias, length-controlled win rate, Elo, Bradley-Terry rankings
-``reward_model``  probes and transforms for scorers
-``text``          what the answers look like: diversity, stock phrases, contrastiveness
-``rewardbench``   subsets, sections and total of reward-model benchmarks
-``best_of``       one right answer among several wrong ones: RewardBench 2, RM-Bench
-``refusals``      refusals on safe, unsafe and mirrored prompts
-``mt_bench``      questions of several turns, rated by a judge
-``signs``         style, reasoning and diversity of a policy's answers
-``asked``         a judge that is asked in words
-``suites``        rules of multiple choice, alignment tax, refusals, token shift and other small suite rules
+``held_out_text``    perplexity and bits per byte
+``scores``           from stored samples (``eval_samples/1``) to metrics with confidence intervals and paired tests
+``report``           what evaluate leaves behind: metrics, tables, warnings, charts, examples
+
+Single benchmarks and questions:
+``asked``            a judge that is asked in words
+``mt_bench``         questions of several turns, rated by a judge
+``refusals``         refusals on safe, unsafe and mirrored prompts
+``bbq``              whether answers lean on stereotypes
+``opinions``         whose opinions a model has
+``perturbed``        whether right answers survive a change that should not matter
+``conformance``      a specification checked clause by clause
+``signs``            style, reasoning and diversity of a policy's answers
+``shift``            how much alignment changed, token by token
+``compute``          what more tokens and more samples buy
+``rewardbench``      subsets, sections and total of reward-model benchmarks
+``best_of``          one right answer among several wrong ones: RewardBench 2, RM-Bench
+
+Side by side:
+``halves``           one half of the prompts to choose a model on, one to test the choice on
+``tax``              every benchmark before and after, with paired errors
+``run_comparison``   two runs or evaluations: curves, held-out scores, answers
 
 Importing the package imports numpy at most.
 """

@@ -145,12 +145,3 @@ def paired(candidate: Sequence[dict], champion: Sequence[dict], metric: str, con
         "champion_missing": sum(item not in sides[1] for item in sides[0]) / len(sides[0]) or None,
         "note": f"{apart} items are scored in only one of the two evaluations and are left out" if apart else None,
     }
-
-
-def perplexity(token_nll: Sequence[float], n_bytes: int) -> dict:
-    """exp(mean nll in nats) and bits per UTF-8 byte = sum nll / (ln 2 * bytes) (eval.perplexity)."""
-    nll = math.fsum(token_nll)
-    return {
-        "token_perplexity": ratio("perplexity", nll, len(token_nll)),
-        "bits_per_byte": ratio("bits_per_byte", nll, n_bytes),
-    }

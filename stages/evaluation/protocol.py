@@ -132,7 +132,7 @@ def require_same_scorers(metric: str | None, metas: Mapping[str, Mapping]) -> No
         )
 
 
-def require_same(evaluations: Mapping[str, Mapping], *, what: str = "protocol") -> None:
+def require_same(evaluations: Mapping[str, Mapping]) -> None:
     """Raise :class:`ProtocolError` unless all named protocols are equal."""
     items = list(evaluations.items())
     for name, protocol in items[1:]:
@@ -142,7 +142,7 @@ def require_same(evaluations: Mapping[str, Mapping], *, what: str = "protocol") 
                 f"{field}: {a!r} for {items[0][0]}, {b!r} for {name}" for field, (a, b) in differing.items()
             )
             raise ProtocolError(
-                f"{items[0][0]} and {name} were evaluated under different {what}s ({fields}). Scores are only compared"
+                f"{items[0][0]} and {name} were evaluated under different protocols ({fields}). Scores are only compared"
                 " on the same prompts, template and sampling: run the evaluate stage again for one of them with the"
                 " other's prompts and settings."
             )

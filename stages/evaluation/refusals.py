@@ -17,7 +17,6 @@ from stages.evaluation.scores import Metric, average, item_values, refused, shar
 from stages.measures import suites
 
 LABELS = {"safe": "safe", "benign": "safe", "harmless": "safe", "unsafe": "unsafe", "harmful": "unsafe"}
-CLASSES = ("full", "partial", "none")
 #: What a refusal is made of, in lower case with straight apostrophes: who will not, then at most two adverbs, then what
 #: (the lists are ours); or words that say it all.
 WILL_NOT = (

@@ -312,7 +312,7 @@ def publish(
     """Figures, tables and the page that a person reads."""
     from stages.reporting import reports
     from stages.evaluation import best_of, compute, mt_bench, refusals, rewardbench, shift, signs
-    from stages.evaluation.scores import cut, item_values, odds_of
+    from stages.evaluation.scores import item_values
 
     rows = [
         {
@@ -330,40 +330,7 @@ def publish(
     answered = [r for r in records if r["mode"] in ("sample", "greedy")]
     sampled = [r for r in answered if r["mode"] == "sample"] or answered
     if sampled:
-        stage.report(
-            "length-distribution",
-            png=reports.histogram(
-                {
-                    "ended": [r["tokens"] for r in sampled if not cut(r)],
-                    "cut": [r["tokens"] for r in sampled if cut(r)],
-                },
-                title="Answer length",
-                xlabel="tokens",
-            ),
-        )
-    scored = [r for r in sampled if r["reward"] is not None]
-    if scored:
-        split = {
-            "right": [r["reward"] for r in scored if r["correct"]],
-            "wrong": [r["reward"] for r in scored if r["correct"] is False],
-            "ungraded": [r["reward"] for r in scored if r["correct"] is None],
-        }
-        stage.report(
-            "reward-histogram",
-            png=reports.histogram(
-                {name: part for name, part in split.items() if part}, title="Reward of sampled answers", xlabel="reward"
-            ),
-        )
-        stage.report(
-            "reward-against-length",
-            png=reports.scatter(
-                [r["tokens"] for r in scored],
-                [r["reward"] for r in scored],
-                title="Reward against length",
-                xlabel="tokens",
-                ylabel="reward",
-            ),
-        )
+        _draw_answers(stage, sampled)
     orders = tables.pop("order", [])
     if orders:
         stage.report("by-order", table=orders)
@@ -387,50 +354,8 @@ def publish(
                         ylabel="accuracy",
                     ),
                 )
-    picked = {int(name.split("_")[2]): m for name, m in metrics.items() if name.startswith("best_of_")}
-    if picked and "accuracy" in metrics:
-        xs = [1, *sorted(picked)]
-        curve = {
-            "picked by the reward model": (xs, [metrics["accuracy"].value, *(picked[n].value for n in sorted(picked))])
-        }
-        passes = {int(name.split("_")[2]): m.value for name, m in metrics.items() if name.startswith("pass_at_")}
-        if set(xs[1:]) <= set(passes):
-            curve["at least one right (pass@n)"] = (xs, [metrics["accuracy"].value, *(passes[n] for n in xs[1:])])
-        stage.report(
-            "best-of-n",
-            png=reports.line_chart(
-                curve,
-                title="Accuracy of the best of n samples",
-                xlabel="n",
-                ylabel="accuracy",
-                markers=True,
-                log_x=True,
-            ),
-        )
-    margins = [r["margin"] for r in records if r["mode"] == "chosen"]
-    if margins:
-        stage.report(
-            "margin-histogram",
-            png=reports.histogram({"pairs": margins}, title="Score difference chosen - rejected", xlabel="margin"),
-        )
-        if stage.config.target != "policy":
-            odds = [odds_of(r) for r in records if r["mode"] == "chosen"]
-            stage.report("calibration", png=reports.calibration_figure(odds))
-            sides = {side: [r["reward"] for r in records if r["mode"] == side] for side in ("chosen", "rejected")}
-            stage.report(
-                "score-histogram",
-                png=reports.histogram(sides, title="Scores of chosen and rejected answers", xlabel="score"),
-            )
-            stage.report(
-                "score-against-length",
-                png=reports.scatter(
-                    [r["tokens"] for r in records if r["mode"] in sides],
-                    [r["reward"] for r in records if r["mode"] in sides],
-                    title="Score against length",
-                    xlabel="tokens",
-                    ylabel="score",
-                ),
-            )
+    _draw_best_of_n(stage, metrics)
+    _draw_pairs(stage, records)
     if probe_table:
         stage.report("probes", table=probe_table)
     prefix = "pair_" if stage.config.target == "policy" else ""
@@ -512,6 +437,104 @@ def publish(
             ),
         ),
     )
+
+
+def _draw_answers(stage, sampled: list[dict]) -> None:
+    """Lengths and rewards of the sampled answers."""
+    from stages.reporting import reports
+    from stages.evaluation.scores import cut
+
+    stage.report(
+        "length-distribution",
+        png=reports.histogram(
+            {
+                "ended": [r["tokens"] for r in sampled if not cut(r)],
+                "cut": [r["tokens"] for r in sampled if cut(r)],
+            },
+            title="Answer length",
+            xlabel="tokens",
+        ),
+    )
+    scored = [r for r in sampled if r["reward"] is not None]
+    if scored:
+        split = {
+            "right": [r["reward"] for r in scored if r["correct"]],
+            "wrong": [r["reward"] for r in scored if r["correct"] is False],
+            "ungraded": [r["reward"] for r in scored if r["correct"] is None],
+        }
+        stage.report(
+            "reward-histogram",
+            png=reports.histogram(
+                {name: part for name, part in split.items() if part}, title="Reward of sampled answers", xlabel="reward"
+            ),
+        )
+        stage.report(
+            "reward-against-length",
+            png=reports.scatter(
+                [r["tokens"] for r in scored],
+                [r["reward"] for r in scored],
+                title="Reward against length",
+                xlabel="tokens",
+                ylabel="reward",
+            ),
+        )
+
+
+def _draw_best_of_n(stage, metrics: dict) -> None:
+    """Accuracy of what the reward model picks of n samples, beside pass@n."""
+    from stages.reporting import reports
+
+    picked = {int(name.split("_")[2]): m for name, m in metrics.items() if name.startswith("best_of_")}
+    if picked and "accuracy" in metrics:
+        xs = [1, *sorted(picked)]
+        curve = {
+            "picked by the reward model": (xs, [metrics["accuracy"].value, *(picked[n].value for n in sorted(picked))])
+        }
+        passes = {int(name.split("_")[2]): m.value for name, m in metrics.items() if name.startswith("pass_at_")}
+        if set(xs[1:]) <= set(passes):
+            curve["at least one right (pass@n)"] = (xs, [metrics["accuracy"].value, *(passes[n] for n in xs[1:])])
+        stage.report(
+            "best-of-n",
+            png=reports.line_chart(
+                curve,
+                title="Accuracy of the best of n samples",
+                xlabel="n",
+                ylabel="accuracy",
+                markers=True,
+                log_x=True,
+            ),
+        )
+
+
+def _draw_pairs(stage, records: list[dict]) -> None:
+    """Score differences of the pairs; of a reward model also its calibration, and scores by side and length."""
+    from stages.reporting import reports
+    from stages.evaluation.scores import odds_of
+
+    margins = [r["margin"] for r in records if r["mode"] == "chosen"]
+    if margins:
+        stage.report(
+            "margin-histogram",
+            png=reports.histogram({"pairs": margins}, title="Score difference chosen - rejected", xlabel="margin"),
+        )
+        if stage.config.target != "policy":
+            odds = [odds_of(r) for r in records if r["mode"] == "chosen"]
+            stage.report("calibration", png=reports.calibration_figure(odds))
+            sides = {side: [r["reward"] for r in records if r["mode"] == side] for side in ("chosen", "rejected")}
+            stage.report(
+                "score-histogram",
+                png=reports.histogram(sides, title="Scores of chosen and rejected answers", xlabel="score"),
+            )
+            stage.report(
+                "score-against-length",
+                png=reports.scatter(
+                    [r["tokens"] for r in records if r["mode"] in sides],
+                    [r["reward"] for r in records if r["mode"] in sides],
+                    title="Score against length",
+                    xlabel="tokens",
+                    ylabel="score",
+                ),
+            )
 
 
 def shown(record: dict) -> str:

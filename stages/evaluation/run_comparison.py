@@ -108,21 +108,24 @@ def held_out(
             d = paired(last_pass(b), last_pass(a), metric)
         except ValueError:
             continue
-        found.append(
-            {
-                "metric": f"held-out {metric}",
-                "a": d["champion"],
-                "b": d["candidate"],
-                "difference": d["difference"],
-                "low": d["low"],
-                "high": d["high"],
-                "p": d["p_value"],
-                "prompts": d["n"],
-                "better": d["better"],
-                "worse": d["worse"],
-            }
-        )
+        found.append(_row(f"held-out {metric}", d))
     return found, None if found else "the runs have no validation prompt in common"
+
+
+def _row(metric: str, d: Mapping) -> dict:
+    """A metric of two sides from their paired difference (``scores.paired``), b as the candidate."""
+    return {
+        "metric": metric,
+        "a": d["champion"],
+        "b": d["candidate"],
+        "difference": d["difference"],
+        "low": d["low"],
+        "high": d["high"],
+        "p": d["p_value"],
+        "prompts": d["n"],
+        "better": d["better"],
+        "worse": d["worse"],
+    }
 
 
 #: What evaluations are also set side by side by, beside the shares and losses of ``evaluation.tax``.
@@ -154,20 +157,7 @@ def evaluated(a: Sequence[dict], b: Sequence[dict], apart: Mapping = {}) -> tupl
             d = paired(b, a, metric)
         except ValueError:  # one of them has no value of it, or their values do not compare
             continue
-        found.append(
-            {
-                "metric": metric,
-                "a": d["champion"],
-                "b": d["candidate"],
-                "difference": d["difference"],
-                "low": d["low"],
-                "high": d["high"],
-                "p": d["p_value"],
-                "prompts": d["n"],
-                "better": d["better"],
-                "worse": d["worse"],
-            }
-        )
+        found.append(_row(metric, d))
         if d["note"]:
             notes.setdefault(d["note"], []).append(metric)
     return found, "; ".join(f"{', '.join(names)}: {note}" for note, names in notes.items()) or None

@@ -20,16 +20,6 @@ from storage.schema import prompt_id
 SLICES = ("annotator", "batch", "language", "criterion")
 LOW = 0.4  # below which a statistic is warned of (ours)
 ENOUGH = 10  # items of a slice that are worth a warning
-STATISTICS = (
-    "items",
-    "labels",
-    "annotators",
-    "observed",
-    "cohen_kappa",
-    "fleiss_kappa",
-    "alpha_nominal",
-    "alpha_interval",
-)
 
 Label = tuple[bytes, str, str, float]  # item, annotator, category, number
 
@@ -133,7 +123,7 @@ class Table:
                 ] += 1
 
     def statistics(self) -> dict:
-        """``STATISTICS``; null where a denominator is undefined. observed: share of equal labels among two of an item;
+        """What the report says of a slice; null where a denominator is undefined. observed: share of equal labels among two of an item;
         cohen_kappa: mean over every two annotators with items in common (of an annotator's slice: against all others
         together); fleiss_kappa: over the items with the commonest number of labels."""
         labels = sum(len(pattern) * n for pattern, n in self.nominal.items())

@@ -147,11 +147,11 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _side(number: Any, first: int = 0) -> str:
-    """ "A" for the first number, "B" for the next; Bad(bad_label) else."""
-    if not _number(number) or number not in (first, first + 1):
+def _side(number: Any) -> str:
+    """ "A" for 0, "B" for 1; Bad(bad_label) else."""
+    if not _number(number) or number not in (0, 1):
         raise Bad("bad_label")
-    return "A" if number == first else "B"
+    return "B" if number else "A"
 
 
 # -- ratings --------------------------------------------------------------------------------------------

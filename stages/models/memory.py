@@ -208,11 +208,6 @@ def shown(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"
 
 
-def copies(roles: Sequence[Role]) -> int:
-    """Role multiple: models of the transformer's size that are held at a time at most."""
-    return max(sum(not r.before for r in roles), sum(r.trained or r.before for r in roles))
-
-
 @dataclass
 class Need:
     """What a stage needs on one device, bytes: ``rows`` per role, ``states`` certain, ``caches`` at most on top."""

@@ -182,7 +182,6 @@ def save_policy(
     model,
     tokenizer,
     directory: str | Path,
-    generation_config=None,
     base: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -199,7 +198,7 @@ def save_policy(
     plain.config.use_cache = False
     if ranks.rank() == 0:
         tokenizer.save_pretrained(directory)
-        stopping_where_turns_end(generation_config or plain.generation_config, tokenizer).save_pretrained(directory)
+        stopping_where_turns_end(plain.generation_config, tokenizer).save_pretrained(directory)
 
 
 def stopping_where_turns_end(generation_config, tokenizer):
@@ -611,14 +610,7 @@ class _ChunkedLogps(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 8,
         )
 
 
@@ -755,12 +747,7 @@ class _ChunkedColumns(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 6,
         )
 
 

@@ -172,7 +172,7 @@ class PolicyGradient:
         off = torch.expm1(masked(logps_SL.detach() - old_SL, mask).clamp(-20, 20)).abs()
         metrics["policy/ratio_deviation"] = (off.sum().float(), "forwarded")
         if row.kl_loss_coef:
-            kl_SL = self._kl(model, batch, head, hidden, logps_SL, old_SL, ref_SL, mask)
+            kl_SL = self._kl(batch, head, hidden, logps_SL, old_SL, ref_SL, mask)
             terms["kl"] = (self.kl_coef() * self.aggregate(kl_SL, mask, batch.items), self.count)
             if row.kl_loss_estimator == "full":
                 metrics[f"kl/full_{row.kl_target}"] = (masked(kl_SL.detach(), mask).sum(), "forwarded")
@@ -220,7 +220,7 @@ class PolicyGradient:
             metrics["ptx/nll"] = (nll.detach(), "ptx_tokens")
         return Sums(terms, metrics)
 
-    def _kl(self, model, batch, head, hidden, logps_SL, old_SL, ref_SL, mask):
+    def _kl(self, batch, head, hidden, logps_SL, old_SL, ref_SL, mask):
         """The KL of the loss per token: exact over the vocabulary, or an estimator on the sampled token."""
         row = self.row
         if row.kl_loss_estimator == "full":

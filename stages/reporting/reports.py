@@ -151,22 +151,18 @@ def line_chart(
         return _png(figure)
 
 
-def metric_curves(
-    rows: Sequence[Mapping], names: Sequence[str], *, title: str, x: str = "step", ylabel: str = ""
-) -> bytes:
+def metric_curves(rows: Sequence[Mapping], names: Sequence[str], *, title: str) -> bytes:
     """Line chart of the named columns of metric rows ``[{"step": 1, "reward": ...}, ...]``; absent columns are skipped.
     A single line is named at its axis, several in a legend."""
     series = {}
     for name in names:
-        points = [(row[x], row[name]) for row in rows if row.get(name) is not None]
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         if points:
             series[name] = tuple(zip(*points))
-    return line_chart(series, title=title, xlabel=x, ylabel=ylabel or (next(iter(series)) if len(series) == 1 else ""))
+    return line_chart(series, title=title, xlabel="step", ylabel=next(iter(series)) if len(series) == 1 else "")
 
 
-def histogram(
-    groups: Mapping[str, Sequence[float | None]], *, title: str, xlabel: str, bins: int = 30, ylabel: str = "share"
-) -> bytes:
+def histogram(groups: Mapping[str, Sequence[float | None]], *, title: str, xlabel: str, bins: int = 30) -> bytes:
     """Overlaid histograms on common bins, each normalised to 1 (before/after comparisons); dashed line at the mean."""
     import numpy as np
 
@@ -174,7 +170,7 @@ def histogram(
     pooled = [value for values in cleaned.values() for value in values]
     with _sheet() as (figure, axes):
         axes.set_xlabel(xlabel)
-        axes.set_ylabel(ylabel)
+        axes.set_ylabel("share")
         if pooled:
             low, high = min(pooled), max(pooled)
             if low == high:
@@ -227,14 +223,14 @@ def calibration_diagram(
     return _png(figure)
 
 
-def calibration_figure(
-    margins: Sequence[float], *, title: str = "Reward model calibration on held-out pairs", bins: int = 10
-) -> bytes:
+def calibration_figure(margins: Sequence[float]) -> bytes:
     """Reliability diagram of pair margins d = r_chosen - r_rejected: confidence max(s, 1-s) with s = sigmoid(d), right
     if d > 0.
     """
     confidence = [1.0 / (1.0 + math.exp(-min(abs(float(d)), 700.0))) for d in margins]
-    return calibration_diagram(confidence, [float(d > 0) for d in margins], title=title, bins=bins)
+    return calibration_diagram(
+        confidence, [float(d > 0) for d in margins], title="Reward model calibration on held-out pairs"
+    )
 
 
 def calibration_bins(
@@ -257,49 +253,46 @@ def calibration_bins(
     ]
 
 
-def bar_chart(
-    rows: Sequence[Mapping],
-    *,
-    title: str,
-    ylabel: str,
-    label: str = "model",
-    value: str = "value",
-    low: str = "low",
-    high: str = "high",
-) -> bytes:
-    """Bars with error bars from rows ``{label, value, low, high}``; bounds may be absent. None values are skipped."""
+def bar_chart(rows: Sequence[Mapping], *, title: str, ylabel: str) -> bytes:
+    """Bars with error bars from rows ``{model, value, low, high}``; bounds may be absent. None values are skipped."""
     figure, axes = _axes(title, "", ylabel, (max(4.8, 0.9 * len(rows) + 1.6), 3.8))
-    kept = [row for row in rows if row.get(value) is not None]
+    kept = [row for row in rows if row.get("value") is not None]
     turned = 20 if len(kept) > 5 else 0
     for index, row in enumerate(kept):
-        axes.bar(index, row[value], color=PALETTE[index % len(PALETTE)], width=0.66, alpha=0.85)
-        if row.get(low) is not None and row.get(high) is not None:
+        axes.bar(index, row["value"], color=PALETTE[index % len(PALETTE)], width=0.66, alpha=0.85)
+        if row.get("low") is not None and row.get("high") is not None:
             axes.errorbar(
                 index,
-                row[value],
-                yerr=[[max(0.0, row[value] - row[low])], [max(0.0, row[high] - row[value])]],
+                row["value"],
+                yerr=[[max(0.0, row["value"] - row["low"])], [max(0.0, row["high"] - row["value"])]],
                 color=INK,
                 capsize=3,
                 linewidth=1.1,
             )
         axes.annotate(
-            f"{row[value]:.3g}", (index, row[value]), textcoords="offset points", xytext=(9, 3), fontsize=8, color=INK
+            f"{row['value']:.3g}",
+            (index, row["value"]),
+            textcoords="offset points",
+            xytext=(9, 3),
+            fontsize=8,
+            color=INK,
         )
-    axes.set_xticks(range(len(kept)), [str(row[label]) for row in kept], rotation=turned)
+    axes.set_xticks(range(len(kept)), [str(row["model"]) for row in kept], rotation=turned)
     axes.grid(False, axis="x")
     _place(figure, axes, title, turned)
     return _png(figure)
 
 
 def small_multiples(
-    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float | None]]]], *, title: str, columns: int = 3
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float | None]]]], *, title: str
 ) -> bytes:
-    """Small line charts ``{panel: {line: (x, y)}}`` in a grid with one legend; a line has the same colour in all of
+    """Small line charts ``{panel: {line: (x, y)}}`` in a grid of three columns with one legend; a line has the same colour in all of
     them.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    columns = 3
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(3.6 * columns, 2.4 * rows + 0.6), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -400,12 +393,12 @@ def number(value, digits: int = 3) -> str:
     return str(value)
 
 
-def with_interval(value: float | None, low: float | None = None, high: float | None = None, digits: int = 3) -> str:
+def with_interval(value: float | None, low: float | None = None, high: float | None = None) -> str:
     """'0.812 [0.780, 0.841]'."""
     if value is None:
         return ""
-    interval = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
-    return f"{value:.{digits}f}{interval}"
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{value:.3f}{interval}"
 
 
 def cut(text: str, limit: int = REPORT_LIMIT) -> str:
@@ -413,9 +406,9 @@ def cut(text: str, limit: int = REPORT_LIMIT) -> str:
     return text if len(text) <= limit else f"{text[:limit]}… (+{len(text) - limit} characters)"
 
 
-def cell(value, digits: int = 3) -> str:
+def cell(value) -> str:
     """A value as the inside of a Markdown table cell: one line, pipes and control characters made visible."""
-    text = number(value, digits) if not isinstance(value, str) else value
+    text = number(value) if not isinstance(value, str) else value
     text = (
         text.replace("\\", "\\\\").replace("|", "\\|").replace("\r\n", "\n").replace("\n", " ⏎ ").replace("\t", " ⇥ ")
     )
@@ -423,9 +416,7 @@ def cell(value, digits: int = 3) -> str:
     return "".join(ch if ch.isprintable() else f"\\x{ord(ch):02x}" for ch in text)
 
 
-def markdown_table(
-    rows: Sequence[Mapping], columns: Sequence[str] | Mapping[str, str] | None = None, digits: int = 3
-) -> str:
+def markdown_table(rows: Sequence[Mapping], columns: Sequence[str] | Mapping[str, str] | None = None) -> str:
     """Markdown table of dict rows; ``columns`` selects and orders (a mapping renames: {key: heading})."""
     if not rows:
         return "_no rows_"
@@ -433,7 +424,7 @@ def markdown_table(
         columns = list(dict.fromkeys(key for row in rows for key in row))
     headings = dict(columns) if isinstance(columns, Mapping) else {name: name for name in columns}
     lines = ["| " + " | ".join(cell(head) for head in headings.values()) + " |", "|" + "---|" * len(headings)]
-    lines += ["| " + " | ".join(cell(row.get(key), digits) for key in headings) + " |" for row in rows]
+    lines += ["| " + " | ".join(cell(row.get(key)) for key in headings) + " |" for row in rows]
     return "\n".join(lines)
 
 

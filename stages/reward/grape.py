@@ -200,15 +200,6 @@ def rewards(
     return out, phibar, zero
 
 
-def advantages(values: Sequence[float | None], questions: Sequence) -> list[float]:
-    """R_i less the mean over the question's samples with a reward; 0 without a reward, and in groups with fewer than
-    two.
-    """
-    from stages.estimators import group_advantage
-
-    return group_advantage([math.nan if v is None else v for v in values], questions, "mean")[0].tolist()
-
-
 # -- generation (GRAPE-GEN) --------------------------------------------------------------------------------------------
 
 
@@ -225,15 +216,6 @@ def num_improve(
 
 
 # -- rubric review (GRAPE-OPS) -----------------------------------------------------------------------------------------
-
-
-def flagged(confidence: Mapping[str, Mapping[str, float]], threshold: float = 0.6) -> list[tuple[str, str]]:
-    """(category, item) whose mean confidence is strictly below the threshold: for people to look at, rewards do not
-    change.
-    """
-    return [
-        (category, item) for category, items in confidence.items() for item, value in items.items() if value < threshold
-    ]
 
 
 def review(rows: Sequence[Mapping], threshold: float = 0.6) -> list[dict]:

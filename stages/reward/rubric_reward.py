@@ -402,7 +402,7 @@ def rubric_metrics(
     return out
 
 
-def write_review(stage, scores: str = "rubric_scores") -> list[dict]:
+def write_review(stage) -> list[dict]:
     """The item review of a finished ``rubric_scores/1`` output: dataset ``rubric_confidence``, report ``rubric items``
     and warnings.
     """
@@ -411,7 +411,7 @@ def write_review(stage, scores: str = "rubric_scores") -> list[dict]:
     from storage.schema import complete_row
 
     threshold = next(c.flag_below for c in stage.config.rewards if c.kind == "rubric")
-    rows = list(open_dataset(str(stage.workdir / "out" / scores)).iter_rows())
+    rows = list(open_dataset(str(stage.workdir / "out" / "rubric_scores")).iter_rows())
     found = grape.review(
         [{**row, "sample": row["sample_row_id"], "question": (row["prompt_id"], row["batch_id"])} for row in rows],
         threshold,

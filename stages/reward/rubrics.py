@@ -84,7 +84,6 @@ class Item:
     scorer: dict
     critic: dict | None = None
     critique_prompt: str = ""
-    parent_item_id: str | None = None
 
     @property
     def content(self) -> str:
@@ -139,7 +138,6 @@ def from_rows(rows) -> Rubric:
                 scorer,
                 settings.get("critic"),
                 row["critique_prompt"] or CRITICS.get(row["critique_prompt_id"], ""),
-                row["parent_item_id"],
             )
         )
         for name in ("generation_prompt", "improvement_prompt"):

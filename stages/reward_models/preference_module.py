@@ -31,14 +31,11 @@ from stages.reward_models.reward_heads import RewardCard, load_frozen_reward, me
 from stages.reward_models.reward_scorers import Response, Scorer
 
 MODULE_FILE = "group_preference.safetensors"
-KINDS = ("ratings/1", "pairs/1", "group_preferences/1")
 
 
-def attention_mask(num_context: int, num_total: int) -> torch.Tensor:
-    """bool ``[P, P]``: query i may attend to key j, which is a context point; the first ``num_context`` points are the
-    context.
-    """
-    return (torch.arange(num_total) < num_context).expand(num_total, num_total)
+def attention_mask(context_BP: torch.Tensor) -> torch.Tensor:
+    """bool ``[B, P, P]``: query i may attend to key j where that is a context point."""
+    return context_BP[:, None, :].expand(-1, context_BP.shape[1], -1)
 
 
 def gaussian_nll(mean, target, log_variance=0.0):
@@ -109,7 +106,7 @@ class PreferenceModule(nn.Module):
         """
         y = torch.where(context_BP, (y_BP - self.y_mean) / self.y_std, 0.0)
         h = self.inputs(torch.cat([(x_BPE - self.x_mean) / self.x_std, y[..., None]], -1))
-        allowed = context_BP[:, None, :].expand(-1, context_BP.shape[1], -1)
+        allowed = attention_mask(context_BP)
         for block in self.blocks:
             h = block(h, allowed)
         out = self.head(self.norm(h))
@@ -310,9 +307,9 @@ class GroupPreferenceScorer(Scorer):
         )
 
     @torch.no_grad()
-    def predict(self, x_NE, context=None) -> np.ndarray:
+    def predict(self, x_NE) -> np.ndarray:
         """Predicted rating of each embedding ``[N]``, in the units of the data."""
-        x, y = context if context is not None else self.context
+        x, y = self.context
         m = len(y)
         points = torch.cat([x, torch.as_tensor(np.asarray(x_NE, np.float32))])[None].to(self.device)
         ratings = torch.cat([y, torch.zeros(points.shape[1] - m)])[None].to(self.device)

@@ -71,12 +71,11 @@ def new_reward_model(
     path: str,
     device: str = "cpu",
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
     outputs: int = 1,
     in_shards: bool = False,
 ):
     """Reward model on the backbone in ``path`` with a fresh head of C outputs ~ N(0, 1/(H+1)), bias 0 (``rm.head``)."""
-    model = load_reward_model(path, device, dtype, outputs, in_shards)
+    model = load_reward_model(path, device, outputs=outputs, in_shards=in_shards)
     head = score_head(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -221,7 +221,6 @@ class RewardLoss:
     Args:
         row: of ``REWARD_OBJECTIVES``. lm_head: keeps the LM loss on the (chosen) response as a regulariser (``rm.orm``
             joint objective of Cobbe et al.; ``rm.mentions`` NLL-regularised reward models), or None.
-        gain_bias: two-parameter head on one vocabulary logit (``rm.orm``), or None.
     """
 
     def __init__(self, row, config, pooling: str, lm_head=None):

@@ -102,9 +102,9 @@ def run_stage(request: dict[str, Any]) -> int:
     if unusable_devices():
         os.execv(sys.executable, [sys.executable, "-m", "stages", request["spec"]])
     call_it(f"stage {request.get('name', '')}")
-    from stages import harness
+    from stages.running.process import main
 
-    return harness.main(request["spec"])
+    return main(request["spec"])
 
 
 def call_it(name: str) -> None:

@@ -186,7 +186,7 @@ def test_stage_prints_one_json_line_and_is_cached_the_second_time(posttrain):
     assert first["key"] in tree and "world" in posttrain("lineage", first["outputs"]["prompts"]).stdout
 
 
-def test_a_dataset_is_made_again_and_compared(posttrain, tmp_path):
+def test_a_dataset_is_made_again_and_compared(posttrain):
     first = last_line(posttrain("stage", "world", *TINY, "--seed", "3", "--json"))
     ref = first["outputs"]["prompts"]
     again = last_line(posttrain("rerun", ref, "--json"))
@@ -405,7 +405,7 @@ def test_a_forced_step_that_the_plan_has_not_is_refused_before_anything_runs(pos
     assert "force names no step of this run: nosuch" in done.stderr
 
 
-def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain, tmp_path):
+def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain):
     """Each makes a Prefect server on one database; two that made its tables at once failed."""
     # its stage takes a moment and no library
     program = (
@@ -516,7 +516,7 @@ def test_a_server_that_does_not_answer_and_a_home_that_is_none_are_told(posttrai
     assert not (tmp_path / "what?now").exists()
 
 
-def test_a_server_that_started_is_written_down_though_the_next_one_fails(posttrain, tmp_path):
+def test_a_server_that_started_is_written_down_though_the_next_one_fails(posttrain):
     """Else nothing could stop it: `down` knows what services.json names."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "is taken" in posttrain("up", "--mlflow-port", taken.getsockname()[1], code=1).stderr

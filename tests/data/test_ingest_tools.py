@@ -22,7 +22,6 @@ CALL = {"id": "call00001", "type": "function", "function": {"name": "get_weather
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 ANSWER = {"role": "tool", "tool_call_id": "call00001", "content": "sun"}
 OPENAI = {"messages": [user("weather?"), CALLING, ANSWER, assistant("It is sunny.")], "tools": TOOLS}
-CARRIER = {"role": "system", "content": ""}
 
 
 def told(message: dict) -> list:

@@ -6,13 +6,13 @@ import pyarrow as pa
 import pytest
 
 from storage.datasets import DatasetError, DatasetWriter, open_dataset, write_dataset
+from storage.files import sha256_text
 from storage.schema import (
     CONTENT_COLUMNS,
     SCHEMAS,
     RowIdSorter,
     SchemaError,
     complete_row,
-    dataset_hash,
     normalise_text,
     prompt_id,
     row_id,
@@ -68,6 +68,10 @@ def test_two_annotators_are_two_rows():
 def test_unknown_kind_names_the_known_ones():
     with pytest.raises(SchemaError, match="pairs/1"):
         complete_row("pairs/9", {}, dataset="d", source="s", origin="human")
+
+
+def dataset_hash(row_ids) -> str:
+    return sha256_text("\n".join(sorted(row_ids)))
 
 
 def test_dataset_hash_on_disk_equals_in_memory():

@@ -13,6 +13,7 @@ from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
+from tests.common import written
 from tests.data.driver import ingest, write_lines
 from tests.evaluation.test_stages import spec
 from tests.training.conftest import undrawn  # noqa: F401
@@ -592,21 +593,15 @@ def test_generated_answers_see_the_examples_of_each_order(tiny, tmp_path):
     by seed.
     """
     examples = str(tmp_path / "examples")
-    write_dataset(
+    written(
         examples,
         "lessons",
         "prompts/1",
         [
-            complete_row(
-                "prompts/1",
-                {"prompt": [{"role": "user", "content": f"what is {i}?"}], "answer": str(i), "answer_type": "integer"},
-                dataset="lessons",
-                source="made",
-                origin="human",
-                split="train",
-            )
+            {"prompt": [{"role": "user", "content": f"what is {i}?"}], "answer": str(i), "answer_type": "integer"}
             for i in range(100, 106)
         ],
+        source="made",
     )
     inputs = {"model": tiny["other"], "prompts": tiny["prompts"], "examples": examples}
     found = {}

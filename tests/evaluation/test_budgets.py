@@ -12,6 +12,7 @@ from stages.measures import frontier
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
+from tests.common import written
 from tests.data.driver import ingest, write_lines
 from tests.evaluation.test_benchmarks import evaluate, quiz  # noqa: F401
 from tests.evaluation.test_stages import evaluations, spec  # noqa: F401
@@ -281,12 +282,7 @@ def test_perturbed_items_are_in_no_number_of_the_gate_and_of_clean_scores(tmp_pa
     )
     assert scores.all_metrics(scores.records_of(open_dataset(samples).iter_rows()))["accuracy"].value == 1.0
     text = str(tmp_path / "text")
-    write_dataset(
-        text,
-        "text",
-        "text/1",
-        [complete_row("text/1", {"text": "nothing of it"}, dataset="text", source="s", origin="human", split="train")],
-    )
+    written(text, "text", "text/1", [{"text": "nothing of it"}])
     clean = execute(
         spec(
             "contamination",

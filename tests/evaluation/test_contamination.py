@@ -8,9 +8,9 @@ import pytest
 
 from stages.harness import execute
 from stages.spec import ConfigError
-from storage.datasets import open_dataset, write_dataset
+from storage.datasets import open_dataset
 from storage.files import tree_digest
-from storage.schema import complete_row
+from tests.common import written
 from tests.data.driver import write_lines
 from tests.evaluation.test_stages import spec
 
@@ -106,12 +106,7 @@ def test_every_dataset_of_the_lineage_is_looked_through(tiny, home, tmp_path):
 
 
 def dataset(path, kind, rows, split="train"):
-    write_dataset(
-        str(path),
-        path.name,
-        kind,
-        [complete_row(kind, {"split": split, **row}, dataset=path.name, source="made", origin="human") for row in rows],
-    )
+    written(str(path), path.name, kind, [{"split": split, **row} for row in rows], source="made")
     return str(path)
 
 
@@ -130,33 +125,29 @@ def test_rates_and_clean_scores_are_those_of_a_count_by_hand(tmp_path):
     )
     rows = list(open_dataset(prompts).iter_rows())
     samples = str(tmp_path / "samples")
-    write_dataset(
+    written(
         samples,
         "samples",
         "eval_samples/1",
         [
-            complete_row(
-                "eval_samples/1",
-                {
-                    "run_id": "r",
-                    "item_id": row["row_id"],
-                    "sample_idx": k,
-                    "output": "",
-                    "correct": (position + k) % 3 == 0,
-                    "format_error": False,
-                    "tokens": 1,
-                    "group_id": row["group_id"],
-                    "prompt_id": row["prompt_id"],
-                    "extra_json": json.dumps({"mode": "sample", "finish": "stop"}),
-                },
-                dataset="bench",
-                source="s",
-                origin="ai",
-                split="test",
-            )
+            {
+                "run_id": "r",
+                "item_id": row["row_id"],
+                "sample_idx": k,
+                "output": "",
+                "correct": (position + k) % 3 == 0,
+                "format_error": False,
+                "tokens": 1,
+                "group_id": row["group_id"],
+                "prompt_id": row["prompt_id"],
+                "extra_json": json.dumps({"mode": "sample", "finish": "stop"}),
+            }
             for position, row in enumerate(rows)
             for k in range(2)
         ],
+        dataset="bench",
+        origin="ai",
+        split="test",
     )
     training = {
         "training.text": dataset(

@@ -11,6 +11,7 @@ from stages.harness import execute
 from stages.learning import by_method, ends, over_seeds, signal_curves, summarise
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
+from tests.common import written
 
 
 def rollouts(path, rewards, cut=(), lengths=()):
@@ -39,12 +40,7 @@ def rollouts(path, rewards, cut=(), lengths=()):
         for p, group in enumerate(groups)
         for k, r in enumerate(group)
     ]
-    write_dataset(
-        str(path),
-        "r",
-        "rollouts/1",
-        [complete_row("rollouts/1", row, dataset="r", source="s", origin="ai") for row in rows],
-    )
+    written(str(path), "r", "rollouts/1", [row for row in rows], origin="ai")
     return str(path)
 
 

@@ -11,6 +11,7 @@ from stages.harness import execute
 from stages.spec import ConfigError
 from storage.datasets import open_dataset
 from storage.files import tree_digest
+from tests.common import written
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = {"num_samples": 3, "max_completion_length": 8, "chunk": 6, "generation_batch": 16}
@@ -104,8 +105,6 @@ def test_what_cannot_be_scored_is_named_and_an_answer_without_a_program_is_a_for
     """Code prompts count answers without a program; a component that cannot score some answers says of how many and
     why; prompts without tests are not meant.
     """
-    from storage.datasets import write_dataset
-    from storage.schema import complete_row
 
     tests = [{"kind": "python", "code": "assert f() == 1"}]
     rows = [
@@ -116,21 +115,13 @@ def test_what_cannot_be_scored_is_named_and_an_answer_without_a_program_is_a_for
         for i in range(4)
     ]
     prompts = str(tmp_path / "prompts")
-    write_dataset(
+    written(
         prompts,
         "tasks",
         "prompts/1",
-        [
-            complete_row(
-                "prompts/1",
-                {"prompt": [{"role": "user", "content": f"write f {i}"}], **row},
-                dataset="tasks",
-                source="made",
-                origin="human",
-                split="test",
-            )
-            for i, row in enumerate(rows)
-        ],
+        [{"prompt": [{"role": "user", "content": f"write f {i}"}], **row} for i, row in enumerate(rows)],
+        source="made",
+        split="test",
     )
     config = {"num_samples": 0, "max_completion_length": 8, "rewards": [{"kind": "code"}, {"kind": "constraints"}]}
     result = execute(spec("evaluate", tmp_path / "run", {"model": tiny["policy"], "prompts": prompts}, config))

@@ -15,9 +15,9 @@ from stages.evaluation import mt_bench, refusals, rewardbench, signs
 from stages.evaluation.scores import Metric, all_metrics, lower_is_better, records_of, share, weighted
 from stages.harness import execute
 from stages.spec import ConfigError
-from storage.datasets import open_dataset, write_dataset
+from storage.datasets import open_dataset
 from storage.files import sha256_file, tree_digest
-from storage.schema import complete_row
+from tests.common import written
 from tests.chat_server import chat_server
 from tests.evaluation.test_stages import ROOT, spec
 
@@ -406,21 +406,15 @@ def test_refusals_of_a_policy_on_labelled_prompts(tiny, tmp_path):
 def test_mirrored_prompts_that_cannot_be_paired_are_refused_or_said(tiny, tmp_path):
     def prompts(name, rows):
         path = str(tmp_path / name)
-        write_dataset(
+        written(
             path,
             name,
             "prompts/1",
             [
-                complete_row(
-                    "prompts/1",
-                    {"prompt": [{"role": "user", "content": f"argue {i} {row}"}], "extra_json": json.dumps(row)},
-                    dataset=name,
-                    source="made",
-                    origin="human",
-                    split="train",
-                )
+                {"prompt": [{"role": "user", "content": f"argue {i} {row}"}], "extra_json": json.dumps(row)}
                 for i, row in enumerate(rows)
             ],
+            source="made",
         )
         return path
 
@@ -647,7 +641,7 @@ MT_BENCH = Path(ROOT).parent / "shared" / "data" / "mt_bench_question.jsonl"
 
 
 @pytest.mark.skipif(not MT_BENCH.exists(), reason="the question file is not beside the project")
-def test_the_published_question_file_is_read(tiny, tmp_path):
+def test_the_published_question_file_is_read(tmp_path):
     rows = [json.loads(line) for line in MT_BENCH.read_text(encoding="utf-8").splitlines()]
     data = open_dataset(ingested(tmp_path, "published", rows))
     found = {row["prompt"][0]["content"]: mt_bench.questions_of(row) for row in data.iter_rows()}

@@ -189,7 +189,7 @@ def test_samples_of_an_evaluation_are_judged_with_their_prompts(tiny, prm, tmp_p
         execute(spec("trace_error", tmp_path / "u", {"data": samples, "reward_model": prm}, {}))
 
 
-def test_a_killed_labelling_ends_with_the_same_bytes(tiny, prm, labelled, tmp_path, forks):
+def test_a_killed_labelling_ends_with_the_same_bytes(prm, labelled, tmp_path, forks):
     inputs, config = {"data": labelled, "reward_model": prm}, {"block": 1}
     whole = execute(spec("trace_error", tmp_path / "whole", inputs, config))
     (tmp_path / "spec.json").write_text(json.dumps(spec("trace_error", tmp_path / "work", inputs, config)))

@@ -16,7 +16,7 @@ from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row, prompt_id
 from tests.chat_server import chat_server
-from tests.common import assistant, silent, user
+from tests.common import assistant, silent, user, written
 from tests.reward.test_judge_stage import asked, at, better_first, by_quality, said, shown, warned
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -127,7 +127,7 @@ def test_files_of_answers_against_a_baseline(rate, file):
     assert battles[0]["len_a"] == len("quality 5") and summary["judge/first_position_rate"] == pytest.approx(0.5)
 
 
-def test_samples_of_evaluate_meet_by_prompt_and_index(rate, file, tmp_path, tiny):
+def test_samples_of_evaluate_meet_by_prompt_and_index(rate, tmp_path):
     """The stage takes what ``evaluate`` writes; conversations need their prompts; errors are clustered by prompt."""
     talk = [*user("first"), *assistant("ok"), *user("then?")]
     prompts = [
@@ -210,29 +210,24 @@ def test_an_answer_that_an_engine_failed_to_give_is_no_loss(rate, tmp_path):
     """
 
     def candidates(name, quality, lost=None):
-        write_dataset(
+        written(
             tmp_path / name,
             name,
             "candidates/1",
             [
-                complete_row(
-                    "candidates/1",
-                    {
-                        "prompt": user(f"q{i}"),
-                        "prompt_idx": i,
-                        "completion_idx": 0,
-                        "completion": assistant("" if reason == "engine_error" else f"quality {quality}"),
-                        "scores": [],
-                        "kept": reason is None,
-                        "drop_reason": reason,
-                    },
-                    dataset=name,
-                    source="s",
-                    origin="ai",
-                )
+                {
+                    "prompt": user(f"q{i}"),
+                    "prompt_idx": i,
+                    "completion_idx": 0,
+                    "completion": assistant("" if reason == "engine_error" else f"quality {quality}"),
+                    "scores": [],
+                    "kept": reason is None,
+                    "drop_reason": reason,
+                }
                 for i in range(4)
                 for reason in [(lost or {}).get(i)]
             ],
+            origin="ai",
         )
         return tmp_path / name
 

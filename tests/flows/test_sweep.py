@@ -182,7 +182,7 @@ def test_values_on_the_command_line():
             parse_over(wrong)
 
 
-def test_a_sweep_from_the_command_line_reuses_its_trials(tmp_path, monkeypatch):
+def test_a_sweep_from_the_command_line_reuses_its_trials(tmp_path):
     """A real one: of two learning rates one was run before, by itself."""
     data = tmp_path / "demos.jsonl"
     data.write_text(

@@ -77,7 +77,7 @@ def test_every_vector_of_the_issues_methods_is_mapped(adapters):
     assert missing == []
 
 
-def test_same_vectors_under_other_names_pass(tmp_path, adapters, capsys):
+def test_same_vectors_under_other_names_pass(adapters):
     """Held-back files name their vectors differently: method and input keys must find the adapter."""
     for path in FILES:
         for name, v in vectors.read_vectors(path).items():

@@ -352,7 +352,7 @@ def test_answers_of_people_to_a_task_are_labels(home, tmp_path):
     assert "human_labels" not in costs.counts_of(records.read(command(*given, "--set", "labeler=stub")["key"]))
 
 
-def test_a_run_that_was_continued_paid_for_what_it_had_done(home, tmp_path):
+def test_a_run_that_was_continued_paid_for_what_it_had_done(home):
     """Steps of an attempt that failed later are found done by the next one of the same run, and are still its cost;
     those of other runs are not.
     """

@@ -57,7 +57,7 @@ def emptied(path):
 @pytest.mark.parametrize(
     "output, file", [("model", "weights.bin"), ("data", "part-00000.parquet"), ("data", "manifest.json")]
 )
-def test_the_doctor_sees_every_kind_of_damage_and_rerun_mends_it(state_dir, tmp_path, harm, output, file):
+def test_the_doctor_sees_every_kind_of_damage_and_rerun_mends_it(state_dir, harm, output, file):
     result = run_stage(TOY, {}, {"steps": 3}, name_as="kept")
     assert told(state_dir, "contents") == []
     path = next(
@@ -274,9 +274,7 @@ def test_a_result_is_found_also_where_its_times_cannot_be_written_down(state_dir
     assert records.find(record["key"])["outputs"].keys() == record["outputs"].keys()
 
 
-def test_what_a_server_of_the_users_own_was_told_is_not_told_again_where_the_homes_first_database_is_made(
-    state_dir, monkeypatch
-):
+def test_what_a_server_of_the_users_own_was_told_is_not_told_again_where_the_homes_first_database_is_made(state_dir):
     """One on this machine was taken for the home's, and all its curves would have been sent to it twice."""
     (state_dir).mkdir()
     (state_dir / "services.json").write_text(json.dumps({"mlflow": {"url": "http://127.0.0.1:5001", "pid": 0}}))

@@ -222,8 +222,8 @@ def test_names_of_other_tools_lead_to_ours(typed, meant):
 
 def test_a_refusal_is_told_without_its_traceback_and_a_defect_with_it():
     from stages.chat import RenderError
-    from stages.harness import refused_by_us
     from stages.reward.components import RewardComponent
+    from stages.running.process import refused_by_us
 
     def caught(call):
         try:

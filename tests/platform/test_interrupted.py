@@ -414,7 +414,7 @@ def test_cleaning_leaves_alone_what_is_started_meanwhile(state_dir, monkeypatch)
     assert (home.home() / "work" / "a" / "checkpoint").exists() and not (home.home() / "work" / "b").exists()
 
 
-def test_heartbeats_go_on_in_threads_that_end_with_the_state_directory(state_dir, tmp_path, monkeypatch):
+def test_heartbeats_go_on_in_threads_that_end_with_the_state_directory(state_dir):
     leases.owner()
     before = [t for t in threading.enumerate() if t.name == "owner-beat"]
     leases.owner()

@@ -1,11 +1,13 @@
 """The house stands as drawn: flows -> tasks -> stages -> storage, and nothing else."""
 
 import ast
+import re
 import subprocess
 import sys
 
 import pytest
 
+from stages.sources import imports_in
 from stages.spec import PROJECT_ROOT, imports_of
 
 LAYERS = ("storage", "stages", "tasks", "flows")  # each may import itself and those before it
@@ -45,7 +47,7 @@ def wanted(path):
             for n in ast.walk(f)
             if isinstance(n, (ast.Import, ast.ImportFrom))
         ]
-    return {n for n in imports_of(name, _without_computed(tree), path.name == "__init__.py") if n}
+    return {n for n in imports_of(name, *imports_in(name, _without_computed(tree), path.name == "__init__.py")) if n}
 
 
 def _without_computed(tree):
@@ -96,6 +98,15 @@ def test_arrows_between_the_packages_of_stages(path):
 def test_every_package_of_stages_has_its_place():
     found = {p.parent.name for p in FILES if p.parent.parent.name == "stages"}
     assert found - {"worldgen"} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("package", ["evaluation", "ingestion", "measures"])
+def test_a_package_that_lists_its_modules_lists_those_it_has(package):
+    folder = PROJECT_ROOT / "stages" / package
+    listed = re.findall(
+        r"^(?:``(\w+)``|(\w+)\.py) ", ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), re.M
+    )
+    assert sorted(a or b for a, b in listed) == sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__")
 
 
 @pytest.mark.parametrize(

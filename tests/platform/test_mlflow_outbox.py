@@ -237,7 +237,7 @@ def test_a_failed_stage_is_shown_as_failed_when_its_command_ends(state_dir):
     )
 
 
-def test_server_away_then_back(state_dir, monkeypatch, capsys):
+def test_server_away_then_back(state_dir, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "1")
     run = start_flow("demo", {})

@@ -156,7 +156,7 @@ def test_a_full_disk_is_one_sentence_and_with_room_the_same_command_goes_on(disk
 
 
 @pytest.mark.parametrize("files", [3, 12, 22])
-def test_a_disk_that_holds_no_more_files_is_told_as_that(disk, tmp_path, reference, pairs, files, monkeypatch):
+def test_a_disk_that_holds_no_more_files_is_told_as_that(disk, reference, pairs, files, monkeypatch):
     """Its room is not what is lacking."""
     home = disk(None)
     subprocess.run(["mount", "-o", f"remount,nr_inodes={files}", str(home.parent)], check=True)
@@ -314,9 +314,9 @@ def test_a_refusal_of_any_kind_is_wrong_usage(tmp_path):
     again.
     """
     program = (
-        "import os, sys\nfrom stages import harness\nfrom stages.reward.grape import RubricError\ndef refuse(spec,"
-        " emit):\n    raise RubricError('write the category')\nharness.execute ="
-        " refuse\nos.environ['POSTTRAIN_PARENT_PID'] = str(os.getppid())\nsys.exit(harness.main(sys.argv[1]))\n"
+        "import os, sys\nfrom stages.running import process\nfrom stages.reward.grape import RubricError\ndef refuse(spec,"
+        " emit):\n    raise RubricError('write the category')\nprocess.execute ="
+        " refuse\nos.environ['POSTTRAIN_PARENT_PID'] = str(os.getppid())\nsys.exit(process.main(sys.argv[1]))\n"
     )
     (tmp_path / "spec.json").write_text(json.dumps({"stage": TOY}))
     # main changes its process for good

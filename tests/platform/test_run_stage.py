@@ -252,7 +252,7 @@ def test_the_slots_of_a_stage_are_on_cards_of_their_own(state_dir, monkeypatch, 
     [s.release() for s in one + two + last]
 
 
-def test_vllm_over_several_cards_leases_them_all(state_dir, monkeypatch, cards):
+def test_vllm_over_several_cards_leases_them_all(state_dir, cards):
     import dataclasses
 
     import tests.toy_stage as toy
@@ -324,7 +324,7 @@ def test_the_doctor_names_models_and_datasets_that_lost_their_files(state_dir):
     assert any(not ok and "model:kept" in text for ok, text in contents(state_dir, False))
 
 
-def test_a_damaged_checkpoint_is_told(state_dir, monkeypatch):
+def test_a_damaged_checkpoint_is_told(state_dir):
     config = {"steps": 9, "save_every": 2, "fail_at": 7}
     with pytest.raises(StageError):
         run_stage("tests.toy_stage", {}, config)
@@ -382,7 +382,7 @@ def test_lineage_reads_from_a_name_to_the_outside(state_dir, tmp_path):
     assert tree["inputs"]["model"].get("again") is True
     text = "\n".join(lineage.lines(tree))
     assert "(from outside)" in text and "└─" in text
-    assert [u["stage"] for u in lineage.uses(store.resolve(first.outputs["model"]).digest)] == ["toy"]
+    assert [r["stage"] for r in records.users_of(store.resolve(first.outputs["model"]).digest)] == ["toy"]
     assert lineage.tree(first.key[:12])["key"] == first.key
     with pytest.raises(store.StoreError):
         lineage.tree("model:unknown")

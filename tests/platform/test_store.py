@@ -198,7 +198,7 @@ def test_datasets_on_a_url(tmp_path, monkeypatch):
     assert store.check_output("dataset", back.path, back.digest, None, full=True)[0]
 
 
-def test_bad_names_are_refused(tmp_path):
+def test_bad_names_are_refused():
     with pytest.raises(ValueError, match="cannot be a name"):
         registry.register("../up", "a" * 64)
     with pytest.raises(registry.RegistryError, match="no version 7"):

@@ -229,7 +229,7 @@ def test_a_finished_solution_is_its_own_rollout(tiny, sums, train, tmp_path):
     assert cut["summary"]["steps"] == 12 and cut["summary"]["rollouts"] == 24, "of a solution that goes on"
 
 
-def test_a_proxy_that_likes_wrong_answers_is_found_out(tiny, sums, train):
+def test_a_proxy_that_likes_wrong_answers_is_found_out(sums, train):
     """The stored reward grows as the verdict falls: best-of-n raises the proxy and ruins the gold score."""
     result = train("overoptimisation", {}, {"candidates": sums["candidates"]})
     summary = result["summary"]

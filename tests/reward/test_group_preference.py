@@ -78,7 +78,7 @@ def test_the_order_of_the_context_and_other_targets_change_nothing(learned):
     other[0] += 1.0
     assert not torch.allclose(predicted(made, x, other, m)[0][0, m:], mean[0, m:], atol=1e-6)
     assert (log_variance == 0).all() != learned
-    assert attention_mask(2, 4).int().tolist() == [[1, 1, 0, 0]] * 4
+    assert attention_mask(torch.arange(4)[None] < 2).int().tolist() == [[[1, 1, 0, 0]] * 4]
 
 
 def attended(made, x, y, m):

@@ -431,7 +431,7 @@ def test_principles_files_are_read_or_refused_with_everything_that_is_wrong(tmp_
         principles.read_principles(str(file))
 
 
-def test_a_chain_of_thought_is_read_before_the_label_and_clamped(judge, given, tiny):
+def test_a_chain_of_thought_is_read_before_the_label_and_clamped(judge, given):
     """The reasoning of each order is in the request for the letters; its saturated probabilities are clamped to [0.4,
     0.6], the raw ones are kept.
     """

@@ -445,7 +445,7 @@ def test_rows_are_cut_to_the_positions_that_an_encoder_has(encoder, name, positi
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
-def test_an_encoder_without_special_tokens_says_what_to_give(encoder, tmp_path):
+def test_an_encoder_without_special_tokens_says_what_to_give(encoder):
     """It ended in a bare StopIteration."""
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer

@@ -187,7 +187,7 @@ def test_an_overloaded_server_is_asked_again_and_others_at_once(monkeypatch):
         assert 1 < server.most <= 3 and len(server.seen) == 6
 
 
-def test_one_answer_that_is_refused_costs_its_own_score(monkeypatch):
+def test_one_answer_that_is_refused_costs_its_own_score():
     """HTTP 413 of a batch is about one of its answers: it is halved until it is alone."""
     with chat_server(
         lambda body: 413 if any(len(one[-1]["content"]) > 5 for one in body["messages"]) else lengths(body)

@@ -727,7 +727,7 @@ def test_an_answer_has_one_deadline_however_its_bytes_come(monkeypatch):
         )
 
 
-def test_half_a_character_of_a_server_can_be_written(tmp_path):
+def test_half_a_character_of_a_server_can_be_written():
     """JSON can say half of a surrogate pair, which no dataset can hold: a run would end at it, and with a journal of
     answers end there again.
     """
@@ -740,7 +740,7 @@ def test_half_a_character_of_a_server_can_be_written(tmp_path):
     assert text == "so \ufffd or \U0001f600" and text.encode()
 
 
-def test_an_answer_that_a_filter_withholds_is_that_requests(monkeypatch):
+def test_an_answer_that_a_filter_withholds_is_that_requests():
     """No probabilities because of the content filter end nothing; a text in parts is their text."""
     top = {"token": "A", "top_logprobs": [{"token": "A", "logprob": -0.1}, {"token": "B", "logprob": -3.0}]}
     with chat_server(

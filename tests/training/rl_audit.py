@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch.func import functional_call
 
-PAIRED = ("p3o", "copg", "online_ipo")
-
 
 class Watch:
     """Notes every optimizer step inside the block: ``policy`` and ``critic``, lists of weights before, items, metrics,

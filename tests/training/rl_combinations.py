@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import numpy as np
+from tests.common import written
 
 SPREAD = {
     "name": "spread",
@@ -569,16 +570,12 @@ def world_in(home: Path, tiny_policy) -> World:
             for i in range(10)
         ]
         write_dataset(str(home / "prompts"), "prompts", "prompts/1", rows)
-        write_dataset(
+        written(
             str(home / "text"),
             "text",
             "text/1",
-            [
-                complete_row(
-                    "text/1", {"text": f"two plus {i} is a sum. " * 3}, dataset="t", source="s", origin="human"
-                )
-                for i in range(6)
-            ],
+            [{"text": f"two plus {i} is a sum. " * 3} for i in range(6)],
+            dataset="t",
         )
     return World(paths, str(home / "prompts"), str(home / "text"), home)
 

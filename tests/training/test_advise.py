@@ -6,9 +6,8 @@ from stages import advise
 from stages.harness import execute
 from stages.registry import get_spec
 from stages.spec import ConfigError
-from storage.datasets import open_dataset, write_dataset
-from storage.schema import complete_row
-from tests.common import assistant, user
+from storage.datasets import open_dataset
+from tests.common import assistant, user, written
 from tests.evaluation.test_stages import spec as plain
 
 FULL = {"rows": 60_000}
@@ -78,12 +77,7 @@ def noisy(tmp_path):
     ]
     rows += [{"prompt": user("q 0"), "chosen": rows[0]["rejected"], "rejected": rows[0]["chosen"]}]
     rows[1]["label_prob"] = 0.6
-    write_dataset(
-        str(tmp_path / "pairs"),
-        "noisy",
-        "pairs/1",
-        [complete_row("pairs/1", row, dataset="noisy", source="s", origin="human", split="train") for row in rows],
-    )
+    written(str(tmp_path / "pairs"), "noisy", "pairs/1", [row for row in rows])
     return str(tmp_path / "pairs")
 
 

@@ -133,7 +133,7 @@ def test_length_rewards_ask_what_the_other_components_said():
     assert scored([{"kind": "length_target"}], [target])[0].total is None
 
 
-def test_one_unreadable_score_does_not_make_a_batch_unscorable(monkeypatch):
+def test_one_unreadable_score_does_not_make_a_batch_unscorable():
     component = RewardComponent(kind="model", normalise="batch")
 
     class Scorer:
@@ -178,7 +178,7 @@ def test_no_tool_call_costs_a_trajectory():
         )
 
 
-def test_what_a_careless_environment_answers_is_refused_with_what_to_return(tiny, data, spec, tmp_path):
+def test_what_a_careless_environment_answers_is_refused_with_what_to_return(tiny, spec, tmp_path):
     """Events or an end that are a text were taken apart by letters or as true, and half of a surrogate pair ended the
     whole stage: in an observation, an event or the text of an error.
     """
@@ -781,7 +781,7 @@ def test_the_greedy_baseline_is_of_the_same_world(tiny, data, spec):
     assert len({r["reward"] for r in rows}) == 2 and all(r["advantages"] == [0.0] * r["length"] for r in rows)
 
 
-def test_a_control_with_random_rewards_pays_no_trajectory_that_its_environment_lost(tiny, data, spec, tmp_path):
+def test_a_control_with_random_rewards_pays_no_trajectory_that_its_environment_lost(tiny, spec, tmp_path):
     from storage.datasets import write_dataset
     from storage.schema import complete_row
 

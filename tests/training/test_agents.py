@@ -20,6 +20,7 @@ from stages.models.sharding import Acting
 from stages.rl import Config
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
+from tests.common import silent, written
 
 COUNTDOWN = "tests.training.environments:Countdown"
 SMALL = {
@@ -46,7 +47,7 @@ def train(spec, tiny, data, name, config, **inputs):
     )
     for key, path in inputs.items():
         made["inputs"][key] = {"kind": "model", "path": path, "ref": key, "digest": key}
-    result = execute(made, lambda event: None)
+    result = execute(made, silent)
     return result, [
         json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()
     ]
@@ -272,7 +273,7 @@ def test_a_failing_environment_costs_its_own_trajectory(tiny, data, spec, tmp_pa
             {"model": tiny["policy"], "data": str(tmp_path / "tasks")},
             f"fail-{how}",
         )
-        result = execute(made, lambda event: None)
+        result = execute(made, silent)
         rows = rows_of(result)
         bad = [r for r in rows if r["finish_reason"] == "failure"]
         assert bad and all(
@@ -327,19 +328,12 @@ def test_what_an_environment_refuses(tiny, data, spec, tmp_path):
     asked = [{"kind": "debate", "endpoint": "http://localhost:1/v1", "endpoint_model": "m"}]
     with pytest.raises(Exception, match="argues about two answers, and prompt"):
         train(spec, tiny, data, "debate-answers", {"environment": "debate", "rewards": asked})
-    write_dataset(
+    written(
         str(tmp_path / "tasks"),
         "tasks",
         "prompts/1",
-        [
-            complete_row(
-                "prompts/1",
-                {"prompt": [{"role": "user", "content": "q"}], "extra_json": '{"answers": ["a", "b"]}'},
-                dataset="d",
-                source="s",
-                origin="human",
-            )
-        ],
+        [{"prompt": [{"role": "user", "content": "q"}], "extra_json": '{"answers": ["a", "b"]}'}],
+        dataset="d",
     )
     disputed = {"prompts": str(tmp_path / "tasks")}
     with pytest.raises(Exception, match="baseline=v_star needs completions of one prompt"):
@@ -712,9 +706,7 @@ def test_an_agent_is_evaluated_in_its_environment(tiny, spec):
         "max_completion_length": 120,
         "num_samples": 2,
     }
-    result = execute(
-        spec("evaluate", config, {"model": tiny["policy"], "prompts": tiny["prompts"]}, "eval"), lambda event: None
-    )
+    result = execute(spec("evaluate", config, {"model": tiny["policy"], "prompts": tiny["prompts"]}, "eval"), silent)
     summary = result["summary"]
     assert summary["accuracy"] == 1.0 and summary["accuracy_low"] < 1.0 and summary["greedy_accuracy"] == 1.0
     assert (
@@ -735,7 +727,7 @@ def test_an_agent_is_evaluated_in_its_environment(tiny, spec):
             {"model": tiny["policy"], "prompts": tiny["prompts"]},
             "stopped",
         ),
-        lambda event: None,
+        silent,
     )
     assert stopped["summary"]["protocol_hash"] != summary["protocol_hash"]
     said, before = (
@@ -757,7 +749,7 @@ def test_an_agent_is_evaluated_in_its_environment(tiny, spec):
             {"model": tiny["policy"], "prompts": tiny["prompts"]},
             "short",
         ),
-        lambda event: None,
+        silent,
     )["summary"]
     assert (
         short["accuracy"] == 0.0
@@ -950,7 +942,7 @@ def test_continuations_that_an_engine_lost_are_left_out(tiny, data, spec):
     stage = Stage(
         get_stage("rl"),
         spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, "vine-lost"),
-        lambda event: None,
+        silent,
     )
     renderer = renderer_for(tiny["policy"])
     rewards = build_rewards(stage.config.rewards, stage.inputs, renderer=renderer)
@@ -1010,6 +1002,50 @@ def test_continuations_that_an_engine_lost_are_left_out(tiny, data, spec):
     ]
 
 
+def rows_under_a_curriculum(tiny, data, spec, tmp_path, iterations, **curriculum):
+    """(rollouts of six steps, the easy prompts): every fifth prompt was always right, the others in a quarter of the
+    samples; before the last of several ``iterations`` all were right.
+    """
+    known = list(open_dataset(data["prompts"]).iter_rows(split="train"))
+    easy = {r["prompt_id"] for i, r in enumerate(known) if i % 5 == 0}
+    stats = written(
+        tmp_path / "stats",
+        "stats",
+        "prompt_stats/1",
+        [
+            {
+                "prompt_id": r["prompt_id"],
+                "iteration": k,
+                "n": 8,
+                "mean_reward": 0.0,
+                "reward_std": 0.0,
+                "pass_at_1": 1.0 if r["prompt_id"] in easy or k < iterations - 1 else 0.25,
+                "mean_logprob": 0.0,
+                "kept": True,
+            }
+            for r in known
+            for k in range(iterations)
+        ],
+        origin="ai",
+    )
+    made = spec(
+        "rl",
+        {
+            **ANSWERS,
+            "preset": "grpo",
+            "beta": 0.0,
+            "max_completion_length": 8,
+            "max_steps": 6,
+            "rewards": [{"kind": "verifier"}],
+            **curriculum,
+        },
+        {"model": tiny["policy"], "data": data["prompts"]},
+        curriculum["curriculum"],
+    )
+    made["inputs"]["prompt_stats"] = {"kind": "dataset", "path": stats, "ref": "stats", "digest": "stats"}
+    return rows_of(execute(made, silent)), easy
+
+
 def test_prompts_are_admitted_by_pass_at_k(tiny, data, spec, tmp_path):
     from stages.policy.schedules import pass_at_k_band
 
@@ -1026,51 +1062,9 @@ def test_prompts_are_admitted_by_pass_at_k(tiny, data, spec, tmp_path):
     )
     with pytest.raises(ValueError, match="passk_k"):
         pass_at_k_band(counts, 5, [0.5], 0.0)
-    known = list(open_dataset(data["prompts"]).iter_rows(split="train"))
-    stats = [
-        complete_row(
-            "prompt_stats/1",
-            {
-                "prompt_id": r["prompt_id"],
-                "iteration": k,
-                "n": 8,
-                "mean_reward": 0.0,
-                "reward_std": 0.0,
-                "pass_at_1": p,
-                "mean_logprob": 0.0,
-                "kept": True,
-            },
-            dataset="d",
-            source="s",
-            origin="ai",
-        )
-        for i, r in enumerate(known)
-        for k, p in ((0, 1.0), (1, 1.0 if i % 5 == 0 else 0.25))
-    ]
-    write_dataset(str(tmp_path / "stats"), "stats", "prompt_stats/1", stats)
-    made = spec(
-        "rl",
-        {
-            **ANSWERS,
-            "preset": "grpo",
-            "beta": 0.0,
-            "max_completion_length": 8,
-            "max_steps": 6,
-            "curriculum": "pass_at_k",
-            "passk_bands": [0.9, 0.2],
-            "rewards": [{"kind": "verifier"}],
-        },
-        {"model": tiny["policy"], "data": data["prompts"]},
-        "passk",
+    rows, easy = rows_under_a_curriculum(
+        tiny, data, spec, tmp_path, iterations=2, curriculum="pass_at_k", passk_bands=[0.9, 0.2]
     )
-    made["inputs"]["prompt_stats"] = {
-        "kind": "dataset",
-        "path": str(tmp_path / "stats"),
-        "ref": "stats",
-        "digest": "stats",
-    }
-    rows = rows_of(execute(made, lambda event: None))
-    easy = {r["prompt_id"] for i, r in enumerate(known) if i % 5 == 0}
     first, later = ({r["prompt_id"] for r in rows if (r["iteration"] < 3) is early} for early in (True, False))
     assert first <= easy and len(first) == 6, (
         "the first half of the run sees what pass@1 >= 0.9 admits, none twice while others wait"
@@ -1097,50 +1091,9 @@ def test_self_paced_rl_lets_harder_prompts_in(tiny, data, spec, tmp_path):
     assert self_paced_admitted(counts, (0.5, 2.0), 0.51) == list("abcd") and self_paced_admitted(
         {"c": (4, 1), "d": (4, 0), "e": (8, 2)}, (0.1, 2.0), 0.0
     ) == ["c", "e"]
-    known = list(open_dataset(data["prompts"]).iter_rows(split="train"))
-    stats = [
-        complete_row(
-            "prompt_stats/1",
-            {
-                "prompt_id": r["prompt_id"],
-                "iteration": 0,
-                "n": 8,
-                "mean_reward": 0.0,
-                "reward_std": 0.0,
-                "pass_at_1": 1.0 if i % 5 == 0 else 0.25,
-                "mean_logprob": 0.0,
-                "kept": True,
-            },
-            dataset="d",
-            source="s",
-            origin="ai",
-        )
-        for i, r in enumerate(known)
-    ]
-    write_dataset(str(tmp_path / "stats"), "stats", "prompt_stats/1", stats)
-    made = spec(
-        "rl",
-        {
-            **ANSWERS,
-            "preset": "grpo",
-            "beta": 0.0,
-            "max_completion_length": 8,
-            "max_steps": 6,
-            "curriculum": "self_paced",
-            "self_paced_thresholds": [0.4, 1.25],
-            "rewards": [{"kind": "verifier"}],
-        },
-        {"model": tiny["policy"], "data": data["prompts"]},
-        "paced",
+    rows, easy = rows_under_a_curriculum(
+        tiny, data, spec, tmp_path, iterations=1, curriculum="self_paced", self_paced_thresholds=[0.4, 1.25]
     )
-    made["inputs"]["prompt_stats"] = {
-        "kind": "dataset",
-        "path": str(tmp_path / "stats"),
-        "ref": "stats",
-        "digest": "stats",
-    }
-    rows = rows_of(execute(made, lambda event: None))
-    easy = {r["prompt_id"] for i, r in enumerate(known) if i % 5 == 0}
     first, last = (
         {r["prompt_id"] for r in rows if r["iteration"] == 0},
         {r["prompt_id"] for r in rows if r["iteration"] == 5},
@@ -1194,7 +1147,7 @@ def test_prompts_outside_the_difficulty_band_are_left_out(tiny, data, spec, tmp_
         "ref": "stats",
         "digest": "stats",
     }
-    result = execute(made, lambda event: None)
+    result = execute(made, silent)
     wanted = {p for p, rate in rates.items() if rate in (0.2, 0.3, 0.4)}
     assert {r["prompt_id"] for r in rows_of(result)} == wanted
     table = [r for r in rows_of(result, "prompt_stats") if r["iteration"] == -1]
@@ -1206,7 +1159,7 @@ def test_prompts_outside_the_difficulty_band_are_left_out(tiny, data, spec, tmp_
     with pytest.raises(Exception, match="no prompt has a pass rate"):
         execute(
             spec("rl", {**config, "passk_samples": 2}, {"model": tiny["policy"], "data": data["prompts"]}, "no-band"),
-            lambda event: None,
+            silent,
         )
 
 
@@ -1243,7 +1196,7 @@ def test_debaters_are_paid_by_the_judge_and_trained_on_their_own_words(tiny, spe
     made = spec(
         "rl", config, {"model": tiny["policy"], "data": str(tmp_path / "tasks"), "judge": tiny["other"]}, "debate"
     )
-    result = execute(made, lambda event: None)
+    result = execute(made, silent)
     rows, renderer = rows_of(result), renderer_for(tiny["policy"])
     metrics = json.loads(Path(made["workdir"], "metrics.jsonl").read_text().splitlines()[0])["metrics"]
     said = {}
@@ -1285,7 +1238,7 @@ def test_debaters_are_paid_by_the_judge_and_trained_on_their_own_words(tiny, spe
         execute(
             spec("rl", config, {"model": tiny["policy"], "data": tiny["prompts"], "judge": tiny["other"]}, "no-answers")
             | {"config": {**config, "split": "test"}},
-            lambda event: None,
+            silent,
         )
     with pytest.raises(Exception, match="a debate has two sides"):
         execute(
@@ -1295,7 +1248,7 @@ def test_debaters_are_paid_by_the_judge_and_trained_on_their_own_words(tiny, spe
                 {"model": tiny["policy"], "data": str(tmp_path / "tasks"), "judge": tiny["other"]},
                 "vine",
             ),
-            lambda event: None,
+            silent,
         )
 
 
@@ -1341,7 +1294,7 @@ def test_a_debate_is_evaluated_before_a_judge(tiny, spec, tmp_path):
         {"model": tiny["policy"], "prompts": str(tmp_path / "tasks"), "judge": tiny["other"]},
         "debate",
     )
-    result = execute(built, lambda event: None)
+    result = execute(built, silent)
     rows = [{**r, **json.loads(r["extra_json"])} for r in rows_of(result, "samples")]
     assert len(rows) == 4 * 3 * 2 and len({(r["item_id"], r["sample_idx"]) for r in rows}) == len(rows)
     judge = Judge(LocalJudge(tiny["other"], RewardCard(), "cpu"), "preference", prompt=prompt)
@@ -1404,5 +1357,5 @@ def test_a_debate_is_evaluated_before_a_judge(tiny, spec, tmp_path):
                 {"model": tiny["policy"], "prompts": str(tmp_path / "tasks")},
                 "unjudged",
             ),
-            lambda event: None,
+            silent,
         )

@@ -16,7 +16,7 @@ from stages.harness import execute
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-from tests.common import assistant, silent, user
+from tests.common import assistant, silent, user, written
 from tests.training.test_align_methods import World, preferences  # noqa: F401
 from tests.training.test_resume import outputs
 
@@ -240,12 +240,7 @@ def test_equal_or_missing_scores_are_dropped_where_the_loss_needs_them(tiny, pre
     rows = list(open_dataset(preferences["pairs"]).iter_rows(split="train"))
     rows[0]["chosen_score"] = rows[0]["rejected_score"]
     rows[1]["chosen_score"] = rows[1]["margin"] = None
-    write_dataset(
-        str(tmp_path / "d"),
-        "d",
-        "pairs/1",
-        [complete_row("pairs/1", r, dataset="d", source="s", origin="human") for r in rows],
-    )
+    written(str(tmp_path / "d"), "d", "pairs/1", [r for r in rows])
     data = {**preferences, "pairs": str(tmp_path / "d")}
     odpo, rpo, dpo = (World(tiny, data, method=m) for m in ("odpo", "rpo", "dpo"))
     assert (len(odpo.items), len(rpo.items), len(dpo.items)) == (4, 5, 6)
@@ -560,20 +555,11 @@ def test_ipo_with_mean_log_ratios_and_simpo_with_nll(tiny, preferences):
 
 def test_slic_regularises_towards_target_answers(tiny, preferences, spec, tmp_path):
     pairs = list(open_dataset(preferences["pairs"]).iter_rows())
-    write_dataset(
+    written(
         str(tmp_path / "targets"),
         "t",
         "demonstrations/1",
-        [
-            complete_row(
-                "demonstrations/1",
-                {"messages": r["prompt"] + assistant("the target"), "train_turns": [len(r["prompt"])]},
-                dataset="t",
-                source="s",
-                origin="human",
-            )
-            for r in pairs[1:]
-        ],
+        [{"messages": r["prompt"] + assistant("the target"), "train_turns": [len(r["prompt"])]} for r in pairs[1:]],
     )
     results = []
     for given in ({}, {"targets": {"kind": "dataset", "path": str(tmp_path / "targets"), "ref": "t", "digest": "t"}}):

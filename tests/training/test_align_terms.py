@@ -16,7 +16,7 @@ from stages.direct.direct_alignment import DirectAlignment
 from stages.harness import execute
 from stages.spec import ConfigError, parse_config
 from storage.datasets import open_dataset
-from tests.common import silent
+from tests.common import silent, written
 from tests.training.test_align_methods import FORMULAS, H, L, World, nll, pairwise, parts, preferences  # noqa: F401
 from tests.training.test_invariance import gradient
 
@@ -387,17 +387,10 @@ def test_every_loss_of_a_sum_has_its_own_options_columns_and_reduction(tiny, pre
 
 
 def test_pairs_that_an_added_loss_cannot_read_are_dropped(tiny, preferences, tmp_path):
-    from storage.datasets import write_dataset
-    from storage.schema import complete_row
 
     rows = list(open_dataset(preferences["pairs"]).iter_rows(split="train"))
     rows[0]["chosen_score"] = rows[0]["rejected_score"]
-    write_dataset(
-        str(tmp_path / "d"),
-        "d",
-        "pairs/1",
-        [complete_row("pairs/1", r, dataset="d", source="s", origin="human") for r in rows],
-    )
+    written(str(tmp_path / "d"), "d", "pairs/1", [r for r in rows])
     data = {**preferences, "pairs": str(tmp_path / "d")}
     assert len(World(tiny, data, method="dpo").items) == 6
     world = World(tiny, data, method="dpo", also=[{"method": "odpo"}])

@@ -10,10 +10,9 @@ import pytest
 from stages.running import usage
 from stages.running.blocks import in_blocks
 from stages.harness import execute
-from storage.datasets import open_dataset, write_dataset
+from storage.datasets import open_dataset
 from storage.files import tree_digest
-from storage.schema import complete_row
-from tests.common import silent
+from tests.common import silent, written
 
 
 class Killed(BaseException):
@@ -85,25 +84,19 @@ def test_finished_blocks_are_read_back_and_damaged_ones_computed_again(tmp_path,
 
 
 def demonstrations(path, n=40):
-    write_dataset(
+    written(
         path,
         "many",
         "demonstrations/1",
         [
-            complete_row(
-                "demonstrations/1",
-                {
-                    "messages": [
-                        {"role": "user", "content": f"say {i} " * (1 + i % 5)},
-                        {"role": "assistant", "content": f"well, {i} it is " * (1 + i % 7)},
-                    ],
-                    "train_turns": [1],
-                },
-                dataset="many",
-                source="s",
-                origin="human",
-                split="validation" if i % 10 == 0 else "train",
-            )
+            {
+                "messages": [
+                    {"role": "user", "content": f"say {i} " * (1 + i % 5)},
+                    {"role": "assistant", "content": f"well, {i} it is " * (1 + i % 7)},
+                ],
+                "train_turns": [1],
+                "split": "validation" if i % 10 == 0 else "train",
+            }
             for i in range(n)
         ],
     )
@@ -158,17 +151,7 @@ def test_kill9_makes_every_call_once(spec, tiny, tmp_path, forks, min_gain):
         str(tmp_path / "texts"),
         [f"{i} and {i} is <API>calculator({i} + {i})</API>, is it not? <API>clock({i})</API>" for i in range(30)],
     )
-    write_dataset(
-        path,
-        "texts",
-        "text/1",
-        [
-            complete_row(
-                "text/1", {"text": t, "n_chars": len(t)}, dataset="texts", source="s", origin="human", split="train"
-            )
-            for t in texts
-        ],
-    )
+    written(path, "texts", "text/1", [{"text": t, "n_chars": len(t)} for t in texts])
     config, inputs = {"block": 3}, {"data": path}
     if min_gain is not None:
         config, inputs = {**config, "min_gain": min_gain, "mode": "append"}, {**inputs, "model": tiny["policy"]}
@@ -276,26 +259,19 @@ def test_scores_and_embeddings_are_computed_once(spec, tiny, tmp_path, monkeypat
 
     monkeypatch.setattr(group_preference, "BLOCK", 16)
     path = str(tmp_path / "ratings")
-    write_dataset(
+    written(
         path,
         "ratings",
         "ratings/1",
         [
-            complete_row(
-                "ratings/1",
-                {
-                    "prompt": [{"role": "user", "content": f"question {i % 6}"}],
-                    "completion": [{"role": "assistant", "content": f"answer {i}"}],
-                    "score": float(i % 5),
-                    "scale_min": 0.0,
-                    "scale_max": 4.0,
-                    "extra_json": json.dumps({"group": f"g{i % 4}"}),
-                },
-                dataset="ratings",
-                source="s",
-                origin="human",
-                split="train",
-            )
+            {
+                "prompt": [{"role": "user", "content": f"question {i % 6}"}],
+                "completion": [{"role": "assistant", "content": f"answer {i}"}],
+                "score": float(i % 5),
+                "scale_min": 0.0,
+                "scale_max": 4.0,
+                "extra_json": json.dumps({"group": f"g{i % 4}"}),
+            }
             for i in range(48)
         ],
     )

@@ -14,7 +14,7 @@ from stages.registry import get_spec
 from stages.settings import template_text
 from stages.spec import ConfigError
 from storage.datasets import open_dataset
-from tests.common import silent
+from tests.common import silent, written
 from tests.data.driver import ingest, write_lines
 
 #: Shows tools and calls, and thinks unless it is told not to.
@@ -244,8 +244,6 @@ def test_a_template_is_read_from_a_file_or_a_model_directory(tmp_path, tiny, tem
 
 
 def test_variables_and_templates_that_nothing_reads_are_refused(tiny, data, spec, template, tmp_path):
-    from storage.datasets import write_dataset
-    from storage.schema import complete_row
 
     given = {"chat_template": template}
     with pytest.raises(RenderError, match="reads no variable 'enable_thoughts'"):
@@ -266,16 +264,7 @@ def test_variables_and_templates_that_nothing_reads_are_refused(tiny, data, spec
         with pytest.raises(ValueError, match="prompt_template=none shows prompts without the chat template"):
             config(prompt_template="none", **given)
     text = str(tmp_path / "text")
-    write_dataset(
-        text,
-        "text",
-        "text/1",
-        [
-            complete_row(
-                "text/1", {"text": "plain words", "n_chars": 11}, dataset="t", source="s", origin="human", split="train"
-            )
-        ],
-    )
+    written(text, "text", "text/1", [{"text": "plain words", "n_chars": 11}], dataset="t")
     with pytest.raises(ConfigError, match="plain text, which no chat template shows"):
         execute(spec("sft", {"max_steps": 1, **given}, {"model": tiny["policy"], "data": text}, "b"), silent)
     with pytest.raises(ConfigError, match="show prompts and pairs to a policy"):

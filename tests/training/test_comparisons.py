@@ -365,7 +365,7 @@ def test_validation_leaves_out_what_compares_answers(rl, tiny, pairwise):
         )
 
 
-def test_an_answer_alone_is_unscorable_everywhere(rl, tiny, pairwise, data, spec):
+def test_an_answer_alone_is_unscorable_everywhere(tiny, pairwise, data, spec):
     """One rule for RL, rejection and evaluation: no 1/2 and no majority of one. An answer beside cut ones is not alone;
     a watched component does not take the others' reward away.
     """

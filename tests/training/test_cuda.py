@@ -502,7 +502,7 @@ def test_weights_are_pushed_in_the_engines_type_through_memory_and_leave_nothing
     ], "it sleeps while the dearest micro-batch is tried"
 
 
-def test_room_in_memory_is_taken_only_where_there_is_twice_as_much(monkeypatch):
+def test_room_in_memory_is_taken_only_where_there_is_twice_as_much():
     found = engines.memory_disk("a stage", 10)
     assert found is not None and found.stat().st_mode & 0o077 == 0
     (found / "left").write_text("by a killed process")

@@ -13,10 +13,10 @@ from stages.reward import grape, rubrics
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
 from stages.spec import ConfigError
-from storage.datasets import open_dataset, write_dataset
-from storage.schema import complete_row
+from storage.datasets import open_dataset
 from tests.chat_server import chat_server
-from tests.common import silent, user
+from tests.common import silent, user, written
+from tests.vector_adapters.grape import advantages
 
 LETTERS = {
     "id": "vowel",
@@ -55,25 +55,20 @@ def rows_of(result, name):
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("grape") / "prompts")
-    write_dataset(
+    written(
         path,
         "asked",
         "prompts/1",
         [
-            complete_row(
-                "prompts/1",
-                {
-                    "prompt": user(f"{i}+{i}?"),
-                    "answer": str(2 * i),
-                    "answer_type": "integer",
-                    "category": ("add", "double")[i % 2],
-                },
-                dataset="asked",
-                source="made",
-                origin="human",
-            )
+            {
+                "prompt": user(f"{i}+{i}?"),
+                "answer": str(2 * i),
+                "answer_type": "integer",
+                "category": ("add", "double")[i % 2],
+            }
             for i in range(4)
         ],
+        source="made",
     )
     return path
 
@@ -114,15 +109,7 @@ def scorer_of(tmp_path, items, component=None, inputs=None):
     file = tmp_path / "own.json"
     file.write_text(json.dumps({"categories": {"c": {"items": items}}}))
     path = str(tmp_path / f"own-{len(list(tmp_path.iterdir()))}")
-    write_dataset(
-        path,
-        "own",
-        rubrics.KIND,
-        [
-            complete_row(rubrics.KIND, row, dataset="own", source="s", origin="human")
-            for row in rubrics.read_rubric(str(file))
-        ],
-    )
+    written(path, "own", rubrics.KIND, [row for row in rubrics.read_rubric(str(file))])
     return build_rewards([RewardComponent(kind="rubric", **(component or {}))], {"rubric": path, **(inputs or {})})
 
 
@@ -639,11 +626,7 @@ def test_degenerate_rewards():
     assert reward == [None, None, 1.0] and phibar == {"c": [0.0, 0.0], "d": [0.5]} and zero == set(), (
         "every item of a category unscorable"
     )
-    assert grape.advantages(reward, ["q", "q", "r"]) == [
-        0.0,
-        0.0,
-        0.0,
-    ], "groups with fewer than two rewards teach nothing"
+    assert advantages(reward, ["q", "q", "r"]) == [0.0, 0.0, 0.0], "groups with fewer than two rewards teach nothing"
     assert grape.rewards([], [], [], weights) == ([], {}, set())
     assert grape.rewards([[None, 1.0]], [[None, 1.0]], ["c"], {"c": [1.0, 0.0]}, invalid_policy="drop_item")[0] == [
         None
@@ -757,7 +740,7 @@ def test_rl_with_a_rubric_can_be_audited(tiny, prompts, rubric, spec):
             {"add": [0.7, 0.3], "double": [1.0]},
         )
         assert [r["reward"] for r in part] == pytest.approx(reward) and phibar == {"add": [1.0, 1.0], "double": [1.0]}
-        expected = grape.advantages(reward, [r["prompt_id"] for r in part])
+        expected = advantages(reward, [r["prompt_id"] for r in part])
         assert [r["advantages"][0] for r in part if r["length"]] == pytest.approx(
             [a for a, r in zip(expected, part) if r["length"]], abs=1e-6
         )
@@ -800,18 +783,12 @@ def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, t
     from stages.models.modeling import load_policy
 
     answers = str(tmp_path / "answers")
-    write_dataset(
+    written(
         answers,
         "answers",
         "demonstrations/1",
         [
-            complete_row(
-                "demonstrations/1",
-                {"messages": user(f"{i}+{i}?") + [{"role": "assistant", "content": f"{2 * i}"}], "train_turns": [1]},
-                dataset="answers",
-                source="s",
-                origin="human",
-            )
+            {"messages": user(f"{i}+{i}?") + [{"role": "assistant", "content": f"{2 * i}"}], "train_turns": [1]}
             for i in (0, 1)
         ],
     )
@@ -907,22 +884,16 @@ def test_the_kl_to_the_reference_is_over_what_the_policy_said(tiny, prompts, rub
     target.
     """
     answers = str(tmp_path / "answers")
-    write_dataset(
+    written(
         answers,
         "answers",
         "demonstrations/1",
         [
-            complete_row(
-                "demonstrations/1",
-                {
-                    "messages": user(f"{i}+{i}?") + [{"role": "assistant", "content": "even"}],
-                    "train_turns": [1],
-                    "kept": True,
-                },
-                dataset="answers",
-                source="s",
-                origin="human",
-            )
+            {
+                "messages": user(f"{i}+{i}?") + [{"role": "assistant", "content": "even"}],
+                "train_turns": [1],
+                "kept": True,
+            }
             for i in (0, 1)
         ],
     )
@@ -1190,26 +1161,21 @@ def test_scoring_again_knows_why_a_component_has_no_value(tiny, rubric, spec, tm
     that is routed to the verifier was shown to the rubric, and a stored reason was of the scoring before.
     """
     routes = (None, ["rubric"], ["verifier"])
-    write_dataset(
+    written(
         str(tmp_path / "asked"),
         "asked",
         "prompts/1",
         [
-            complete_row(
-                "prompts/1",
-                {
-                    "prompt": user(f"{i}+{i}?"),
-                    "answer": str(2 * i),
-                    "answer_type": "integer",
-                    "category": "nobodys" if route == ["verifier"] else "double",
-                    "reward_route": route,
-                },
-                dataset="asked",
-                source="made",
-                origin="human",
-            )
+            {
+                "prompt": user(f"{i}+{i}?"),
+                "answer": str(2 * i),
+                "answer_type": "integer",
+                "category": "nobodys" if route == ["verifier"] else "double",
+                "reward_route": route,
+            }
             for i, route in enumerate(routes)
         ],
+        source="made",
     )
     document = json.loads(json.dumps(RUBRIC))
     prompts, rewards = str(tmp_path / "asked"), [{"kind": "rubric"}, {"kind": "verifier", "weight": 0.5}]

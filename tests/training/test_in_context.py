@@ -14,7 +14,7 @@ from stages.models.modeling import freeze, load_policy
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-from tests.common import silent
+from tests.common import silent, written
 
 RS = {"num_generations": 4, "max_completion_length": 10, "block": 16, "max_prompts": 12}
 
@@ -34,22 +34,16 @@ def rows_of(result, name="candidates"):
 def shown(data):
     """Demonstrations near the prompts: sums with other numbers, and one of a prompt itself."""
     path = str(Path(data["prompts"]).parent / "shown")
-    write_dataset(
+    written(
         path,
         "shown",
         "demonstrations/1",
         [
-            complete_row(
-                "demonstrations/1",
-                {
-                    "messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}],
-                    "train_turns": [1],
-                    "kept": True,
-                },
-                dataset="shown",
-                source="s",
-                origin="human",
-            )
+            {
+                "messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}],
+                "train_turns": [1],
+                "kept": True,
+            }
             for q, a in [
                 ("what is 1 plus 1?", "2"),
                 ("sing a song", "la la"),
@@ -216,24 +210,19 @@ def parrot(tiny, data, tmp_path_factory):
 
 def test_a_hint_helps_where_nothing_was_right_and_is_not_trained(spec, data, parrot):
     zeros = str(Path(data["prompts"]).parent / "zeros")
-    write_dataset(
+    written(
         zeros,
         "zeros",
         "prompts/1",
         [
-            complete_row(
-                "prompts/1",
-                {
-                    "prompt": [{"role": "user", "content": f"what is {i} plus {i}?"}],
-                    "answer": "0",
-                    "answer_type": "integer",
-                },
-                dataset="z",
-                source="s",
-                origin="human",
-            )
+            {
+                "prompt": [{"role": "user", "content": f"what is {i} plus {i}?"}],
+                "answer": "0",
+                "answer_type": "integer",
+            }
             for i in range(6)
         ],
+        dataset="z",
     )
     config = {
         "num_generations": 2,
@@ -534,29 +523,24 @@ def test_sources_are_mixed_in_their_shares_and_tasks_held_out(spec, tmp_path):
     """
 
     def write(name, n, category, text=lambda i: "fine answer"):
-        write_dataset(
+        written(
             str(tmp_path / name),
             name,
             "demonstrations/1",
             [
-                complete_row(
-                    "demonstrations/1",
-                    {
-                        "messages": [
-                            {"role": "user", "content": f"{name} {i}"},
-                            {"role": "assistant", "content": text(i)},
-                        ],
-                        "train_turns": [1],
-                        "kept": True,
-                        "category": category(i),
-                    },
-                    dataset=name,
-                    source=name,
-                    origin="human",
-                    split="validation" if i == 0 else "train",
-                )
+                {
+                    "messages": [
+                        {"role": "user", "content": f"{name} {i}"},
+                        {"role": "assistant", "content": text(i)},
+                    ],
+                    "train_turns": [1],
+                    "kept": True,
+                    "category": category(i),
+                    "split": "validation" if i == 0 else "train",
+                }
                 for i in range(n)
             ],
+            source=name,
         )
         return str(tmp_path / name)
 
@@ -619,21 +603,12 @@ def test_plain_text_is_mixed_by_characters(spec, tmp_path):
     """
 
     def write(name, texts, held_out=()):
-        write_dataset(
+        written(
             str(tmp_path / name),
             name,
             "text/1",
-            [
-                complete_row(
-                    "text/1",
-                    {"text": text},
-                    dataset=name,
-                    source=name,
-                    origin="human",
-                    split="validation" if i in held_out else "train",
-                )
-                for i, text in enumerate(texts)
-            ],
+            [{"text": text, "split": "validation" if i in held_out else "train"} for i, text in enumerate(texts)],
+            source=name,
         )
         return str(tmp_path / name)
 
@@ -681,23 +656,18 @@ def test_plain_text_is_mixed_by_characters(spec, tmp_path):
     ]
     with pytest.raises(Exception, match="no document fits into its share of total=3"):
         mixed({"total": 3}, "none")
-    write_dataset(
+    written(
         str(tmp_path / "talk"),
         "talk",
         "demonstrations/1",
         [
-            complete_row(
-                "demonstrations/1",
-                {
-                    "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-                    "train_turns": [1],
-                    "kept": True,
-                },
-                dataset="t",
-                source="s",
-                origin="human",
-            )
+            {
+                "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+                "train_turns": [1],
+                "kept": True,
+            }
         ],
+        dataset="t",
     )
     for config, more, text in (
         ({}, {"talk": str(tmp_path / "talk")}, "sources of one kind"),
@@ -816,28 +786,22 @@ def test_candidates_without_token_ids_are_scored_by_their_text(spec, tiny, data)
         ("seven", {"completion_ids": [10**6], "finish_reason": "eos"}, True, None),
     ]
     path = str(Path(data["prompts"]).parent / "texts")
-    write_dataset(
+    written(
         path,
         "texts",
         "candidates/1",
         [
-            complete_row(
-                "candidates/1",
-                {
-                    "prompt": row["prompt"],
-                    "prompt_idx": i,
-                    "completion_idx": k,
-                    "completion": [{"role": "assistant", "content": text}],
-                    "scores": [],
-                    "reward": 0.0,
-                    "kept": kept,
-                    "drop_reason": reason,
-                    "extra_json": json.dumps(extra),
-                },
-                dataset="texts",
-                source="s",
-                origin="human",
-            )
+            {
+                "prompt": row["prompt"],
+                "prompt_idx": i,
+                "completion_idx": k,
+                "completion": [{"role": "assistant", "content": text}],
+                "scores": [],
+                "reward": 0.0,
+                "kept": kept,
+                "drop_reason": reason,
+                "extra_json": json.dumps(extra),
+            }
             for i, row in enumerate(prompts)
             for k, (text, extra, kept, reason) in enumerate(answers)
         ],
@@ -870,31 +834,26 @@ def test_candidates_of_two_runs_in_one_file_are_not_taken_for_one(spec, tiny, da
     """
 
     def candidates(name, rows):
-        write_dataset(
+        written(
             str(tmp_path / name),
             name,
             "candidates/1",
             [
-                complete_row(
-                    "candidates/1",
-                    {
-                        "prompt": [{"role": "user", "content": text}],
-                        "prompt_idx": i,
-                        "completion_idx": k,
-                        "completion": [{"role": "assistant", "content": f"{text} {k}"}],
-                        "scores": [],
-                        "reward": 1.0 if kept else None,
-                        "correct": correct,
-                        "kept": kept,
-                        "drop_reason": None if kept else "engine_error",
-                        "extra_json": json.dumps({"category": "sums"}),
-                    },
-                    dataset=name,
-                    source="s",
-                    origin="ai",
-                )
+                {
+                    "prompt": [{"role": "user", "content": text}],
+                    "prompt_idx": i,
+                    "completion_idx": k,
+                    "completion": [{"role": "assistant", "content": f"{text} {k}"}],
+                    "scores": [],
+                    "reward": 1.0 if kept else None,
+                    "correct": correct,
+                    "kept": kept,
+                    "drop_reason": None if kept else "engine_error",
+                    "extra_json": json.dumps({"category": "sums"}),
+                }
                 for text, i, k, correct, kept in rows
             ],
+            origin="ai",
         )
         return str(tmp_path / name)
 
@@ -921,21 +880,12 @@ def test_candidates_of_two_runs_in_one_file_are_not_taken_for_one(spec, tiny, da
     assert [row["category"] for row in rows_of(result, "selected")] == ["sums", "sums"]
 
 
-def test_scoring_again_needs_candidates_and_their_prompts(spec, tiny, data, shown):
+def test_scoring_again_needs_candidates_and_their_prompts(spec, tiny, data):
     with pytest.raises(ValueError, match="candidates.LABEL=REF, or write rescore=false"):
         sampled(spec, tiny, data, {"rewards": LENGTH, "rescore": True}, "nothing")
     first, _ = sampled(spec, tiny, data, {"rewards": LENGTH}, "first")
     path = str(Path(data["prompts"]).parent / "others")
-    write_dataset(
-        path,
-        "others",
-        "prompts/1",
-        [
-            complete_row(
-                "prompts/1", {"prompt": [{"role": "user", "content": "who?"}]}, dataset="o", source="s", origin="human"
-            )
-        ],
-    )
+    written(path, "others", "prompts/1", [{"prompt": [{"role": "user", "content": "who?"}]}], dataset="o")
     with pytest.raises(ValueError, match="lacks 12 prompts of the candidates"):
         sampled(
             spec,

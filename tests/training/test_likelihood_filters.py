@@ -15,9 +15,9 @@ from stages.sft import Config as SftConfig
 from stages.sft import encode_demonstrations
 from stages.spec import ConfigError
 from stages.superfilter import items_of, mean_nlls
-from storage.datasets import open_dataset, write_dataset
-from storage.schema import complete_row, row_id
-from tests.common import silent
+from storage.datasets import open_dataset
+from storage.schema import row_id
+from tests.common import silent, written
 
 
 def nll(model, ids, targets):
@@ -104,12 +104,7 @@ def test_rows_without_an_answer_to_judge_are_refused(tiny, spec):
 
 
 def write_dataset_of(path, kind, rows):
-    write_dataset(
-        path,
-        "made",
-        kind,
-        [complete_row(kind, row, dataset="made", source="s", origin="human", split="train") for row in rows],
-    )
+    written(path, "made", kind, [row for row in rows])
     return path
 
 

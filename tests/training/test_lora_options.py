@@ -94,7 +94,7 @@ def test_the_first_step_of_dora_is_the_base_whatever_its_weights_are_kept_in(tin
 
 
 @pytest.mark.parametrize("turned", (False, True))
-def test_doras_merged_weight_is_the_papers(turned, tiny):
+def test_doras_merged_weight_is_the_papers(turned):
     """m V / ||V|| with V = W + (alpha / r) B A row by row, and its gradient with ||V|| held: autograd in float64."""
     from stages.models.adapters import merged
 
@@ -154,7 +154,7 @@ def test_excluded_layers_have_no_adapter_and_modules_are_trained_whole(tiny, dat
     )
 
 
-def test_modules_that_cannot_be_trained_whole_are_refused(tiny, tmp_path):
+def test_modules_that_cannot_be_trained_whole_are_refused(tiny):
     with pytest.raises(ModelError, match="no such module.*embed_tokens"):
         add_lora(load_policy(tiny["policy"]), OptimizerConfig(lora_rank=2, lora_modules_to_save="quack"), 0)
     tied = load_policy(tiny["policy"])

@@ -11,10 +11,9 @@ import torch
 from stages.algorithms import DIRECT_METHODS, resolve
 from stages.direct.objective_code import ObjectiveError, Program, failures
 from stages.harness import execute
-from storage.datasets import open_dataset, write_dataset
-from storage.schema import complete_row
+from storage.datasets import open_dataset
 from tests.chat_server import chat_server
-from tests.common import silent
+from tests.common import silent, written
 
 H = "((pc - pr) - (rc - rr))"
 GATED = """
@@ -125,33 +124,21 @@ def run_objective(spec, config, name, **inputs):
 
 def tried(tmp_path, label, code, score):
     objective, scores = str(tmp_path / f"o-{label}"), str(tmp_path / f"s-{label}")
-    write_dataset(
+    written(
         objective,
         label,
         "objectives/1",
-        [
-            complete_row(
-                "objectives/1",
-                {"name": label, "code": code, "valid": True, "proposer": "given", "attempts": 1},
-                dataset="o",
-                source="s",
-                origin="ai",
-            )
-        ],
+        [{"name": label, "code": code, "valid": True, "proposer": "given", "attempts": 1}],
+        dataset="o",
+        origin="ai",
     )
-    write_dataset(
+    written(
         scores,
         label,
         "eval_scores/1",
-        [
-            complete_row(
-                "eval_scores/1",
-                {"run_id": "r", "benchmark": "b", "metric": "accuracy", "value": score, "n": 10, "config_json": "{}"},
-                dataset="s",
-                source="s",
-                origin="ai",
-            )
-        ],
+        [{"run_id": "r", "benchmark": "b", "metric": "accuracy", "value": score, "n": 10, "config_json": "{}"}],
+        dataset="s",
+        origin="ai",
     )
     return {f"objectives.{label}": objective, f"scores.{label}": scores}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages import harness
+from stages.running import process as stage_process
 from storage.files import atomic_write_json, read_json, tree_digest
 from tasks.run import StageError, prepare, run_stage
 from tests.crash.conftest import state_dir  # noqa: F401
@@ -162,6 +162,6 @@ def test_how_a_rank_ended_is_told(failed, text, tmp_path, monkeypatch):
     """An aborted rank is named only where no other one was killed: a broken connection may have aborted it."""
     said = []
     monkeypatch.setattr("stages.running.launch.launch", lambda *args, **more: failed)
-    monkeypatch.setattr(harness, "_line_emitter", lambda: said.append)
-    assert harness._launch_ranks("SPEC.json", "sft", 2, tmp_path) == 1
+    monkeypatch.setattr(stage_process, "_line_emitter", lambda: said.append)
+    assert stage_process._launch_ranks("SPEC.json", "sft", 2, tmp_path) == 1
     assert [e["type"] for e in said] == ["RankDied"] and text in said[0]["message"]

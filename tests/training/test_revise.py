@@ -175,7 +175,7 @@ def test_chains_are_critiqued_and_revised_under_drawn_principles(spec, constitut
     assert result["summary"]["length/revised"] - result["summary"]["length/original"] == pytest.approx(3)
 
 
-def test_a_principle_is_drawn_by_row_and_round_only(spec, constitution, answers, tmp_path):
+def test_a_principle_is_drawn_by_row_and_round_only(spec, constitution, answers):
     """Uniformly with replacement; the other rows, the blocks and the other settings have no say."""
     draws = {}
     for name, texts, config in (
@@ -611,7 +611,7 @@ def test_a_file_of_principles_says_all_that_is_wrong_with_it(tmp_path):
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again_and_one_that_is_away_ends_the_stage(
-    spec, constitution, answers, capfd
+    spec, constitution, answers
 ):
     from stages.decoding.engines import EngineError
 

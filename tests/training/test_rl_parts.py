@@ -585,7 +585,7 @@ def test_equal_rewards_of_a_single_group_train_without_noise(rl, preset):
         assert all(a == 0 for r in rows_of(result) for a in r["advantages"]) and metrics[0]["reward/frac_zero_std"] == 1
 
 
-def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(tiny, rl):
+def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(rl):
     """OVERLONG: a masked completion still moves its group's mean unless told otherwise; all cut means an empty step."""
     source = rl.source(
         "cut",
@@ -775,7 +775,7 @@ def test_stored_rollouts_are_trained_on_without_sampling(rl):
     assert told.startswith("4 of 4 groups") and "even num_generations" in told
 
 
-def test_on_policy_presets_refuse_other_policies_rollouts(rl):
+def test_on_policy_presets_refuse_other_policies_rollouts():
     with pytest.raises(ValueError, match="topr"):
         resolve_preset(Config(preset="ppo", replay_fraction=0.5))
 

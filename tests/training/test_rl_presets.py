@@ -13,8 +13,8 @@ import torch
 from stages.algorithms import RL_PRESETS
 from stages.harness import execute
 from stages.rl import Config, Preset, resolve_preset
-from storage.datasets import open_dataset, write_dataset
-from storage.schema import complete_row
+from storage.datasets import open_dataset
+from tests.common import written
 
 SMALL = {
     "max_steps": 3,
@@ -65,15 +65,7 @@ def inputs_of(name, tiny, data):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("text") / "text")
-    write_dataset(
-        path,
-        "text",
-        "text/1",
-        [
-            complete_row("text/1", {"text": f"two plus {i} is a sum. " * 3}, dataset="t", source="s", origin="human")
-            for i in range(6)
-        ],
-    )
+    written(path, "text", "text/1", [{"text": f"two plus {i} is a sum. " * 3} for i in range(6)], dataset="t")
     return path
 
 

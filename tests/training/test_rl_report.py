@@ -346,7 +346,7 @@ def test_comparison_of_two_runs_pairs_prompts_and_refuses_other_protocols():
     )
 
 
-def test_posttrain_compare_of_two_rl_stages(tiny, data, tmp_path, monkeypatch, capsys):
+def test_posttrain_compare_of_two_rl_stages(tiny, data, tmp_path, monkeypatch):
     """Through the real stage processes, records and command line."""
     from typer.testing import CliRunner
 

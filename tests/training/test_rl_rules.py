@@ -1039,7 +1039,7 @@ def test_a_sequence_ratio_that_counts_once_per_token_warns(config, says):
 # --- options that the catalogue names ---------------------------------------------------------------------------------
 
 
-def test_std_whitening_and_denominator_options_reach_the_numbers(tiny):
+def test_std_whitening_and_denominator_options_reach_the_numbers():
     rewards = np.array([1.0, 0.0])
     row = resolve_preset(Config(preset="grpo", std_ddof=0, std_eps=1e-8))[0]
     # ddof 1 gives +-.707

@@ -127,7 +127,7 @@ def test_what_would_be_measured_on_two_scales_or_read_by_nothing_is_refused(conf
         resolve_preset(Config(**config))
 
 
-def test_one_completion_per_prompt_is_what_astar_po_is(rl):
+def test_one_completion_per_prompt_is_what_astar_po_is():
     assert any("num_generations=1" in w for w in resolve_preset(Config(preset="astar_po"))[1]) and not any(
         "A*-PO" in w for w in resolve_preset(Config(preset="astar_po", num_generations=1))[1]
     )

@@ -240,7 +240,7 @@ def test_noise_of_a_resumed_run_is_that_of_the_whole_one(tiny, data, spec, monke
     assert outputs(Path(killed["workdir"])) == outputs(Path(killed["workdir"]).parent / "whole")
 
 
-def test_noise_goes_through_a_model_that_is_not_ours(tmp_path):
+def test_noise_goes_through_a_model_that_is_not_ours():
     """GPT-2: no forward of ours, learned positions; the noise still reaches the embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -8,7 +8,7 @@ import pytest
 
 from stages.harness import execute
 from storage.datasets import open_dataset
-from tests.common import silent
+from tests.common import silent, written
 
 
 def test_a_reference_cache_is_reused_only_where_it_belongs(tiny, data, spec):
@@ -249,8 +249,6 @@ def test_instruction_tuning_is_judged_on_tasks_it_never_saw(tiny, spec, tmp_path
     """sft.instruct: tasks and refusals mixed, one task held out whole; sft trains on none of it, evaluate asks nothing
     else, zero-shot.
     """
-    from storage.datasets import write_dataset
-    from storage.schema import complete_row
 
     tasks = {
         "copy": lambda i: (f"copy {i}", f"{i}"),
@@ -258,28 +256,23 @@ def test_instruction_tuning_is_judged_on_tasks_it_never_saw(tiny, spec, tmp_path
         "double": lambda i: (f"double {i}", f"{2 * i}"),
     }
     for name, make in tasks.items():
-        write_dataset(
+        written(
             str(tmp_path / name),
             name,
             "demonstrations/1",
             [
-                complete_row(
-                    "demonstrations/1",
-                    {
-                        "messages": [
-                            {"role": "user", "content": make(i)[0]},
-                            {"role": "assistant", "content": make(i)[1]},
-                        ],
-                        "train_turns": [1],
-                        "kept": True,
-                        "category": name,
-                    },
-                    dataset=name,
-                    source=name,
-                    origin="human",
-                )
+                {
+                    "messages": [
+                        {"role": "user", "content": make(i)[0]},
+                        {"role": "assistant", "content": make(i)[1]},
+                    ],
+                    "train_turns": [1],
+                    "kept": True,
+                    "category": name,
+                }
                 for i in range(24)
             ],
+            source=name,
         )
     mix = spec("mix", {"held_out_categories": ["double"]}, {}, "mix")
     mix["inputs"] = {
@@ -304,26 +297,21 @@ def test_instruction_tuning_is_judged_on_tasks_it_never_saw(tiny, spec, tmp_path
     )
     assert tuned["summary"]["rows"] == 48
     prompts = str(tmp_path / "prompts")
-    write_dataset(
+    written(
         prompts,
         "prompts",
         "prompts/1",
         [
-            complete_row(
-                "prompts/1",
-                {
-                    "prompt": r["messages"][:1],
-                    "answer": r["messages"][1]["content"],
-                    "answer_type": "text",
-                    "category": r["category"],
-                },
-                dataset="prompts",
-                source="double",
-                origin="human",
-                split="test",
-            )
+            {
+                "prompt": r["messages"][:1],
+                "answer": r["messages"][1]["content"],
+                "answer_type": "text",
+                "category": r["category"],
+            }
             for r in test
         ],
+        source="double",
+        split="test",
     )
     judged = execute(
         spec(

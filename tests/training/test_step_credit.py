@@ -217,7 +217,7 @@ def test_steps_are_paid_at_their_ends(tiny, prm, data, rl, preset, config):
     )
 
 
-def test_the_kl_of_the_reward_is_paid_beside_the_steps(rl, tiny):
+def test_the_kl_of_the_reward_is_paid_beside_the_steps(rl):
     rows, _, _ = rl("kl", {"preset": "ppo", "kl_coef": 0.3, "truncation_policy": "score"})
     for r in rows:
         kl = np.subtract(r["logp_old"], r["logp_ref"])
@@ -315,7 +315,7 @@ def test_a_reward_model_without_steps_is_refused(tiny):
         )
 
 
-def test_gamma_is_read_where_steps_are(rl):
+def test_gamma_is_read_where_steps_are():
     assert (
         resolve_preset(Config(preset="rloo", gamma=0.9, rewards=[{"kind": "model", "step_credit": "each"}]))[0].gamma
         == 0.9

@@ -13,8 +13,6 @@ from stages.reward.rewards import Rewards
 from stages.verification.verifiers import kimi_length, target_length
 from tests.production import rendered_mask
 
-STEPS = {"nav": "url_changed", "ui": "ui_match", "form": "fields", "file": "file_created", "goal": "goal_verified"}
-
 
 def turn_returns(i, p):
     returns = estimators.turn_returns(i["turn_rewards"], p["gamma"])
@@ -85,10 +83,14 @@ def blend(i, p):
     values = {
         name: i.get(name, i.get("r_" + {"rule": "rule", "learned": "rm", "judge": "judge"}[name])) for name in weights
     }
+    kinds = {"rule": "verifier", "learned": "model", "judge": "judge"}
+    rewards = Rewards(
+        [RewardComponent(name=n, kind=kinds[n], weight=w, blend=True) for n, w in weights.items()], {}, None
+    )
     return {
-        "reward": agent_rewards.blend(values, weights),
-        "reward_learned_absent_renormalised": agent_rewards.blend({**values, "learned": None}, weights),
-        "judge_missing": agent_rewards.blend({**values, "judge": None}, weights),
+        "reward": rewards.total_of(values).total,
+        "reward_learned_absent_renormalised": rewards.total_of({**values, "learned": None}).total,
+        "judge_missing": rewards.total_of({**values, "judge": None}).total,
         "invalid_weights_error": refused([0.5, 0.3, 0.3]),
     }
 

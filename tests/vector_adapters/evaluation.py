@@ -340,5 +340,8 @@ ADAPTERS = {
     },
     "mcnemar_exact": lambda i, p: {"p_value": [statistics.mcnemar_exact(*row) for row in i["discordant"]]},
     "group_alignment_wd": lambda i, p: suites.group_alignment(i["p"], i["q"]),
-    "perplexity": lambda i, p: held_out_text.perplexity(i["token_nll"], i["n_bytes"]),
+    "perplexity": lambda i, p: {
+        f"{prefix}{metric}": held_out_text.ratio(metric, math.fsum(i["token_nll"]), n)
+        for prefix, metric, n in (("token_", "perplexity", len(i["token_nll"])), ("", "bits_per_byte", i["n_bytes"]))
+    },
 }

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
+from stages.estimators import group_advantage
 from stages.reward import grape
+
+
+def advantages(values, questions):
+    return group_advantage([np.nan if v is None else v for v in values], questions, "mean")[0].tolist()
+
+
+def flagged(confidence, threshold):
+    """(category, item) that the review flags, each item scored once with its mean confidence."""
+    rows = [
+        dict(category=c, item_id=k, item_version="", sample=0, question=0, score=0.0, confidence=phi, omega=1.0)
+        for c, items in confidence.items()
+        for k, phi in items.items()
+    ]
+    return [(r["category"], r["item_id"]) for r in grape.review(rows, threshold) if r["flagged"]]
 
 
 def scored(i, p):
@@ -23,13 +38,13 @@ def scored(i, p):
     return {
         "category_confidence": phibar,
         "reward": reward,
-        "advantages": grape.advantages(reward, questions),
+        "advantages": advantages(reward, questions),
         "flag": "zero_confidence" if zero else None,
         "normalizer_weighted": made("weighted")[0],
         "plain_weighted_sum": made("plain")[0],
         "loss_mask_sample": [int(v is not None) for v in reward],
         "reward_drop_item": dropped,
-        "advantages_drop_item": grape.advantages(dropped, questions),
+        "advantages_drop_item": advantages(dropped, questions),
     }
 
 
@@ -41,7 +56,7 @@ def one_rubric(i, p):
     return {
         "phi_bar": phibar["c"],
         "reward": reward,
-        "advantage": grape.advantages(reward, i.get("question") or [0] * len(reward)),
+        "advantage": advantages(reward, i.get("question") or [0] * len(reward)),
         "bounded_option": grape.rewards(i["tau"], i["phi"], categories, omega, "weighted")[0],
         "plain_weighted": grape.rewards(i["tau"], i["phi"], categories, omega, "plain")[0],
     }
@@ -115,7 +130,7 @@ def parsed(i, p):
 
 def low(i, p):
     phibar = grape.category_confidence(i["phi"], ["c"] * len(i["phi"]))["c"]
-    flags = grape.flagged({"c": dict(enumerate(phibar))}, p["flag_below"])
+    flags = flagged({"c": dict(enumerate(phibar))}, p["flag_below"])
     return {"phi_bar": phibar, "flagged": [("c", k) in flags for k in range(len(phibar))]}
 
 
@@ -147,7 +162,7 @@ ADAPTERS = {
         "var_plain": [variance(i["sigma2"], w, False) for w in i["omegas"]],
     },
     "grape_poor_item_flag": lambda i, p: {
-        "flagged": [list(f) for f in grape.flagged(i["category_confidence"], p["confidence_flag_threshold"])]
+        "flagged": [list(f) for f in flagged(i["category_confidence"], p["confidence_flag_threshold"])]
     },
     "grape_atomize_weights": atomised,
     "grape_generation_share": shares,

@@ -654,7 +654,8 @@ def icdpo(i, p):
 
 
 def gpo_mask(i, p):
-    return {"allowed": preference_module.attention_mask(i["num_context"], i["num_total"]).int()}
+    context = torch.arange(i["num_total"])[None] < i["num_context"]
+    return {"allowed": preference_module.attention_mask(context)[0].int()}
 
 
 def gpo_nll(i, p):

@@ -62,6 +62,11 @@ def roles_of(plan):
     return spec.roles(spec.config(**config), {"model", "data", *given})
 
 
+def models_held(roles):
+    """Role multiple: models of the transformer's size that are held at a time at most."""
+    return max(sum(not r.before for r in roles), sum(r.trained or r.before for r in roles))
+
+
 def role_multiples(i, p):
     plans = {
         "ppo": ["ppo"],
@@ -74,7 +79,7 @@ def role_multiples(i, p):
     }
     found = {}
     for name, alike in plans.items():
-        (found[name],) = {memory.copies(roles_of(plan)) for plan in alike}
+        (found[name],) = {models_held(roles_of(plan)) for plan in alike}
     return found
 
 
