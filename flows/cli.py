@@ -55,7 +55,8 @@ Files = Annotated[
     Optional[list[Path]], typer.Option("--config", "-c", help="YAML file with settings; later files win. Repeatable.")
 ]
 Seed = Annotated[
-    Optional[int], typer.Option(help="Seed of every random choice (default 0, or what the configuration says).")
+    Optional[int],
+    typer.Option(min=0, help="Seed of every random choice (default 0, or what the configuration says)."),
 ]
 NodeCount = Annotated[
     Optional[int],
@@ -1207,6 +1208,8 @@ def main() -> None:
         if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == 130):
             fail(f"interrupted; this goes on where it stopped: {shlex.join(['posttrain', *sys.argv[1:]])}", 130)
         if isinstance(error, SystemExit):
+            if isinstance(error.__context__, BrokenPipeError):  # who read this has gone (`posttrain ls runs | head`)
+                sys.exit(128 + signal.SIGPIPE)
             raise
         from storage.files import refusal
 

@@ -151,6 +151,8 @@ WRONG = [
     (["deploy", "preference"], "--cron '0 2 * * *'"),
     (["deploy", "--cron", "0 2 * * *"], "names a recipe"),
     (["rerun", "abc", "--stage", "sft"], "there is no run"),
+    (["show", str(ROOT / "flows")], "without the config.json of a model; write a ref (`posttrain ls datasets`"),
+    (["stage", "world", "--seed", "-1"], "'--seed'"),
 ]
 
 
@@ -247,6 +249,13 @@ def test_dry_run_prints_the_plan_and_runs_nothing(posttrain):
     # settings stand without --set too
     assert plan["config"]["sft"]["max_steps"] == 3 and plan["config"]["dpo"]["beta"] == 0.2
     assert [row["step"] for row in plan["plan"]][-1] == "promote" and all(row["plan"] == "run" for row in plan["plan"])
+
+
+def test_a_reader_that_goes_is_no_failed_stage(posttrain):
+    """As with other programs in a pipe: the status of SIGPIPE, and nothing is said."""
+    listing = posttrain("ls", "stages", start=True)
+    listing.stdout.close()
+    assert (listing.wait(60), listing.stderr.read()) == (141, "")
 
 
 def test_set_reads_yaml_scalars():
