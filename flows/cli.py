@@ -262,7 +262,7 @@ def rerun(
     """
     from flows import env
     from flows.config import ConfigError, merge, parse_sets, section
-    from flows.recipe import get_recipe
+    from flows.recipe import get_recipe, load_config, unread
     from storage import records
     from tasks.nodes import nodes_of
 
@@ -295,6 +295,12 @@ def rerun(
     values = merge(record["config"], given)
     if seed is not None:
         values["seed"] = seed
+    for key in unread(recipe, recipe_flow.method, load_config(recipe, values)):  # of what the change switched off
+        section, _, leaf = key.partition(".")
+        if leaf and leaf not in given.get(section, {}):
+            values[section] = {name: value for name, value in values[section].items() if name != leaf}
+        elif not leaf and section not in given:
+            del values[section]
     execute(recipe, values, again, json_, dry_run, machines)
 
 

@@ -364,6 +364,7 @@ def _hint(model: type[BaseModel], loc: list[str], item: dict[str, Any]) -> str:
             info is not None
             and info.default is not None
             and not info.is_required()
+            and not isinstance(info.default, BaseModel)
             and "Undefined" not in repr(info.default)
         ):
             return (
