@@ -468,16 +468,20 @@ def unread(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig)
                     about = type(value).model_fields[leaf] if name == "data" else field
                     found[f"{name}.{leaf}"] = about.description
         elif isinstance(value, str) and isinstance(default, str | None) and get_origin(field.annotation) is not Literal:
-            if value not in [default, *others] and given({name: default}) == as_it_is:
+            if value not in [default, *others] and all(
+                given({name: one}) == as_it_is for one in alternatives(value, default)
+            ):
                 found[name] = field.description
     said = "{}: no step of this run reads it ({}); leave it out, or switch on the step that does"
     return {key: said.format(key, (about or "").rstrip(".")) for key, about in found.items()}
 
 
 def alternatives(value: Any, default: Any) -> list[Any]:
-    """Values to try in the place of one: its default, and in that of a number one so far off that no rounding hides
-    it.
+    """Values to try in the place of one: its default, and one that no rounding hides and that equals nothing else that
+    was given.
     """
+    if isinstance(value, str):
+        return [default, "(another)"]
     counted = isinstance(value, int | float) and not isinstance(value, bool)
     return [default, type(value)(2 * value + 100)] if counted else [default]
 

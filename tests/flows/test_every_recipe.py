@@ -214,6 +214,7 @@ def test_every_step_takes_the_inputs_and_settings_that_it_is_given(recipe, given
         ("rest", {"sample": {"allow_empty": False}}, {"sample.allow_empty"}),
         ("rest", {"judge": "(j)"}, {"judge"}),
         ("rest", {"judge": "(j)", "sample": JUDGED}, set()),
+        ("rest", {**MINE, "judge": MINE["model"], "rounds": 1, "sample": JUDGED}, set()),  # what self means, too
         ("r1", {"zero": {"max_steps": 9}}, {"zero.max_steps"}),
         ("r1", {"zero": {"max_steps": 9}, "zero_branch": True}, set()),
         ("hh", {"labels": "fresh", "preference": {"replay_fraction": 0.3}}, {"preference.replay_fraction"}),
