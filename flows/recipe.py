@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, model_validator
 from flows.config import ConfigError, build, load_preset, merge, presets
 from flows.env import own_output
 from stages.registry import get_stage
-from stages.spec import StageConfig, did_you_mean
+from stages.spec import InputSpec, StageConfig, did_you_mean
 
 RECIPES = {
     "post_training": "flows.post_training",
@@ -409,7 +409,7 @@ class Rehearsal(Plan):
             self.wrong[f"{label}: {error}"] = None
         for name, ref in inputs.items():
             try:
-                look(ref, spec.input_spec(name).kind)
+                look(ref, spec.input_spec(name))
             except StoreError as error:
                 self.wrong[f"{self.names.get(ref, f'{label}, input {name}')}: {error}"] = None
 
@@ -494,15 +494,20 @@ def preset_config(config: RecipeConfig, recipe: str, preset: str) -> RecipeConfi
     return type(config).model_validate(merge(required, load_preset(recipe, preset)))
 
 
-def look(ref: str, kind: str) -> None:
-    """Find what an input of this kind is given; a file that is there is read by its own step. Raises StoreError."""
+def look(ref: str, wanted: InputSpec) -> None:
+    """Find what an input is given, and whether a model is of the kind that it must be; a file that is there is read by
+    its own step. Raises StoreError.
+    """
     from storage import store
 
     if ref.startswith("("):  # what a step before it makes
         return
+    kind = wanted.kind
     if kind != "model" and not store.is_ref(ref) and (store.is_url(ref) or os.path.exists(os.path.expanduser(ref))):
         return
-    store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None)
+    found = store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None)
+    if wanted.use and (wrong := store.wrong_use(found.path, wanted.use)):
+        raise store.StoreError(f"{ref} {wrong}")
 
 
 def texts(values: Any, key: str = "") -> Iterable[tuple[str, str]]:

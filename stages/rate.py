@@ -140,7 +140,9 @@ SPEC = StageSpec(
             many=True,
             doc="Answers; those of several models (candidates.LABEL) are joined by prompt.",
         ),
-        "judge": InputSpec("model", required=False, doc="Causal LM that judges; left out with an endpoint."),
+        "judge": InputSpec(
+            "model", required=False, use="words", doc="Causal LM that judges; left out with an endpoint."
+        ),
         "judgements": InputSpec(
             "dataset",
             kinds=("judgements/1",),

@@ -1,6 +1,8 @@
 """Rules that hold for every recipe, read from plans of all of their branches (no stage is run)."""
 
 import contextlib
+import json
+import re
 from itertools import combinations
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -228,6 +230,29 @@ def test_settings_whose_branch_is_off_are_refused(recipe, values, keys):
     if keys and "model" not in values:
         with pytest.raises(ValueError, match=f"{min(keys)}: no step of this run reads it .*; leave it out"):
             rehearse(recipe, method, config)
+
+
+def test_a_model_that_is_no_policy_or_no_reward_model_is_told_before_the_first_step(tmp_path, monkeypatch):
+    """Its config says so, and not only the step that loads it."""
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    for name, kind in (("words", "LlamaForCausalLM"), ("scores", "LlamaForSequenceClassification")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [kind]}))
+    words, scores = str(tmp_path / "words"), str(tmp_path / "scores")
+    method = get_recipe("online_dpo").method
+    rehearse(
+        "online_dpo", method, load_config("online_dpo", {"model": words, "reward_model": scores, "sample": SCORED})
+    )
+    rehearse("online_dpo", method, load_config("online_dpo", {"model": words, "judge": words, "sample": JUDGED}))
+    for values, said in (
+        ({"model": scores}, f"model: {scores} is a LlamaForSequenceClassification, whose head gives scores"),
+        ({"judge": scores, "sample": JUDGED}, f"judge: {scores} is a LlamaForSequenceClassification"),
+        ({"reward_model": words, "sample": SCORED}, f"reward_model: {words} is a LlamaForCausalLM and no reward model"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            rehearse("online_dpo", method, load_config("online_dpo", values))
+    (tmp_path / "words" / "reward_calibration.json").touch()  # a reward model that scores by its words
+    rehearse("online_dpo", method, load_config("online_dpo", {"reward_model": words, "sample": SCORED}))
 
 
 @pytest.mark.parametrize("recipe,values", [case for case in CASES if "model" in case[1]])
