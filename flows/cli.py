@@ -55,7 +55,8 @@ Files = Annotated[
     Optional[list[Path]], typer.Option("--config", "-c", help="YAML file with settings; later files win. Repeatable.")
 ]
 Seed = Annotated[
-    Optional[int], typer.Option(help="Seed of every random choice (default 0, or what the configuration says).")
+    Optional[int],
+    typer.Option(min=0, help="Seed of every random choice (default 0, or what the configuration says)."),
 ]
 NodeCount = Annotated[
     Optional[int],
@@ -261,7 +262,7 @@ def rerun(
     """
     from flows import env
     from flows.config import ConfigError, merge, parse_sets, section
-    from flows.recipe import get_recipe
+    from flows.recipe import get_recipe, load_config, unread
     from storage import records
     from tasks.nodes import nodes_of
 
@@ -294,6 +295,12 @@ def rerun(
     values = merge(record["config"], given)
     if seed is not None:
         values["seed"] = seed
+    for key in unread(recipe, recipe_flow.method, load_config(recipe, values)):  # of what the change switched off
+        section, _, leaf = key.partition(".")
+        if leaf and leaf not in given.get(section, {}):
+            values[section] = {name: value for name, value in values[section].items() if name != leaf}
+        elif not leaf and section not in given:
+            del values[section]
     execute(recipe, values, again, json_, dry_run, machines)
 
 
@@ -1207,6 +1214,8 @@ def main() -> None:
         if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == 130):
             fail(f"interrupted; this goes on where it stopped: {shlex.join(['posttrain', *sys.argv[1:]])}", 130)
         if isinstance(error, SystemExit):
+            if isinstance(error.__context__, BrokenPipeError):  # who read this has gone (`posttrain ls runs | head`)
+                sys.exit(128 + signal.SIGPIPE)
             raise
         from storage.files import refusal
 

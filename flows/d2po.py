@@ -106,7 +106,7 @@ def refreshed(
         f"gold_{k}",
         model=policy,
         prompts=prompts,
-        **reward_inputs(source, config, config.gold.rewards, start),
+        **reward_inputs(source, config, config.gold.rewards, policy),
         config=next_prompts(config.gold, k),
         seed=run.seed + k,
     )

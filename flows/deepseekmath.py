@@ -25,7 +25,7 @@ from typing import ClassVar, Literal, Optional
 
 from pydantic import Field, model_validator
 
-from flows.published import Data, PublishedConfig, alignment_tax, begun, scaled
+from flows.published import Data, PublishedConfig, alignment_tax, begun, scaled, with_benchmarks
 from flows.recipe import Run, recipe
 from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, rl_inputs
 from flows.steps import Source
@@ -126,7 +126,7 @@ class Config(PublishedConfig):
 @recipe(Config)
 def deepseekmath(run: Run, config: Config) -> dict:
     """DeepSeekMath: continued pre-training, SFT, GRPO with outcome or process supervision, also iterative."""
-    config = scaled(config)
+    config = with_benchmarks(run, scaled(config))
     source, demonstrations, prompts, text, base = begun(run, config)
     models = {"start": base}
     if text is not None:

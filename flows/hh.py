@@ -30,7 +30,16 @@ from typing import ClassVar, Literal, Optional
 from pydantic import Field, model_validator
 
 from flows.config import PRESETS, load_yaml
-from flows.published import EVERYTHING, WORLDS_AND_JUDGES, Data, PublishedConfig, alignment_tax, held_out_text, scaled
+from flows.published import (
+    EVERYTHING,
+    WORLDS_AND_JUDGES,
+    Data,
+    PublishedConfig,
+    alignment_tax,
+    held_out_text,
+    scaled,
+    with_benchmarks,
+)
 from flows.recipe import Run, recipe
 from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, rl_inputs, starting_policy
 from flows.steps import HELD_OUT, Source, compared, ingest, judge_of
@@ -188,7 +197,7 @@ def hh(run: Run, config: Config) -> dict:
     """Helpful and harmless: context distillation, preference-model pre-training, PPO against a preference model, online
     rounds.
     """
-    config = scaled(config)
+    config = with_benchmarks(run, scaled(config))
     source = Source(run, config)
     prompts = ingest(run, "prompts", source("prompts"), config)
     pairs = ingest(run, "pairs", source("pairs"), config)
@@ -295,7 +304,7 @@ def hh(run: Run, config: Config) -> dict:
                 prompts=prompts,
                 config=next_prompts(config.gold, k),
                 seed=seed,
-                **reward_inputs(source, config, config.gold.rewards, start),
+                **reward_inputs(source, config, config.gold.rewards, models[f"round_{k}"]),
             )["candidates"]
 
     evaluations, held_out = evaluated(run, source, config, models, prompts, judge)

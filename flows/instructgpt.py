@@ -25,7 +25,16 @@ from typing import ClassVar, Optional
 
 from pydantic import Field, model_validator
 
-from flows.published import EVERYTHING, WORLDS_AND_JUDGES, Data, PublishedConfig, alignment_tax, begun, scaled
+from flows.published import (
+    EVERYTHING,
+    WORLDS_AND_JUDGES,
+    Data,
+    PublishedConfig,
+    alignment_tax,
+    begun,
+    scaled,
+    with_benchmarks,
+)
 from flows.recipe import Run, recipe
 from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, rl_inputs, scorer
 from flows.steps import HELD_OUT, ingest
@@ -158,7 +167,7 @@ def instructgpt(run: Run, config: Config) -> dict:
     """InstructGPT: SFT, rankings of sampled answers, K-wise reward model, PPO with pretraining text, and what alignment
     cost.
     """
-    config = scaled(config)
+    config = with_benchmarks(run, scaled(config))
     source, demonstrations, prompts, text, base = begun(run, config)
     given = ingest(run, "rankings", config.data.rankings, config) if config.data.rankings else None
     sampled = given is None or config.rounds > 1

@@ -30,7 +30,7 @@ from typing import ClassVar, Literal, Optional
 from pydantic import Field
 
 from flows.d2po import UNSEEN
-from flows.published import EVERYTHING, Data, PublishedConfig, alignment_tax, begun, scaled
+from flows.published import EVERYTHING, Data, PublishedConfig, alignment_tax, begun, scaled, with_benchmarks
 from flows.recipe import Run, recipe
 from flows.start import decided, evaluated, next_prompts, reward_inputs, rl_inputs
 from flows.steps import HELD_OUT, Source, ingest
@@ -152,7 +152,7 @@ class Config(PublishedConfig):
 @recipe(Config)
 def llama2(run: Run, config: Config) -> dict:
     """Llama 2-Chat: SFT, a helpfulness and a safety reward model with margins, rounds of rejection sampling, PPO."""
-    config = scaled(config)
+    config = with_benchmarks(run, scaled(config))
     source, demonstrations, prompts, text, base = begun(run, config)
     pairs = ingest(run, "pairs", source("pairs"), config)
     safety_pairs = ingest(run, "safety_pairs", config.data.safety_pairs, config) if config.data.safety_pairs else None
@@ -284,7 +284,7 @@ def answered(run: Run, source: Source, config: Config, k: int, policies: list[st
             prompts=prompts,
             config=settings,
             seed=run.seed + k + (2 * UNSEEN if name == "other" else UNSEEN),
-            **reward_inputs(source, config, config.gold.rewards, policies[0]),
+            **reward_inputs(source, config, config.gold.rewards, policies[-1]),
         )["candidates"]
         for name, (policy, settings) in asked.items()
     }

@@ -156,6 +156,22 @@ def held_out_text(run: Run, source: Source, config: Any) -> str | None:
     )
 
 
+def with_benchmarks(run: Run, config: Any) -> Any:
+    """The configuration with the datasets that its benchmarks are ingested as, by the settings and so to the rows that
+    an evaluation would ingest a file by itself; at the start, since that is when a file is to be told of that holds
+    something else.
+    """
+    from storage.store import is_dataset_dir, is_ref
+
+    benchmarks = {
+        label: path
+        if is_ref(path) or is_dataset_dir(path)
+        else run("ingest", f"ingest_benchmark_{label}", data=path, config=IngestConfig(kind="prompts/1"))["data"]
+        for label, path in config.data.benchmarks.items()
+    }
+    return config.model_copy(update={"data": config.data.model_copy(update={"benchmarks": benchmarks})})
+
+
 def alignment_tax(
     run: Run, config: Any, models: dict[str, str], evaluations: Evaluations, text: str | None
 ) -> list[dict]:

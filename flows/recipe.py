@@ -14,14 +14,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_origin
 
 from pydantic import BaseModel, Field, model_validator
 
-from flows.config import ConfigError, build, merge
+from flows.config import ConfigError, build, load_preset, merge, presets
 from flows.env import own_output
 from stages.registry import get_stage
-from stages.spec import StageConfig, did_you_mean
+from stages.spec import InputSpec, StageConfig, did_you_mean
 
 RECIPES = {
     "post_training": "flows.post_training",
@@ -392,8 +392,14 @@ class Rehearsal(Plan):
         super().__init__(recipe, config.seed, [])
         self.names = {ref: key for key, ref in texts(config.model_dump(mode="json"))}
         self.wrong: dict[str, None] = {}  # what is told, once each and in order
+        self.given: list[tuple] = []  # all that steps and registry are asked with
 
     def execute(self, stage, label, inputs, config, name_as, seed):
+        self.given.append((stage, label, inputs, config, name_as, seed))
+        self.check(stage, label, inputs, config)
+        return self.due(stage, label)
+
+    def check(self, stage: str, label: str, inputs: dict[str, str], config: StageConfig | None) -> None:
         from storage.store import StoreError
 
         spec = get_stage(stage).SPEC
@@ -403,13 +409,20 @@ class Rehearsal(Plan):
             self.wrong[f"{label}: {error}"] = None
         for name, ref in inputs.items():
             try:
-                look(ref, spec.input_spec(name).kind)
+                look(ref, spec.input_spec(name))
             except StoreError as error:
                 self.wrong[f"{self.names.get(ref, f'{label}, input {name}')}: {error}"] = None
-        return self.due(stage, label)
 
     def champion(self, name: str) -> str | None:
+        self.given.append(("champion", name))
         return None
+
+
+class Variation(Rehearsal):
+    """A rehearsal that checks nothing: what the steps would be given with other settings."""
+
+    def check(self, stage, label, inputs, config):
+        pass
 
 
 def rehearse(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig) -> None:
@@ -421,19 +434,80 @@ def rehearse(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfi
     """
     run = Rehearsal(recipe, config)
     method(run, config)
-    if run.wrong:
-        raise ConfigError("\n".join(run.wrong))
+    if wrong := [*run.wrong, *unread(recipe, method, config).values()]:
+        raise ConfigError("\n".join(wrong))
 
 
-def look(ref: str, kind: str) -> None:
-    """Find what an input of this kind is given; a file that is there is read by its own step. Raises StoreError."""
+def unread(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig) -> dict[str, str]:
+    """Settings that somebody chose and without which every step would be given the same, since what reads them is
+    switched off or has another value in their place: dotted key -> what is said of it. What a preset of the recipe sets
+    is nobody's choice.
+    """
+
+    def given(update: dict[str, Any]) -> list[tuple] | None:
+        run = Variation(recipe, config)
+        with contextlib.suppress(ValueError, AttributeError, KeyError, TypeError):  # what is refused is read
+            method(run, config.model_copy(update=update))
+            return run.given
+        return None
+
+    as_it_is, found = given({}), {}
+    usual = [preset_config(config, recipe, name) for name in presets(recipe)]
+    for name, field in type(config).model_fields.items():
+        value, default = getattr(config, name), field.get_default(call_default_factory=True)
+        others = [getattr(one, name) for one in usual]
+        if isinstance(value, BaseModel) and isinstance(default, BaseModel):
+            chosen = [
+                leaf
+                for leaf in type(value).model_fields
+                if getattr(value, leaf) not in [getattr(one, leaf) for one in (default, *others)]
+            ]
+            for leaf in chosen:
+                tried = alternatives(getattr(value, leaf), getattr(default, leaf))
+                if all(given({name: value.model_copy(update={leaf: one})}) == as_it_is for one in tried):
+                    about = type(value).model_fields[leaf] if name == "data" else field
+                    found[f"{name}.{leaf}"] = about.description
+        elif isinstance(value, str) and isinstance(default, str | None) and get_origin(field.annotation) is not Literal:
+            if value not in [default, *others] and all(
+                given({name: one}) == as_it_is for one in alternatives(value, default)
+            ):
+                found[name] = field.description
+    said = "{}: no step of this run reads it ({}); leave it out, or switch on the step that does"
+    return {key: said.format(key, (about or "").rstrip(".")) for key, about in found.items()}
+
+
+def alternatives(value: Any, default: Any) -> list[Any]:
+    """Values to try in the place of one: its default, and one that no rounding hides and that equals nothing else that
+    was given.
+    """
+    if isinstance(value, str):
+        return [default, "(another)"]
+    counted = isinstance(value, int | float) and not isinstance(value, bool)
+    return [default, type(value)(2 * value + 100)] if counted else [default]
+
+
+def preset_config(config: RecipeConfig, recipe: str, preset: str) -> RecipeConfig:
+    """What a preset sets, with what must be given as in ``config``."""
+    required = {
+        name: plain(getattr(config, name)) for name, field in type(config).model_fields.items() if field.is_required()
+    }
+    return type(config).model_validate(merge(required, load_preset(recipe, preset)))
+
+
+def look(ref: str, wanted: InputSpec) -> None:
+    """Find what an input is given, and whether a model is of the kind that it must be; a file that is there is read by
+    its own step. Raises StoreError.
+    """
     from storage import store
 
     if ref.startswith("("):  # what a step before it makes
         return
+    kind = wanted.kind
     if kind != "model" and not store.is_ref(ref) and (store.is_url(ref) or os.path.exists(os.path.expanduser(ref))):
         return
-    store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None)
+    found = store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None)
+    if wanted.use and (wrong := store.wrong_use(found.path, wanted.use)):
+        raise store.StoreError(f"{ref} {wrong}")
 
 
 def texts(values: Any, key: str = "") -> Iterable[tuple[str, str]]:

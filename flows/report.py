@@ -195,6 +195,11 @@ def describe(text: str) -> dict[str, Any]:
                 return {"what": "unfinished stage", **found}
             raise ConfigError(str(error)) from None
         return {"what": "run", **run.data, "status": run.status, **so_far(run)}
+    if Path(text).is_dir() and not (store.is_dataset_dir(text) or store.is_model_dir(text)):
+        raise ConfigError(
+            f"{text} is a directory without the manifest.json of a dataset and without the config.json of a model; write"
+            " a ref (`posttrain ls datasets`, `posttrain ls models`), a run, or the directory of one of them"
+        )
     found = store.resolve(text)
     makers = records.makers_of(found.digest)
     value = {

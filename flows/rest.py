@@ -72,6 +72,8 @@ def grow(config: Config, sampling: RejectionConfig) -> RejectionConfig:
     """The settings of a Grow step: what only the selection at the thresholds of the Improve steps reads is left to
     these.
     """
+    if config.thresholds and sampling.select == "threshold" and sampling.threshold is None:
+        return sampling.model_copy(update={"threshold": config.thresholds[0]})
     unread = {"threshold_mode": sampling.threshold is None, "max_per_prompt": sampling.select == "top_per_prompt"}
     return sampling.model_copy(
         update={

@@ -293,13 +293,15 @@ SPEC = StageSpec(
     parallel=True,
     roles=roles,
     inputs={
-        "model": InputSpec("model", doc="Policy to start from (normally the SFT model)."),
+        "model": InputSpec("model", use="words", doc="Policy to start from (normally the SFT model)."),
         "data": InputSpec(
             "dataset",
             kinds=("pairs/1", "unpaired/1", "rankings/1", "segments/1"),
             doc="Preference data of the method's kind, or convertible to it.",
         ),
-        "reference": InputSpec("model", required=False, doc="Reference policy; default: the starting policy."),
+        "reference": InputSpec(
+            "model", required=False, use="words", doc="Reference policy; default: the starting policy."
+        ),
         "ref_logps": InputSpec(
             "dataset",
             kinds=("ref_logps/1", "ref_values/1"),

@@ -256,7 +256,7 @@ SPEC = StageSpec(
             required=False,
             doc="Examples for few_shot; default: another split of the prompts.",
         ),
-        "reward_model": InputSpec("model", required=False, doc="Scores the policy's answers."),
+        "reward_model": InputSpec("model", required=False, use="scores", doc="Scores the policy's answers."),
         "judge": InputSpec(
             "model",
             required=False,

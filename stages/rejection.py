@@ -367,12 +367,17 @@ SPEC = StageSpec(
     gpu=True,
     check=check,
     inputs={
-        "model": InputSpec("model", doc="Policy that samples."),
+        "model": InputSpec("model", use="words", doc="Policy that samples."),
         "prompts": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
-        "reference": InputSpec("model", required=False, doc="The other part of the mixture (mixture_coef)."),
-        "reward_model": InputSpec("model", required=False, doc="Scorer of components with kind=model."),
+        "reference": InputSpec(
+            "model", required=False, use="words", doc="The other part of the mixture (mixture_coef)."
+        ),
+        "reward_model": InputSpec("model", required=False, use="scores", doc="Scorer of components with kind=model."),
         "judge": InputSpec(
-            "model", required=False, doc="Causal LM of components with kind=judge, and of a rubric's judged items."
+            "model",
+            required=False,
+            use="words",
+            doc="Causal LM of components with kind=judge, and of a rubric's judged items.",
         ),
         "rubric": InputSpec(
             "dataset",

@@ -46,7 +46,7 @@ SPEC = StageSpec(
             doc="Item scores of an earlier run, kept where the item is the same.",
         ),
         "model": InputSpec("model", required=False, doc="The policy of the rollouts, for its tokenizer."),
-        "judge": InputSpec("model", required=False, doc="Causal LM of judged items."),
+        "judge": InputSpec("model", required=False, use="words", doc="Causal LM of judged items."),
         "reward_model": InputSpec("model", required=False, doc="Scorer of reward-model items."),
     },
     outputs={

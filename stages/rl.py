@@ -973,13 +973,16 @@ SPEC = StageSpec(
     roles=roles,
     check=check,
     inputs={
-        "model": InputSpec("model", doc="Policy to start from."),
+        "model": InputSpec("model", use="words", doc="Policy to start from."),
         "data": InputSpec("dataset", kinds=("prompts/1",), doc="Prompts, with answers for verifiers."),
         "reward_model": InputSpec(
-            "model", required=False, doc="Scorer of components with kind=model; the critic's start."
+            "model", required=False, use="scores", doc="Scorer of components with kind=model; the critic's start."
         ),
         "judge": InputSpec(
-            "model", required=False, doc="Causal LM of components with kind=judge, and of a rubric's judged items."
+            "model",
+            required=False,
+            use="words",
+            doc="Causal LM of components with kind=judge, and of a rubric's judged items.",
         ),
         "rubric": InputSpec(
             "dataset",
@@ -991,7 +994,7 @@ SPEC = StageSpec(
         "sft": InputSpec(
             "dataset", kinds=("demonstrations/1",), required=False, doc="Answers that join the groups (sft_member)."
         ),
-        "reference": InputSpec("model", required=False, doc="KL reference; default: the starting policy."),
+        "reference": InputSpec("model", required=False, use="words", doc="KL reference; default: the starting policy."),
         "critic": InputSpec(
             "model", required=False, doc="Value model to start the critic from, instead of the reward model."
         ),

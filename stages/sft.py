@@ -208,13 +208,14 @@ SPEC = StageSpec(
     parallel=True,
     roles=roles,
     inputs={
-        "model": InputSpec("model", doc="Causal LM to start from."),
+        "model": InputSpec("model", use="words", doc="Causal LM to start from."),
         "data": InputSpec(
             "dataset", kinds=("demonstrations/1", "text/1"), doc="Demonstrations; plain text rows are trained in full."
         ),
         "reward_model": InputSpec(
             "model",
             required=False,
+            use="scores",
             doc="Scores greedy answers to validation prompts: select_by=reward (sft.ckpt_select).",
         ),
     },

@@ -68,7 +68,8 @@ class InputSpec:
     what raw data files are ingested as. many: several refs may be given, named ``NAME.label``. lineage_of: the name of
     a model input; where none is given, the datasets that this model and its ancestors learned from are
     (``tasks/training_data.py``). held_out: a dataset that judges a model and is not learned from. named: the stage
-    writes the name of a raw file into what it makes, so that the same bytes under another name are another input.
+    writes the name of a raw file into what it makes, so that the same bytes under another name are another input. use:
+    what a model is for, ``words`` (a language model) or ``scores`` (a reward model), where it must be one of the two.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class InputSpec:
     lineage_of: str = ""
     held_out: bool = False
     named: bool = False
+    use: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in ("dataset", "model", "file"):
@@ -370,6 +372,7 @@ def _hint(model: type[BaseModel], loc: list[str], item: dict[str, Any]) -> str:
             info is not None
             and info.default is not None
             and not info.is_required()
+            and not isinstance(info.default, BaseModel)
             and "Undefined" not in repr(info.default)
         ):
             return (

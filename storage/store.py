@@ -114,6 +114,18 @@ def is_model_dir(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
+def wrong_use(path: str, use: str) -> str | None:
+    """Why a model directory is not of ``use`` (``words``, ``scores``), as its config says; None where it does not say
+    so.
+    """
+    made = (read_json(Path(path) / "config.json", None) or {}).get("architectures") or [""]
+    if use == "words" and made[0].endswith(("ForSequenceClassification", "ForTokenClassification")):
+        return f"is a {made[0]}, whose head gives scores and no words; give a language model"
+    if use == "scores" and made[0].endswith("ForCausalLM") and not (Path(path) / "reward_calibration.json").exists():
+        return f"is a {made[0]} and no reward model; give one, for example of stage reward_model"
+    return None
+
+
 def damaged_model(path: Path) -> str | None:
     """What a model directory lacks at first sight, before a stage starts on it: a readable config.json, the shards that
     its index names, the end of a safetensors file (None: nothing)."""

@@ -52,6 +52,8 @@ RANK_VARIABLES = (
 #: broke.
 NUMBERS, WORD_SECONDS = ("SLURM_NODEID", "NODE_RANK", "JOB_COMPLETION_INDEX", "RANK"), 10.0
 POLL_SECONDS = 0.2
+#: How long the nodes of a recipe wait for each other at its start (POSTTRAIN_NODES_WAIT_SECONDS).
+WAIT_SECONDS = 1800.0
 _BROKEN = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|timed out|socket|peer|SIGABRT", re.IGNORECASE
 )
@@ -178,8 +180,9 @@ class Leader:
 
         Raises:
             ConfigError: one was given another command.
+            NodeError: one did not come in time.
         """
-        told, members = False, None
+        told, members, deadline = False, None, time.monotonic() + wait_seconds()
         while members is None or len(members) < self.nodes.count - 1:
             found = {
                 i: entry
@@ -198,8 +201,10 @@ class Leader:
                         f" `posttrain {self.what} --nodes {self.nodes.count}`; give the same command on every node"
                     )
             if len(members) < self.nodes.count - 1:
+                missing = ", ".join(str(i) for i in range(1, self.nodes.count) if i not in found)
+                if time.monotonic() > deadline:
+                    raise _missed(f"node {missing}")
                 if not told:
-                    missing = ", ".join(str(i) for i in range(1, self.nodes.count) if i not in found)
                     tell(f"node 0 of {self.nodes.count}: waits for node {missing}, to be given the same command")
                 told = True
                 raise_if_stopped()
@@ -313,11 +318,14 @@ class Follower:
         """Every stage that node 0 shares, as it begins, until node 0's run has finished.
 
         Raises:
-            NodeError: it failed, or its process died.
+            NodeError: it failed, its process died, or it did not come in time.
         """
+        deadline = time.monotonic() + wait_seconds()
         while True:
             raise_if_stopped()
             session = self._session()
+            if session is None and time.monotonic() > deadline:
+                raise _missed("node 0")
             if session is not None:
                 if self._entry["leader"] is None:
                     self._entry["leader"] = session["token"]
@@ -345,6 +353,17 @@ class Follower:
         """What node 0 says that the stage of a turn failed of; None where it has not, or is not through with it."""
         now = read_json(self.folder / "0.json", {}).get("turn", {})
         return now.get("error") if now.get("number") == turn["number"] else None
+
+
+def wait_seconds() -> float:
+    return float(os.environ.get("POSTTRAIN_NODES_WAIT_SECONDS", WAIT_SECONDS))
+
+
+def _missed(who: str) -> NodeError:
+    return NodeError(
+        f"{who} has not come in {wait_seconds():g} s: it was not started with the same --rendezvous and POSTTRAIN_HOME, or"
+        " ended before (see what it said); POSTTRAIN_NODES_WAIT_SECONDS sets how long the nodes wait for each other"
+    )
 
 
 def _sentence(error: BaseException) -> str:

@@ -222,6 +222,8 @@ def prepare(
             found = store.resolve(text, declared.kind)
         except store.StoreError as error:
             raise store.StoreError(f"input {input_name} of stage {spec.name}: {error}") from None
+        if declared.use and (wrong := store.wrong_use(found.path, declared.use)):
+            raise ConfigError(f"input {input_name} of stage {spec.name}: {text} {wrong}")
         if declared.kind == "dataset" and found.kind == "file":
             found = _ingest(spec, input_name, text, declared.kinds, seed, flow_run, on_event, dry)
         kind = found.manifest.get("kind")

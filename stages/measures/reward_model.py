@@ -125,9 +125,13 @@ def length_matched(
 
 
 def length_terciles(margin: Sequence[float], length_difference: Sequence[float]) -> list[dict]:
-    """Accuracy by tercile of (chosen - rejected) length: a scorer that counts words fails the first one."""
-    order = np.argsort(np.asarray(length_difference, dtype=float), kind="stable")
+    """Accuracy by tercile of (chosen - rejected) length: a scorer that counts words fails the first one. Equal
+    differences stay together, where the middle one of them lies.
+    """
     values, gaps = np.asarray(margin, dtype=float), np.asarray(length_difference, dtype=float)
+    ordered = np.sort(gaps)
+    middle = (np.searchsorted(ordered, gaps, "left") + np.searchsorted(ordered, gaps, "right") - 1) / 2
+    tercile = np.floor(3 * middle / max(len(gaps), 1))
     names = ("chosen shorter", "similar", "chosen longer")
     return [
         {
@@ -136,6 +140,6 @@ def length_terciles(margin: Sequence[float], length_difference: Sequence[float])
             "mean_length_difference": float(gaps[part].mean()),
             "accuracy": float((values[part] > 0).mean()),
         }
-        for name, part in zip(names, np.array_split(order, 3))
+        for name, part in zip(names, (np.flatnonzero(tercile == third) for third in range(3)))
         if len(part)
     ]

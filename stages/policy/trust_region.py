@@ -32,7 +32,10 @@ from stages.running import cuda, ranks
 from stages.training import Trainer, TrainingError
 
 
-UNMOVED = {"trpo/kl": 0.0, "trpo/surrogate_gain": 0.0, "trpo/step_fraction": 0.0}  # of a step that changes nothing
+#: Of a step that changes nothing.
+UNMOVED = dict.fromkeys(
+    ("trpo/kl", "trpo/surrogate_gain", "trpo/step_fraction", "trpo/cg_residual", "trpo/failed_line_search"), 0.0
+)
 
 
 def conjugate_gradient(

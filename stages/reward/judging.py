@@ -231,7 +231,7 @@ class JudgeSettings(AskedSettings):
 
 #: Inputs of every stage that asks a judge about pairs.
 JUDGE_INPUTS = {
-    "judge": InputSpec("model", required=False, doc="Causal LM that judges; left out with an endpoint."),
+    "judge": InputSpec("model", required=False, use="words", doc="Causal LM that judges; left out with an endpoint."),
     "principles": InputSpec(
         "dataset",
         kinds=("principles/1",),

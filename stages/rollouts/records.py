@@ -110,7 +110,9 @@ class Records:
             ]
         )
         extra = (
-            {"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent} if self.members.active else {}
+            {"mode": s.mode, "off_policy": s.off_policy, "parent_sample_id": s.parent}
+            if self.members.active or s.off_policy
+            else {}
         )
         extra |= ({"reencoded": True} if s.reencoded else {}) | ({"draw": draw} if draw else {})
         extra |= (

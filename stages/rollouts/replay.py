@@ -161,6 +161,8 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
                 {},
                 row["is_correct"],
                 tool_mask=row["tool_mask"],
+                mode=extra.get("mode", "fresh"),
+                parent=extra.get("parent_sample_id"),
                 failure=lost_to(row, extra),
                 weights={c["name"]: c["weight"] for c in paid},
                 step_rewards=(

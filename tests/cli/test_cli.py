@@ -151,6 +151,13 @@ WRONG = [
     (["deploy", "preference"], "--cron '0 2 * * *'"),
     (["deploy", "--cron", "0 2 * * *"], "names a recipe"),
     (["rerun", "abc", "--stage", "sft"], "there is no run"),
+    (["show", str(ROOT / "flows")], "without the config.json of a model; write a ref (`posttrain ls datasets`"),
+    (["stage", "world", "--seed", "-1"], "'--seed'"),
+    (["run", "rest", "rl.kl_coef=0.1"], "rl.kl_coef: no step of this run reads it (rl_after: "),
+    (
+        ["run", "agent", "rl.max_turn_length=9"],
+        "leave max_turn_length out. (given {'preset': 'agent', 'max_turn_length': 9}) [",
+    ),
 ]
 
 
@@ -247,6 +254,13 @@ def test_dry_run_prints_the_plan_and_runs_nothing(posttrain):
     # settings stand without --set too
     assert plan["config"]["sft"]["max_steps"] == 3 and plan["config"]["dpo"]["beta"] == 0.2
     assert [row["step"] for row in plan["plan"]][-1] == "promote" and all(row["plan"] == "run" for row in plan["plan"])
+
+
+def test_a_reader_that_goes_is_no_failed_stage(posttrain):
+    """As with other programs in a pipe: the status of SIGPIPE, and nothing is said."""
+    listing = posttrain("ls", "stages", start=True)
+    listing.stdout.close()
+    assert (listing.wait(60), listing.stderr.read()) == (141, "")
 
 
 def test_set_reads_yaml_scalars():
@@ -398,6 +412,23 @@ def test_a_step_is_repeated_by_its_name_or_that_of_the_section_it_takes_its_sett
     check_force(["dpo"], ["sft", "dpo"])
     with pytest.raises(ConfigError, match="force names no step of this run: rl; its steps are: sft, dpo"):
         check_force(["rl"], ["sft", "dpo"])
+
+
+def test_a_repeated_run_whose_branch_is_switched_off_leaves_the_settings_of_that_branch_behind(tmp_path, monkeypatch):
+    from flows import cli
+    from flows.recipe import load_config
+    from storage import records
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("flows.env.prepare", lambda **how: None)
+    then = load_config("rest", {"rl_after": True, "rl": {"kl_coef": 0.1}, "sample": {"temperature": 0.5}})
+    run = records.start_run("rest", then.model_dump(mode="json"))
+    seen = []
+    monkeypatch.setattr(cli, "execute", lambda recipe, values, *rest: seen.append(load_config(recipe, values)))
+    cli.rerun(run.run_id, ["rl_after=false"])
+    cli.rerun(run.run_id, ["rl_after=false", "rl.kl_coef=0.2"])  # said by the user now: refused by what runs it
+    kept = [(config.rl_after, config.rl.kl_coef, config.sample.temperature) for config in seen]
+    assert kept == [(False, None, 0.5), (False, 0.2, 0.5)]
 
 
 def test_a_forced_step_that_the_plan_has_not_is_refused_before_anything_runs(posttrain):

@@ -320,6 +320,18 @@ def test_pair_metrics():
     assert {"accuracy/strength=0", "accuracy/strength=1", "ece", "score_length_pearson"} <= set(metrics)
 
 
+def test_terciles_of_lengths_do_not_depend_on_the_order_of_rows():
+    from stages.measures.reward_model import length_terciles
+
+    def told(*pairs):
+        return [(one["tercile"].split()[-1], one["n"], one["accuracy"]) for one in length_terciles(*zip(*pairs))]
+
+    pairs = [(1, -3), (-1, 0), (1, 0), (1, 0), (-1, 0), (1, 5)]  # margin, length difference
+    assert told(*pairs) == told(*reversed(pairs)) == [("shorter", 1, 1.0), ("similar", 4, 0.5), ("longer", 1, 1.0)]
+    for n in (3, 7, 8):  # without equal ones thirds, the first ones larger where it does not divide
+        assert [k for _, k, _ in told(*((1, i) for i in range(n)))] == [len(p) for p in np.array_split(range(n), 3)]
+
+
 def test_probes_and_transforms():
     rng = np.random.default_rng(0)
     made = reward_model.probes("The capital is Paris and it is large.", rng)

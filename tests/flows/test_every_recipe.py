@@ -1,6 +1,8 @@
 """Rules that hold for every recipe, read from plans of all of their branches (no stage is run)."""
 
 import contextlib
+import json
+import re
 from itertools import combinations
 from types import UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -9,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from flows.config import load_preset, presets
-from flows.recipe import RECIPES, Run, get_recipe, load_config, rehearse
+from flows.recipe import RECIPES, Run, get_recipe, load_config, rehearse, unread
 from stages.registry import get_stage
 
 GIVEN = {name: f"(given.{name})" for name in ("demonstrations", "prompts", "text")}
@@ -116,6 +118,8 @@ BRANCHES = {
         {**MINE, "data": {"prompts": "(p)"}, "answers": {"labeler": "stub"}},
     ],
 }
+#: What some branches above are given and have no use for: those with a model of their own train none.
+IDLE = {"data.text", "data.demonstrations"}
 CASES = [(recipe, values) for recipe, branches in BRANCHES.items() for values in branches]
 
 
@@ -192,7 +196,63 @@ def test_every_step_takes_the_inputs_and_settings_that_it_is_given(recipe, given
     """What the last step would refuse after days of the others is refused before the first one."""
     values = load_preset(recipe, given) if isinstance(given, str) else given
     monkeypatch.setattr("flows.recipe.look", lambda ref, kind: None)  # nothing of the table's is there
-    rehearse(recipe, get_recipe(recipe).method, load_config(recipe, values))
+    method, config = get_recipe(recipe).method, load_config(recipe, values)
+    if idle := unread(recipe, method, config).keys() & IDLE:
+        left = {name: ref for name, ref in values["data"].items() if f"data.{name}" not in idle}
+        config = load_config(recipe, {**values, "data": left})
+    rehearse(recipe, method, config)
+
+
+@pytest.mark.parametrize(
+    "recipe,values,keys",
+    [
+        ("rest", {"rl": {"kl_coef": 0.1}}, {"rl.kl_coef"}),
+        ("rest", {"rl": {"kl_coef": 0.1}, "rl_after": True}, set()),
+        (
+            "rest",
+            {**MINE, "pretraining": {"max_steps": 9}, "data": {"text": "(t)"}},
+            {"pretraining.max_steps", "data.text"},
+        ),
+        ("rest", {"sample": {"allow_empty": False}}, {"sample.allow_empty"}),
+        ("rest", {"judge": "(j)"}, {"judge"}),
+        ("rest", {"judge": "(j)", "sample": JUDGED}, set()),
+        ("rest", {**MINE, "judge": MINE["model"], "rounds": 1, "sample": JUDGED}, set()),  # what self means, too
+        ("r1", {"zero": {"max_steps": 9}}, {"zero.max_steps"}),
+        ("r1", {"zero": {"max_steps": 9}, "zero_branch": True}, set()),
+        ("hh", {"labels": "fresh", "preference": {"replay_fraction": 0.3}}, {"preference.replay_fraction"}),
+        ("hh", {"scale": 0.01, "rl": {"max_steps": 2350}}, set()),  # rounded to what the default is
+    ],
+)
+def test_settings_whose_branch_is_off_are_refused(recipe, values, keys):
+    """What a preset sets for a branch that is off is nobody's choice: the test above has presets that do so."""
+    method, config = get_recipe(recipe).method, load_config(recipe, values)
+    assert unread(recipe, method, config).keys() == keys
+    if keys and "model" not in values:
+        with pytest.raises(ValueError, match=f"{min(keys)}: no step of this run reads it .*; leave it out"):
+            rehearse(recipe, method, config)
+
+
+def test_a_model_that_is_no_policy_or_no_reward_model_is_told_before_the_first_step(tmp_path, monkeypatch):
+    """Its config says so, and not only the step that loads it."""
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    for name, kind in (("words", "LlamaForCausalLM"), ("scores", "LlamaForSequenceClassification")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [kind]}))
+    words, scores = str(tmp_path / "words"), str(tmp_path / "scores")
+    method = get_recipe("online_dpo").method
+    rehearse(
+        "online_dpo", method, load_config("online_dpo", {"model": words, "reward_model": scores, "sample": SCORED})
+    )
+    rehearse("online_dpo", method, load_config("online_dpo", {"model": words, "judge": words, "sample": JUDGED}))
+    for values, said in (
+        ({"model": scores}, f"model: {scores} is a LlamaForSequenceClassification, whose head gives scores"),
+        ({"judge": scores, "sample": JUDGED}, f"judge: {scores} is a LlamaForSequenceClassification"),
+        ({"reward_model": words, "sample": SCORED}, f"reward_model: {words} is a LlamaForCausalLM and no reward model"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            rehearse("online_dpo", method, load_config("online_dpo", values))
+    (tmp_path / "words" / "reward_calibration.json").touch()  # a reward model that scores by its words
+    rehearse("online_dpo", method, load_config("online_dpo", {"reward_model": words, "sample": SCORED}))
 
 
 @pytest.mark.parametrize("recipe,values", [case for case in CASES if "model" in case[1]])

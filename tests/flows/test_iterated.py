@@ -75,6 +75,13 @@ def test_the_iterated_recipes_plan_their_rounds(monkeypatch):
 
     own = planned("online_dpo", monkeypatch, rounds=2, sample={"rewards": [{"kind": "judge"}]})
     assert [own[f"sample_{k}"][1].get("judge") for k in (1, 2)] == ["(given.model)", "(align_1.model)"]
+    for recipe, values, asked in (
+        ("d2po", {}, {"gold_1": "(given.model)", "gold_2": "(align_1.model)"}),
+        ("hh", {"labels": "fresh"}, {"label_best": "(distil.model)", "online_1": "(rl_1.model)"}),
+        ("llama2", {"labels": "fresh"}, {"gold_2_current": "(improve_1.model)", "gold_2_other": "(improve_1.model)"}),
+    ):  # self: the policy of the round labels, too
+        steps = planned(recipe, monkeypatch, rounds=2, gold={"rewards": [{"kind": "judge"}]}, **values)
+        assert {label: steps[label][1].get("judge") for label in asked} == asked
 
     steps = planned("rest", monkeypatch, rounds=2, thresholds=[0.5, 0.8], improve={"learning_rate": 1e-4})
     assert [steps[f"improve_{k}"][1]["model"] for k in ("1_1", "1_2", "2_1")] == [
@@ -98,6 +105,9 @@ def test_the_iterated_recipes_plan_their_rounds(monkeypatch):
         "model"
     ] == "(improve_1_1.model)"
     assert em["improve_1_1"][1]["data"] == "(grow_1.selected)"
+    above = planned("rest", monkeypatch, rounds=1, thresholds=[0.5, 0.8], sample={"select": "threshold"})
+    # Grow needs one too, though the filters alone read what lies above it
+    assert [above[label][2].threshold for label in ("grow_1", "filter_1_1", "filter_1_2")] == [0.5, 0.5, 0.8]
     empty = planned("rest", monkeypatch, metrics={"rejection": {"selected": 0}}, rounds=2, thresholds=[0.5, 0.8])
     assert not any(label.startswith("improve") for label in empty) and "filter_1_2" not in empty
 

@@ -5,7 +5,7 @@ once to its end on a tiny model.
 import pytest
 
 from flows.config import load_preset, merge
-from flows.published import scaled
+from flows.published import scaled, with_benchmarks
 from flows.recipe import Run, get_recipe, load_config
 from flows.report import print_result
 from stages.registry import get_stage
@@ -227,6 +227,9 @@ def test_every_demo_starts_from_the_embedded_world_and_from_a_model(recipe, monk
 
 def test_instructgpt_ranks_trains_chooses_and_optimises(monkeypatch):
     steps = plan("instructgpt", monkeypatch, {"benchmarks": {"quiz": "(quiz)"}}, rounds=2, plain_ppo=True)
+    assert list(steps)[0] == "ingest_benchmark_quiz" and steps["ingest_benchmark_quiz"][1] == {"data": "(quiz)"}
+    config = load_config("instructgpt", {"data": {"benchmarks": {"quiz": "dataset:quiz@latest"}}})
+    assert with_benchmarks(None, config) == config  # a dataset is one already
     assert steps["sft"][1] == {"model": "(given.model)", "data": "(ingest_demonstrations.data)"} and steps[
         "train_reward_model"
     ][1] == {"model": "(sft.model)", "data": "(ingest_pairs.data)"}
@@ -288,7 +291,7 @@ def test_instructgpt_ranks_trains_chooses_and_optimises(monkeypatch):
         and steps["evaluate_sft_text"][2].split == "validation"
     )
     assert (
-        steps["evaluate_round_1_quiz"][1] == {"model": "(rl_1.model)", "prompts": "(quiz)"}
+        steps["evaluate_round_1_quiz"][1] == {"model": "(rl_1.model)", "prompts": "(ingest_benchmark_quiz.data)"}
         and steps["evaluate_round_1_quiz"][2].split == "train"
     )
 

@@ -269,6 +269,17 @@ def test_followers_take_part_in_what_node_0_says_and_end_with_it(tmp_path, monke
         STOPPED.reset(token)
 
 
+def test_nodes_do_not_wait_for_ever_for_one_that_does_not_come(tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("POSTTRAIN_NODES_WAIT_SECONDS", "0.5")
+    with pytest.raises(NodeError, match="node 1, 2 has not come in 0.5 s: .*POSTTRAIN_NODES_WAIT_SECONDS"):
+        with leading(Nodes(3, 0, "h", 1), "run it", print):
+            pass
+    others = Others()
+    others.start(1).join(60)  # what node 0 left behind when it gave up is none of its business
+    assert str(others.ended[1]).startswith("node 0 has not come in 0.5 s: it was not started with the same --rendez")
+
+
 def test_a_follower_refuses_what_is_another_stage_on_its_machine(tiny, data, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
     told = _for_others(prepare("sft", {"model": tiny["policy"], "data": data["demonstrations"]}, {}), "sft", 1)

@@ -520,6 +520,9 @@ def test_a_stored_trajectory_that_its_environment_lost_stays_lost():
         "step_rewards": None,
         "extra_json": json.dumps({"unscorable": {"environment": "environment failed: time-out"}}),
     }
+    given = {**row, "finish_reason": None, "extra_json": json.dumps({"mode": "sft", "parent_sample_id": None})}
+    (group,) = _groups_of([given], {})
+    assert group.samples[0].mode == "sft", "nobody sampled it, in the run that reads it either"
     (group,) = _groups_of([row, {**row, "finish_reason": "turn_limit", "extra_json": None}], {})
     assert [s.lost for s in group.samples] == [True, False] and "time-out" in group.samples[0].failure
     stage = SimpleNamespace(

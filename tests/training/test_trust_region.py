@@ -259,6 +259,8 @@ def test_steps_without_a_direction_change_nothing_and_a_single_token_is_enough(t
         found = trainer.step(items)
         assert any(not torch.equal(a, b) for a, b in zip(before, trainer.parameters.values())) == moves
         assert found["skipped_steps"] == skipped and 0 <= found["trpo/kl"] <= config.max_kl
+        # every curve has every step
+        assert (found["trpo/cg_residual"] > 0) == moves and found["trpo/failed_line_search"] == 0.0
         assert (found["trpo/surrogate_gain"] > 0) == (found["trpo/step_fraction"] > 0) == moves
 
 
