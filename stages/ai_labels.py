@@ -266,6 +266,8 @@ def _of_rankings(rows: Iterable[dict], left_out: Counter, config: Config):
 
 
 def _of_candidates(rows: Iterable[dict], left_out: Counter, config: Config):
+    from storage.schema import provenance
+
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         trait = json.loads(row["extra_json"] or "{}").get("trait") if config.principle_of == "row" else None
@@ -278,11 +280,11 @@ def _of_candidates(rows: Iterable[dict], left_out: Counter, config: Config):
         if len(group) < 2:
             left_out["prompts with fewer than two answers"] += 1
             continue
-        weight, common = sum(row["weight"] for row in group) / len(group), _common(group[0])
+        common = {**_common(group[0]), **provenance(*group)}
         if trait is not None:  # the same answers may have been sampled for another one
             common["row_id"] += f":{trait}"
         yield from _pairs_among(
-            {**common, "weight": weight},
+            common,
             [(row["completion"], row["gen"], row["row_id"]) for row in group],
             left_out,
             config.pairs_per_prompt,

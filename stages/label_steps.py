@@ -199,7 +199,7 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
 
     from stages.decoding.engines import EngineError
     from stages.reward_models.reward_scorers import split_steps
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     config = stage.config
     texts = [row["completion"][-1]["content"] or "" for row, _ in work]
@@ -268,8 +268,7 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
                     "answer": prompt.get("answer"),
                     "solution_correct": candidate["correct"],
                     "is_quality_control": False,
-                    "prompt_id": prompt["prompt_id"],
-                    "group_id": prompt["group_id"],
+                    **provenance(prompt),
                     "weight": candidate["weight"],
                     "extra_json": json.dumps(note, sort_keys=True),
                 },

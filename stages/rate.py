@@ -444,7 +444,7 @@ def ann_of(judge: Asker, group: Group) -> dict:
 
 def ratings(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> list[dict]:
     """``ratings/1`` of a prompt: answers with a rating by every aspect."""
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     config = stage.config
     said = {aspect: said_of(group, found, aspect, config.orders, config.together) for aspect in config.aspects}
@@ -474,9 +474,7 @@ def ratings(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
                     "aspects": aspects,
                     "gen": one["gen"],
                     "ann": ann_of(judge, group),
-                    "prompt_id": one["prompt_id"],
-                    "group_id": one["group_id"],
-                    "weight": one["weight"],
+                    **provenance(one),
                     "extra_json": json.dumps({"of": one["row_id"]}),
                 },
                 dataset="rated",
@@ -492,7 +490,7 @@ def ranking(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
     """``rankings/1`` of a prompt by the mean rank over the orders; none where an order could not be read, or all are
     equal.
     """
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     said = said_of(group, found, "", stage.config.orders, True)
     if len(said) < len(group.answers):
@@ -512,9 +510,7 @@ def ranking(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
                 "ranks": [sum(other < value for other in mean) for value in mean],
                 "gens": [a["gen"] for a in group.answers],
                 "ann": ann_of(judge, group),
-                "prompt_id": one["prompt_id"],
-                "group_id": one["group_id"],
-                "weight": one["weight"],
+                **provenance(*group.answers),
                 "extra_json": json.dumps({"of": [a["row_id"] for a in group.answers], "mean_ranks": mean}),
             },
             dataset="ranked",

@@ -956,17 +956,17 @@ def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
     """One ``candidates/1`` row."""
     import json
 
+    from storage.schema import provenance
+
     return {
         "prompt": sample.prompt["prompt"],
-        "prompt_id": sample.prompt["prompt_id"],
-        "group_id": sample.prompt["group_id"],
+        **provenance(sample.prompt),
         "prompt_idx": prompt_idx,
         "completion_idx": sample.index,
         "completion": [{"role": "assistant", "content": sample.text}],
         **verdict(sample, note),
         "gen": gen,
         "split": sample.prompt["split"],
-        "weight": sample.prompt.get("weight"),
         "extra_json": json.dumps(
             {
                 "completion_ids": sample.ids,
@@ -1052,7 +1052,7 @@ def write_selected(stage, rows, candidates=()) -> None:
 
     from stages.ingestion.curation import generated_splits
     from stages.reward.verdicts import commonest_failure, failures
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     splits = generated_splits(rows, stage.config.validation_fraction)
     writer = stage.writer("selected", "demonstrations/1")
@@ -1065,10 +1065,8 @@ def write_selected(stage, rows, candidates=()) -> None:
                     "train_turns": [len(row["prompt"])],
                     "kept": True,
                     "gen": row["gen"],
-                    "weight": row["weight"],
                     "category": json.loads(row["extra_json"] or "{}").get("category"),
-                    "prompt_id": row["prompt_id"],
-                    "group_id": row["group_id"],
+                    **provenance(row),
                 },
                 dataset="selected",
                 source=row["source"],

@@ -652,7 +652,7 @@ def answer(stage, engine, chains: Sequence[Chain]) -> None:
 
 def revision_rows(stage, chain: Chain, split: str) -> list[dict]:
     """``revisions/1``: one row per round; ``original`` is the text that it revised."""
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     last = len(chain.rounds)
     return [
@@ -666,9 +666,7 @@ def revision_rows(stage, chain: Chain, split: str) -> list[dict]:
                 "principle_id": principle["principle_id"],
                 "round": i + 1,
                 "gen": chain.gens[i + 1],
-                "prompt_id": chain.row["prompt_id"],
-                "group_id": chain.row["group_id"],
-                "weight": chain.row["weight"],
+                **provenance(chain.row),
                 "extra_json": json.dumps(
                     {
                         "of": chain.row["row_id"],
@@ -689,7 +687,7 @@ def revision_rows(stage, chain: Chain, split: str) -> list[dict]:
 
 def demonstration_rows(stage, chain: Chain, split: str) -> list[dict]:
     """``demonstrations/1``: the prompt and a revision, nothing else."""
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     if chain.dropped:
         return []
@@ -702,9 +700,7 @@ def demonstration_rows(stage, chain: Chain, split: str) -> list[dict]:
                 "kept": True,
                 "gen": chain.gens[i],
                 "category": chain.row.get("category"),
-                "prompt_id": chain.row["prompt_id"],
-                "group_id": chain.row["group_id"],
-                "weight": chain.row["weight"],
+                **provenance(chain.row),
                 "extra_json": json.dumps(
                     {"of": chain.row["row_id"], "round": i, "principle_ids": principle_ids(chain)[:i]}, sort_keys=True
                 ),
@@ -720,7 +716,7 @@ def demonstration_rows(stage, chain: Chain, split: str) -> list[dict]:
 
 def pair_rows(stage, chain: Chain, split: str) -> list[dict]:
     """``pairs/1``: the last revision over the first answer."""
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     if chain.dropped:
         return []
@@ -734,9 +730,7 @@ def pair_rows(stage, chain: Chain, split: str) -> list[dict]:
                 "rejected": [{"role": "assistant", "content": chain.texts[0]}],
                 "chosen_gen": chain.gens[-1],
                 "rejected_gen": chain.gens[0],
-                "prompt_id": chain.row["prompt_id"],
-                "group_id": chain.row["group_id"],
-                "weight": chain.row["weight"],
+                **provenance(chain.row),
                 "ann": {
                     "annotator_type": "ai",
                     "annotator_id": by,

@@ -493,7 +493,7 @@ class Rewriting:
         return [{"yes": True, "no": False}.get((words_of(one.text) or [""])[0]) for one in found]
 
     def row(self, text: str, row: dict, k: int, name: str, gen: dict) -> dict:
-        from storage.schema import complete_row
+        from storage.schema import complete_row, provenance
 
         messages = [*row["prompt"][:-1], {**row["prompt"][-1], "content": text}]
         note = {"method": "rewrite", "operation": name, "of": row["row_id"], "gen": gen}
@@ -504,8 +504,8 @@ class Rewriting:
                 "category": row["category"],
                 "domain": row["domain"],
                 "language": row["language"],
-                "group_id": row["group_id"],
-                "weight": row["weight"],
+                **provenance(row),
+                "prompt_id": None,
                 "extra_json": json.dumps(note, sort_keys=True),
             },
             dataset="written",

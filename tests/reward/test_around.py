@@ -13,7 +13,7 @@ from stages.spec import ConfigError
 from stages.training import StagedRows
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-from tests.common import assistant, user
+from tests.common import BESIDE, assistant, beside, user
 
 
 class Orders:
@@ -111,7 +111,7 @@ def sums(tiny, tmp_path_factory):
     prompts = [
         complete_row(
             "prompts/1",
-            {"prompt": user(f"what is {i} plus {i}?"), "answer": str(2 * i), "answer_type": "integer"},
+            {"prompt": user(f"what is {i} plus {i}?"), "answer": str(2 * i), "answer_type": "integer", **BESIDE},
             dataset="sums",
             source="made",
             origin="human",
@@ -169,6 +169,7 @@ def test_steps_are_labelled_by_rollouts(tiny, sums, train):
         for r in rows
         for s, label in zip(r["soft_labels"], r["labels"])
     )
+    assert all(one == BESIDE for one in beside(rows))
     assert {r["solution_correct"] for r in rows} == {True, False} and 0 < result["summary"]["mean_soft_label"] < 1
     some = {
         "kind": "python",

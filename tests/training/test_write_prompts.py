@@ -13,7 +13,7 @@ from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
 from tests.chat_server import chat_server
-from tests.common import silent, user
+from tests.common import BESIDE, beside, silent, user
 from tests.training.test_revise import roomy, rows_of, said  # noqa: F401
 
 TRAITS = {"patient": "Patient with people who are new to something.", "frank": "Frank about what is not known."}
@@ -56,6 +56,7 @@ def pool(tmp_path_factory):
                 "category": "about",
                 "group_id": f"g{i}",
                 "answer": "42",
+                **BESIDE,
             },
             dataset="pool",
             source="people",
@@ -233,6 +234,7 @@ def test_prompts_are_rewritten_where_they_can_be_answered(spec, pool):
         summary["dropped/unanswerable"],
         summary["dropped/unreadable_verdicts"],
     ) == (1, 1, 1)
+    assert all(one == BESIDE for one in beside(rows))
     old = {r["row_id"]: r for r in open_dataset(pool).iter_rows()}
     for row in rows:
         note = json.loads(row["extra_json"])
@@ -338,7 +340,7 @@ def test_answers_are_sampled_behind_the_trait_and_kept_without_it(roomy, traits,
     rows = [
         complete_row(
             "prompts/1",
-            {"prompt": user(f"What about {i}?"), "category": list(TRAITS)[i % 2]},
+            {"prompt": user(f"What about {i}?"), "category": list(TRAITS)[i % 2], **BESIDE},
             dataset="p",
             source="s",
             origin="ai",
@@ -360,6 +362,7 @@ def test_answers_are_sampled_behind_the_trait_and_kept_without_it(roomy, traits,
 
     _, result = run("traits", config, inputs)
     candidates = rows_of(result, "candidates")
+    assert all(one == BESIDE for name in ("candidates", "selected") for one in beside(rows_of(result, name)))
     renderer, sampler = (
         renderer_for(roomy[0]),
         Sampler(freeze(load_policy(roomy[0], "cpu")), renderer_for(roomy[0]).tokenizer),
