@@ -262,7 +262,10 @@ def test_a_follow_up_is_rewritten_in_its_conversation_and_what_is_thought_is_no_
         if "Number them" in text:
             return said(thought + "1. why does my bread not rise")
         assert "[Conversation so far]\nHuman: Who wrote Faust?\n\nAssistant: Goethe.\n[End of" in text
-        return said("Yes" if "Can this message be answered" in text else thought + "In which years did he write it?")
+        if "Can this message be answered" in text:
+            whole = thought + "Yes"
+            return said(whole) if body["max_tokens"] >= 200 else said(whole[: body["max_tokens"]], "length")
+        return said(thought + "In which years did he write it?")
 
     with chat_server(choice) as server:
         config = {"endpoint": server.url, "endpoint_model": "m", "num_prompts": 1, "max_rounds": 1}
