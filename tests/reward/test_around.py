@@ -207,6 +207,29 @@ def test_steps_are_labelled_by_rollouts(tiny, sums, train):
         train("label_steps", {**config, "active": "uncertain"}, {"model": tiny["policy"], **sums}, "no-model")
 
 
+def test_rollouts_are_asked_as_the_solutions_were_and_go_on_with_them(tiny, sums, train, monkeypatch):
+    """The prompt as plain text where it was shown so; tokens of the steps count for the length that is asked for."""
+    from stages.chat import renderer_for
+    from stages.decoding.sampler import Sampler
+
+    asked, generate, renderer = [], Sampler.generate, renderer_for(tiny["policy"])
+
+    def noted(self, prompts, params, seeds, *rest, **more):
+        asked.extend((renderer.decode(ids), params.min_tokens) for ids in prompts)
+        return generate(self, prompts, params, seeds, *rest, **more)
+
+    monkeypatch.setattr(Sampler, "generate", noted)
+    config = {
+        "rollouts": 1,
+        "max_completion_length": 16,
+        "min_tokens": len(renderer._plain_ids("first 0\n\n")) + 2,
+        "prompt_template": "none",
+        "rewards": [{"kind": "python", "source": "def score(prompt, completion, answer):\n    return True"}],
+    }
+    train("label_steps", config, {"model": tiny["policy"], **sums})
+    assert asked == [(f"what is {i} plus {i}?first {i}\n\n", 2) for i in range(4) for _ in range(4)]
+
+
 def test_a_finished_solution_is_its_own_rollout(tiny, sums, train, tmp_path):
     """What a policy writes behind the end of a solution says nothing of its last step; rows keep their weight, and
     answers that failed are no solutions."""
