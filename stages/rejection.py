@@ -734,6 +734,8 @@ def generate(stage) -> None:
             " candidates for averages over all of them, or raise block.",
         )
     context = Context(stage, renderer, rows)
+    if config.rationalise:
+        warn_of_long_hints(stage, renderer, rows)
     if done * config.block < total:
         if config.mixture_coef:
             policy, reference = (
@@ -899,6 +901,27 @@ def sample_block(stage, rewards, sampler, block, params, seeds, context):
     return [[replace(s, prompt_ids=ids) for s in group] for (_, ids), group in zip(block, groups)], notes
 
 
+def hinted_ids(renderer, config, row: dict) -> list[int]:
+    """Ids of a prompt whose last message holds its answer as a hint."""
+    *before, last = row["prompt"]
+    told = config.hint.replace("{question}", last.get("content") or "").replace("{answer}", row["answer"])
+    return renderer.prompt_ids([*before, {**last, "content": told}])
+
+
+def warn_of_long_hints(stage, renderer, rows) -> None:
+    """Say how many prompts are too long with the hint to be asked again."""
+    config = stage.config
+    known = [row for row, _ in rows if row.get("answer") is not None]
+    lost = [row for row in known if len(hinted_ids(renderer, config, row)) > config.max_prompt_length]
+    if lost:
+        stage.warn(
+            "hints_too_long",
+            f"{len(lost)} of {len(known)} prompts with an answer are longer than"
+            f" max_prompt_length={config.max_prompt_length} once they hold the hint (the first is {lost[0]['row_id']}),"
+            " and are not asked again where no completion is right; raise max_prompt_length, or write a shorter hint.",
+        )
+
+
 def rationalised(stage, renderer, rewards, sampler, block, params, groups) -> dict[int, list]:
     """Scored samples, by place in the block, of prompts that no completion solved, drawn with the answer as a hint
     (``rs.star``, Zelikman et al. 2022).
@@ -913,9 +936,7 @@ def rationalised(stage, renderer, rewards, sampler, block, params, groups) -> di
     asked = []
     for i, ((row, _), group) in enumerate(zip(block, groups)):
         if config.rationalise and row.get("answer") is not None and not any(s.correct and s.terminated for s in group):
-            *before, last = row["prompt"]
-            told = config.hint.replace("{question}", last.get("content") or "").replace("{answer}", row["answer"])
-            ids = renderer.prompt_ids([*before, {**last, "content": told}])
+            ids = hinted_ids(renderer, config, row)
             if len(ids) <= config.max_prompt_length:
                 asked.append((i, row, ids))
     if not asked:
