@@ -35,6 +35,7 @@ from stages.reward.judging import (
     verdict_of,
     warn_about_judge,
 )
+from stages.settings import PARTED_TRAINING, refuse_unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 KINDS = ("pairs/1", "comparisons/1", "rankings/1", "candidates/1")
@@ -88,6 +89,7 @@ class Config(JudgeSettings):
 
     @model_validator(mode="after")
     def _labels(self):
+        refuse_unread(self, PARTED_TRAINING)
         if self.labels == "hard" and self.tie_policy == "soft":
             raise ValueError("a tie has no hard label; write labels=soft, or tie_policy=drop")
         if self.disagreement == "drop" and self.fallback == "given":
@@ -324,7 +326,7 @@ def label(item: Item, found: Opinion, config: Config, judge_id: str) -> tuple[di
         reason = "tie" if p == 0.5 else "unsure" if max(p, 1 - p) < config.sure - 1e-9 else ""
     if not reason and config.disagreement == "drop" and given_verdict(item) not in (None, verdict_of(p)):
         return None, "disagrees with the given label"
-    if reason in ("", "tie") and (not reason or config.tie_policy == "soft"):
+    if not reason or (reason == "tie" and config.tie_policy == "soft"):
         ann = {
             "annotator_type": "ai",
             "judge_id": judge_id,
@@ -343,7 +345,7 @@ def label(item: Item, found: Opinion, config: Config, judge_id: str) -> tuple[di
                 soft=config.labels == "soft",
                 strength=(2 if found.strong else 1) if config.mode == "five_way" and p != 0.5 else None,
             ),
-            reason,
+            "",
         )
     given = given_verdict(item)
     if config.fallback == "given" and given in ("A", "B") and not item.identical:
@@ -489,6 +491,7 @@ def report(stage, items, opinions, rows, reasons: Counter, judge: PairJudge) -> 
     summary = {
         **metrics,
         "rows": len(rows),
+        **({"ties": sum(row["label_prob"] == 0.5 for row in rows)} if stage.config.tie_policy == "soft" else {}),
         **agreed,
         **{f"without_label/{reason}": n for reason, n in sorted(reasons.items())},
         "confidence/mean": float(np.mean(confidence)) if confidence else None,

@@ -27,6 +27,7 @@ from typing import Literal, Optional
 from pydantic import Field, model_validator
 
 from stages.reward.judging import ERRORS, AskedSettings, Asker, text_of
+from stages.settings import PARTED_TRAINING, refuse_unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 ASPECTS = {
@@ -109,6 +110,7 @@ class Config(AskedSettings):
 
     @model_validator(mode="after")
     def _possible(self):
+        refuse_unread(self, PARTED_TRAINING)
         if self.weights and (
             set(self.weights) != set(self.aspects)
             or abs(sum(self.weights.values()) - 1) > 1e-9

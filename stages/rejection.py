@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from stages.reward.components import REWARD_INPUTS, FixedComponent, RewardComponent
 from stages.reward.rewards import check_inputs
 from stages.settings import (
+    PARTED_TRAINING,
     CHANGES_OF_LOGITS,
     PROMPT_TEMPLATE,
     ChatConfig,
@@ -209,7 +210,7 @@ class Config(SamplingConfig, ChatConfig):
 
     @model_validator(mode="after")
     def _possible(self):
-        refuse_unread(self, self.READ_WHEN)
+        refuse_unread(self, (*self.READ_WHEN, *PARTED_TRAINING))
         if self.min_generations is not None and self.min_generations > self.num_generations:
             raise ValueError(
                 f"min_generations={self.min_generations} is above num_generations={self.num_generations}; write the"

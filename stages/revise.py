@@ -27,7 +27,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.decoding.writers import STOP, WriterConfig, Written, check_template
-from stages.settings import PROMPT_TEMPLATE, PromptTemplate
+from stages.settings import PARTED_TRAINING, PROMPT_TEMPLATE, PromptTemplate, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 SHOWN = "[Question]\n{question}\n[End of question]\n\n[Answer]\n{answer}\n[End of answer]"
@@ -218,6 +218,7 @@ class Config(WriterConfig):
 
     @model_validator(mode="after")
     def _readable(self):
+        refuse_unread(self, PARTED_TRAINING)
         check_template(
             "critique_template", self.critique_template, ("question", "answer", "request"), ("answer", "request")
         )

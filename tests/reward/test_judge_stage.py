@@ -322,6 +322,7 @@ def test_verdicts_inconsistent_unreadable_and_injected(judge, given):
         assert {row["label_prob"] for row in made if text(row["prompt"]) in ("first", "even")} == {0.5} and len(
             server.seen
         ) == before, "earlier judgements answer the same requests"
+        assert result["summary"]["ties"] == 2 and "without_label/tie" not in result["summary"], "0.5 is their label"
         assert [row["cache_key"] for row in again] == [row["cache_key"] for row in calls]
         result, made, _ = judge(at(server, mode="verdict", judge_retries=2, inconsistent="drop"), old)
         assert result["summary"]["without_label/inconsistent"] == 1 and result["summary"]["without_label/tie"] == 1

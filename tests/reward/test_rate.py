@@ -465,6 +465,7 @@ def test_a_killed_run_asks_for_nothing_twice_and_ends_with_the_same_bytes(candid
         ({"mode": "ranking", "together": False}, "read together"),
         ({"mode": "ranking", "aspects": {"a": "b"}}, "asks for no aspects"),
         ({"split": "validation"}, "another split"),
+        ({"validation_fraction": 0.1, "split": "test"}, "only training prompts are parted; write split=train"),
         ({"endpoint": "", "endpoint_model": ""}, "give --input judge=MODEL"),
     ],
 )

@@ -656,6 +656,7 @@ def test_random_controls_are_drawn_among_what_may_be_kept(tiny, data, spec, cand
         ({"select": "random_per_prompt", "max_per_prompt": 2}, "no such cap"),
         ({"select": "random_k_overall", "max_per_prompt": 2}, "no such cap"),
         ({"hint": "{question} {answer}"}, "rationalise=4"),
+        ({"validation_fraction": 0.1, "split": "test"}, "only training prompts are parted; write split=train"),
     ],
 )
 def test_settings_of_another_selector_are_refused(given, says):

@@ -580,6 +580,7 @@ def test_worked_examples_stand_in_front_of_plain_text():
         ({"critique_template": "{answer} {criterion}"}, {}, "critique_template cannot be filled"),
         ({"revision_template": "{answer} {request}"}, {}, "revision_template shows no {critique}"),
         ({"revision_pattern": "x+"}, {}, "has no group"),
+        ({"validation_fraction": 0.1, "split": "test"}, {}, "only training prompts are parted; write split=train"),
         ({"examples": [{"question": "q"}]}, {}, "write all of question, answer"),
         ({"endpoint": "http://x", "endpoint_model": "m", "request_format": "text"}, {}, "write request_format=chat"),
     ],
