@@ -35,6 +35,7 @@ from stages.reward.judging import (
     verdict_of,
     warn_about_judge,
 )
+from stages.settings import PARTED_TRAINING, refuse_unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 KINDS = ("pairs/1", "comparisons/1", "rankings/1", "candidates/1")
@@ -88,6 +89,7 @@ class Config(JudgeSettings):
 
     @model_validator(mode="after")
     def _labels(self):
+        refuse_unread(self, PARTED_TRAINING)
         if self.labels == "hard" and self.tie_policy == "soft":
             raise ValueError("a tie has no hard label; write labels=soft, or tie_policy=drop")
         if self.disagreement == "drop" and self.fallback == "given":
@@ -266,6 +268,8 @@ def _of_rankings(rows: Iterable[dict], left_out: Counter, config: Config):
 
 
 def _of_candidates(rows: Iterable[dict], left_out: Counter, config: Config):
+    from storage.schema import provenance
+
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
         trait = json.loads(row["extra_json"] or "{}").get("trait") if config.principle_of == "row" else None
@@ -278,11 +282,11 @@ def _of_candidates(rows: Iterable[dict], left_out: Counter, config: Config):
         if len(group) < 2:
             left_out["prompts with fewer than two answers"] += 1
             continue
-        weight, common = sum(row["weight"] for row in group) / len(group), _common(group[0])
+        common = {**_common(group[0]), **provenance(*group)}
         if trait is not None:  # the same answers may have been sampled for another one
             common["row_id"] += f":{trait}"
         yield from _pairs_among(
-            {**common, "weight": weight},
+            common,
             [(row["completion"], row["gen"], row["row_id"]) for row in group],
             left_out,
             config.pairs_per_prompt,
@@ -322,7 +326,7 @@ def label(item: Item, found: Opinion, config: Config, judge_id: str) -> tuple[di
         reason = "tie" if p == 0.5 else "unsure" if max(p, 1 - p) < config.sure - 1e-9 else ""
     if not reason and config.disagreement == "drop" and given_verdict(item) not in (None, verdict_of(p)):
         return None, "disagrees with the given label"
-    if reason in ("", "tie") and (not reason or config.tie_policy == "soft"):
+    if not reason or (reason == "tie" and config.tie_policy == "soft"):
         ann = {
             "annotator_type": "ai",
             "judge_id": judge_id,
@@ -341,7 +345,7 @@ def label(item: Item, found: Opinion, config: Config, judge_id: str) -> tuple[di
                 soft=config.labels == "soft",
                 strength=(2 if found.strong else 1) if config.mode == "five_way" and p != 0.5 else None,
             ),
-            reason,
+            "",
         )
     given = given_verdict(item)
     if config.fallback == "given" and given in ("A", "B") and not item.identical:
@@ -487,6 +491,7 @@ def report(stage, items, opinions, rows, reasons: Counter, judge: PairJudge) -> 
     summary = {
         **metrics,
         "rows": len(rows),
+        **({"ties": sum(row["label_prob"] == 0.5 for row in rows)} if stage.config.tie_policy == "soft" else {}),
         **agreed,
         **{f"without_label/{reason}": n for reason, n in sorted(reasons.items())},
         "confidence/mean": float(np.mean(confidence)) if confidence else None,

@@ -119,16 +119,14 @@ def encode(stage, renderer):
     """
     from stages.distill import behind_context
     from stages.sft import encode_demonstrations
+    from storage.schema import provenance
 
     config = stage.config
     seen = behind_context(renderer, config) if config.context is not None else lambda *_: {}
 
     def more(row, mine, turns):
         found = seen(row, mine, turns)
-        own = {
-            name: row.get(name)
-            for name in ("prompt_id", "group_id", "source", "origin", "split", "license", "extra_json")
-        }
+        own = {**provenance(row), **{name: row.get(name) for name in ("source", "origin", "split", "extra_json")}}
         return found if isinstance(found, str) else {**found, "row": own}
 
     items, dropped = encode_demonstrations(stage.dataset("data"), None, renderer, config, more=more)

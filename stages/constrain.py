@@ -327,7 +327,7 @@ def pair_rows(stage, asked: Asked, split: str, tally: Counter) -> list[dict]:
     them. Why there is none is counted.
     """
     from stages.ingestion.pairing import constraint_contrast
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     answers, plain = complete(asked.answers), complete(asked.unasked)
     if not answers or not plain:
@@ -348,11 +348,10 @@ def pair_rows(stage, asked: Asked, split: str, tally: Counter) -> list[dict]:
                 "rejected": assistant(n),
                 "constraint_ids": [c["id"] for c in asked.row["constraints"]],
                 "pairs_in_group": len(found),
+                **provenance(asked.row),
                 "weight": asked.row["weight"] / len(found),
                 "chosen_gen": y[2].gen,
                 "rejected_gen": n[2].gen,
-                "prompt_id": asked.row["prompt_id"],
-                "group_id": asked.row["group_id"],
                 "ann": {"annotator_type": "rule", "criteria": "constraints"},
                 "extra_json": json.dumps({"of": asked.row["row_id"]}),
             },
@@ -367,7 +366,7 @@ def pair_rows(stage, asked: Asked, split: str, tally: Counter) -> list[dict]:
 
 def demonstration_rows(stage, asked: Asked, split: str) -> list[dict]:
     """``demonstrations/1``: the prompt with its constraints, and answers that meet all of them."""
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     good = {said.text.strip(): (text, said) for text, met, said in reversed(complete(asked.answers)) if all(met)}
     return [
@@ -379,9 +378,7 @@ def demonstration_rows(stage, asked: Asked, split: str) -> list[dict]:
                 "kept": True,
                 "gen": said.gen,
                 "category": asked.row["category"],
-                "prompt_id": asked.row["prompt_id"],
-                "group_id": asked.row["group_id"],
-                "weight": asked.row["weight"],
+                **provenance(asked.row),
                 "extra_json": json.dumps(
                     {"of": asked.row["row_id"], "constraint_ids": [c["id"] for c in asked.row["constraints"]]}
                 ),
@@ -399,7 +396,7 @@ def candidate_rows(asked: Asked, prompt_idx: int) -> list[dict]:
     """``candidates/1``: every answer, scored by whether it meets all constraints of the prompt; the plain ones behind
     the others.
     """
-    from storage.schema import complete_row, prompt_id
+    from storage.schema import complete_row, prompt_id, provenance
 
     reasons = {
         "cut": "truncated",
@@ -415,9 +412,7 @@ def candidate_rows(asked: Asked, prompt_idx: int) -> list[dict]:
                 "candidates/1",
                 {
                     "prompt": asked.row["prompt"],
-                    "prompt_id": asked.row["prompt_id"],
-                    "group_id": asked.row["group_id"],
-                    "weight": asked.row["weight"],
+                    **provenance(asked.row),
                     "prompt_idx": prompt_idx,
                     "completion_idx": i,
                     "completion": assistant((text,)),

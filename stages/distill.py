@@ -261,6 +261,7 @@ class Distillation:
 
 def run(stage):
     from stages.chat import renderer_for, stage_renderer
+    from stages.decoding.engines import vocabulary_of
     from stages.models.adapters import AdapterOff
     from stages.models.modeling import load_frozen, policy_to_train, publish
     from stages.preflight import preflight
@@ -289,6 +290,12 @@ def run(stage):
         raise ConfigError(
             "distill: teacher and student have different tokenizers, so their distributions cannot be compared; sample"
             " the teacher's answers with the rejection stage and fine-tune on them with sft instead"
+        )
+    if not captured and (few := vocabulary_of(teacher_path)[0]) < (rows := vocabulary_of(stage.path("model"))[0]):
+        raise ConfigError(
+            f"distill: the teacher's head has {few} rows and the student's {rows} (one tokenizer, but the student's head"
+            f" is padded further), so the student's last ids have no probability in the teacher; give the teacher as"
+            f" many rows with model.resize_token_embeddings({rows}) and save_pretrained, or the student {few}"
         )
     encoded = encode_captured if captured else encode
     train, dropped = encoded(stage, renderer, "train")

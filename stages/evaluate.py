@@ -187,6 +187,11 @@ class Config(SamplingConfig, AgentConfig, BenchmarkConfig, ChatConfig):
                     lambda c: c.target == "policy" and not c.mt_bench,
                     "only a policy is asked prompts with choices; write target=policy",
                 ),
+                (
+                    ("temperature", "top_p", "top_k", "min_p"),
+                    lambda c: c.num_samples > 0 or c.temperature == 0 or c.target != "policy" or c.mt_bench,
+                    "every answer is greedy (num_samples=0); write num_samples=1",
+                ),
                 (("judge_mode",), lambda c: c.target == "judge", "only target=judge asks for one; write target=judge"),
                 (
                     (

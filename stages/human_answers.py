@@ -14,6 +14,7 @@ import csv
 import io
 import json
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -219,8 +220,8 @@ def pair(shown: dict, given: list[tuple[str, str]], dropped: Counter, labeler: s
         "rejected": rejected,
         "chosen_gen": chosen_gen,
         "rejected_gen": rejected_gen,
-        "prompt_id": shown["prompt_id"],
-        "group_id": shown["group_id"],
+        **{name: shown.get(name) for name in ("prompt_id", "group_id", "batch_id", "license")},
+        "collected_at": datetime.fromisoformat(shown["collected_at"]) if shown.get("collected_at") else None,
         "label_prob": max(first, 1 - first) if len(votes) > 1 else None,
         "ann": {
             "annotator_type": "human" if labeler == "people" else "stub",

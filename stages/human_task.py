@@ -59,13 +59,15 @@ def comparisons(stage, rows: list[dict], kind: str) -> list[tuple[str, dict]]:
     """(item id, {prompt, answers, rows}) of each pair, or of each prompt with two different candidates; in the order
     shown.
     """
+    from storage.schema import provenance
+
     if kind == "pairs/1":
         found = [
             (
                 row["row_id"],
                 row["prompt"],
                 [(row["chosen"], row["chosen_gen"]), (row["rejected"], row["rejected_gen"])],
-                row,
+                (row,),
             )
             for row in rows
         ]
@@ -83,7 +85,7 @@ def comparisons(stage, rows: list[dict], kind: str) -> list[tuple[str, dict]]:
                         group[0]["row_id"],
                         group[0]["prompt"],
                         [(row["completion"], row["gen"]) for row in (group[0], other)],
-                        group[0],
+                        (group[0], other),
                     )
                 )
     else:
@@ -92,7 +94,7 @@ def comparisons(stage, rows: list[dict], kind: str) -> list[tuple[str, dict]]:
             " or write ask=keep"
         )
     made = []
-    for item, prompt, answers, row in found:
+    for item, prompt, answers, made_of in found:
         if int(stage.rng("order", item).integers(2)):
             answers = answers[::-1]
         made.append(
@@ -102,11 +104,9 @@ def comparisons(stage, rows: list[dict], kind: str) -> list[tuple[str, dict]]:
                     "prompt": prompt,
                     "answers": [answer for answer, _ in answers],
                     "gens": [gen for _, gen in answers],
-                    "prompt_id": row["prompt_id"],
-                    "group_id": row["group_id"],
-                    "source": row["source"],
-                    "split": row["split"],
-                    "weight": row["weight"],
+                    "source": made_of[0]["source"],
+                    "split": made_of[0]["split"],
+                    **provenance(*made_of),
                 },
             )
         )

@@ -16,13 +16,16 @@ from pydantic import Field
 
 from stages.generation import NO_ANSWER
 from stages.reward.components import FixedComponent, RewardComponent
-from stages.settings import ChatConfig, SamplingConfig
+from stages.settings import PROMPT_TEMPLATE, ChatConfig, PromptTemplate, SamplingConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
 class Config(SamplingConfig, ChatConfig):
     rollouts: int = Field(8, ge=1, description="Completions sampled from each step (Math-Shepherd 8).")
     separator: str = Field("\n\n", min_length=1, description="Text between the steps of a solution.")
+    prompt_template: PromptTemplate = Field(
+        "chat", description=PROMPT_TEMPLATE + " Write what the solutions were sampled with."
+    )
     max_steps_per_solution: int = Field(
         32, ge=1, description="Steps labelled at most; the rest of a longer solution is left out."
     )
@@ -198,16 +201,17 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     import json
 
     from stages.decoding.engines import EngineError
+    from stages.generation import prompt_ids, sample_with_room
     from stages.reward_models.reward_scorers import split_steps
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     config = stage.config
     texts = [row["completion"][-1]["content"] or "" for row, _ in work]
     whole = [split_steps(text, config.separator) for text in texts]
     steps = [parts[: config.max_steps_per_solution] for parts in whole]
-    prefixes, owners, finished = [], [], {}
+    prefixes, lengths, owners, finished = [], [], [], {}
     for k, ((_, prompt), parts) in enumerate(zip(work, steps)):
-        start = renderer.prompt_ids(prompt["prompt"])
+        start = prompt_ids(renderer, prompt["prompt"], config.prompt_template)
         if parts and len(parts) == len(whole[k]):
             finished[k] = {
                 "prompt_row": prompt,
@@ -217,10 +221,13 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
                 "completion_text": texts[k],
             }
         for n in range(1, len(parts) + (k not in finished)):
-            prefixes.append(start + renderer._plain_ids(config.separator.join(parts[:n]) + config.separator))
+            begun = renderer._plain_ids(config.separator.join(parts[:n]) + config.separator)
+            prefixes.append(start + begun)
+            lengths.append(len(begun))
             owners.append((k, n))
     seeds = [[stage.seed_for("rollout", work[k][0]["row_id"], n, j) for j in range(config.rollouts)] for k, n in owners]
-    groups = sampler.generate(prefixes, params, seeds) if prefixes else []
+    rooms = [params.max_new_tokens] * len(prefixes)
+    groups = sample_with_room(sampler, prefixes, params, seeds, rooms, begun=lengths)
     failed = [c.error for group in groups for c in group if c.error is not None]
     if failed:
         raise EngineError(
@@ -268,8 +275,7 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
                     "answer": prompt.get("answer"),
                     "solution_correct": candidate["correct"],
                     "is_quality_control": False,
-                    "prompt_id": prompt["prompt_id"],
-                    "group_id": prompt["group_id"],
+                    **provenance(prompt),
                     "weight": candidate["weight"],
                     "extra_json": json.dumps(note, sort_keys=True),
                 },

@@ -118,11 +118,20 @@ def run(stage):
     paths = {**{label: given[label].path for label in labels}, **({BASE: stage.path("base")} if differences else {})}
     models = {label: load_policy(path) for label, path in paths.items()}
     states = {label: m.state_dict() for label, m in models.items()}
+    renderers = {label: renderer_for(path) for label, path in paths.items()}
     check_alike(
         states,
         {label: settings_of(m.config) for label, m in models.items()},
-        {label: renderer_for(path).vocabulary_hash for label, path in paths.items()},
+        {label: renderer.vocabulary_hash for label, renderer in renderers.items()},
     )
+    odd = [label for label in labels if renderers[label].template_hash != renderers[labels[0]].template_hash]
+    if odd:
+        stage.warn(
+            "chat_templates_differ",
+            f"{', '.join(odd)} show{'s' * (len(odd) == 1)} conversations by another chat template than {labels[0]}, whose"
+            " template the merged model gets: what they learned behind theirs may not come out behind it. Merge models"
+            " that were trained under one template, or name the one that most were trained under first.",
+        )
     base = states.pop(BASE, None)
     merged = {
         name: combine(
@@ -136,7 +145,7 @@ def run(stage):
     }
     model.load_state_dict(merged)
     with stage.output_model("model", role="policy") as directory:
-        save_policy(model, renderer_for(given[labels[0]].path).tokenizer, directory)
+        save_policy(model, renderers[labels[0]].tokenizer, directory)
     first = states[labels[0]]
     stage.summary(
         {

@@ -184,7 +184,7 @@ def run(stage):
             [
                 complete_row(
                     config.kind,
-                    {"prompt": rows[0]["prompt"], "prompt_id": prompt_id, "group_id": rows[0]["group_id"], **row},
+                    {"prompt": rows[0]["prompt"], **row, "group_id": rows[0]["group_id"]},
                     dataset="preferences",
                     source=rows[0]["source"],
                     origin="verifier" if config.select == "correct_vs_incorrect" else "ai",
@@ -275,6 +275,7 @@ def pairs_of(stage, rows, counts) -> list[dict]:
     import math
 
     from stages import selection
+    from storage.schema import provenance
 
     config, rewards = stage.config, [r["reward"] for r in rows]
     if config.select == "best_vs_worst":
@@ -304,6 +305,7 @@ def pairs_of(stage, rows, counts) -> list[dict]:
             "rejected_score": rewards[j],
             "margin": rewards[i] - rewards[j] if by_reward else None,
             "pairs_in_group": len(found),
+            **provenance(rows[i], rows[j]),
             "weight": (rows[i]["weight"] + rows[j]["weight"]) / 2 / len(found),
             "chosen_gen": rows[i]["gen"],
             "rejected_gen": rows[j]["gen"],
@@ -344,6 +346,7 @@ def ranking_of(stage, rows, counts) -> list[dict]:
     reward only gives none.
     """
     from stages.selection import best_vs_worst
+    from storage.schema import provenance
 
     rewards = [r["reward"] for r in rows]
     if stage.config.members == "best_and_worst":
@@ -358,7 +361,7 @@ def ranking_of(stage, rows, counts) -> list[dict]:
             "ranks": [levels.index(r) for r in rewards],
             "scores": rewards,
             "gens": [r["gen"] for r in rows],
-            "weight": sum(r["weight"] for r in rows) / len(rows),
+            **provenance(*rows),
             "extra_json": made_of(*rows),
         }
     ]
@@ -366,6 +369,8 @@ def ranking_of(stage, rows, counts) -> list[dict]:
 
 def labelled_of(stage, rows, counts) -> list[dict]:
     """Every candidate with a label: the reward against the threshold, else the verifier's verdict."""
+    from storage.schema import provenance
+
     threshold = stage.config.threshold
     if threshold is None and all(r["correct"] is None for r in rows):
         raise ValueError(
@@ -378,7 +383,7 @@ def labelled_of(stage, rows, counts) -> list[dict]:
             "label": bool(r["correct"]) if threshold is None else r["reward"] > threshold,
             "label_kind": "correctness" if threshold is None else "threshold",
             "gen": r["gen"],
-            "weight": r["weight"],
+            **provenance(r),
             "extra_json": made_of(r),
         }
         for r in rows

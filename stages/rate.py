@@ -27,6 +27,7 @@ from typing import Literal, Optional
 from pydantic import Field, model_validator
 
 from stages.reward.judging import ERRORS, JUDGE_INPUTS, AskedSettings, Asker, text_of
+from stages.settings import PARTED_TRAINING, refuse_unread
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 ASPECTS = {
@@ -109,6 +110,7 @@ class Config(AskedSettings):
 
     @model_validator(mode="after")
     def _possible(self):
+        refuse_unread(self, PARTED_TRAINING)
         if self.weights and (
             set(self.weights) != set(self.aspects)
             or abs(sum(self.weights.values()) - 1) > 1e-9
@@ -438,7 +440,7 @@ def ann_of(judge: Asker, group: Group) -> dict:
 
 def ratings(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> list[dict]:
     """``ratings/1`` of a prompt: answers with a rating by every aspect."""
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     config = stage.config
     said = {aspect: said_of(group, found, aspect, config.orders, config.together) for aspect in config.aspects}
@@ -468,9 +470,7 @@ def ratings(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
                     "aspects": aspects,
                     "gen": one["gen"],
                     "ann": ann_of(judge, group),
-                    "prompt_id": one["prompt_id"],
-                    "group_id": one["group_id"],
-                    "weight": one["weight"],
+                    **provenance(one),
                     "extra_json": json.dumps({"of": one["row_id"]}),
                 },
                 dataset="rated",
@@ -486,7 +486,7 @@ def ranking(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
     """``rankings/1`` of a prompt by the mean rank over the orders; none where an order could not be read, or all are
     equal.
     """
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     said = said_of(group, found, "", stage.config.orders, True)
     if len(said) < len(group.answers):
@@ -506,9 +506,7 @@ def ranking(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
                 "ranks": [sum(other < value for other in mean) for value in mean],
                 "gens": [a["gen"] for a in group.answers],
                 "ann": ann_of(judge, group),
-                "prompt_id": one["prompt_id"],
-                "group_id": one["group_id"],
-                "weight": one["weight"],
+                **provenance(*group.answers),
                 "extra_json": json.dumps({"of": [a["row_id"] for a in group.answers], "mean_ranks": mean}),
             },
             dataset="ranked",

@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from stages.reward.components import REWARD_INPUTS, FixedComponent, RewardComponent
 from stages.reward.rewards import check_inputs
 from stages.settings import (
+    PARTED_TRAINING,
     CHANGES_OF_LOGITS,
     PROMPT_TEMPLATE,
     ChatConfig,
@@ -209,7 +210,7 @@ class Config(SamplingConfig, ChatConfig):
 
     @model_validator(mode="after")
     def _possible(self):
-        refuse_unread(self, self.READ_WHEN)
+        refuse_unread(self, (*self.READ_WHEN, *PARTED_TRAINING))
         if self.min_generations is not None and self.min_generations > self.num_generations:
             raise ValueError(
                 f"min_generations={self.min_generations} is above num_generations={self.num_generations}; write the"
@@ -739,6 +740,8 @@ def generate(stage) -> None:
             " candidates for averages over all of them, or raise block.",
         )
     context = Context(stage, renderer, rows)
+    if config.rationalise:
+        warn_of_long_hints(stage, renderer, rows)
     if done * config.block < total:
         if config.mixture_coef:
             policy, reference = (
@@ -904,6 +907,27 @@ def sample_block(stage, rewards, sampler, block, params, seeds, context):
     return [[replace(s, prompt_ids=ids) for s in group] for (_, ids), group in zip(block, groups)], notes
 
 
+def hinted_ids(renderer, config, row: dict) -> list[int]:
+    """Ids of a prompt whose last message holds its answer as a hint."""
+    *before, last = row["prompt"]
+    told = config.hint.replace("{question}", last.get("content") or "").replace("{answer}", row["answer"])
+    return renderer.prompt_ids([*before, {**last, "content": told}])
+
+
+def warn_of_long_hints(stage, renderer, rows) -> None:
+    """Say how many prompts are too long with the hint to be asked again."""
+    config = stage.config
+    known = [row for row, _ in rows if row.get("answer") is not None]
+    lost = [row for row in known if len(hinted_ids(renderer, config, row)) > config.max_prompt_length]
+    if lost:
+        stage.warn(
+            "hints_too_long",
+            f"{len(lost)} of {len(known)} prompts with an answer are longer than"
+            f" max_prompt_length={config.max_prompt_length} once they hold the hint (the first is {lost[0]['row_id']}),"
+            " and are not asked again where no completion is right; raise max_prompt_length, or write a shorter hint.",
+        )
+
+
 def rationalised(stage, renderer, rewards, sampler, block, params, groups) -> dict[int, list]:
     """Scored samples, by place in the block, of prompts that no completion solved, drawn with the answer as a hint
     (``rs.star``, Zelikman et al. 2022).
@@ -918,9 +942,7 @@ def rationalised(stage, renderer, rewards, sampler, block, params, groups) -> di
     asked = []
     for i, ((row, _), group) in enumerate(zip(block, groups)):
         if config.rationalise and row.get("answer") is not None and not any(s.correct and s.terminated for s in group):
-            *before, last = row["prompt"]
-            told = config.hint.replace("{question}", last.get("content") or "").replace("{answer}", row["answer"])
-            ids = renderer.prompt_ids([*before, {**last, "content": told}])
+            ids = hinted_ids(renderer, config, row)
             if len(ids) <= config.max_prompt_length:
                 asked.append((i, row, ids))
     if not asked:
@@ -961,17 +983,17 @@ def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
     """One ``candidates/1`` row."""
     import json
 
+    from storage.schema import provenance
+
     return {
         "prompt": sample.prompt["prompt"],
-        "prompt_id": sample.prompt["prompt_id"],
-        "group_id": sample.prompt["group_id"],
+        **provenance(sample.prompt),
         "prompt_idx": prompt_idx,
         "completion_idx": sample.index,
         "completion": [{"role": "assistant", "content": sample.text}],
         **verdict(sample, note),
         "gen": gen,
         "split": sample.prompt["split"],
-        "weight": sample.prompt.get("weight"),
         "extra_json": json.dumps(
             {
                 "completion_ids": sample.ids,
@@ -1057,7 +1079,7 @@ def write_selected(stage, rows, candidates=()) -> None:
 
     from stages.ingestion.curation import generated_splits
     from stages.reward.verdicts import commonest_failure, failures
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     splits = generated_splits(rows, stage.config.validation_fraction)
     writer = stage.writer("selected", "demonstrations/1")
@@ -1070,10 +1092,8 @@ def write_selected(stage, rows, candidates=()) -> None:
                     "train_turns": [len(row["prompt"])],
                     "kept": True,
                     "gen": row["gen"],
-                    "weight": row["weight"],
                     "category": json.loads(row["extra_json"] or "{}").get("category"),
-                    "prompt_id": row["prompt_id"],
-                    "group_id": row["group_id"],
+                    **provenance(row),
                 },
                 dataset="selected",
                 source=row["source"],

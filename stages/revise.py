@@ -27,7 +27,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.decoding.writers import STOP, WriterConfig, Written, check_template
-from stages.settings import PROMPT_TEMPLATE, PromptTemplate
+from stages.settings import PARTED_TRAINING, PROMPT_TEMPLATE, PromptTemplate, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 SHOWN = "[Question]\n{question}\n[End of question]\n\n[Answer]\n{answer}\n[End of answer]"
@@ -218,6 +218,7 @@ class Config(WriterConfig):
 
     @model_validator(mode="after")
     def _readable(self):
+        refuse_unread(self, PARTED_TRAINING)
         check_template(
             "critique_template", self.critique_template, ("question", "answer", "request"), ("answer", "request")
         )
@@ -652,7 +653,7 @@ def answer(stage, engine, chains: Sequence[Chain]) -> None:
 
 def revision_rows(stage, chain: Chain, split: str) -> list[dict]:
     """``revisions/1``: one row per round; ``original`` is the text that it revised."""
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     last = len(chain.rounds)
     return [
@@ -666,9 +667,7 @@ def revision_rows(stage, chain: Chain, split: str) -> list[dict]:
                 "principle_id": principle["principle_id"],
                 "round": i + 1,
                 "gen": chain.gens[i + 1],
-                "prompt_id": chain.row["prompt_id"],
-                "group_id": chain.row["group_id"],
-                "weight": chain.row["weight"],
+                **provenance(chain.row),
                 "extra_json": json.dumps(
                     {
                         "of": chain.row["row_id"],
@@ -689,7 +688,7 @@ def revision_rows(stage, chain: Chain, split: str) -> list[dict]:
 
 def demonstration_rows(stage, chain: Chain, split: str) -> list[dict]:
     """``demonstrations/1``: the prompt and a revision, nothing else."""
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     if chain.dropped:
         return []
@@ -702,9 +701,7 @@ def demonstration_rows(stage, chain: Chain, split: str) -> list[dict]:
                 "kept": True,
                 "gen": chain.gens[i],
                 "category": chain.row.get("category"),
-                "prompt_id": chain.row["prompt_id"],
-                "group_id": chain.row["group_id"],
-                "weight": chain.row["weight"],
+                **provenance(chain.row),
                 "extra_json": json.dumps(
                     {"of": chain.row["row_id"], "round": i, "principle_ids": principle_ids(chain)[:i]}, sort_keys=True
                 ),
@@ -720,7 +717,7 @@ def demonstration_rows(stage, chain: Chain, split: str) -> list[dict]:
 
 def pair_rows(stage, chain: Chain, split: str) -> list[dict]:
     """``pairs/1``: the last revision over the first answer."""
-    from storage.schema import complete_row
+    from storage.schema import complete_row, provenance
 
     if chain.dropped:
         return []
@@ -734,9 +731,7 @@ def pair_rows(stage, chain: Chain, split: str) -> list[dict]:
                 "rejected": [{"role": "assistant", "content": chain.texts[0]}],
                 "chosen_gen": chain.gens[-1],
                 "rejected_gen": chain.gens[0],
-                "prompt_id": chain.row["prompt_id"],
-                "group_id": chain.row["group_id"],
-                "weight": chain.row["weight"],
+                **provenance(chain.row),
                 "ann": {
                     "annotator_type": "ai",
                     "annotator_id": by,

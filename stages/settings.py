@@ -47,6 +47,17 @@ def refuse_unread(*args, **more) -> None:
         raise ValueError("\n  ".join(found.values()))
 
 
+#: ``validation_fraction`` of stages that make rows of the prompts of one ``split``.
+PARTED_TRAINING: ReadWhen = (
+    (
+        ("validation_fraction",),
+        lambda c: c.split in ("", "train"),
+        "rows stay in the split of their prompt, and only training prompts are parted; write split=train or"
+        " validation_fraction=0",
+    ),
+)
+
+
 def refuse_unread_in(stage, rules: ReadWhen) -> None:
     """:func:`refuse_unread` by rules about the inputs of a stage; conditions are called with the stage, and what they
     find is a ConfigError.

@@ -8,6 +8,7 @@ dropped and counted.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from typing import Annotated, ClassVar, Literal
@@ -551,7 +552,13 @@ def rows_in_order(stage, items, config):
             f"curriculum=difficulty needs a difficulty for every row, and {len(missing)} have none (first"
             f" {missing[0]}); ingest data with a `difficulty` column, or write curriculum=length"
         )
-    difficulty = [i.n_targets if config.curriculum == "length" else float(i.extra["difficulty"]) for i in items]
+    if config.curriculum == "difficulty" and (odd := [i for i in items if number_of(i.extra["difficulty"]) is None]):
+        raise ConfigError(
+            f"curriculum=difficulty goes from low to high numbers, and {len(odd)} rows have another difficulty (first"
+            f" {odd[0].row_id}: {odd[0].extra['difficulty']!r}); ingest data whose `difficulty` is a number, or write"
+            " curriculum=length"
+        )
+    difficulty = [i.n_targets if config.curriculum == "length" else number_of(i.extra["difficulty"]) for i in items]
     return StagedRows(stage, items, order_by_difficulty(difficulty, config.curriculum_stages)[1], config)
 
 
@@ -683,6 +690,15 @@ def encode_demonstrations(dataset, split: str, renderer, config, limit: int | No
 
     items, dropped = items_of(dataset.iter_rows(split=split), of, expected=dataset.rows_of(split), limit=limit)
     return items, {"truncated": 0, "no_target": 0, "not_kept": 0, **dropped}
+
+
+def number_of(value) -> float | None:
+    """A number, also one that is written as text; None for anything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return None if math.isnan(number) else number
 
 
 def difficulty_of(row: dict):

@@ -145,7 +145,12 @@ class Config(WriterConfig):
         list(UNSUITED), description="Words of prompts that text cannot answer; whole words, whatever their case."
     )
     max_completion_length: int = Field(
-        512, ge=1, description="New tokens of an answer at most; the last prompt of a cut list is left out."
+        512,
+        ge=1,
+        description=(
+            "New tokens of whatever the writer says at most, its thought with it; the last prompt of a cut list is left"
+            " out."
+        ),
     )
     block: int = Field(
         16, ge=1, description="Requests of a round (self_instruct), and prompts rewritten as one resumable unit."
@@ -483,17 +488,19 @@ class Rewriting:
         ]
 
     def answerable(self, made) -> list[bool | None]:
-        """What the writer says of each new prompt; None where its answer is neither yes nor no."""
+        """What the writer says of each new prompt, behind its thought; None where it says neither yes nor no."""
+        from stages.reward.judge import spoken
+
         found = self.writer.write(
             [ANSWERABLE.format(message=text, before=before_last(row["prompt"])) for text, row, *_ in made],
             [self.stage.seed_for("answerable", row["row_id"], k) for _, row, k, *_ in made],
-            8,
+            self.config.max_completion_length,
             0.0,
         )
-        return [{"yes": True, "no": False}.get((words_of(one.text) or [""])[0]) for one in found]
+        return [{"yes": True, "no": False}.get((words_of(spoken(one.text)) or [""])[0]) for one in found]
 
     def row(self, text: str, row: dict, k: int, name: str, gen: dict) -> dict:
-        from storage.schema import complete_row
+        from storage.schema import complete_row, provenance
 
         messages = [*row["prompt"][:-1], {**row["prompt"][-1], "content": text}]
         note = {"method": "rewrite", "operation": name, "of": row["row_id"], "gen": gen}
@@ -504,8 +511,8 @@ class Rewriting:
                 "category": row["category"],
                 "domain": row["domain"],
                 "language": row["language"],
-                "group_id": row["group_id"],
-                "weight": row["weight"],
+                **provenance(row),
+                "prompt_id": None,
                 "extra_json": json.dumps(note, sort_keys=True),
             },
             dataset="written",

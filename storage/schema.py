@@ -654,6 +654,22 @@ def prompt_of(kind: str, row: dict) -> list[dict] | None:
     return row.get(column) if column else None
 
 
+def provenance(*rows: dict) -> dict:
+    """The common columns that a row made of `rows`, all of one prompt, has of them: prompt_id and group_id of the
+    first, their mean weight, and batch_id, license and collected_at where they agree (else null).
+    """
+    shared = {
+        name: rows[0].get(name) if all(row.get(name) == rows[0].get(name) for row in rows) else None
+        for name in ("batch_id", "license", "collected_at")
+    }
+    return {
+        "prompt_id": rows[0]["prompt_id"],
+        "group_id": rows[0]["group_id"],
+        "weight": sum(row["weight"] for row in rows) / len(rows),
+        **shared,
+    }
+
+
 @lru_cache(maxsize=None)
 def _defaults(kind: str) -> tuple[tuple[str, Any], ...]:
     return tuple(_DEFAULTS.get(kind, {}).items())

@@ -1,5 +1,18 @@
 """What tests of every part write their rows with."""
 
+from datetime import datetime, timezone
+
+#: What a person wrote beside a prompt; rows that a stage makes of the prompt have it too.
+BESIDE = {
+    "batch_id": "week 3",
+    "license": "cc-by-4.0",
+    "collected_at": datetime(2024, 5, 1, 12, tzinfo=timezone.utc),
+}
+
+
+def beside(rows) -> list[dict]:
+    return [{name: row[name] for name in BESIDE} for row in rows]
+
 
 def user(text):
     return [{"role": "user", "content": text}]

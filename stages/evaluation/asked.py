@@ -75,7 +75,7 @@ class AskedJudge(StageConfig):
         """
         from stages.reward.judge import until_read
 
-        found = until_read(judge, texts, read, again, self.judge_retries, self.judge_tokens)
+        found = until_read(judge, texts, lambda reply: read(reply.text), again, self.judge_retries, self.judge_tokens)
         return [found[text] for text in texts]
 
 

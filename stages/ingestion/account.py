@@ -210,6 +210,13 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
                 else "It, or their content, is no text."
             ),
         )
+    for form, n in counts.answers_left.items():
+        stage.warn(
+            "answers_left",
+            f"{n} of {counts.rows_in} rows have answers, as rows of format={form} have them: they stay in extra_json,"
+            f" since most rows have none and the file was taken for prompts. Ingest with format={form}, which refuses"
+            " the rows without answers, or write format=prompts if prompts are what is wanted",
+        )
     if counts.scores_against:
         stage.warn(
             "scores_against",

@@ -502,24 +502,33 @@ def _unpaired_to_pairs(have, rows, options, draw):
 
 
 def _pairs_to_unpaired(have, rows, options, draw):
-    texts: dict[str, tuple[list[dict], dict]] = {}
+    texts: dict[str, tuple[list[dict], str, list[dict]]] = {}
     triples = []
     lost = {index: "all_tied" for index, row in enumerate(rows) if is_tie(row)}
     for row in (row for row in rows if not is_tie(row)):
         keys = []
         for side in ("chosen", "rejected"):
             key = _key(row[side])
-            texts.setdefault(key, (row[side], row))
+            texts.setdefault(key, (row[side], side, []))[2].append(row)
             keys.append(key)
         triples.append(("", keys[0], keys[1]))
     made, conflicts = pairing.pairs_to_unpaired(triples, options.on_conflict)
     out = [
         _derived(
             have,
-            texts[key][1],
-            {"prompt": rows[0]["prompt"], "completion": texts[key][0], "label": label, "label_kind": "converted"},
+            behind[0],
+            {
+                "prompt": rows[0]["prompt"],
+                "completion": completion,
+                "label": label,
+                "label_kind": "converted",
+                "gen": behind[0].get(f"{side}_gen"),
+                "weight": _weight(behind),
+            },
+            [(have, row) for row in behind],
         )
         for _, key, label in made
+        for completion, side, behind in [texts[key]]
     ]
     return out, ({"conflict": len(conflicts)} if conflicts else {}), lost
 
@@ -553,6 +562,7 @@ def _pairs_to_ranking(have, rows, options, draw):
         scores = bradley_terry(len(items), wins + ties + [(b, a) for a, b in ties], l2=0.1)
         depth, dropped = pairing.ranks_from_scores([round(score, 9) for score in scores]), {"cycle": 1}
     new = {"prompt": rows[0]["prompt"], "completions": items, "ranks": depth, "scores": scores}
+    new["weight"] = _weight(rows)
     return [_derived(have, rows[0], new, [(have, row) for row in rows])], dropped, {}
 
 

@@ -111,6 +111,9 @@ ALIASES = {
     "implicit": "preference",
 }
 
+# Columns with answers, of which a file of prompts says nothing.
+_ANSWERS = frozenset(("chosen", "rejected", "completion", "completions", "response_a", "messages"))
+
 # Kind of the rows of a format, for files of which no sampled row can be read.
 _KINDS = {
     "alpaca_eval": "comparisons/1",
@@ -231,6 +234,7 @@ class Adapter:
 
     def __init__(self, name: str, options, records: Callable | None = None):
         self.name = name
+        self._guessed = records is None and ALIASES.get(options.format, options.format) == "auto"
         #: records of the source -> those that this adapter reads; for published datasets in columns of their own
         #: (`published.py`)
         self.records = records or iter
@@ -329,6 +333,10 @@ class Adapter:
                 raise Bad("wrong_type")
         if unread := self._unread(row):
             extra["message_fields"] = unread
+        if self.name == "prompts" and self._guessed and not _ANSWERS.isdisjoint(extra):
+            alone = _format_of(row)
+            if alone not in (None, "prompts"):
+                out["_answers_left"] = alone
         if extra:
             out["extra_json"] = canonical_bytes(extra).decode("utf-8")
         return kind, out, codes

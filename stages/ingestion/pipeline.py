@@ -202,6 +202,8 @@ class Ingestion:
         kind, native, codes = adapter(row)
         for name, count in native.pop("_reasoning", {}).items():
             counts.reasoning[name] = counts.reasoning.get(name, 0) + count
+        if form := native.pop("_answers_left", None):
+            counts.answers_left[form] = counts.answers_left.get(form, 0) + 1
         self._place_in_groups(source, kind, native)
         if self.config.system_prompts != "keep":
             fold_system(native, self.config.system_prompts)

@@ -159,8 +159,8 @@ def soft_label(logp_a: float, logp_b: float, clamp: tuple[float, float] | None =
 
 @dataclass(frozen=True)
 class Reply:
-    """What a judge said to one request: a text, or the log-probability of each word that it could answer with; tokens
-    read and written; or why there is neither.
+    """What a judge said to one request: a text, and whether it was cut for its length, or the log-probability of each
+    word that it could answer with; tokens read and written; or why there is neither.
     """
 
     text: str = ""
@@ -168,6 +168,13 @@ class Reply:
     tokens_in: int = 0
     tokens_out: int = 0
     error: str | None = None
+    cut: bool = False
+
+    def verdict(self, parse) -> str | None:
+        """What ``parse`` reads in the text. In one that was cut a verdict counts only where it stands first: what is
+        said of it in an explanation that goes on is not yet one.
+        """
+        return None if self.cut and not spoken(self.text).lstrip().startswith("[[") else parse(self.text)
 
 
 TOO_LONG = "the request is longer than the judge can read"
@@ -251,7 +258,12 @@ class LocalJudge(LabelScorer):
                 else []
             ),
         ):
-            said[i] = Reply(group[0].text, tokens_in=len(ids[i]), tokens_out=len(group[0].ids))
+            said[i] = Reply(
+                group[0].text,
+                tokens_in=len(ids[i]),
+                tokens_out=len(group[0].ids),
+                cut=group[0].finish_reason == "length",
+            )
         return said
 
 
@@ -364,13 +376,17 @@ class ServerJudge:
         """One answer per request, empty where the server refuses it: at temperature 0 at attempt 0, 0.7 in later
         ones.
         """
-        return [reply.text for reply in self.server.each(lambda text: self.reply(text, max_tokens, attempt), texts)]
+        return [reply.text for reply in self.replies(texts, max_tokens, attempt)]
+
+    def replies(self, texts, max_tokens: int, attempt: int = 0) -> list[Reply]:
+        """As :meth:`answers`, with what they cost."""
+        return self.server.each(lambda text: self.reply(text, max_tokens, attempt), texts)
 
     def reply(self, text: str, max_tokens: int, attempt: int = 0) -> Reply:
         """As :meth:`answers` to one request, with what it cost, or why there is no answer."""
         return self._replied(
             lambda: self._ask(text, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt),
-            lambda choice: {"text": said(choice)},
+            lambda choice: {"text": said(choice), "cut": choice.get("finish_reason") == "length"},
         )
 
     def choice(self, text: str, words: Sequence[str]) -> Reply:
@@ -566,7 +582,12 @@ class Judge(ComparingScorer):
         """
         found = self._known(texts)
         fresh = until_read(
-            self.asked, [t for t in texts if found.get(t) is None], parse_verdict, AGAIN, self.retries, self.limit
+            self.asked,
+            [t for t in texts if found.get(t) is None],
+            lambda reply: reply.verdict(parse_verdict),
+            AGAIN,
+            self.retries,
+            self.limit,
         )
         found |= {t: verdict for t, (verdict, _) in fresh.items()}
         self._keep(found)
@@ -575,7 +596,7 @@ class Judge(ComparingScorer):
 
 
 def until_read(asked, texts: Sequence[str], read, again: str, retries: int, max_tokens: int) -> dict[str, tuple]:
-    """{request: (what ``read`` makes of the answer, the answer)} of a local or served judge at temperature 0, equal
+    """{request: (what ``read`` makes of the :class:`Reply`, its text)} of a local or served judge at temperature 0, equal
     requests asked once. What cannot be read (None) is asked for up to ``retries`` times more, each time with ``again``
     behind the request once more."""
     found: dict[str, tuple] = {}
@@ -584,8 +605,8 @@ def until_read(asked, texts: Sequence[str], read, again: str, retries: int, max_
         if not fresh:
             break
         found |= {
-            text: (read(said), said)
-            for text, said in zip(fresh, asked.answers([text + again * attempt for text in fresh], max_tokens, 0))
+            text: (read(reply), reply.text)
+            for text, reply in zip(fresh, asked.replies([text + again * attempt for text in fresh], max_tokens))
         }
     return found
 

@@ -649,8 +649,13 @@ class PairJudge(Asker):
             )
             unread = []
             for call, (key, reply) in zip(open_calls, said):
-                verdict = None if reply.error else parse(reply.text)
-                error = reply.error or (None if verdict else "its reply holds no verdict, or two different ones")
+                verdict = None if reply.error else reply.verdict(parse)
+                unreadable = (
+                    "its reply was cut before its end, and does not begin with a verdict; raise judge_tokens"
+                    if reply.cut
+                    else "its reply holds no verdict, or two different ones"
+                )
+                error = reply.error or (None if verdict else unreadable)
                 call.rows.append(
                     self._row(call, key, reply, self.prompt_id, attempt=attempt, verdict=verdict, error=error)
                 )
@@ -672,7 +677,7 @@ class PairJudge(Asker):
     ) -> dict:
         from stages.reward.judge import soft_label
 
-        more, p_a = {"reasoning": True} if reasoning else {}, None
+        more, p_a = ({"reasoning": True} if reasoning else {}) | ({"cut": True} if reply.cut else {}), None
         if reply.logps:
             more["logps"], p_a = (
                 [value if math.isfinite(value) else None for value in reply.logps],
@@ -734,8 +739,9 @@ def _completed(call: _Call, row: dict) -> dict:
 def _reply(row: dict):
     from stages.reward.judge import Reply
 
-    logps = json.loads(row["extra_json"]).get("logps")
-    return Reply(row["raw"], () if logps is None else tuple(_logps(row)), row["tokens_in"], row["tokens_out"])
+    note = json.loads(row["extra_json"])
+    logps = () if note.get("logps") is None else tuple(_logps(row))
+    return Reply(row["raw"], logps, row["tokens_in"], row["tokens_out"], cut=note.get("cut", False))
 
 
 def _brief(text: str, limit: int = 200) -> str:

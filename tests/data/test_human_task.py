@@ -12,7 +12,7 @@ from stages.human_task import as_row
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-from tests.common import assistant, user
+from tests.common import BESIDE, assistant, beside, user
 from tests.evaluation.test_stages import spec
 
 
@@ -209,8 +209,8 @@ def test_people_see_tools_and_calls_and_a_pair_keeps_its_weight(tmp_path):
     ]
     common = {"dataset": "d", "source": "s", "origin": "ai", "split": "train"}
     sides = {"chosen": calls[0], "rejected": calls[1]}
-    pair = complete_row("pairs/1", {"prompt": prompt, **sides, "weight": 3.0}, **common)
-    rest = {"prompt_idx": 0, "scores": [], "reward": 0.0, "kept": True}
+    pair = complete_row("pairs/1", {"prompt": prompt, **sides, "weight": 3.0, **BESIDE}, **common)
+    rest = {"prompt_idx": 0, "scores": [], "reward": 0.0, "kept": True, **BESIDE}
     candidates = [
         complete_row("candidates/1", {"prompt": prompt, "completion_idx": k, "completion": call, **rest}, **common)
         for k, call in enumerate(calls)
@@ -229,6 +229,7 @@ def test_people_see_tools_and_calls_and_a_pair_keeps_its_weight(tmp_path):
             fill(tmp_path / "f.csv", tasks, lambda *_: [("1", "a")]),
         )
         assert [row["weight"] for row in made] == [3.0 if kind == "pairs" else 1.0]
+        assert beside(made) == [BESIDE]
 
 
 def test_candidates_are_compared_where_two_differ(tmp_path):

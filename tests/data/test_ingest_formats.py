@@ -224,7 +224,7 @@ def test_conversions_from_pairs(tmp_path):
     source = write_lines(
         tmp_path / "x.jsonl",
         [
-            {"prompt": "p1", "chosen": "good", "rejected": "bad"},
+            {"prompt": "p1", "chosen": "good", "rejected": "bad", "weight": 3.0, "rejected_model": "m"},
             {"prompt": "p1", "chosen": "good", "rejected": "worse"},
             {"prompt": "p2", "chosen": "x", "rejected": "y"},
             {"prompt": "p2", "chosen": "y", "rejected": "z"},
@@ -238,6 +238,9 @@ def test_conversions_from_pairs(tmp_path):
         ("p2", "x", True),
         ("p2", "z", False),
     ]
+    assert [r["weight"] for r in unpaired.rows] == [2.0, 3.0, 1.0, 1.0, 1.0], "the mean of the pairs that have a text"
+    assert [r["gen"] and r["gen"]["model_id"] for r in unpaired.rows] == [None, "m", None, None, None]
+    assert [len(json.loads(r["extra_json"])["row_ids"]) for r in unpaired.rows] == [2, 1, 1, 1, 1]
     assert unpaired.counts["conversion"]["dropped"] == {"conflict": 1} and unpaired.counts["rows_kept"] == 4
     prompts = ingest(source, tmp_path / "p", kind="prompts/1")
     assert [r["prompt"][0]["content"] for r in prompts.rows] == ["p1", "p2"] and prompts.counts["conversion"][
@@ -250,7 +253,7 @@ def test_conversions_from_pairs(tmp_path):
     ] == {"duplicate_after_conversion": 1}
     assert all(r["origin"] == "conversion" and json.loads(r["extra_json"])["row_ids"] for r in demos.rows)
     ranking = ingest(source, tmp_path / "r", kind="rankings/1")
-    assert [r["ranks"] for r in ranking.rows] == [[0, 1, 1], [0, 1, 2]]
+    assert [(r["ranks"], r["weight"]) for r in ranking.rows] == [([0, 1, 1], 2.0), ([0, 1, 2], 1.0)]
     pairs = ingest(source, tmp_path / "pp")  # a dataset of ours as input
     again = ingest(pairs.workdir / "out" / "data", tmp_path / "uu", kind="unpaired/1")
     assert [r["row_id"] for r in again.rows] == [r["row_id"] for r in unpaired.rows]

@@ -549,6 +549,20 @@ def test_csv_cells_stay_text_unless_their_column_holds_lists(tmp_path):
         ingest(tmp_path / "d.csv", tmp_path / "w4")
 
 
+def test_answers_in_a_file_that_is_taken_for_prompts_are_told(tmp_path):
+    """A file of pairs most of which have lost their chosen answer is not passed on as prompts without a word."""
+    rows = [pair(f"p{i}") | ({"chosen": None} if i % 3 else {}) for i in range(9)]
+    source = write_lines(tmp_path / "x.jsonl", rows)
+    guessed = ingest(source, tmp_path / "w")
+    (told,) = (one["text"] for one in guessed.result["warnings"] if one["code"] == "answers_left")
+    assert (
+        guessed.data.kind == "prompts/1" and told.startswith("3 of 9 rows have answers") and "format=preference" in told
+    )
+    assert not ingest(source, tmp_path / "meant", format="prompts").result["warnings"]
+    bare = write_lines(tmp_path / "y.jsonl", [{"prompt": "p", "messages_seen": 3, "note": "x"}])
+    assert not ingest(bare, tmp_path / "bare").result["warnings"]
+
+
 def test_a_file_of_which_every_row_is_refused_says_why(tmp_path):
     source = write_lines(tmp_path / "x.jsonl", [{"prompt": "p", "completion": "c", "label": "maybe"}] * 3)
     with pytest.raises(StageFailure, match="3 bad_label"):

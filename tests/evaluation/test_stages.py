@@ -558,6 +558,8 @@ def test_impossible_settings_are_refused_at_load(tiny, tmp_path):
     for config, text in (
         ({"num_samples": 0, "greedy": False}, "greedy=true"),
         ({"temperature": 0.0}, "num_samples=0"),
+        ({"num_samples": 0, "top_p": 0.9}, "top_p=0.9 would change nothing: every answer is greedy"),
+        ({"num_samples": 0, "temperature": 0.6}, "temperature=0.6 would change nothing: every answer is greedy"),
         ({"num_sample": 3}, "did you mean 'num_samples'"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -13,7 +13,7 @@ from stages.spec import ConfigError
 from stages.training import StagedRows
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-from tests.common import assistant, user
+from tests.common import BESIDE, assistant, beside, user
 
 
 class Orders:
@@ -111,7 +111,7 @@ def sums(tiny, tmp_path_factory):
     prompts = [
         complete_row(
             "prompts/1",
-            {"prompt": user(f"what is {i} plus {i}?"), "answer": str(2 * i), "answer_type": "integer"},
+            {"prompt": user(f"what is {i} plus {i}?"), "answer": str(2 * i), "answer_type": "integer", **BESIDE},
             dataset="sums",
             source="made",
             origin="human",
@@ -169,6 +169,7 @@ def test_steps_are_labelled_by_rollouts(tiny, sums, train):
         for r in rows
         for s, label in zip(r["soft_labels"], r["labels"])
     )
+    assert all(one == BESIDE for one in beside(rows))
     assert {r["solution_correct"] for r in rows} == {True, False} and 0 < result["summary"]["mean_soft_label"] < 1
     some = {
         "kind": "python",
@@ -204,6 +205,29 @@ def test_steps_are_labelled_by_rollouts(tiny, sums, train):
     assert [r["solution_correct"] for r in open_dataset(chosen["outputs"]["steps"]["path"]).iter_rows()] == [False] * 3
     with pytest.raises(Exception, match="reward_model=REF"):
         train("label_steps", {**config, "active": "uncertain"}, {"model": tiny["policy"], **sums}, "no-model")
+
+
+def test_rollouts_are_asked_as_the_solutions_were_and_go_on_with_them(tiny, sums, train, monkeypatch):
+    """The prompt as plain text where it was shown so; tokens of the steps count for the length that is asked for."""
+    from stages.chat import renderer_for
+    from stages.decoding.sampler import Sampler
+
+    asked, generate, renderer = [], Sampler.generate, renderer_for(tiny["policy"])
+
+    def noted(self, prompts, params, seeds, *rest, **more):
+        asked.extend((renderer.decode(ids), params.min_tokens) for ids in prompts)
+        return generate(self, prompts, params, seeds, *rest, **more)
+
+    monkeypatch.setattr(Sampler, "generate", noted)
+    config = {
+        "rollouts": 1,
+        "max_completion_length": 16,
+        "min_tokens": len(renderer._plain_ids("first 0\n\n")) + 2,
+        "prompt_template": "none",
+        "rewards": [{"kind": "python", "source": "def score(prompt, completion, answer):\n    return True"}],
+    }
+    train("label_steps", config, {"model": tiny["policy"], **sums})
+    assert asked == [(f"what is {i} plus {i}?first {i}\n\n", 2) for i in range(4) for _ in range(4)]
 
 
 def test_a_finished_solution_is_its_own_rollout(tiny, sums, train, tmp_path):

@@ -21,9 +21,9 @@ SHORT = {"template": "{principle}{context} A:{a} B:{b}", "request": "?"}
 QUALITY = re.compile(r"quality (\d+)")
 
 
-def said(text):
-    """A choice of a chat server: what it writes."""
-    return {"message": {"content": text}, "finish_reason": "stop"}
+def said(text, finish="stop"):
+    """A choice of a chat server: what it writes, and why it ends."""
+    return {"message": {"content": text}, "finish_reason": finish}
 
 
 def letters(p_first):
@@ -322,6 +322,7 @@ def test_verdicts_inconsistent_unreadable_and_injected(judge, given):
         assert {row["label_prob"] for row in made if text(row["prompt"]) in ("first", "even")} == {0.5} and len(
             server.seen
         ) == before, "earlier judgements answer the same requests"
+        assert result["summary"]["ties"] == 2 and "without_label/tie" not in result["summary"], "0.5 is their label"
         assert [row["cache_key"] for row in again] == [row["cache_key"] for row in calls]
         result, made, _ = judge(at(server, mode="verdict", judge_retries=2, inconsistent="drop"), old)
         assert result["summary"]["without_label/inconsistent"] == 1 and result["summary"]["without_label/tie"] == 1
@@ -334,6 +335,38 @@ def test_verdicts_inconsistent_unreadable_and_injected(judge, given):
             and text(kept["mute"]["chosen"]).startswith("quality 9")
             and kept["clear"]["origin"] == "ai"
         )
+
+
+def test_what_is_said_of_a_verdict_in_a_reply_that_was_cut_is_none(judge, given):
+    """The explanation of a reply that is cut may still turn round; a verdict that stands first has been given."""
+    names = ("half", "first", "later")
+    rows = [
+        {"prompt": user(name), "chosen": assistant(f"quality 7 {name}"), "rejected": assistant(f"quality 3 {name}")}
+        for name in names
+    ]
+
+    def says(body):
+        name = next(name for name in names if name in shown(body)[0])
+        right, wrong = ("[[A]]", "[[B]]") if better_first(body) > 0 else ("[[B]]", "[[A]]")
+        if name == "first":
+            return said(f" {right}, because it is", "length")
+        if name == "later" and "could not be read" in asked(body):
+            return said(f"After all {right}")
+        return said(f"At first sight one thinks of {wrong}, and yet", "length")
+
+    with chat_server(says) as server:
+        data = given("pairs/1", rows)
+        config = at(server, mode="verdict", judge_retries=1)
+        result, made, calls = judge(config, {"data": data})
+        assert {text(row["prompt"]): text(row["chosen"]) for row in made} == {
+            "first": "quality 7 first",
+            "later": "quality 7 later",
+        }
+        assert result["summary"]["without_label/error"] == 1
+        assert "raise judge_tokens" in next(row["error"] for row in calls if row["error"])
+        before = len(server.seen)
+        old = {"data": data, "judgements": result["outputs"]["judgements"]["path"]}
+        assert judge(config, old)[1:] == (made, calls) and len(server.seen) == before
 
 
 def test_principles_are_drawn_by_the_row_and_shown(judge, given, tmp_path):

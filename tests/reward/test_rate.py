@@ -16,7 +16,7 @@ from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
 from tests.chat_server import chat_server
-from tests.common import assistant, silent, user
+from tests.common import BESIDE, assistant, beside, silent, user
 
 LEVELS = ("awful", "poor", "fair", "good", "best")
 
@@ -155,11 +155,13 @@ def test_ultrafeedback_rates_four_of_several_models_by_four_aspects(candidates, 
     """Four of five models a prompt, each aspect asked for all four at once in an order of its own; the score is the
     mean; no request names a model.
     """
-    sets = {f"m{k}": candidates(f"m{k}", [[f"{LEVELS[(k + p) % 5]} words {k}"] for p in range(6)]) for k in range(5)}
+    answers = {k: [[f"{LEVELS[(k + p) % 5]} words {k}"] for p in range(6)] for k in range(5)}
+    sets = {f"m{k}": candidates(f"m{k}", own, **BESIDE) for k, own in answers.items()}
     with chat_server(rater) as server:
         result = rate({"endpoint": server.url, "endpoint_model": "big", "concurrency": 1}, sets)
         seen = [shown(body) for body in server.seen]
     rows, calls = rows_of(result), rows_of(result, "judgements")
+    assert all(one == BESIDE for one in beside(rows))
     assert (
         {r["schema"] for r in rows} == {"ratings/1"}
         and len(rows) == 6 * 4
@@ -463,6 +465,7 @@ def test_a_killed_run_asks_for_nothing_twice_and_ends_with_the_same_bytes(candid
         ({"mode": "ranking", "together": False}, "read together"),
         ({"mode": "ranking", "aspects": {"a": "b"}}, "asks for no aspects"),
         ({"split": "validation"}, "another split"),
+        ({"validation_fraction": 0.1, "split": "test"}, "only training prompts are parted; write split=train"),
         ({"endpoint": "", "endpoint_model": ""}, "give --input judge=MODEL"),
     ],
 )

@@ -409,9 +409,12 @@ class Scripted:
     def __init__(self, verdicts=(), logps=None):
         self.said, self.logps, self.asked = list(verdicts), logps, []
 
-    def answers(self, texts, max_tokens, attempt):
+    def replies(self, texts, max_tokens, attempt=0):
         self.asked.append((attempt, list(texts)))
-        return [self.said.pop(0) for _ in texts]
+        return [
+            one if isinstance(one, judging.Reply) else judging.Reply(one)
+            for one in map(self.said.pop, [0] * len(texts))
+        ]
 
     def word_table(self, texts, words):
         self.asked.append((0, list(texts)))
@@ -548,6 +551,8 @@ def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
     assert judge.verdicts(pairs) == [1.0, 0.0] and len(judge.asked.asked) == 2, "what was asked is kept"
     silent = judging.Judge(Scripted(["?"] * 6), "verdict", retries=2)
     assert silent.verdicts(pairs[:1]) == [None] and silent.unparsed == 2
+    cut = judging.Judge(Scripted([judging.Reply("not yet [[B]] but", cut=True), "[[B]]", "[[A]]"]), "verdict")
+    assert cut.verdicts(pairs[:1]) == [1.0], "what is said of a verdict in a reply that was cut is none"
 
 
 @pytest.mark.parametrize(

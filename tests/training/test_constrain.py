@@ -27,7 +27,7 @@ from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
 from tests.chat_server import chat_server
-from tests.common import silent, user
+from tests.common import BESIDE, beside, silent, user
 from tests.training.test_revise import roomy, rows_of, said  # noqa: F401
 from tests.world.test_rewards import SAID, _data
 
@@ -258,6 +258,7 @@ def prompts(tmp_path):
             "answer": "42" if i == 2 else None,
             "weight": 3.0 if i == 0 else 1.0,
             "split": "test" if i == 3 else "train",
+            **BESIDE,
         }
         for i, prompt in enumerate(ready)
     ]
@@ -311,6 +312,7 @@ def test_pairs_follow_the_catalogues_rule(spec, prompts):
         seen = server.seen
     made, pairs, demos, candidates = (rows_of(result, name) for name in ("prompts", "pairs", "data", "candidates"))
     summary = result["summary"]
+    assert all(one == BESIDE for rows in (made, pairs, demos, candidates) for one in beside(rows))
     assert (
         len(made) == 6
         and {r["split"] for r in made} == {"train", "test"}

@@ -11,6 +11,7 @@ from stages.harness import execute
 from stages.models import modeling
 from stages.models.divergence import divergence
 from stages.models.modeling import Head
+from stages.spec import ConfigError
 from tests.common import silent
 
 BASE = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 2, "max_length": 64}
@@ -143,6 +144,10 @@ def test_a_teacher_whose_head_is_padded_further_is_as_good(spec, tiny, data, tea
     for name, path in (("plain", teacher), ("padded", str(tmp_path / "padded"))):
         summaries.append(distilled(spec, tiny, data, {"max_steps": 2}, name, teacher=path)[0]["summary"])
     assert summaries[0]["validation/kl"] == pytest.approx(summaries[1]["validation/kl"], rel=1e-5)
+    wide = {"policy": str(tmp_path / "padded")}
+    rows = padded.config.vocab_size
+    with pytest.raises(ConfigError, match=f"{rows - 5} rows and the student's {rows}.*resize_token_embeddings"):
+        distilled(spec, wide, data, {"max_steps": 2}, "wide student", teacher=teacher)
 
 
 def test_context_moves_into_the_weights(spec, tiny, data, teacher):
@@ -239,8 +244,6 @@ def test_the_student_answers_in_the_room_it_has_and_the_last_trained_turn(spec, 
 
 
 def test_a_teacher_is_asked_for(spec, tiny, data):
-    from stages.spec import ConfigError
-
     with pytest.raises(ConfigError, match="teacher=REF"):
         distilled(spec, tiny, data, {}, "none")
 

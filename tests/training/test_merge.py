@@ -66,6 +66,12 @@ def test_the_stage_averages_models_and_names_what_does_not_fit(tiny, spec, tmp_p
         coefficients_of(Config(coefficients={"a": 0.5, "b": 0.4}), ["a", "b"])
     with pytest.raises(ConfigError, match="name each model once"):
         coefficients_of(Config(coefficients={"a": 0.5, "c": 0.5}), ["a", "b"])
+    assert not result["warnings"]
+    tokenizer = load_tokenizer(tiny["policy"])
+    tokenizer.chat_template = "{# another #}" + tokenizer.chat_template
+    save_policy(other, tokenizer, tmp_path / "told")
+    told = execute(of_two(spec, tiny["policy"], tmp_path / "told", "template"), lambda e: None)["warnings"]
+    assert [one["code"] for one in told] == ["chat_templates_differ"] and told[0]["text"].startswith("b shows")
     made["config"] = {"method": "ties"}
     with pytest.raises(ConfigError, match="base=REF"):
         execute({**made, "workdir": made["workdir"] + "-ties"}, lambda e: None)

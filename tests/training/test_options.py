@@ -360,8 +360,15 @@ def test_a_curriculum_goes_from_short_to_long(tiny, data, spec):
     for step in range(source.total_steps):
         parts[int(source.after_step(step + 1, {})["curriculum_stage"])] += [i.n_targets for i in source.items(step)]
     assert [len(p) for p in parts] == [28, 28, 28] and max(parts[0]) <= min(parts[1]) and max(parts[1]) <= min(parts[2])
+    by_difficulty = stage.config.model_copy(update={"curriculum": "difficulty"})
     with pytest.raises(ConfigError, match="difficulty"):
-        rows_in_order(stage, items, stage.config.model_copy(update={"curriculum": "difficulty"}))
+        rows_in_order(stage, items, by_difficulty)
+    for i, item in enumerate(items):
+        item.extra["difficulty"] = str(i % 7) if i % 2 else i % 7
+    assert {int(i.extra["difficulty"]) for i in rows_in_order(stage, items, by_difficulty).items(0)} <= {0, 1, 2}
+    items[5].extra["difficulty"] = "hard"
+    with pytest.raises(ConfigError, match=r"1 rows have another difficulty \(first .*: 'hard'\)"):
+        rows_in_order(stage, items, by_difficulty)
 
 
 def test_selection_needs_something_to_select_by(tiny, data, spec):

@@ -13,14 +13,14 @@ from stages.preferences import Config
 from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-from tests.common import assistant, silent, user
+from tests.common import BESIDE, assistant, beside, silent, user
 
 
 @pytest.fixture()
 def candidates(tmp_path):
-    """candidates(rewards per prompt, correct=..., kept=..., texts=..., splits=..., weight=...) -> path."""
+    """candidates(rewards per prompt, correct=..., kept=..., texts=..., splits=..., other columns) -> path."""
 
-    def make(rewards, correct=None, kept=None, texts=None, name="candidates", splits=None, weight=1.0):
+    def make(rewards, correct=None, kept=None, texts=None, name="candidates", splits=None, **columns):
         rows = [
             complete_row(
                 "candidates/1",
@@ -34,7 +34,7 @@ def candidates(tmp_path):
                     "correct": None if correct is None else correct[i][j],
                     "kept": True if kept is None else kept[i][j],
                     "extra_json": "{}",
-                    "weight": weight,
+                    **columns,
                     "split": splits[i] if splits else "train",
                 },
                 dataset="made",
@@ -259,6 +259,21 @@ def test_a_prompt_weighs_the_same_whatever_its_pairs_and_verdicts_have_no_margin
     for kind, count in (("rankings/1", 2), ("unpaired/1", 6)):
         _, rows = build({"kind": kind}, path)
         assert [r["weight"] for r in rows] == [0.5] * count
+
+
+@pytest.mark.parametrize(
+    "config", [{"kind": "pairs/1"}, {"kind": "rankings/1"}, {"kind": "unpaired/1", "threshold": 0.5}]
+)
+def test_rows_say_what_their_candidates_agree_on_about_where_they_are_from(candidates, build, config):
+    _, rows = build(config, candidates([[0.0, 1.0]], **BESIDE))
+    assert beside(rows) == [BESIDE] * len(rows) and rows
+    two = {
+        name: candidates([[reward]], texts=[[name]], name=name, **BESIDE | {"license": name})
+        for name, reward in (("mit", 0.0), ("cc0", 1.0))
+    }
+    _, rows = build(config, two)
+    assert {row["license"] for row in rows} == ({"mit", "cc0"} if "threshold" in config else {None})
+    assert {row["batch_id"] for row in rows} == {"week 3"}
 
 
 def test_answers_of_several_messages_are_the_same_where_all_of_them_are(candidates, build, tmp_path):
@@ -641,6 +656,7 @@ def test_random_controls_are_drawn_among_what_may_be_kept(tiny, data, spec, cand
         ({"select": "random_per_prompt", "max_per_prompt": 2}, "no such cap"),
         ({"select": "random_k_overall", "max_per_prompt": 2}, "no such cap"),
         ({"hint": "{question} {answer}"}, "rationalise=4"),
+        ({"validation_fraction": 0.1, "split": "test"}, "only training prompts are parted; write split=train"),
     ],
 )
 def test_settings_of_another_selector_are_refused(given, says):

@@ -3,6 +3,7 @@ selectors take.
 """
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,10 +31,13 @@ PROMPT = {
 
 
 def stage(**config):
+    warned = []
     return SimpleNamespace(
         config=rejection.Config(**config),
         seed_for=lambda *a: seed_for(1, *a),
         rng=lambda *a: rng(1, "rejection", *a),
+        warn=lambda *told: warned.append(told),
+        warned=warned,
     )
 
 
@@ -105,6 +109,9 @@ def test_prompts_without_a_right_and_whole_answer_are_asked_again_with_the_hint(
         (7, [("wrong", "qq"), ("cut", "qqq"), ("unread", "qqqqq")]),
     ):
         asked = stage(rationalise=3, num_generations=2, hint="{question}|{answer}", max_prompt_length=longest)
+        rejection.warn_of_long_hints(asked, Renderer(), rows)
+        told = "1 of 4 prompts with an answer are longer than max_prompt_length=5 .*first is unread.*raise max_prompt"
+        assert [bool(re.match(told, text)) for _, text in asked.warned] == [True] * (longest == 5)
         engine = Engine("\\boxed{7}")
         found = rejection.rationalised(asked, Renderer(), rewards, engine, rows, None, groups)
         assert engine.asked == [

@@ -14,7 +14,7 @@ from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
 from tests.chat_server import chat_server
-from tests.common import assistant, silent, user
+from tests.common import BESIDE, assistant, beside, silent, user
 
 PRINCIPLES = "# what an assistant owes\nDo no harm.\n\nSay what is uncertain.\nBe brief.\n"
 
@@ -274,7 +274,7 @@ def test_rows_keep_their_weight_and_what_is_thought_before_a_text_is_in_none(spe
     """A reviser that reasons speaks of its task; rows that a filter took out of training are not revised back into
     it."""
     rows = [
-        row | {"weight": weight, "kept": kept}
+        row | {"weight": weight, "kept": kept, **BESIDE}
         for row, weight, kept in zip(
             open_dataset(answers(["one", "two", "three"])).iter_rows(), (3.0, 0.0, 1.0), (True, True, False)
         )
@@ -301,6 +301,8 @@ def test_rows_keep_their_weight_and_what_is_thought_before_a_text_is_in_none(spe
             ("one++", 3.0),
             ("two++", 0.0),
         ]
+    for name in ("revisions", "data", "pairs"):
+        assert all(one == BESIDE for one in beside(rows_of(result, name)))
     assert result["summary"]["dropped/original_not_kept"] == 1
 
     with (
@@ -578,6 +580,7 @@ def test_worked_examples_stand_in_front_of_plain_text():
         ({"critique_template": "{answer} {criterion}"}, {}, "critique_template cannot be filled"),
         ({"revision_template": "{answer} {request}"}, {}, "revision_template shows no {critique}"),
         ({"revision_pattern": "x+"}, {}, "has no group"),
+        ({"validation_fraction": 0.1, "split": "test"}, {}, "only training prompts are parted; write split=train"),
         ({"examples": [{"question": "q"}]}, {}, "write all of question, answer"),
         ({"endpoint": "http://x", "endpoint_model": "m", "request_format": "text"}, {}, "write request_format=chat"),
     ],

@@ -13,7 +13,7 @@ from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
 from tests.chat_server import chat_server
-from tests.common import silent, user
+from tests.common import BESIDE, beside, silent, user
 from tests.training.test_revise import roomy, rows_of, said  # noqa: F401
 
 TRAITS = {"patient": "Patient with people who are new to something.", "frank": "Frank about what is not known."}
@@ -56,6 +56,7 @@ def pool(tmp_path_factory):
                 "category": "about",
                 "group_id": f"g{i}",
                 "answer": "42",
+                **BESIDE,
             },
             dataset="pool",
             source="people",
@@ -233,6 +234,7 @@ def test_prompts_are_rewritten_where_they_can_be_answered(spec, pool):
         summary["dropped/unanswerable"],
         summary["dropped/unreadable_verdicts"],
     ) == (1, 1, 1)
+    assert all(one == BESIDE for one in beside(rows))
     old = {r["row_id"]: r for r in open_dataset(pool).iter_rows()}
     for row in rows:
         note = json.loads(row["extra_json"])
@@ -260,7 +262,10 @@ def test_a_follow_up_is_rewritten_in_its_conversation_and_what_is_thought_is_no_
         if "Number them" in text:
             return said(thought + "1. why does my bread not rise")
         assert "[Conversation so far]\nHuman: Who wrote Faust?\n\nAssistant: Goethe.\n[End of" in text
-        return said("Yes" if "Can this message be answered" in text else thought + "In which years did he write it?")
+        if "Can this message be answered" in text:
+            whole = thought + "Yes"
+            return said(whole) if body["max_tokens"] >= 200 else said(whole[: body["max_tokens"]], "length")
+        return said(thought + "In which years did he write it?")
 
     with chat_server(choice) as server:
         config = {"endpoint": server.url, "endpoint_model": "m", "num_prompts": 1, "max_rounds": 1}
@@ -338,7 +343,7 @@ def test_answers_are_sampled_behind_the_trait_and_kept_without_it(roomy, traits,
     rows = [
         complete_row(
             "prompts/1",
-            {"prompt": user(f"What about {i}?"), "category": list(TRAITS)[i % 2]},
+            {"prompt": user(f"What about {i}?"), "category": list(TRAITS)[i % 2], **BESIDE},
             dataset="p",
             source="s",
             origin="ai",
@@ -360,6 +365,7 @@ def test_answers_are_sampled_behind_the_trait_and_kept_without_it(roomy, traits,
 
     _, result = run("traits", config, inputs)
     candidates = rows_of(result, "candidates")
+    assert all(one == BESIDE for name in ("candidates", "selected") for one in beside(rows_of(result, name)))
     renderer, sampler = (
         renderer_for(roomy[0]),
         Sampler(freeze(load_policy(roomy[0], "cpu")), renderer_for(roomy[0]).tokenizer),
