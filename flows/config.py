@@ -104,7 +104,8 @@ def build(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(getattr(model, "__module__", "config").rpartition(".")[2], model, error)) from None
+        what = getattr(model, "__module__", "config").rpartition(".")[2]
+        raise ConfigError(explain(what, model, error, VALUES)) from None
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -176,7 +177,9 @@ def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", t
                 cutoff=0.6,
             )
             named = {} if typed else {path: _elsewhere(path, prefix, top) for path in _paths(str(name), value)}
-            if any(named.values()):
+            alike = difflib.get_close_matches(str(name), list(model.model_fields), n=1, cutoff=0.9)
+            nested = isinstance(value, dict) and not typed and not alike
+            if nested or any(named.values()):
                 yield from (
                     f"unknown key {prefix + path!r}; {text or 'nothing here has that name, see --keys'}"
                     for path, text in named.items()
@@ -224,7 +227,7 @@ def _elsewhere(path: str, prefix: str, top: type[BaseModel]) -> str | None:
     return None if here is None else f"here it is {here!r}" + (f" ({why})" if why else "")
 
 
-#: What settings of TRL, verl and OpenRLHF are called here, as `NAME`, `NAME: remark` or, where there is nothing to set,
+#: What settings of TRL, verl, OpenRLHF and open-instruct are called here, as `NAME`, `NAME: remark` or, where there is nothing to set,
 #: `: remark`. Only what spelling alone would not find. Of names that say little by themselves, the end of the dotted
 #: name.
 ELSEWHERE = {
@@ -233,7 +236,6 @@ ELSEWHERE = {
         " max_tokens_per_micro_batch bounds memory"
     ),
     "micro_batch_size": "max_tokens_per_micro_batch: in tokens; it cannot change the result",
-    "ppo_micro_batch_size_per_gpu": "max_tokens_per_micro_batch: in tokens; it cannot change the result",
     "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length",
     "response_length": "max_completion_length",
@@ -272,9 +274,6 @@ ELSEWHERE = {
     "init_kl_coef": "kl_coef",
     "kl_loss_coef": "beta",
     "entropy_coeff": "entropy_coef",
-    "reward_funcs": "rewards",
-    "reward_function": "rewards: [{kind: python, source: my_reward.py}]",
-    "custom_reward_function": "rewards: [{kind: python, source: my_reward.py}]",
     "reward_weights": "rewards: every component has its weight",
     # verl
     "optim.lr": "learning_rate",
@@ -282,8 +281,6 @@ ELSEWHERE = {
     "lr_warmup_steps_ratio": "warmup_ratio",
     "lr_warmup_steps": "warmup_ratio: a share of the steps",
     "grad_clip": "max_grad_norm",
-    "ppo_max_token_len_per_gpu": "max_tokens_per_micro_batch: it cannot change the result",
-    "ppo_micro_batch_size": "max_tokens_per_micro_batch: in tokens; it cannot change the result",
     "clip_ratio_low": "epsilon",
     "use_kl_loss": "beta: above 0",
     "kl_loss_type": "kl_estimator: k3 for low_var_kl, k2 for mse and for names that end in +",
@@ -314,10 +311,8 @@ ELSEWHERE = {
     "rollout_rs_threshold": "rejection_max: of ratios also rejection_min",
     "critic_warmup": "critic_warmup_steps",
     "test_freq": "eval_every",
-    "save_freq": ": checkpoints are kept by themselves; leave it out",
     "enable_gradient_checkpointing": "activation_checkpointing",
     "rollout.name": "engine",
-    "custom_reward_function.path": "rewards: [{kind: python, source: my_reward.py}]",
     # OpenRLHF
     "advantage.estimator": "preset",
     "init_coef": "kl_coef: beta with use_loss",
@@ -363,7 +358,6 @@ ELSEWHERE = {
     "agent_func_path": "environment",
     "ipo_enable": "method: ipo",
     "nll_loss_coef": "nll_coef",
-    "packing_samples": ": nothing is padded here, so there is nothing to pack; leave it out",
     "gradient_checkpointing_enable": "activation_checkpointing",
     "eval.steps": "eval_every",
     "lora.rank": "lora_rank",
@@ -395,17 +389,7 @@ ELSEWHERE = {
     "warmup_steps": "warmup_ratio: a share of the steps",
     "eval_steps": "eval_every",
     "metric_for_best_model": "select_by",
-    "packing": ": nothing is padded here, so there is nothing to pack; leave it out",
-    "padding_free": ": nothing is padded here; leave it out",
-    "output_dir": ": outputs are kept below POSTTRAIN_HOME and copied out by `posttrain export`; leave it out",
-    "report_to": ": MLflow always has the metrics; leave it out",
-    "logging_steps": ": every step is logged; leave it out",
-    "save_steps": ": checkpoints are kept by themselves; leave it out",
     "resume_from_checkpoint": ": a killed stage continues when the same command is given again; leave it out",
-    "dataset_num_proc": ": leave it out",
-    "save_strategy": ": checkpoints are kept by themselves; leave it out",
-    "save_total_limit": ": checkpoints are kept by themselves; leave it out",
-    "remove_unused_columns": ": leave it out",
     "per_device_train_batch_size": "batch_size: the rows of one optimizer step, over all devices",
     "batch_size": "prompts_per_step",
     "method": "preset",
@@ -425,10 +409,299 @@ ELSEWHERE = {
     "vllm_importance_sampling_clip_min": "importance_clip_min",
     "vllm_importance_sampling_correction": "importance_correction: such as sequence_mask; none is the default",
     "importance_sampling_level": "ratio_level",
+    "delta": "clip_ratio_c",
+    "use_bias_correction_kl": "kl_is_weighted",
+    "normalize_advantages": "whiten",
+    "max_tool_calling_iterations": "max_turns",
+    "vllm_importance_sampling_cap": "importance_clip_max",
+    "vllm_enable_sleep_mode": "engine_sleep",
+    "vllm_server_host": "engine_url: http://HOST:PORT/v1, with engine=server",
+    "vllm_server_timeout": "engine_timeout_s",
+    "reference_free": "method: reference_free",
+    "use_weighting": "method: wpo, with options.aligned=true",
+    "cpo_alpha": "nll_coef",
+    "pref_loss": "method",
+    "preset": "objective",
+    "sync_ref_model": "reference_update: tr_soft",
+    "reference_update": "ref_mode: refresh",
+    "ref_model_mixup_alpha": "reference_alpha",
+    "reference_alpha": "ref_sync_alpha",
+    "ref_model_sync_steps": "reference_interval",
+    "reference_interval": "ref_sync_steps",
     "loss_weights": "loss_weight: of the method, others by also",
-    "push_to_hub": ": publish with `posttrain export REF --push OWNER/NAME`; leave it out",
-    "seed": ": give it as --seed N",
-    "log_completions": ": every rollout is kept (`posttrain show`); leave it out",
+    # open-instruct
+    "num_unique_prompts_rollout": "prompts_per_step",
+    "num_samples_per_prompt_rollout": "num_generations",
+    "total_episodes": "max_steps: an episode is one completion; a batch has prompts_per_step * num_generations",
+    "clip_lower": "epsilon",
+    "clip_higher": "epsilon_high",
+    "advantage_normalization_type": "scale_rewards: group for standard, none for centered",
+    "active_sampling": "dynamic_sampling",
+    "async_steps": "async_rollouts",
+    "truncated_importance_sampling_ratio_cap": "importance_clip_max: with importance_correction=token_truncate",
+    "apply_verifiable_reward": "rewards: [{kind: verifier}]",
+    "verification_reward": "rewards: [{kind: verifier, correct_value: 10}]",
+    "apply_r1_style_format_reward": "rewards: [{kind: verifier}, {kind: format, weight: 1}]",
+    "non_stop_penalty": "truncation_policy: penalty, with missing_eos_penalty",
+    "non_stop_penalty_value": "missing_eos_penalty",
+    # of several, and of transformers
+    "optim": "optimizer",
+    "betas": "adam_beta1: and adam_beta2",
+    "eps": "adam_epsilon",
+    "clip_grad": "max_grad_norm",
+    "lr_scheduler": "lr_schedule",
+    "warmup_style": "lr_schedule",
+    "lr_scheduler_kwargs": "min_lr_ratio: or lr_power, lr_cycles, decay_type",
+    "dtype": "compute_dtype",
+    "tf32": "compute_dtype: bfloat16",
+    "torch_compile": "forward: compiled",
+    "use_torch_compile": "forward: compiled",
+    "activation_offloading": "activation_checkpointing",
+    "fsdp": "sharding: full, with --devices N",
+    "fsdp_config": "sharding: full, with --devices N",
+    "deepspeed": "sharding: full, with --devices N",
+    "strategy": "sharding: full for fsdp, with --devices N",
+    "use_rslora": "lora_rslora",
+    "use_dora": "lora_dora",
+    "lora_target": "lora_targets",
+    "modules_to_save": "lora_modules_to_save",
+    "use_bnb_nested_quant": "frozen_dtype: nf4_double",
+    "aux_loss_coef": "router_aux_loss_coef",
+    "enable_ema": "ema_decay: above 0",
+    "ema_beta": "ema_decay",
+    "load_best_model_at_end": "select_by: loss, with eval_every=STEPS; it publishes the best validation pass",
+    "eval_strategy": "eval_every: in optimizer steps",
+    "evaluation_strategy": "eval_every: in optimizer steps",
+    "do_eval": "eval_every: in optimizer steps",
+    "chat_template_path": "chat_template",
+    "chat_template_name": "chat_template",
+    "custom_chat_template": "chat_template",
+    "tokenizer_chat_template": "chat_template",
+    "apply_chat_template_kwargs": "chat_template_kwargs",
+    "prompt_length": "max_prompt_length",
+    "cutoff_len": "max_length",
+    "sequence_len": "max_length",
+    "train_on_inputs": "train_on: full for true, all_assistant for false",
+    "pretrain_mode": "train_on: full",
+    "pretrain_mode_enable": "train_on: full",
+    "multiturn": "train_on: all_assistant",
+    "margin_loss": "objective: margin",
+    "margin_loss_enable": "objective: margin",
+    "normalize_enable": "reward_norm: running",
+    "normalize_reward": "reward_norm: running",
+    "do_sample": "temperature",
+    "max_assistant_turns": "max_turns",
+    "max_user_turns": "max_turns",
+    **dict.fromkeys(
+        ("tools", "rollout_func", "environment_factory", "tool_config_path", "multi_turn.enable"), "environment"
+    ),
+    **dict.fromkeys(
+        ("desirable_weight", "undesirable_weight", "discopop_tau", "simpo_gamma"),
+        "options: of the methods that have it",
+    ),
+    **dict.fromkeys(
+        ("sapo_temperature_pos", "sapo_temperature_neg"), "options: {tau_pos: 1.0, tau_neg: 1.05}, of preset=sapo"
+    ),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        "options: {k_pos: 2.0, lambda_pos: 3.0, k_neg: 3.0, lambda_neg: 2.0}, of preset=vespo",
+    ),
+    **dict.fromkeys(
+        ("tensor_model_parallel_size", "vllm_tensor_parallel_size"), "engine_options: {tensor_parallel_size: 2}"
+    ),
+    **dict.fromkeys(("max_model_len", "vllm_max_model_length"), "engine_options: {max_model_len: 4096}"),
+    **dict.fromkeys(
+        ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching"),
+        "engine_options: of engine=vllm",
+    ),
+    **dict.fromkeys(
+        (
+            "reward_funcs",
+            "reward_function",
+            "custom_reward_function",
+            "custom_reward_function.path",
+            "custom_reward_function.name",
+        ),
+        "rewards: [{kind: python, source: my_reward.py, function: NAME}]",
+    ),
+    **dict.fromkeys(
+        (
+            "ppo_micro_batch_size",
+            "ppo_micro_batch_size_per_gpu",
+            "ppo_max_token_len_per_gpu",
+            "log_prob_micro_batch_size",
+            "log_prob_micro_batch_size_per_gpu",
+            "log_prob_max_token_len_per_gpu",
+            "forward_micro_batch_size_per_gpu",
+            "forward_max_token_len_per_gpu",
+            "per_device_eval_batch_size",
+            "precompute_ref_batch_size",
+            "pack_length",
+        ),
+        "max_tokens_per_micro_batch: in tokens; it cannot change the result",
+    ),
+    # what a stage takes as an input, or a setting of the stage that makes its data
+    **dict.fromkeys(("model_name_or_path", "model.path", "actor.model_name_or_path"), "model"),
+    "model": ": give it as --input model=DIR",
+    **dict.fromkeys(
+        ("ref_model", "ref_model_path", "ref.model_name_or_path"),
+        ": give it as --input reference=DIR; without one it is the model that training starts from",
+    ),
+    **dict.fromkeys(("critic.model.path", "critic.model_name_or_path"), ": give it as --input critic=DIR"),
+    **dict.fromkeys(
+        ("reward_model_path", "reward_model.model.path", "reward_model.model_path", "reward.model_name_or_path"),
+        ": give it as --input reward_model=DIR, with rewards='[{kind: model}]'",
+    ),
+    **dict.fromkeys(
+        ("dataset_name", "data.dataset", "prompt_dataset", "dataset_mixer_list", "train_files"),
+        ": give it as --input data=FILE; several sources are put together by the stage mix",
+    ),
+    **dict.fromkeys(
+        ("val_files", "dataset_test_split", "dataset_mixer_eval_list", "eval.dataset"),
+        ": held-out rows come with the data: a column split, or files or folders called train and validation",
+    ),
+    **dict.fromkeys(("val_set_size", "val_size"), "validation_fraction"),
+    **dict.fromkeys(("dataset_text_field", "text_field"), "text_column"),
+    **dict.fromkeys(("prompt_key", "input_key"), "prompt_column"),
+    "chosen_key": "chosen_column",
+    "rejected_key": "rejected_column",
+    **dict.fromkeys(("response_key", "output_key"), "completion_column"),
+    **dict.fromkeys(("ground_truths_key", "label_key"), "answer_column"),
+    **dict.fromkeys(("messages_key", "sft_messages_key"), "messages_column"),
+    **dict.fromkeys(("max_samples", "max_train_samples"), "limit"),
+    **{
+        name: f": it is a setting of the stage ingest: posttrain stage ingest --input data=FILE --set {name}=..., whose"
+        " dataset is the input here"
+        for name in (
+            "validation_fraction",
+            "text_column",
+            "prompt_column",
+            "chosen_column",
+            "rejected_column",
+            "completion_column",
+            "answer_column",
+            "messages_column",
+            "column_map",
+            "limit",
+        )
+    },
+    # what there is nothing to set for
+    **dict.fromkeys(
+        ("packing", "packing_samples", "sample_packing", "eval_packing", "padding_free", "use_remove_padding"),
+        ": nothing is padded here, so there is nothing to pack; leave it out",
+    ),
+    **dict.fromkeys(("pad_token", "pad_to_multiple_of"), ": nothing is padded here; leave it out"),
+    "eos_token": ": the stop token is what the chat template ends an answer with; give another chat_template",
+    "truncation_mode": ": rows that are longer than max_length are cut at their end and counted; leave it out",
+    "disable_dropout": ": there is none, unless lora_dropout is given; leave it out",
+    "num_generations_eval": ": held-out prompts are answered once; leave it out",
+    "generation_kwargs": ": temperature, top_p, min_tokens, bad_words and the like are settings of their own",
+    "trust_remote_code": ": code that comes with a model is not run; leave it out",
+    "attn_implementation": ": setting forward says who computes the layers; leave it out",
+    **dict.fromkeys(
+        ("use_liger_kernel", "use_liger", "cast_lm_head_to_fp32"),
+        ": the LM head is computed in parts, in float32; leave it out",
+    ),
+    **dict.fromkeys(
+        ("use_dynamic_bsz", "log_prob_use_dynamic_bsz", "auto_find_batch_size", "dynamic_batch_enable"),
+        ": micro-batches go by tokens (max_tokens_per_micro_batch); leave it out",
+    ),
+    **dict.fromkeys(
+        ("use_transformers_paged", "use_transformers_continuous_batching"),
+        ": the built-in sampler batches continuously; leave it out",
+    ),
+    **dict.fromkeys(
+        ("save_steps", "save_freq", "save_strategy", "save_total_limit", "checkpoint_state_freq", "resume_mode"),
+        ": checkpoints are kept by themselves, and the same command continues; leave it out",
+    ),
+    **dict.fromkeys(
+        ("logging_steps", "logging_strategy", "logging_first_step", "disable_tqdm", "log_level"),
+        ": every step is logged; leave it out",
+    ),
+    **dict.fromkeys(
+        ("report_to", "trainer.logger", "with_tracking", "use_wandb", "logging_dir"),
+        ": MLflow always has the metrics (POSTTRAIN_MIRROR hands them on); leave it out",
+    ),
+    **dict.fromkeys(
+        ("run_name", "project_name", "experiment_name", "exp_name"),
+        ": --name-as NAME is what a stage publishes its outputs under; leave it out",
+    ),
+    **dict.fromkeys(
+        ("output_dir", "default_local_dir"),
+        ": outputs are kept below POSTTRAIN_HOME and copied out by `posttrain export`; leave it out",
+    ),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_token", "hub_strategy"),
+        ": publish with `posttrain export REF --push OWNER/NAME`; leave it out",
+    ),
+    **dict.fromkeys(
+        ("log_completions", "num_completions_to_print", "log_unique_prompts"),
+        ": every rollout is kept (`posttrain show`); leave it out",
+    ),
+    **dict.fromkeys(("seed", "data_seed", "data_loader_seed"), ": give it as --seed N"),
+    **dict.fromkeys(
+        ("full_determinism", "full_determinism_enable"), ": a seed always gives the same result; leave it out"
+    ),
+    **dict.fromkeys(
+        ("n_gpus_per_node", "num_gpus_per_node", "num_gpus", "local_rank", "ddp_find_unused_parameters", "ddp_timeout"),
+        ": --devices N says on how many GPUs; leave it out",
+    ),
+    **dict.fromkeys(("nnodes", "num_nodes"), ": --nodes N says on how many machines; leave it out"),
+    **dict.fromkeys(
+        (
+            "shuffle_dataset",
+            "packing_strategy",
+            "activation_checkpointing_kwargs",
+            "gradient_checkpointing_kwargs",
+            "lora_task_type",
+            "do_train",
+            "project",
+            "remove_unused_columns",
+            "dataset_num_proc",
+            "dataloader_num_workers",
+            "dataloader_drop_last",
+            "dataloader_pin_memory",
+            "group_by_length",
+        ),
+        ": leave it out",
+    ),
+}
+
+#: What values of settings are called here that TRL, verl, OpenRLHF or open-instruct write otherwise, by the last part of
+#: the setting's name.
+VALUES: dict[str, dict[Any, str]] = {
+    "method": {
+        "sigmoid": "method=dpo",
+        "hinge": "method=hinge_norm",
+        "robust": "method=robust_dpo",
+        "sigmoid_norm": "method=length_norm",
+        "dpo_norm": "method=length_norm",
+        "exo": "method=exo_pair",
+        "kto_pair": "method=kto",
+        "sft": "nll_coef=1 nll_reduction=token-mean beside another method",
+    },
+    "preset": {
+        "gae": "preset=ppo",
+        "group_norm": "preset=grpo",
+        "bnpo": "preset=grpo loss_agg_mode=token-mean",
+        "reinforce_plus_plus": "preset=reinforce_pp",
+        "reinforce++": "preset=reinforce_pp",
+        "reinforce_baseline": "preset=grpo scale_rewards=none whiten=true",
+        "reinforce_plus_plus_baseline": "preset=grpo scale_rewards=none whiten=true",
+        "optimal_token_baseline": "preset=otb",
+    },
+    "optimizer": dict.fromkeys(
+        ("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit", "adam"), "optimizer=adamw"
+    ),
+    "compute_dtype": {
+        "bf16": "compute_dtype=bfloat16",
+        "fp16": "compute_dtype=bfloat16",
+        "float16": "compute_dtype=bfloat16",
+        "fp32": "compute_dtype=float32",
+    },
+    "kl_estimator": {"low_var_kl": "kl_estimator=k3", "mse": "kl_estimator=k2"},
+    "engine": {"hf": "engine=builtin"},
+    "packing": dict.fromkeys((True, False), ": nothing is padded here, so there is nothing to pack; leave it out"),
 }
 
 

@@ -15,7 +15,7 @@ import enum
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -276,8 +276,11 @@ def expand_dotted(given: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def explain(what: str, model: type[BaseModel], error: ValidationError) -> str:
-    """One line per problem of a pydantic error, in the user's words."""
+def explain(
+    what: str, model: type[BaseModel], error: ValidationError, values: Mapping[str, Mapping[Any, str]] | None = None
+) -> str:
+    """One line per problem of a pydantic error, in the user's words. `values`: what to write for values of a setting
+    that are called otherwise elsewhere."""
     lines = []
     for item in error.errors(include_url=False):
         loc = [str(p) for p in item["loc"]]
@@ -298,8 +301,13 @@ def explain(what: str, model: type[BaseModel], error: ValidationError) -> str:
         message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         if item["type"] in ("literal_error", "enum") and loc:
             expected = item["ctx"]["expected"]
-            values = re.findall(r"'([^']*)'", expected)
-            near = did_you_mean(item["input"], values) if isinstance(item.get("input"), str) else ""
+            near, given = "", item.get("input")
+            if isinstance(given, str | bool):
+                elsewhere = (values or {}).get(loc[-1], {}).get(given)
+                known = re.findall(r"'([^']*)'", expected)
+                near = did_you_mean(str(given), known)
+                if elsewhere:
+                    near = (elsewhere[2:] if elsewhere.startswith(": ") else f"here it is {elsewhere}") + "; or "
             lines.append(f"{dotted}: there is no {shown}; {near}write one of {expected}{_doc_at(model, loc)}")
             continue
         given = "" if len(loc) == 0 else f" (given {shown})"

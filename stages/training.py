@@ -509,6 +509,12 @@ def checkpoint_due(waited: float, took: float) -> bool:
     return waited >= max(every, 20.0 * took if every else 0.0)
 
 
+HOLD_OUT = (
+    "hold some out: posttrain stage ingest --input data=FILE --set validation_fraction=0.05, whose dataset is the input"
+    " here (or data that has a column split, or files called train and validation)"
+)
+
+
 def fit(
     stage,
     trainer: Trainer,
@@ -529,9 +535,11 @@ def fit(
     """
     if trainer.config.select_by and evaluate is None:
         raise TrainingError(
-            f"select_by={trainer.config.select_by} needs validation rows and there are none; give a dataset with a"
-            " validation split, or drop select_by"
+            f"select_by={trainer.config.select_by} needs validation rows and there are none; {HOLD_OUT}, or leave"
+            " select_by out"
         )
+    if eval_every and evaluate is None:
+        stage.warn("no_validation_rows", f"There are no validation rows, so eval_every validates nothing; {HOLD_OUT}.")
     found = stage.checkpoints.latest()
     initial = None
     if found is not None and found.state.get("phase") == label:

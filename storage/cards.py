@@ -26,6 +26,20 @@ LOADERS = {
 }
 
 
+def _scoring(path: Path) -> str:
+    """How transformers alone scores an answer as this project does; nothing for a model without a chat template."""
+    if not (path / "chat_template.jinja").exists():
+        return ""
+    bias = read_json(path / "reward_calibration.json", {}).get("bias") or 0
+    return """
+messages = [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]
+text = tokenizer.apply_chat_template(messages, tokenize=False)
+text = text.rstrip()  # the score is read at the stop token, not at the line break that templates write behind it
+score = model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits""" + (
+        f" + {bias!r}  # the bias of reward_calibration.json\n" if bias else "\n"
+    )
+
+
 def model_card(ref: str) -> str:
     """Markdown with a YAML header. Raises StoreError when no model is known by that name."""
     found = store.resolve(ref, "model")
@@ -69,7 +83,9 @@ def model_card(ref: str) -> str:
     if loader:
         text.append(
             f"```python\nfrom transformers import AutoTokenizer, {loader}\n\ntokenizer ="
-            f" AutoTokenizer.from_pretrained(DIRECTORY)\nmodel = {loader}.from_pretrained(DIRECTORY)\n```\n"
+            f" AutoTokenizer.from_pretrained(DIRECTORY)\nmodel = {loader}.from_pretrained(DIRECTORY)\n"
+            + (_scoring(Path(found.path)) if loader.endswith("SequenceClassification") else "")
+            + "```\n"
         )
     text += _evaluations(found.digest)
     text += _made(steps)

@@ -91,7 +91,7 @@ OF_KINDS: dict[str, tuple[str, ...]] = {
     "max_tests": ("code",),
     **dict.fromkeys(("milestones", "milestone_normalise"), ("milestones",)),
     **dict.fromkeys(("step_weights", "step_events"), ("step_weighted",)),
-    **dict.fromkeys(("files", "scope", "source"), ("python",)),
+    **dict.fromkeys(("files", "function", "scope", "source"), ("python",)),
     "timeout_s": (*_RIGHT, *_ASKED, "code", "python", "regex", "remote"),
     "memory_mib": (*_RIGHT, "code", "python", "regex"),
 }
@@ -554,6 +554,13 @@ class RewardComponent(StageConfig):
             " ground_truth, extra_info (verl)."
         ),
     )
+    function: str = Field(
+        "",
+        description=(
+            "python: which function of source scores, where it is not called score or compute_score; the component has"
+            " its name unless it is given one."
+        ),
+    )
     scope: Literal["row", "group"] = Field(
         "row",
         description=(
@@ -583,7 +590,7 @@ class RewardComponent(StageConfig):
     @classmethod
     def _default_name(cls, values):
         if isinstance(values, dict) and "name" not in values and "kind" in values:
-            values = {**values, "name": values["kind"]}
+            values = {**values, "name": values.get("function") or values["kind"]}
         if isinstance(values, dict):
             values = (
                 ({"timeout_s": 60.0} if values.get("kind") == "remote" else {})
@@ -654,14 +661,17 @@ class RewardComponent(StageConfig):
                 f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains"
             )
         if self.kind == "python" and not re.search(
-            r"\bdef (?:compute_)?score\b|^(?:compute_)?score *=", self.source, re.MULTILINE
+            rf"\bdef (?:{(called := re.escape(self.function) or '(?:compute_)?score')})\b|^{called} *=",
+            self.source,
+            re.MULTILINE,
         ):
             named = re.findall(r"^(?:async +)?def +(\w+)", self.source, re.MULTILINE)
             raise ValueError(
-                f"reward {self.name!r}: kind python needs source with a function score(prompt, completion, answer)"
+                f"reward {self.name!r}: kind python needs source with a function"
+                f" {self.function or 'score'}(prompt, completion, answer)"
                 + (
-                    f"; this one defines {', '.join(named[:5])}. Call the function score; one of TRL's, of the lists"
-                    " completions and **kwargs, needs scope: group besides"
+                    f"; this one defines {', '.join(named[:9])}. Write function: {named[0] if len(named) == 1 else 'NAME'};"
+                    " one of TRL's, of the lists completions and **kwargs, needs scope: group besides"
                     if named
                     else "; write the path of a file that ends in .py and defines one"
                 )
@@ -762,6 +772,11 @@ class RewardComponent(StageConfig):
 
             check_step_weights(self.step_weights)
         return self
+
+    @property
+    def called(self) -> str:
+        """``source`` with the function that scores under the name by which the sandbox calls it."""
+        return f"{self.source}\nscore = {self.function}\n" if self.function else self.source
 
     @property
     def missing_policy(self) -> str:

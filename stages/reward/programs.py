@@ -118,7 +118,7 @@ def score_python(rewards, component, rows) -> list:
     if component.scope == "row":
         return [
             failure_of(component, o.error) if o.error else _returned(o.value)
-            for o in run_jobs([scoring(component.source, *one) for one in given], limits_of(component))
+            for o in run_jobs([scoring(component.called, *one) for one in given], limits_of(component))
         ]
     groups = in_groups(
         rows, lambda row: row["prompt_row"].get("row_id") or json.dumps(row["prompt_row"].get("prompt"), sort_keys=True)
@@ -127,7 +127,7 @@ def score_python(rewards, component, rows) -> list:
         name: [one.get(name) for one in of] for name in dict.fromkeys(name for one in of for name in one)
     }
     jobs = [
-        scoring(component.source, *(listed([given[i][part] for i in members]) for part in (0, 1)), many=True)
+        scoring(component.called, *(listed([given[i][part] for i in members]) for part in (0, 1)), many=True)
         for members in groups
     ]
     out: list = [None] * len(rows)

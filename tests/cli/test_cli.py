@@ -465,6 +465,21 @@ def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain):
         ("rl", "adv_estimator", "here it is 'preset'"),
         ("align", "loss_type", "here it is 'method'"),
         ("sft", "output_dir", "posttrain export"),
+        ("rl", "delta", "here it is 'clip_ratio_c'"),
+        ("rl", "use_bias_correction_kl", "here it is 'kl_is_weighted'"),
+        ("rl", "sync_ref_model", "here it is 'ref_mode' (refresh)"),
+        ("align", "sync_ref_model", "here it is 'reference_update' (tr_soft)"),
+        ("rl", "num_unique_prompts_rollout", "here it is 'prompts_per_step'"),
+        ("rl", "loss_type", "here it is 'preset'"),
+        ("reward_model", "loss_type", "here it is 'objective'"),
+        ("align", "ref_model", "give it as --input reference=DIR"),
+        ("sft", "model_name_or_path", "give it as --input model=DIR"),
+        (
+            "sft",
+            "dataset_text_field",
+            "setting of the stage ingest: posttrain stage ingest --input data=FILE --set text",
+        ),
+        ("sft", "load_best_model_at_end", "here it is 'select_by' (loss, with eval_every=STEPS"),
         ("sft", "learing_rate", "did you mean 'learning_rate'?"),
     ],
 )
@@ -478,16 +493,56 @@ def test_the_words_of_other_libraries_are_known(stage, word, here):
     assert here in str(told.value)
 
 
+@pytest.mark.parametrize(
+    "stage, setting, value, here",
+    [
+        ("align", "method", "sigmoid", "there is no 'sigmoid'; here it is method=dpo; or write one of 'dpo'"),
+        ("rl", "preset", "reinforce_plus_plus", "here it is preset=reinforce_pp"),
+        ("sft", "packing", True, "nothing to pack; leave it out"),
+        ("sft", "compute_dtype", "bf16", "here it is compute_dtype=bfloat16"),
+        ("align", "method", "simop", "did you mean 'simpo'?"),
+    ],
+)
+def test_the_values_of_other_libraries_are_known(stage, setting, value, here):
+    from flows.config import build
+    from stages.registry import get_stage
+    from stages.spec import ConfigError
+
+    with pytest.raises(ConfigError) as told:
+        build(get_stage(stage).SPEC.config, {setting: value})
+    assert here in str(told.value)
+
+
+def test_a_section_of_another_library_is_not_taken_for_a_setting_that_sounds_alike():
+    from flows.config import build
+    from stages.registry import get_stage
+    from stages.spec import ConfigError
+
+    with pytest.raises(ConfigError) as told:
+        build(get_stage("rl").SPEC.config, {"actor_rollout_ref": {"rollout": {"free_cache_engine": True}}})
+    assert str(told.value) == (
+        "unknown key 'actor_rollout_ref.rollout.free_cache_engine'; nothing here has that name, see --keys"
+    )
+
+
 def test_words_of_other_libraries_lead_to_settings_that_exist():
-    from flows.config import ELSEWHERE, keys
+    from flows.config import ELSEWHERE, VALUES, build, keys
     from stages.registry import STAGES, get_stage
+    from stages.spec import ConfigError
 
     known = {key.rsplit(".", 1)[-1] for name in STAGES for key in keys(get_stage(name).SPEC.config)}
+    named = {word: ours.partition(": ")[0] for word, ours in ELSEWHERE.items()}
     assert not {
-        word
-        for word, ours in ELSEWHERE.items()
-        if ours.partition(": ")[0] not in known | {""} and not ours.startswith(": ")
+        word for word, ours in named.items() if ours not in known | {""} and ELSEWHERE.get(ours, "")[:2] != ": "
     }
+    stage_of = {"method": "align", "preset": "rl", "kl_estimator": "rl", "engine": "rl"}
+    for setting, values in VALUES.items():
+        config = get_stage(stage_of.get(setting, "sft")).SPEC.config
+        for theirs, ours in values.items():
+            with pytest.raises(ConfigError, match="there is no"):
+                build(config, {setting: theirs})
+            written = dict(word.split("=", 1) for word in ours.split(": ")[0].split() if "=" in word)
+            build(config, written)
 
 
 def test_a_recipe_lists_its_settings_and_a_plan_those_that_were_chosen(posttrain):

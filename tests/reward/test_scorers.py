@@ -1322,3 +1322,16 @@ def test_one_reward_model_gives_one_score_in_best_of_n_in_rl_in_evaluation_and_a
             )
             met += 1
     assert met > 4
+
+
+def test_the_card_of_a_reward_model_says_how_transformers_scores_as_this_project_does(tiny):
+    """ChatML writes a line break behind the stop token, at which nothing was trained."""
+    from storage.cards import model_card
+
+    code = re.search(r"```python\n(.*?)```", model_card(tiny["reward"]), re.S)[1]
+    scorer = load_scorer(tiny["reward"])
+    for one in ASKED[:2]:
+        said = [*one.prompt, *one.completion]
+        space = {"DIRECTORY": tiny["reward"]}
+        exec(re.sub(r"messages = \[.*\]\n", f"messages = {said!r}\n", code), space)
+        assert math.isclose(space["score"].item(), scorer.score([one])[0], abs_tol=1e-5)

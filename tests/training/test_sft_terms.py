@@ -373,3 +373,25 @@ def test_answers_that_cannot_be_scored_do_not_count(tiny, spec, tmp_path):
     assert answers.judge()["reward"] == pytest.approx((4 - 1 - 1) / 3)
     ends, scores = [("eos", 3)] * 4, [math.nan] * 4
     assert math.isnan(answers.judge()["reward"])
+
+
+def test_where_nothing_is_held_out_it_is_said_how(tiny, spec, tmp_path):
+    from stages.training import TrainingError
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    rows = [
+        {"messages": user(f"say {i}") + assistant("b" * (1 + i)), "train_turns": [1], "kept": True} for i in range(8)
+    ]
+    write_dataset(
+        str(tmp_path / "rows"),
+        "rows",
+        "demonstrations/1",
+        [complete_row("demonstrations/1", row, dataset="rows", source="s", origin="human") for row in rows],
+    )
+    inputs = {"model": tiny["policy"], "data": str(tmp_path / "rows")}
+    settings = {**SFT, "max_steps": 1, "num_train_epochs": 1, "eval_every": 1}
+    told = execute(spec("sft", settings, inputs, "watched"), silent)["warnings"]
+    assert [w["text"] for w in told if w["code"] == "no_validation_rows"][0].count("validation_fraction=0.05") == 1
+    with pytest.raises(TrainingError, match="select_by=loss needs validation rows.*ingest.*validation_fraction=0.05"):
+        execute(spec("sft", {**settings, "select_by": "loss"}, inputs, "chosen"), silent)

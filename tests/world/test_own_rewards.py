@@ -310,11 +310,35 @@ def test_a_function_that_is_none_is_told_before_anything_runs(tmp_path):
 
     (tmp_path / "trl.py").write_text("def reward_len(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
     with pytest.raises(
-        ValidationError, match="this one defines reward_len. Call the function score; one of TRL's.*scope: group"
+        ValidationError, match="this one defines reward_len. Write function: reward_len; one of TRL's.*scope: group"
     ):
         RewardComponent(kind="python", source=str(tmp_path / "trl.py"))
     with pytest.raises(ValidationError, match=r"no Python: expected ':', line 1"):
         RewardComponent(kind="python", source="def score(prompt, completion, answer)\n    return 1\n")
+
+
+def test_a_file_may_define_several_functions_that_score(tmp_path):
+    from pydantic import ValidationError
+
+    (tmp_path / "rewards.py").write_text(
+        "def right(completions, answer, **kwargs):\n    return [2.0 * (c == a) for c, a in zip(completions, answer)]\n"
+        "def short(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n"
+        "def score(completion):\n    return 7.0\n"
+    )
+    source = str(tmp_path / "rewards.py")
+    several = [
+        RewardComponent(kind="python", source=source, function="right", scope="group"),
+        RewardComponent(kind="python", source=source, function="short", scope="group", weight=0.1),
+        RewardComponent(kind="python", source=source),
+    ]
+    again = [RewardComponent.model_validate(one.model_dump()) for one in several]  # as a record keeps them
+    assert again == several and [one.name for one in several] == ["right", "short", "python"]
+    found = Rewards(again, {}, None).score([row("4"), row("55")])
+    assert [list(one.parts.values()) for one in found] == [[2, 1, 7], [0, 2, 7]]
+    with pytest.raises(
+        ValidationError, match=r"with a function wrong\(.*this one defines right, short, score. Write fun"
+    ):
+        RewardComponent(kind="python", source=source, function="wrong")
 
 
 def test_a_function_for_groups_is_told_how_it_is_called():
