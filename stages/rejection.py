@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.reward.components import REWARD_INPUTS, FixedComponent, RewardComponent
+from stages.reward.components import REWARD_INPUTS, WITHOUT_VERDICT, FixedComponent, RewardComponent
 from stages.reward.rewards import check_inputs
 from stages.settings import (
     PARTED_TRAINING,
@@ -34,21 +34,6 @@ from stages.settings import (
 )
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
-#: Kinds of reward components that never say whether an answer is right.
-WITHOUT_VERDICT = (
-    "model",
-    "judge",
-    "format",
-    "length",
-    "truncation",
-    "group_preference",
-    "icdpo",
-    "majority",
-    "length_group",
-    "length_target",
-    "length_penalty",
-    "language",
-)
 #: Settings beside ``system`` that change what answers are sampled from.
 OTHER_CONTEXTS = ("in_context", "mixture_coef", "rationalise")
 

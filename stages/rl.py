@@ -25,7 +25,7 @@ from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import SAMPLING, Role
 from stages.policy.presets import exact_in_reward, not_read, resolve_preset, row_of
-from stages.reward.components import REWARD_INPUTS, RewardComponent
+from stages.reward.components import REWARD_INPUTS, WITHOUT_VERDICT, RewardComponent
 from stages.reward.rewards import check_inputs, inputs_read
 from stages.settings import (
     PROMPT_TEMPLATE,
@@ -930,6 +930,15 @@ def check(config: Config, given: Collection[str]) -> None:
         raise ValueError(
             f"ptx_coef={row.ptx_coef} mixes in pretraining text, which is not there; give the input ptx=REF, or write"
             " ptx_coef=0"
+        )
+    # of a band alone, statistics that are given know it
+    rates = [f"curriculum={config.curriculum}"] * (config.curriculum in ("pass_at_k", "self_paced"))
+    rates += ["no_resampling_pass_rate"] * (config.no_resampling_pass_rate is not None)
+    rates += ["difficulty_band"] * (config.difficulty_band is not None and "prompt_stats" not in given)
+    if rates and all(c.kind in WITHOUT_VERDICT for c in config.rewards):
+        raise ValueError(
+            f"{rates[0]} goes by which completions are right, which no reward here says; add {{name: verdict, kind:"
+            f" verifier, weight: 0}} to rewards, or leave {rates[0]} out"
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stages.reward.components import RewardComponent
-from stages.settings import unread, whole_part
+from stages.settings import CHANGES_OF_LOGITS, unread, whole_part
 from stages.spec import ConfigError
 
 if TYPE_CHECKING:
@@ -317,13 +317,22 @@ def refuse_step_credit(component: RewardComponent, row, config: Config) -> None:
 
 
 def refuse_off_policy(row, config: Config) -> None:
-    """Completions of another policy than the one that trains: replayed, a batch ahead, weighed or thrown out."""
+    """Completions of another policy than the one that trains: an opponent's, replayed, a batch ahead, weighed or thrown
+    out.
+    """
     updates = row.num_iterations * config.num_minibatches
     if config.replay_fraction and row.advantage == "win_rate" and row.opponent != "self":
         raise ValueError(
             f"replay_fraction={config.replay_fraction}: replayed groups have no opponents, so they alone would be"
             " compared with themselves; write replay_fraction=0, or opponent=self."
         )
+    if row.advantage == "win_rate" and row.opponent == "mixture":
+        for name in ("stop_strings", *CHANGES_OF_LOGITS):
+            if getattr(config, name) != type(config).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"opponent=mixture samples without penalties, bans and stop strings; leave {name} out, or write"
+                    " opponent=ema or opponent=self."
+                )
     if config.async_rollouts:
         corrected = row.off_policy_ok or (
             not row.objective and (config.importance_correction != "none" or not row.strictly_on_policy)

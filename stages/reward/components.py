@@ -35,6 +35,21 @@ VERIFYING = ("verifier", "code", "constraints", "majority", "length_group", "len
 
 READ_OTHERS = ("majority", "length_group", "length_target")  # scored last: they read what the other components said
 
+#: Kinds of reward components that never say whether an answer is right.
+WITHOUT_VERDICT = (
+    "model",
+    "judge",
+    "format",
+    "length",
+    "truncation",
+    "group_preference",
+    "icdpo",
+    "majority",
+    "length_group",
+    "length_target",
+    "length_penalty",
+    "language",
+)
 # of a response without its end token, in the place of a reward model's score, unless a component says otherwise
 # (reward.truncation)
 CUT_REWARD = -1.0

@@ -9,7 +9,9 @@ import torch
 
 from stages.algorithms import RLPreset
 from stages.batching import make_item
-from stages.generation import MixtureSampler, Sample, preferences, score
+from stages.decoding.sampler import Sampler
+from stages.generation import Sample, preferences, score
+from stages.models.adapters import switched_off
 from stages.models.sharding import root_of
 from stages.rollouts.crediting import Crediting
 from stages.rollouts.policy import PolicySampler
@@ -66,10 +68,16 @@ class Beside:
             won = [1.0 / (1.0 + np.exp(-np.clip(a.total - b.total, -700, 700))) for a, b in pairs]
         return {"preference/win_rate_reference": float(np.nanmean(won))} if np.isfinite(won).any() else {}
 
-    def _sampler(self):
-        from stages.decoding.sampler import Sampler
-
+    def _sampler(self) -> Sampler:
+        tokenizer, n = self.policy.renderer.tokenizer, self.stage.config.generation_batch
         if isinstance(self.reference, torch.nn.Module):
-            return Sampler(self.reference, self.policy.renderer.tokenizer, max_batch=self.stage.config.generation_batch)
-        # the policy without its adapter
-        return MixtureSampler(self.policy.acting.model, self.reference, self.policy.renderer.tokenizer, 1.0)
+            return Sampler(self.reference, tokenizer, max_batch=n)
+        return WithoutAdapter(self.reference.model, tokenizer, max_batch=n)
+
+
+class WithoutAdapter(Sampler):
+    """Samples from the model under a LoRA adapter (``adapters.AdapterOff``)."""
+
+    def generate(self, *args, **options):
+        with switched_off(self.model):
+            return super().generate(*args, **options)

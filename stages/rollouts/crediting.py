@@ -748,7 +748,10 @@ class Crediting:
                 and scored.old is not scored.sampled
                 and all(logps is not None for logps in scored.sampled)
             ):
-                extra["sampler_logps"] = [list(map(float, scored.sampled[i])) for i in rows]
+                # nobody sampled an SFT answer, and improved ones from something else than they are trained behind
+                extra["sampler_logps"] = [
+                    list(map(float, (scored.old if scored.samples[i].off_policy else scored.sampled)[i])) for i in rows
+                ]
             if scored.values is not None:
                 extra |= {"values": [scored.values[i] for i in rows], "returns": cut(scored.credit.returns_BT)}
             if row.objective:

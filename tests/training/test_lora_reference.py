@@ -4,6 +4,7 @@ same numbers (LORA-RL).
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,6 +47,31 @@ def adapted(path, forward="auto"):
     for _ in range(3):
         trainer.step(text_items(np.random.default_rng(0)))
     return model
+
+
+def test_the_adapter_off_answers_as_the_separate_reference(tiny):
+    """What validation answers are compared with (``rollouts.beside``), whatever the settings of the sampler are."""
+    from stages.chat import renderer_for
+    from stages.decoding.sampler import Sampler
+    from stages.decoding.sampling import SamplingParams
+    from stages.rollouts.beside import Beside
+
+    model, renderer = adapted(tiny["policy"]), renderer_for(tiny["policy"])
+    beside = Beside.__new__(Beside)
+    beside.reference = AdapterOff(model)
+    beside.policy = SimpleNamespace(renderer=renderer)
+    beside.stage = SimpleNamespace(config=SimpleNamespace(generation_batch=4))
+    params = SamplingParams(max_new_tokens=8, stop_strings=("e",), repetition_penalty=1.3, min_tokens=2)
+    asked = [renderer.prompt_ids([{"role": "user", "content": "what is 1 plus 1?"}])], params, [[1, 2, 3]]
+    mine, apart, trained = (
+        [c.ids for c in engine.generate(*asked)[0]]
+        for engine in (
+            beside._sampler(),
+            Sampler(load_policy(tiny["policy"]), renderer.tokenizer),
+            Sampler(model, renderer.tokenizer),
+        )
+    )
+    assert mine == apart != trained
 
 
 @pytest.mark.parametrize("forward", ("auto", "model"))

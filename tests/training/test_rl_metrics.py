@@ -215,6 +215,18 @@ def test_answers_are_compared_with_the_references(tiny, rl):  # noqa: F811
     assert source.beside.answers is kept
     _, metrics = rl("nash", {"preset": "nash_md", "eval_prompts": 3, "max_steps": 1})
     assert metrics[0]["validation/preference/win_rate_reference"] == 0.5
+    _, metrics = rl(
+        "adapter",
+        {
+            "preset": "nash_md",
+            "opponent": "self",
+            "lora_rank": 4,
+            "stop_strings": ["e"],
+            "eval_prompts": 3,
+            "max_steps": 1,
+        },
+    )
+    assert metrics[0]["validation/preference/win_rate_reference"] == 0.5
     assert "preference/win_rate_reference" not in rl.source("scores", {"preset": "grpo", "eval_prompts": 3}).evaluate(
         prompts, 0
     )

@@ -54,7 +54,7 @@ def rl(tiny, data, spec):
             name,
         )
         for key, path in inputs.items():
-            kind = "dataset" if key in ("ptx", "stored", "baselines") else "model"
+            kind = "dataset" if key in ("ptx", "stored", "baselines", "sft") else "model"
             out["inputs"][key] = {"kind": kind, "path": path, "ref": key, "digest": f"digest-{path}"}
         return out
 

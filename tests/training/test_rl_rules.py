@@ -235,11 +235,35 @@ def test_what_a_cut_completion_earns_beside_one_that_ends():
         ({"preset": "grpo_process", "reward_override": "random"}, "reward_override=random"),
         ({"preset": "grpo", "reward_override": "random", "curriculum": "self_paced"}, "curriculum=self_paced"),
         ({"preset": "grpo", "reward_override": "random", "no_resampling_pass_rate": 0.5}, "no_resampling_pass_rate"),
+        (
+            {"preset": "nash_md", "opponent": "mixture", "stop_strings": ["a"]},
+            "leave stop_strings out, or write opponent",
+        ),
+        ({"preset": "nash_md", "opponent": "mixture", "logit_bias": {5: 1.0}}, "leave logit_bias out"),
     ],
 )
 def test_settings_that_would_do_something_else_are_refused(config, says):
     with pytest.raises(ValueError, match=says):
         resolve_preset(Config(**config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"curriculum": "pass_at_k"},
+        {"curriculum": "self_paced"},
+        {"difficulty_band": (0.2, 0.8)},
+        {"no_resampling_pass_rate": 0.5},
+    ],
+)
+def test_pass_rates_need_a_reward_that_says_what_is_right(config):
+    """Told before every prompt is sampled passk_samples times for them."""
+    given, rewards = ("model", "data", "reward_model"), [{"kind": "model"}, {"kind": "length_penalty", "name": "long"}]
+    with pytest.raises(ValueError, match="which completions are right.*kind: verifier, weight: 0"):
+        SPEC.check(Config(**config, rewards=rewards), given)
+    SPEC.check(Config(**config, rewards=[*rewards, {"kind": "verifier", "name": "verdict", "weight": 0.0}]), given)
+    if config.keys() == {"difficulty_band"}:
+        SPEC.check(Config(**config, rewards=rewards), (*given, "prompt_stats"))
 
 
 def test_the_stage_reports_refused_settings_as_settings(rl):

@@ -17,7 +17,7 @@ from stages.rl import Config, resolve_preset
 from stages.rollouts.groups import control
 from stages.rollouts.replay import full_group, plain_group
 from stages.spec import ConfigError
-from storage.datasets import write_dataset
+from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 from tests.training.test_rl_rules import SPREAD, completions
@@ -514,6 +514,48 @@ def test_sft_members_may_be_as_long_as_the_run_allows(rl, tmp_path):
         else:
             with pytest.raises(ValueError, match="answers a prompt"):
                 Members(stage, source.policy.renderer, source.rewards)
+
+
+def test_an_sft_answer_is_not_off_policy_where_nothing_has_moved(rl, tmp_path, data):
+    """Nobody sampled it, so that how far pi is from whoever did (off_policy_mask_threshold) is measured from the policy
+    that started the iteration.
+    """
+    path = str(tmp_path / "sft")
+    write_dataset(
+        path,
+        "sft",
+        "demonstrations/1",
+        [
+            complete_row(
+                "demonstrations/1",
+                {
+                    "messages": [*row["prompt"], {"role": "assistant", "content": "bbb"}],
+                    "train_turns": [1],
+                    "kept": True,
+                },
+                dataset="d",
+                source="s",
+                origin="human",
+                split="train",
+            )
+            for row in open_dataset(data["prompts"]).iter_rows(split="train")
+        ],
+    )
+    worst = {"name": "worst", "kind": "python", "source": "def score(completion):\n    return -('bbb' in completion)"}
+    result, metrics = rl(
+        "sft-mask",
+        {
+            "preset": "grpo",
+            "reward_override": "none",
+            "rewards": [worst],
+            "sft_member": "append",
+            "num_iterations": 2,
+            "off_policy_mask_threshold": 0.01,
+        },
+        sft=path,
+    )
+    assert any(r["advantages"][0] < 0 and '"sft"' in r["extra_json"] for r in rows_of(result))
+    assert metrics[0]["policy/ratio"] == 1.0 and metrics[0]["policy/off_policy_masked"] == 0.0
 
 
 # --- completions that the engine lost ---------------------------------------------------------------------------------
