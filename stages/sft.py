@@ -513,7 +513,11 @@ def run(stage):
             return {**trainer.evaluate(validation), **(answers.judge() if answers else {})}
 
     before, final = fit(
-        stage, trainer, source, eval_every=config.steps_between_validations(len(train)), evaluate=evaluate
+        stage,
+        trainer,
+        source,
+        eval_every=config.steps_between_validations(len(train)),
+        evaluate=evaluate if validation or answers else None,
     )
     publish(stage, model, renderer.tokenizer)
     summary = {

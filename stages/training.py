@@ -494,6 +494,19 @@ def choose_forward(model, forward: str) -> None:
         core.forward = torch.compile(core.forward, dynamic=True)
 
 
+def check_selection(config: OptimizerConfig, validates: bool) -> None:
+    """Refuse ``select_by`` where nothing is validated.
+
+    Raises:
+        TrainingError: there are no validation rows.
+    """
+    if config.select_by and not validates:
+        raise TrainingError(
+            f"select_by={config.select_by} needs validation rows and there are none; give a dataset with a"
+            " validation split, or drop select_by"
+        )
+
+
 def checkpoint_seconds() -> float:
     """Seconds between checkpoints at least (``POSTTRAIN_CHECKPOINT_SECONDS``, default 30; 0 = every step). Cannot
     change results.
@@ -527,11 +540,7 @@ def fit(
     ``tokens_per_second`` (a ``perf`` number, not an output) counts the real tokens of the rows, prompt and completion,
     over whole steps after the first, as ``steps_per_second`` does.
     """
-    if trainer.config.select_by and evaluate is None:
-        raise TrainingError(
-            f"select_by={trainer.config.select_by} needs validation rows and there are none; give a dataset with a"
-            " validation split, or drop select_by"
-        )
+    check_selection(trainer.config, evaluate is not None)
     found = stage.checkpoints.latest()
     initial = None
     if found is not None and found.state.get("phase") == label:
