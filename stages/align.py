@@ -341,7 +341,7 @@ def run(stage):
     from stages.models.modeling import policy_to_train, publish
     from stages.direct.preference_items import Encoder
     from stages.preflight import check_ids, preflight
-    from stages.training import Trainer, TrainingError, fit
+    from stages.training import Trainer, TrainingError, check_selection, fit
 
     config, data = with_written_loss(stage), stage.dataset("data")
     try:
@@ -362,6 +362,7 @@ def run(stage):
     stage.log(f"{len(train)} training {unit}, {len(validation)} validation{left_out(dropped)}")
     warn_of_cut_rows(stage, dropped, len(train))
     refuse_no_rows(dropped, len(train))
+    check_selection(config, bool(validation))
     for text in [*objective.warnings, *data_warnings(config, objective, train, validation)]:
         stage.warn("align_settings", text)
     frozen = method.needs_reference and config.reference_update == "frozen"

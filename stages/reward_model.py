@@ -577,7 +577,8 @@ def run(stage):
             f"reward_model: anchor={config.anchor} does not read the input `anchor`; leave it out, or write anchor=auto"
         )
     setup = Setup(stage, data)
-    check_anchor(stage, setup.row, data.kind)
+    check_anchor(stage, setup.row, data)
+    check_previous(stage, data.kind)
     setup.separator = step_separator(data, config)
     if setup.pooling == "mean" and setup.row.reads == "response":
         plain, other = ("[CLS]", "cls") if setup.model.reads_both_ways else ("the last token", "last")
@@ -795,13 +796,31 @@ def step_separator(data, config) -> str | None:
     return config.step_separator or first.get("separator") or "\n\n"
 
 
-def check_anchor(stage, row, kind: str) -> None:
+def check_previous(stage, kind: str) -> None:
+    """Refuse, before anything is trained, an earlier model that cannot be measured on these rows.
+
+    Raises:
+        ConfigError: its scores are of whole answers and the rows of steps, or it compares two answers and the rows
+            have single ones.
+    """
+    from stages.reward_models.reward_heads import read_card
+
+    objective = read_card(stage.path("previous")).objective if stage.has("previous") else ""
+    if stage.has("previous") and kind == "stepwise/1" and objective != "prm":
+        raise ConfigError(
+            f"reward_model: the input `previous` was trained with objective={objective}, which scores whole answers,"
+            " and these rows judge every step; give an earlier model of objective=prm, or leave the input out"
+        )
+
+
+def check_anchor(stage, row, data) -> None:
     """Refuse, before anything is trained, an anchor that cannot be had at the end.
 
     Raises:
-        ConfigError: the data prefer no answer, the input `anchor` is missing, or the model only compares.
+        ConfigError: the data prefer no answer, the input `anchor` is missing or has no answer that counts, or the model
+            only compares.
     """
-    anchor = stage.config.anchor
+    anchor, kind = stage.config.anchor, data.kind
     if row.name in COMPARING and (stage.has("anchor") or anchor not in ("auto", "none")):
         raise ConfigError(
             f"reward_model: objective={row.name} compares answers, so its scores have no zero point that an anchor"
@@ -818,14 +837,20 @@ def check_anchor(stage, row, kind: str) -> None:
             f"reward_model: anchor={anchor} needs the input `anchor` (demonstrations, or candidates of the rejection"
             " stage); give it with --input anchor=FILE, or set anchor=chosen"
         )
+    named, answers = anchor_answers(stage, row, data)
+    if named != "none" and not answers:
+        raise ConfigError(
+            f"reward_model: anchor={named} has no answer that counts among the first"
+            f" {stage.config.eval_rows or ANCHOR_ROWS} rows of "
+            + (f"split {stage.config.split}" if named == "chosen" else "the input `anchor`")
+            + " (chosen or good, kept, complete, and of a weight over 0), so that nothing could be the zero point; give"
+            " such answers, or write anchor=none"
+        )
 
 
-def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
-    """``b = -mean`` of the anchor's raw scores by the weights of their rows, so that 0 is an average expert answer
-    (``rm.calibrate``).
-    """
+def anchor_answers(stage, row, data) -> tuple[str, list]:
+    """(the anchor that ``anchor`` and the inputs stand for, its answers that count: those of a weight over 0)."""
     from stages.batching import row_weight
-    from stages.estimators import calibration_bias as bias_of
     from stages.reward_models.reward_eval import anchor_responses
 
     config = stage.config
@@ -834,18 +859,31 @@ def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
         if stage.has("anchor")
         else None
     )
-    anchor = config.anchor if config.anchor != "auto" else given or setup.row.anchor
-    if anchor == "none" or scorer.relative:
-        return 0.0, None
+    anchor = config.anchor if config.anchor != "auto" else given or row.anchor
+    if anchor == "none":
+        return anchor, []
     source, split = (data, config.split) if anchor == "chosen" else (stage.dataset("anchor"), None)
-    responses = [
-        r for r in anchor_responses(source, split, config.eval_rows or ANCHOR_ROWS) if row_weight(r.row)
-    ]  # a weight of 0 counts nothing
+    responses = anchor_responses(source, split, config.eval_rows or ANCHOR_ROWS)
+    return anchor, [r for r in responses if row_weight(r.row)]
+
+
+def calibration_bias(stage, scorer, data, setup) -> tuple[float, str | None]:
+    """``b = -mean`` of the anchor's raw scores by the weights of their rows, so that 0 is an average expert answer
+    (``rm.calibrate``).
+    """
+    from stages.batching import row_weight
+    from stages.estimators import calibration_bias as bias_of
+
+    if scorer.relative:
+        return 0.0, None
+    anchor, responses = anchor_answers(stage, setup.row, data)
+    if anchor == "none":
+        return 0.0, None
     known = [(s, row_weight(r.row)) for s, r in zip(scorer.score(responses), responses) if s == s]
     if not known:
         raise ValueError(
-            f"anchor={anchor}: no answer of the anchor can be scored; give data with chosen answers whose weight is not"
-            " 0, or set anchor=none."
+            f"anchor={anchor}: no answer of the anchor can be scored; give answers that the model has positions for, or"
+            " set anchor=none."
         )
     scores, weights = zip(*known)
     return float(bias_of(scores, None if set(weights) == {1.0} else weights)), anchor

@@ -494,6 +494,24 @@ def choose_forward(model, forward: str) -> None:
         core.forward = torch.compile(core.forward, dynamic=True)
 
 
+HOLD_OUT = (
+    "hold some out: posttrain stage ingest --input data=FILE --set validation_fraction=0.05, whose dataset is the input"
+    " here (or data that has a column split, or files called train and validation)"
+)
+
+
+def check_selection(config: OptimizerConfig, validates: bool) -> None:
+    """Refuse ``select_by`` where nothing is validated.
+
+    Raises:
+        TrainingError: there are no validation rows.
+    """
+    if config.select_by and not validates:
+        raise TrainingError(
+            f"select_by={config.select_by} needs validation rows and there are none; {HOLD_OUT}, or leave select_by out"
+        )
+
+
 def checkpoint_seconds() -> float:
     """Seconds between checkpoints at least (``POSTTRAIN_CHECKPOINT_SECONDS``, default 30; 0 = every step). Cannot
     change results.
@@ -507,12 +525,6 @@ def checkpoint_due(waited: float, took: float) -> bool:
     """
     every = checkpoint_seconds()
     return waited >= max(every, 20.0 * took if every else 0.0)
-
-
-HOLD_OUT = (
-    "hold some out: posttrain stage ingest --input data=FILE --set validation_fraction=0.05, whose dataset is the input"
-    " here (or data that has a column split, or files called train and validation)"
-)
 
 
 def fit(
@@ -533,11 +545,7 @@ def fit(
     ``tokens_per_second`` (a ``perf`` number, not an output) counts the real tokens of the rows, prompt and completion,
     over whole steps after the first, as ``steps_per_second`` does.
     """
-    if trainer.config.select_by and evaluate is None:
-        raise TrainingError(
-            f"select_by={trainer.config.select_by} needs validation rows and there are none; {HOLD_OUT}, or leave"
-            " select_by out"
-        )
+    check_selection(trainer.config, evaluate is not None)
     if eval_every and evaluate is None:
         stage.warn("no_validation_rows", f"There are no validation rows, so eval_every validates nothing; {HOLD_OUT}.")
     found = stage.checkpoints.latest()

@@ -28,7 +28,7 @@ def rows_as(
 
     Raises:
         ValueError: there is no such conversion.
-        ConfigError: ``stage_index`` of rows that have no such column.
+        ConfigError: ``stage_index`` of rows that have no such column, or a stage that no row is of.
     """
     from stages.ingest import Config
     from stages.ingestion import conversions
@@ -54,6 +54,14 @@ def rows_as(
         )
     rows, lost = dataset.iter_rows(split=split), Counter()
     if stage_index is not None:
+        there = {row["stage_index"] for row in dataset.iter_rows(columns=["stage_index"], split=split)}
+        if there and stage_index not in there:
+            stages = ", ".join(map(str, sorted(there - {None})))
+            raise ConfigError(
+                f"stage_index={stage_index}: no pair of split {split} is of this stage; "
+                + (f"the data has the stages {stages}, so write one of these" if stages else "none says of which it is")
+                + ", give the output of stage curriculum, or leave stage_index out"
+            )
         rows = (row for row in rows if row["stage_index"] == stage_index)
     for a, b in zip(path, path[1:]):
         made = []

@@ -334,6 +334,45 @@ def test_an_anchor_that_cannot_be_had_is_refused_before_training(tiny, rows, dat
             train("reward_model", {**COMMON, **config}, {"model": tiny["policy"], "data": rows[name], **more}, said[:6])
 
 
+def test_inputs_that_could_not_be_scored_at_the_end_are_refused_before_training(
+    tiny, rows, data, train, tmp_path, monkeypatch
+):
+    """Anchors without an answer that counts, and an earlier model that knows no steps, failed when all was trained."""
+    from stages import training
+    from storage.datasets import open_dataset, write_dataset
+
+    monkeypatch.setattr(training, "fit", lambda *a, **k: pytest.fail("it began to train"))
+
+    def changed(name, path, **values):
+        opened = open_dataset(path)
+        write_dataset(str(tmp_path / name), name, opened.kind, [{**row, **values} for row in opened.iter_rows()])
+        return str(tmp_path / name)
+
+    for data_path, config, more, said in (
+        (
+            changed("bad", rows["labels"], label=False),
+            {"anchor": "chosen"},
+            {},
+            "anchor=chosen has no .* split train.*anchor=none",
+        ),
+        (
+            rows["pairs"],
+            {},
+            {"anchor": changed("light", data["demonstrations"], weight=0.0)},
+            "anchor=demonstrations has no .*give such",
+        ),
+        (
+            rows["pairs"],
+            {},
+            {"anchor": changed("out", data["demonstrations"], kept=False)},
+            "anchor=demonstrations has no",
+        ),
+        (rows["steps"], {}, {"previous": tiny["reward"]}, "objective=bt, which scores whole answers.*objective=prm"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            train("reward_model", {**COMMON, **config}, {"model": tiny["policy"], "data": data_path, **more}, said[:9])
+
+
 def test_probes_are_of_the_split_that_judges(tiny, rows, train, tmp_path):
     from storage.datasets import open_dataset, write_dataset
 

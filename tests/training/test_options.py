@@ -390,6 +390,22 @@ def test_selection_needs_something_to_select_by(tiny, data, spec):
         )
 
 
+@pytest.mark.parametrize("stage,rows", [("sft", "demonstrations"), ("align", "pairs")])
+def test_selection_without_validation_rows_is_refused_before_anything_is_computed(
+    stage, rows, tiny, data, spec, tmp_path, monkeypatch
+):
+    """align computed the reference of every row first, and sft offered metrics to write of which there were none."""
+    from stages import align
+    from storage.datasets import open_dataset, write_dataset
+
+    monkeypatch.setattr(align, "add_reference", lambda *a: pytest.fail("it computed the reference"))
+    given = open_dataset(data[rows])
+    write_dataset(str(tmp_path / "train"), "made", given.kind, given.iter_rows(split="train"))
+    config = {**SFT, "max_length": 96, "eval_every": 1, "select_by": "loss"}
+    with pytest.raises(TrainingError, match="select_by=loss needs validation rows.*validation split"):
+        execute(spec(stage, config, {"model": tiny["policy"], "data": str(tmp_path / "train")}, "none"), silent)
+
+
 def test_a_layers_own_forward_and_ours_train_alike(tiny):
     items = text_items(np.random.default_rng(0))
     weights = []

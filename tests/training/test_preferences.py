@@ -574,6 +574,16 @@ def test_a_stage_of_a_curriculum_is_taken_before_its_pairs_are_converted(tiny, t
         spec("align", config, {"model": tiny["policy"], "data": result["outputs"]["data"]["path"]}, "kto"), silent
     )
     assert made["summary"]["rows"] == 2 * sum(r["stage_index"] == 1 for r in rows) == 8
+    with pytest.raises(ConfigError, match="stage_index=2: no pair of split train.*the stages 0, 1, so write one of"):
+        execute(
+            spec(
+                "align",
+                {**config, "stage_index": 2},
+                {"model": tiny["policy"], "data": result["outputs"]["data"]["path"]},
+                "none",
+            ),
+            silent,
+        )
     write_dataset(
         str(tmp_path / "labels"),
         "d",
