@@ -117,7 +117,7 @@ def learning_rate_at(step: int, total: int, config: OptimizerConfig) -> float:
 
 
 #: Ends of metric names for which less is better: losses and their terms, divergences, errors, and shares of what goes
-#: wrong.
+#: wrong (:func:`less_is_better`).
 LESS_IS_BETTER = (
     "loss",
     "nll",
@@ -140,7 +140,24 @@ LESS_IS_BETTER = (
     "no_eos_fraction",
     "displaced_fraction",
     "both_fell_fraction",
+    "gradient_weight",
+    "truncated_fraction",
+    "unscorable_fraction",
+    "empty_fraction",
+    "clipped_ratio",
+    "repetition",
+    "special_characters",
+    "language_switch",
+    "all_wrong_fraction",
+    "start_sequence_sum",
 )
+
+
+def less_is_better(metric: str) -> bool:
+    """Whether a validation metric is one of :data:`LESS_IS_BETTER`. A component of the reward (``reward/NAME``) has the
+    name that its user gave it, and more of it is better.
+    """
+    return metric.endswith("unscorable_fraction" if metric.startswith("reward/") else LESS_IS_BETTER)
 
 
 class Trainer:
@@ -411,7 +428,7 @@ class Trainer:
                 f"select_by={name}: validation gives no such metric; write one of:"
                 f" {', '.join(sorted(metrics)) or 'none (there are no validation rows)'}"
             )
-        value = metrics[name] * (-1.0 if name.endswith(LESS_IS_BETTER) else 1.0)
+        value = metrics[name] * (-1.0 if less_is_better(name) else 1.0)
         if math.isfinite(value) and value > self.best.get("value", -math.inf):
             self.best = {"value": value, "step": self.step_index, "passes_since": 0}
             self.best_weights = {n: p.detach().clone() for n, p in self.parameters.items()}

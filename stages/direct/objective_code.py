@@ -115,7 +115,13 @@ class Program:
     @property
     def normal_form(self) -> str:
         """The same loss always reads the same, whatever its comments and spaces."""
-        return "\n".join([*(f"{name} = {ast.unparse(value)}" for name, value in self.steps), ast.unparse(self.result)])
+        return "\n".join(
+            [
+                *(f"{name} = {value!r}" for name, value in self.names.items()),
+                *(f"{name} = {ast.unparse(value)}" for name, value in self.steps),
+                ast.unparse(self.result),
+            ]
+        )
 
     def __call__(self, pc, pr, rc, rr, *, beta: float) -> torch.Tensor:
         """Loss per pair [B]; gradients flow to every input that has them."""

@@ -111,6 +111,30 @@ def test_first_token_distribution_is_the_softmax(models):
     assert float(((seen - expected)[live] ** 2 / expected[live]).sum()) < 20.5  # 99.9% point of 5 degrees of freedom
 
 
+def test_blocks_of_slots_read_as_many_columns_as_their_longest_row_needs():
+    """Also where the rows of a later block are longer than those of the one before, whose long rows have ended."""
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from stages.decoding.sampler import BLOCK, _Run
+
+    rng = np.random.default_rng(0)
+    runs = set()
+    for live in (1, BLOCK, BLOCK + 1, 3 * BLOCK - 5, 4 * BLOCK):
+        for spread in (1, 10, 1000):
+            length = 100 + rng.integers(0, spread, 4 * BLOCK)  # of dead slots, too
+            for blocks in (True, False):
+                run = SimpleNamespace(decoder=SimpleNamespace(wants_blocks=blocks), length=length, live=live)
+                found = _Run._bounds(run)
+                starts, ends = [start for start, _, _ in found], [end for _, end, _ in found]
+                assert starts == [0, *ends[:-1]] and ends[-1] == live and all(end % BLOCK == 0 for end in ends[:-1])
+                assert all(columns == length[start:end].max() + 1 for start, end, columns in found)
+                assert blocks or len(found) == 1
+                runs.add(len(found))
+    assert {1, 2} <= runs
+
+
 def test_weights_are_read_at_every_call(models, prompts):
     import copy
 

@@ -69,6 +69,7 @@ def test_a_stage_run_trains_and_says_what_it_saw(tiny, preferences, spec, method
     free = method in ("simpo", "orpo")
     assert ("ref_logps" in result["outputs"]) == (not free)
     metrics = steps_of(made)[-1]["metrics"]
+    assert not any("weighted/" in name for step in steps_of(made) for name in step["metrics"])
     assert math.isfinite(result["summary"]["validation/loss"]) and result["summary"]["skipped_steps"] == 0
     assert metrics["validation/displacement/chosen_shift"] == pytest.approx(
         result["summary"]["validation/displacement/chosen_shift"]
@@ -403,12 +404,13 @@ def test_z0_is_of_mismatched_prompts_mean_first_clamp_after(tiny, preferences):
                 float(world.logps(world.policy, item.extra["mismatched"], 0).sum())
                 - item.extra["mismatched"].extra["ref"][0]
             )
+    alone = next(item for item, ratio in zip(world.items, ratios) if ratio > 0.0)
+    assert world.objective.prepare(world.policy, [alone], "cpu")["z0"] == 0.0
     for shift in (0.0, 1e4):
         for item, ratio in zip(world.items, ratios):
             item.extra["mismatched"].extra["ref"][0] += shift
         z0 = world.objective.prepare(world.policy, world.items, "cpu")["z0"]
         assert z0 == pytest.approx(max(0.0, sum(ratios) / len(ratios) - shift), rel=1e-5)
-    assert world.objective.prepare(world.policy, world.items[:1], "cpu")["z0"] == 0.0
     assert DirectAlignment(Config(method="kto", z_ref_mode="zero")).prepare(world.policy, world.items, "cpu") == {}
 
 
@@ -712,6 +714,55 @@ def test_segments_in_tokens_are_those_that_are_left_and_trained(tiny, tmp_path):
 def test_the_displacement_alarm_needs_three_falls_in_a_row():
     falling = [[0.0, 0.0], [-1.0, 1.0], [-2.0, 2.0], [-3.0, 3.0]]
     assert displaced(falling) and not displaced(falling[:3]) and not displaced(falling[:3] + [[-1.5, 4.0]])
+    assert displaced([[9.0, -9.0], *falling]) and not displaced([*falling, [-4.0, 3.0]])
+
+
+def test_the_displacement_alarm_hears_every_validation_pass_also_those_before_a_kill(tiny, preferences):
+    from stages.direct.direct_alignment import AlignmentRows
+    from stages.training import Trainer
+
+    world = World(tiny, preferences, method="dpo")
+    stage, trainer = (
+        SimpleNamespace(config=world.config, device="cpu"),
+        Trainer(world.policy, world.objective, world.config, 1),
+    )
+    source, resumed = (AlignmentRows(stage, world.policy, world.objective, world.items, world.items) for _ in range(2))
+    first = source.evaluate(trainer)
+    resumed.restore(json.loads(json.dumps(source.state()[0])), None)
+    with torch.no_grad():
+        world.policy.get_output_embeddings().weight.mul_(1.1)
+    second = resumed.evaluate(trainer)
+    seen = [[found["displacement/chosen_shift"], found["rewards/margins"]] for found in (first, second)]
+    assert resumed.history == seen and seen[0] != seen[1]
+
+
+def test_likelihoods_that_both_fell_on_held_out_rows_are_warned_of(tiny, preferences, spec):
+    """da.displacement: the loss falls with a growing margin, by making the rejected answers unlikely faster than the
+    chosen ones; and one that makes both likelier.
+    """
+
+    def trained(name, code):
+        made = spec(
+            "align",
+            {
+                "method": "written",
+                "options": {"code": code},
+                "max_steps": 3,
+                "batch_size": 6,
+                "max_length": 96,
+                "learning_rate": 1e-2,
+            },
+            {"model": tiny["policy"], "data": preferences["pairs"]},
+            name,
+        )
+        result = execute(made, silent)
+        return (
+            result["summary"]["validation/displacement/both_fell_fraction"],
+            "likelihood_displacement" in {w["code"] for w in result["warnings"]},
+        )
+
+    assert trained("fall", "softplus(pc - rc) + 3 * softplus(pr - rr)") == (1.0, True)
+    assert trained("rise", "3 * softplus(rc - pc) + softplus(rr - pr)") == (0.0, False)
 
 
 # -- moving references ----------------------------------------------------------------------------------------------

@@ -181,6 +181,15 @@ def test_a_server_is_told_why_its_loss_failed_and_what_was_tried(spec, tmp_path)
     )
 
 
+def test_another_constant_is_another_loss_and_another_comment_is_not(spec, tmp_path):
+    """DiscoPOP under tau=0.5 was refused as tried already once it had been tried under 0.05."""
+    archive = tried(tmp_path, "discopop", GATED, 0.5)
+    _, row = run_objective(spec, {"code": GATED.replace("tau=0.05", "tau=0.5")}, "other", **archive)
+    assert row["valid"]
+    with pytest.raises(ObjectiveError, match="tried already"):
+        run_objective(spec, {"code": GATED.replace("DiscoPOP.", "The same.")}, "same", **archive)
+
+
 def test_mutations_are_valid_new_and_learn_from_scores(spec, tmp_path):
     """Without a language model: every proposal passes, none repeats, the better half of the archive is built upon."""
     archive, seen, names = tried(tmp_path, "dpo", f"softplus(-beta * {H})", 0.5), set(), []

@@ -5,6 +5,7 @@ computes the layers.
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -369,6 +370,35 @@ def test_a_curriculum_goes_from_short_to_long(tiny, data, spec):
     items[5].extra["difficulty"] = "hard"
     with pytest.raises(ConfigError, match=r"1 rows have another difficulty \(first .*: 'hard'\)"):
         rows_in_order(stage, items, by_difficulty)
+
+
+@pytest.mark.parametrize(
+    "metric,best",
+    [
+        ("loss", 1),
+        ("reward/mean", 2),
+        ("rewards/margins", 2),
+        ("accuracy", 2),
+        ("kl/start_sequence_sum", 1),
+        ("gradient_weight", 1),
+        ("completions/clipped_ratio", 1),
+        ("completions/repetition", 1),
+        ("reward/unscorable_fraction", 1),
+        ("reward/judge/unscorable_fraction", 1),
+        ("reward/preference", 2),
+        ("reward/low_perplexity", 2),
+    ],
+)
+def test_the_best_pass_is_the_lowest_of_what_goes_wrong_and_the_highest_of_every_reward(metric, best):
+    """Of cut answers or of the distance from the start most was taken for best, and of a reward that its user named
+    after a loss, least.
+    """
+    chooser = SimpleNamespace(
+        config=SimpleNamespace(select_by=metric, early_stopping_patience=0), best={}, parameters={}
+    )
+    for chooser.step_index, value in ((0, 0.5), (1, 0.25), (2, 0.75)):
+        Trainer.consider(chooser, {metric: value})
+    assert chooser.best["step"] == best
 
 
 def test_selection_needs_something_to_select_by(tiny, data, spec):
