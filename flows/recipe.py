@@ -778,7 +778,7 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
         finish_flow(
             record.run_id,
             "FAILED" if isinstance(error, Exception) else "KILLED",
-            f"{type(error).__name__}: {error}",
+            reason(error),
             timeout=10,
         )
         if not isinstance(error, Exception):
@@ -786,6 +786,12 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
                 tell(error)
         raise
     finish_flow(record.run_id, "FINISHED")
+
+
+def reason(error: BaseException) -> str:
+    """Why a run ended, for its record; what ends it from outside often says nothing itself."""
+    silent = not isinstance(error, Exception) and not str(error)
+    return f"{type(error).__name__}: " + ("cancelled, interrupted or told to end (SIGTERM)" if silent else str(error))
 
 
 def ui_url(flow_run_id: Any) -> str | None:
