@@ -7,6 +7,7 @@ stage as a Prefect task and returns its outputs by name; the same function under
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -451,7 +452,7 @@ def unread(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig)
             return run.given
         return None
 
-    as_it_is, found = given({}), {}
+    as_it_is, found = functools.cache(lambda: given({})), {}
     usual = [preset_config(config, recipe, name) for name in presets(recipe)]
     for name, field in type(config).model_fields.items():
         value, default = getattr(config, name), field.get_default(call_default_factory=True)
@@ -464,12 +465,12 @@ def unread(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig)
             ]
             for leaf in chosen:
                 tried = alternatives(getattr(value, leaf), getattr(default, leaf))
-                if all(given({name: value.model_copy(update={leaf: one})}) == as_it_is for one in tried):
+                if all(given({name: value.model_copy(update={leaf: one})}) == as_it_is() for one in tried):
                     about = type(value).model_fields[leaf] if name == "data" else field
                     found[f"{name}.{leaf}"] = about.description
         elif isinstance(value, str) and isinstance(default, str | None) and get_origin(field.annotation) is not Literal:
             if value not in [default, *others] and all(
-                given({name: one}) == as_it_is for one in alternatives(value, default)
+                given({name: one}) == as_it_is() for one in alternatives(value, default)
             ):
                 found[name] = field.description
     said = "{}: no step of this run reads it ({}); leave it out, or switch on the step that does"
@@ -778,7 +779,7 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
         finish_flow(
             record.run_id,
             "FAILED" if isinstance(error, Exception) else "KILLED",
-            f"{type(error).__name__}: {error}",
+            reason(error),
             timeout=10,
         )
         if not isinstance(error, Exception):
@@ -786,6 +787,12 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
                 tell(error)
         raise
     finish_flow(record.run_id, "FINISHED")
+
+
+def reason(error: BaseException) -> str:
+    """Why a run ended, for its record; what ends it from outside often says nothing itself."""
+    silent = not isinstance(error, Exception) and not str(error)
+    return f"{type(error).__name__}: " + ("cancelled, interrupted or told to end (SIGTERM)" if silent else str(error))
 
 
 def ui_url(flow_run_id: Any) -> str | None:

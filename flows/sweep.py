@@ -23,8 +23,8 @@ from typing import Any, Literal, Optional
 
 from pydantic import Field, field_validator
 
-from flows.config import ConfigError, build, load_preset, merge, nearest, scalar
-from flows.recipe import RECIPES, Outputs, RecipeConfig, Run, get_recipe, recipe
+from flows.config import ConfigError, build, field_at, load_preset, merge, nearest, scalar
+from flows.recipe import RECIPES, Outputs, RecipeConfig, Run, get_recipe, recipe, unread, value_at
 from stages.registry import STAGES, get_stage
 
 
@@ -154,13 +154,30 @@ def planned(config: Config) -> list[tuple[str, dict[str, Any], list[tuple[int, A
     """
     kind, name = target(config.what)
     chosen = combinations(config)
-    return [
+    trials = [
         (
             title,
             values,
             [(seed, *configured(kind, name, config, values, seed)) for seed in config.seeds or [config.seed]],
         )
         for title, values in zip(titles(chosen), chosen)
+    ]
+    if kind == "recipe" and (idle := never_read(name, [seeds[0][1] for _, _, seeds in trials])):
+        raise ConfigError("\n".join(idle))
+    return trials
+
+
+def never_read(name: str, settings: list[Any]) -> list[str]:
+    """What is to be said of settings that no step of any trial reads: trials that differ in one would all be the
+    same.
+    """
+    flow = get_recipe(name)
+    found = [unread(name, flow.method, one) for one in settings]
+    usual = lambda one, key: value_at(one, key) == field_at(flow.config_type, key)[0]
+    return [
+        said
+        for key, said in {key: said for told in found for key, said in told.items()}.items()
+        if all(key in told or usual(one, key) for told, one in zip(found, settings))
     ]
 
 

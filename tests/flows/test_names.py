@@ -10,7 +10,7 @@ import pytest
 
 from flows.config import ConfigError
 from flows.deploy import cron_schedule, found_anywhere, recipe_deployments, stage_deployments
-from flows.recipe import made_up
+from flows.recipe import made_up, reason
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,15 @@ def test_a_schedule_finds_files_from_anywhere(tmp_path, monkeypatch):
         "data": {"path": str(tmp_path / "pairs.jsonl")},
         "model": str(tmp_path / "llama"),
     }
+
+
+def test_a_run_that_was_ended_from_outside_says_so_in_its_record():
+    """What Prefect raises when a run is cancelled has no words of its own."""
+    from prefect.exceptions import TerminationSignal
+
+    assert reason(TerminationSignal(signal=15)) == "TerminationSignal: cancelled, interrupted or told to end (SIGTERM)"
+    assert reason(KeyboardInterrupt()).startswith("KeyboardInterrupt: cancelled, interrupted")
+    assert reason(ConfigError("write x")) == "ConfigError: write x" and reason(ValueError()) == "ValueError: "
 
 
 def test_an_automation_is_the_same_in_every_process():

@@ -154,11 +154,17 @@ def test_failed_trials_stand_last_and_do_not_end_the_sweep():
         ({"over": {"learning_rate": [1e-4]}, "preset": "demo"}, "no presets"),
         ({"over": {"sft.learning_rate": [1e-4]}, "what": "post_training"}, "takes its data as settings"),
         ({"over": {"seed": [1]}, "what": "post_training", "inputs": {}}, "--seeds"),
+        ({"over": {"rl.kl_coef": [None, 0.1]}, "what": "rest", "inputs": {}}, "rl.kl_coef: no step of this run reads"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(values, text):
     with pytest.raises(ConfigError, match=text):
         planned(load_config("sweep", {**STAGE, **values}))
+
+
+def test_a_setting_that_some_trials_have_no_use_for_may_be_swept():
+    over = {"rl.kl_coef": [None, 0.1], "rl_after": [True, False]}
+    assert len(planned(load_config("sweep", {"what": "rest", "over": over, "metric": "evaluate_start.accuracy"}))) == 4
 
 
 def test_an_unknown_metric_names_those_that_there_are():
