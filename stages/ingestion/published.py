@@ -410,11 +410,16 @@ def _prometheus_pair(row: dict, options) -> list[dict]:
 
 
 def _arena(row: dict, options) -> list[dict]:
-    """Two whole conversations: what they begin with alike is the prompt."""
+    """Two whole conversations, or as far as the judged `turn` (MT-Bench's judgements): what they begin with alike is
+    the prompt.
+    """
     same, a, b = 0, row["conversation_a"], row["conversation_b"]
     if not _dicts(a, "role", "content") or not _dicts(b, "role", "content"):
         raise Bad("wrong_type")
-    a, b = ([{"role": item["role"], "content": item["content"]} for item in side] for side in (a, b))
+    a, b = (
+        [{"role": item["role"], "content": item["content"]} for item in _until(side, row.get("turn"))]
+        for side in (a, b)
+    )
     while same < min(len(a), len(b)) - 1 and a[same] == b[same]:
         same += 1
     while same and a[same - 1]["role"] != "user":
@@ -422,6 +427,12 @@ def _arena(row: dict, options) -> list[dict]:
     return [
         _without(row, "conversation_a", "conversation_b", prompt=a[:same], response_a=a[same:], response_b=b[same:])
     ]
+
+
+def _until(talk: list[dict], turn: Any) -> list[dict]:
+    """A conversation up to the answer of a turn, counted from 1; all of it where there is no such turn."""
+    answers = [index for index, item in enumerate(talk) if item["role"] == "assistant"]
+    return talk[: answers[int(turn) - 1] + 1] if _number(turn) and turn in range(1, len(answers) + 1) else talk
 
 
 def _arena_kaggle(row: dict, options) -> list[dict]:
