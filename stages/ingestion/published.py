@@ -316,8 +316,14 @@ def _steerpref(row: dict, options) -> list[dict]:
     ]
 
 
+_PKU_SAFETY = {"is_response_0_safe", "safer_response_id"}
+
+
 def _pku(row: dict, options) -> list[dict]:
-    if row.get("label") is None:  # two labels that often contradict each other
+    """Which of two answers is more helpful, and which is safer; in the single-dimension sets one of them alone."""
+    alone = None if row.keys() & _PKU_SAFETY else row.get("better_response_id")
+    label = row["label"] if row.get("label") is not None else alone
+    if label is None:  # two labels that often contradict each other
         raise Bad("label_unsaid")
     return [
         _without(
@@ -325,9 +331,10 @@ def _pku(row: dict, options) -> list[dict]:
             "response_0",
             "response_1",
             "label",
+            *(("better_response_id",) if alone is not None else ()),
             response_a=row["response_0"],
             response_b=row["response_1"],
-            choice=_side(row["label"]),
+            choice=_side(label),
             model_a=row.get("response_0_source"),
             model_b=row.get("response_1_source"),
         )
@@ -1317,7 +1324,7 @@ FORMS: tuple[Form, ...] = (
     Form(
         ("prompt", "response_0", "response_1"),
         _pku,
-        lambda row, options: "is_response_0_safe" in row or "safer_response_id" in row,
+        lambda row, options: bool(row.keys() & {*_PKU_SAFETY, "better_response_id"}),
         format=lambda options: "comparisons",
     ),
     Form(("prompt", "response", "is_safe"), _beavertails),

@@ -98,6 +98,7 @@ def said(messages) -> list[str]:
             {},
         ),
         ({"question": "p", "response_A": "a", "response_B": "b", "label": "B>A"}, "b", "a", {}),
+        ({"prompt": "p", "response_0": "a", "response_1": "b", "better_response_id": 1}, "b", "a", {}),
         ({"prompt": "p", "response_1": "a", "response_2": "b", "winner": "model_a"}, "a", "b", {}),
         ({"instruction": "p", "output_1": "a", "output_2": "b", "label": "output_2"}, "b", "a", {}),
         ({"question": "p", "response_j": "a", "response_k": "b", "qid": 1}, "a", "b", {}),
