@@ -10,8 +10,8 @@ for the smallest improvement (CLAIR, which needs no principles). The pairs are (
 reviser writes critiques and revisions: the input ``reviser``, a chat server (``endpoint``), or the model itself.
 
 A chain ends, and gives neither demonstration nor pair, at the first answer that is empty or cut, or where the reviser
-declines; so does one that comes back to y_0. What a reviser thinks before it writes (``<think>``) is about its task, and
-is left out of critiques and revisions. Everything written is in the output ``revisions``, everything dropped is
+declines; so does one that comes back to y_0. Answers are what follows a thought (``<think>``), the first ones too: what
+a reviser thinks is about its task, and a pair with a thought on one side would teach to leave it out. Everything written is in the output ``revisions``, everything dropped is
 counted. A killed run continues at the last complete block of rows and ends with the same bytes.
 """
 
@@ -310,7 +310,7 @@ SPEC = StageSpec(
 @dataclass
 class Chain:
     """A row and what became of its answer. texts, gens: y_0, y_1, ...; rounds: (principle, critique) of each revision;
-    dropped: why it ended early.
+    thought: whether a thought stood before y_0; dropped: why it ended early.
     """
 
     row: dict
@@ -318,7 +318,15 @@ class Chain:
     texts: list[str] = field(default_factory=list)
     gens: list[dict | None] = field(default_factory=list)
     rounds: list[tuple[dict, str]] = field(default_factory=list)
+    thought: bool = False
     dropped: str | None = None
+
+    def begin(self, text: str, gen: dict | None) -> None:
+        """y_0, without the thought before it."""
+        from stages.reward.judge import spoken
+
+        answer = spoken(text).strip()
+        self.texts, self.gens, self.thought = [answer], [gen], answer != text.strip()
 
     def end(self, reason: str) -> None:
         self.dropped = reason
@@ -613,9 +621,8 @@ def first_answers(stage) -> list[Chain]:
         chain = Chain(
             {**row, "prompt_id": row["prompt_id"] if candidate else prompt_id(prompt)},
             prompt,
-            [(last["content"] or "").strip()],
-            [row["gen"]],
         )
+        chain.begin(last["content"] or "", row["gen"])
         if last["role"] != "assistant" or not chain.texts[0] or last.get("function_calls"):
             chain.end("original_empty")
         elif row["kept"] is False:
@@ -644,7 +651,7 @@ def answer(stage, engine, chains: Sequence[Chain]) -> None:
     )
     warn_of_failures(stage, engine, [sample for group in groups for sample in group])
     for chain, seed, (sample,) in zip(chains, seeds, groups):
-        chain.texts, chain.gens = [sample.text.strip()], [gen_record(stage, config, mine, seed, engine=engine.name)]
+        chain.begin(sample.seen, gen_record(stage, config, mine, seed, engine=engine.name))
         if not sample.terminated:
             chain.end("engine_error" if sample.error is not None else "original_cut")
         elif not chain.texts[0]:
@@ -798,6 +805,7 @@ class Tally:
             self.dropped[chain.dropped] += 1
             return
         self.kept += 1
+        self.counts["thoughts_left_out"] += chain.thought
         for i, text in enumerate(chain.texts):
             if i == len(self.rounds):
                 self.rounds.append({"n": 0, "characters": 0, "refusals": 0})
@@ -824,7 +832,7 @@ def report(stage, tally: Tally, counts: dict) -> None:
     from stages.reporting.reports import document, facts, histogram, line_chart, markdown_table, sample_table
 
     both, rounds = tally.counts["both_ends"], tally.rounds
-    summary = dict(counts) | {"critiques_cut": tally.counts["critiques_cut"]}
+    summary = dict(counts) | {name: tally.counts[name] for name in ("critiques_cut", "thoughts_left_out")}
     if both:
         summary |= {
             "refusal_rate/original": tally.counts["refused_first"] / both,
@@ -854,6 +862,13 @@ def report(stage, tally: Tally, counts: dict) -> None:
             f"{summary['refusals_added']:.0%} of the answers are refused only once they are revised: a policy trained"
             " on them becomes evasive. Ask in the principles' revision_request for an answer that explains and helps"
             " as far as it can, or write drop_refusals=added.",
+        )
+    if summary["thoughts_left_out"]:
+        stage.warn(
+            "thoughts_left_out",
+            f"{summary['thoughts_left_out']} of {tally.kept} first answers stood behind a thought, which is left out, as"
+            " what the reviser thinks is: a policy trained on these rows answers at once. Revise answers of a policy"
+            " that does not think, or train another way (rl, rejection) where it is to go on thinking.",
         )
     if tally.kept < counts["answers"] / 2:
         stage.warn(

@@ -20,6 +20,7 @@ from stages.ingestion.fields import (
     HH_TURN,
     NUMBER,
     annotation_of,
+    asks_in_transcript,
     check_answer,
     gsm8k_answer,
     hh_pair,
@@ -77,6 +78,8 @@ def _pair(row: dict, options) -> tuple[str, dict, set]:
         raise Bad("missing_column")  # it has a prompt, only not in this row: nothing to cut out of the answers
     codes: set[str] = set()
     if type(prompt) is str and type(chosen) is str and type(rejected) is str:  # the common case
+        if asks_in_transcript(prompt):  # the space behind "Assistant:" is the transcript's
+            chosen, rejected = chosen.strip(), rejected.strip()
         out = {
             "prompt": to_prompt(prompt, row.get("system")),
             "chosen": [{"role": "assistant", "content": chosen}],
@@ -141,7 +144,10 @@ def _pair(row: dict, options) -> tuple[str, dict, set]:
 
 
 def _demonstration(row: dict, options) -> tuple[str, dict, set]:
-    prompt, completion = to_prompt(row.get("prompt"), row.get("system")), to_completion(row.get("completion"))
+    asked, said = row.get("prompt"), row.get("completion")
+    if isinstance(asked, str) and isinstance(said, str) and asks_in_transcript(asked):
+        said = said.strip()
+    prompt, completion = to_prompt(asked, row.get("system")), to_completion(said)
     if len(completion) > len(prompt) and completion[: len(prompt)] == prompt:
         completion = completion[len(prompt) :]
     turns = [len(prompt) + index for index, message in enumerate(completion) if message["role"] == "assistant"]

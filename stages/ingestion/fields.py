@@ -97,9 +97,11 @@ def required(row: dict, name: str, kind: type) -> Any:
 
 
 def to_prompt(value: Any, system: Any = None) -> list[dict]:
-    """A prompt: a string becomes one user message; `system` becomes a leading system message."""
+    """A prompt: a string becomes one user message, a transcript that the assistant is to go on with its messages;
+    `system` becomes a leading system message.
+    """
     if isinstance(value, str):
-        messages = [{"role": "user", "content": value}]
+        messages = hh_transcript(value)[:-1] if asks_in_transcript(value) else [{"role": "user", "content": value}]
     elif value is None:
         raise Bad("missing_column")
     else:
@@ -192,6 +194,11 @@ def to_completion(value: Any) -> list[dict]:
     if isinstance(value, dict):
         value = [value]
     return to_messages(value)
+
+
+def asks_in_transcript(text: str) -> bool:
+    """Whether a prompt is an HH transcript up to the answer, as in Dahoas/rm-static and full-hh-rlhf."""
+    return text.startswith("\n\nHuman:") and text.rstrip().endswith("\n\nAssistant:")
 
 
 def hh_transcript(text: str) -> list[dict]:

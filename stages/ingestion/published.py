@@ -316,8 +316,14 @@ def _steerpref(row: dict, options) -> list[dict]:
     ]
 
 
+_PKU_SAFETY = {"is_response_0_safe", "safer_response_id"}
+
+
 def _pku(row: dict, options) -> list[dict]:
-    if row.get("label") is None:  # two labels that often contradict each other
+    """Which of two answers is more helpful, and which is safer; in the single-dimension sets one of them alone."""
+    alone = None if row.keys() & _PKU_SAFETY else row.get("better_response_id")
+    label = row["label"] if row.get("label") is not None else alone
+    if label is None:  # two labels that often contradict each other
         raise Bad("label_unsaid")
     return [
         _without(
@@ -325,9 +331,10 @@ def _pku(row: dict, options) -> list[dict]:
             "response_0",
             "response_1",
             "label",
+            *(("better_response_id",) if alone is not None else ()),
             response_a=row["response_0"],
             response_b=row["response_1"],
-            choice=_side(row["label"]),
+            choice=_side(label),
             model_a=row.get("response_0_source"),
             model_b=row.get("response_1_source"),
         )
@@ -410,11 +417,16 @@ def _prometheus_pair(row: dict, options) -> list[dict]:
 
 
 def _arena(row: dict, options) -> list[dict]:
-    """Two whole conversations: what they begin with alike is the prompt."""
+    """Two whole conversations, or as far as the judged `turn` (MT-Bench's judgements): what they begin with alike is
+    the prompt.
+    """
     same, a, b = 0, row["conversation_a"], row["conversation_b"]
     if not _dicts(a, "role", "content") or not _dicts(b, "role", "content"):
         raise Bad("wrong_type")
-    a, b = ([{"role": item["role"], "content": item["content"]} for item in side] for side in (a, b))
+    a, b = (
+        [{"role": item["role"], "content": item["content"]} for item in _until(side, row.get("turn"))]
+        for side in (a, b)
+    )
     while same < min(len(a), len(b)) - 1 and a[same] == b[same]:
         same += 1
     while same and a[same - 1]["role"] != "user":
@@ -422,6 +434,12 @@ def _arena(row: dict, options) -> list[dict]:
     return [
         _without(row, "conversation_a", "conversation_b", prompt=a[:same], response_a=a[same:], response_b=b[same:])
     ]
+
+
+def _until(talk: list[dict], turn: Any) -> list[dict]:
+    """A conversation up to the answer of a turn, counted from 1; all of it where there is no such turn."""
+    answers = [index for index, item in enumerate(talk) if item["role"] == "assistant"]
+    return talk[: answers[int(turn) - 1] + 1] if _number(turn) and turn in range(1, len(answers) + 1) else talk
 
 
 def _arena_kaggle(row: dict, options) -> list[dict]:
@@ -1306,7 +1324,7 @@ FORMS: tuple[Form, ...] = (
     Form(
         ("prompt", "response_0", "response_1"),
         _pku,
-        lambda row, options: "is_response_0_safe" in row or "safer_response_id" in row,
+        lambda row, options: bool(row.keys() & {*_PKU_SAFETY, "better_response_id"}),
         format=lambda options: "comparisons",
     ),
     Form(("prompt", "response", "is_safe"), _beavertails),

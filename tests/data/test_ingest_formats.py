@@ -29,6 +29,7 @@ def content(row: dict, *columns: str) -> dict:
         ({"prompt": "p", "chosen": [user("p"), assistant("a")], "rejected": [user("p"), assistant("b")]}, PAIR),
         ({"chosen": [user("p"), assistant("a")], "rejected": [user("p"), assistant("b")]}, PAIR),
         ({"chosen": "\n\nHuman: p\n\nAssistant: a", "rejected": "\n\nHuman: p\n\nAssistant: b"}, PAIR),
+        ({"prompt": "\n\nHuman: p\n\nAssistant:", "response": " a", "chosen": " a", "rejected": " b"}, PAIR),
         (
             {"chosen": "The sky is blue.", "rejected": "The sky is bright."},
             {"prompt": [user("The sky is")], "chosen": [assistant(" blue.")], "rejected": [assistant(" bright.")]},

@@ -98,6 +98,7 @@ def said(messages) -> list[str]:
             {},
         ),
         ({"question": "p", "response_A": "a", "response_B": "b", "label": "B>A"}, "b", "a", {}),
+        ({"prompt": "p", "response_0": "a", "response_1": "b", "better_response_id": 1}, "b", "a", {}),
         ({"prompt": "p", "response_1": "a", "response_2": "b", "winner": "model_a"}, "a", "b", {}),
         ({"instruction": "p", "output_1": "a", "output_2": "b", "label": "output_2"}, "b", "a", {}),
         ({"question": "p", "response_j": "a", "response_k": "b", "qid": 1}, "a", "b", {}),
@@ -142,6 +143,21 @@ def test_preferences(tmp_path, row, chosen, rejected, more):
     (got,) = ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", kind="pairs/1").rows
     assert (said(got["prompt"]), said(got["chosen"]), said(got["rejected"])) == (["p"], [chosen], [rejected])
     assert {name: got[name] for name in more} == more
+
+
+def test_a_judgement_of_a_turn_is_about_the_answers_up_to_it(tmp_path):
+    """MT-Bench's judgements by people: both turns stand in every row, and `turn` says which of them was judged."""
+    sides = {
+        f"conversation_{side}": [message for k in "12" for message in (user(f"q{k}"), assistant(f"{side}{k}"))]
+        for side in "ab"
+    }
+    rows = [{**sides, "winner": winner, "turn": turn} for turn, winner in ((1, "model_b"), (2, "model_a"))]
+    made = ingest(write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", kind="pairs/1").rows
+    said = lambda row, side: [message["content"] for message in row[side]]
+    assert [(said(r, "prompt"), said(r, "chosen"), said(r, "rejected")) for r in made] == [
+        (["q1"], ["b1"], ["a1"]),
+        (["q1"], ["a1", "q2", "a2"], ["b1", "q2", "b2"]),
+    ]
 
 
 def test_two_columns_that_name_different_winners_are_not_chosen_between(tmp_path):

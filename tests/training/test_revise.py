@@ -276,7 +276,9 @@ def test_rows_keep_their_weight_and_what_is_thought_before_a_text_is_in_none(spe
     rows = [
         row | {"weight": weight, "kept": kept, **BESIDE}
         for row, weight, kept in zip(
-            open_dataset(answers(["one", "two", "three"])).iter_rows(), (3.0, 0.0, 1.0), (True, True, False)
+            open_dataset(answers(["<think>THOUGHT of its own</think>\n\none", "two", "three"])).iter_rows(),
+            (3.0, 0.0, 1.0),
+            (True, True, False),
         )
     ]
     write_dataset(str(tmp_path / "weighed"), "weighed", "demonstrations/1", rows)
@@ -303,7 +305,9 @@ def test_rows_keep_their_weight_and_what_is_thought_before_a_text_is_in_none(spe
         ]
     for name in ("revisions", "data", "pairs"):
         assert all(one == BESIDE for one in beside(rows_of(result, name)))
-    assert result["summary"]["dropped/original_not_kept"] == 1
+    assert [r["rejected"][-1]["content"] for r in rows_of(result, "pairs")] == ["one", "two"], "on neither side"
+    assert result["summary"]["dropped/original_not_kept"] == result["summary"]["thoughts_left_out"] == 1
+    assert "thoughts_left_out" in {warning["code"] for warning in result["warnings"]}
 
     with (
         chat_server(lambda body: said("<think>No answer follows", "length")) as server,
