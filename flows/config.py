@@ -543,6 +543,7 @@ ELSEWHERE = {
     # what a stage takes as an input, or a setting of the stage that makes its data
     **dict.fromkeys(("model_name_or_path", "model.path", "actor.model_name_or_path"), "model"),
     "model": ": give it as --input model=DIR",
+    "model_revision": ": give it behind the id: --input model=OWNER/NAME@REVISION",
     **dict.fromkeys(
         ("ref_model", "ref_model_path", "ref.model_name_or_path"),
         ": give it as --input reference=DIR; without one it is the model that training starts from",

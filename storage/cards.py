@@ -60,7 +60,7 @@ def model_card(ref: str) -> str:
     }
     if role == "policy":
         header["pipeline_tag"] = "text-generation"
-    bases = sorted({_outside(node) for node in outside.values() if node["kind"] == "model"})
+    bases = sorted({_hub_id(node) for node in outside.values() if node["kind"] == "model"} - {""})
     if bases:
         header["base_model"] = bases if len(bases) > 1 else bases[0]
     names = tree.get("names") or []
@@ -183,11 +183,18 @@ def _walk(node: dict[str, Any], steps: list, outside: dict) -> None:
         outside[node["digest"]] = node
 
 
+def _is_path(ref: str) -> bool:
+    return Path(ref).exists() or ref.startswith(("/", ".", "~"))
+
+
 def _outside(node: dict[str, Any]) -> str:
     """A hub id as it is; of a path its last part."""
-    return (
-        Path(node["ref"]).name if Path(node["ref"]).exists() or node["ref"].startswith(("/", ".", "~")) else node["ref"]
-    )
+    return Path(node["ref"]).name if _is_path(node["ref"]) else node["ref"]
+
+
+def _hub_id(node: dict[str, Any]) -> str:
+    """The id without its commit, since the Hub takes nothing else as a base_model; empty for what lies on a disk."""
+    return "" if _is_path(node["ref"]) else node["ref"].partition("@")[0]
 
 
 def _named(node: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -209,6 +210,13 @@ class InputData:
         )
         if any("\0" in name for name in seen):
             inside = "The file looks like UTF-16 without its mark: iconv -f utf-16le -t utf-8 FILE > NEW. "
+        elif any(r.code == "invalid_utf8" for source in self.files[:3] for r in itertools.islice(Reading(source), 64)):
+            inside = "The file is not in UTF-8: iconv -f latin1 -t utf-8 FILE > NEW. "
+        if {"problem", "solution"} <= set(seen) and "answer" not in seen:
+            inside += (
+                "Solutions of format math have their answer in \\boxed{}; to learn to write others:"
+                " prompt_column=problem completion_column=solution. "
+            )
         return (
             f"Columns found: {', '.join(seen) or 'none'}. {self.empty_hint()}{inside}Name them with column_map={{our column: source"
             " column} (or prompt_column, chosen_column ...) or set format. Formats and their columns:"

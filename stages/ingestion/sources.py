@@ -461,16 +461,21 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
     lines = _lines(blocks)
     waiting: list[tuple[int, bytes, bool]] = []  # lines given back by an unclosed quote
 
-    def parse(group: list[tuple[int, bytes, bool]]) -> list[str] | str:
-        try:
-            text = b"\n".join(line for _, line, _ in group).removesuffix(b"\r").decode("utf-8")
-        except UnicodeDecodeError:
-            return "invalid_utf8"
+    def fields_of(text: str) -> list[str] | str:
         try:
             rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
         except csv.Error:
             return "parse_error"
         return rows[0] if len(rows) == 1 else "parse_error"
+
+    def parse(group: list[tuple[int, bytes, bool]]) -> list[str] | str:
+        record = b"\n".join(line for _, line, _ in group).removesuffix(b"\r")
+        try:
+            return fields_of(record.decode("utf-8"))
+        except UnicodeDecodeError:  # of several lines only where they are one record
+            fields = fields_of(record.decode("latin-1"))
+            whole = len(group) == 1 or (isinstance(fields, list) and len(fields) == len(header or fields))
+            return "invalid_utf8" if whole else "parse_error"
 
     while True:
         item = waiting.pop(0) if waiting else next(lines, None)
@@ -491,7 +496,9 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
                 group.append(more)
                 odd = more[1].count(b'"') % 2 == 0
             fields = parse(group) if not odd else "parse_error"
-            if isinstance(fields, str) or (header is not None and len(fields) != len(header)):
+            if fields != "invalid_utf8" and (
+                isinstance(fields, str) or (header is not None and len(fields) != len(header))
+            ):
                 waiting, group, fields = group[1:] + waiting, group[:1], "parse_error"
         elif not item[1] or item[1].isspace():
             continue

@@ -129,11 +129,9 @@ def test_a_model_is_pushed_with_its_card(made, hub, tmp_path):
     kept, sent = (json.loads(files["tokenizer_config.json"]) for files in (stored, repo["files"]))
     assert {"is_local", "local_files_only"} <= kept.keys()
     assert sent == {n: value for n, value in kept.items() if n not in ("is_local", "local_files_only")}
-    assert (
-        "base_model" in repo["files"]["README.md"].decode()
-        and made["model"] in repo["commits"][0]
-        and "model.safetensors" in repo["files"]
-    )
+    assert made["model"] in repo["commits"][0] and "model.safetensors" in repo["files"]
+    card = repo["files"]["README.md"].decode()
+    assert "- model: `policy` (digest" in card and "base_model" not in card  # a directory is no model of the hub
     assert not list(Path(made["home"]).glob("export-*"))
     # once more, with a shard that an earlier push left, and one that is its owner's
     repo["files"] |= {"model-00001-of-00002.safetensors": b"old", "notes.txt": b"mine"}
@@ -156,6 +154,23 @@ def test_a_model_is_pushed_with_its_card(made, hub, tmp_path):
     assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= hub.repos["model", "me/adapter"][
         "files"
     ].keys() and not hub.repos["model", "me/adapter"]["private"]
+
+
+def test_the_base_of_a_card_is_a_model_of_the_hub_without_its_commit(made, monkeypatch):
+    """The Hub refuses a card whose base_model is a path or has a commit behind its name."""
+    from storage import cards, lineage
+
+    monkeypatch.setenv("POSTTRAIN_HOME", made["home"])
+    tree = lineage.tree
+
+    def from_the_hub(ref):
+        found = json.loads(json.dumps(tree(ref)))
+        found["inputs"]["model"]["ref"] = f"Qwen/Qwen3-0.6B@{'0' * 40}"
+        return found
+
+    monkeypatch.setattr(lineage, "tree", from_the_hub)
+    header = yaml.safe_load(cards.model_card(made["model"]).split("---\n")[1])
+    assert header["base_model"] == "Qwen/Qwen3-0.6B"
 
 
 def test_a_dataset_is_pushed(made, hub):

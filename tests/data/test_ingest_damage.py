@@ -303,6 +303,31 @@ def test_a_file_in_another_encoding_is_refused_with_how_to_rewrite_it(tmp_path, 
     ]
 
 
+def test_cells_over_several_lines_in_another_encoding_are_refused_with_how_to_rewrite_them(tmp_path):
+    """Their second lines can be read, and were taken for rows of their own."""
+    cells = "".join(f'Größe {i}?;"Übung\nist {i}"\n' for i in range(9))
+    (tmp_path / "x.csv").write_bytes(f"question;answer\n{cells}".encode("latin-1"))
+    with pytest.raises(StageFailure, match="9 of 9 rows .* 9 invalid_utf8 .*iconv -f latin1 -t utf-8"):
+        ingest(tmp_path / "x.csv", tmp_path / "w")
+    one = 'first;"a\nb"\n\xff;"a\nb"\nlast;c\n'.encode("latin-1")  # one such row costs no other
+    (tmp_path / "x.csv").write_bytes(b"question;answer\n" + one)
+    kept = ingest(tmp_path / "x.csv", tmp_path / "v", max_quarantine_fraction=1)
+    assert len(kept.rows) == 2 and len(kept.quarantine) == 1
+    # a quote that opens nothing still costs its own line alone
+    (tmp_path / "x.csv").write_bytes(b"question;answer\n" + 'a";b\n\xff;c\nd;e\nf";g\nh;i\n'.encode("latin-1"))
+    kept = ingest(tmp_path / "x.csv", tmp_path / "u", max_quarantine_fraction=1)
+    assert len(kept.rows) == 2 and len(kept.quarantine) == 3
+
+
+def test_solutions_without_a_box_are_refused_with_how_to_learn_them(tmp_path):
+    rows = [json.dumps({"problem": f"{i} + 1?", "solution": f"{i + 1}"}) for i in range(3)]
+    source = write_lines(tmp_path / "x.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"boxed.*prompt_column=problem completion_column=solution"):
+        ingest(source, tmp_path / "w")
+    learnt = ingest(source, tmp_path / "v", prompt_column="problem", completion_column="solution")
+    assert [row["messages"][-1]["content"] for row in learnt.rows] == ["1", "2", "3"]
+
+
 TWICE = [
     '{"prompt": "p", "chosen": "a", "rejected": "b", "chosen": "c"}',
     '{"prompt": [{"role": "user", "content": "p", "content": "q"}], "chosen": "a", "rejected": "b"}',
