@@ -2,6 +2,8 @@
 start, win rate against the reference, pretraining text.
 """
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -230,6 +232,32 @@ def test_answers_are_compared_with_the_references(tiny, rl):  # noqa: F811
     assert "preference/win_rate_reference" not in rl.source("scores", {"preset": "grpo", "eval_prompts": 3}).evaluate(
         prompts, 0
     )
+
+
+def test_every_validation_pass_is_in_the_dataset_once(rl):  # noqa: F811
+    """Also where another pass than the last one gave the weights (select_by), which are not sampled from again."""
+    config = {
+        "preset": "grpo",
+        "reward_override": "none",
+        "rewards": [
+            {
+                "name": "spread",
+                "kind": "python",
+                "source": "def score(completion_ids):\n    return sum(completion_ids) % 7",
+            }
+        ],
+        "learning_rate": 3e-2,
+        "max_steps": 5,
+        "eval_prompts": 3,
+        "eval_every": 1,
+        "select_by": "reward/mean",
+        "early_stopping_patience": 1,
+    }
+    result, metrics = rl("selected", config)
+    passes = [m["validation/reward/mean"] for m in metrics if "validation/reward/mean" in m]
+    assert np.argmax(passes) < len(passes) - 1
+    seen = [json.loads(r["extra_json"])["step"] for r in rows_of(result, "validation")]
+    assert seen == [step for step in range(len(passes)) for _ in range(3)]
 
 
 def test_pretraining_text_is_held_out_and_its_gradient_compared(tiny, rl, tmp_path):  # noqa: F811
