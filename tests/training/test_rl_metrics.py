@@ -311,6 +311,19 @@ def test_pretraining_text_is_held_out_and_its_gradient_compared(tiny, rl, tmp_pa
     assert first["validation/ptx/held_out_nll"] == pytest.approx(total / count, rel=1e-4)
 
 
+def test_pretraining_text_is_a_plain_language_model_loss_whatever_the_samplers_temperature(tiny):
+    from stages.batching import make_item
+    from stages.policy.policy_update import PolicyGradient
+    from stages.training import Trainer
+
+    items, found = [make_item(f"t{n}", [], [list(range(5, 5 + n))], [[1] * n], ptx=True) for n in (6, 9)], []
+    for temperature in (1.0, 0.5):
+        config = Config(preset="ppo_ptx", temperature=temperature, log_entropy=False)
+        trainer = Trainer(load_policy(tiny["policy"]), PolicyGradient(resolve_preset(config)[0], config), config, 2)
+        found.append((trainer.evaluate(items)["ptx/nll"], trainer.gradient_norm(items)))
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and min(found[0]) > 0
+
+
 def test_the_norm_of_a_gradient_moves_nothing(tiny):
     """Trainer.gradient_norm is that of the step, and weights, moments and gradients are as before."""
     from stages.batching import make_item
