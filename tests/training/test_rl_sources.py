@@ -302,6 +302,7 @@ def stored(rl):
         ({"advantage": "win_rate", "opponent": "ema"}, "opponent=self"),
         ({"replay_fraction": 0.25}, "replay_fraction=0"),
         ({"dynamic_sampling": True}, "dynamic_sampling=false"),
+        ({"preset": "oreo", "critic_warmup_steps": 1}, "critic_warmup_steps=0"),
         ({"curriculum": "self_paced"}, "curriculum=none"),
         ({"difficulty_band": (0.2, 0.8)}, "prompts that you want"),
         ({"no_resampling_pass_rate": 0.5}, "no_resampling_pass_rate=0.5"),
