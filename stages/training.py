@@ -552,8 +552,13 @@ def fit(
     evaluate: Callable[[], dict[str, float]] | None = None,
     eval_every: int = 0,
     label: str = "train",
+    again: bool = True,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Run the loop to its end, resuming from the stage's last checkpoint.
+
+    Args:
+        again: evaluate the weights that are published once more where they are not those of the last pass; False where
+            every pass leaves rows behind.
 
     Returns:
         the evaluations of the starting and of the final weights (``{}`` without ``evaluate``), the same whether resumed
@@ -642,6 +647,7 @@ def fit(
     stopping.end_steps()
     if ending:  # asked of another rank
         raise Terminated()
+    final: dict[str, float] = {}
     if not stop:
         final, _ = judge()
         if final:
@@ -660,7 +666,7 @@ def fit(
             f"{trainer.config.select_by} was not finite in any validation pass, so no pass was the best and the last"
             " weights are published. Write another select_by, or look at the validation rows.",
         )
-    if evaluate is not None and (stop or trainer.best.get("step", trainer.step_index) != trainer.step_index):
+    if again and evaluate is not None and (stop or trainer.best.get("step", trainer.step_index) != trainer.step_index):
         final = evaluate()
     return initial, final
 

@@ -215,6 +215,10 @@ class PolicyGradient:
                 )
         if row.ptx_coef:
             nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()
+            if config.temperature != 1.0 and bool(
+                (at := is_ptx[batch.seq_N]).any()
+            ):  # of the model, not of the sampler
+                nll = -token_logps(head, hidden[at], batch.target_N[at])[0].sum()
             by = "ptx_tokens" if config.ptx_agg == "token-mean" else "ptx_documents"
             terms["ptx"] = (row.ptx_coef * nll, by)
             metrics["ptx/nll"] = (nll.detach(), "ptx_tokens")

@@ -185,6 +185,12 @@ def refuse_rewards(row, config: Config) -> None:
             f"baseline={row.baseline} is a reward as it was earned, which reward_norm and reward_clip would take off"
             " rewards on another scale; leave them out, or write baseline=moving_average."
         )
+    late = [c for c in config.rewards if c.from_step and c.counts]
+    if late and row.read_baseline in ("table", "v_star"):
+        raise ValueError(
+            f"reward {late[0].name!r} counts from step {late[0].from_step} on, and baseline={row.baseline} is measured"
+            " before training, without it; write from_step: 0, or baseline=moving_average."
+        )
     if any(c.normalise == "batch" for c in config.rewards) and (
         row.read_baseline in ("table", "v_star") or row.advantage == "vine"
     ):
@@ -430,6 +436,19 @@ def refuse_kl(row, config: Config) -> None:
             "ref_mode=previous is the policy that started the iteration, to which the KL of its own samples is 0, so"
             " kl_coef would lower no reward; write kl_coef=0 and beta=0.04 (the KL in the loss), or ref_mode=refresh."
         )
+    if config.ref_mode == "previous" and row.kl_loss_coef and row.kl_target == "ref":
+        held = {
+            f"kl_controller={row.kl_controller} would lower the coefficient after every iteration": (
+                row.kl_controller != "fixed"
+            ),
+            f"target_kl={config.target_kl} would never be passed": config.target_kl is not None,
+        }
+        for text in (text for text, on in held.items() if on):
+            raise ValueError(
+                "ref_mode=previous is the policy that started the iteration, and the KL that is compared with target_kl"
+                f" is that of its own samples to it, which is 0, so {text}; write kl_target=old in its place, whose KL is measured"
+                " after the steps of an iteration, or leave it out."
+            )
     if exact_in_reward(row, config) and (config.async_rollouts or row.off_policy_ok):
         raise ValueError(
             "kl_reward_estimator=full compares the whole distributions of the policy that sampled, and that of older"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stages.algorithms import RLPreset
-from stages.estimators import fill_informative, informative_groups, is_constant
+from stages.estimators import DynamicSamplingExhausted, fill_informative, informative_groups, is_constant
 from stages.generation import Sample, regrade, sample_groups, score, warn_of_failures
 from stages.policy.members import Members
 from stages.reward.components import LENGTH_KINDS
@@ -107,12 +107,22 @@ class GroupSampler:
             seen.extend(found)
             return found
 
-        found = fill_informative(
-            draw,
-            self.no_signal if dynamic else lambda group: None,
-            wanted * seats,
-            self.config.max_num_gen_batches,
-        )
+        try:
+            found = fill_informative(
+                draw,
+                self.no_signal if dynamic else lambda group: None,
+                wanted * seats,
+                self.config.max_num_gen_batches,
+            )
+        except DynamicSamplingExhausted as error:
+            judged = [g for g in seen if self.no_signal(g) in ("all_correct", "all_wrong")]
+            totals = [[self._unshaped(s) for s in g.samples if np.isfinite(s.total)] for g in judged]
+            if graded := sum(len(of) > 1 and not is_constant(of) for of in totals):
+                raise DynamicSamplingExhausted(
+                    f"{error}. In {graded} of them all answers were right or all wrong, and their rewards differ; write"
+                    " filter_groups_metric=reward_std to learn from these"
+                ) from None
+            raise
         self.members.remember(seen, iteration)
         dropped = found["dropped"] + [(group, "surplus") for group in found["surplus"]]
         metrics = {"rollout/failed_rows": float(self.failed_rows)} if self.failed_rows else {}

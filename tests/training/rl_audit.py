@@ -1082,7 +1082,7 @@ class Step:
                 for i in self.ptx
             ]
             found = run.model.read(plain, rows)
-            nll = [-picked(log_softmax(h, plain, c.temperature), r) for (h, _), r in zip(found, rows)]
+            nll = [-picked(log_softmax(h, plain, 1.0), r) for (h, _), r in zip(found, rows)]
             terms["ptx"] = (
                 row.ptx_coef
                 * sum(n.sum() for n in nll)

@@ -2,6 +2,8 @@
 start, win rate against the reference, pretraining text.
 """
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -232,6 +234,32 @@ def test_answers_are_compared_with_the_references(tiny, rl):  # noqa: F811
     )
 
 
+def test_every_validation_pass_is_in_the_dataset_once(rl):  # noqa: F811
+    """Also where another pass than the last one gave the weights (select_by), which are not sampled from again."""
+    config = {
+        "preset": "grpo",
+        "reward_override": "none",
+        "rewards": [
+            {
+                "name": "spread",
+                "kind": "python",
+                "source": "def score(completion_ids):\n    return sum(completion_ids) % 7",
+            }
+        ],
+        "learning_rate": 3e-2,
+        "max_steps": 5,
+        "eval_prompts": 3,
+        "eval_every": 1,
+        "select_by": "reward/mean",
+        "early_stopping_patience": 1,
+    }
+    result, metrics = rl("selected", config)
+    passes = [m["validation/reward/mean"] for m in metrics if "validation/reward/mean" in m]
+    assert np.argmax(passes) < len(passes) - 1
+    seen = [json.loads(r["extra_json"])["step"] for r in rows_of(result, "validation")]
+    assert seen == [step for step in range(len(passes)) for _ in range(3)]
+
+
 def test_pretraining_text_is_held_out_and_its_gradient_compared(tiny, rl, tmp_path):  # noqa: F811
     rows = [
         complete_row(
@@ -281,6 +309,19 @@ def test_pretraining_text_is_held_out_and_its_gradient_compared(tiny, rl, tmp_pa
             logps = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
         total, count = total - float(logps.sum()), count + len(logps)
     assert first["validation/ptx/held_out_nll"] == pytest.approx(total / count, rel=1e-4)
+
+
+def test_pretraining_text_is_a_plain_language_model_loss_whatever_the_samplers_temperature(tiny):
+    from stages.batching import make_item
+    from stages.policy.policy_update import PolicyGradient
+    from stages.training import Trainer
+
+    items, found = [make_item(f"t{n}", [], [list(range(5, 5 + n))], [[1] * n], ptx=True) for n in (6, 9)], []
+    for temperature in (1.0, 0.5):
+        config = Config(preset="ppo_ptx", temperature=temperature, log_entropy=False)
+        trainer = Trainer(load_policy(tiny["policy"]), PolicyGradient(resolve_preset(config)[0], config), config, 2)
+        found.append((trainer.evaluate(items)["ptx/nll"], trainer.gradient_norm(items)))
+    assert found[0] == pytest.approx(found[1], rel=1e-5) and min(found[0]) > 0
 
 
 def test_the_norm_of_a_gradient_moves_nothing(tiny):

@@ -229,6 +229,17 @@ def test_what_a_cut_completion_earns_beside_one_that_ends():
         ({"preset": "grpo", "context_schedule": [(0, 0)]}, "context_schedule"),
         ({"preset": "grpo", "reward_override": "format_only"}, "format"),
         ({"preset": "ppo", "ref_mode": "previous"}, "kl_coef=0"),
+        (
+            {
+                "preset": "grpo",
+                "ref_mode": "previous",
+                "num_iterations": 2,
+                "kl_controller": "adaptive_ppo",
+                "target_kl": 0.1,
+            },
+            "kl_controller=adaptive_ppo would lower.*write kl_target=old in its place",
+        ),
+        ({"preset": "grpo", "ref_mode": "previous", "num_iterations": 2, "target_kl": 0.1}, "would never be passed"),
         ({"preset": "dapo", "rewards": [{"kind": "model", "normalise": "batch"}]}, "reward_norm=whiten"),
         ({"preset": "grpo_process", "truncation_policy": "penalty"}, "truncation_policy=penalty"),
         ({"preset": "grpo_process", "soft_punish_cache": 5}, "soft_punish_cache=0"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from stages.estimators import DynamicSamplingExhausted
 from stages.generation import Sample, sample_groups, score
 from stages.models.modeling import load_policy
 from stages.reward_models.reward_heads import RewardCard, write_card
@@ -301,6 +302,7 @@ def stored(rl):
         ({"advantage": "win_rate", "opponent": "ema"}, "opponent=self"),
         ({"replay_fraction": 0.25}, "replay_fraction=0"),
         ({"dynamic_sampling": True}, "dynamic_sampling=false"),
+        ({"preset": "oreo", "critic_warmup_steps": 1}, "critic_warmup_steps=0"),
         ({"curriculum": "self_paced"}, "curriculum=none"),
         ({"difficulty_band": (0.2, 0.8)}, "prompts that you want"),
         ({"no_resampling_pass_rate": 0.5}, "no_resampling_pass_rate=0.5"),
@@ -556,6 +558,15 @@ def test_an_sft_answer_is_not_off_policy_where_nothing_has_moved(rl, tmp_path, d
     )
     assert any(r["advantages"][0] < 0 and '"sft"' in r["extra_json"] for r in rows_of(result))
     assert metrics[0]["policy/ratio"] == 1.0 and metrics[0]["policy/off_policy_masked"] == 0.0
+
+
+def test_refilling_that_ends_says_where_rewards_differ_between_answers_that_are_all_wrong(rl):
+    graded = {"preset": "dapo", "reward_override": "none", "max_num_gen_batches": 2, "max_steps": 1}
+    graded["rewards"] = [{"name": "right", "kind": "verifier"}, SPREAD]
+    with pytest.raises(DynamicSamplingExhausted, match="of them all answers.*write filter_groups_metric=reward_std"):
+        rl("graded", graded)
+    with pytest.raises(DynamicSamplingExhausted, match="zero_advantage=mask$"):
+        rl("wrong", {**graded, "rewards": graded["rewards"][:1]})
 
 
 # --- completions that the engine lost ---------------------------------------------------------------------------------
