@@ -373,6 +373,11 @@ def test_inputs_that_could_not_be_scored_at_the_end_are_refused_before_training(
             train("reward_model", {**COMMON, **config}, {"model": tiny["policy"], "data": data_path, **more}, said[:9])
 
 
+def test_a_split_without_rows_is_named(tiny, rows, train):
+    with pytest.raises(ConfigError, match="No row is left.*a rm_b split"):
+        train("reward_model", {**COMMON, "split": "rm_b"}, {"model": tiny["policy"], "data": rows["pairs"]})
+
+
 def test_probes_are_of_the_split_that_judges(tiny, rows, train, tmp_path):
     from storage.datasets import open_dataset, write_dataset
 
