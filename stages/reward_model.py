@@ -641,7 +641,8 @@ def run(stage):
         **{f"train/final_{k}": final[k] for k in ("accuracy", "loss") if k in final},
     }
     if data.kind == "pairs/1":
-        summary["pairs"] = len(train)
+        # label words are asked for twice of a pair: of each answer, or in both orders
+        summary["pairs"] = len(train) // (2 if setup.row.reads == "labels" else 1)
     if config.spoiled_fraction:
         summary["spoiled"] = len(worse)
     if stage.many("replay"):

@@ -281,7 +281,9 @@ def test_probabilities_of_single_answers_are_calibrated_by_their_odds(tiny, rows
     from storage.datasets import open_dataset
 
     config = {"objective": "t2t_point", "max_steps": 4, "batch_size": 8, "max_length": 96, "learning_rate": 1e-2}
-    path = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"]})["outputs"]["model"]["path"]
+    made = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"]})
+    path, there = made["outputs"]["model"]["path"], open_dataset(rows["pairs"]).rows_of("train")
+    assert (made["summary"]["pairs"], made["summary"]["rows"]) == (there, 2 * there)
     given = {"model": path, "pairs": rows["pairs"]}
     found = train("evaluate", {"target": "reward_model", "split": "test", "probe_pairs": 0}, given, "judged")["summary"]
     pairs = list(open_dataset(rows["pairs"]).iter_rows(split="test"))
