@@ -346,6 +346,7 @@ class Setup:
         from stages.models.modeling import ModelError, adapted, load_policy, note_types, waits
         from stages.reward_models.reward_heads import (
             add_gain_bias,
+            check_head,
             keep_lm_head,
             load_reward_model,
             new_reward_model,
@@ -370,6 +371,8 @@ class Setup:
                 if self.row.name == "regression"
                 else 1
             )
+            if config.init_head == "keep":
+                check_head(path, outputs)
             self.model = (
                 new_reward_model(path, stage.device, stage.seed_for("head"), outputs=outputs, in_shards=in_shards)
                 if config.init_head == "fresh"
@@ -554,11 +557,13 @@ class WithSpread:
         return getattr(self._source, name)
 
     def after_step(self, step, metrics):
-        extra = self._source.after_step(step, metrics)
-        square = metrics.pop("score_square_mean", None)
-        if square is not None:
-            extra["score_std"] = max(0.0, square - metrics["score_mean"] ** 2) ** 0.5
-        return extra
+        return self._source.after_step(step, metrics) | spread(metrics)
+
+
+def spread(metrics: dict[str, float]) -> dict[str, float]:
+    """``score_std`` of a step or pass, for the mean squared score that leaves its metrics."""
+    square = metrics.pop("score_square_mean", None)
+    return {} if square is None else {"score_std": max(square - metrics["score_mean"] ** 2, 0.0) ** 0.5}
 
 
 def run(stage):
@@ -612,17 +617,16 @@ def run(stage):
         f"{setup.row.name} on {data.kind}: {len(train)} training rows, {len(validation)} validation{left_out(dropped)}"
     )
     warn_of_cut_rows(stage, dropped, len(train))
-    refuse_no_rows(dropped, len(train))
+    refuse_no_rows(dropped, len(train), config.split)
     source = staged_rows(stage, train, setup.config)
     trainer = Trainer(setup.model, setup.objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, setup.reader, completions_end=False)
-    fit(
-        stage,
-        trainer,
-        source,
-        evaluate=(lambda: trainer.evaluate(validation)) if validation else None,
-        eval_every=config.eval_every,
-    )
+
+    def evaluate():
+        found = trainer.evaluate(validation)
+        return spread(found) | found
+
+    fit(stage, trainer, source, evaluate=evaluate if validation else None, eval_every=config.eval_every)
     setup.model.eval()
     final = trainer.evaluate(train[: config.eval_rows])
     offset = drop_lm_head(setup.model, setup.lm_head, setup.token)
@@ -637,7 +641,8 @@ def run(stage):
         **{f"train/final_{k}": final[k] for k in ("accuracy", "loss") if k in final},
     }
     if data.kind == "pairs/1":
-        summary["pairs"] = len(train)
+        # label words are asked for twice of a pair: of each answer, or in both orders
+        summary["pairs"] = len(train) // (2 if setup.row.reads == "labels" else 1)
     if config.spoiled_fraction:
         summary["spoiled"] = len(worse)
     if stage.many("replay"):
@@ -800,13 +805,14 @@ def check_previous(stage, kind: str) -> None:
     """Refuse, before anything is trained, an earlier model that cannot be measured on these rows.
 
     Raises:
-        ConfigError: its scores are of whole answers and the rows of steps, or it compares two answers and the rows
-            have single ones.
+        ConfigError: its scores are of whole answers, and the rows of steps.
     """
     from stages.reward_models.reward_heads import read_card
 
-    objective = read_card(stage.path("previous")).objective if stage.has("previous") else ""
-    if stage.has("previous") and kind == "stepwise/1" and objective != "prm":
+    if not stage.has("previous") or kind != "stepwise/1":
+        return
+    objective = read_card(stage.path("previous")).objective
+    if objective != "prm":
         raise ConfigError(
             f"reward_model: the input `previous` was trained with objective={objective}, which scores whole answers,"
             " and these rows judge every step; give an earlier model of objective=prm, or leave the input out"
@@ -838,7 +844,7 @@ def check_anchor(stage, row, data) -> None:
             " stage); give it with --input anchor=FILE, or set anchor=chosen"
         )
     named, answers = anchor_answers(stage, row, data)
-    if named != "none" and not answers:
+    if named != "none" and not answers and (named != "chosen" or data.rows_of(stage.config.split)):
         raise ConfigError(
             f"reward_model: anchor={named} has no answer that counts among the first"
             f" {stage.config.eval_rows or ANCHOR_ROWS} rows of "

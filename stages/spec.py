@@ -551,20 +551,21 @@ REMEDIES = {
 }
 
 
-def refuse_no_rows(counts, kept: int) -> None:
+def refuse_no_rows(counts, kept: int, split: str = "train") -> None:
     """Raise ConfigError where no row is left to train on, with the reason that took most rows and what to do about it.
 
     Args:
         counts: rows by reason, as :func:`left_out` reads them.
         kept: rows that are trained on.
+        split: that they are of.
     """
     if kept:
         return
     taken = {reason: n for reason, n in counts.items() if n and reason != "truncated"}
     if not taken:
         raise ConfigError(
-            "No row is left to train on: the data has none for training. Give a dataset with a train split, and look at"
-            " the ingest report's quarantine counts."
+            f"No row is left to train on: the data has none for training. Give a dataset with a {split} split, and look"
+            " at the ingest report's quarantine counts."
         )
     reason = max(taken, key=taken.get)
     raise ConfigError(

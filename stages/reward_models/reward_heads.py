@@ -145,6 +145,25 @@ def load_reward_model(
     return model
 
 
+def check_head(path: str, outputs: int) -> None:
+    """Refuse to go on from a head that is not there, or has another number of outputs: a random one would take its
+    place.
+
+    Raises:
+        ModelError: says which head the directory has.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    classifier = any("SequenceClassification" in name for name in config.architectures or ())
+    if not classifier or config.num_labels != outputs:
+        there = f"one of {config.num_labels} outputs" if classifier else "none"
+        raise ModelError(
+            f"init_head=keep goes on from the head of a reward model, and {path} has {there} where this objective reads"
+            f" {outputs}; give a reward model of the same objective, or write init_head=fresh."
+        )
+
+
 def load_frozen_reward(path: str, device: str = "cpu", how: str = "auto"):
     """:func:`load_reward_model` of a model that is never trained, the matrices of its backbone kept as ``how``
     (``frozen_dtype``) says.

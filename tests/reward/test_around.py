@@ -60,9 +60,15 @@ def test_a_curriculum_and_a_pretrained_head_run_through_the_stage(tiny, rows, tr
         {"model": path, "data": rows["pairs"]},
         "then-bt",
     )
+    for start_from, data in ((path, rows["steps"]), (tiny["policy"], rows["pairs"])):
+        with pytest.raises(
+            ValueError, match="init_head=keep goes on from the head.*(one of 1 outputs|none).*init_head=fresh"
+        ):
+            train("reward_model", {**config, "init_head": "keep"}, {"model": start_from, "data": data}, "no-head")
     start = json.loads(
         Path(again["outputs"]["model"]["path"]).parents[1].joinpath("metrics.jsonl").read_text().splitlines()[0]
     )
+    assert {name for name in start["metrics"] if "score" in name} == {"validation/score_mean", "validation/score_std"}
     fresh = train("reward_model", {**config, "max_steps": 1}, {"model": tiny["policy"], "data": rows["pairs"]}, "fresh")
     cold = json.loads(
         Path(fresh["outputs"]["model"]["path"]).parents[1].joinpath("metrics.jsonl").read_text().splitlines()[0]

@@ -281,7 +281,9 @@ def test_probabilities_of_single_answers_are_calibrated_by_their_odds(tiny, rows
     from storage.datasets import open_dataset
 
     config = {"objective": "t2t_point", "max_steps": 4, "batch_size": 8, "max_length": 96, "learning_rate": 1e-2}
-    path = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"]})["outputs"]["model"]["path"]
+    made = train("reward_model", config, {"model": tiny["policy"], "data": rows["pairs"]})
+    path, there = made["outputs"]["model"]["path"], open_dataset(rows["pairs"]).rows_of("train")
+    assert (made["summary"]["pairs"], made["summary"]["rows"]) == (there, 2 * there)
     given = {"model": path, "pairs": rows["pairs"]}
     found = train("evaluate", {"target": "reward_model", "split": "test", "probe_pairs": 0}, given, "judged")["summary"]
     pairs = list(open_dataset(rows["pairs"]).iter_rows(split="test"))
@@ -371,6 +373,11 @@ def test_inputs_that_could_not_be_scored_at_the_end_are_refused_before_training(
     ):
         with pytest.raises(ConfigError, match=said):
             train("reward_model", {**COMMON, **config}, {"model": tiny["policy"], "data": data_path, **more}, said[:9])
+
+
+def test_a_split_without_rows_is_named(tiny, rows, train):
+    with pytest.raises(ConfigError, match="No row is left.*a rm_b split"):
+        train("reward_model", {**COMMON, "split": "rm_b"}, {"model": tiny["policy"], "data": rows["pairs"]})
 
 
 def test_probes_are_of_the_split_that_judges(tiny, rows, train, tmp_path):

@@ -436,3 +436,15 @@ def test_a_setting_that_nothing_reads_is_refused(tiny, data, spec):
             ),
             silent,
         )
+
+
+def test_a_moving_reference_starts_at_the_policy_as_it_is_kept(tiny, data, spec):
+    """Rounded under an adapter: the reference was the model before that, so that losses began away from their start, and
+    DPO on weights in 4 bits was refused.
+    """
+    config = {**SFT, "max_length": 96, "frozen_dtype": "bfloat16", "reference_update": "ema", "max_steps": 1}
+    made = spec("align", config, {"model": tiny["policy"], "data": data["pairs"]}, "moving")
+    execute(made, silent)
+    first = json.loads(Path(made["workdir"], "metrics.jsonl").read_text().splitlines()[0])["metrics"]
+    assert first["validation/loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert first["validation/rewards/chosen"] == pytest.approx(0, abs=1e-6)
