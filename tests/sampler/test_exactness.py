@@ -144,6 +144,20 @@ def test_a_model_without_probabilities_is_refused(lean, settings):
         Sampler(model, None, lean=lean).generate([[1, 2, 3]], SamplingParams(max_new_tokens=3, **settings), [[0]])
 
 
+@pytest.mark.parametrize("lean", [True, False])
+def test_one_row_without_probabilities_is_refused_and_named(lean):
+    """A token whose embedding is no number, in one prompt among others."""
+    import transformers as t
+
+    model = t.LlamaForCausalLM(t.LlamaConfig(**SHAPE)).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = math.nan
+    prompts, params = [[1, 2], [3, 5], [4, 6], [7, 8]], SamplingParams(max_new_tokens=1)
+    with pytest.raises(SamplerError, match="no probabilities for token 1 after prompt 1: its logits are not finite"):
+        Sampler(model, None, lean=lean).generate(prompts, params, [[0]] * 4)
+    assert [len(group) for group in Sampler(model, None, lean=lean).generate(prompts[2:], params, [[0]] * 2)] == [1, 1]
+
+
 @pytest.mark.parametrize("name, lean", BOTH)
 def test_all_tokens_banned_is_refused_and_one_left_is_drawn(models, tokenizer, name, lean):
     sampler = Sampler(models(name), tokenizer, lean=lean)

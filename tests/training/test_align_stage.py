@@ -224,6 +224,75 @@ def test_what_a_moving_reference_or_means_would_make_meaningless_is_refused(conf
         DirectAlignment(Config(**{**config, "select_by": "logps/chosen"}))
 
 
+# -- the cache of reference log-probs ---------------------------------------------------------------------------------
+
+
+def test_a_cache_is_for_the_weights_tokens_and_precision_that_it_was_made_with():
+    """da.ref_cache: reference, tokenizer, template, max_length, precision, what is scored; and nothing that has no part
+    in a log-prob.
+    """
+    from stages.align import fingerprints
+
+    def prints(role="model", digest="d", template="t", vocabulary="v", seed=0, **config):
+        stage = SimpleNamespace(config=Config(**config), seed=seed, inputs={role: SimpleNamespace(digest=digest)})
+        return fingerprints(stage, role, SimpleNamespace(template_hash=template, vocabulary_hash=vocabulary))
+
+    mdpo, pairing = {"method": "mdpo"}, {"method": "2d_dpo"}
+    for plain, others in (
+        (
+            {},
+            (
+                {"digest": "e"},
+                {"template": "u"},
+                {"vocabulary": "w"},
+                {"max_length": 512},
+                {"compute_dtype": "bfloat16"},
+                {"mask_formatting": True},
+                {"ld_alpha": 0.5},
+                {"role": "reference", "frozen_dtype": "bfloat16"},
+                {"lora_rank": 8, "frozen_dtype": "bfloat16"},
+            ),
+        ),
+        (mdpo, ({**mdpo, "corruption": "shuffle"}, {**mdpo, "corruption_share": 0.25}, {**mdpo, "seed": 1})),
+        (pairing, ({**pairing, "segment_pairing": "top_chosen_vs_bottom_rejected"},)),
+    ):
+        assert all(prints(**given) != prints(**plain) for given in others)
+    for given in (
+        {"beta": 0.3},
+        {"batch_size": 8},
+        {"seed": 1},
+        {"method": "ipo"},
+        {"role": "reference", "frozen_dtype": "float32"},
+        {"max_tokens_per_micro_batch": 64},
+    ):
+        assert prints(**given) == prints()
+    assert prints(ld_alpha=0.5) == prints(ld_alpha=0.25)
+
+
+def test_a_cache_that_is_wrong_behind_the_sample_is_noticed_at_the_first_loss(tiny, preferences, spec, tmp_path):
+    """da.dpo: policy equals reference at step 0, so the loss is ln 2; beside an NLL it is more, and that is no fault."""
+    from stages.training import TrainingError
+
+    def run(name, cache=None, **config):
+        made = spec(
+            "align",
+            {"max_steps": 1, "batch_size": 6, "max_length": 96, **config},
+            {"model": tiny["policy"], "data": preferences["pairs"]},
+            name,
+        )
+        if cache:
+            made["inputs"]["ref_logps"] = {"kind": "dataset", "path": cache, "ref": name, "digest": name}
+        return execute(made, silent)["outputs"]["ref_logps"]["path"]
+
+    rows = list(open_dataset(run("first")).iter_rows())
+    wrong = [{**row, "ref_chosen_logp": row["ref_chosen_logp"] + 3.0 * (i >= 4)} for i, row in enumerate(rows)]
+    path = str(tmp_path / "wrong")
+    write_dataset(path, "wrong", "ref_logps/1", wrong)
+    with pytest.raises(TrainingError, match="must be ln 2 = 0.6931, but it is 0.[67].*drop the ref_logps input"):
+        run("wrong", path)
+    run("beside an NLL", nll_coef=1.0)
+
+
 # -- degenerate rows ------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +359,12 @@ def test_kto_learns_from_a_batch_with_one_label_and_warns_about_weights(tiny, pr
     assert "add rows of the other label" in data_warnings(world.config, world.objective, world.items, [])[0]
     world = World(tiny, preferences, method="kto", options={"desirable_weight": 5.0})
     assert "options.desirable_weight between" in data_warnings(world.config, world.objective, world.items, [])[0]
+    # four good rows and two bad ones, of which each counts as two
+    world = World(tiny, preferences, method="kto")
+    assert "options.desirable_weight between" in " ".join(data_warnings(world.config, world.objective, world.items, []))
+    for item in world.items:
+        item.extra["weight"] = 1.0 if item.extra["label"] else 2.0
+    assert data_warnings(world.config, world.objective, world.items, []) == []
 
 
 @pytest.mark.parametrize(

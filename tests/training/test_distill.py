@@ -181,6 +181,19 @@ def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher):
     known = {i.row_id: i for i in train}
     own = [item for step in range(6) for item in source.items(step) if item is not known[item.row_id]]
     assert 0 < len(own) < 48 and all(1 <= len(i.responses[0]) <= 6 and i.masks[0].all() and len(i.prompt) for i in own)
+    whole = spec(
+        "distill", {**made["config"], "lmbda": 1.0}, {name: i["path"] for name, i in made["inputs"].items()}, "all"
+    )
+    every = answers(
+        Stage(get_stage("distill"), whole, silent),
+        train,
+        Distillation(Config(method="on_policy"), None),
+        renderer,
+        load_policy(tiny["policy"]),
+    )
+    assert all(item is not known[item.row_id] for item in every.items(0))
+    first, later = ([i.responses[0].tolist() for i in every.sample(train[:8], step)] for step in (0, 1))
+    assert first != later, "answered anew at every step"
     # what it wrote itself is no label: the share of the likelihood is that of the data's answers
     objective = Distillation(Config(method="on_policy", soft_weight=0.25), load_policy(teacher))
     student = load_policy(tiny["policy"])

@@ -984,12 +984,23 @@ def test_a_pass_rate_that_is_unknown_is_not_zero():
 
     written = []
     samples = [*samples, samples[1], replace(samples[0], mode="sft")]
+    numbers = ((1.0, [-1.0]), (0.0, [-2.0]), (math.nan, [-4.0]), (0.5, None), (1.0, None))
+    samples = [replace(s, total=total, logps=logps) for s, (total, logps) in zip(samples, numbers)]
     row = {"prompt_id": "a", "group_id": "a", "dataset": "d"}
     Records.groups(
-        SimpleNamespace(_write=lambda _, rows: written.extend(rows)), [(Group(row, [1], samples, 0), None)], 0
+        SimpleNamespace(_write=lambda _, rows: written.extend(rows)),
+        [(Group(row, [1], samples, 0), None), (Group(row, [1], samples[2:3], 0), "unscorable")],
+        0,
     )
     assert (written[0]["n"], written[0]["pass_at_1"]) == (5, pytest.approx(1 / 3))
-    assert counts_of([({"row_id": "r", "prompt_id": "a"}, [1])], written) == {"r": (3, 1)}
+    # mean and population std of the scored ones, mean over the tokens
+    assert [written[0][name] for name in ("mean_reward", "reward_std", "mean_logprob")] == pytest.approx(
+        [0.625, 0.171875**0.5, -7 / 3]
+    )
+    assert [(r["kept"], r["drop_reason"], r["mean_reward"], r["reward_std"]) for r in written[1:]] == [
+        (False, "unscorable", None, None)
+    ] and (written[0]["kept"], written[0]["drop_reason"]) == (True, None)
+    assert counts_of([({"row_id": "r", "prompt_id": "a"}, [1])], written[:1]) == {"r": (3, 1)}
     assert verdicts_of([("r", samples)]) == {"r": (3, 1)}
 
 
