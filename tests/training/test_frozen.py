@@ -39,20 +39,9 @@ from tests.common import silent
 from tests.reward.conftest import encoder  # noqa: F401
 from tests.training.fresh import scores, scores_elsewhere
 from tests.training.test_invariance import text_items
+from tests.training.test_lora_reference import RL
 
 SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 1, "max_length": 64, "lora_rank": 4}
-RL = {
-    "preset": "grpo",
-    "beta": 0.1,
-    "lora_rank": 4,
-    "learning_rate": 1e-2,
-    "max_steps": 4,
-    "prompts_per_step": 4,
-    "num_generations": 4,
-    "num_iterations": 2,
-    "max_completion_length": 10,
-    "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}],
-}
 
 
 def low(model) -> set[str]:
