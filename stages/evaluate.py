@@ -425,15 +425,13 @@ class Plan:
         policy = config.target == "policy"
         check_inputs(stage)
         self.renderer = stage_renderer(stage) if policy else None  # a reward model reads text in its own way
-        self.prompts, self.choices, self.pairs, self.texts, self.dropped, self.n_prompts, self.with_choices = (
-            [],
-            [],
-            [],
-            {},
-            {},
-            0,
-            False,
-        )
+        self.prompts = []
+        self.choices = []
+        self.pairs = []
+        self.texts = {}
+        self.dropped = {}
+        self.n_prompts = 0
+        self.with_choices = False
         self.plain = self._read_texts() if policy and stage.has("texts") else []
         self.positions: int | None = None
         self.scorers = {
@@ -569,10 +567,8 @@ class Plan:
                 for row, _ in read
             ]
             read = [(form, ids_of(form)) for each in forms for form in each]
-        self.n_prompts, self.readings = (
-            sum(perturbed.asked_of(row).get("perturbation", "") == "" for row, _ in read),
-            [reading for reading in config.multiple_choice if reading != "generation"],
-        )
+        self.n_prompts = sum(perturbed.asked_of(row).get("perturbation", "") == "" for row, _ in read)
+        self.readings = [reading for reading in config.multiple_choice if reading != "generation"]
         if config.few_shot_orders > 1:
             read = [(again, ids_of(again)) for row, _ in read for again in orders(row)]
         self.with_choices = any(is_choice(row) for row, _ in read)
