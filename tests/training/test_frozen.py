@@ -208,14 +208,12 @@ def test_a_stage_on_a_bfloat16_checkpoint_publishes_the_bytes_of_float32(case, h
     published model is float32.
     """
     stage, config, rows, more = STAGES[case]
-    inputs, found = (
-        {
-            "model": half["policy"],
-            "data": data[rows],
-            **{name: half[which] for name, which in more.items()},
-        },
-        {},
-    )
+    inputs = {
+        "model": half["policy"],
+        "data": data[rows],
+        **{name: half[which] for name, which in more.items()},
+    }
+    found = {}
     for how in ("auto", "float32"):
         made = spec(stage, {**config, "frozen_dtype": how}, inputs, how)
         result = execute(made, silent)
