@@ -26,7 +26,7 @@ from typing import Literal, Optional
 
 from pydantic import Field, model_validator
 
-from stages.reward.judging import ERRORS, AskedSettings, Asker, text_of
+from stages.reward.judging import ERRORS, JUDGE_INPUTS, AskedSettings, Asker, text_of
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 ASPECTS = {
@@ -140,13 +140,7 @@ SPEC = StageSpec(
             many=True,
             doc="Answers; those of several models (candidates.LABEL) are joined by prompt.",
         ),
-        "judge": InputSpec("model", required=False, doc="Causal LM that judges; left out with an endpoint."),
-        "judgements": InputSpec(
-            "dataset",
-            kinds=("judgements/1",),
-            required=False,
-            doc="Judgements of an earlier run: what they answer is not asked again.",
-        ),
+        **{name: JUDGE_INPUTS[name] for name in ("judge", "judgements")},
     },
     outputs={
         "data": OutputSpec("dataset", doc="ratings/1 or rankings/1, for reward_model, align and ingest."),
