@@ -637,11 +637,9 @@ class Renderer:
         cursor = 0
         for turn in turns:
             start_text, _ = self._render_safely(messages[:turn], generation=True)
-            last, content, calls = (
-                turn == len(messages) - 1,
-                self._hidden_content(messages[turn]),
-                self._calls_of(messages[turn]),
-            )
+            last = turn == len(messages) - 1
+            content = self._hidden_content(messages[turn])
+            calls = self._calls_of(messages[turn])
             closed = full if last else self._render_safely(messages[: turn + 1], False)[0]
             if (
                 not full.startswith(start_text)

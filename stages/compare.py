@@ -194,12 +194,10 @@ class Part:
         from stages.evaluation.scores import lower_is_better
         from stages.spec import ConfigError
 
-        config, self.benchmark, self.names, self.kl_budgets = (
-            stage.config,
-            benchmark,
-            list(inputs),
-            stage.config.kl_budgets,
-        )
+        config = stage.config
+        self.benchmark = benchmark
+        self.names = list(inputs)
+        self.kl_budgets = stage.config.kl_budgets
         self.metas = {name: stage.dataset(inputs[name]).manifest.get("meta") or {} for name in inputs}
         missing = [name for name in inputs if "protocol" not in self.metas[name]]
         if missing:
@@ -531,10 +529,8 @@ def publish(stage, part: Part, best: dict) -> None:
     from stages.evaluation.scores import by_group
 
     names, metrics, columns, records = part.names, part.metrics, part.columns, part.records
-    rows, before = (
-        table(names, metrics, columns, part.differences, part.metric),
-        (f"{part.benchmark}-" if part.benchmark else ""),
-    )
+    rows = table(names, metrics, columns, part.differences, part.metric)
+    before = f"{part.benchmark}-" if part.benchmark else ""
     _draw_values(stage, part, before)
     blocks = []
     for field in ("category", "difficulty"):

@@ -349,10 +349,8 @@ def covariance_in_band(covariances_BT, mask_BT, share: float, band, rng):
     two bounds, or all of them (Clip-Cov, Cui et al. 2025, eq. 8).
     """
     mask = _bool(mask_BT)
-    chosen, inside = (
-        np.zeros(mask.shape, bool),
-        np.flatnonzero(mask & (covariances_BT > band[0]) & (covariances_BT < band[1])),
-    )
+    chosen = np.zeros(mask.shape, bool)
+    inside = np.flatnonzero(mask & (covariances_BT > band[0]) & (covariances_BT < band[1]))
     chosen.flat[rng.permutation(inside)[: max(int(share * mask.sum()), 1)]] = True
     return chosen
 
@@ -623,13 +621,11 @@ class KLController:
             )
         if low is not None and high is not None and low > high:
             raise ValueError(f"kl_coef_min={low} is above kl_coef_max={high}; write the smaller one first")
-        self.coef, self.controller, self.target_kl, self.k_beta, self.horizon = (
-            coef,
-            controller,
-            target_kl,
-            k_beta,
-            horizon,
-        )
+        self.coef = coef
+        self.controller = controller
+        self.target_kl = target_kl
+        self.k_beta = k_beta
+        self.horizon = horizon
         self.low, self.high = 0.0 if low is None else low, float("inf") if high is None else high
 
     def update(self, kl: float, completions: int = 0) -> float:

@@ -368,6 +368,54 @@ def violations(stage) -> dict:
     return found
 
 
+def check_inputs(stage) -> None:
+    """Raise ConfigError where the inputs are not those that the settings are about."""
+    from stages.evaluation import forcing
+    from stages.spec import ConfigError
+
+    config, policy = stage.config, stage.config.target == "policy"
+    if policy and not any(stage.has(name) for name in ("prompts", "pairs", "texts")):
+        raise ConfigError(
+            "evaluate: target=policy needs --input prompts=REF_OR_PATH (prompts/1), --input pairs=REF_OR_PATH"
+            " (pairs/1) or --input texts=REF_OR_PATH (text/1)"
+        )
+    if not policy and not stage.has("pairs"):
+        raise ConfigError(
+            f"evaluate: target={config.target} needs --input pairs=REF_OR_PATH (pairs/1), the held-out preference pairs"
+        )
+    for name, needs, why in (
+        ("texts", policy, f"target={config.target} scores pairs; write target=policy, or leave the texts out"),
+        ("examples", config.few_shot > 0, "no examples are shown; write few_shot=5, or leave them out"),
+    ):
+        if stage.has(name) and not needs:
+            raise ConfigError(f"evaluate: the input {name} would change nothing: {why}")
+    if forcing.asked(config) and (stage.has("reference") or config.token_shift):
+        raise ConfigError(
+            "evaluate: behind forced thoughts there are tokens that the policy did not sample, so their KL to the"
+            " reference and their ranks say nothing; leave the input reference out, or think_max and think_min"
+        )
+    if config.think_max is not None and config.think_max < config.think_min:
+        raise ConfigError(
+            f"evaluate: think_max={config.think_max} is below think_min={config.think_min}; write a larger"
+            " think_max, or a smaller think_min"
+        )
+    if config.system and not stage.has("prompts"):
+        raise ConfigError(
+            "evaluate: system stands before prompts, and none are evaluated; give --input prompts=REF_OR_PATH, or"
+            " leave system out"
+        )
+    if config.few_shot and not (policy and stage.has("prompts")):
+        raise ConfigError(
+            "evaluate: few_shot shows examples before prompts, and none are evaluated; give --input"
+            " prompts=REF_OR_PATH, or write few_shot=0"
+        )
+    if config.chat_template_given and not (policy and (stage.has("prompts") or stage.has("pairs"))):
+        raise ConfigError(
+            "evaluate: chat templates show prompts and pairs to a policy, and here none are; leave chat_template"
+            " and chat_template_kwargs out"
+        )
+
+
 class Plan:
     """What will be evaluated, under which protocol, in which units; models are loaded when first needed."""
 
@@ -380,59 +428,15 @@ class Plan:
         self.stage, self.config = stage, stage.config
         config = stage.config
         policy = config.target == "policy"
-        if policy and not any(stage.has(name) for name in ("prompts", "pairs", "texts")):
-            raise ConfigError(
-                "evaluate: target=policy needs --input prompts=REF_OR_PATH (prompts/1), --input pairs=REF_OR_PATH"
-                " (pairs/1) or --input texts=REF_OR_PATH (text/1)"
-            )
-        if not policy and not stage.has("pairs"):
-            raise ConfigError(
-                f"evaluate: target={config.target} needs --input pairs=REF_OR_PATH (pairs/1), the held-out preference"
-                " pairs"
-            )
-        for name, needs, why in (
-            ("texts", policy, f"target={config.target} scores pairs; write target=policy, or leave the texts out"),
-            ("examples", config.few_shot > 0, "no examples are shown; write few_shot=5, or leave them out"),
-        ):
-            if stage.has(name) and not needs:
-                raise ConfigError(f"evaluate: the input {name} would change nothing: {why}")
-        from stages.evaluation import forcing
-
-        if forcing.asked(config) and (stage.has("reference") or config.token_shift):
-            raise ConfigError(
-                "evaluate: behind forced thoughts there are tokens that the policy did not sample, so their KL to the"
-                " reference and their ranks say nothing; leave the input reference out, or think_max and think_min"
-            )
-        if config.think_max is not None and config.think_max < config.think_min:
-            raise ConfigError(
-                f"evaluate: think_max={config.think_max} is below think_min={config.think_min}; write a larger"
-                " think_max, or a smaller think_min"
-            )
-        if config.system and not stage.has("prompts"):
-            raise ConfigError(
-                "evaluate: system stands before prompts, and none are evaluated; give --input prompts=REF_OR_PATH, or"
-                " leave system out"
-            )
-        if config.few_shot and not (policy and stage.has("prompts")):
-            raise ConfigError(
-                "evaluate: few_shot shows examples before prompts, and none are evaluated; give --input"
-                " prompts=REF_OR_PATH, or write few_shot=0"
-            )
-        if config.chat_template_given and not (policy and (stage.has("prompts") or stage.has("pairs"))):
-            raise ConfigError(
-                "evaluate: chat templates show prompts and pairs to a policy, and here none are; leave chat_template"
-                " and chat_template_kwargs out"
-            )
+        check_inputs(stage)
         self.renderer = stage_renderer(stage) if policy else None  # a reward model reads text in its own way
-        self.prompts, self.choices, self.pairs, self.texts, self.dropped, self.n_prompts, self.with_choices = (
-            [],
-            [],
-            [],
-            {},
-            {},
-            0,
-            False,
-        )
+        self.prompts = []
+        self.choices = []
+        self.pairs = []
+        self.texts = {}
+        self.dropped = {}
+        self.n_prompts = 0
+        self.with_choices = False
         self.plain = self._read_texts() if policy and stage.has("texts") else []
         self.positions: int | None = None
         self.scorers = {
@@ -568,10 +572,8 @@ class Plan:
                 for row, _ in read
             ]
             read = [(form, ids_of(form)) for each in forms for form in each]
-        self.n_prompts, self.readings = (
-            sum(perturbed.asked_of(row).get("perturbation", "") == "" for row, _ in read),
-            [reading for reading in config.multiple_choice if reading != "generation"],
-        )
+        self.n_prompts = sum(perturbed.asked_of(row).get("perturbation", "") == "" for row, _ in read)
+        self.readings = [reading for reading in config.multiple_choice if reading != "generation"]
         if config.few_shot_orders > 1:
             read = [(again, ids_of(again)) for row, _ in read for again in orders(row)]
         self.with_choices = any(is_choice(row) for row, _ in read)

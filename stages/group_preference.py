@@ -334,10 +334,8 @@ def judge(stage, module, groups) -> list[dict]:
             mean, log_variance = module(x, y, context)
             # a density of the ratings themselves
             nll = gaussian_nll(mean, (y - module.y_mean) / module.y_std, log_variance)[target] + module.y_std.log()
-        wanted, predicted = (
-            y[target].double().cpu().numpy(),
-            (mean * module.y_std + module.y_mean)[target].double().cpu().numpy(),
-        )
+        wanted = y[target].double().cpu().numpy()
+        predicted = (mean * module.y_std + module.y_mean)[target].double().cpu().numpy()
         found.setdefault(size, []).append(
             (
                 group.name,

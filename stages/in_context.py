@@ -86,14 +86,12 @@ class InContextScorer:
         device: str = "cpu",
         batch_tokens: int = 8192,
     ):
-        self.model, self.renderer, self.count, self.coarse, self.device, self.batch_tokens = (
-            model,
-            renderer,
-            count,
-            coarse,
-            device,
-            batch_tokens,
-        )
+        self.model = model
+        self.renderer = renderer
+        self.count = count
+        self.coarse = coarse
+        self.device = device
+        self.batch_tokens = batch_tokens
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.max_tokens = max_tokens if positions is None else min(max_tokens, 3 * positions // 4)
         self.rows = []

@@ -303,10 +303,8 @@ def along_rl(stage, points) -> dict:
         )
         for part in parts
     ]
-    length, cut = (
-        [mean_of([r["length"] for r in part]) for part in parts],
-        [mean_of([r["truncated"] for r in part]) for part in parts],
-    )
+    length = [mean_of([r["length"] for r in part]) for part in parts]
+    cut = [mean_of([r["truncated"] for r in part]) for part in parts]
     x = [max(k, 0.0) ** 0.5 for k in kl]  # NaN stays NaN: max(NaN, 0) is NaN
     series, sd, errors = {}, {}, {}
     for name, values in scores.items():

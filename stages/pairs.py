@@ -1,4 +1,4 @@
-"""Preference rows as training items, shared by reward models and direct alignment.
+"""Preference rows as items: what reward models, direct alignment and the evaluation of pairs share.
 
 A pair is one item: its prompt is computed once for both responses. Pairs that truncation makes identical, and responses
 without a trained token, never reach a loss and are counted.
@@ -10,8 +10,7 @@ from __future__ import annotations
 def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | None = None):
     """Items of a ``pairs/1`` split and counts of dropped rows by reason.
 
-    Item extras: ``margin`` (0 where null), ``label_prob`` (1 where null), ``weight``, ``n_chosen``/``n_rejected``
-    (tokens), ``ended`` (did each response keep its stop token), ``strength``, ``source``, ``prompt_id``.
+    Item extras: ``label_prob`` (1 where null), ``weight``.
     """
     from stages.batching import make_item, row_weight
     from stages.chat import rendering
@@ -43,13 +42,8 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
                 prompt,
                 [chosen, rejected],
                 [chosen_mask, rejected_mask],
-                margin=float(row.get("margin") or 0.0),
                 label_prob=1.0 if probability is None else float(probability),
                 weight=row_weight(row),
-                strength=row.get("strength"),
-                source=row.get("source"),
-                prompt_id=row.get("prompt_id"),
-                ended=(chosen[-1] in renderer.stop_ids, rejected[-1] in renderer.stop_ids),
             )
         )
     return items, dropped

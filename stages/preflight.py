@@ -460,10 +460,8 @@ def check_clip_range(stage, source, samples) -> None:
         source.crediting.logps(source.policy.model, items, compute_dtype)
         for compute_dtype in (config.compute_dtype, "float32")
     )
-    rounding, high = (
-        ratio_rounding(low, full, [s.action_mask for s in samples], row.ratio_level),
-        (row.epsilon if row.epsilon_high is None else row.epsilon_high),
-    )
+    rounding = ratio_rounding(low, full, [s.action_mask for s in samples], row.ratio_level)
+    high = row.epsilon if row.epsilon_high is None else row.epsilon_high
     if rounding > min(row.epsilon, high):
         of = {
             "token": "of a token",

@@ -696,11 +696,9 @@ def spoiled(stage, setup: Setup, data, fresh: int, dropped) -> list:
     config, items = setup.config, []
     if not config.spoiled_fraction:
         return items
-    wanted, make, there = (
-        round(fresh * config.spoiled_fraction / (1.0 - config.spoiled_fraction)),
-        resolve(setup.row.encode),
-        data.rows_of(config.split),
-    )
+    wanted = round(fresh * config.spoiled_fraction / (1.0 - config.spoiled_fraction))
+    make = resolve(setup.row.encode)
+    there = data.rows_of(config.split)
     times = (
         np.bincount(stage.rng("spoiled").permutation(there * -(-wanted // there))[:wanted] % there, minlength=there)
         if there

@@ -112,12 +112,10 @@ class Parent:
     def __init__(self, given: dict[str, str], module: str = "stages.running.warm"):
         self._socket, theirs = socket.socketpair()
         self._lock, self._unread, self._ready = threading.Lock(), b"", False
-        self._environment, self._threads, self.owner, self.versions = (
-            _fixed(given),
-            given.get(THREADS),
-            os.getpid(),
-            library_versions(),
-        )
+        self._environment = _fixed(given)
+        self._threads = given.get(THREADS)
+        self.owner = os.getpid()
+        self.versions = library_versions()
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],

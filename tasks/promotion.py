@@ -49,17 +49,15 @@ def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "cha
             over=(decision.get("champion") or "").removeprefix("model:m-"),
         )
         if office is not None:
-            promoted, reasons = (
-                False,
-                [
-                    (
-                        f"model:m-{office[:12]} holds model:{name}@{alias} by now, and this decision compared with"
-                        f" {decision.get('champion') or 'no champion'}: promote again, so that it is compared with the one"
-                        " in office."
-                    ),
-                    *reasons,
-                ],
-            )
+            promoted = False
+            reasons = [
+                (
+                    f"model:m-{office[:12]} holds model:{name}@{alias} by now, and this decision compared with"
+                    f" {decision.get('champion') or 'no champion'}: promote again, so that it is compared with the one"
+                    " in office."
+                ),
+                *reasons,
+            ]
     tracking.flush_registry(timeout=10)
     return {
         "promoted": promoted,

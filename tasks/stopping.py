@@ -16,14 +16,12 @@ class StageError(RuntimeError):
     """A stage that failed: its own message, the last lines of its log, and where the rest is."""
 
     def __init__(self, stage: str, message: str, *, kind: str = "", tail: str = "", log_path: str = "", key: str = ""):
-        self.stage, self.message, self.kind, self.tail, self.log_path, self.key = (
-            stage,
-            message,
-            kind,
-            tail,
-            log_path,
-            key,
-        )
+        self.stage = stage
+        self.message = message
+        self.kind = kind
+        self.tail = tail
+        self.log_path = log_path
+        self.key = key
         text = f"stage {stage} failed: {kind + ': ' if kind and kind not in DELIBERATE else ''}{message}"
         if tail.strip():
             text += "\n  last lines of its log:\n    " + "\n    ".join(tail.strip().splitlines()[-15:])

@@ -308,10 +308,8 @@ def corrupted(rendered: Rendered, made: list[Row], config) -> list[Row]:
         row, words = one.more["row"], one.more["row"]["prompt"][-1]["content"].split()
         if len(words) < 2:
             continue
-        rng, n = (
-            counted_rng(SEED, "align", "corrupt", row["row_id"]),
-            min(len(words) - 1, max(1, round(config.corruption_share * len(words)))),
-        )
+        rng = counted_rng(SEED, "align", "corrupt", row["row_id"])
+        n = min(len(words) - 1, max(1, round(config.corruption_share * len(words))))
         if config.corruption == "drop":
             gone = set(rng.choice(len(words), size=n, replace=False))
             words = [w for i, w in enumerate(words) if i not in gone]
@@ -763,11 +761,9 @@ class Align:
 
 class Reward:
     def __init__(self, c, config):
-        self.config, self.objective, self.encoder = (
-            config,
-            {"auto": "bt"}.get(c["objective"], c["objective"]),
-            c["model"] == "bert",
-        )
+        self.config = config
+        self.objective = {"auto": "bt"}.get(c["objective"], c["objective"])
+        self.encoder = c["model"] == "bert"
         self.scale, self.shifts, self.pad, self.tied = None, {}, None, None
         self.per_token = self.objective in ("value", "orm", "prm")
         self.labels = self.objective in ("t2t_point", "t2t_pair")
@@ -815,13 +811,11 @@ class Reward:
     def encoded(self, rendered, prompt, completions, distinct: bool):
         config, prompt = self.config, self.prompted(prompt)
         if self.encoder:
-            start, found = (
-                self.start(rendered, prompt),
-                [
-                    (ids, [1] * len(ids), len(ids))
-                    for ids in (self.plain(rendered, self.said(clean(c))) for c in completions)
-                ],
-            )
+            start = self.start(rendered, prompt)
+            found = [
+                (ids, [1] * len(ids), len(ids))
+                for ids in (self.plain(rendered, self.said(clean(c))) for c in completions)
+            ]
             longest, room = max(len(ids) for ids, _, _ in found), config.max_length - 3
         else:
             start, found, longest = rendered.answers(prompt, [clean(c) for c in completions], config.max_length)
@@ -849,10 +843,8 @@ class Reward:
         self.pad = rendered.tokenizer.pad_token_id
         made = [one for row in rows for one in self.made(rendered, row)]
         if kind == "regression":
-            values, w = (
-                np.array([row.more["targets"] for row in made], dtype=float),
-                np.array([row.weight for row in made]),
-            )
+            values = np.array([row.more["targets"] for row in made], dtype=float)
+            w = np.array([row.weight for row in made])
             copies = np.repeat(values, (2 * w).astype(int), 0)  # weights are halves
             if training and config.centre_annotators:
                 names = [row.more["annotator"] for row in made]
@@ -890,16 +882,12 @@ class Reward:
             if kind in ("bt", "margin", "soft_label"):
                 found = self.encoded(rendered, row["prompt"], [row["chosen"], row["rejected"]], True)
                 return [] if found is None else [Row(found, weight, more)]
-            prompt, sides = (
-                self.said(self.prompted(row["prompt"])),
-                [self.said(clean(row[name])) for name in ("chosen", "rejected")],
-            )
+            prompt = self.said(self.prompted(row["prompt"]))
+            sides = [self.said(clean(row[name])) for name in ("chosen", "rejected")]
             if sides[0] == sides[1]:
                 return []
-            both, one = (
-                "[CONTEXT]\n{}\n\n[RESPONSE A]\n{}\n\n[RESPONSE B]\n{}\n\n[PREFERRED RESPONSE]",
-                "[CONTEXT]\n{}\n\n[RESPONSE]\n{}\n\n[QUALITY]",
-            )
+            both = "[CONTEXT]\n{}\n\n[RESPONSE A]\n{}\n\n[RESPONSE B]\n{}\n\n[PREFERRED RESPONSE]"
+            one = "[CONTEXT]\n{}\n\n[RESPONSE]\n{}\n\n[QUALITY]"
             if config.label_request == "slic":
                 both, one = "[Context] {} [Summary A] {} [Summary B] {}", "[Context] {} [Summary] {}"
             if kind == "pairwise":
@@ -1110,11 +1098,10 @@ class Reward:
                     + (1 - row.more["label_prob"]) * config.label_smoothing
                 )
                 a, b = torch.sigmoid(s[0]), torch.sigmoid(s[1])
-                loss, by = (
-                    -(p * torch.log(a) + (1 - p) * torch.log(1 - a) + (1 - p) * torch.log(b) + p * torch.log(1 - b))
-                    / 2,
-                    1.0,
+                loss = (
+                    -(p * torch.log(a) + (1 - p) * torch.log(1 - a) + (1 - p) * torch.log(b) + p * torch.log(1 - b)) / 2
                 )
+                by = 1.0
                 right, decided = right + float(a > b), decided + 1
             elif kind in ("kwise_pairs", "plackett_luce"):
                 each = [F.softplus(s[j] - s[i]) for i, j in row.more["pairs"]]
@@ -1132,14 +1119,12 @@ class Reward:
             elif kind == "regression":
                 target = torch.tensor(row.more["targets"])
                 error = (found[0][0] - target)[~target.isnan()]
-                loss, by = (
-                    (
-                        error**2
-                        if config.regression_loss == "mse"
-                        else torch.where(error.abs() <= 1, error**2, 2 * error.abs() - 1)
-                    ).mean(),
-                    1.0,
-                )
+                loss = (
+                    error**2
+                    if config.regression_loss == "mse"
+                    else torch.where(error.abs() <= 1, error**2, 2 * error.abs() - 1)
+                ).mean()
+                by = 1.0
             elif kind == "prm":
                 logs = torch.log_softmax(found[0][0], -1)
                 classes = [label + 1 if config.step_classes == 3 else int(label >= 0) for label in row.more["labels"]]
@@ -1271,11 +1256,9 @@ class Distill:
             else:
                 value = (p.exp() * (p - q)).sum(-1) if self.direction == "forward" else (q.exp() * (q - p)).sum(-1)
             seen.append(value.detach())
-            apart, hard, tokens = (
-                apart + row.weight * T * T * value.sum(),
-                hard - row.weight * logps.sum() * (not row.more.get("own")),
-                tokens + row.weight * len(logps),
-            )
+            apart = apart + row.weight * T * T * value.sum()
+            hard = hard - row.weight * logps.sum() * (not row.more.get("own"))
+            tokens = tokens + row.weight * len(logps)
         total = (soft * apart + (1 - soft) * hard) / max(tokens, 1e-12)
         if router:
             total = total + config.router_aux_loss_coef * balance(router, model.config)

@@ -278,10 +278,8 @@ def _episode(made, read_fd: int, write_fd: int, memory: int, options: dict) -> N
                 reply = plain_reply(environment.step(request["action"]), "step")
             data = json.dumps(reply)
         except MemoryError:
-            environment, data = (
-                None,
-                json.dumps({"error": f"memory limit of {memory >> 20} MiB (environment_memory_mib)"}),
-            )
+            environment = None
+            data = json.dumps({"error": f"memory limit of {memory >> 20} MiB (environment_memory_mib)"})
         except BaseException as error:
             data = json.dumps({"error": well_formed(f"{type(error).__name__}: {str(error)[:300]}")})
         data = data.encode() + b"\n"

@@ -453,12 +453,10 @@ class ToolEnvironment:
             raise ValueError(f"there is no tool {unknown[0]!r}; the tools are {', '.join(TOOLS)}")
         if call_syntax not in SYNTAXES:
             raise ValueError(f"call_syntax={call_syntax!r}: write one of {', '.join(SYNTAXES)}")
-        self.tools, self.syntax, self.max_calls, self.tool_timeout_s = (
-            tuple(tools),
-            call_syntax,
-            max_calls,
-            tool_timeout_s,
-        )
+        self.tools = tuple(tools)
+        self.syntax = call_syntax
+        self.max_calls = max_calls
+        self.tool_timeout_s = tool_timeout_s
 
     def reset(self, task: dict, seed: int) -> list[dict]:
         self.task = task

@@ -276,10 +276,8 @@ class DirectAlignment:
         """
         policy = torch.stack([torch.stack(g) for g in groups])
         ref = column(batch, "ref", policy)
-        compared, compared_ref = (
-            self.compared(policy),
-            (None if ref is None or not self.method.needs_reference else self.compared(ref)),
-        )
+        compared = self.compared(policy)
+        compared_ref = None if ref is None or not self.method.needs_reference else self.compared(ref)
         if self.config.ld_alpha is not None:  # all else is of whole responses
             policy, ref = policy.sum(-1), ref.sum(-1)
         lengths = target_lengths(batch, policy)
@@ -584,13 +582,11 @@ class AlignmentRows(ShuffledRows):
     ):
         config = stage.config
         super().__init__(stage, items, config.batch_size, config.num_train_epochs, config.max_steps)
-        self.model, self.objective, self.validation, self.moving, self.device = (
-            model,
-            objective,
-            validation,
-            moving,
-            stage.device,
-        )
+        self.model = model
+        self.objective = objective
+        self.validation = validation
+        self.moving = moving
+        self.device = stage.device
         self.history: list[list[float]] = []  # chosen_shift and margin at each validation pass
         self.logged: dict[str, float] = {}
 

@@ -20,10 +20,8 @@ def parse(row: dict, text: str, component=None) -> tuple[bool | None, bool | Non
         verify = VERIFIERS[
             verifier_of(row) if component is None or component.verifier == "auto" else component.verifier
         ]
-        seen, rel_tol = (
-            view(text, component.view if component else "answer_only"),
-            (component.rel_tol if component else 0.0),
-        )
+        seen = view(text, component.view if component else "answer_only")
+        rel_tol = component.rel_tol if component else 0.0
         strict, extracted = verify(row, seen, False, rel_tol)
         return strict, bool(strict or verify(row, seen, True, rel_tol)[0]), extracted
     except BadGold:

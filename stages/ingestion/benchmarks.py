@@ -26,10 +26,8 @@ def benchmark_index(stage) -> tuple[DecontaminationIndex | None, dict[str, int]]
             "stage ingest: decontaminate needs evaluation sets; give benchmarks.NAME=PATH for each, or set"
             " decontaminate=off"
         )
-    index, skips = (
-        DecontaminationIndex(config.decontaminate_n, config.decontaminate, config.decontaminate_threshold),
-        {},
-    )
+    index = DecontaminationIndex(config.decontaminate_n, config.decontaminate, config.decontaminate_threshold)
+    skips = {}
     for label, item in given.items():
         try:
             files = find_files(item.path)

@@ -86,10 +86,8 @@ def plainly(row: dict) -> dict:
     ):
         from stages.evaluation.bbq import sides_of
 
-        about, sides = (
-            "/".join(str(row[name]) for name in ("category", "context_condition") if _filled(row.get(name))),
-            sides_of(row),
-        )
+        about = "/".join(str(row[name]) for name in ("category", "context_condition") if _filled(row.get(name)))
+        sides = sides_of(row)
         return {key: value for key, value in row.items() if key != "context"} | {
             "question": f"{row['context'].rstrip()} {row['question'].strip()}",
             **({"category": about} if about else {}),

@@ -363,10 +363,8 @@ def _ratings_to_ranking(have, rows, options, draw):
     """One ranking per rater; where that has no order, its rows are refused."""
     out, lost = [], {}
     for rated in _by_rater(rows):
-        scores, indices = (
-            [score for score, _ in rated.values()],
-            [index for _, found in rated.values() for index in found],
-        )
+        scores = [score for score, _ in rated.values()]
+        indices = [index for _, found in rated.values() for index in found]
         if len(set(scores)) < 2:
             lost |= dict.fromkeys(indices, "no_pair" if len(scores) < 2 else "all_tied")
             continue

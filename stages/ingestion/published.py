@@ -812,10 +812,8 @@ def _events(row: dict, options) -> list[dict]:
     """A product signal about an answer; of an edit, where no pairs are wanted, also the edited text as an answer that
     is wanted.
     """
-    at, text = (
-        next((row[name] for name in _TIMES if row.get(name) is not None), None),
-        next((row[name] for name in _EDITED if row.get(name) is not None), None),
-    )
+    at = next((row[name] for name in _TIMES if row.get(name) is not None), None)
+    text = next((row[name] for name in _EDITED if row.get(name) is not None), None)
     if _number(at):  # seconds or milliseconds since 1970
         at = datetime.fromtimestamp(at / 1000 if at > 1e11 else at, timezone.utc).isoformat()
     name = next(name for name in _ANSWERS if row.get(name) is not None)
@@ -1260,10 +1258,8 @@ _QUESTIONS = ("question", "query", "problem", "input")
 
 def _answered(row: dict, options) -> list[dict]:
     """A question and what was answered, in columns of these names (OpenOrca, Nemotron)."""
-    asked, said = (
-        next(name for name in _QUESTIONS if row.get(name) is not None),
-        next(name for name in _ANSWERS if row.get(name) is not None),
-    )
+    asked = next(name for name in _QUESTIONS if row.get(name) is not None)
+    said = next(name for name in _ANSWERS if row.get(name) is not None)
     used = (asked, said, *(["context"] if isinstance(row.get("context"), str) else []))
     return [_without(row, *used, prompt=asked_about(row[asked], row.get("context")), completion=row[said])]
 

@@ -181,11 +181,9 @@ def _update(layer, adapter: str, read) -> torch.Tensor:
     """What an adapter adds to its layer's weight, (alpha / r) B A, of stacked experts (peft's ``ParamWrapper``) one by
     one; ``read`` is put between it and the factors.
     """
-    a, b, experts = (
-        read(layer.lora_A[adapter].weight),
-        read(layer.lora_B[adapter].weight),
-        getattr(layer, "num_experts", 1),
-    )
+    a = read(layer.lora_A[adapter].weight)
+    b = read(layer.lora_B[adapter].weight)
+    experts = getattr(layer, "num_experts", 1)
     if experts == 1:
         return layer.scaling[adapter] * (b @ a)
     stacked = (

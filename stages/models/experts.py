@@ -114,11 +114,9 @@ class Mix(Function):
     def backward(ctx, grad):
         x, weights, pre, gate_up, down = ctx.saved_tensors
         order, low, half = ctx.order, x.dtype, gate_up.shape[1] // 2
-        sorted_x, upper, share = (
-            x[order.tokens],
-            grad.to(low)[order.tokens],
-            weights.reshape(-1)[order.places, None].to(low),
-        )
+        sorted_x = x[order.tokens]
+        upper = grad.to(low)[order.tokens]
+        share = weights.reshape(-1)[order.places, None].to(low)
         wanted = ctx.needs_input_grad
         grad_gate_up = torch.zeros_like(gate_up) if wanted[3] else None
         grad_down = torch.zeros_like(down) if wanted[4] else None

@@ -157,10 +157,8 @@ def trained_bytes(config, shape: Shape, role: Role, adapter: int | None) -> int:
     """
     if not role.trained:
         return 0
-    count, optimizer = (
-        shape.parameters if adapter is None else adapter,
-        ("adamw" if role.whole else getattr(config, "optimizer", "adamw")),
-    )
+    count = shape.parameters if adapter is None else adapter
+    optimizer = "adamw" if role.whole else getattr(config, "optimizer", "adamw")
     if optimizer == "sgd":
         return (8 + (4 if config.momentum else 0)) * count
     if optimizer == "adafactor":

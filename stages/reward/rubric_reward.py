@@ -58,13 +58,11 @@ class RubricScorer:
         from stages.reward.components import OF_KINDS, RewardComponent
         from stages.reward.rewards import Rewards
 
-        self.component, self.rubric, self.inputs, self.device, self.known = (
-            component,
-            rubric,
-            inputs,
-            device,
-            known or {},
-        )
+        self.component = component
+        self.rubric = rubric
+        self.inputs = inputs
+        self.device = device
+        self.known = known or {}
         self.answers: dict[tuple[str, str], str] = {}
         self._loaded: dict[str, object] = {}
         self.settings, self.scorer_ids, scorers = {}, {}, {}
@@ -434,11 +432,9 @@ def write_review(stage) -> list[dict]:
     if not rows:
         return found
     name = lambda r: f"{r['category']}/{r['item_id']}"
-    poor, silent, lost = (
-        [r for r in found if r["flagged"]],
-        [r for r in found if not r["discriminates"]],
-        [r for r in found if r["unscorable"] > 0],
-    )
+    poor = [r for r in found if r["flagged"]]
+    silent = [r for r in found if not r["discriminates"]]
+    lost = [r for r in found if r["unscorable"] > 0]
     if poor:
         stage.warn(
             "rubric_low_confidence",

@@ -146,11 +146,9 @@ def padded(items: Sequence, device: str = "cpu"):
     """
     longest = max(len(i.extra["y"]) for i in items)
     x = torch.zeros(len(items), longest, items[0].extra["x"].shape[1])
-    y, context, target = (
-        torch.zeros(len(items), longest),
-        torch.zeros(len(items), longest, dtype=torch.bool),
-        torch.zeros(len(items), longest, dtype=torch.bool),
-    )
+    y = torch.zeros(len(items), longest)
+    context = torch.zeros(len(items), longest, dtype=torch.bool)
+    target = torch.zeros(len(items), longest, dtype=torch.bool)
     for b, item in enumerate(items):
         n, m = len(item.extra["y"]), item.extra["m"]
         x[b, :n], y[b, :n] = torch.as_tensor(item.extra["x"]), torch.as_tensor(item.extra["y"])

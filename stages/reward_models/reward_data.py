@@ -340,10 +340,8 @@ def annotator_shifts(items: list[Item]) -> dict[str, np.ndarray]:
     """What moves each annotator's mean rating to the overall one, per attribute: people use scales differently
     (``rm.regression``, centre_annotators).
     """
-    values, weights = (
-        np.array([i.extra["targets"] for i in items], float),
-        np.array([i.extra["weight"] for i in items], float),
-    )
+    values = np.array([i.extra["targets"] for i in items], float)
+    weights = np.array([i.extra["weight"] for i in items], float)
     overall, names = moments(values, weights)[0], np.array([str(i.extra["annotator"]) for i in items])
     return {str(name): overall - moments(values[names == name], weights[names == name])[0] for name in np.unique(names)}
 

@@ -108,14 +108,12 @@ class Crediting:
         critic=None,
         steps: StepRewards | None = None,
     ):
-        self.stage, self.config, self.row, self.policy, self.rewards, self.members = (
-            stage,
-            stage.config,
-            row,
-            policy,
-            rewards,
-            members,
-        )
+        self.stage = stage
+        self.config = stage.config
+        self.row = row
+        self.policy = policy
+        self.rewards = rewards
+        self.members = members
         self.reference, self.critic, self.steps = reference, critic, steps
         self.baseline, self.scale = MovingAverageBaseline(self.config.baseline_decay), RunningScale()
         self.asked = preferences_by(self.config, row, rewards)  # component that gives P(y > y'), where one compares
@@ -459,11 +457,9 @@ class Crediting:
         """Log-probs that ratios start from: the sampler's where they are the policy's or the ratio is to whoever
         sampled, else the policy's.
         """
-        known, fresh, engine = (
-            all(logps is not None for logps in sampled),
-            all(g.fresh for g in groups),
-            self.policy.engine.name,
-        )
+        known = all(logps is not None for logps in sampled)
+        fresh = all(g.fresh for g in groups)
+        engine = self.policy.engine.name
         for name in (
             n for n in ("importance_correction", "rejection") if getattr(self.config, n) != "none" and not known
         ):

@@ -49,10 +49,8 @@ class PolicySampler:
         self.params = sampling_params(config, renderer)
         self.seats = getattr(agent, "seats", 1)  # groups that one task gives
         #: Whether the engine's log-probs are the trainer's, so that they need not be computed again.
-        rounds, compares = (
-            config.compute_dtype != "float32",
-            next((n for n in ("importance_correction", "rejection") if getattr(config, n) != "none"), None),
-        )
+        rounds = config.compute_dtype != "float32"
+        compares = next((n for n in ("importance_correction", "rejection") if getattr(config, n) != "none"), None)
         self.exact_logps = self.engine.exact_logps and self.params.plain and not compares and not rounds
         if not self.exact_logps:
             why = (

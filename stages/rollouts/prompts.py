@@ -252,12 +252,10 @@ class PromptOrder:
         }
 
     def restore(self, state: dict) -> None:
-        self.cursor, self.queue, self.scores, self.counts = (
-            state["cursor"],
-            list(state["queue"]),
-            dict(state["scores"]),
-            dict(state["counts"]),
-        )
+        self.cursor = state["cursor"]
+        self.queue = list(state["queue"])
+        self.scores = dict(state["scores"])
+        self.counts = dict(state["counts"])
         self.solved, self.drawn = set(state["solved"]), set(state["drawn"])
         if state["kept"] is not None:
             self._keep(set(state["kept"]))

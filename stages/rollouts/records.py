@@ -35,13 +35,11 @@ class Records:
     """
 
     def __init__(self, stage, members: Members, policy: PolicySampler):
-        self.stage, self.config, self.members, self.policy, self.decode = (
-            stage,
-            stage.config,
-            members,
-            policy,
-            policy.renderer.tokenizer.decode,
-        )
+        self.stage = stage
+        self.config = stage.config
+        self.members = members
+        self.policy = policy
+        self.decode = policy.renderer.tokenizer.decode
         self.shown = -math.inf  # when samples were shown last
         wanted = {"rollouts": "rollouts/1", "prompt_stats": "prompt_stats/1"}
         wanted |= ({"trajectories": "trajectories/1"} if policy.agent is not None else {}) | (

@@ -99,10 +99,8 @@ class StoredGroups:
 
     def __init__(self, stage, prompts):
         self.stage = stage
-        self.groups, self.cursor = (
-            _groups_of(stage.dataset("stored").iter_rows(), {row["prompt_id"]: row for row, _ in prompts}),
-            0,
-        )
+        self.groups = _groups_of(stage.dataset("stored").iter_rows(), {row["prompt_id"]: row for row, _ in prompts})
+        self.cursor = 0
         self.passes = Passes(stage.rng, "stored", len(self.groups))
         _compare_rewards(stage, [s for g in self.groups for s in g.samples])
         for k, group in enumerate(self.groups):

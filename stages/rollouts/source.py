@@ -73,14 +73,12 @@ class Rollouts:
         start=None,
     ):
         config = self.config = stage.config
-        self.stage, self.row, self.rewards, self.reference, self.old, self.critic = (
-            stage,
-            row,
-            rewards,
-            reference,
-            old,
-            critic,
-        )
+        self.stage = stage
+        self.row = row
+        self.rewards = rewards
+        self.reference = reference
+        self.old = old
+        self.critic = critic
         if stage.has("stored"):
             check_stored(stage, row)
         check_company(config, row, rewards, stage.has("stored"))

@@ -25,11 +25,9 @@ class StepRewards:
     def __init__(self, stage, renderer):
         from stages.reward_models.reward_scorers import load_scorer
 
-        self.scorer, self.renderer, self.separator = (
-            load_scorer(stage.path("reward_model"), stage.device, frozen=stage.config.frozen_dtype),
-            renderer,
-            stage.config.step_separator,
-        )
+        self.scorer = load_scorer(stage.path("reward_model"), stage.device, frozen=stage.config.frozen_dtype)
+        self.renderer = renderer
+        self.separator = stage.config.step_separator
         if not self.reads_text and not hasattr(self.scorer, "score_ids"):
             raise ValueError(
                 "advantage=process reads a process reward model (objective=prm) or a scalar one, not"

@@ -63,11 +63,9 @@ def attend(module, query, key, value, attention_mask, **options):
         and not torch.is_autocast_enabled(query.device.type)
         and options.get("cache") is None
     ):
-        key, value, module = (
-            repeat_kv(key, groups),
-            repeat_kv(value, groups),
-            SimpleNamespace(is_causal=getattr(module, "is_causal", True)),
-        )
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 

@@ -137,13 +137,11 @@ class ChatServer:
     def __init__(
         self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0, concurrency: int = 8
     ):
-        self.endpoint, self.model, self.key_variable, self.timeout_s, self.concurrency = (
-            endpoint.rstrip("/"),
-            model,
-            key_variable,
-            timeout_s,
-            concurrency,
-        )
+        self.endpoint = endpoint.rstrip("/")
+        self.model = model
+        self.key_variable = key_variable
+        self.timeout_s = timeout_s
+        self.concurrency = concurrency
 
     def ask(self, messages: list[dict], **settings) -> dict:
         """The choice that answers a conversation, with the answer's ``usage``.

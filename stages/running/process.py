@@ -176,15 +176,13 @@ def _launch_ranks(spec_path: str, stage: str, devices: int, workdir: Path, nodes
             error = min(told, key=lambda e: e.pop("time"))
         code = 2 if error["type"] == "ConfigError" else 1
     except (Terminated, KeyboardInterrupt):
-        error, code = (
-            {
-                "event": "error",
-                "type": "Terminated",
-                "message": "the stage was asked to stop",
-                "traceback": "",
-            },
-            128 + signal.SIGTERM,
-        )
+        error = {
+            "event": "error",
+            "type": "Terminated",
+            "message": "the stage was asked to stop",
+            "traceback": "",
+        }
+        code = 128 + signal.SIGTERM
     except ConfigError as failure:
         error, code = {"event": "error", "type": "ConfigError", "message": str(failure), "traceback": ""}, 2
     except Exception as failure:

@@ -18,45 +18,31 @@ from itertools import combinations
 
 from stages.verification.verifiers import CHECKERS, check_constraint, guess_language
 
-COMMA, JSON, TITLE, OPTIONS = (
-    "punctuation:no_comma",
-    "detectable_format:json_format",
-    "detectable_format:title",
-    "detectable_format:constrained_response",
-)
-WORDS, SENTENCES, PARAGRAPHS = (
-    "length_constraints:number_words",
-    "length_constraints:number_sentences",
-    "length_constraints:number_paragraphs",
-)
-FIRST_WORD, PLACEHOLDERS, POSTSCRIPT = (
-    "length_constraints:nth_paragraph_first_word",
-    "detectable_content:number_placeholders",
-    "detectable_content:postscript",
-)
-BULLETS, HIGHLIGHTS, SECTIONS = (
-    "detectable_format:number_bullet_lists",
-    "detectable_format:number_highlighted_sections",
-    "detectable_format:multiple_sections",
-)
-TWO, REPEAT, END, QUOTED = (
-    "combination:two_responses",
-    "combination:repeat_prompt",
-    "startend:end_checker",
-    "startend:quotation",
-)
-CAPITAL, LOWER, CAPITAL_WORDS = (
-    "change_case:english_capital",
-    "change_case:english_lowercase",
-    "change_case:capital_word_frequency",
-)
-KEYWORDS, FORBIDDEN, FREQUENCY, LETTER, LANGUAGE = (
-    "keywords:existence",
-    "keywords:forbidden_words",
-    "keywords:frequency",
-    "keywords:letter_frequency",
-    "language:response_language",
-)
+COMMA = "punctuation:no_comma"
+JSON = "detectable_format:json_format"
+TITLE = "detectable_format:title"
+OPTIONS = "detectable_format:constrained_response"
+WORDS = "length_constraints:number_words"
+SENTENCES = "length_constraints:number_sentences"
+PARAGRAPHS = "length_constraints:number_paragraphs"
+FIRST_WORD = "length_constraints:nth_paragraph_first_word"
+PLACEHOLDERS = "detectable_content:number_placeholders"
+POSTSCRIPT = "detectable_content:postscript"
+BULLETS = "detectable_format:number_bullet_lists"
+HIGHLIGHTS = "detectable_format:number_highlighted_sections"
+SECTIONS = "detectable_format:multiple_sections"
+TWO = "combination:two_responses"
+REPEAT = "combination:repeat_prompt"
+END = "startend:end_checker"
+QUOTED = "startend:quotation"
+CAPITAL = "change_case:english_capital"
+LOWER = "change_case:english_lowercase"
+CAPITAL_WORDS = "change_case:capital_word_frequency"
+KEYWORDS = "keywords:existence"
+FORBIDDEN = "keywords:forbidden_words"
+FREQUENCY = "keywords:frequency"
+LETTER = "keywords:letter_frequency"
+LANGUAGE = "language:response_language"
 
 #: Words that an answer is asked to have, or not to have: plain ones, without capitals and commas.
 KEYWORD_POOL = tuple(

@@ -16,10 +16,8 @@ class Result:
 
     def __init__(self, workdir: Path, result: dict | None = None):
         self.workdir, self.result = workdir, result or {}
-        self.data, self.quarantine = (
-            open_dataset(workdir / "out" / "data"),
-            open_dataset(workdir / "out" / "quarantine"),
-        )
+        self.data = open_dataset(workdir / "out" / "data")
+        self.quarantine = open_dataset(workdir / "out" / "quarantine")
         self.counts = self.data.manifest["counts"]
 
     @property

@@ -111,10 +111,8 @@ def test_aspects_are_weighed(tmp_path):
         tmp_path / "x.jsonl", [rating("a", helpfulness=5, honesty=1), rating("b", helpfulness=1, honesty=4)]
     )
     weights = {"helpfulness": 0.25, "honesty": 0.75}
-    given, weighed = (
-        ingest(path, tmp_path / "w", kind="ratings/1"),
-        ingest(path, tmp_path / "w2", kind="ratings/1", aspect_weights=weights),
-    )
+    given = ingest(path, tmp_path / "w", kind="ratings/1")
+    weighed = ingest(path, tmp_path / "w2", kind="ratings/1", aspect_weights=weights)
     assert [row["score"] for row in given.rows] == [3.0, 3.0] and [row["score"] for row in weighed.rows] == [2.0, 3.25]
     (pair,) = ingest(path, tmp_path / "w3", kind="pairs/1", aspect_weights=weights).rows
     assert (said(pair["chosen"]), pair["chosen_score"], pair["rejected_score"]) == (["b"], 3.25, 2.0)

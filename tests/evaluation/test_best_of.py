@@ -176,11 +176,9 @@ def test_files_with_lists_of_answers(tiny, tmp_path, target):
             {"target": target, "split": "train", "probe_pairs": 0},
         )
     )
-    records, summary, prefix = (
-        answers_of(tmp_path / "run"),
-        result["summary"],
-        "" if target == "reward_model" else "pair_",
-    )
+    records = answers_of(tmp_path / "run")
+    summary = result["summary"]
+    prefix = "" if target == "reward_model" else "pair_"
     assert summary["pairs"] == 3 * 3 + 3 * 3 + 3 * 6
     for name in ("Math", "Focus"):
         won = {}

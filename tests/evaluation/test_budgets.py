@@ -94,10 +94,8 @@ def test_ranks_are_those_of_the_models_own_forward(tiny, tmp_path):
     )
     records = scores.records_of(open_dataset(tmp_path / "out" / "samples").iter_rows())
     prompts = {row["row_id"]: row["prompt"] for row in open_dataset(tiny["prompts"]).iter_rows()}
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(tiny["policy"]).eval(),
-        AutoTokenizer.from_pretrained(tiny["policy"]),
-    )
+    model = AutoModelForCausalLM.from_pretrained(tiny["policy"]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny["policy"])
     for r in records[:4]:
         text = tokenizer.apply_chat_template(prompts[r["item_id"]], tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -578,10 +578,8 @@ def test_lengths_and_style_are_of_what_the_judge_is_shown(rate, file):
     length, style or bias of the judge; under view=full it is.
     """
     thought = "<think>" + "**well** " * 120 + "</think>"
-    ours, theirs = (
-        {f"q{i}": f"{thought}quality 5" for i in range(8)},
-        {f"q{i}": "quality 1 and so on" for i in range(8)},
-    )
+    ours = {f"q{i}": f"{thought}quality 5" for i in range(8)}
+    theirs = {f"q{i}": "quality 1 and so on" for i in range(8)}
     with chat_server(by_quality) as server:
         for view, length in (("answer_only", 9), ("full", len(thought) + 9)):
             result, battles, scores = rate(

@@ -62,11 +62,9 @@ def test_nightly_schedule_is_active(servers):
     assert [(schedule["active"], schedule["schedule"]["cron"]) for schedule in schedules] == [(True, NIGHTLY)]
 
 
-NIGHTLY_RUN, WORLD_STAGE, MIX_STAGE = (
-    "post_training/post_training-nightly",
-    "stage-world/stage-world",
-    "stage-mix/stage-mix",
-)
+NIGHTLY_RUN = "post_training/post_training-nightly"
+WORLD_STAGE = "stage-world/stage-world"
+MIX_STAGE = "stage-mix/stage-mix"
 
 
 @pytest.fixture(scope="module")

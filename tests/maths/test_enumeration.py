@@ -201,11 +201,9 @@ def test_importance_sampling_recovers_the_target_policys_gradient():
 
 def test_training_on_exact_gradients_reaches_the_kl_optimum():
     """REINFORCE with k1 in the reward, and DPO on population preferences, converge to ref exp(r/beta)/Z."""
-    ref, r, beta = (
-        torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),
-        torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64),
-        0.5,
-    )
+    ref = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    r = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)
+    beta = 0.5
     target = torch.tensor(oracles.kl_optimum(ref, r, beta)["pi"])
     theta = ref.log().clone()
     for _ in range(3000):

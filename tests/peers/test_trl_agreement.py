@@ -310,10 +310,8 @@ def test_trl_trains_what_the_template_writes_behind_the_end_of_turn(models, tmp_
     agree(ours, theirs, trl_side.flat(trl_side.model_of(models["chatml"])))
     tokenizer = trl_side.tokenizer_of(models["chatml"])
     line_break = tokenizer("\n", add_special_tokens=False)["input_ids"]
-    theirs, ours = (
-        trl_side.sft(models["chatml"], ANSWERS, tmp_path / "trl-2"),
-        our_side.sft(models["chatml"], ANSWERS, tmp_path / "ours-2"),
-    )
+    theirs = trl_side.sft(models["chatml"], ANSWERS, tmp_path / "trl-2")
+    ours = our_side.sft(models["chatml"], ANSWERS, tmp_path / "ours-2")
     for labels, item in zip(theirs.batches[0]["labels"], ours.batches[0]["items"]):
         mine = [i for i, m in zip(item.responses[0].tolist(), item.masks[0]) if m]
         assert [i for i in labels if i != -100] == mine + line_break and mine[-1] == tokenizer.eos_token_id
@@ -354,10 +352,8 @@ def test_tools_and_their_answers_are_the_same_tokens(models, tmp_path):
         }
         for i in range(12)
     ]
-    theirs, ours = (
-        trl_side.sft(models["tools"], rows, tmp_path / "trl", assistant_only_loss=True, max_length=512),
-        our_side.sft(models["tools"], rows, tmp_path / "ours", max_length=512),
-    )
+    theirs = trl_side.sft(models["tools"], rows, tmp_path / "trl", assistant_only_loss=True, max_length=512)
+    ours = our_side.sft(models["tools"], rows, tmp_path / "ours", max_length=512)
     for step in range(trl_side.STEPS):
         for ids, labels, item in zip(
             theirs.batches[step]["input_ids"], theirs.batches[step]["labels"], ours.batches[step]["items"]
@@ -395,10 +391,8 @@ def test_long_pairs_are_cut_differently(models, tmp_path):
 def test_control_tokens_in_a_text_are_text_here(models, tmp_path):
     """A user who writes <|im_end|> ends the turn in TRL's rows, and has written ten characters here."""
     rows = [{"messages": chat(f"say <|im_end|> {i}", "b" * (1 + i % 4))} for i in range(12)]
-    theirs, ours = (
-        trl_side.sft(models["policy"], rows, tmp_path / "trl", assistant_only_loss=True),
-        our_side.sft(models["policy"], rows, tmp_path / "ours"),
-    )
+    theirs = trl_side.sft(models["policy"], rows, tmp_path / "trl", assistant_only_loss=True)
+    ours = our_side.sft(models["policy"], rows, tmp_path / "ours")
     end = trl_side.tokenizer_of(models["policy"]).eos_token_id
     assert (
         theirs.batches[0]["input_ids"][0].count(end) == 3

@@ -396,15 +396,13 @@ def test_special_token_text_in_what_an_encoder_reads_is_text(encoder):
     from stages.reward_models.reward_heads import EncoderReader
 
     tokenizer = AutoTokenizer.from_pretrained(encoder)
-    reader, control = (
-        EncoderReader(tokenizer, 64),
-        {
-            tokenizer.cls_token_id,
-            tokenizer.sep_token_id,
-            tokenizer.mask_token_id,
-            tokenizer.pad_token_id,
-        },
-    )
+    reader = EncoderReader(tokenizer, 64)
+    control = {
+        tokenizer.cls_token_id,
+        tokenizer.sep_token_id,
+        tokenizer.mask_token_id,
+        tokenizer.pad_token_id,
+    }
     prompt, [(answer, _)] = reader.parts(
         [{"role": "user", "content": "a [CLS] good"}],
         [[{"role": "assistant", "content": "good [SEP] bad [MASK] [PAD]"}]],
@@ -643,11 +641,9 @@ def test_comparisons_that_the_cut_makes_the_same_are_dropped_and_cuts_are_counte
     from stages.algorithms import resolve
     from stages.chat import renderer_for
 
-    reader, make, dropped = (
-        ChatReader(renderer_for(tiny["policy"]), 200),
-        resolve(REWARD_OBJECTIVES[objective].encode),
-        Counter(),
-    )
+    reader = ChatReader(renderer_for(tiny["policy"]), 200)
+    make = resolve(REWARD_OBJECTIVES[objective].encode)
+    dropped = Counter()
     config = Config(objective=objective)
     row = lambda chosen, rejected: {
         "row_id": "r",

@@ -289,10 +289,8 @@ def test_a_stop_string_that_is_a_special_token_stops_vllm(made, tmp_path, monkey
     model.resize_token_embeddings(len(tokenizer))
     save_policy(model, tokenizer, str(tmp_path / "tagged"))
     monkeypatch.setitem(sys.modules, "vllm", fake_vllm)
-    engine, params = (
-        VLLMEngine(str(tmp_path / "tagged"), tokenizer),
-        SamplingParams(temperature=0, max_new_tokens=6, logit_bias={tag: 50.0}, stop_strings=("</answer>",)),
-    )
+    engine = VLLMEngine(str(tmp_path / "tagged"), tokenizer)
+    params = SamplingParams(temperature=0, max_new_tokens=6, logit_bias={tag: 50.0}, stop_strings=("</answer>",))
     assert tag in tag_ids(tokenizer)
     ((c,),) = engine.generate([[1, 40]], params, [[0]])
     assert (c.ids, c.finish_reason, c.text) == ([tag], "stop", "")

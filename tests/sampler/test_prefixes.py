@@ -242,10 +242,8 @@ def test_a_beginning_that_all_prompts_share_is_attended_in_common(models, monkey
     rng = random.Random(2)
     start = [rng.randrange(96) for _ in range(66)]
     prompts = [start + [rng.randrange(96) for _ in range(1 + i % 9)] for i in range(20)]
-    params, seeds = (
-        SamplingParams(max_new_tokens=20, stop_ids=set(range(9)), temperature=0.7),
-        [[i, 50 + i] for i in range(20)],
-    )
+    params = SamplingParams(max_new_tokens=20, stop_ids=set(range(9)), temperature=0.7)
+    seeds = [[i, 50 + i] for i in range(20)]
     out = Sampler(model, None, max_batch=batch).generate(prompts, params, seeds)
     assert [t.length.tolist() for t in made[Trunks]] == [[66]] and made[SlotKV][-1].columns <= 9 + 20
     assert len({len(c.ids) for group in out for c in group}) > 5

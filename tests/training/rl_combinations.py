@@ -210,14 +210,12 @@ class Covering:
     """
 
     def __init__(self, seed: int, size: int = 7):
-        self.rng, self.size, self.axes, self.seen, self.tried, self.refusals = (
-            np.random.default_rng(seed),
-            size,
-            axes(),
-            set(),
-            set(),
-            [],
-        )
+        self.rng = np.random.default_rng(seed)
+        self.size = size
+        self.axes = axes()
+        self.seen = set()
+        self.tried = set()
+        self.refusals = []
         from stages.rl import Preset
 
         self.presets, self.order = list(get_args(Preset)), []
@@ -424,10 +422,8 @@ class World:
         average = {n: watch.policy[0].before[n] for n in watch.policy[0].trained}
         for noted in watch.policy:
             average = {n: decay * w + (1 - decay) * noted.after[n] for n, w in average.items()}
-        expected, found = (
-            plain({**watch.policy[-1].after, **average}),
-            load_file(str(Path(spec["workdir"], "out", "model", "model.safetensors"))),
-        )
+        expected = plain({**watch.policy[-1].after, **average})
+        found = load_file(str(Path(spec["workdir"], "out", "model", "model.safetensors")))
         return [
             f"the published {n} is off by {float((w - found[n].double()).abs().max()):.3g}"
             for n, w in expected.items()

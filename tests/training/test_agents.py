@@ -196,10 +196,8 @@ def test_an_update_can_be_computed_again_from_the_rollouts(tiny, data, spec):
             1, ids[0, n:, None]
         )[:, 0]
         own = torch.tensor(row["tool_mask"]) == 0
-        total, count = (
-            total - (torch.tensor(advantages) * torch.exp(logps - logps.detach()))[own].sum(),
-            count + int(own.sum()),
-        )
+        total = total - (torch.tensor(advantages) * torch.exp(logps - logps.detach()))[own].sum()
+        count = count + int(own.sum())
     grads = torch.autograd.grad(total / count, list(model.parameters()))
     assert metrics[0]["train/grad_norm"] == pytest.approx(float(sum((g**2).sum() for g in grads) ** 0.5), rel=1e-3)
 
@@ -402,10 +400,8 @@ def test_a_turn_that_the_engine_lost_or_gave_no_log_probs_of(tiny, data, environ
     )
     renderer, prompts = renderer_for(tiny["policy"]), list(open_dataset(data["prompts"]).iter_rows())[:2]
     rows = [({**r, "extra_json": '{"answers": ["yes", "no"]}'}, []) for r in prompts]
-    sampler, agent = (
-        Sampler(load_policy(tiny["policy"]), renderer.tokenizer),
-        (Debaters if debate else Agent)(config, renderer),
-    )
+    sampler = Sampler(load_policy(tiny["policy"]), renderer.tokenizer)
+    agent = (Debaters if debate else Agent)(config, renderer)
     params, seeds = sampling_params(config, renderer), [[1, 2], [3, 4]]
     # the second turn of the first trajectory of the second task
     gone = seed_for(seed_for(3, "debate", 1), "turn", 1) if debate else seed_for(3, "agent", "turn", 1)
@@ -955,11 +951,9 @@ def test_continuations_that_an_engine_lost_are_left_out(tiny, data, spec):
         prompt_rows(stage, stage.dataset("data"), "train", renderer, 64),
     )
     groups = source.groups.sample(source.order.take(2, 0), 0, 0)
-    samples, group_at, engine = (
-        [s for g in groups for s in g.samples],
-        [g for g in groups for _ in g.samples],
-        source.policy.engine,
-    )
+    samples = [s for g in groups for s in g.samples]
+    group_at = [g for g in groups for _ in g.samples]
+    engine = source.policy.engine
 
     class Losing:
         """The engine without the completions of some seeds."""
@@ -1094,10 +1088,8 @@ def test_self_paced_rl_lets_harder_prompts_in(tiny, data, spec, tmp_path):
     rows, easy = rows_under_a_curriculum(
         tiny, data, spec, tmp_path, iterations=1, curriculum="self_paced", self_paced_thresholds=[0.4, 1.25]
     )
-    first, last = (
-        {r["prompt_id"] for r in rows if r["iteration"] == 0},
-        {r["prompt_id"] for r in rows if r["iteration"] == 5},
-    )
+    first = {r["prompt_id"] for r in rows if r["iteration"] == 0}
+    last = {r["prompt_id"] for r in rows if r["iteration"] == 5}
     assert first <= easy and last - easy, "a loss of 0.75 is let in once 1/K has passed it"
     with pytest.raises(Exception, match="must be above 0 and not fall"):
         from stages.rl import resolve_preset

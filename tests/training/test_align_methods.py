@@ -216,10 +216,8 @@ def log_odds_ratio(r):
 
 
 def aot_paired(rows):
-    policy, ref = (
-        torch.stack([r["S"][0] - r["S"][1] for r in rows]),
-        torch.tensor([r["ref"][0] - r["ref"][1] for r in rows], dtype=torch.float64),
-    )
+    policy = torch.stack([r["S"][0] - r["S"][1] for r in rows])
+    ref = torch.tensor([r["ref"][0] - r["ref"][1] for r in rows], dtype=torch.float64)
     return L(0.1 * (torch.sort(policy)[0] - torch.sort(ref)[0])).mean()
 
 

@@ -234,16 +234,14 @@ def test_a_resumed_run_has_the_loss_of_its_tokens(tmp_path, data, tiny, spec, mo
         pad_token_id=tokenizer.pad_token_id,
     ).save_pretrained(tmp_path / "olmoe")
     tokenizer.save_pretrained(tmp_path / "olmoe")
-    config, save = (
-        {
-            "max_steps": 3,
-            "batch_size": 6,
-            "learning_rate": 1e-3,
-            "router_aux_loss_coef": 0.1,
-            "eval_rows": 0,
-        },
-        Stage.save_checkpoint,
-    )
+    config = {
+        "max_steps": 3,
+        "batch_size": 6,
+        "learning_rate": 1e-3,
+        "router_aux_loss_coef": 0.1,
+        "eval_rows": 0,
+    }
+    save = Stage.save_checkpoint
 
     def run(name):
         execute(

@@ -147,10 +147,8 @@ def test_kill9_judges_every_demonstration_once(spec, tiny, tmp_path, forks):
 
 @pytest.mark.parametrize("min_gain", [None, 0.0])
 def test_kill9_makes_every_call_once(spec, tiny, tmp_path, forks, min_gain):
-    path, texts = (
-        str(tmp_path / "texts"),
-        [f"{i} and {i} is <API>calculator({i} + {i})</API>, is it not? <API>clock({i})</API>" for i in range(30)],
-    )
+    path = str(tmp_path / "texts")
+    texts = [f"{i} and {i} is <API>calculator({i} + {i})</API>, is it not? <API>clock({i})</API>" for i in range(30)]
     written(path, "texts", "text/1", [{"text": t, "n_chars": len(t)} for t in texts])
     config, inputs = {"block": 3}, {"data": path}
     if min_gain is not None:
@@ -195,13 +193,11 @@ def test_reference_log_probs_are_computed_once(spec, tiny, data, monkeypatch):
     from stages.direct.direct_alignment import DirectAlignment
 
     monkeypatch.setattr(align, "BLOCK", 8)
-    config, inputs = (
-        {"max_steps": 2, "batch_size": 24, "max_length": 64},
-        {
-            "model": tiny["policy"],
-            "data": data["pairs"],
-        },
-    )
+    config = {"max_steps": 2, "batch_size": 24, "max_length": 64}
+    inputs = {
+        "model": tiny["policy"],
+        "data": data["pairs"],
+    }
     with monkeypatch.context() as patch:
         every = interrupted(patch, DirectAlignment, "log_probs", 99)
         whole = execute(spec("align", config, inputs, "whole"), silent)
@@ -275,13 +271,11 @@ def test_scores_and_embeddings_are_computed_once(spec, tiny, tmp_path, monkeypat
             for i in range(48)
         ],
     )
-    config, inputs = (
-        {"max_steps": 2, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "eval_context_sizes": [1]},
-        {
-            "model": tiny["policy"],
-            "data": path,
-        },
-    )
+    config = {"max_steps": 2, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "eval_context_sizes": [1]}
+    inputs = {
+        "model": tiny["policy"],
+        "data": path,
+    }
     whole = execute(spec("group_preference", config, inputs, "whole"), silent)
     made = spec("group_preference", config, inputs, "killed")
     with monkeypatch.context() as patch:

@@ -217,13 +217,11 @@ def test_a_teacher_whose_head_is_padded_further_is_refused_with_the_way_out(spec
 
 
 def test_kill9_captures_every_row_once(spec, tiny, data, forks):
-    config, inputs = (
-        {"max_length": 64, "top_k": 3, "block": 5},
-        {
-            "model": tiny["policy"],
-            "data": data["demonstrations"],
-        },
-    )
+    config = {"max_length": 64, "top_k": 3, "block": 5}
+    inputs = {
+        "model": tiny["policy"],
+        "data": data["demonstrations"],
+    }
     whole = spec("capture", config, inputs, "whole")
     forks.run(spec.path("whole"))
     killed = spec("capture", config, inputs, "killed")

@@ -399,12 +399,10 @@ def test_sft_logs_accuracy_tokens_and_cut_rows(tiny, data, spec):
             continue
         best = model(torch.tensor([found.ids])).logits[0, :-1].argmax(-1).numpy()
         mask = np.array(found.mask[1:], bool)
-        right, total, cut, rows = (
-            right + (best == np.array(found.ids[1:]))[mask].sum(),
-            total + mask.sum(),
-            cut + found.truncated,
-            rows + 1,
-        )
+        right = right + (best == np.array(found.ids[1:]))[mask].sum()
+        total = total + mask.sum()
+        cut = cut + found.truncated
+        rows = rows + 1
     assert 0 < cut < rows
     assert logged["train/token_accuracy"] == pytest.approx(right / total) and logged["train/trained_tokens"] == total
     assert logged["train/truncated_fraction"] == pytest.approx(cut / rows)

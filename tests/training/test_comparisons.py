@@ -165,10 +165,8 @@ def test_online_ipo_regresses_on_the_probability_of_its_pairs(rl, pairwise):
         2:
     ] == pytest.approx([0.9, 0.1])
 
-    logps, ref = (
-        torch.tensor([[-1.0, -2.0], [-0.5, -1.5]], dtype=torch.float64, requires_grad=True),
-        torch.tensor([[-1.2, -1.9], [-0.4, -1.1]], dtype=torch.float64),
-    )
+    logps = torch.tensor([[-1.0, -2.0], [-0.5, -1.5]], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([[-1.2, -1.9], [-0.4, -1.1]], dtype=torch.float64)
     seen = Responses(
         logps,
         logps.detach(),

@@ -21,13 +21,11 @@ def test_the_multiplier_ends_where_the_constrained_optimum_is():
     """Three answers; the exact KL-regularised optimum under the multiplier, batch after batch: E[R_2] ends at its bound
     and the multiplier at the one that bisection finds.
     """
-    ref, first, second, beta, bound = (
-        np.array([0.5, 0.3, 0.2]),
-        np.array([1.0, 0.2, -0.5]),
-        np.array([-1.0, 0.5, 1.0]),
-        0.5,
-        0.4,
-    )
+    ref = np.array([0.5, 0.3, 0.2])
+    first = np.array([1.0, 0.2, -0.5])
+    second = np.array([-1.0, 0.5, 1.0])
+    beta = 0.5
+    bound = 0.4
     best = lambda multiplier: oracles.kl_optimum(ref, first + multiplier * second, beta)["pi"]
     low, high = 0.0, 50.0
     for _ in range(200):

@@ -260,17 +260,15 @@ def test_ranks_share_a_server(tiny, data, spec, sharding, forks):
     from tests.sampler import fake_vllm
     from tests.sampler.servers import vllm_server
 
-    config, found, asked = (
-        {
-            **RL,
-            **(FULL if sharding == "full" else {}),
-            "preset": "dr_grpo",
-            "engine": "server",
-            "importance_correction": "token_truncate",
-        },
-        [],
-        [],
-    )
+    config = {
+        **RL,
+        **(FULL if sharding == "full" else {}),
+        "preset": "dr_grpo",
+        "engine": "server",
+        "importance_correction": "token_truncate",
+    }
+    found = []
+    asked = []
     for devices in (1, 2):
         llm = fake_vllm.LLM(tiny["policy"])
         with vllm_server(llm) as (url, seen):

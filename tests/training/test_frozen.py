@@ -39,20 +39,9 @@ from tests.common import silent
 from tests.reward.conftest import encoder  # noqa: F401
 from tests.training.fresh import scores, scores_elsewhere
 from tests.training.test_invariance import text_items
+from tests.training.test_lora_reference import RL
 
 SFT = {"learning_rate": 1e-2, "batch_size": 8, "num_train_epochs": 1, "max_length": 64, "lora_rank": 4}
-RL = {
-    "preset": "grpo",
-    "beta": 0.1,
-    "lora_rank": 4,
-    "learning_rate": 1e-2,
-    "max_steps": 4,
-    "prompts_per_step": 4,
-    "num_generations": 4,
-    "num_iterations": 2,
-    "max_completion_length": 10,
-    "rewards": [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}],
-}
 
 
 def low(model) -> set[str]:
@@ -219,14 +208,12 @@ def test_a_stage_on_a_bfloat16_checkpoint_publishes_the_bytes_of_float32(case, h
     published model is float32.
     """
     stage, config, rows, more = STAGES[case]
-    inputs, found = (
-        {
-            "model": half["policy"],
-            "data": data[rows],
-            **{name: half[which] for name, which in more.items()},
-        },
-        {},
-    )
+    inputs = {
+        "model": half["policy"],
+        "data": data[rows],
+        **{name: half[which] for name, which in more.items()},
+    }
+    found = {}
     for how in ("auto", "float32"):
         made = spec(stage, {**config, "frozen_dtype": how}, inputs, how)
         result = execute(made, silent)

@@ -240,16 +240,14 @@ def test_scorers_and_sub_items_are_read_as_written_or_refused(tmp_path):
         file.write_text(json.dumps({"categories": {"c": {"items": items}}}))
         return rubrics.read_rubric(str(file))
 
-    own, versions = (
-        {
-            "id": "own",
-            "kind": "verifiable",
-            "criterion": "Own.",
-            "weight": 1.0,
-            "scorer": {"kind": "python", "source": str(source)},
-        },
-        [],
-    )
+    own = {
+        "id": "own",
+        "kind": "verifiable",
+        "criterion": "Own.",
+        "weight": 1.0,
+        "scorer": {"kind": "python", "source": str(source)},
+    }
+    versions = []
     for value in (1.0, 0.0):
         source.write_text(f"def score(prompt, completion, answer):\n    return {value}\n")
         (row,) = read(own)

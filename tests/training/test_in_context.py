@@ -680,18 +680,16 @@ def test_plain_text_is_mixed_by_characters(spec, tmp_path):
 
 # -- candidates scored again, and as many as are drawn -----------------------------------------------------------------
 
-LENGTH, SHORT = (
-    [{"name": "length", "kind": "length", "max_length": 12, "cache_length": 12}],
-    [
-        {
-            "name": "short",
-            "kind": "python",
-            "source": (
-                "def score(prompt, completion, answer):\n    return None if 'e' in completion else -len(completion)\n"
-            ),
-        }
-    ],
-)
+LENGTH = [{"name": "length", "kind": "length", "max_length": 12, "cache_length": 12}]
+SHORT = [
+    {
+        "name": "short",
+        "kind": "python",
+        "source": (
+            "def score(prompt, completion, answer):\n    return None if 'e' in completion else -len(completion)\n"
+        ),
+    }
+]
 
 
 def test_candidates_are_scored_again_by_other_rewards(spec, tiny, data):

@@ -190,10 +190,8 @@ def test_an_adapter_alone_is_exported_for_peft(tiny, data, tmp_path, monkeypatch
         "--set",
         "learning_rate=0.01",
     ]
-    plain, adapted = (
-        command(*sft)["outputs"]["model"],
-        command(*sft, "--set", "lora_rank=4", "--set", "lora_dora=true")["outputs"]["model"],
-    )
+    plain = command(*sft)["outputs"]["model"]
+    adapted = command(*sft, "--set", "lora_rank=4", "--set", "lora_dora=true")["outputs"]["model"]
     assert "no adapter beside its weights" in str(command("export", plain, tmp_path / "no", "--adapter", code=2))
     assert "write --adapter too" in str(command("export", adapted, tmp_path / "no", "--base", "x", code=2))
     command("export", adapted, tmp_path / "adapter", "--adapter", "--base", tiny["policy"])

@@ -255,11 +255,9 @@ def test_rates_are_those_of_transformers(case, warmup):
     if case == "inverse_sqrt" and not warmup:
         pytest.skip("transformers takes 10,000 steps for the time scale then, we one")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
-    theirs, schedule = (
-        [],
-        get_scheduler(
-            name, optimizer, num_warmup_steps=warmup, num_training_steps=TOTAL, scheduler_specific_kwargs=arguments
-        ),
+    theirs = []
+    schedule = get_scheduler(
+        name, optimizer, num_warmup_steps=warmup, num_training_steps=TOTAL, scheduler_specific_kwargs=arguments
     )
     for _ in range(TOTAL + 1):
         theirs.append(optimizer.param_groups[0]["lr"])

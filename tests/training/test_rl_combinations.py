@@ -206,16 +206,14 @@ def test_every_setting_is_tried_or_left_out_for_a_reason_and_refusals_say_what_t
 
 def test_the_audit_finds_what_is_wrong(world):
     """One number changed in rollouts, curves or weights, and it says so."""
-    config, watch = (
-        {
-            **BASE,
-            "preset": "ppo",
-            "critic_learning_rate": 1e-2,
-            "num_iterations": 1,
-            "truncation_policy": "score",
-        },
-        Watch(),
-    )
+    config = {
+        **BASE,
+        "preset": "ppo",
+        "critic_learning_rate": 1e-2,
+        "num_iterations": 1,
+        "truncation_policy": "score",
+    }
+    watch = Watch()
     inputs = world.inputs(config)
     rows, metrics, _ = world.run(config, "audited", inputs, watch)
     find = lambda rows=rows, metrics=metrics, **changes: "\n".join(

@@ -137,13 +137,11 @@ def token_rewards(row, coef):
 
 
 def advantage_gae(row, coef, lam):
-    r, v, out, running, after = (
-        token_rewards(row, coef),
-        row["values"],
-        np.zeros(row["length"]),
-        0.0,
-        row["bootstrap_value"],
-    )
+    r = token_rewards(row, coef)
+    v = row["values"]
+    out = np.zeros(row["length"])
+    running = 0.0
+    after = row["bootstrap_value"]
     for t in reversed(range(row["length"])):
         running = r[t] + after - v[t] + lam * running
         out[t], after = running, v[t]

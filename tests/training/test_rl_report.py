@@ -126,10 +126,8 @@ def test_accuracy_of_reward_models_on_the_policys_answers():
     from stages.reward.components import RewardComponent
     from stages.rollouts.metrics import scorer_accuracy
 
-    model, gold = (
-        RewardComponent(name="proxy", kind="model"),
-        RewardComponent(name="gold", kind="model", input="gold", weight=0.0),
-    )
+    model = RewardComponent(name="proxy", kind="model")
+    gold = RewardComponent(name="gold", kind="model", input="gold", weight=0.0)
 
     def answers(*of):
         return [
@@ -274,10 +272,8 @@ def test_an_rl_run_tells_everything(tiny, data, spec):
     ) == 4
     table = json.loads(Path(found["validation-samples"]["table"]).read_text())
     assert {r["step"] for r in table} == {0, 2, 4} and {r["which"] for r in table} == {"best", "worst"}
-    samples, rollouts = (
-        json.loads(Path(found["rollout-samples"]["table"]).read_text()),
-        list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows()),
-    )
+    samples = json.loads(Path(found["rollout-samples"]["table"]).read_text())
+    rollouts = list(open_dataset(result["outputs"]["rollouts"]["path"]).iter_rows())
     assert {r["step"] for r in samples} == {0, max(r["iteration"] for r in rollouts)} and {
         r["which"] for r in samples
     } == {"best", "worst"}

@@ -68,11 +68,9 @@ def test_soft_weights_equal_an_independent_computation(surrogate, options, weigh
     torch.manual_seed(0)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
     logps = (-torch.rand(4, 4, dtype=torch.float64)).requires_grad_()
-    old, A, weights = (
-        logps.detach() + 0.3 * torch.randn(4, 4, dtype=torch.float64),
-        torch.randn(4, 4, dtype=torch.float64),
-        0.5 + torch.rand(4, 4, dtype=torch.float64),
-    )
+    old = logps.detach() + 0.3 * torch.randn(4, 4, dtype=torch.float64)
+    A = torch.randn(4, 4, dtype=torch.float64)
+    weights = 0.5 + torch.rand(4, 4, dtype=torch.float64)
     A[2, 1] = 0.0
     junk = [torch.where(mask, x, NAN) for x in (old, A, weights)]
     found, sums = policy_loss(
@@ -103,11 +101,9 @@ def test_soft_weights_equal_an_independent_computation(surrogate, options, weigh
 
 
 def test_soft_weights_are_one_on_policy_and_fade_on_both_sides():
-    ones, A, mask = (
-        torch.zeros(2, 3, dtype=torch.float64),
-        torch.tensor([[1.0], [-1.0]], dtype=torch.float64),
-        torch.ones(2, 3),
-    )
+    ones = torch.zeros(2, 3, dtype=torch.float64)
+    A = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    mask = torch.ones(2, 3)
     assert torch.equal(soft_gate(ones.exp(), A)[1], torch.ones(2, 3, dtype=torch.float64))
     assert torch.equal(gamma_weights(ones, A, mask), torch.ones(2, 3, dtype=torch.float64))
     ratio = torch.tensor([0.0, 0.5, 1.0, 2.0, 50.0], dtype=torch.float64)
@@ -264,10 +260,8 @@ def test_the_geometric_mean_is_that_of_clipped_ratios():
     torch.manual_seed(4)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
     logps = (-torch.rand(4, 4, dtype=torch.float64)).requires_grad_()
-    old, A = (
-        logps.detach() + 0.4 * torch.randn(4, 4, dtype=torch.float64),
-        torch.tensor([1.5, -0.7, 1.0, 0.0], dtype=torch.float64),
-    )
+    old = logps.detach() + 0.4 * torch.randn(4, 4, dtype=torch.float64)
+    A = torch.tensor([1.5, -0.7, 1.0, 0.0], dtype=torch.float64)
     found, sums = policy_loss(
         torch.where(mask, logps, NAN),
         torch.where(mask, old, NAN),
@@ -285,10 +279,8 @@ def test_the_geometric_mean_is_that_of_clipped_ratios():
             rho = torch.exp(logps[i, t] - old[i, t])
             bounded = torch.clamp(rho, math.exp(-0.1), math.exp(0.2))
             product = product * (torch.minimum(rho, bounded) if A[i] > 0 else torch.maximum(rho, bounded))
-            low, high = (
-                low + (A[i] < 0 and float(rho) < math.exp(-0.1)),
-                high + (A[i] > 0 and float(rho) > math.exp(0.2)),
-            )
+            low = low + (A[i] < 0 and float(rho) < math.exp(-0.1))
+            high = high + (A[i] > 0 and float(rho) > math.exp(0.2))
         if live:
             assert torch.allclose(found[i][mask[i]], (-A[i] * product ** (1 / len(live))).expand(len(live)), atol=1e-12)
             total = total - A[i] * product ** (1 / len(live)) * len(live)
@@ -298,11 +290,9 @@ def test_the_geometric_mean_is_that_of_clipped_ratios():
 
 
 def test_the_geometric_mean_is_the_policy_gradient_on_policy():
-    logps, A, mask = (
-        torch.randn(3, 4, dtype=torch.float64, requires_grad=True),
-        torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64),
-        torch.ones(3, 4),
-    )
+    logps = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    A = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    mask = torch.ones(3, 4)
     by_mean, plain = (policy_loss(logps, logps.detach(), A, mask, surrogate=s)[0].mean() for s in ("geo_mean", "logp"))
     assert torch.allclose(*(torch.autograd.grad(x, logps)[0] for x in (by_mean, plain)), atol=1e-14)
 
@@ -315,10 +305,8 @@ def test_tokens_that_moved_too_far_leave_the_divergence_surrogates(kind, low, hi
     torch.manual_seed(1)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.bool)
     logps = (-1.5 * torch.rand(4, 4, dtype=torch.float64) - 0.05).requires_grad_()
-    old, A = (
-        (logps.detach() + 0.5 * torch.randn(4, 4, dtype=torch.float64)).clamp(max=-0.02),
-        torch.randn(4, 4, dtype=torch.float64),
-    )
+    old = (logps.detach() + 0.5 * torch.randn(4, 4, dtype=torch.float64)).clamp(max=-0.02)
+    A = torch.randn(4, 4, dtype=torch.float64)
     found, sums = policy_loss(
         torch.where(mask, logps, NAN),
         torch.where(mask, old, NAN),
@@ -363,11 +351,9 @@ def test_the_clip_range_of_the_divergence_surrogates_is_a_divergence(kind, epsil
 def test_group_baselines_by_length_and_by_the_second_best():
     from stages.estimators import group_advantage
 
-    rewards, groups, lengths = (
-        [1.0, 0.0, 0.0, 2.0, 5.0, 5.0, 3.0, 3.0],
-        [0, 0, 0, 0, 1, 1, 2, 2],
-        [1, 3, 4, 2, 1, 9, 1, 1],
-    )
+    rewards = [1.0, 0.0, 0.0, 2.0, 5.0, 5.0, 3.0, 3.0]
+    groups = [0, 0, 0, 0, 1, 1, 2, 2]
+    lengths = [1, 3, 4, 2, 1, 9, 1, 1]
     found, informative = group_advantage(rewards, groups, "length_weighted", lengths=lengths)
     # (1 + 2 * 2) / 10
     assert (
@@ -411,11 +397,9 @@ def test_the_maximum_less_that_of_the_others_has_the_gradient_of_the_maximum():
 def test_a_baseline_by_token_goes_by_the_variance_so_far():
     from stages.estimators import token_baseline_advantages
 
-    returns, energy, mask = (
-        np.array([[1.0, 1, 1, NAN], [0, 0, NAN, NAN], [3, 3, 3, 3]]),
-        np.array([[1.0, 1, 1, NAN], [2, 0, NAN, NAN], [1, 3, 0, 1]]),
-        np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]),
-    )
+    returns = np.array([[1.0, 1, 1, NAN], [0, 0, NAN, NAN], [3, 3, 3, 3]])
+    energy = np.array([[1.0, 1, 1, NAN], [2, 0, NAN, NAN], [1, 3, 0, 1]])
+    mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
     found = token_baseline_advantages(returns, energy, mask)
     # the last token is the longest one's alone
     baselines = [(1 * 1 + 2 * 0 + 1 * 3) / 4, (2 * 1 + 2 * 0 + 4 * 3) / 8, (3 * 1 + 4 * 3) / 7, 0.0]
@@ -553,10 +537,8 @@ def test_tokens_are_chosen_by_their_covariance():
     from stages.estimators import covariance_in_band, token_covariances, top_covariances
 
     mask = np.array([[1, 1, 1, 0], [1, 1, 0, 0]], bool)
-    logps, A = (
-        np.array([[-0.1, -2.0, -0.5, NAN], [-3.0, -0.2, NAN, NAN]]),
-        np.array([[1.0, 1.0, 1.0, NAN], [-1.0, -1.0, NAN, NAN]]),
-    )
+    logps = np.array([[-0.1, -2.0, -0.5, NAN], [-3.0, -0.2, NAN, NAN]])
+    A = np.array([[1.0, 1.0, 1.0, NAN], [-1.0, -1.0, NAN, NAN]])
     found = token_covariances(logps, A, mask)
     assert found[mask].mean() == pytest.approx(np.cov(logps[mask], A[mask], ddof=0)[0, 1]) and not found[~mask].any()
     assert found[0, 0] == pytest.approx((-0.1 + 1.16) * 0.8)

@@ -98,11 +98,9 @@ def test_long_groups_attend_in_packs_there(tiny, data, spec, more, monkeypatch):
     """
     from stages.models import lean
 
-    config, packed, found = (
-        {**_RL, "preset": "grpo", "num_generations": 5, "prompts_per_step": 2, "max_steps": 1, **more},
-        [],
-        [],
-    )
+    config = {**_RL, "preset": "grpo", "num_generations": 5, "prompts_per_step": 2, "max_steps": 1, **more}
+    packed = []
+    found = []
     for name, device in (("here", "cpu"), ("there", DEVICE)):
         made = {**spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, name), "device": device}
         with second_device(monkeypatch) if device == DEVICE else nullcontext():
@@ -254,10 +252,8 @@ def test_a_checkpoint_is_continued_on_the_other_device(tiny, data, labelled, spe
     config.pop("num_train_epochs", None)
     inputs = {"model": tiny["policy"], "data": {**data, **labelled}[rows]}
     whole = execute(spec(stage, config, inputs, "whole"), lambda event: None)
-    made, lines = (
-        spec(stage, config, inputs, "moved"),
-        lambda name: Path(spec.path(name)).with_suffix("").joinpath("metrics.jsonl").read_text().splitlines(),
-    )
+    made = spec(stage, config, inputs, "moved")
+    lines = lambda name: Path(spec.path(name)).with_suffix("").joinpath("metrics.jsonl").read_text().splitlines()
 
     def until(event):
         path = Path(made["workdir"], "metrics.jsonl")

@@ -71,10 +71,8 @@ def by_hand(model, items, loss_of, noise=None):
         )
         logp = torch.log_softmax(model(**given, use_cache=False).logits[0, :-1], -1)
         for j in (j for j in range(1, len(ids)) if item.masks[0][j]):
-            total, weights = (
-                total + item.extra["weight"] * loss_of(logp[j - 1, ids[j]], logp[j - 1]),
-                weights + item.extra["weight"],
-            )
+            total = total + item.extra["weight"] * loss_of(logp[j - 1, ids[j]], logp[j - 1])
+            weights = weights + item.extra["weight"]
     return total / weights
 
 

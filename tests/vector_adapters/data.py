@@ -431,10 +431,8 @@ def _word_tokens(inputs, params):
 
 def _coverage(inputs, params):
     n, threshold, evaluation = params["n"], params.get("threshold", 0.5), inputs["eval"]
-    index, strict = (
-        curation.DecontaminationIndex(n, "coverage", threshold),
-        curation.DecontaminationIndex(n, "any", threshold),
-    )
+    index = curation.DecontaminationIndex(n, "coverage", threshold)
+    strict = curation.DecontaminationIndex(n, "any", threshold)
     for item in (index, strict):
         item.tokens = list  # the vector gives tokens
         item.add(evaluation)
@@ -621,11 +619,9 @@ def _krippendorff(inputs, params):
 class _Letters:
     """A reader for which a token is a letter."""
 
-    room, plain, instruction = (
-        10**6,
-        staticmethod(lambda text: list(map(ord, text))),
-        staticmethod(lambda text: list(map(ord, text))),
-    )
+    room = 10**6
+    plain = staticmethod(lambda text: list(map(ord, text)))
+    instruction = staticmethod(lambda text: list(map(ord, text)))
 
 
 def _t2t(form):

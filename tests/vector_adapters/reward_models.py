@@ -77,10 +77,8 @@ def two_token(i, p):
 
 
 def ai_label_orders(i, p):
-    first, second = (
-        i.get("p_first_order_AB", i.get("p_A_order1")),
-        i.get("p_first_order_BA", 1 - i["p_A_order2"] if "p_A_order2" in i else None),
-    )
+    first = i.get("p_first_order_AB", i.get("p_A_order1"))
+    second = i.get("p_first_order_BA", 1 - i["p_A_order2"] if "p_A_order2" in i else None)
     found = judging.Opinion(judging.both_orders(first, second), shown_first=(first, second))
     item = ai_labels.item_of(
         {
