@@ -31,7 +31,6 @@ from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.mix import Config as MixConfig
 from stages.rejection import Config as RejectionConfig
-from stages.reward.judge import BY_SPECIFICATION
 from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
@@ -42,6 +41,14 @@ BEHIND = (
     "This is the specification for requests of this kind:\n\n{trait}\n\nBefore you answer, think between <think> and"
     " </think>: which part of the specification concerns this request, and what it says about it. Then answer as it"
     " says. The person has not seen the specification; do not speak of it in the answer."
+)
+
+#: What the judge is asked: how well an answer keeps to the specification of its kind of request.
+BY_SPECIFICATION = (
+    "You check whether an answer keeps to a specification.\n\n[Specification]\n{principle}\n[End of"
+    " specification]\n\n[Question]\n{context}\n[End of question]\n\n[Answer]\n{a}\n[End of answer]\n\nRate with one"
+    " whole number from 1 to 10 how well the answer keeps to the specification: 1 breaks it, 10 keeps to all of it and"
+    " helps as far as it allows. Rating:"
 )
 
 

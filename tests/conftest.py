@@ -20,6 +20,24 @@ ALONE = (
     "training/test_options.py::test_compiled_forward_trains_alike",
 )
 LONG = ("/training/", "/platform/", "/reward/")
+#: Files whose tests are (also) about charts: of reports themselves, and of each kind of stage that has its own.
+DRAWN = (
+    "evaluation/test_arms",
+    "evaluation/test_learning",
+    "evaluation/test_reports",
+    "evaluation/test_stages",
+    "evaluation/test_win_rate",
+    "reward/test_around",
+    "reward/test_group_preference",
+    "reward/test_judge_stage",
+    "reward/test_rate",
+    "reward/test_stage",
+    "training/test_constrain",
+    "training/test_revise",
+    "training/test_rl_report",
+    "training/test_stages",
+    "training/test_write_prompts",
+)
 
 
 def group(nodeid: str) -> str:
@@ -93,6 +111,19 @@ def pytest_xdist_make_scheduler(config, log):
             return group(nodeid)
 
     return ByGroup(config, log)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def undrawn(request):
+    """Charts are made up to their layout, but not drawn: more than half of the time of a small run would be theirs.
+    Runs in processes of their own draw them (but those of test_distributed), as do the files in DRAWN.
+    """
+    from tests.common import not_drawn
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.module.__name__.replace(".", "/").endswith(DRAWN):
+            patch.setattr("stages.reporting.reports._png", not_drawn)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,23 +4,31 @@ milliseconds.
 For tests of what a stage writes when it is killed, continued, or shared among ranks. The parents are the product's
 (``stages/running/warm.py``), but they have imported the stages, too, and fork ranks and other functions. Two of them
 serve in turn, with hash seeds of their own, since processes that must agree (ranks, a run and its continuation) must do
-so whatever the order of their sets is.
+so whatever the order of their sets is. Where pytest runs in several processes, each has parents of its own, which are
+forked, too: from two that have done the imports for all (``python -m tests.processes``).
 """
 
+import contextlib
+import fcntl
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from stages.running import warm
+from stages.spec import PROJECT_ROOT
 from tasks.processes import Forked, Parent
 
 STAGES = "stages.running.process:main"
 UNDRAWN = "tests.processes:undrawn"
+NUMBER = "POSTTRAIN_TEST_PARENT"
 
 
 class Process:
@@ -96,8 +104,14 @@ class Forks:
         while len(self.parents) < 2:
             self.parents.append(
                 Parent(
-                    # offline, as the product's are: transformers writes it into the configuration of a tokenizer
-                    {**os.environ, "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                    {
+                        **os.environ,
+                        "PYTHONHASHSEED": "random",
+                        "OMP_NUM_THREADS": "1",
+                        # as the product's are: transformers writes it into the configuration of a tokenizer
+                        "HF_HUB_OFFLINE": "1",
+                        NUMBER: str(len(self.parents)),
+                    },
                     module="tests.processes",
                 )
             )
@@ -169,9 +183,63 @@ def work(request: dict) -> int:
     return getattr(importlib.import_module(module), name)(*request["arguments"]) or 0
 
 
-if __name__ == "__main__":
+def hand_over(channel: int) -> None:
+    """Have a fork of the process that has imported everything serve this channel. The first one starts that process."""
+    where = Path(tempfile.gettempdir(), f"parents-{os.environ[NUMBER]}")
+    with held(where), socket.socket(socket.AF_UNIX) as there:
+        try:
+            there.connect(str(where))
+        except OSError:
+            where.unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(where))
+                listener.listen()
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.processes", str(where), str(listener.fileno())],
+                    pass_fds=[listener.fileno()],
+                    cwd=str(PROJECT_ROOT),
+                    start_new_session=True,
+                )
+            there.connect(str(where))
+        socket.send_fds(there, [b"."], [channel])
+
+
+def serve_all(where: Path, listener: socket.socket) -> int:
+    """Import everything, then fork a parent for every channel that is handed over, as long as one of them lives."""
     gc.disable()  # as warm.load
     for module in modules():
         importlib.import_module(module)
     gc.enable()
-    sys.exit(warm.serve(socket.socket(fileno=int(sys.argv[1])), work))
+    gc.collect()
+    gc.freeze()  # as warm.serve
+    while True:
+        if select.select([listener], [], [], 1.0)[0]:
+            with listener.accept()[0] as connection:
+                _, (channel,), _, _ = socket.recv_fds(connection, 1, 1)
+            if not os.fork():
+                listener.close()
+                return warm.serve(socket.socket(fileno=channel), work)
+            os.close(channel)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # none is left
+            with held(where):
+                if not select.select([listener], [], [], 0.0)[0]:
+                    where.unlink()
+                    return 0
+
+
+@contextlib.contextmanager
+def held(where: Path):
+    """Only one process at a time finds, starts or ends the one that listens there."""
+    with open(f"{where}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        hand_over(int(sys.argv[1]))
+    else:
+        sys.exit(serve_all(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))))

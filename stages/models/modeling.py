@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -395,7 +397,7 @@ def _reads_masks(model) -> bool:
     def states(form: str) -> torch.Tensor:
         return _padded_states(core, pad(batch, form))
 
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with torch.no_grad(), uncompiled(), torch.autocast(device.type, enabled=False):
         alone = states("rows")
         try:
             masked = states("tree")
@@ -403,6 +405,14 @@ def _reads_masks(model) -> bool:
             return False
     error = (masked.float() - alone.float()).norm() / alone.float().norm().clamp_min(1e-12)
     return bool(error < (1e-3 if alone.dtype in (torch.float32, torch.float64) else 3e-2))
+
+
+def uncompiled():
+    """Around trials of what a model does: under torch.compile (``forward=compiled``) too they run its code as it is,
+    since graphs of a few tokens take as long to compile as those of training, and nothing uses them again.
+    """
+    # without torch._dynamo, whose import takes a second, nothing is compiled
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _padded_states(core, rows: Padded, at_N=None, noise_UH=None, tell=None) -> torch.Tensor:
@@ -499,7 +509,7 @@ def head_of(model) -> Head:
     if cached is None:
         ids = torch.arange(4, device=head.weight.device).remainder(head.weight.shape[0])[None]
         # in bfloat16 the two round differently
-        with torch.no_grad(), balance.unwatched(model), torch.autocast(ids.device.type, enabled=False):
+        with torch.no_grad(), uncompiled(), balance.unwatched(model), torch.autocast(ids.device.type, enabled=False):
             positions = torch.arange(4, device=ids.device)[None]
             ours = (
                 head.widened()

@@ -48,15 +48,6 @@ PROMPTS = {
         "strictly as [[A]] if A is better, [[B]] if B is better, or [[C]] for a tie."
     ),
 }
-#: For a component with ``judge_prompt``: how well one answer keeps to the specification of its kind of request
-#: (``synth.deliberative``).
-BY_SPECIFICATION = (
-    "You check whether an answer keeps to a specification.\n\n[Specification]\n{principle}\n[End of"
-    " specification]\n\n[Question]\n{context}\n[End of question]"
-    + ONE
-    + "\n\nRate with one whole number from 1 to 10 how well the answer keeps to the specification: 1 breaks it, 10"
-    " keeps to all of it and helps as far as it allows. Rating:"
-)
 _GAP = r"[\s\u200b-\u200d\u2060\ufeff]"  # white space, seen or not
 _MARK = re.compile(
     rf"\[{_GAP}*((?:end{_GAP}+of{_GAP}+)?(?:specification|question|reasoning|critique|(?:reference{_GAP}+)?answer(?:{_GAP}+(?:[a-z]|\d+))?)){_GAP}*\]",

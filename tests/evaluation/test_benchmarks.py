@@ -16,7 +16,6 @@ from storage.schema import complete_row
 from tests.common import written
 from tests.data.driver import ingest, write_lines
 from tests.evaluation.test_stages import spec
-from tests.training.conftest import undrawn  # noqa: F401
 
 COLOURS = ["red", "green", "blue", "off white"]
 

@@ -17,7 +17,6 @@ from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
 from tests.evaluation.test_stages import spec
 from tests.evaluation.test_suites import answers_of, record
-from tests.training.conftest import undrawn  # noqa: F401
 
 ROW = {
     "row_id": "x",

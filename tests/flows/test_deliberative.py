@@ -5,11 +5,12 @@ import math
 
 import pytest
 
+from flows.deliberative import BY_SPECIFICATION
 from flows.recipe import get_recipe, load_config
 from flows.report import print_result
 from stages.reward import judge as judging
 from stages.reward.debate import verdicts
-from stages.reward.judge import BY_SPECIFICATION, JudgeError
+from stages.reward.judge import JudgeError
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
 from stages.reward_models.reward_scorers import Response

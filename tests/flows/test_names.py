@@ -132,6 +132,6 @@ def test_an_automation_is_the_same_in_every_process():
             check=True,
             env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
-        for seed in "0123"
+        for seed in "01"
     }
     assert len(found) == 1

@@ -141,6 +141,17 @@ def test_every_stage_declares_itself_lightly():
     assert run.stdout.strip() == "[]"
 
 
+def test_every_recipe_is_there_without_what_stages_compute_with():
+    """Plans, forms, `posttrain deploy` and a worker's process of a run are made of all or one of them."""
+    code = (
+        "import sys\nfrom flows.recipe import RECIPES, get_recipe\nfor name in RECIPES:\n    get_recipe(name)\nprint([m for m"
+        " in ('torch', 'transformers', 'datasets', 'pandas', 'matplotlib', 'mlflow') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
+
+
 def test_every_stage_can_be_hashed():
     from stages.registry import STAGES
     from stages.spec import closure_digest

@@ -15,7 +15,7 @@ from storage.datasets import open_dataset
 from tests.evaluation.conftest import tiny  # noqa: F401
 from tests.sampler import fake_vllm
 from tests.sampler.servers import transformers_serve, vllm_server
-from tests.training.conftest import data, spec, undrawn  # noqa: F401
+from tests.training.conftest import data, spec  # noqa: F401
 
 LENGTH = [{"name": "length", "kind": "length", "max_length": 8, "cache_length": 6}]
 RL = {

@@ -16,7 +16,7 @@ from stages.decoding.sampler import Sampler, SamplerError, SamplingParams
 from tests.evaluation.conftest import tiny_policy
 from tests.sampler import contract
 from tests.sampler.servers import vllm_serve
-from tests.training.conftest import data, spec, undrawn  # noqa: F401
+from tests.training.conftest import data, spec  # noqa: F401
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,

@@ -4,22 +4,7 @@ import json
 
 import pytest
 
-from tests.common import not_drawn
 from tests.evaluation.conftest import tiny  # noqa: F401
-
-#: Files whose tests are (also) about the charts of stages, each kind of stage that has its own among them.
-DRAWN = ("test_constrain", "test_revise", "test_rl_report", "test_stages", "test_write_prompts")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def undrawn(request):
-    """Charts are made up to their layout, but not drawn: more than half of the time of a small run would be theirs.
-    Runs in processes of their own draw them (but those of test_distributed), as do the files in DRAWN.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if request.module.__name__.rpartition(".")[2] not in DRAWN:
-            patch.setattr("stages.reporting.reports._png", not_drawn)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -492,23 +492,34 @@ def test_a_pad_token_that_a_text_holds_is_learned_by_every_forward(tiny):
 
 @pytest.fixture
 def compiled_here():
-    """No pool of processes for a handful of kernels."""
+    """No pool of processes for a handful of kernels, which the C++ compiler need not make fast; counts graphs anew."""
     import torch._inductor.config
+    from torch._dynamo.utils import counters
 
-    with torch._inductor.config.patch(compile_threads=1):
-        yield
+    counters.clear()
+    with torch._inductor.config.patch({"compile_threads": 1, "aot_inductor.debug_compile": True}):
+        yield counters["stats"]
+
+
+def one_layer(path):
+    """A further one has the kernels of the first."""
+    model = load_policy(path)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    return model
 
 
 @pytest.mark.slow
 def test_compiled_forward_trains_alike(tiny, compiled_here):
+    """And what is tried before of the model's code compiles nothing."""
     items = text_items(np.random.default_rng(0), 3)
     weights = []
     for forward in ("compiled", "model"):
-        model = load_policy(tiny["policy"])
+        model = one_layer(tiny["policy"])
         trainer = Trainer(model, NextToken("token-mean"), OptimizerConfig(learning_rate=1e-3, forward=forward), 1)
         trainer.step(items)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.allclose(*weights, atol=2e-5)
+    assert compiled_here["unique_graphs"] == 1
 
 
 def test_compiled_forward_trains_alike_over_a_base_kept_in_bfloat16(tiny, compiled_here):
@@ -518,7 +529,7 @@ def test_compiled_forward_trains_alike_over_a_base_kept_in_bfloat16(tiny, compil
         config = OptimizerConfig(
             learning_rate=1e-3, forward=forward, lora_rank=4, frozen_dtype="bfloat16", max_grad_norm=1e9
         )
-        model = frozen.keep(add_lora(load_policy(tiny["policy"]), config, 3), "bfloat16")
+        model = frozen.keep(add_lora(one_layer(tiny["policy"]), config, 3), "bfloat16")
         assert model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.bfloat16
         loss = Trainer(model, NextToken("token-mean"), config, 1).step(items)["loss"]
         found.append((loss, torch.cat([p.grad.flatten() for n, p in model.named_parameters() if ".lora_B." in n])))
