@@ -10,7 +10,7 @@ import pytest
 
 from stages.reward_model import Config, staged_rows
 from stages.spec import ConfigError
-from stages.training import StagedRows
+from stages.training import ShuffledRows, StagedRows
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import BESIDE, assistant, beside, user
@@ -41,8 +41,14 @@ def test_a_curriculum_goes_from_easy_to_hard_and_uses_every_row_once():
     assert max(by_stage[0]) < min(by_stage[1]) and max(by_stage[1]) < min(by_stage[2])
     short = staged_rows(Orders(), rows, Config(curriculum="margin", curriculum_stages=3, batch_size=4, max_steps=3))
     assert short.total_steps == 3 and isinstance(short._source, StagedRows) and short._source.steps == [1, 1, 1]
-    given = staged_rows(Orders(), [Row(1.0), Row(0.0), Row(1.0)], Config(curriculum="stage_index", batch_size=4))
-    assert [r.extra["difficulty"] for r in given.items(0)] == [0.0]
+    given = staged_rows(Orders(), [Row(8.0), Row(1.0), Row(8.0)], Config(curriculum="stage_index", batch_size=4))
+    assert [[r.extra["difficulty"] for r in given.items(step)] for step in (0, 1)] == [[1.0], [8.0, 8.0]]
+    assert [ShuffledRows(Orders(), rows, 4, epochs, None).total_steps for epochs in (0.01, 0.75, 1, 1.25)] == [
+        1,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_a_curriculum_and_a_pretrained_head_run_through_the_stage(tiny, rows, train):

@@ -257,6 +257,31 @@ def test_stop_strings_of_continued_completions(tokenizer, said, new, ids, text, 
     assert (text_of(tokenizer, found.ids), found.text, found.finish_reason) == (ids, text, reason)
 
 
+def words_of_sentencepiece():
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"\u2581we": 0, "\u2581so": 1, "\u2581it": 2, "?": 3}, unk_token="?"))
+    words.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+
+
+def test_a_stop_string_that_ends_in_the_space_before_the_next_word():
+    """Of sentencepiece's words the space is the next one's, and such a word alone is decoded without it."""
+    import numpy as np
+
+    text = DerivedText(words_of_sentencepiece(), SamplingParams(max_new_tokens=4, stop_strings=("so ",)))
+    assert text.decode([2]) == "it" and text.decode([0, 1, 2]) == "we so it"
+    ids, slot = np.array([[0, 1, 2, 0]]), np.array([0])
+    found = [text.watch(ids[0, n - 1 : n], slot, ids, np.array([n])) for n in (1, 2, 3)]
+    assert found == [[], [], [0]] and text.of([0, 1, 2]) == "we "
+
+
+def test_the_unknown_token_is_no_tag_of_a_thought():
+    """It is the id that a tokenizer without <think> gives for it, and texts are without special tokens."""
+    assert text_of(words_of_sentencepiece(), [0, 3, 2]) == "we it"
+
+
 def test_a_stop_string_across_tokens_and_characters_of_several_bytes():
     """Byte-level tokens: é and the emoji take two and four; any split of the text into a beginning and new tokens ends
     at the same place.

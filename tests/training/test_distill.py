@@ -181,17 +181,20 @@ def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher):
     known = {i.row_id: i for i in train}
     own = [item for step in range(6) for item in source.items(step) if item is not known[item.row_id]]
     assert 0 < len(own) < 48 and all(1 <= len(i.responses[0]) <= 6 and i.masks[0].all() and len(i.prompt) for i in own)
-    whole = spec(
-        "distill", {**made["config"], "lmbda": 1.0}, {name: i["path"] for name, i in made["inputs"].items()}, "all"
-    )
+    # all of them, by a student that has learned to end its answers
+    inputs = {name: given["path"] for name, given in made["inputs"].items()}
+    whole = spec("distill", {**made["config"], "lmbda": 1.0, "max_completion_length": 24}, inputs, "all")
     every = answers(
         Stage(get_stage("distill"), whole, silent),
         train,
         Distillation(Config(method="on_policy"), None),
         renderer,
-        load_policy(tiny["policy"]),
+        load_policy(teacher),
     )
-    assert all(item is not known[item.row_id] for item in every.items(0))
+    said = every.items(0)
+    assert all(item is not known[item.row_id] for item in said)
+    ended = [i.responses[0].tolist() for i in said if len(i.responses[0]) < 24]
+    assert ended and all(ids[-1] in renderer.stop_ids and not renderer.stop_ids & set(ids[:-1]) for ids in ended)
     first, later = ([i.responses[0].tolist() for i in every.sample(train[:8], step)] for step in (0, 1))
     assert first != later, "answered anew at every step"
     # what it wrote itself is no label: the share of the likelihood is that of the data's answers

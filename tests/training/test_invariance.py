@@ -232,9 +232,12 @@ def test_a_group_without_signal_counts_but_is_not_forwarded(tiny):
     weights = []
     for head in (quiet, loud):
         model = load_policy(tiny["policy"])
-        trainer = Trainer(model, PolicyGradient(resolve_preset(config)[0], config), config, 1)
+        trainer, read = Trainer(model, PolicyGradient(resolve_preset(config)[0], config), config, 1), set()
+        sums = trainer._sums
+        trainer._sums = lambda group: read.update(i.row_id for i in group) or sums(group)
         trainer.step(head + items[2:])
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert read == {i.row_id for i in (items[2:] if head is quiet else items)}
     assert torch.allclose(weights[0], weights[1], atol=1e-9)
 
 
