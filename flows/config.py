@@ -555,7 +555,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("dataset_name", "data.dataset", "prompt_dataset", "dataset_mixer_list", "train_files"),
-        ": give it as --input data=FILE; several sources are put together by the stage mix",
+        ": give it as --input data=FILE (to a recipe as data.NAME=FILE, see --keys); the stage mix puts several together",
     ),
     **dict.fromkeys(
         ("val_files", "dataset_test_split", "dataset_mixer_eval_list", "eval.dataset"),

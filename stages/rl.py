@@ -1084,7 +1084,7 @@ def run(stage):
     from stages.preflight import rl_preflight
     from stages.reward.rewards import build_rewards
     from stages.rollouts.source import Rollouts
-    from stages.training import Trainer, fit
+    from stages.training import HOLD_OUT, Trainer, fit
 
     config = stage.config
     row, warnings = resolve_preset(config)
@@ -1111,6 +1111,11 @@ def run(stage):
     )
     held_out = []
     if config.eval_prompts:
+        if "validation" not in stage.dataset("data").manifest["splits"]:
+            raise ConfigError(
+                f"rl: eval_prompts={config.eval_prompts} asks validation prompts and there are none; {HOLD_OUT}, or"
+                " leave eval_prompts out"
+            )
         held_out = prompt_rows(
             stage,
             stage.dataset("data"),

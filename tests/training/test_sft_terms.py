@@ -376,6 +376,7 @@ def test_answers_that_cannot_be_scored_do_not_count(tiny, spec, tmp_path):
 
 
 def test_where_nothing_is_held_out_it_is_said_how(tiny, spec, tmp_path):
+    from stages.spec import ConfigError
     from stages.training import TrainingError
     from storage.datasets import write_dataset
     from storage.schema import complete_row
@@ -395,3 +396,13 @@ def test_where_nothing_is_held_out_it_is_said_how(tiny, spec, tmp_path):
     assert [w["text"] for w in told if w["code"] == "no_validation_rows"][0].count("validation_fraction=0.05") == 1
     with pytest.raises(TrainingError, match="select_by=loss needs validation rows.*ingest.*validation_fraction=0.05"):
         execute(spec("sft", {**settings, "select_by": "loss"}, inputs, "chosen"), silent)
+    asked = [{"prompt": user(f"what is {i}?"), "answer": str(i), "answer_type": "integer"} for i in range(4)]
+    write_dataset(
+        str(tmp_path / "asked"),
+        "asked",
+        "prompts/1",
+        [complete_row("prompts/1", row, dataset="asked", source="s", origin="human") for row in asked],
+    )
+    settings = {"preset": "grpo", "max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "eval_prompts": 2}
+    with pytest.raises(ConfigError, match="eval_prompts=2 asks validation prompts.*validation_fraction=0.05"):
+        execute(spec("rl", settings, {**inputs, "data": str(tmp_path / "asked")}, "asked"), silent)
