@@ -69,9 +69,11 @@ class ToolSource(Source):
 
 
 def acting(section, environment: AgentConfig):
-    """A stage's settings with the recipe's environment in them."""
+    """A stage's settings with the recipe's environment in them. What is at its default counts as not given, since forms
+    and records give everything: rewards then are the environment's own.
+    """
     return type(section).model_validate(
-        {**section.model_dump(exclude_unset=True), **environment.model_dump(exclude_unset=True)}
+        {**section.model_dump(exclude_defaults=True), **environment.model_dump(exclude_defaults=True)}
     )
 
 
