@@ -211,6 +211,16 @@ def test_a_configuration_that_says_everything_makes_the_same_plan(recipe, given)
     assert traced(recipe, again) == traced(recipe, config)
 
 
+def test_an_agent_is_paid_by_its_environment_unless_something_else_is_written():
+    for values, kind in (
+        ({}, "environment"),
+        ({"rl": {"rewards": [{"kind": "verifier"}]}}, "verifier"),
+        ({"environment": {"environment": "debate"}, "rl": {"num_generations": 2}}, "debate"),
+    ):
+        (rl,) = (step[3] for step in traced("agent", load_config("agent", values)) if step[0] == "rl")
+        assert [one.kind for one in rl.rewards] == [kind]
+
+
 @pytest.mark.parametrize(
     "recipe,values,keys",
     [
