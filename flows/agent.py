@@ -20,11 +20,17 @@ from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inp
 from flows.steps import Source, evaluate_all, ingest, promote
 from stages.evaluate import Config as EvaluateConfig
 from stages.promote import Config as GateConfig
+from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.settings import AgentConfig
 from stages.sft import Config as SFTConfig
 from stages.world import Config as WorldConfig
 from stages.world import ToolSizes
+
+
+#: The environment's own rewards; written here and not left to RL and evaluation, which take them where none are given,
+#: since forms and records give everything.
+ITS_OWN = [RewardComponent(kind="environment")]
 
 
 class Config(RewardSources, WorldRecipeConfig):
@@ -50,9 +56,9 @@ class Config(RewardSources, WorldRecipeConfig):
         description="What the policy acts in, the same for RL and evaluation.",
     )
     sft: SFTConfig = Field(SFTConfig(), description="Fine-tuning on demonstrations of tool use.")
-    rl: RLConfig = Field(RLConfig(preset="agent"), description="Reinforcement learning over turns.")
+    rl: RLConfig = Field(RLConfig(preset="agent", rewards=ITS_OWN), description="Reinforcement learning over turns.")
     evaluate: EvaluateConfig = Field(
-        EvaluateConfig(), description="Evaluation in the same environment, on held-out tasks."
+        EvaluateConfig(rewards=ITS_OWN), description="Evaluation in the same environment, on held-out tasks."
     )
     promote: GateConfig = Field(
         GateConfig(prompts="confirmation"),
@@ -70,9 +76,10 @@ class ToolSource(Source):
 
 def acting(section, environment: AgentConfig):
     """A stage's settings with the recipe's environment in them."""
-    return type(section).model_validate(
-        {**section.model_dump(exclude_unset=True), **environment.model_dump(exclude_unset=True)}
-    )
+    values = section.model_dump(exclude_unset=True)
+    if section.rewards == ITS_OWN:  # which are of another kind in a debate
+        del values["rewards"]
+    return type(section).model_validate({**values, **environment.model_dump(exclude_unset=True)})
 
 
 @recipe(Config)

@@ -78,7 +78,7 @@ class Config(RecipeConfig):
     )
     rank: JudgeConfig = Field(
         JudgeConfig(labels="hard", principle_of="row", validation_fraction=0.05),
-        description="The judge's comparisons by the trait; without pairs_per_prompt every two answers of a message.",
+        description="The judge's comparisons by the trait; with pairs_per_prompt=1 every two answers of a message.",
     )
     align: AlignConfig = Field(AlignConfig(), description="Direct alignment on the pairs.")
     evaluate: EvaluateConfig = Field(
@@ -165,10 +165,12 @@ def character(run: Run, config: Config) -> dict:
 
 
 def every_pair(config: Config) -> JudgeConfig:
-    """All pairs of a message's answers, unless the section says how many."""
+    """All pairs of a message's answers, unless the section says how many: more than its default, which forms and
+    records give, too.
+    """
     n = config.answers.num_generations
     return (
         config.rank
-        if "pairs_per_prompt" in config.rank.model_fields_set
+        if config.rank.pairs_per_prompt != JudgeConfig.model_fields["pairs_per_prompt"].default
         else config.rank.model_copy(update={"pairs_per_prompt": max(1, n * (n - 1) // 2)})
     )

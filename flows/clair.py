@@ -15,7 +15,7 @@ that the judge labelled, on the same prompts. Steps: `revise`, `check`, `align`,
 
 from __future__ import annotations
 
-from typing import Any, Literal, Optional
+from typing import Any, ClassVar, Literal, Optional
 
 from pydantic import Field, model_validator
 
@@ -43,6 +43,7 @@ class Data(StageConfig):
 
 
 class Config(RecipeConfig):
+    NOT_READ: ClassVar = {"align.method": "the loss is chosen by how often revisions win; write method"}
     model: str = Field(
         description="The policy to improve, normally an instruction-tuned model: a ref, a model directory or a hub id."
     )
@@ -110,11 +111,6 @@ class Config(RecipeConfig):
             raise ValueError(
                 "baseline labels pairs of the model's own answers, which needs somebody who judges; write judge=MODEL,"
                 " or check.endpoint and check.endpoint_model"
-            )
-        if "method" in self.align.model_fields_set:
-            raise ValueError(
-                f"align.method={self.align.method} is not read: the loss is chosen by how often revisions win; write"
-                f" method={self.align.method} to set it for the recipe"
             )
         for name, settings in self.arms.items():
             if name in ("start", "clair", "judged"):

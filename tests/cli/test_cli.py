@@ -156,7 +156,7 @@ WRONG = [
     (["run", "rest", "rl.kl_coef=0.1"], "rl.kl_coef: no step of this run reads it (rl_after: "),
     (
         ["run", "agent", "rl.max_turn_length=9"],
-        "leave max_turn_length out. (given {'preset': 'agent', 'max_turn_length': 9}) [",
+        "'environment', 'kind': 'environment'...) [rl: Reinforcement learning over turns.]",
     ),
 ]
 

@@ -203,6 +203,24 @@ def test_every_step_takes_the_inputs_and_settings_that_it_is_given(recipe, given
     rehearse(recipe, method, config)
 
 
+@pytest.mark.parametrize("recipe,given", CASES + PRESETS)
+def test_a_configuration_that_says_everything_makes_the_same_plan(recipe, given):
+    """The form of Prefect's UI and the record that a run is repeated from give every default."""
+    config = load_config(recipe, load_preset(recipe, given) if isinstance(given, str) else given)
+    again = load_config(recipe, json.loads(json.dumps(config.model_dump(mode="json"))))
+    assert traced(recipe, again) == traced(recipe, config)
+
+
+def test_an_agent_is_paid_by_its_environment_unless_something_else_is_written():
+    for values, kind in (
+        ({}, "environment"),
+        ({"rl": {"rewards": [{"kind": "verifier"}]}}, "verifier"),
+        ({"environment": {"environment": "debate"}, "rl": {"num_generations": 2}}, "debate"),
+    ):
+        (rl,) = (step[3] for step in traced("agent", load_config("agent", values)) if step[0] == "rl")
+        assert [one.kind for one in rl.rewards] == [kind]
+
+
 @pytest.mark.parametrize(
     "recipe,values,keys",
     [
