@@ -133,6 +133,13 @@ CHOSEN = {
         "stop_strings": ["e"],
         "rewards": [SPREAD, {**EVEN, "at_least": 0.5, "multiplier_step": 0.3}],
     },
+    "pretraining text, cooler sampler": {
+        "preset": "ppo_ptx",
+        "ptx_coef": 1.0,
+        "temperature": 0.7,
+        "critic_learning_rate": 1e-2,
+        "num_minibatches": 2,
+    },
     "replay, other sampler": {
         "preset": "topr",
         "replay_fraction": 0.34,
