@@ -110,6 +110,11 @@ class Config(RowsConfig):
         if self.method == "on_policy" and "direction" not in self.model_fields_set:
             self.__dict__["direction"] = "jsd"
         refuse_unread(self, self.READ_BY_METHOD)
+        if self.method == "on_policy" and self.lmbda and not (self.soft_weight or self.soft_weight_end):
+            raise ValueError(
+                "soft_weight=0 leaves the likelihood of given answers alone, and answers of the student have none, so"
+                f" that lmbda={self.lmbda:g} of the rows would train nothing; write soft_weight=0.5, or lmbda=0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -418,7 +418,7 @@ class Trainer:
     def consider(self, metrics: dict[str, float]) -> bool:
         """Keep the weights of a validation pass if it is the best by ``select_by``; True when training should stop.
 
-        Call it inside :meth:`averaged`. A value that is not finite is never the best.
+        Call it inside :meth:`averaged`. A value that is not finite is never the best, and of equal ones the first is.
         """
         name = self.config.select_by
         if not name:
@@ -429,7 +429,9 @@ class Trainer:
                 f" {', '.join(sorted(metrics)) or 'none (there are no validation rows)'}"
             )
         value = metrics[name] * (-1.0 if less_is_better(name) else 1.0)
-        if math.isfinite(value) and value > self.best.get("value", -math.inf):
+        least = self.best.get("value", -math.inf)
+        # equal counts add up to other last digits, by micro-batch
+        if math.isfinite(value) and value > least and not math.isclose(value, least, rel_tol=1e-9):
             self.best = {"value": value, "step": self.step_index, "passes_since": 0}
             self.best_weights = {n: p.detach().clone() for n, p in self.parameters.items()}
         else:

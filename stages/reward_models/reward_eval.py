@@ -16,7 +16,7 @@ from stages.measures import statistics
 from stages.pairs import is_tie
 from stages.reward_models.reward_data import attribute_scores, transition
 from stages.reward_models.reward_objectives import READ_BY
-from stages.reward_models.reward_scorers import Response, Scorer
+from stages.reward_models.reward_scorers import Response, Scorer, split_steps
 
 
 def rows_of(data, split: str | None, limit: int | None) -> list[dict]:
@@ -401,9 +401,14 @@ def judge_steps(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     ]
     each = scorer.step_probabilities(responses)
     p, right, first, solution, final = [], [], [], [], []
-    for row, steps, score in zip(rows, each, scorer.score(responses)):
-        labels = [label >= least for label in row["labels"]][: len(steps)]
-        p += steps[: len(labels)]
+    for row, read, score in zip(rows, each, scorer.score(responses)):
+        parts = [len(split_steps(step, separator)) for step in row["completions"]]
+        ends = np.cumsum(parts) - 1  # a step may hold the separator (label_steps), and is read in parts
+        known = [
+            (read[end], label >= least) for n, end, label in zip(parts, ends, row["labels"]) if n and end < len(read)
+        ]
+        steps, labels = [q for q, _ in known], [label for _, label in known]
+        p += steps
         right += labels
         if not all(labels):
             first.append(float(labels.index(False) == next((i for i, q in enumerate(steps) if q <= 0.5), -1)))

@@ -160,6 +160,25 @@ def test_the_first_wrong_step_is_where_the_probability_falls_to_a_half():
     assert found["solution_auc"] == pytest.approx(0.5)  # .6 above .4 above .2; the third has no verdict
 
 
+def test_a_step_that_holds_the_separator_is_judged_where_it_ends():
+    """label_steps joins a step that cannot be labelled to the next one; the model reads the text of both in parts, and
+    nothing of an empty step.
+    """
+    row = {
+        "prompt": user("q"),
+        "completions": ["a", "b\n\nc", " ", "d"],
+        "labels": [1, -1, 1, 1],
+        "solution_correct": None,
+    }
+    scorer = SimpleNamespace(
+        card=SimpleNamespace(options={"separator": "\n\n"}),
+        step_probabilities=lambda responses: [[0.9, 0.8, 0.2, 0.7]],
+        score=lambda responses: [0.5],
+    )
+    found = judge_steps(Told(), scorer, [row], "test")
+    assert (found["steps"], found["accuracy"], found["step_auc"], found["first_error_accuracy"]) == (3, 1.0, 1.0, 1.0)
+
+
 def test_equal_predictions_and_equal_models_are_no_better(monkeypatch):
     """Two answers rated apart that score alike are not told apart; a model that wins half of its pairs is not the
     stronger one.

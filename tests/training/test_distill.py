@@ -290,3 +290,7 @@ def test_settings_that_this_method_would_not_read_are_refused(given, says):
         soft_weight_schedule="cosine",
     )
     assert whole.direction == "jsd" and Config(**whole.model_dump()) == whole
+    for teaches_nothing in ({"soft_weight": 0.0}, {"soft_weight": 0.0, "soft_weight_end": 0.0}):
+        with pytest.raises(ValueError, match="lmbda=0.5 of the rows would train nothing.*write soft_weight=0.5"):
+            Config(method="on_policy", **teaches_nothing)
+    Config(method="on_policy", soft_weight=0.0, soft_weight_end=0.5)

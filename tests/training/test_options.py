@@ -297,6 +297,16 @@ def test_where_no_pass_was_finite_the_last_weights_are_published_and_it_is_said(
         assert "validation/nll" in chosen["summary"]
 
 
+def test_of_equal_passes_the_first_is_the_best_whatever_rounding_says(tiny):
+    """The same share right, added up over other micro-batches: in the last digit one pass was above the other."""
+    config = OptimizerConfig(select_by="token_accuracy", early_stopping_patience=2)
+    trainer = Trainer(load_policy(tiny["policy"]), NextToken("token-mean"), config, 3)
+    assert 0.1 + 0.2 > 0.3
+    for step, (value, best, stops) in enumerate([(0.3, 0, False), (0.1 + 0.2, 0, False), (0.31, 2, False)]):
+        trainer.step_index = step
+        assert trainer.consider({"token_accuracy": value}) is stops and trainer.best["step"] == best
+
+
 def test_a_model_that_compares_answers_cannot_choose_the_best_pass(tiny, data, spec, tmp_path):
     """Every pass would get 0.5 and the first, untrained, would be published; inside a combination too."""
     from stages.reward_models.reward_heads import RewardCard, new_reward_model, save_reward_model, write_card
