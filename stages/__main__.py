@@ -4,6 +4,7 @@ import os
 import sys
 
 from stages.harness import main
+from stages.running import warm
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] in ("-h", "--help"):
@@ -19,4 +20,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.stderr.flush()
         os._exit(code)
-    sys.exit(code)
+    warm.leave(code)
