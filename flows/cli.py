@@ -1225,6 +1225,19 @@ def main() -> None:
         fail(refused if code is None else str(error) or type(error).__name__, code or 1)
 
 
+def program() -> None:
+    """:func:`main` in a process of its own, which ends with it."""
+    from stages.running.warm import leave
+
+    try:
+        main()
+    except SystemExit as error:
+        if not isinstance(error.code, int):
+            raise
+        leave(error.code)
+    leave(0)
+
+
 class TerminationSignal(BaseException):
     """SIGTERM arrived: unwind, so that whatever runs is ended on the way out."""
 
@@ -1281,4 +1294,4 @@ def fail(text: str, code: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program()

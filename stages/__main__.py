@@ -3,6 +3,7 @@
 import os
 import sys
 
+from stages.running import warm
 from stages.running.process import main
 
 if __name__ == "__main__":
@@ -19,4 +20,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         sys.stderr.flush()
         os._exit(code)
-    sys.exit(code)
+    warm.leave(code)

@@ -73,7 +73,7 @@ class Group:
         """Wait for a good end of all; one that fails takes the others down."""
         deadline = time.monotonic() + seconds
         while self.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
+            time.sleep(0.02)  # each look is a question to the parents
         code = self.poll()
         self.kill()
         assert code == 0, "\n".join(
@@ -218,7 +218,7 @@ def serve_all(where: Path, listener: socket.socket) -> int:
                 _, (channel,), _, _ = socket.recv_fds(connection, 1, 1)
             if not os.fork():
                 listener.close()
-                return warm.serve(socket.socket(fileno=channel), work)
+                warm.leave(warm.serve(socket.socket(fileno=channel), work))
             os.close(channel)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -242,4 +242,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 2:
         hand_over(int(sys.argv[1]))
     else:
-        sys.exit(serve_all(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))))
+        warm.leave(serve_all(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))))

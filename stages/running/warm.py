@@ -20,6 +20,7 @@ socket is closed (its owner has ended, however), this process ends, and the stag
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -30,8 +31,9 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, NoReturn
 
 #: What nearly every stage that trains or samples imports. None of it starts a thread that a fork would lose.
 LIBRARIES = (
@@ -53,7 +55,7 @@ LIBRARIES = (
 
 
 def main(descriptor: int) -> int:
-    """Import the libraries, then serve; the exit code, also of every forked stage."""
+    """Import the libraries, then serve; the exit code."""
     channel = socket.socket(fileno=descriptor)
 
     def alone() -> bool:
@@ -122,8 +124,8 @@ def unusable_devices() -> bool:
 
 
 def serve(channel: socket.socket, run: Callable[[dict[str, Any]], int]) -> int:
-    """Answer requests until the other end is closed. Returns 0 then, and in every forked process what ``run(request)``
-    returned.
+    """Answer requests until the other end is closed, and return 0 then. Every forked process ends with what
+    ``run(request)`` returns there.
     """
     gc.collect()
     gc.freeze()  # what is here stays: collections in forked processes need not touch (and so copy) it
@@ -142,7 +144,7 @@ def serve(channel: socket.socket, run: Callable[[dict[str, Any]], int]) -> int:
             if answer == 0:
                 channel.close()
                 become(request["environment"], request["umask"], descriptors)
-                return run(request)
+                leave(run(request))
             for descriptor in descriptors:
                 os.close(descriptor)
             wait_for_session(answer)
@@ -160,6 +162,20 @@ def wait_for_session(pid: int | None) -> None:
             if os.getsid(pid) == pid:
                 return
         time.sleep(0.0002)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as an interpreter ends, by its threads, exit handlers and buffers, but without taking apart all
+    that was imported: behind torch and transformers that takes half a second and more.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # the interpreter's own end says so, and has another exit code
+        sys.exit(code)
+    os._exit(code)
 
 
 def become(environment: dict[str, str], umask: int, descriptors: list[int]) -> None:
@@ -226,4 +242,4 @@ if __name__ == "__main__":
         print("usage: python -m stages.running.warm FD (started by tasks/processes.py)", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.exit(main(int(sys.argv[1])))
+    leave(main(int(sys.argv[1])))

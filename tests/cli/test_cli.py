@@ -32,7 +32,7 @@ TINY = [
 SEVERAL = """
 import gc, json, os, sys
 gc.disable()
-from flows.cli import main
+from flows.cli import program
 from flows.recipe import get_recipe
 get_recipe("post_training"), get_recipe("preference")
 for i, arguments in enumerate(json.loads(sys.argv[1])):
@@ -40,8 +40,7 @@ for i, arguments in enumerate(json.loads(sys.argv[1])):
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{i}.{name}", os.O_WRONLY | os.O_CREAT), number)
         sys.argv = ["posttrain", *arguments]
-        main()
-        sys.exit()
+        program()
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 
@@ -119,6 +118,19 @@ def test_configs_import_nothing_heavy():
         " set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize("arguments, code", [(["ls", "runs", "--json"], 0), (["show", "nothing"], 2)])
+def test_a_command_ends_without_taking_apart_what_it_imported(posttrain, arguments, code):
+    """Prefect, MLflow and torch take half a second and more for that. What is printed and exit handlers are heeded."""
+    program = (
+        "import atexit, os, sys\nclass Kept:\n    def __del__(self, write=os.write):\n        write(2, b'taken"
+        " apart')\nkept = Kept()\natexit.register(print, 'exit handler', file=sys.stderr)\nfrom flows.cli import"
+        " program\nprogram()\n"
+    )
+    done = posttrain(*arguments, code=code, program=program)
+    assert "exit handler" in done.stderr and "taken apart" not in done.stderr
+    assert json.loads(done.stdout)["runs"] == [] if not code else "nothing" in done.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)

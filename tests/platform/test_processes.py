@@ -100,6 +100,36 @@ def test_a_killed_stage_and_a_killed_parent_cost_that_stage(state_dir, trains, f
 
 
 @FORKS
+def test_a_forked_process_ends_its_work_and_takes_nothing_apart():
+    """Threads, exit handlers and buffers are heeded; destroying what was imported takes longer than many a stage."""
+    code = """
+        import atexit, os, socket, threading, time
+        from stages.running import warm
+
+        class Kept:
+            def __del__(self, write=os.write):
+                write(1, b"taken apart")
+
+        def run(request):
+            global kept
+            kept = Kept()
+            atexit.register(print, "exit handler")
+            threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+            return 3
+
+        ours, theirs = socket.socketpair()
+        warm.send(ours, {"environment": dict(os.environ), "umask": 18}, (1, 2))
+        ours.shutdown(socket.SHUT_WR)
+        warm.serve(theirs, run)
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=PROJECT_ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["thread", "exit handler", "3"], done.stderr
+
+
+@FORKS
 def test_side_by_side_they_end_each_for_itself(state_dir, trains, fresh):
     found = {}
 
