@@ -215,9 +215,8 @@ class PolicyGradient:
                 )
         if row.ptx_coef:
             nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()
-            if config.temperature != 1.0 and bool(
-                (at := is_ptx[batch.seq_N]).any()
-            ):  # of the model, not of the sampler
+            at = is_ptx[batch.seq_N]
+            if config.temperature != 1.0 and bool(at.any()):  # the loss is the model's, not the sampler's
                 nll = -token_logps(head, hidden[at], batch.target_N[at])[0].sum()
             by = "ptx_tokens" if config.ptx_agg == "token-mean" else "ptx_documents"
             terms["ptx"] = (row.ptx_coef * nll, by)

@@ -765,9 +765,7 @@ def check_stored(stage, row: RLPreset) -> None:
             config.replay_fraction > 0
         ),
         "dynamic_sampling=true (write dynamic_sampling=false)": row.dynamic_sampling,
-        f"critic_warmup_steps={row.critic_warmup_steps} on completions of the starting policy (write critic_warmup_steps=0)": (
-            row.critic_warmup_steps > 0
-        ),
+        f"critic_warmup_steps={row.critic_warmup_steps} (write critic_warmup_steps=0)": row.critic_warmup_steps > 0,
         f"curriculum={config.curriculum} (write curriculum=none)": config.curriculum != "none",
         f"difficulty_band={config.difficulty_band} (store rollouts of the prompts that you want)": (
             config.difficulty_band is not None
