@@ -338,7 +338,7 @@ def run(stage):
     from stages.chat import renderer_for, stage_renderer
     from stages.reporting.curves import training_report
     from stages.direct.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
-    from stages.models.modeling import move_towards, policy_to_train, publish
+    from stages.models.modeling import follower, policy_to_train, publish
     from stages.direct.preference_items import Encoder
     from stages.preflight import check_ids, preflight
     from stages.training import Trainer, TrainingError, check_selection, fit
@@ -375,9 +375,9 @@ def run(stage):
     model, moving = policy_to_train(stage), None
     check_ids(model, train + validation, renderer)
     if method.needs_reference and not frozen:
-        moving = MovingReference(config, stage.path("reference" if stage.has("reference") else "model"), stage.device)
-        if not stage.has("reference") and config.lora_rank and config.frozen_dtype not in ("auto", "float32"):
-            move_towards(moving.model, model, keep=0.0)  # the starting policy, as its frozen weights were rounded
+        given = stage.has("reference")
+        start = follower(stage.path("reference" if given else "model"), stage.device, model, config, not given)
+        moving = MovingReference(config, start, stage.device)
     source = AlignmentRows(stage, model, objective, train, validation, moving)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     if config.reference_update in ("tr_soft", "per_interval") and config.reference_interval >= source.total_steps:

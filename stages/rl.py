@@ -1203,7 +1203,7 @@ def _reference(stage, row, renderer, model):
     """
     from stages.models import sharding
     from stages.models.adapters import AdapterOff
-    from stages.models.modeling import freeze, load_frozen, load_policy
+    from stages.models.modeling import follower, load_frozen
 
     config = stage.config
     if not loads_reference(row, config):
@@ -1222,7 +1222,7 @@ def _reference(stage, row, renderer, model):
     apart = sharding.asked(config) and reference_in_shards(row, config)
     path = stage.path("reference" if stage.has("reference") else "model")
     return (
-        freeze(load_policy(path, stage.device))
+        follower(path, stage.device, model, config, not stage.has("reference"))
         if follows
         else load_frozen(path, stage.device, config.frozen_dtype, in_shards=apart)
     ), apart

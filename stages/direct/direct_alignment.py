@@ -27,10 +27,8 @@ from stages.direct.direct_losses import (
 )
 from stages.losses import displacement_metrics, sign_beyond_rounding
 from stages.models.modeling import (
-    freeze,
     head_of,
     hidden_states,
-    load_policy,
     load_weights,
     log_collision,
     move_towards,
@@ -552,8 +550,8 @@ def margin(metrics: dict[str, float]) -> dict[str, float]:
 class MovingReference:
     """A reference policy that follows the trained one (``da.reference``: tr_soft, ema, per_interval)."""
 
-    def __init__(self, config, path: str, device: str):
-        self.config, self.device, self.model = config, device, freeze(load_policy(path, device))
+    def __init__(self, config, start: torch.nn.Module, device: str):
+        self.config, self.device, self.model = config, device, start
 
     def attach(self, objective: DirectAlignment, items) -> None:
         """Give items (and their mismatched rows) this reference's values."""

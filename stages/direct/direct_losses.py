@@ -14,7 +14,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from stages.losses import LOG_RATIO_CLAMP, log1mexp, plackett_luce_loss, soft_bce
+from stages.losses import LOG_RATIO_CLAMP, log1mexp, plackett_luce_loss, sign_beyond_rounding, soft_bce
 
 
 def _h(policy_chosen, policy_rejected, ref_chosen, ref_rejected):
@@ -84,8 +84,9 @@ def discopop_loss(pc, pr, rc, rr, *, beta: float = 0.05, discopop_tau: float = 0
     return (1 - gate) * F.softplus(-u) + gate * torch.exp((-u).clamp(max=80.0))
 
 
-def discovered_losses(h, *, beta: float = 0.05) -> dict:
-    """The family E[f(beta rho)], rho = h: logistic, hinge, square, exponential, padll, cell (da.discopop)."""
+def discovered_losses(h, *, beta: float = 0.05, below=None) -> dict:
+    """The family E[f(beta rho)], rho = h: logistic, hinge, square, exponential, padll, cell (da.discopop). below: where
+    h counts as under 0; default h < 0."""
     u = beta * h
     logistic, exponential = F.softplus(-u), torch.exp((-u).clamp(max=80.0))
     return {
@@ -93,14 +94,17 @@ def discovered_losses(h, *, beta: float = 0.05) -> dict:
         "hinge": F.relu(1 - u),
         "square": (1 - u) ** 2,
         "exponential": exponential,
-        "padll": torch.where(h < 0, 0.45 * logistic, 0.9 * logistic),
+        "padll": torch.where(h < 0 if below is None else below, 0.45 * logistic, 0.9 * logistic),
         "cell": 0.5 * logistic + 0.5 * exponential,
     }
 
 
 def discovered_loss(pc, pr, rc, rr, *, beta: float = 0.05, member: str = "padll"):
-    """A member of :func:`discovered_losses` by name (da.discopop)."""
-    family = discovered_losses(_h_difference(pc, pr, rc, rr), beta=beta)
+    """A member of :func:`discovered_losses` by name (da.discopop). An h of rounding alone, as at policy = reference, is
+    0: the weight that padll gives a pair would else be decided by how the batch was cut."""
+    h = _h_difference(pc, pr, rc, rr)
+    size = sum(x.detach().abs() for x in (pc, pr, rc, rr))
+    family = discovered_losses(h, beta=beta, below=sign_beyond_rounding(h.detach(), size) < 0)
     if member not in family:
         raise ValueError(f"discovered loss {member!r} is not known; write one of: {', '.join(family)}")
     return family[member]

@@ -806,6 +806,16 @@ def move_towards(model, policy, keep: float) -> None:
             own[name].copy_(value) if keep == 0.0 else own[name].mul_(keep).add_(value, alpha=1.0 - keep)
 
 
+def follower(path: str, device: str, policy, config, starts_there: bool) -> nn.Module:
+    """A frozen float32 model that will follow ``policy`` (:func:`move_towards`), as it is at ``path``; where the policy
+    ``starts_there``, as the policy keeps it: ``frozen_dtype`` rounds what lies under an adapter. Every rank must call
+    where the policy is sharded."""
+    model = freeze(load_policy(path, device))
+    if starts_there and config.lora_rank and config.frozen_dtype not in ("auto", "float32"):
+        move_towards(model, policy, keep=0.0)
+    return model
+
+
 def weights_file(model) -> Callable[[Path], None]:
     """What writes a model's parameters into a checkpoint."""
     return writer_of(dict(model.named_parameters()))

@@ -189,14 +189,14 @@ def opponent_for(stage, row: RLPreset, policy: PolicySampler, reference):
     import torch
 
     from stages.decoding.sampler import Sampler
-    from stages.models.modeling import freeze, load_policy
+    from stages.models.modeling import follower
 
     if row.opponent == "mixture":
         from stages.generation import MixtureSampler
 
         return MixtureSampler(policy.acting.model, reference, policy.renderer.tokenizer, config.mixture_coef)
     return Sampler(
-        freeze(load_policy(stage.path("model"), stage.device)),
+        follower(stage.path("model"), stage.device, policy.model, config, starts_there=True),
         policy.renderer.tokenizer,
         max_batch=config.generation_batch,
         dtype=getattr(torch, config.sampling_dtype),

@@ -60,6 +60,10 @@ def test_discovered_losses_are_their_formulas(beta):
         losses.discovered_loss(*columns(), beta=beta, member="padll"),
         [(0.45 if u < 0 else 0.9) * logistic(u) for u in us],
     )
+    at_reference = [torch.tensor([x]) for x in (-30.0, -20.0, -30.0 * (1 - 2**-23), -20.0)]  # h < 0 by one rounding
+    torch.testing.assert_close(
+        losses.discovered_loss(*at_reference, beta=beta, member="padll"), torch.tensor([0.9 * math.log(2)])
+    )
     assert_close(
         losses.policy_focused_loss(*columns(), beta=beta),
         [logistic(u) / 2 if pair[0] > pair[1] else 2 * max(0.0, 1 - u) for u, pair in zip(us, PAIRS)],

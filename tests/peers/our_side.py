@@ -86,14 +86,14 @@ def align(path, reference, rows, folder, ingest=None, rotate: bool = False, **se
     from stages.chat import renderer_for
     from stages.direct.direct_alignment import DirectAlignment, MovingReference
     from stages.direct.preference_items import Encoder
+    from stages.models.modeling import freeze
 
     config, data = Config(**{**COMMON, "max_length": 256, **settings}), ingested(rows, folder, **(ingest or {}))
     objective = DirectAlignment(config)
     items = Encoder(renderer_for(path), objective.reads, config, rng)(data, "train")
     moving = None
     if config.reference_update != "frozen":
-        moving = MovingReference(config, reference, "cpu")
-        moving.model.double()
+        moving = MovingReference(config, freeze(policy_of(reference)), "cpu")
     if rotate:
         rotated(items)
     policy = policy_of(path)

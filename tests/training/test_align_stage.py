@@ -846,7 +846,7 @@ def test_likelihoods_that_both_fell_on_held_out_rows_are_warned_of(tiny, prefere
 def test_reference_updates(tiny, tmp_path):
     """tr_soft mixes every interval, ema every step, per_interval copies; the rules of ``da.reference``."""
     from stages.direct.direct_alignment import MovingReference
-    from stages.models.modeling import load_policy, load_weights, weights_file
+    from stages.models.modeling import freeze, load_policy, load_weights, weights_file
 
     policy, start = load_policy(tiny["policy"]), load_policy(tiny["other"])
     pi, ref = (next(m.parameters()).detach().clone() for m in (policy, start))
@@ -856,13 +856,12 @@ def test_reference_updates(tiny, tmp_path):
         "per_interval": [ref, pi],
     }
     for mode, after in expected.items():
-        moving = MovingReference(
-            Config(reference_update=mode, reference_interval=2, reference_decay=0.9), tiny["other"], "cpu"
-        )
+        config = Config(reference_update=mode, reference_interval=2, reference_decay=0.9)
+        moving = MovingReference(config, freeze(load_policy(tiny["other"])), "cpu")
         for step, want in enumerate(after, 1):
             moving.after_step(step, policy)
             assert torch.allclose(next(moving.model.parameters()), want, atol=1e-6), (mode, step)
-        twin = MovingReference(Config(reference_update=mode), tiny["other"], "cpu")
+        twin = MovingReference(Config(reference_update=mode), freeze(load_policy(tiny["other"])), "cpu")
         weights_file(moving.model)(tmp_path / mode)
         load_weights(twin.model, tmp_path / mode)
         assert torch.equal(next(twin.model.parameters()), next(moving.model.parameters()))
@@ -872,11 +871,11 @@ def test_reference_updates(tiny, tmp_path):
 def test_a_skipped_step_does_not_move_the_reference_and_is_not_counted(tiny, mode):
     """Of three steps the first is skipped: an interval of two ends with the third."""
     from stages.direct.direct_alignment import AlignmentRows, MovingReference
-    from stages.models.modeling import load_policy
+    from stages.models.modeling import freeze, load_policy
 
     how = {"reference_decay": 0.9} if mode == "ema" else {"reference_interval": 2}
     config = Config(reference_update=mode, max_steps=3, batch_size=1, **how)
-    moving, policy = MovingReference(config, tiny["other"], "cpu"), load_policy(tiny["policy"])
+    moving, policy = MovingReference(config, freeze(load_policy(tiny["other"])), "cpu"), load_policy(tiny["policy"])
     stage = SimpleNamespace(config=config, device="cpu")
     source = AlignmentRows(stage, policy, DirectAlignment(config), [None], [], moving)
     before, after = next(moving.model.parameters()).detach().clone(), []

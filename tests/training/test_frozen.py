@@ -435,3 +435,13 @@ def test_a_moving_reference_starts_at_the_policy_as_it_is_kept(tiny, data, spec)
     first = json.loads(Path(made["workdir"], "metrics.jsonl").read_text().splitlines()[0])["metrics"]
     assert first["validation/loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert first["validation/rewards/chosen"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("settings", ({"ref_mode": "ema", "beta": 0.1}, {"ref_mode": "refresh", "beta": 0.1}))
+def test_a_reference_of_rl_that_follows_starts_at_the_policy_as_it_is_kept(settings, tiny, data, spec):
+    """Rounded under an adapter: the first KL was that of the rounding."""
+    config = {**RL, **settings, "frozen_dtype": "bfloat16", "max_steps": 1}
+    made = spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, settings["ref_mode"])
+    execute(made, silent)
+    first = json.loads(Path(made["workdir"], "metrics.jsonl").read_text().splitlines()[0])["metrics"]
+    assert abs(first["kl/reference"]) < 1e-9
