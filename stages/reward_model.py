@@ -847,7 +847,7 @@ def check_anchor(stage, row, data) -> None:
             f"reward_model: anchor={named} has no answer that counts among the first"
             f" {stage.config.eval_rows or ANCHOR_ROWS} rows of "
             + (f"split {stage.config.split}" if named == "chosen" else "the input `anchor`")
-            + " (chosen or good, kept, complete, and of a weight over 0), so that nothing could be the zero point; give"
+            + " (chosen or good, kept, complete, and not of weight 0), so that nothing could be the zero point; give"
             " such answers, or write anchor=none"
         )
 

@@ -183,7 +183,7 @@ def test_killed_process_ends_with_the_same_bytes(tmp_path):
     source = write_lines(tmp_path / "x.jsonl", rows(30_000))
     (tmp_path / "spec.json").write_text(json.dumps(spec(source, tmp_path / "w")))
     code = (
-        "import stages.ingest, sys\nstages.ingest.CHECKPOINT_ROWS = 2000\nfrom stages.harness import"
+        "import stages.ingest, sys\nstages.ingest.CHECKPOINT_ROWS = 2000\nfrom stages.running.process import"
         " main\nsys.exit(main(sys.argv[1]))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "spec.json")]

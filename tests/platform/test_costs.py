@@ -189,7 +189,6 @@ def the_card_tells_the_same_story(model, first, judged, policy, directory):
         "library_name": "transformers",
         "tags": ["posttrain", "sft"],
         "pipeline_tag": "text-generation",
-        "base_model": Path(policy).name,
     }
     assert (
         card.index("learning_rate=0.001`") < card.index("learning_rate=0.01`")

@@ -471,7 +471,13 @@ def test_what_is_no_answer_is_never_selected(text, finish, total, reason):
     from stages.rejection import candidate
 
     sample = Sample(
-        {"prompt": user("q"), "prompt_id": "p", "group_id": "p", "split": "train"}, [1], 0, [2], None, finish, text
+        {"prompt": user("q"), "prompt_id": "p", "group_id": "p", "split": "train", "weight": 1.0},
+        [1],
+        0,
+        [2],
+        None,
+        finish,
+        text,
     )
     sample.total, sample.parts = total, {}
     row = candidate(sample, 0, {}, {})

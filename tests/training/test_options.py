@@ -443,7 +443,7 @@ def test_selection_without_validation_rows_is_refused_before_anything_is_compute
     given = open_dataset(data[rows])
     write_dataset(str(tmp_path / "train"), "made", given.kind, given.iter_rows(split="train"))
     config = {**SFT, "max_length": 96, "eval_every": 1, "select_by": "loss"}
-    with pytest.raises(TrainingError, match="select_by=loss needs validation rows.*validation split"):
+    with pytest.raises(TrainingError, match="select_by=loss needs validation rows.*hold some out"):
         execute(spec(stage, config, {"model": tiny["policy"], "data": str(tmp_path / "train")}, "none"), silent)
 
 

@@ -1151,7 +1151,12 @@ def test_solved_prompts_are_not_sampled_again(rl):
     """no_resampling_pass_rate leaves out a prompt from its first group above the cap on; when all are solved they come
     again; it survives a resume.
     """
-    source = rl.source("solved", {"no_resampling_pass_rate": 0.5, "reward_override": "none"})
+    config = {
+        "no_resampling_pass_rate": 0.5,
+        "reward_override": "none",
+        "rewards": [{"name": "verdict", "kind": "verifier"}],
+    }
+    source = rl.source("solved", config)
     order = source.order
     everyone = [row["row_id"] for row, _ in order.prompts]
     first = order.take(3, 0)
@@ -1165,7 +1170,7 @@ def test_solved_prompts_are_not_sampled_again(rl):
     )
     solved = first[0][0]["row_id"]
     assert order.solved == {solved} and order.metrics([])["curriculum/solved_prompts"] == 1
-    again = rl.source("solved-again", {"no_resampling_pass_rate": 0.5, "reward_override": "none"}).order
+    again = rl.source("solved-again", config).order
     again.restore(order.state())
     taken = [[row["row_id"] for row, _ in o.take(2 * len(everyone), 0)] for o in (order, again)]
     assert taken[0] == taken[1] and solved not in taken[0] and set(taken[0]) == set(everyone) - {solved}
