@@ -115,6 +115,29 @@ def test_what_ends_the_run_ends_every_part(prefect, tmp_path):
     assert not list((tmp_path / "leases").rglob("slot-*.json")), "slots are free again"
 
 
+def test_a_signal_that_another_thread_was_given_ends_the_run():
+    """The system gives a process's signal to any of its threads; Python raises it in the main one once that wakes."""
+    program = (
+        "import signal, threading, time\n"
+        "from tasks.stopping import raise_if_stopped\n"
+        "from tasks.together import together\n"
+        "def part():\n"
+        "    time.sleep(1.0)  # until the main thread waits\n"
+        "    signal.pthread_kill(threading.get_ident(), signal.SIGINT)\n"
+        "    while True:\n"
+        "        raise_if_stopped()\n"
+        "        time.sleep(0.05)\n"
+        "together([part, part], limit=2)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
+    try:
+        assert process.wait(timeout=120) == -signal.SIGINT
+    finally:
+        process.kill()
+
+
 def test_a_run_that_is_ended_does_not_wait_for_a_server_that_is_gone(prefect, tmp_path):
     """Prefect's client asks again for minutes; what it would have said is said by the next run of the same command."""
     gate = Gate(prefect)
