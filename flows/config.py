@@ -227,9 +227,9 @@ def _elsewhere(path: str, prefix: str, top: type[BaseModel]) -> str | None:
     return None if here is None else f"here it is {here!r}" + (f" ({why})" if why else "")
 
 
-#: What settings of TRL, verl, OpenRLHF and open-instruct are called here, as `NAME`, `NAME: remark` or, where there is nothing to set,
-#: `: remark`. Only what spelling alone would not find. Of names that say little by themselves, the end of the dotted
-#: name.
+#: What settings of TRL, verl, OpenRLHF and open-instruct are called here, as `NAME`, `NAME: remark` or, where there is
+#: nothing to set, `: remark`. Only what spelling alone would not find. Of names that say little by themselves, the end
+#: of the dotted name.
 ELSEWHERE = {
     "gradient_accumulation_steps": (
         "batch_size: the rows of one optimizer step, however many go through the model at a time;"

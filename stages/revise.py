@@ -11,8 +11,9 @@ reviser writes critiques and revisions: the input ``reviser``, a chat server (``
 
 A chain ends, and gives neither demonstration nor pair, at the first answer that is empty or cut, or where the reviser
 declines; so does one that comes back to y_0. Answers are what follows a thought (``<think>``), the first ones too: what
-a reviser thinks is about its task, and a pair with a thought on one side would teach to leave it out. Everything written is in the output ``revisions``, everything dropped is
-counted. A killed run continues at the last complete block of rows and ends with the same bytes.
+a reviser thinks is about its task, and a pair with a thought on one side would teach to leave it out. Everything
+written is in the output ``revisions``, everything dropped is counted. A killed run continues at the last complete block
+of rows and ends with the same bytes.
 """
 
 from __future__ import annotations

@@ -123,9 +123,9 @@ class Table:
                 ] += 1
 
     def statistics(self) -> dict:
-        """What the report says of a slice; null where a denominator is undefined. observed: share of equal labels among two of an item;
-        cohen_kappa: mean over every two annotators with items in common (of an annotator's slice: against all others
-        together); fleiss_kappa: over the items with the commonest number of labels."""
+        """What the report says of a slice; null where a denominator is undefined. observed: share of equal labels among
+        two of an item; cohen_kappa: mean over every two annotators with items in common (of an annotator's slice:
+        against all others together); fleiss_kappa: over the items with the commonest number of labels."""
         labels = sum(len(pattern) * n for pattern, n in self.nominal.items())
         kappas = [
             k

@@ -446,8 +446,8 @@ def refuse_kl(row, config: Config) -> None:
         for text in (text for text, on in held.items() if on):
             raise ValueError(
                 "ref_mode=previous is the policy that started the iteration, and the KL that is compared with target_kl"
-                f" is that of its own samples to it, which is 0, so {text}; write kl_target=old in its place, whose KL is measured"
-                " after the steps of an iteration, or leave it out."
+                f" is that of its own samples to it, which is 0, so {text}; write kl_target=old in its place, whose KL is"
+                " measured after the steps of an iteration, or leave it out."
             )
     if exact_in_reward(row, config) and (config.async_rollouts or row.off_policy_ok):
         raise ValueError(

@@ -286,8 +286,8 @@ def bar_chart(rows: Sequence[Mapping], *, title: str, ylabel: str) -> bytes:
 def small_multiples(
     panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float | None]]]], *, title: str
 ) -> bytes:
-    """Small line charts ``{panel: {line: (x, y)}}`` in a grid of three columns with one legend; a line has the same colour in all of
-    them.
+    """Small line charts ``{panel: {line: (x, y)}}`` in a grid of three columns with one legend; a line has the same
+    colour in all of them.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
