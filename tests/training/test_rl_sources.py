@@ -18,8 +18,8 @@ from stages.rl import Config, resolve_preset
 from stages.rollouts.groups import control
 from stages.rollouts.replay import full_group, plain_group
 from stages.spec import ConfigError
-from storage.datasets import open_dataset, write_dataset
-from storage.schema import complete_row
+from storage.datasets import open_dataset
+from tests.common import written
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 from tests.training.test_rl_rules import SPREAD, completions
 
@@ -197,24 +197,11 @@ def test_continuations_are_paid_as_what_they_continue(rl, config, value):
 
 
 def table_of(tmp_path, rows):
-    path = str(tmp_path / "baselines")
-    write_dataset(
-        path,
-        "baselines",
-        "baselines/1",
-        [
-            complete_row(
-                "baselines/1",
-                {"prompt_id": p, "group_id": p, "b": b, "n": 4, "policy_version": 0, "extra_json": extra},
-                dataset="b",
-                source="s",
-                origin="ai",
-                split="train",
-            )
-            for p, b, extra in rows
-        ],
-    )
-    return path
+    said = [
+        {"prompt_id": p, "group_id": p, "b": b, "n": 4, "policy_version": 0, "extra_json": extra}
+        for p, b, extra in rows
+    ]
+    return written(tmp_path / "baselines", "baselines", "baselines/1", said, dataset="b", origin="ai")
 
 
 def test_baselines_that_are_missing_are_told_before_training(rl, tmp_path):
@@ -488,24 +475,18 @@ def test_sft_members_may_be_as_long_as_the_run_allows(rl, tmp_path):
 
     source = rl.source("members", {"preset": "dr_grpo"})
     prompt, path = source.order.prompts[0][0], str(tmp_path / "sft")
-    write_dataset(
+    written(
         path,
         "sft",
         "demonstrations/1",
         [
-            complete_row(
-                "demonstrations/1",
-                {
-                    "messages": [*prompt["prompt"], {"role": "assistant", "content": "b" * 12}],
-                    "train_turns": [1],
-                    "kept": True,
-                },
-                dataset="d",
-                source="s",
-                origin="human",
-                split="train",
-            )
+            {
+                "messages": [*prompt["prompt"], {"role": "assistant", "content": "b" * 12}],
+                "train_turns": [1],
+                "kept": True,
+            }
         ],
+        dataset="d",
     )
     stage = source.stage
     stage.inputs["sft"] = replace(stage.inputs["data"], path=path)
@@ -523,25 +504,19 @@ def test_an_sft_answer_is_not_off_policy_where_nothing_has_moved(rl, tmp_path, d
     that started the iteration.
     """
     path = str(tmp_path / "sft")
-    write_dataset(
+    written(
         path,
         "sft",
         "demonstrations/1",
         [
-            complete_row(
-                "demonstrations/1",
-                {
-                    "messages": [*row["prompt"], {"role": "assistant", "content": "bbb"}],
-                    "train_turns": [1],
-                    "kept": True,
-                },
-                dataset="d",
-                source="s",
-                origin="human",
-                split="train",
-            )
+            {
+                "messages": [*row["prompt"], {"role": "assistant", "content": "bbb"}],
+                "train_turns": [1],
+                "kept": True,
+            }
             for row in open_dataset(data["prompts"]).iter_rows(split="train")
         ],
+        dataset="d",
     )
     worst = {"name": "worst", "kind": "python", "source": "def score(completion):\n    return -('bbb' in completion)"}
     result, metrics = rl(
