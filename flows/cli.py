@@ -296,11 +296,11 @@ def rerun(
     if seed is not None:
         values["seed"] = seed
     for key in unread(recipe, recipe_flow.method, load_config(recipe, values)):  # of what the change switched off
-        section, _, leaf = key.partition(".")
-        if leaf and leaf not in given.get(section, {}):
-            values[section] = {name: value for name, value in values[section].items() if name != leaf}
-        elif not leaf and section not in given:
-            del values[section]
+        part, _, leaf = key.partition(".")
+        if leaf and leaf not in given.get(part, {}):
+            values[part] = {name: value for name, value in values[part].items() if name != leaf}
+        elif not leaf and part not in given:
+            del values[part]
     execute(recipe, values, again, json_, dry_run, machines)
 
 

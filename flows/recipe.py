@@ -452,26 +452,26 @@ def unread(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig)
             return run.given
         return None
 
-    as_it_is, found = functools.cache(lambda: given({})), {}
+    as_it_is = functools.cache(lambda: given({}))
+
+    def idle(value: Any, usual: list[Any], put: Callable[[Any], dict[str, Any]]) -> bool:
+        """Whether a value is none of the usual ones, of which the first is the default, and others in its place change
+        nothing.
+        """
+        return value not in usual and all(given(put(one)) == as_it_is() for one in alternatives(value, usual[0]))
+
+    found = {}
     usual = [preset_config(config, recipe, name) for name in presets(recipe)]
     for name, field in type(config).model_fields.items():
         value, default = getattr(config, name), field.get_default(call_default_factory=True)
-        others = [getattr(one, name) for one in usual]
+        known = [default, *(getattr(one, name) for one in usual)]
         if isinstance(value, BaseModel) and isinstance(default, BaseModel):
-            chosen = [
-                leaf
-                for leaf in type(value).model_fields
-                if getattr(value, leaf) not in [getattr(one, leaf) for one in (default, *others)]
-            ]
-            for leaf in chosen:
-                tried = alternatives(getattr(value, leaf), getattr(default, leaf))
-                if all(given({name: value.model_copy(update={leaf: one})}) == as_it_is() for one in tried):
-                    about = type(value).model_fields[leaf] if name == "data" else field
-                    found[f"{name}.{leaf}"] = about.description
+            for leaf, its_field in type(value).model_fields.items():
+                put = lambda one, leaf=leaf: {name: value.model_copy(update={leaf: one})}
+                if idle(getattr(value, leaf), [getattr(one, leaf) for one in known], put):
+                    found[f"{name}.{leaf}"] = (its_field if name == "data" else field).description
         elif isinstance(value, str) and isinstance(default, str | None) and get_origin(field.annotation) is not Literal:
-            if value not in [default, *others] and all(
-                given({name: one}) == as_it_is() for one in alternatives(value, default)
-            ):
+            if idle(value, known, lambda one: {name: one}):
                 found[name] = field.description
     said = "{}: no step of this run reads it ({}); leave it out, or switch on the step that does"
     return {key: said.format(key, (about or "").rstrip(".")) for key, about in found.items()}
