@@ -538,7 +538,8 @@ def test_a_section_of_another_library_is_not_taken_for_a_setting_that_sounds_ali
 
 
 def test_words_of_other_libraries_lead_to_settings_that_exist():
-    from flows.config import ELSEWHERE, VALUES, build, keys
+    from flows.config import build, keys
+    from flows.names import ELSEWHERE, VALUES
     from stages.registry import STAGES, get_stage
     from stages.spec import ConfigError
 
