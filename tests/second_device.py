@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda:0"
+REAL = torch.cuda.is_available()
 _BELOW = torch.device("lazy:0")  # what the dispatcher is told
 
 #: Operations whose tensors may be on two devices, and those whose indices may come from the CPU.
@@ -609,8 +610,36 @@ def _pretend(monkeypatch) -> None:
 
 
 @contextmanager
+def _real(monkeypatch):
+    """The same on a machine with a GPU."""
+    from stages.running import cuda
+    from transformers import AttentionInterface
+
+    for name in ("_shared", "_given_up"):
+        monkeypatch.setattr(cuda, name, False)
+    before = (
+        dict(AttentionInterface._global_mapping),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    try:
+        yield
+    finally:
+        AttentionInterface._global_mapping.clear()
+        AttentionInterface._global_mapping.update(before[0])
+        torch.backends.cuda.enable_cudnn_sdp(before[1])
+        torch.use_deterministic_algorithms(before[2], warn_only=before[3])
+
+
+@contextmanager
 def second_device(monkeypatch):
-    """Within it the second device is there, in threads that are started within it too."""
+    """Within it the second device is there, in threads that are started within it too. Where there is a GPU, it is
+    that: the same tests show then what only kernels can."""
+    if REAL:
+        with _real(monkeypatch):
+            yield
+        return
     import stages.models.lean
     from stages.running import cuda
     from transformers import AttentionInterface

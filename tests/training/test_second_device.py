@@ -11,22 +11,22 @@ import torch
 
 from stages.harness import execute
 from tests.reward.conftest import encoder  # noqa: F401
-from tests.second_device import DEVICE, second_device
+from tests.second_device import DEVICE, REAL, second_device
 from tests.training.test_resume import _RL, KINDS, STAGES, STATEFUL, labelled  # noqa: F401
 
 CASES = {
     **{name: (name.split("/")[0].split()[0], config, rows[1], {}) for name, (config, rows) in STAGES.items()},
-    # no forward-mode gradients there
+    # no forward-mode gradients on the pretended device
     **{
         name: ("rl", {**_RL, **config}, "prompts", {})
         for name, config in STATEFUL.items()
-        if config["preset"] != "trpo"
+        if config["preset"] != "trpo" or REAL
     },
     **{name: (name.split()[0], config, rows, more) for name, (config, rows, more) in KINDS.items()},
 }
 
 # bitsandbytes has kernels for real devices only
-CASES = {name: case for name, case in CASES.items() if "4 bits" not in name}
+CASES = {name: case for name, case in CASES.items() if "4 bits" not in name or REAL}
 
 #: How many lines to compare where rounding decides what follows: advantages that are zero but for it.
 LINES = {"old policy, averaged opponent": 1, "adapter on a base kept in bfloat16": 1}
@@ -41,6 +41,7 @@ SIDES = (
 )
 
 
+@pytest.mark.skipif(REAL, reason="of the pretended device")
 def test_tensors_of_two_devices_do_not_meet(monkeypatch):
     with second_device(monkeypatch):
         there, here = torch.ones(2, 3, device=DEVICE, requires_grad=True), torch.ones(3, 2)
