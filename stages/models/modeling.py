@@ -33,9 +33,9 @@ from stages.batching import (
     together,
 )
 from stages.chat import Renderer
-from stages.models import adapters, balance, dropout, experts, frozen, lean, pending, quantised, sharding
+from stages.models import adapters, balance, dropout, experts, frozen, fused, lean, pending, quantised, sharding
 from stages.models.layers import logit_scaling, rope_limit, windows_of
-from stages.models.memory import HEAD_CHUNK_ON_GPU, HEAD_KEEP_ELEMENTS
+from stages.models.memory import HEAD_CHUNK_ON_GPU, HEAD_KEEP_BYTES_ON_GPU, HEAD_KEEP_ELEMENTS
 from stages.models.products import linear
 from stages.models.tensor_files import TensorFiles, writer_of
 from stages.running import ranks
@@ -542,7 +542,8 @@ def head_of(model) -> Head:
 class _ChunkedLogps(torch.autograd.Function):
     """log softmax(logits / temperature)[target], entropy and mean over the vocabulary, per token, chunk by chunk.
 
-    The first ``HEAD_KEEP_ELEMENTS`` log-probabilities are kept for backward, the others are computed again there.
+    The first ``HEAD_KEEP_ELEMENTS`` log-probabilities are kept for backward, the others are computed again there. On a
+    GPU logits are kept, ``HEAD_KEEP_BYTES_ON_GPU`` of them, and one kernel (``stages.models.fused``) reads them once.
     """
 
     @staticmethod
@@ -555,9 +556,30 @@ class _ChunkedLogps(torch.autograd.Function):
         entropies = hidden.new_zeros(n if want_entropy else 0, dtype=wide)
         means = hidden.new_zeros(n if want_mean else 0, dtype=wide)
         chunks = head_chunks(n, weight)
-        keep = HEAD_KEEP_ELEMENTS // weight.shape[0] if any(ctx.needs_input_grad) and not softcap else 0
-        kept = []
+        # logits in the type of the products are kept on a GPU, and log-probabilities, which are made of them, here
+        alone = fused.on(hidden, head.weight)
+        keep = 0
+        if any(ctx.needs_input_grad) and (alone or not softcap):
+            most = HEAD_KEEP_BYTES_ON_GPU // head.weight.element_size() if alone else HEAD_KEEP_ELEMENTS
+            keep = most // weight.shape[0]
+        kept, sums = [], hidden.new_empty(n if alone else 0, dtype=wide)
         for rows in chunks:
+            if alone:
+                z = linear(hidden[rows].to(low), head.weight, head.bias)
+                sums[rows] = fused.logps(
+                    z,
+                    targets[rows],
+                    logps[rows],
+                    entropies[rows],
+                    means[rows],
+                    None if hits is None else hits[rows],
+                    temperature,
+                    scale,
+                    softcap,
+                )
+                if rows.stop <= keep:
+                    kept.append(z)
+                continue
             z = precise(head.logits(hidden[rows].to(low)))
             logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
             logps[rows] = logp.gather(1, targets[rows, None])[:, 0]
@@ -569,16 +591,16 @@ class _ChunkedLogps(torch.autograd.Function):
                 means[rows] = logp.mean(-1)
             if rows.stop <= keep:
                 kept.append(logp)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropies, *kept)
-        ctx.settings = (temperature, scale, softcap, low, chunks)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, sums, *kept)
+        ctx.settings = (temperature, scale, softcap, low, chunks, alone)
         # an entropy that is only logged has no gradient, and costs nothing in backward
         ctx.set_materialize_grads(False)
         return logps, entropies, means
 
     @staticmethod
     def backward(ctx, grad_logps, grad_entropies, grad_means):
-        hidden, weight, bias, targets, entropies, *kept = ctx.saved_tensors
-        temperature, scale, softcap, low, chunks = ctx.settings
+        hidden, weight, bias, targets, entropies, sums, *kept = ctx.saved_tensors
+        temperature, scale, softcap, low, chunks, alone = ctx.settings
         if grad_logps is None:
             grad_logps = entropies.new_zeros(len(hidden))
         weight_low, bias_low = weight.to(low), None if bias is None else bias.to(low)
@@ -588,30 +610,37 @@ class _ChunkedLogps(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
         for i, rows in enumerate(chunks):
             capped, h = None, hidden[rows].to(low)
-            if i < len(kept):
-                logp = kept[i]
+            if alone:
+                z = kept[i] if i < len(kept) else linear(h, weight_low, bias_low)
+                more = (None if g is None else g[rows] for g in (grad_entropies, grad_means))
+                dz = fused.logps_back(
+                    z, targets[rows], sums[rows], entropies[rows], grad_logps[rows], *more, temperature, scale, softcap
+                )
             else:
-                z = precise(linear(h, weight_low, bias_low)) * scale
-                if softcap:
-                    capped = torch.tanh(z / softcap)
-                    z = softcap * capped
-                logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
-            g = grad_logps[rows, None]
-            p = logp.exp()
-            if grad_entropies is not None:  # d entropy / d z_v = -p_v (log p_v + entropy)
-                dz = -g * p - grad_entropies[rows, None] * p * (logp + entropies[rows, None])
-            else:
-                dz = p.mul_(-g)
-            dz.scatter_add_(1, targets[rows, None], g)
-            if grad_means is not None:  # d mean / d z_v = 1/V - p_v
-                dz += grad_means[rows, None] * (1.0 / logp.shape[1] - logp.exp())
-            factor = scale / temperature
-            if factor != 1.0:
-                dz = dz * factor
-            if capped is not None:
-                dz = dz * (1.0 - capped * capped)
+                if i < len(kept):
+                    logp = kept[i]
+                else:
+                    z = precise(linear(h, weight_low, bias_low)) * scale
+                    if softcap:
+                        capped = torch.tanh(z / softcap)
+                        z = softcap * capped
+                    logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
+                g = grad_logps[rows, None]
+                p = logp.exp()
+                if grad_entropies is not None:  # d entropy / d z_v = -p_v (log p_v + entropy)
+                    dz = -g * p - grad_entropies[rows, None] * p * (logp + entropies[rows, None])
+                else:
+                    dz = p.mul_(-g)
+                dz.scatter_add_(1, targets[rows, None], g)
+                if grad_means is not None:  # d mean / d z_v = 1/V - p_v
+                    dz += grad_means[rows, None] * (1.0 / logp.shape[1] - logp.exp())
+                factor = scale / temperature
+                if factor != 1.0:
+                    dz = dz * factor
+                if capped is not None:
+                    dz = dz * (1.0 - capped * capped)
             if grad_bias is not None:
-                grad_bias += dz.sum(0)
+                grad_bias += dz.sum(0, dtype=wide)
             dz = dz.to(low)
             grad_hidden[rows] = dz @ weight_low
             if grad_weight is not None:

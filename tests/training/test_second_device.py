@@ -93,24 +93,22 @@ def test_a_stage_computes_on_another_device(tiny, data, labelled, spec, case, mo
 
 
 @pytest.mark.parametrize("more", ({}, {"activation_checkpointing": True}), ids=("plain", "recomputed"))
-def test_long_groups_attend_in_packs_there(tiny, data, spec, more, monkeypatch):
-    """Short blocks make every group a long one: it is attended in packs on the other device, as a tree or behind a mask
-    on the CPU.
-    """
-    from stages.models import lean
+def test_groups_attend_in_one_call_there(tiny, data, spec, more, monkeypatch):
+    """All responses of all groups of a micro-batch, with their prompts' keys copied for them."""
+    from stages.models import varlen
 
     config = {**_RL, "preset": "grpo", "num_generations": 5, "prompts_per_step": 2, "max_steps": 1, **more}
-    packed = []
+    made, attended = [], varlen.attended
+    monkeypatch.setattr(
+        varlen, "attended", lambda q, k, v, plan, *how: (made.append(plan), attended(q, k, v, plan, *how))[1]
+    )
     found = []
     for name, device in (("here", "cpu"), ("there", DEVICE)):
-        made = {**spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, name), "device": device}
+        given = {**spec("rl", config, {"model": tiny["policy"], "data": data["prompts"]}, name), "device": device}
         with second_device(monkeypatch) if device == DEVICE else nullcontext():
-            if device == DEVICE:
-                monkeypatch.setitem(lean.BLOCK, "cuda", 30)
-                plain = lean.packed
-                monkeypatch.setattr(lean, "packed", lambda *given: packed.append(plain(*given)) or packed[-1])
-            found.append(execute(made, lambda event: None)["summary"])
-    assert {pack.owner is None for block in packed for pack in block.packs[1]} == {True, False}
+            found.append(execute(given, lambda event: None)["summary"])
+        assert bool(made) == (device == DEVICE)
+    assert {len(plan.queries) for plan in made if plan.copies is not None} == {1 + 2 * 6}
     here, there = found
     near = {"rel": 1e-3, "abs": 1e-4}
     assert here.keys() == there.keys() and not {
