@@ -203,8 +203,7 @@ def rl_preflight(stage, trainer, source) -> None:
     check_completions_end(stage, [s for group in samples for s in group], renderer)
     check_rewards(stage, source, [s for group in samples for s in group])
     check_clip_range(stage, source, [s for group in samples for s in group])
-    if config.engine_sleep:  # as in training: the first iteration's update wakes it
-        source.policy.engine.sleep(keep_weights=False)
+    source.policy.rest()  # as in training: the first iteration's update wakes it
     per_step = max(1, -(-len(made) // config.num_minibatches))
     warn_of_repeated_prompts(stage, made[:per_step], facts["tokens per step at most"])
     times = []

@@ -622,6 +622,7 @@ class Answers:
         groups = self.sampler.generate(
             [self.renderer.prompt_ids(row["prompt"]) for row in self.prompts], self.params, [[0] for _ in self.prompts]
         )
+        self.sampler.release()
         answers = [group[0] for group in groups]
         shown = [
             shown_to(

@@ -301,6 +301,8 @@ def compute(operation, args, kwargs):
     _STREAM.meets(name, args, kwargs, there, given, goes)
     held = {id(one.held): one for one in there}
     below = pytree.tree_map(_held, args), pytree.tree_map(_held, kwargs)
+    if goes and _STREAM.graph is not None:
+        _STREAM.graph.saves(operation, *below)
     result = operation(*below[0], **below[1])
     if goes and _STREAM.graph is not None:
         _STREAM.graph.keep(operation, *below, result)
@@ -382,10 +384,15 @@ class Stream:
             )
         self.wait()
 
-    def wait(self) -> None:
-        """Everything that was started is done."""
+    def wait(self, sent=None, coming=None) -> None:
+        """Everything that was started is done, or these copies of it."""
         with self.order:
-            sent, coming, self.sent, self.coming = self.sent, self.coming, [], []
+            sent, coming = (
+                ([one for one in self.sent if sent is None or any(one is other for other in sent)]),
+                ([one for one in self.coming if coming is None or any(one is other for other in coming)]),
+            )
+            self.sent = [one for one in self.sent if not any(one is other for other in sent)]
+            self.coming = [one for one in self.coming if not any(one is other for other in coming)]
             for source, was in sent:
                 if not torch.equal(source, was):
                     raise RuntimeError("pinned memory was written before a copy that does not block had read it")
@@ -424,6 +431,25 @@ class CUDAGraph:
         self.steps: list[tuple] = []
         self.own: set[int] = set()  # storages that belong to the graph
         self.kept: list = []
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what a capture, which computes nothing, wrote
+
+    def saves(self, operation, args, kwargs) -> None:
+        """What an operation of a capture is about to write over."""
+        if _STREAM.capturing is not threading.current_thread() or not operation._schema.is_mutable:
+            return
+        for place, argument in enumerate(operation._schema.arguments):
+            one = args[place] if place < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(one, torch.Tensor):
+                continue
+            storage = one.untyped_storage()
+            if storage._cdata not in self.own and storage._cdata not in self.before:
+                self.before[storage._cdata] = storage, storage.clone()
+
+    def undo(self) -> None:
+        """The capture has ended."""
+        for storage, was in self.before.values():
+            storage.copy_(was)
+        self.before.clear()
 
     def keep(self, operation, args, kwargs, result) -> None:
         if _STREAM.capturing is not threading.current_thread():
@@ -488,6 +514,17 @@ class CUDAGraph:
         return torch.empty(0, dtype=one.dtype).set_(storage, *one.place)
 
 
+class Event:
+    """What was started before :meth:`record`: after :meth:`synchronize` it is done, and nothing else is."""
+
+    def record(self) -> None:
+        with _STREAM.order:
+            self.sent, self.coming = list(_STREAM.sent), list(_STREAM.coming)
+
+    def synchronize(self) -> None:
+        _STREAM.wait(self.sent, self.coming)
+
+
 @contextmanager
 def graph(made, pool=None, stream=None, capture_error_mode="global", **more):
     """``torch.cuda.graph``."""
@@ -504,6 +541,7 @@ def graph(made, pool=None, stream=None, capture_error_mode="global", **more):
         yield
     finally:
         _STREAM.graph = _STREAM.capturing = None
+        made.undo()
     if _STREAM.spoiled:
         raise RuntimeError(f"operation failed due to a previous error during capture: {_STREAM.spoiled}")
 
@@ -659,6 +697,7 @@ def _pretend(monkeypatch) -> None:
         "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
         "is_current_stream_capturing": lambda: _STREAM.graph is not None,
         "CUDAGraph": CUDAGraph,
+        "Event": Event,
         "graph": graph,
         "graph_pool_handle": Pool,
         "_is_in_bad_fork": lambda: False,

@@ -77,6 +77,10 @@ class Past:
     values: list[torch.Tensor]
     lengths: list[int]
 
+    def stacked(self) -> torch.Tensor:
+        """Keys and then values of all layers, [2 layers, B, K, P, D]."""
+        return _stacked(self)
+
     @classmethod
     def of(cls, rows: list[tuple[list[torch.Tensor], list[torch.Tensor], int]]) -> Past:
         """From (keys [K, at least n, D] per layer, values, n) of every row."""
@@ -124,6 +128,19 @@ class Prefilled:
     values: list[torch.Tensor]
     logits: torch.Tensor
     past: Past | None = None
+
+    def stacked(self) -> torch.Tensor:
+        """Keys and then values of all layers, [2 layers, B, K, T, D]."""
+        return _stacked(self)
+
+
+def _stacked(kept: Past | Prefilled) -> torch.Tensor:
+    """Made once; what it was made of is a view of it from then on."""
+    found = getattr(kept, "whole", None)
+    if found is None:
+        found = kept.whole = torch.stack([*kept.keys, *kept.values])
+        kept.keys, kept.values = list(found[: len(kept.keys)]), list(found[len(kept.keys) :])
+    return found
 
 
 def _fill(into, prefilled: Prefilled, at: int, row: int, length: int, skip: int = 0) -> None:
@@ -242,6 +259,54 @@ class SlotKV:
         """Copy a row of `length` tokens to another slot."""
         for x in (*self.keys, *self.values):
             x[target, :, :length].copy_(x[source, :, :length])
+        self.mask[target].copy_(self.mask[source])
+
+
+class WholeKV(SlotKV):
+    """The same in one piece, [2 layers, S, K, C, D], so that a row comes and moves in one copy; for engines whose
+    layers are alike. It outlives a run of the sampler (:meth:`fits`).
+    """
+
+    def __init__(self, like: Prefilled, slots: int, columns: int):
+        heads, d = like.keys[0].shape[1], like.keys[0].shape[3]
+        self.slots, self.closed = slots, torch.finfo(like.keys[0].dtype).min
+        self._over(like.keys[0].new_zeros(2 * len(like.keys), slots, heads, columns, d))
+        self.mask = self.whole.new_full((slots, columns), self.closed)
+
+    def _over(self, whole: torch.Tensor) -> None:
+        self.whole, self.columns = whole, whole.shape[3]
+        self.keys, self.values = list(whole[: len(whole) // 2]), list(whole[len(whole) // 2 :])
+
+    def fits(self, like: Prefilled, slots: int, columns: int) -> bool:
+        """Whether so many rows of so many columns, like these, have room."""
+        one = like.keys[0]
+        return (
+            self.slots >= slots
+            and self.columns >= columns
+            and self.whole.shape[::2] == (2 * len(like.keys), one.shape[1], one.shape[3])
+            and self.whole.dtype == one.dtype
+            and self.whole.device == one.device
+        )
+
+    def grow(self, columns: int) -> None:
+        extra = columns - self.columns
+        self._over(F.pad(self.whole, (0, 0, 0, extra)))
+        self.mask = F.pad(self.mask, (0, extra), value=self.closed)
+
+    def load(self, slot: int, prefilled: Prefilled, row: int, length: int, skip: int = 0) -> None:
+        past, known = prefilled.past, 0
+        if past is not None:
+            at = row if len(past.lengths) > 1 else 0
+            known = past.lengths[at]
+            self.whole[:, slot, :, : max(known - skip, 0)].copy_(past.stacked()[:, at, :, skip:known])
+        self.whole[:, slot, :, max(known - skip, 0) : length].copy_(
+            prefilled.stacked()[:, row, :, max(skip - known, 0) : length + skip - known]
+        )
+        self.mask[slot, :length] = 0
+        self.mask[slot, length:] = self.closed
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.whole[:, target, :, :length].copy_(self.whole[:, source, :, :length])
         self.mask[target].copy_(self.mask[source])
 
 
@@ -606,6 +671,10 @@ class _Product:
             return
         self.weights, self.biases = [torch.cat(weights) if len(weights) > 1 else weights[0]], [self.bias]
 
+    def tensors(self) -> list[torch.Tensor | None]:
+        """What it computes from."""
+        return [self.turned, self.bias] if self.turned is not None else [*self.weights, *self.biases]
+
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """The product, plus ``add`` (a residual, in the same pass on the CPU)."""
         if self.packed is not None:
@@ -672,6 +741,17 @@ class _Layer:
         self.gate_up = _Product(_parted(layer.gate_up, [layer.down.in_features] * 2), dtype)
         self.down = _Product([linear_weight(layer.down)], dtype)
 
+    def tensors(self) -> list[torch.Tensor | None]:
+        """What it computes from."""
+        products = (one for one in (self.qkv, self.out, self.gate_up, self.down) for one in one.tensors())
+        norms = (self.norm1, self.after1, self.norm2, self.after2, self.qk_norm, self.q_norm, self.k_norm)
+        return [*products, *norms]
+
+    @property
+    def settings(self) -> tuple:
+        """What it computes besides."""
+        return self.act, self.window, self.cap, self.turn, self.residual
+
     def activate(self, gate: torch.Tensor) -> torch.Tensor:
         return F.silu(gate) if self.act == "silu" else F.gelu(gate, approximate="tanh")
 
@@ -686,6 +766,76 @@ def _parted(linears, sizes) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     return list(zip(weight.split(sizes), bias.split(sizes) if bias is not None else [None] * len(sizes)))
 
 
+class _Ends:
+    """Embedding, last norm and output layer, as :class:`_Layer`."""
+
+    def __init__(self, model, family: Family, dtype: torch.dtype):
+        core = model.model
+        weight, head = core.embed_tokens.weight, linear_weight(model.lm_head)
+        self.embedding = weight.to(dtype)
+        self.norm, self.eps = gain_of(core.norm, family).to(dtype), epsilon_of(core.norm)
+        inner, outer = embedding_scales(core)
+        self.scales = ([] if inner is None else [inner.to(dtype)]) + ([] if outer == 1.0 else [outer])
+        self.head = _Product([(self.embedding if head[0] is weight else head[0], head[1])], dtype)
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        return [self.embedding, self.norm, *self.head.tensors(), *(x for x in self.scales if torch.is_tensor(x))]
+
+    @property
+    def settings(self) -> tuple:
+        return self.eps, *(x for x in self.scales if not torch.is_tensor(x))
+
+
+class _Weights:
+    """What is computed from, part by part (:class:`_Ends` and every :class:`_Layer`), where it is brought up to date:
+    in the tensors it has, as long as these are of the same shapes.
+    """
+
+    def __init__(self):
+        self.parts: list = []
+        self.borrowed: list[list[bool]] = []  # of each tensor whether its memory is the model's own
+        self.renewed = True  # whether all tensors stayed where they were
+
+    def renew(self, parts, model) -> list:
+        """The parts to compute with. parts: iterable of parts as the model's weights are now."""
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        old, was, self.parts, self.borrowed, self.renewed = self.parts, self.borrowed, [], [], True
+        for at, new in enumerate(parts):
+            borrowed = [x is not None and x.untyped_storage().data_ptr() in own for x in new.tensors()]
+            if at < len(old) and self._copied(old[at], was[at], new, borrowed):
+                new = old[at]
+            else:
+                self.renewed = False
+            self.parts.append(new)
+            self.borrowed.append(borrowed)
+        self.renewed &= len(old) == len(self.parts)
+        return self.parts
+
+    @staticmethod
+    def _copied(old, was: list[bool], new, borrowed: list[bool]) -> bool:
+        """Whether the numbers of `new` are in the tensors of `old` now."""
+        pairs = list(zip(old.tensors(), new.tensors()))
+        same = (
+            old.settings == new.settings
+            and was == borrowed
+            and all(
+                (a is None) == (b is None)
+                and (
+                    a is None
+                    or (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+                    # what is the model's is not written to: it has to be where it was
+                    and (not lent or a.data_ptr() == b.data_ptr())
+                )
+                for (a, b), lent in zip(pairs, borrowed)
+            )
+        )
+        if same:
+            # an output layer may be the embedding
+            for a, b in {id(a): (a, b) for (a, b), lent in zip(pairs, borrowed) if a is not None and not lent}.values():
+                a.copy_(b)
+        return same
+
+
 class LeanDecoder:
     """The forward of a family of ``stages.models.layers`` over the model's own weights, with as few operations per step
     as torch allows.
@@ -697,11 +847,20 @@ class LeanDecoder:
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = model.model.layers[0].self_attn.head_dim
         self.layers: list[_Layer] = []
+        self.kept: _Weights | None = None
+        self.version = 0  # another one, when what is computed from lies elsewhere
+        self.frequencies: dict[str, tuple[torch.Tensor, float]] = {}
+        self.tables: dict[str, torch.Tensor] = {}
+        self.positions = 0
         self.reach = {(layer.window, layer.cap) for layer in layers_of(model.model)}
         self.has_experts = any(hasattr(layer.mlp, "experts") for layer in model.model.layers)
         self.logit_scale, self.logit_cap = logit_scaling(config)
         self.longest: int | None = None  # of the rows to come
         self.floor: dict[float, torch.Tensor] = {}  # eps of a norm as a tensor
+
+    def continues(self, other) -> bool:
+        """Whether it decodes what another decoder would, once its weights are refreshed."""
+        return type(other) is LeanDecoder and (self.model, self.asked) == (other.model, other.asked)
 
     def check_length(self, total: int) -> None:
         """Any length up to the model's positions is fine; a window that all rows fit into is none."""
@@ -710,6 +869,14 @@ class LeanDecoder:
 
     def _window(self, window: int | None) -> int | None:
         return None if window is None or self.longest is not None and window >= self.longest else window
+
+    def held_bytes(self) -> int:
+        """Memory of the weights as they are kept here, without that of the model's own."""
+        if self.kept is None:
+            return 0
+        parts = zip(self.kept.parts, self.kept.borrowed)
+        own = {id(x): x for part, lent in parts for x, one in zip(part.tensors(), lent) if x is not None and not one}
+        return sum(x.numel() * x.element_size() for x in own.values())
 
     @property
     def wants_blocks(self) -> bool:
@@ -734,32 +901,43 @@ class LeanDecoder:
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Read (and fuse) the weights as they are now."""
+        """Read (and fuse) the weights as they are now. Where steps may be captured, what was read before is written
+        over, so that they stay what they are; ``version`` says whether that went.
+        """
         core = self.model.model
-        weight = core.embed_tokens.weight
         wide = arithmetic(self.model)
-        self.dtype, self.device = self.asked or wide, weight.device
-        self.embedding = weight.to(self.dtype)
+        self.dtype, self.device = self.asked or wide, core.embed_tokens.weight.device
         family = family_of(core)
         act = ACTIVATIONS[getattr(core.config, family.activation)]
-        self.layers = [
-            _Layer(layer, family, act, self.heads, self.groups, self.head_dim, turned_rows(core), self.dtype, wide)
-            for layer in layers_of(core)
-        ]
-        for layer in self.layers:
-            layer.window = self._window(layer.window)
+
+        def parts():
+            yield _Ends(self.model, family, self.dtype)
+            for layer in layers_of(core):
+                one = _Layer(
+                    layer, family, act, self.heads, self.groups, self.head_dim, turned_rows(core), self.dtype, wide
+                )
+                one.window = self._window(one.window)
+                yield one
+
+        if self.replayable:
+            self.kept = self.kept or _Weights()
+            (ends, *self.layers), renewed = self.kept.renew(parts(), self.model), self.kept.renewed
+        else:
+            (ends, *self.layers), self.kept, renewed = parts(), None, False
         self.windows = {layer.window for layer in self.layers}
-        self.norm, self.eps = gain_of(core.norm, family).to(self.dtype), epsilon_of(core.norm)
-        inner, outer = embedding_scales(core)
-        self.scales = ([] if inner is None else [inner.to(self.dtype)]) + ([] if outer == 1.0 else [outer])
-        head = linear_weight(self.model.lm_head)
-        self.head = _Product([(self.embedding if head[0] is weight else head[0], head[1])], self.dtype)
+        self.embedding, self.norm, self.eps = ends.embedding, ends.norm, ends.eps
+        self.scales, self.head = ends.scales, ends.head
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.frequencies = {
+        frequencies = {
             name: (frequencies.to(self.device, torch.float32), scale)
             for name, (frequencies, scale) in rotary_tables(core).items()
         }
-        self.tables, self.positions = {}, 0
+        if not renewed or any(
+            scale != self.frequencies[name][1] or not torch.equal(one, self.frequencies[name][0])
+            for name, (one, scale) in frequencies.items()
+        ):
+            self.frequencies, self.tables, self.positions = frequencies, {}, 0
+            self.version += 1
 
     def rotations(self, longest: int) -> dict[str, torch.Tensor]:
         """exp(i * position * frequency) * attention scaling, [>= longest, D / 2] complex (angles in float32 as HF), by

@@ -6,9 +6,13 @@ fixed shapes and addresses:
 
 * the number of rows is rounded up to a bucket (rows past the live ones compute on slots nobody owns and are thrown
   away), and so are the columns that are attended to (those past a row's end are masked, as they are without graphs);
-* what changes from step to step travels in one buffer to the device, what was drawn in one buffer back;
+* where drawing is part of the graph, a step leaves on the device what the next one begins with: the token, its column
+  and how many tokens the row has. The host tells the device of rows that come, move and end, and nothing else, so that
+  it may start a step before it has read what the last one drew;
 * it is captured when a bucket has run ``WARM`` times as it is, which is also the warm-up that capturing wants, and
-  thrown away with the KV storage or the weights it was captured over.
+  thrown away when the KV storage, or the tensors that hold the weights, are others.
+
+What was captured outlives a run of the sampler (:class:`Replayed` belongs to the sampler, see ``Sampler.release``).
 
 Drawing is part of the graph where it has no branch that depends on numbers (all but top-p) and where logits are not
 processed; else the graph ends with the logits.
@@ -19,7 +23,7 @@ itself (buckets, buffers, when a step is thrown away) is then held to the tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -27,18 +31,21 @@ import torch
 from stages.decoding.sampling import SamplingParams, sample_step
 from stages.running import cuda
 
-ROWS, COLUMNS = 8, 128  # buckets are multiples of these, rows below the first powers of two
-WARM = 3  # runs of a bucket as it is before it is captured
-TOKEN, COLUMN, UNIFORM = range(3)  # rows of the buffer that travels to the device; the uniform number by its bits
+ROWS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # buckets of rows; more are multiples of 64
+COLUMNS = 128  # the least bucket of columns; the others are twice the one before
+WARM = 2  # runs of a bucket as it is before it is captured
+AHEAD = 1  # steps that are started before the last one's tokens are read
+DISTRIBUTIONS = 4  # temperatures and filters whose steps are kept
+TOKEN, COLUMN, COUNT = range(3)  # rows of the state
 
 Step = Callable[[], torch.Tensor]
 
 
 def bucket(n: int, most: int) -> int:
-    """Rows that a step for ``n`` live ones computes, ``most`` at the most: 2, 4, 8, 16, 24 ... (the order in which a
-    scan over one row alone adds is not fixed).
+    """Rows that a step for ``n`` live ones computes, ``most`` at the most; two at least (the order in which a scan over
+    one row alone adds is not fixed).
     """
-    return min(most, max(2, 1 << (n - 1).bit_length()) if n < ROWS else -(-n // ROWS) * ROWS)
+    return min(most, next((rows for rows in ROWS if rows >= n), -(-n // 64) * 64))
 
 
 def draws_alone(params: SamplingParams) -> bool:
@@ -48,68 +55,150 @@ def draws_alone(params: SamplingParams) -> bool:
     return not params.processed and params.top_p == 1
 
 
+class Drawn:
+    """What a step draws for its n rows, on its way to the host."""
+
+    def __init__(self, found: torch.Tensor, host: torch.Tensor, n: int):
+        """found [2, rows] float64 on the device: tokens and log-probs. host: memory for at least as many numbers, not
+        read or written by others before :meth:`read`.
+        """
+        self.n, self.host = n, host[: found.numel()].view_as(found)
+        self.host.copy_(found, non_blocking=True)
+        self.event = torch.cuda.Event() if found.device.type == "cuda" else None
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        """Until the step is done."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [n] int64 and their log-probs [n] float32, once the step is done."""
+        self.wait()
+        token, logp = self.host[:, : self.n].numpy()
+        return token.astype(np.int64), logp.astype(np.float32)
+
+
 class Replayed:
-    """The decoding steps of one run of the sampler over its KV storage.
+    """Decoding steps over one KV storage, and the state of its rows on the device.
 
     Args:
-        decoder: a ``decoders.LeanDecoder`` whose weights stay as they are meanwhile.
+        decoder: a ``decoders.LeanDecoder``.
         slots: rows of the KV storage.
     """
 
-    def __init__(self, decoder, params: SamplingParams, slots: int):
-        self.decoder, self.params, self.slots = decoder, params, slots
-        self.draws = draws_alone(params)
-        self.kv, self.columns, self.capture = None, 0, None
-        self.steps: dict[tuple[int, int], tuple[int, Step]] = {}  # bucket -> (runs so far, what runs it)
-        self.sent = torch.zeros(3, slots, dtype=torch.int64, device=decoder.device)
-        pinned = decoder.device.type == "cuda"
-        self.outgoing = torch.zeros(3, slots, dtype=torch.int64, pin_memory=pinned)
+    def __init__(self, decoder, slots: int):
+        self.decoder, self.slots, self.device = decoder, slots, decoder.device
+        self.over = self.capture = self.last = None
+        self.steps: dict[tuple, tuple[int, Step]] = {}  # (distribution, bucket) -> (runs so far, what runs it)
+        self.distributions: list[tuple | None] = []
+        self.state = torch.zeros(3, slots, dtype=torch.int64, device=self.device)
+        self.uniform = torch.zeros(slots, 1, dtype=torch.float64, device=self.device)
+        pinned = self.device.type == "cuda"
+        self.hosts = [torch.zeros(2 * slots, dtype=torch.float64, pin_memory=pinned) for _ in range(AHEAD + 1)]
+        self.turn = 0
 
-    def __call__(
-        self, kv, tokens: np.ndarray, columns: np.ndarray, uniforms: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray] | torch.Tensor:
-        """One step for the first n slots: tokens [n] int64 at columns [n] int64, uniforms [n] float64.
+    def begin(self, params: SamplingParams) -> None:
+        """A run of the sampler with these settings."""
+        self.params, self.draws = params, draws_alone(params)
+        self.state.zero_()
+        self.distribution = (params.temperature, params.top_k, params.min_p) if self.draws else None
+        if self.draws and self.uniform.shape[1] < params.max_new_tokens:
+            self.forget()
+            width = 1 << (params.max_new_tokens - 1).bit_length()
+            self.uniform = torch.zeros(self.slots, width, dtype=torch.float64, device=self.device)
+        self.distributions = [one for one in self.distributions if one != self.distribution] + [self.distribution]
+        if len(self.distributions) > DISTRIBUTIONS:
+            gone = self.distributions.pop(0)
+            self._drop({key: kept for key, kept in self.steps.items() if key[0] != gone})
 
-        Returns (tokens [n] int64, their log-probs [n] float32) where drawing is part of the step, else logits [n, V],
+    def forget(self) -> None:
+        """Throw the steps away."""
+        self._drop({})
+        self.over = self.capture = None
+
+    def _drop(self, kept: dict) -> None:
+        if self.last is not None:
+            self.last.wait()
+        with cuda.capturing():  # the end of a graph would end another thread's capture
+            self.steps = kept
+
+    def put(self, slots: Sequence[int], token, column, count, uniforms: np.ndarray | None = None) -> None:
+        """Rows that the next step has in these slots: their last tokens, the columns that these go to, how many tokens
+        were drawn, each [k] int64, and their uniform numbers [k, max_new_tokens] float64 where the steps draw.
+        """
+        given = sent(np.stack([np.asarray(x, np.int64) for x in (slots, token, column, count)]), self.device)
+        self.state.index_copy_(1, given[0], given[1:])
+        if uniforms is not None:
+            self.uniform[:, : uniforms.shape[1]].index_copy_(0, given[0], sent(uniforms, self.device))
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Rows go to other slots, none of which is a source."""
+        given = sent(np.array([sources, targets], np.int64), self.device)
+        for x, dim in ((self.state, 1), (self.uniform, 0)):
+            x.index_copy_(dim, given[1], x.index_select(dim, given[0]))
+
+    def clear(self, first: int, end: int) -> None:
+        """Nobody owns these slots any more: token 0 in the first column."""
+        self.state[:, first:end] = 0
+
+    def __call__(self, kv, n: int, longest: int) -> Drawn | torch.Tensor:
+        """Start one step for the first n slots, the longest of which has so many columns then.
+
+        Returns what is drawn where drawing is part of the step (the next step draws on from there), else logits [n, V],
         which the next step overwrites.
         """
-        n = len(tokens)
-        # another one, or it has grown: what was captured wrote elsewhere
-        if kv is not self.kv or kv.columns != self.columns:
-            self.kv, self.columns, self.steps = kv, kv.columns, {}
+        # another storage, or it has grown, or the weights lie elsewhere: what was captured reads and writes there
+        over = (kv, kv.columns, self.decoder.version)
+        if over != self.over:
+            self.forget()
+            self.over = over
             self.capture = cuda_graphs()  # with a pool of its own: one whose graphs are all gone takes no other
-        rows, width = bucket(n, self.slots), min(-(-(int(columns.max()) + 1) // COLUMNS) * COLUMNS, kv.columns)
-        out = self.outgoing.numpy()
-        out[:, n:rows] = 0  # a token in the first column of slots that nobody owns
-        out[TOKEN, :n], out[COLUMN, :n], out[UNIFORM, :n] = tokens, columns, uniforms.view(np.int64)
-        self.sent[:, :rows].copy_(self.outgoing[:, :rows], non_blocking=True)
-        runs, step = self.steps.get((rows, width), (0, None))
+        rows, width = bucket(n, self.slots), COLUMNS
+        while width < longest:
+            width *= 2
+        key = self.distribution, rows, min(width, kv.columns)
+        runs, step = self.steps.get(key, (0, None))
         if step is None:
-            step = self._step(kv, rows, width)
+            step = self._step(kv, *key[1:])
         if runs == WARM:
             step = self.capture(step)
-        self.steps[rows, width] = runs + 1, step
+        self.steps[key] = runs + 1, step
         found = step()
         if not self.draws:
             return found[:n]
-        token, logp = found[:, :n].cpu().numpy()  # waits for the step
-        return token.astype(np.int64), logp.astype(np.float32)
+        self.turn = (self.turn + 1) % len(self.hosts)
+        self.last = Drawn(found, self.hosts[self.turn], n)
+        return self.last
 
     def _step(self, kv, rows: int, width: int) -> Step:
         # not through this object, which holds the steps: its graphs go when nobody has it any more
-        decoder, params, draws = self.decoder, self.params, self.draws
-        tokens, columns, bits = self.sent[:, :rows]
+        decoder, params, draws, uniform = self.decoder, self.params, self.draws, self.uniform
+        tokens, columns, counts = self.state[:, :rows]
         table = decoder.rotations(kv.columns)  # this one, also if a longer prompt makes the decoder compute another
+        last = kv.columns - 1, uniform.shape[1] - 1  # a row that has ended may be computed on before the host knows
 
         def step() -> torch.Tensor:
             logits = decoder.decode(kv, tokens, columns, [(0, rows, width)], table=table)
-            return (
-                torch.stack([x.double() for x in sample_step(logits, bits.view(torch.float64), params)])
-                if draws
-                else logits
-            )
+            if not draws:
+                return logits
+            token, logp = sample_step(logits, uniform[:rows].gather(1, counts[:, None]).squeeze(1), params)
+            tokens.copy_(token)
+            columns.add_(1).clamp_(max=last[0])
+            counts.add_(1).clamp_(max=last[1])
+            return torch.stack([token.double(), logp.double()])
 
         return step
+
+
+def sent(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for it."""
+    found = torch.from_numpy(x)
+    if device.type == "cpu":
+        return found.clone()
+    # the pinned memory is torch's, which reuses it when the copy is done
+    return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
 
 
 def cuda_graphs() -> Callable[[Step], Step]:

@@ -12,6 +12,8 @@ What a caller may rely on:
   again after a restart, or elsewhere. Scheduling itself is deterministic too.
 * Log-probs are those of the sampled distribution in float32 (temperature and filters included).
 * Weights are read at every `generate` call, so an optimizer step between calls is seen.
+* On a GPU what costs time to make is kept for the next call: captured steps, KV storage and the copy of the weights
+  (``Sampler.release``).
 
 Nothing is computed twice: a prompt is prefilled once, whatever its number of completions, and so is a long beginning
 that prompts share, or a row of an earlier call that a prompt continues (``remembering``, ``stages.decoding.prefixes``).
@@ -21,6 +23,7 @@ together, sorted by length; a finished row's slot is given to the next waiting r
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
@@ -30,12 +33,12 @@ from typing import Callable, Sequence
 import numpy as np
 import torch
 
-from stages.decoding.decoders import Prefilled, SlotKV, Trunks, make_decoder, max_positions
+from stages.decoding.decoders import LeanDecoder, Prefilled, SlotKV, Trunks, WholeKV, make_decoder, max_positions
 from stages.decoding.prefixes import Kept, KeptRows, prefilled_continuing, prefilled_groups, shared_beginnings
-from stages.decoding.replay import Replayed
+from stages.decoding.replay import AHEAD, Drawn, Replayed, sent
 from stages.decoding.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
 from stages.models.frozen import arithmetic
-from stages.running import usage
+from stages.running import cuda, usage
 from stages.verification.verifiers import TAGS
 
 __all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingParams", "check_request", "text_of"]
@@ -43,6 +46,8 @@ __all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingPara
 # prompt tokens per completion that need not be kept and read again, where prompts of several completions are kept once
 MIN_TRUNK = 48
 COLUMN_STEP = 128  # KV columns are added in multiples of this
+FIRST_COLUMNS = 1024  # of storage that captured steps write to, which are thrown away when it grows
+HELD_SHARE = 8  # what is kept between calls is at most this part of the memory that is free then
 BLOCK = 16  # slots that share one attention length; longer rows are kept in earlier blocks
 
 
@@ -66,6 +71,31 @@ class Completion:
     text: str
     reencoded: bool = False
     error: str | None = None
+
+
+@dataclass
+class Held:
+    """What a sampler keeps between `generate` calls on a GPU: the decoder with its copy of the weights (what is stacked,
+    merged or of another type than the model's own), captured steps with the memory they compute in, and KV storage."""
+
+    decoder: LeanDecoder
+    replayed: Replayed
+    kv: WholeKV | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Memory of weights and KV."""
+        kv = 0 if self.kv is None else self.kv.whole.numel() * self.kv.whole.element_size()
+        return self.decoder.held_bytes() + kv
+
+    def has_room(self) -> bool:
+        """Whether little enough of the memory that is free is held."""
+        device = self.decoder.device
+        if device.type != "cuda":
+            return True
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return HELD_SHARE * self.bytes <= free
 
 
 class Sampler:
@@ -100,6 +130,8 @@ class Sampler:
         self.exact_logps = dtype in (None, arithmetic(self.model))
         self.name = "built-in" if self.exact_logps else f"built-in in {str(dtype).removeprefix('torch.')}"
         self.kept: KeptRows | None = None
+        self.held: Held | None = None
+        self.steps = 0  # decoding steps of all calls
 
     @usage.generated
     def generate(
@@ -122,7 +154,14 @@ class Sampler:
         self.model.eval()
         try:
             with torch.inference_mode():
-                return _Run(self, prompts, params, seeds, progress, total).finish()
+                # whoever samples meanwhile, from another thread or from `progress`, finds nothing held
+                held, self.held = self.held, None
+                run = _Run(self, prompts, params, seeds, progress, total, held)
+                found = run.finish()
+                self.steps += run.steps
+                if run.held is not None and run.held.has_room():
+                    self.held = run.held
+                return found
         finally:
             self.model.train(was_training)
 
@@ -150,11 +189,21 @@ class Sampler:
     def update(self, directory: str, weights: str) -> None:
         """Nothing to do: weights are read at every ``generate``."""
 
+    def release(self) -> None:
+        """Give back what is kept between calls on a GPU (:class:`Held`), where it is an eighth of the memory free at
+        the end of a call at most: the copy of the weights, KV storage of the rows of one call, and the memory of
+        captured steps, some rows of logits. The next call makes it anew, which takes it some seconds.
+        """
+        with cuda.capturing():  # the end of a graph would end another thread's capture
+            self.held = None
+
     def sleep(self, keep_weights: bool = True) -> None:
-        """Nothing to do: KV lives during a ``generate`` only."""
+        """As :meth:`release`."""
+        self.release()
 
     def close(self) -> None:
-        """Nothing to do."""
+        """As :meth:`release`."""
+        self.release()
 
 
 def check_request(prompts, params: SamplingParams, seeds, *, vocabulary: int, positions: int | None, tokenizer) -> None:
@@ -228,13 +277,28 @@ class Seats:
             self.of = {trunk: one for trunk, one in self.of.items() if one != seat}
 
 
+@dataclass
+class _Flying:
+    """A step that was started. owners [n]: the slots that its rows' tokens are for, -1 where nobody wants one."""
+
+    drawn: Drawn
+    owners: np.ndarray
+
+
 class _Run:
     """One `generate` call: the queue, the slots and the step loop. Slots 0..live-1 are always the live rows."""
 
-    def __init__(self, sampler: Sampler, prompts, params, seeds, progress, total):
+    def __init__(self, sampler: Sampler, prompts, params, seeds, progress, total, held: Held | None = None):
+        """held: what the sampler has kept of an earlier call; ``self.held`` is what it may keep of this one."""
         self.params, self.prompts, self.progress, self.total = params, prompts, progress, total
+        self.seeds = [[int(s) for s in one] for one in seeds]
         self.device = sampler.model.get_input_embeddings().weight.device
         self.decoder = make_decoder(sampler.model, sampler.lean, sampler.dtype)
+        if held is not None and held.decoder.continues(self.decoder):
+            self.decoder = held.decoder
+        elif held is not None:
+            held.replayed.forget()
+            held = None
         self.decoder.check_length(max(len(p) for p in prompts) + params.max_new_tokens)
         self.decoder.refresh()
         self.text = DerivedText(sampler.tokenizer, params)
@@ -259,15 +323,27 @@ class _Run:
         self.next_row = 0
         self.prefilled: dict[int, tuple[Prefilled, int]] = {}
         self.results: list[list[Completion | None]] = [[None] * len(s) for s in seeds]
-        self.done = 0
+        self.done = self.steps = 0
 
         self.slots = slots
-        self.replayed = Replayed(self.decoder, params, slots) if self.decoder.replayable else None
+        self.held: Held | None = None
+        if self.decoder.replayable:
+            if held is not None and (held.replayed.slots < slots or held.replayed.device != self.decoder.device):
+                held.replayed.forget()
+                held = None
+            self.held = held or Held(self.decoder, Replayed(self.decoder, slots))
+            self.held.replayed.begin(params)
+        self.replayed = None if self.held is None else self.held.replayed
+        # steps draw on by themselves, and are started before the host has read the last one
+        self.ahead = self.replayed is not None and self.replayed.draws
+        self.flying: deque[_Flying] = deque()
+        self.first: dict[tuple[int, int], tuple[int, float]] = {}  # row -> its first token and log-prob
         self.live = 0
         self.kv: SlotKV | None = None
         self.row = np.zeros((slots, 2), np.int64)  # (prompt, completion) of a slot
         self.length = np.zeros(slots, np.int64)  # tokens in its KV = column of its next token
         self.count = np.zeros(slots, np.int64)  # tokens sampled
+        self.started = np.zeros(slots, np.int64)  # tokens sampled or being sampled
         self.token = np.zeros(slots, np.int64)  # last token sampled
         self.seat, self.lane = np.zeros(slots, np.int64), np.zeros(slots, np.int64)  # of its trunk
         self.uniform = np.zeros((slots, width))
@@ -287,32 +363,57 @@ class _Run:
             if free:
                 self._close(free)
                 free = list(range(self.live, self.slots)) if self.next_row < len(self.queue) else []
-            if not self.live:
+            if not self.live and not self.flying:
                 for row, _ in self.continued.values():
                     self.kept.drop(row)
                 return self.results
-            rows = np.arange(self.live)
-            bounds = self._bounds()
-            longest = max(width for _, _, width in bounds)
-            if longest > self.kv.columns:
-                self.kv.grow(self._columns(longest))
-            if self.replayed is None:
-                found = self.decoder.decode(
-                    self.kv,
-                    self._send(self.token[: self.live]),
-                    self._send(self.length[: self.live]),
-                    bounds,
-                    *self._trunks(),
-                )
-            else:
-                found = self.replayed(
-                    self.kv,
-                    self.token[: self.live],
-                    self.length[: self.live],
-                    self.uniform[rows, self.count[: self.live]],
-                )
-            self.length[: self.live] += 1
-            free = self._sample(found, rows) if isinstance(found, torch.Tensor) else self._take(*found, rows)
+            free = free + (self._step_ahead() if self.ahead else self._step())
+
+    def _step(self) -> list[int]:
+        """One token for every live slot; the slots of rows that end."""
+        rows = np.arange(self.live)
+        bounds = self._bounds()
+        self.steps += 1
+        self._reach(max(width for _, _, width in bounds))
+        if self.replayed is None:
+            logits = self.decoder.decode(
+                self.kv,
+                self._send(self.token[: self.live]),
+                self._send(self.length[: self.live]),
+                bounds,
+                *self._trunks(),
+            )
+        else:
+            self.replayed.put(rows, self.token[: self.live], self.length[: self.live], self.count[: self.live])
+            logits = self.replayed(self.kv, self.live, int(self.length[: self.live].max()) + 1)
+        self.length[: self.live] += 1
+        return self._sample(logits, rows)
+
+    def _step_ahead(self) -> list[int]:
+        """Start a step for the live slots and read the one before it, or what is left; the slots of rows that end."""
+        going = self.started[: self.live] < self.params.max_new_tokens
+        if going.any():
+            longest = int(self.length[: self.live].max()) + 1
+            self._reach(longest)
+            self.steps += 1
+            owners = np.where(going, np.arange(self.live), -1)
+            self.flying.append(_Flying(self.replayed(self.kv, self.live, longest), owners))
+            self.length[: self.live] += going
+            self.started[: self.live] += going
+        if len(self.flying) <= AHEAD and going.any():
+            return []
+        oldest = self.flying.popleft()
+        token, logp = oldest.drawn.read()
+        of_rows = oldest.owners >= 0
+        finished = self._take(token[of_rows], logp[of_rows], oldest.owners[of_rows])
+        for step in self.flying:  # it has drawn one token too many for these
+            step.owners[np.isin(step.owners, finished)] = -1
+        return finished
+
+    def _reach(self, columns: int) -> None:
+        """So many columns of KV at least."""
+        if columns > self.kv.columns:
+            self.kv.grow(self._columns(columns))
 
     def _trunk_lengths(self, groups, seeds) -> dict[int, int]:
         """Of every prompt, how many first tokens its rows attend to in a trunk (``decoders.Trunks``): what all prompts
@@ -347,12 +448,14 @@ class _Run:
         return bounds
 
     def _send(self, x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(x).to(self.device) if self.device.type != "cpu" else torch.from_numpy(x.copy())
+        return sent(x, self.device)
 
     def _columns(self, needed: int) -> int:
         most = max(len(self.prompts[i]) - self.trunk[i] for i in self.trunk) + self.params.max_new_tokens
         wanted, whole = needed + max(COLUMN_STEP, needed // 2), lambda n: -(-n // COLUMN_STEP) * COLUMN_STEP
-        return min(whole(wanted), max(most, needed) if self.replayed is None else whole(max(most, needed)))
+        if self.replayed is None:
+            return min(whole(wanted), max(most, needed))
+        return min(whole(max(2 * needed, FIRST_COLUMNS)), whole(max(most, needed)))
 
     # ---- admission
 
@@ -372,12 +475,21 @@ class _Run:
                 slots.append(slot)
                 held.add(slot)
                 self._load(slot, i, g, batch, j)
-                logits.append(batch.logits[j])
+                if not self.ahead:
+                    logits.append(batch.logits[j])
                 if g == len(self.results[i]) - 1:
                     del self.prefilled[i]
-            self.uniform[slots] = uniforms([seed for _, _, seed in taken], self.uniform.shape[1])
+            drawn = uniforms([seed for _, _, seed in taken], self.uniform.shape[1])
+            self.uniform[slots] = drawn
             self.live = max(self.live, max(slots) + 1)
-            free = sorted(free + self._sample(torch.stack(logits), np.array(slots)))
+            if self.ahead:
+                first = [self.first.pop((i, g)) for i, g, _ in taken]
+                token, logp = np.array([t for t, _ in first]), np.array([p for _, p in first], np.float32)
+                self.replayed.put(slots, token, self.length[slots], np.ones(len(slots), np.int64), drawn)
+                ended = self._take(token, logp, np.array(slots))
+            else:
+                ended = self._sample(torch.stack(logits), np.array(slots))
+            free = sorted(free + ended)
         return free
 
     def _make_room(self, hole: int, length: int, held: set[int]) -> int:
@@ -396,12 +508,13 @@ class _Run:
         return hole
 
     def _move(self, source: int, target: int) -> None:
-        """A live row to another slot, its KV and its books."""
+        """A live row to another slot, its KV and its books on the host."""
         self.kv.move(source, target, int(self.length[source]))
         for x in (
             self.row,
             self.length,
             self.count,
+            self.started,
             self.token,
             self.uniform,
             self.out_ids,
@@ -418,11 +531,35 @@ class _Run:
         take, batch = next(self.batches)
         for j, i in enumerate(take):
             self.prefilled[i] = (batch, j)
+        if self.ahead:
+            self._draw_first(take, batch)
+
+    def _draw_first(self, take: list[int], batch: Prefilled) -> None:
+        """First tokens of all rows of prompts that were prefilled together; the host waits for them here, and not as
+        every row comes.
+        """
+        rows = [(j, i, g, seed) for j, i in enumerate(take) for g, seed in enumerate(self.seeds[i])]
+        drawn = []
+        for start in range(0, len(rows), self.slots):
+            part = rows[start : start + self.slots]
+            logits = batch.logits[self._send(np.array([j for j, *_ in part]))]
+            u = self._send(uniforms([seed for *_, seed in part], 1)[:, 0])
+            drawn.append(torch.stack([x.double() for x in sample_step(logits, u, self.params)]))
+        tokens, logps = torch.cat(drawn, 1).cpu().numpy()
+        for (_, i, g, _), token, logp in zip(rows, tokens, logps):
+            self.first[i, g] = int(token), float(logp)
 
     def _load(self, slot: int, i: int, g: int, batch: Prefilled, j: int) -> None:
         length = len(self.prompts[i])
         own = length - self.trunk[i]
-        if self.kv is None:
+        if self.kv is None and self.held is not None:
+            columns = self._columns(own)
+            if self.held.kv is None or not self.held.kv.fits(batch, self.replayed.slots, columns):
+                self.held.kv = None
+                self.replayed.forget()  # which holds on to the storage
+                self.held.kv = WholeKV(batch, self.replayed.slots, columns)
+            self.kv = self.held.kv
+        elif self.kv is None:
             self.kv = SlotKV(batch, self.slots, self._columns(own))
         elif own > self.kv.columns:
             self.kv.grow(self._columns(own))
@@ -434,21 +571,29 @@ class _Run:
             self.seat[slot], self.lane[slot], fresh = self.seats.take(tuple(self.prompts[i][: self.trunk[i]]))
             if fresh:
                 self.trunks.load(int(self.seat[slot]), batch, j, self.trunk[i])
-        self.row[slot], self.length[slot], self.count[slot] = (i, g), own, 0
+        self.row[slot], self.length[slot], self.count[slot], self.started[slot] = (i, g), own, 0, 1
         if self.prompt.shape[1]:
             self.prompt[slot, :length], self.prompt_length[slot] = self.prompts[i], length
 
     def _close(self, holes: list[int]) -> None:
         """Fill holes among the live slots with the last live rows, so that the live ones are a prefix."""
-        empty = set(holes)
+        empty, before, moved = set(holes), self.live, {}
         for hole in sorted(holes):
             while self.live and self.live - 1 in empty:
                 self.live -= 1
             if hole >= self.live:
                 break
             self._move(self.live - 1, hole)
+            moved[self.live - 1] = hole
             empty.discard(hole)
             self.live -= 1
+        if self.ahead:
+            for step in self.flying:
+                step.owners = np.array([moved.get(slot, slot) for slot in step.owners.tolist()], np.int64)
+            if moved:
+                self.replayed.move(list(moved), list(moved.values()))
+            if self.live < before:
+                self.replayed.clear(self.live, before)
 
     # ---- one token for some slots
 
@@ -508,7 +653,7 @@ class _Run:
         n = int(self.count[slot])
         ids = self.out_ids[slot, :n].tolist()
         if self.kept is not None:  # the last token's KV is not computed
-            self.kept.add(Kept([*self.prompts[i], *ids[:-1]], *self.kv.copy(slot, int(self.length[slot]))))
+            self.kept.add(Kept([*self.prompts[i], *ids[:-1]], *self.kv.copy(slot, len(self.prompts[i]) + n - 1)))
         text = self.text.of(ids[:-1] if reason == "eos" else ids)
         if self.trunk[i]:
             self.seats.leave(int(self.seat[slot]), int(self.lane[slot]))

@@ -422,6 +422,19 @@ def limit_of(config, device: str, devices: int = 1) -> int | None:
     return int(given * GIB) if given else device_bytes(device, devices)
 
 
+def sampling_stays(stage) -> bool:
+    """Whether what the built-in engine holds while it samples may be held while is trained, too: where all that is
+    known takes three quarters of the memory at most. The rest is for activations.
+    """
+    limit = limit_of(stage.config, stage.device, int(os.environ.get("LOCAL_WORLD_SIZE", stage.world_size)))
+    if limit is None:
+        return True
+    roles = stage.spec.roles(stage.config, set(stage.inputs))
+    shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
+    found = need(roles, shapes, stage.config, stage.world_size, stage.device)
+    return 4 * (found.states + sum(found.caches.values())) <= 3 * limit
+
+
 def refusal(
     name: str, roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, limit: int, devices: int = 1
 ) -> str | None:

@@ -11,6 +11,7 @@ from stages.acting.agents import Agent, prefix_of
 from stages.algorithms import RLPreset
 from stages.decoding.sampling import SamplingParams
 from stages.generation import Sample, continuations, sample_groups, sampling_params
+from stages.models.memory import sampling_stays
 from stages.models.modeling import weights_digest
 from stages.models.sharding import Acting
 from stages.policy.schedules import ADMITTING
@@ -46,6 +47,8 @@ class PolicySampler:
                 " sampled. Use an engine that returns ids (engine=builtin, engine=vllm, a vLLM server), or accept it"
                 " with allow_reencoded_ids=true."
             )
+        #: Whether the engine gives its memory back before is trained.
+        self.rests = config.engine_sleep or self.engine.shares_weights and not sampling_stays(stage)
         self.params = sampling_params(config, renderer)
         self.seats = getattr(agent, "seats", 1)  # groups that one task gives
         #: Whether the engine's log-probs are the trainer's, so that they need not be computed again.
@@ -120,6 +123,11 @@ class PolicySampler:
                     [prefix_of(s, count) for s, count in starts],
                 )
             return continuations(self.engine, starts, params, seeds)
+
+    def rest(self) -> None:
+        """Nothing is sampled until the next :meth:`update`."""
+        if self.rests:
+            self.engine.sleep(keep_weights=False)
 
     def close(self) -> None:
         if self.agent:

@@ -401,8 +401,7 @@ class Rollouts:
             move_towards(self.old, self.policy.model, 0.0)
         groups, metrics = self._groups()
         self._sample_ahead()
-        if self.config.engine_sleep:
-            self.policy.engine.sleep(keep_weights=False)
+        self.policy.rest()
         scored = self.crediting(groups, self.iteration, self.version)
         self.records.rollouts(scored, self.iteration, self.version)
         self._note_unscorable(scored.samples)
@@ -668,8 +667,7 @@ class Rollouts:
         drawn = [s for g in groups for s in (g if self.policy.seats == 2 else g[:1])]
         warn_of_failures(self.stage, self.policy.engine, drawn)
         samples = [s for s in drawn if s.error is None]
-        if self.config.engine_sleep:
-            self.policy.engine.sleep(keep_weights=False)
+        self.policy.rest()
         # answers of all passes are compared, so every component counts in all of them, and as it did at the start
         self.held_out.step, self.held_out.multipliers = None, {}
         score(self.held_out, samples)

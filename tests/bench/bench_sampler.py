@@ -1,18 +1,24 @@
 """Useful tokens per second of the built-in sampler against transformers, in one process on the same model and sampling.
 
     python -m tests.bench.bench_sampler [--prompts 128] [--batch 32] [--max-new 256] [--shared 0] [--turns 1] [--repeats
-    3] [--threads 2] [--profile] python -m tests.bench.bench_sampler --device cuda --dtype bfloat16 --hidden 2048
-    --layers 16 --heads 32 --kv-heads 8 --vocabulary 128256 --batch 64 --prompts 256
+    3] [--threads 2] [--profile]
+    python -m tests.bench.bench_sampler --device cuda --dtype bfloat16 --hidden 2048 --layers 16 --heads 32 --kv-heads 8
+    --vocabulary 128256 --batch 64 --prompts 256 [--alone]
 
 Three ways to complete the same prompts (temperature 1, no filters, each of `--stop-rate` of the vocabulary ends a row,
-so lengths are mixed): `Sampler.generate`; `model.generate` over static left-padded batches of the same size, prompts
-sorted by length; `model.generate_batch` (transformers' continuous batching). After a warm-up of each, repeats are
-interleaved and medians reported. "useful" counts tokens up to and with the stop token. Whole calls are timed: weight
+so lengths are mixed): `Sampler.generate` of one sampler; `model.generate` over static left-padded batches of the same size, prompts
+sorted by length; `model.generate_batch` (transformers' continuous batching). `--alone` leaves the peers out. After a
+warm-up of each with all prompts (on a GPU steps are captured then, which the sampler keeps), repeats are interleaved and
+medians reported. "useful" counts tokens up to and with the stop token. Whole calls are timed: weight
 fusion, prefill and result building included. `--shared N`: all prompts begin with the same N tokens, as with the
 examples of a few-shot evaluation. `--turns K`: every row goes on for K turns, each with 60 tokens of an environment
 between them, and the built-in sampler is compared with itself where nothing is kept between turns (the peers are left
 out). Ratios are given of wall time and of process CPU time; on a machine that other work shares, only the CPU ratio
 with --threads 1 means anything.
+
+The time per decoding step is that of whole calls, prefill and all else included, over the steps of the sampler.
+`--profile` shows the operations of one more call, on a GPU by the time of their kernels, and for how much of the call
+the GPU was busy.
 
 The last line sets the tokens per second against the memory-bandwidth roofline of decoding: a step of `--batch` rows
 reads the weights of layers and head once and the rows' keys and values as they are long on average, at the rate at
@@ -40,6 +46,7 @@ Notes (what was measured):
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 
@@ -70,10 +77,17 @@ def build_model(hidden: int, layers: int, heads: int, kv_heads: int, vocabulary:
     ).eval()
 
 
-def built_in(model, prompts, stops, batch, max_new, repeat):
-    from stages.decoding.sampler import Sampler, SamplingParams
+@functools.cache
+def sampler_of(model, batch):
+    from stages.decoding.sampler import Sampler
 
-    out = Sampler(model, None, max_batch=batch).generate(
+    return Sampler(model, None, max_batch=batch)
+
+
+def built_in(model, prompts, stops, batch, max_new, repeat):
+    from stages.decoding.sampling import SamplingParams
+
+    out = sampler_of(model, batch).generate(
         prompts,
         SamplingParams(max_new_tokens=max_new, stop_ids=stops),
         [[1000 * repeat + i] for i in range(len(prompts))],
@@ -177,6 +191,31 @@ def roofline(model, batch: int, length: float) -> float:
     return batch / ((weights + kept) * size / bandwidth(model.device.type))
 
 
+def profiled(device: str, call) -> None:
+    """Print where the time of a call goes."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    away = device != "cpu"
+    with profile(activities=[ProfilerActivity.CUDA] if away else [ProfilerActivity.CPU]) as seen:
+        begin = time.perf_counter()
+        call()
+        wall = time.perf_counter() - begin
+    by = f"self_{'device' if away else 'cpu'}_time_total"
+    print(seen.key_averages().table(sort_by=by, row_limit=40 if away else 16, max_name_column_width=90 if away else 40))
+    if away:
+        spans = sorted(
+            (e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type == DeviceType.CUDA
+        )
+        busy = until = 0.0
+        for start, end in spans:
+            busy += max(0.0, end - max(start, until))
+            until = max(until, end)
+        print(
+            f"the GPU was busy for {busy / 1e6:.3f} s of {wall:.3f} s ({busy / 1e6 / wall:.0%}), {len(spans)} kernels"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, default in (
@@ -195,6 +234,7 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--stop-rate", type=float, default=0.01)
+    parser.add_argument("--alone", action="store_true", help="measure the built-in sampler only")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument(
@@ -210,6 +250,8 @@ def main() -> None:
     prompts = [start + rng.integers(0, args.vocabulary, rng.integers(8, 64)).tolist() for _ in range(args.prompts)]
     stops = frozenset(range(max(1, int(args.vocabulary * args.stop_rate))))
     ways = {"built-in": built_in, "static generate": static_batches, "continuous generate_batch": continuous}
+    if args.alone:
+        ways = {"built-in": built_in}
     if args.turns > 1:
         ways = {
             "built-in": lambda *given: in_turns(*given[:5], args.turns, given[5], True),
@@ -217,8 +259,10 @@ def main() -> None:
         }
     for name in list(ways):
         try:
-            if not ways[name](model, prompts[:4], stops, args.batch, 4, 0):
+            begin = time.perf_counter()
+            if not ways[name](model, prompts, stops, args.batch, args.max_new, 0):
                 raise RuntimeError("it returned no tokens")
+            print(f"warm-up of {name}: {time.perf_counter() - begin:.2f} s", flush=True)
         except Exception as error:  # an optional peer: say why it is left out
             print(f"{name}: left out, it does not run here ({type(error).__name__}: {str(error)[:160]})", flush=True)
             del ways[name]
@@ -227,23 +271,24 @@ def main() -> None:
         f" {args.batch}, max_new {args.max_new}, {args.threads} threads, {args.device}, {args.dtype}",
         flush=True,
     )
-    wall, cpu = {name: [] for name in ways}, {name: [] for name in ways}
+    wall, cpu, per_step = {name: [] for name in ways}, {name: [] for name in ways}, []
     for repeat in range(args.repeats):
         for name, way in ways.items():
             begin, begin_cpu = time.perf_counter(), time.process_time()
+            steps = sampler_of(model, args.batch).steps
             useful = way(model, prompts, stops, args.batch, args.max_new, repeat + 1)
             wall[name].append(useful / (time.perf_counter() - begin))
             cpu[name].append(useful / (time.process_time() - begin_cpu))
+            if steps := sampler_of(model, args.batch).steps - steps:
+                per_step.append(useful / wall[name][-1] / steps)
             print(
                 f"  {repeat} {name:26s} {useful} tokens  {wall[name][-1]:.0f}/s wall  {cpu[name][-1]:.0f}/s cpu",
                 flush=True,
             )
     if args.profile:
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
-            built_in(model, prompts, stops, args.batch, args.max_new, 1)
-        print(seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=40))
+        profiled(args.device, lambda: built_in(model, prompts, stops, args.batch, args.max_new, 1))
+    if per_step:
+        print(f"built-in: {1000 * statistics.median(per_step):.2f} ms per decoding step of {args.batch} rows at most")
     drawn = useful / len(prompts)  # tokens per row of the last way's last repeat: all ways draw from one distribution
     most = roofline(model, args.batch, sum(map(len, prompts)) / len(prompts) + drawn / 2)
     print(

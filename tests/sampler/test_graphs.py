@@ -2,6 +2,7 @@
 addresses it had.
 """
 
+import copy
 import gc
 import threading
 import time
@@ -35,8 +36,6 @@ def captured(monkeypatch):
 
 
 def there(model):
-    import copy
-
     return freeze(copy.deepcopy(model)).to(second.DEVICE)
 
 
@@ -73,13 +72,132 @@ def test_rotary_tables_that_are_computed_anew_leave_those_of_a_graph(models, cap
         decoder.refresh()
         ids = torch.tensor([[1, 2, 3], [4, 5, 6]], device=second.DEVICE)
         kv = second_kv(decoder, ids)
-        run, plain = replay.Replayed(decoder, SamplingParams(max_new_tokens=9), 2), []
+        run, plain = replay.Replayed(decoder, 2), []
+        run.begin(SamplingParams(max_new_tokens=9))
+        run.put([0, 1], [7, 8], [3, 3], [1, 1], np.random.default_rng(0).random((2, 9)))
         for k in range(replay.WARM + 3):
-            given = np.array([7, 8]), np.array([3 + k, 3 + k]), np.array([0.3, 0.6])
             if k == replay.WARM + 1:
                 decoder.rotations(3 * decoder.positions)
-            plain.append(run(kv, *given))
+            plain.append(run(kv, 2, 4 + k).read())
     assert captured == ["captured", "replayed", "replayed", "replayed"] and all(len(tokens) == 2 for tokens, _ in plain)
+
+
+def tokens_of(found):
+    return [[c.ids for c in group] for group in found]
+
+
+@pytest.mark.parametrize("settings", ["plain", "top_p"])
+def test_a_second_call_captures_nothing_and_sees_weights_that_changed(models, captured, monkeypatch, settings):
+    """What was captured stays, over weights that are read again, and KV of the call before is not read."""
+    model, params = copy.deepcopy(models("qwen3")), PARAMS[settings]
+    prompts, seeds = prompts_of(model.config.vocab_size)
+    with second.second_device(monkeypatch):
+        away = there(model)
+        sampler = Sampler(away, None, max_batch=5, dtype=torch.float64)  # its weights are copies
+        first = sampler.generate(prompts, params, seeds)
+        held = sampler.held
+        with torch.no_grad():
+            for k, parameter in enumerate(model.parameters()):
+                parameter.mul_(1.1 + 0.01 * k)
+            for name, parameter in away.named_parameters():
+                parameter.copy_(model.get_parameter(name))
+        held.kv.whole.fill_(50.0)
+        held.kv.mask.fill_(0)
+        found = sampler.generate(prompts, params, seeds)
+        often = sum(runs > replay.WARM for runs, _ in held.replayed.steps.values())
+        assert captured.count("captured") == often > 0 and sampler.held is held
+        sampler.release()
+        assert sampler.held is None and sampler.generate(prompts, params, seeds) == found
+    assert tokens_of(found) == tokens_of(
+        Sampler(model, None, max_batch=5, dtype=torch.float64).generate(prompts, params, seeds)
+    )
+    assert tokens_of(found) != tokens_of(first)
+
+
+def test_weights_that_lie_elsewhere_are_captured_anew_and_not_written_to(models, captured, monkeypatch):
+    """A model computed in its own type lends the sampler its tensors; averaged weights are swapped in and out."""
+    model = models("llama")
+    prompts, seeds = prompts_of(model.config.vocab_size)
+    with second.second_device(monkeypatch):
+        away = there(model)
+        own = dict(away.named_parameters())
+        others = {name: torch.nn.Parameter(p * 1.2, requires_grad=False) for name, p in own.items()}
+        values = [{name: p.clone() for name, p in data.items()} for data in (own, others)]
+        sampler, found = Sampler(away, None, max_batch=5), []
+        for data in (own, others, own):
+            for name, p in data.items():
+                module, _, last = name.rpartition(".")
+                setattr(away.get_submodule(module), last, p)
+            found.append(sampler.generate(prompts, PARAMS["plain"], seeds))
+        for data, was in zip((own, others), values):
+            assert all(torch.equal(p, was[name]) for name, p in data.items())
+        assert found[2] == Sampler(there(model), None, max_batch=5).generate(prompts, PARAMS["plain"], seeds)
+    assert tokens_of(found[0]) == tokens_of(found[2]) != tokens_of(found[1])
+
+
+def test_what_is_held_serves_other_settings_and_sizes(models, captured, monkeypatch):
+    """Other temperatures, longer rows, more and fewer of them, one after the other from one sampler."""
+    model = models("llama")
+    prompts, seeds = prompts_of(model.config.vocab_size)
+    calls = [
+        (prompts, SamplingParams(max_new_tokens=9), seeds),
+        (prompts[:2], SamplingParams(max_new_tokens=20, temperature=0.0), seeds[:2]),
+        (prompts, SamplingParams(max_new_tokens=40, temperature=0.5), seeds),
+        (prompts[:1], SamplingParams(max_new_tokens=6, top_p=0.7), [[5]]),
+        *((prompts[1:4], SamplingParams(max_new_tokens=7, temperature=1 + k / 5), seeds[1:4]) for k in range(6)),
+        (prompts, SamplingParams(max_new_tokens=9), seeds),
+    ]
+    with second.second_device(monkeypatch):
+        sampler = Sampler(there(model), None, max_batch=6)
+        found = [sampler.generate(*call) for call in calls]
+        distributions = {key[0] for key in sampler.held.replayed.steps}
+    for call, one in zip(calls, found):
+        assert tokens_of(one) == tokens_of(Sampler(model, None, max_batch=6).generate(*call))
+    assert 1 < len(distributions) <= replay.DISTRIBUTIONS
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_rows_that_end_at_every_step_draw_what_they_draw_alone(models, captured, monkeypatch, slots):
+    """A step is started before it is known which rows the last one has ended."""
+    model, longest = models("llama"), 6
+    prompts, seeds = [[1, 2, 3], [4], [5, 6]], [[1, 2], [3], [4, 5]]
+    plain = Sampler(model, None, max_batch=1).generate(prompts, SamplingParams(max_new_tokens=longest), seeds)
+    with second.second_device(monkeypatch):
+        sampler = Sampler(there(model), None, max_batch=slots)
+        for length in range(1, longest + 1):
+            found = sampler.generate(prompts, SamplingParams(max_new_tokens=length), seeds)
+            assert tokens_of(found) == [[ids[:length] for ids in group] for group in tokens_of(plain)]
+        for stop in plain[0][1].ids:
+            found = sampler.generate(prompts, SamplingParams(max_new_tokens=longest, stop_ids=frozenset([stop])), seeds)
+            for group, whole in zip(tokens_of(found), tokens_of(plain)):
+                assert group == [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in whole]
+
+
+def test_a_step_is_started_before_the_last_one_is_read(models, captured, monkeypatch):
+    log, read, called = [], replay.Drawn.read, replay.Replayed.__call__
+    monkeypatch.setattr(replay.Drawn, "read", lambda drawn: (log.append("read"), read(drawn))[1])
+    monkeypatch.setattr(replay.Replayed, "__call__", lambda *given: (log.append("started"), called(*given))[1])
+    with second.second_device(monkeypatch):
+        Sampler(there(models("llama")), None).generate([[1, 2, 3]], SamplingParams(max_new_tokens=6), [[1]])
+    assert log == ["started", *["started", "read"] * 4, "read"]
+
+
+def test_threads_that_sample_from_one_sampler_draw_their_own_tokens(models, captured, monkeypatch):
+    model = models("llama")
+    prompts, seeds = prompts_of(model.config.vocab_size)
+    wanted = tokens_of(Sampler(model, None, max_batch=5).generate(prompts, PARAMS["plain"], seeds))
+    with second.second_device(monkeypatch):
+        sampler, found = Sampler(there(model), None, max_batch=5), {}
+
+        def sample(name):
+            found[name] = [tokens_of(sampler.generate(prompts, PARAMS["plain"], seeds)) for _ in range(2)]
+
+        threads = [threading.Thread(target=sample, args=(name,)) for name in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {0: [wanted] * 2, 1: [wanted] * 2}
 
 
 def second_kv(decoder, ids):
