@@ -53,7 +53,7 @@ from stages.models.layers import (
     windows_of,
 )
 from stages.models.products import Packed, prefers_onednn
-from stages.models.quantised import dense
+from stages.models.quantised import dense, is_quantised
 
 #: Weights above this many bytes are not fused (fusing copies them); they run as separate products instead.
 FUSE_LIMIT_BYTES = 2 << 30
@@ -798,7 +798,8 @@ class _Weights:
 
     def renew(self, parts, model) -> list:
         """The parts to compute with. parts: iterable of parts as the model's weights are now."""
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        # what is kept in 4 bits has no memory of its type, and is widened into new tensors
+        own = {p.untyped_storage().data_ptr() for p in model.parameters() if not is_quantised(p)}
         old, was, self.parts, self.borrowed, self.renewed = self.parts, self.borrowed, [], [], True
         for at, new in enumerate(parts):
             borrowed = [x is not None and x.untyped_storage().data_ptr() in own for x in new.tensors()]
