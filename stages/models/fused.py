@@ -15,6 +15,9 @@ D head size. A tensor of U rows may be a slice of columns of a wider one; its co
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 
 try:
@@ -30,7 +33,30 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def on(*tensors: torch.Tensor) -> bool:
     """Whether the kernels take these: on a GPU, in types up to float32."""
-    return triton is not None and all(t is None or (t.device.type == "cuda" and t.dtype in _TYPES) for t in tensors)
+    return (
+        triton is not None
+        and all(t is None or (t.device.type == "cuda" and t.dtype in _TYPES) for t in tensors)
+        and compiles()
+    )
+
+
+@functools.cache
+def compiles() -> bool:
+    """Whether Triton makes kernels here, tried once: it needs a C compiler. Where it does not, a warning says what that
+    costs.
+    """
+    try:
+        with torch.inference_mode(False):
+            one = torch.ones(1, device="cuda")
+            return bool(added(one, one, 1.0, torch.empty_like(one)) == 2.0)
+    except Exception as error:  # of Triton, of the compiler that it calls, or of the driver
+        warnings.warn(
+            "Triton makes no kernels here, so what stands between a layer's matrix products is computed by torch"
+            " operations, which takes up to twice the time of a step. It needs a C compiler: install gcc (and Python's"
+            f" headers), or set CC. What it said: {str(error).strip()[:300] or type(error).__name__}",
+            stacklevel=2,
+        )
+        return False
 
 
 if triton is not None:

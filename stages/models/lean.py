@@ -887,8 +887,13 @@ def states(
             token counts there.
         keys_U: of the tokens' dropout masks (``stages.models.dropout``), None: there is none.
     """
-    core = core_of(model)
+    core, count = core_of(model), len(ids_U) if at_N is None else len(at_N)
     family, layers = family_of(core), layers_of(core)
+    longest = max((prompt + max(responses, default=0) for prompt, responses in segments), default=0)
+    if ids_U.device.type == "cuda":
+        per_token = ids_U, positions_U, noise_UH, weights_U, keys_U
+        ids_U, positions_U, noise_UH, weights_U, keys_U = (filled(t) for t in per_token)
+        segments, at_N = [*segments, (len(ids_U) - sum(p + sum(r) for p, r in segments), ())], filled(at_N)
     # like all matrices the weight may be kept in a narrower type than the model's own, which is that of the norms
     # (stages.models.frozen)
     weight, config = core.embed_tokens.weight, core.config
@@ -909,7 +914,6 @@ def states(
         )
         for name, (frequencies, scale) in rotary_tables(core).items()
     }
-    longest = max((prompt + max(responses, default=0) for prompt, responses in segments), default=0)
     plans = {}
     for layer in layers:
         key = _reach(layer, longest)
@@ -940,7 +944,21 @@ def states(
             loads.append(load)
     if watch is not None:
         watch.tell(loads)
-    return F.rms_norm(x, x.shape[-1:], gain_of(core.norm, family).to(x.dtype), shape.eps)
+    return F.rms_norm(x, x.shape[-1:], gain_of(core.norm, family).to(x.dtype), shape.eps)[:count]
+
+
+def filled(x, rows: int | None = None):
+    """x [n, ...] with zeros behind it up to ``rows``, else to one of 32 lengths between two powers of two; None stays.
+
+    cuBLAS looks for the best product whenever it meets a new shape, which takes milliseconds each time, and without
+    padding every micro-batch is a new shape.
+    """
+    if x is None:
+        return None
+    if rows is None:
+        step = max(8, 1 << max(0, len(x).bit_length() - 6))
+        rows = -(-len(x) // step) * step
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - len(x))) if rows > len(x) else x
 
 
 def _turns(positions_U, frequencies, scale: float, head_dim: int, dtype):

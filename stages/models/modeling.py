@@ -542,8 +542,7 @@ def head_of(model) -> Head:
 class _ChunkedLogps(torch.autograd.Function):
     """log softmax(logits / temperature)[target], entropy and mean over the vocabulary, per token, chunk by chunk.
 
-    The first ``HEAD_KEEP_ELEMENTS`` log-probabilities are kept for backward, the others are computed again there. On a
-    GPU logits are kept, ``HEAD_KEEP_BYTES_ON_GPU`` of them, and one kernel (``stages.models.fused``) reads them once.
+    The first ``HEAD_KEEP_ELEMENTS`` log-probabilities are kept for backward, the others are computed again there.
     """
 
     @staticmethod
@@ -556,30 +555,9 @@ class _ChunkedLogps(torch.autograd.Function):
         entropies = hidden.new_zeros(n if want_entropy else 0, dtype=wide)
         means = hidden.new_zeros(n if want_mean else 0, dtype=wide)
         chunks = head_chunks(n, weight)
-        # logits in the type of the products are kept on a GPU, and log-probabilities, which are made of them, here
-        alone = fused.on(hidden, head.weight)
-        keep = 0
-        if any(ctx.needs_input_grad) and (alone or not softcap):
-            most = HEAD_KEEP_BYTES_ON_GPU // head.weight.element_size() if alone else HEAD_KEEP_ELEMENTS
-            keep = most // weight.shape[0]
-        kept, sums = [], hidden.new_empty(n if alone else 0, dtype=wide)
+        keep = HEAD_KEEP_ELEMENTS // weight.shape[0] if any(ctx.needs_input_grad) and not softcap else 0
+        kept = []
         for rows in chunks:
-            if alone:
-                z = linear(hidden[rows].to(low), head.weight, head.bias)
-                sums[rows] = fused.logps(
-                    z,
-                    targets[rows],
-                    logps[rows],
-                    entropies[rows],
-                    means[rows],
-                    None if hits is None else hits[rows],
-                    temperature,
-                    scale,
-                    softcap,
-                )
-                if rows.stop <= keep:
-                    kept.append(z)
-                continue
             z = precise(head.logits(hidden[rows].to(low)))
             logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
             logps[rows] = logp.gather(1, targets[rows, None])[:, 0]
@@ -591,16 +569,16 @@ class _ChunkedLogps(torch.autograd.Function):
                 means[rows] = logp.mean(-1)
             if rows.stop <= keep:
                 kept.append(logp)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropies, sums, *kept)
-        ctx.settings = (temperature, scale, softcap, low, chunks, alone)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, *kept)
+        ctx.settings = (temperature, scale, softcap, low, chunks)
         # an entropy that is only logged has no gradient, and costs nothing in backward
         ctx.set_materialize_grads(False)
         return logps, entropies, means
 
     @staticmethod
     def backward(ctx, grad_logps, grad_entropies, grad_means):
-        hidden, weight, bias, targets, entropies, sums, *kept = ctx.saved_tensors
-        temperature, scale, softcap, low, chunks, alone = ctx.settings
+        hidden, weight, bias, targets, entropies, *kept = ctx.saved_tensors
+        temperature, scale, softcap, low, chunks = ctx.settings
         if grad_logps is None:
             grad_logps = entropies.new_zeros(len(hidden))
         weight_low, bias_low = weight.to(low), None if bias is None else bias.to(low)
@@ -610,37 +588,30 @@ class _ChunkedLogps(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
         for i, rows in enumerate(chunks):
             capped, h = None, hidden[rows].to(low)
-            if alone:
-                z = kept[i] if i < len(kept) else linear(h, weight_low, bias_low)
-                more = (None if g is None else g[rows] for g in (grad_entropies, grad_means))
-                dz = fused.logps_back(
-                    z, targets[rows], sums[rows], entropies[rows], grad_logps[rows], *more, temperature, scale, softcap
-                )
+            if i < len(kept):
+                logp = kept[i]
             else:
-                if i < len(kept):
-                    logp = kept[i]
-                else:
-                    z = precise(linear(h, weight_low, bias_low)) * scale
-                    if softcap:
-                        capped = torch.tanh(z / softcap)
-                        z = softcap * capped
-                    logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
-                g = grad_logps[rows, None]
-                p = logp.exp()
-                if grad_entropies is not None:  # d entropy / d z_v = -p_v (log p_v + entropy)
-                    dz = -g * p - grad_entropies[rows, None] * p * (logp + entropies[rows, None])
-                else:
-                    dz = p.mul_(-g)
-                dz.scatter_add_(1, targets[rows, None], g)
-                if grad_means is not None:  # d mean / d z_v = 1/V - p_v
-                    dz += grad_means[rows, None] * (1.0 / logp.shape[1] - logp.exp())
-                factor = scale / temperature
-                if factor != 1.0:
-                    dz = dz * factor
-                if capped is not None:
-                    dz = dz * (1.0 - capped * capped)
+                z = precise(linear(h, weight_low, bias_low)) * scale
+                if softcap:
+                    capped = torch.tanh(z / softcap)
+                    z = softcap * capped
+                logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, dim=-1)
+            g = grad_logps[rows, None]
+            p = logp.exp()
+            if grad_entropies is not None:  # d entropy / d z_v = -p_v (log p_v + entropy)
+                dz = -g * p - grad_entropies[rows, None] * p * (logp + entropies[rows, None])
+            else:
+                dz = p.mul_(-g)
+            dz.scatter_add_(1, targets[rows, None], g)
+            if grad_means is not None:  # d mean / d z_v = 1/V - p_v
+                dz += grad_means[rows, None] * (1.0 / logp.shape[1] - logp.exp())
+            factor = scale / temperature
+            if factor != 1.0:
+                dz = dz * factor
+            if capped is not None:
+                dz = dz * (1.0 - capped * capped)
             if grad_bias is not None:
-                grad_bias += dz.sum(0, dtype=wide)
+                grad_bias += dz.sum(0)
             dz = dz.to(low)
             grad_hidden[rows] = dz @ weight_low
             if grad_weight is not None:
@@ -653,10 +624,81 @@ class _ChunkedLogps(torch.autograd.Function):
         )
 
 
+class _FusedLogps(torch.autograd.Function):
+    """The same on a GPU: one kernel (``stages.models.fused``) reads the logits of a chunk once. The logits of the first
+    chunks, ``HEAD_KEEP_BYTES_ON_GPU`` of them, are kept for backward. All chunks have one length, for which
+    :func:`lean.filled` takes few.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden, weight, bias, targets, temperature, scale, softcap, want_entropy, low, hits, want_mean=False
+    ):
+        n, most = len(hidden), max(1, HEAD_CHUNK_ON_GPU // len(weight))
+        size = len(lean.filled(targets[: -(-n // max(1, -(-n // most)))]))
+        whole = -(-n // max(1, size)) * size
+        weight_low, bias_low = weight.to(low), None if bias is None else bias.to(low)
+        filled, aims = lean.filled(hidden.to(low), whole), lean.filled(targets, whole)
+        logps, sums = (hidden.new_empty(whole, dtype=torch.float32) for _ in range(2))
+        entropies, means = (logps.new_zeros(whole if wanted else 0) for wanted in (want_entropy, want_mean))
+        all_hits = None if hits is None else torch.empty(whole, dtype=torch.bool, device=hidden.device)
+        keep = HEAD_KEEP_BYTES_ON_GPU // (len(weight) * weight_low.element_size()) if any(ctx.needs_input_grad) else 0
+        kept, chunks = [], [slice(i, i + size) for i in range(0, whole, max(1, size))]
+        for rows in chunks:
+            z = linear(filled[rows], weight_low, bias_low)
+            places = (None if t is None else t[rows] for t in (entropies, means, all_hits))
+            sums[rows] = fused.logps(z, aims[rows], logps[rows], *places, temperature, scale, softcap)
+            if rows.stop <= keep:
+                kept.append(z)
+        if hits is not None:
+            hits.copy_(all_hits[:n])
+        ctx.save_for_backward(hidden, weight, bias, aims, sums, entropies, *kept)
+        ctx.settings = temperature, scale, softcap, low, chunks
+        ctx.set_materialize_grads(False)
+        return logps[:n], entropies[:n], means[:n]
+
+    @staticmethod
+    def backward(ctx, grad_logps, grad_entropies, grad_means):
+        hidden, weight, bias, aims, sums, entropies, *kept = ctx.saved_tensors
+        temperature, scale, softcap, low, chunks = ctx.settings
+        weight_low, bias_low = weight.to(low), None if bias is None else bias.to(low)
+        filled = lean.filled(hidden.to(low), len(aims))
+        if grad_logps is None:
+            grad_logps = sums.new_zeros(len(hidden))
+        grads = [lean.filled(g, len(aims)) for g in (grad_logps, grad_entropies, grad_means)]
+        grad_hidden = torch.empty_like(filled, dtype=hidden.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = (
+            torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
+        )
+        for i, rows in enumerate(chunks):
+            z = kept[i] if i < len(kept) else linear(filled[rows], weight_low, bias_low)
+            mine = (None if g is None else g[rows] for g in grads)
+            dz = fused.logps_back(z, aims[rows], sums[rows], entropies[rows], *mine, temperature, scale, softcap)
+            grad_hidden[rows] = dz @ weight_low
+            if grad_bias is not None:
+                grad_bias += dz.sum(0, dtype=torch.float32)
+            if grad_weight is not None:
+                grad_weight.addmm_(dz.t(), filled[rows]) if low == torch.float32 else grad_weight.add_(
+                    dz.t() @ filled[rows]
+                )
+        return (
+            grad_hidden[: len(hidden)],
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 8,
+        )
+
+
 def head_chunks(n: int, weight) -> list[slice]:
     """Slices of ``n`` positions whose logits are computed at a time."""
     size = max(1, (HEAD_CHUNK_ELEMENTS if weight.device.type == "cpu" else HEAD_CHUNK_ON_GPU) // weight.shape[0])
     return [slice(i, min(n, i + size)) for i in range(0, n, size)]
+
+
+def logps_of(hidden_NH, head: Head):
+    """Who computes a head's log-probabilities of these hidden states."""
+    return _FusedLogps if fused.on(hidden_NH, head.weight) else _ChunkedLogps
 
 
 def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entropy: bool = False, hits=None):
@@ -670,7 +712,7 @@ def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entr
     kind = hidden_NH.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.low
     with torch.autocast(kind, enabled=False):
-        logps, entropies, _ = _ChunkedLogps.apply(
+        logps, entropies, _ = logps_of(hidden_NH, head).apply(
             hidden_NH,
             head.weight,
             head.bias,
@@ -692,7 +734,7 @@ def token_and_mean_logps(head: Head, hidden_NH, targets_N, hits=None):
     kind = hidden_NH.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.low
     with torch.autocast(kind, enabled=False):
-        logps, _, means = _ChunkedLogps.apply(
+        logps, _, means = logps_of(hidden_NH, head).apply(
             hidden_NH, head.weight, head.bias, targets_N, 1.0, head.scale, head.softcap, False, low, hits, True
         )
     return logps, means

@@ -27,8 +27,7 @@ if not REAL and not os.environ.get("TRITON_INTERPRET"):
         assert done.returncode == 0, done.stdout[-3000:]
 
 else:
-    from stages.models import fused, lean
-    from stages.models.lean import Shape
+    from stages.models import fused, lean, modeling
 
     KINDS = [torch.float32, torch.bfloat16]
 
@@ -120,6 +119,24 @@ else:
         ours = fused.logps_back(z.detach(), targets, sums, entropies, *grads, temperature, scale, cap)
         torch.testing.assert_close(ours, theirs, **near(kind))
 
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kept", [0, 1 << 30])
+    def test_a_head_gives_what_it_gives_elsewhere(kind, kept, monkeypatch):
+        """Chunk by chunk, with logits kept and computed again: values and gradients."""
+        monkeypatch.setattr(modeling, "HEAD_CHUNK_ON_GPU", 70 * 12)
+        monkeypatch.setattr(modeling, "HEAD_KEEP_BYTES_ON_GPU", kept)
+        hidden, weight, bias = random(29, 16), random(70, 16, seed=1), random(70, seed=2)
+        targets = torch.arange(29, device=DEVICE) % 70
+        found = []
+        for function in (modeling._FusedLogps, modeling._ChunkedLogps):
+            hits = torch.empty(29, dtype=torch.bool, device=DEVICE)
+            given = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
+            outs = function.apply(*given, targets, 0.7, 0.5, 3.0, True, kind, hits, True)
+            sum((out * random(29, seed=3 + k)).sum() for k, out in enumerate(outs)).backward()
+            found.append([*(out.detach() for out in outs), *(t.grad for t in given), hits])
+        for ours, theirs in zip(*found):
+            torch.testing.assert_close(ours, theirs, **near(kind))
+
     def test_sums():
         x, y = random(37, 300), random(37, 300, kind=torch.bfloat16, seed=1)
         torch.testing.assert_close(fused.added(x, y, 0.25, torch.empty_like(x)), x + 0.25 * y.float())
@@ -134,7 +151,16 @@ else:
         fused.norm_back(none, none, rstd, gain, torch.empty_like(none), sums=torch.zeros_like(gain))
         assert len(fused.activated(none, "silu", torch.float32)) == len(fused.added(none, none, 1.0, none)) == 0
 
-    @pytest.mark.parametrize("name", ["silu", "gelu"])
-    def test_which_tensors_it_takes(name):
+    def test_which_tensors_it_takes():
         assert fused.on(random(2, 2)) == REAL and not fused.on(random(2, 2, kind=torch.float64))
-        assert Shape(1, 1, 2, 1e-5, torch.float32, act=name).act == name
+
+    def test_without_a_compiler_it_says_what_to_install(monkeypatch):
+        monkeypatch.setattr(fused, "added", lambda *given: (_ for _ in ()).throw(RuntimeError("no C compiler")))
+        monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(*size))
+        fused.compiles.cache_clear()
+        try:
+            with pytest.warns(UserWarning, match="install gcc .*no C compiler"):
+                assert not fused.compiles()
+            assert not fused.compiles(), "and is not asked again"
+        finally:
+            fused.compiles.cache_clear()
