@@ -158,7 +158,8 @@ class Replayed:
         rows, width = bucket(n, self.slots), COLUMNS
         while width < longest:
             width *= 2
-        key = self.distribution, rows, min(width, kv.columns)
+        # fused kernels read what a row has, and no bucket of columns
+        key = self.distribution, rows, None if self.decoder.fusible else min(width, kv.columns)
         runs, step = self.steps.get(key, (0, None))
         if step is None:
             step = self._step(kv, *key[1:])
@@ -172,7 +173,7 @@ class Replayed:
         self.last = Drawn(found, self.hosts[self.turn], n)
         return self.last
 
-    def _step(self, kv, rows: int, width: int) -> Step:
+    def _step(self, kv, rows: int, width: int | None) -> Step:
         # not through this object, which holds the steps: its graphs go when nobody has it any more
         decoder, params, draws, uniform = self.decoder, self.params, self.draws, self.uniform
         tokens, columns, counts = self.state[:, :rows]
@@ -180,7 +181,10 @@ class Replayed:
         last = kv.columns - 1, uniform.shape[1] - 1  # a row that has ended may be computed on before the host knows
 
         def step() -> torch.Tensor:
-            logits = decoder.decode(kv, tokens, columns, [(0, rows, width)], table=table)
+            if width is None:
+                logits = decoder.decode_fused(kv, tokens, columns, table)
+            else:
+                logits = decoder.decode(kv, tokens, columns, [(0, rows, width)], table=table)
             if not draws:
                 return logits
             token, logp = sample_step(logits, uniform[:rows].gather(1, counts[:, None]).squeeze(1), params)
