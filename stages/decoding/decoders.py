@@ -1070,9 +1070,10 @@ class LeanDecoder:
         return Prefilled(keys, values, self._logits(last), past)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self._headed(self._norm(x, self.norm, self.eps))
+        return self.headed(self._norm(x, self.norm, self.eps))
 
-    def _headed(self, normed: torch.Tensor) -> torch.Tensor:
+    def headed(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [m, V] float32."""
         logits = self.head(normed).float()
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
@@ -1164,8 +1165,10 @@ class LeanDecoder:
     def decode_fused(
         self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, table: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """What :meth:`decode` computes, by the kernels of ``stages.decoding.fused``: every slot attends to its own
-        columns, whatever the others have, and the mask is neither read nor written. table: :meth:`rotations`."""
+        """What :meth:`decode` computes, by the kernels of ``stages.decoding.fused``, up to the output layer, which
+        :meth:`headed` is: [n, hidden]. Every slot attends to its own columns, whatever the others have, and the mask is
+        neither read nor written. table: :meth:`rotations`.
+        """
         x = self._embedded(tokens)
         norms = [layer.norm1 for layer in self.layers[1:]] + [self.norm]
         normed = x if self.layers[0].norm1 is None else self._norm(x, self.layers[0].norm1, self.eps)
@@ -1181,7 +1184,7 @@ class LeanDecoder:
             x, normed = self._joined(x, layer.out(attended), layer.after1, layer.residual, layer.norm2)
             mixed_in = layer.down(fused.gated(layer.gate_up(normed), layer.act))
             x, normed = self._joined(x, mixed_in, layer.after2, layer.residual, norm)
-        return self._headed(normed)
+        return normed
 
     def _joined(self, x, more, after: torch.Tensor | None, residual: float, norm: torch.Tensor | None):
         """(x + residual * norm(more), its norm for what follows)."""

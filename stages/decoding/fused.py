@@ -11,6 +11,9 @@ I width of the MLP, E hidden size. Row r writes to and reads from slot r.
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 
 try:
@@ -22,12 +25,31 @@ except ImportError:  # a build of torch for the CPU
 #: Types that are computed here.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAMS = 512  # of attention at least, if rows and heads are few then by splitting their columns
+BLOCK = (
+    64  # entries of the vocabulary whose sum is one step of the distribution function, as in ``sampling.sample_step``
+)
+CHUNK = 4096  # entries of the vocabulary that one program reads
 
 
 def usable(x: torch.Tensor) -> bool:
     """Whether there is Triton, and a tensor like this one is where its kernels run."""
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    return triton is not None and plain and x.device.type == "cuda" and x.dtype in TYPES
+    return triton is not None and plain and x.device.type == "cuda" and x.dtype in TYPES and _built(x.device)
+
+
+@functools.cache
+def _built(device: torch.device) -> bool:
+    """Whether Triton makes a kernel here: it wants a C compiler and Python's headers."""
+    try:
+        gated(torch.zeros(1, 2, device=device), "silu")
+    except Exception as error:  # noqa: BLE001 - of a compiler, a linker, a driver
+        warnings.warn(
+            f"Triton makes no kernels here ({type(error).__name__}: {str(error)[:200]}), so sampling computes with"
+            " torch's operations, which takes longer. Install a C compiler and Python's headers.",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 if triton is not None:
@@ -187,6 +209,104 @@ if triton is not None:
             gate = gate / (1.0 + tl.exp(-inner))
         tl.store(out + row * width + at, (gate * up).to(out.dtype.element_ty), mask=real)
 
+    @triton.jit
+    def _scaled(logits, scale, temperature, SCALED: tl.constexpr, TEMPERED: tl.constexpr):
+        z = logits.to(tl.float32)
+        if SCALED:
+            z = z * scale
+        if TEMPERED:
+            z = tl.div_rn(z, temperature)
+        return z
+
+    @triton.jit
+    def _tops(
+        logits, tops, scale, temperature, width, SCALED: tl.constexpr, TEMPERED: tl.constexpr, CHUNK: tl.constexpr
+    ):
+        row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        at = chunk * CHUNK + tl.arange(0, CHUNK)
+        found = tl.load(logits + row * width + at, mask=at < width, other=float("-inf"))
+        z = _scaled(found, scale, temperature, SCALED, TEMPERED)
+        tl.store(tops + row * tl.num_programs(1) + chunk, tl.max(z, 0))
+
+    @triton.jit
+    def _sums(
+        logits,
+        tops,
+        sums,
+        scale,
+        temperature,
+        width,
+        blocks,
+        SCALED: tl.constexpr,
+        TEMPERED: tl.constexpr,
+        CHUNK: tl.constexpr,
+        BLOCK: tl.constexpr,
+        CHUNKS: tl.constexpr,
+    ):
+        row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        part = tl.arange(0, CHUNKS)
+        count = tl.num_programs(1)
+        top = tl.max(tl.load(tops + row * count + part, mask=part < count, other=float("-inf")), 0)
+        block = chunk * (CHUNK // BLOCK) + tl.arange(0, CHUNK // BLOCK)
+        at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        found = tl.load(logits + row * width + at, mask=at < width, other=float("-inf"))
+        weights = tl.exp(_scaled(found, scale, temperature, SCALED, TEMPERED) - top)
+        tl.store(sums + row * blocks + block, tl.sum(weights, 1), mask=block < blocks)
+
+    @triton.jit
+    def _before(x):
+        """The next smaller number of a positive one in float64."""
+        return (x.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
+
+    @triton.jit
+    def _draw(
+        logits,
+        tops,
+        sums,
+        uniform,
+        tokens,
+        columns,
+        counts,
+        out,
+        scale,
+        temperature,
+        width,
+        blocks,
+        chunks,
+        uniform_stride,
+        last_column,
+        last_count,
+        SCALED: tl.constexpr,
+        TEMPERED: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCKS: tl.constexpr,
+        CHUNKS: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        part, block, inner = tl.arange(0, CHUNKS), tl.arange(0, BLOCKS), tl.arange(0, BLOCK)
+        top = tl.max(tl.load(tops + row * chunks + part, mask=part < chunks, other=float("-inf")), 0)
+        cdf = tl.cumsum(tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0).to(tl.float64), 0)
+        total = tl.sum(tl.where(block == blocks - 1, cdf, 0.0), 0)
+        count = tl.load(counts + row)
+        u = tl.load(uniform + row * uniform_stride + count)
+        target = tl.minimum(u * total, _before(total))
+        taken = tl.minimum(tl.sum(((cdf <= target) & (block < blocks)).to(tl.int32), 0), blocks - 1)
+        before = tl.sum(tl.where(block == taken - 1, cdf, 0.0), 0)
+        at = taken * BLOCK + inner
+        found = tl.load(logits + row * width + at, mask=at < width, other=float("-inf"))
+        z = _scaled(found, scale, temperature, SCALED, TEMPERED)
+        cdf_in = tl.cumsum(tl.exp(z - top).to(tl.float64), 0)
+        mass = tl.sum(tl.where(inner == BLOCK - 1, cdf_in, 0.0), 0)
+        target = tl.minimum(target - before, _before(mass))
+        place = tl.minimum(tl.sum((cdf_in <= target).to(tl.int32), 0), BLOCK - 1)
+        token = tl.minimum(taken * BLOCK + place, width - 1)
+        logp = tl.sum(tl.where(inner == place, z, 0.0), 0) - top - tl.log(total).to(tl.float32)
+        tl.store(tokens + row, token.to(tl.int64))
+        tl.store(columns + row, tl.minimum(tl.load(columns + row) + 1, last_column))
+        tl.store(counts + row, tl.minimum(count + 1, last_count))
+        tl.store(out + row, token.to(tl.float64))
+        tl.store(out + tl.num_programs(0) + row, logp.to(tl.float64))
+
 
 def turn_and_keep(
     qkv: torch.Tensor,
@@ -298,4 +418,53 @@ def gated(both: torch.Tensor, act: str) -> torch.Tensor:
     width = both.shape[1] // 2
     out = both.new_empty(both.shape[0], width)
     _gated[(both.shape[0], triton.cdiv(width, 1024))](both, out, width, SILU=act == "silu", BLOCK=1024, num_warps=4)
+    return out
+
+
+def draw(
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    state: torch.Tensor,
+    columns: int,
+    scale: float = 1.0,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """A token per row from softmax(scale * logits / temperature), by the definition of ``sampling.sample_step``.
+
+    logits [m, V]; uniform [S, T] float64; state [3, S] int64: a row's token, its column, and which of its uniform numbers
+    is taken. The token drawn, the next column (C - 1 at most, C = ``columns``) and the next number (T - 1 at most)
+    replace them. Returns [2, m] float64: tokens, and their log-probs, of float32.
+    """
+    (rows, width), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
+    chunks = triton.cdiv(width, CHUNK)
+    tops = logits.new_empty(rows, chunks, dtype=torch.float32)
+    sums = logits.new_empty(rows, blocks, dtype=torch.float32)
+    out = logits.new_empty(2, rows, dtype=torch.float64)
+    how = {"SCALED": scale != 1.0, "TEMPERED": temperature != 1.0}
+    most = triton.next_power_of_2(chunks)
+    _tops[(rows, chunks)](logits, tops, scale, temperature, width, **how, CHUNK=CHUNK, num_warps=8)
+    _sums[(rows, chunks)](
+        logits, tops, sums, scale, temperature, width, blocks, **how, CHUNK=CHUNK, BLOCK=BLOCK, CHUNKS=most, num_warps=8
+    )
+    _draw[(rows,)](
+        logits,
+        tops,
+        sums,
+        uniform,
+        *state,
+        out,
+        scale,
+        temperature,
+        width,
+        blocks,
+        chunks,
+        uniform.stride(0),
+        columns - 1,
+        uniform.shape[1] - 1,
+        **how,
+        BLOCK=BLOCK,
+        BLOCKS=triton.next_power_of_2(blocks),
+        CHUNKS=most,
+        num_warps=8,
+    )
     return out

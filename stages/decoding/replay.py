@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from stages.decoding import fused
 from stages.decoding.sampling import SamplingParams, sample_step
 from stages.running import cuda
 
@@ -179,10 +180,15 @@ class Replayed:
         tokens, columns, counts = self.state[:, :rows]
         table = decoder.rotations(kv.columns)  # this one, also if a longer prompt makes the decoder compute another
         last = kv.columns - 1, uniform.shape[1] - 1  # a row that has ended may be computed on before the host knows
+        state, plain = self.state, params.plain and not decoder.logit_cap
 
         def step() -> torch.Tensor:
             if width is None:
-                logits = decoder.decode_fused(kv, tokens, columns, table)
+                normed = decoder.decode_fused(kv, tokens, columns, table)
+                if draws and plain:
+                    logits = decoder.head(normed)
+                    return fused.draw(logits, uniform, state, kv.columns, decoder.logit_scale, params.temperature)
+                logits = decoder.headed(normed)
             else:
                 logits = decoder.decode(kv, tokens, columns, [(0, rows, width)], table=table)
             if not draws:

@@ -13,6 +13,7 @@ import torch
 from stages.decoding import fused, replay
 from stages.decoding.decoders import LeanDecoder
 from stages.decoding.sampler import Sampler, SamplingParams
+from stages.decoding.sampling import sample_step
 from stages.models.layers import turns
 from tests.architectures import FAST, build
 from tests.sampler.test_replay import graph_like
@@ -141,6 +142,27 @@ def test_gates(rows, width, dtype, act):
     gate, up = both.float().chunk(2, -1)
     gate = torch.nn.functional.silu(gate) if act == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
     close(fused.gated(both, act), gate * up)
+
+
+@runs_here
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rows, vocabulary", [(1, 7), (5, 64), (7, 4999)])
+@pytest.mark.parametrize("scale, temperature", [(1.0, 1.0), (0.5, 0.7)])
+def test_a_token_is_drawn_as_the_sampler_draws_it(rows, vocabulary, dtype, scale, temperature):
+    logits = 3 * given(rows, vocabulary, dtype=dtype)
+    uniform = torch.rand(rows + 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    uniform[0, 1:] = torch.tensor([0.0, 1 - 2**-53])
+    state = torch.tensor([[0] * (rows + 1), [5] * (rows + 1), [0] * (rows + 1)], device=DEVICE)
+    for k in range(3):
+        found = fused.draw(logits, uniform, state, 8, scale, temperature)
+        token, logp = sample_step(logits.float() * scale, uniform[:rows, k], SamplingParams(temperature=temperature))
+        assert torch.equal(found[0].long(), token) and torch.equal(state[0, :rows], token)
+        torch.testing.assert_close(found[1].float(), logp, atol=2e-6, rtol=1e-6)
+        assert (state[1, :rows] == min(7, 6 + k)).all() and (state[2, :rows] == min(2, k + 1)).all()
+    assert state[:, rows].tolist() == [0, 5, 0]
+    logits[0, 3] = float("nan")
+    assert fused.draw(logits, uniform, state, 8)[1].isnan().tolist() == [True] + [False] * (rows - 1)
 
 
 @pytest.fixture
