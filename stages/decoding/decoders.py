@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stages.decoding import fused
 from stages.models import banded
 from stages.models.adapters import merged
 from stages.models.experts import Mixture, mixed
@@ -859,6 +860,18 @@ class LeanDecoder:
         self.longest: int | None = None  # of the rows to come
         self.floor: dict[float, torch.Tensor] = {}  # eps of a norm as a tensor
 
+    fuses = True  # whether kernels of stages.decoding.fused compute a step where they can (tests compare both)
+
+    @property
+    def fusible(self) -> bool:
+        """Whether :meth:`decode_fused` computes this model, once it was refreshed."""
+        return (
+            self.fuses
+            and not self.has_experts
+            and fused.usable(self.embedding)
+            and not any(layer.cap is not None for layer in self.layers)
+        )
+
     def continues(self, other) -> bool:
         """Whether it decodes what another decoder would, once its weights are refreshed."""
         return type(other) is LeanDecoder and (self.model, self.asked) == (other.model, other.asked)
@@ -1058,7 +1071,11 @@ class LeanDecoder:
         return Prefilled(keys, values, self._logits(last), past)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self._norm(x, self.norm, self.eps)).float()
+        return self.headed(self._norm(x, self.norm, self.eps))
+
+    def headed(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [m, V] float32."""
+        logits = self.head(normed).float()
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return logits if not self.logit_cap else self.logit_cap * torch.tanh(logits / self.logit_cap)
@@ -1145,3 +1162,33 @@ class LeanDecoder:
                 )
             x = self._finish(layer, x, attended.reshape(n, -1))
         return self._logits(x)
+
+    def decode_fused(
+        self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, table: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """What :meth:`decode` computes, by the kernels of ``stages.decoding.fused``, up to the output layer, which
+        :meth:`headed` is: [n, hidden]. Every slot attends to its own columns, whatever the others have, and the mask is
+        neither read nor written. table: :meth:`rotations`.
+        """
+        x = self._embedded(tokens)
+        norms = [layer.norm1 for layer in self.layers[1:]] + [self.norm]
+        normed = x if self.layers[0].norm1 is None else self._norm(x, self.layers[0].norm1, self.eps)
+        for layer, keys, values, norm in zip(self.layers, kv.keys, kv.values, norms):
+            qkv = layer.qkv(normed)
+            if layer.q_norm is not None:
+                q, k, _ = qkv.split([layer.q_norm.shape[0], layer.k_norm.shape[0], layer.k_norm.shape[0]], -1)
+                for part, gain in ((q, layer.q_norm), (k, layer.k_norm)):
+                    part.copy_(self._norm(part, gain, self.eps))
+            turn = table.get(layer.turn)
+            fused.turn_and_keep(qkv, layer.qk_norm, turn, columns, keys, values, self.heads, self.eps)
+            attended = fused.attend(qkv, keys, values, columns, self.heads, layer.window)
+            x, normed = self._joined(x, layer.out(attended), layer.after1, layer.residual, layer.norm2)
+            mixed_in = layer.down(fused.gated(layer.gate_up(normed), layer.act))
+            x, normed = self._joined(x, mixed_in, layer.after2, layer.residual, norm)
+        return normed
+
+    def _joined(self, x, more, after: torch.Tensor | None, residual: float, norm: torch.Tensor | None):
+        """(x + residual * norm(more), its norm for what follows)."""
+        if after is not None:
+            more = self._norm(more, after, self.eps)
+        return fused.add_and_norm(x, more, norm, residual, self.eps)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from stages.decoding import fused
 from stages.decoding.sampling import SamplingParams, sample_step
 from stages.running import cuda
 
@@ -158,7 +159,8 @@ class Replayed:
         rows, width = bucket(n, self.slots), COLUMNS
         while width < longest:
             width *= 2
-        key = self.distribution, rows, min(width, kv.columns)
+        # fused kernels read what a row has, and no bucket of columns
+        key = self.distribution, rows, None if self.decoder.fusible else min(width, kv.columns)
         runs, step = self.steps.get(key, (0, None))
         if step is None:
             step = self._step(kv, *key[1:])
@@ -172,15 +174,23 @@ class Replayed:
         self.last = Drawn(found, self.hosts[self.turn], n)
         return self.last
 
-    def _step(self, kv, rows: int, width: int) -> Step:
+    def _step(self, kv, rows: int, width: int | None) -> Step:
         # not through this object, which holds the steps: its graphs go when nobody has it any more
         decoder, params, draws, uniform = self.decoder, self.params, self.draws, self.uniform
         tokens, columns, counts = self.state[:, :rows]
         table = decoder.rotations(kv.columns)  # this one, also if a longer prompt makes the decoder compute another
         last = kv.columns - 1, uniform.shape[1] - 1  # a row that has ended may be computed on before the host knows
+        state, plain = self.state, params.plain and not decoder.logit_cap
 
         def step() -> torch.Tensor:
-            logits = decoder.decode(kv, tokens, columns, [(0, rows, width)], table=table)
+            if width is None:
+                normed = decoder.decode_fused(kv, tokens, columns, table)
+                if draws and plain:
+                    logits = decoder.head(normed)
+                    return fused.draw(logits, uniform, state, kv.columns, decoder.logit_scale, params.temperature)
+                logits = decoder.headed(normed)
+            else:
+                logits = decoder.decode(kv, tokens, columns, [(0, rows, width)], table=table)
             if not draws:
                 return logits
             token, logp = sample_step(logits, uniform[:rows].gather(1, counts[:, None]).squeeze(1), params)

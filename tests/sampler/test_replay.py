@@ -1,6 +1,8 @@
 """Steps of fixed shapes that are captured and replayed (stages/decoding/replay.py), with a capture that stands for a
 CUDA graph: it always computes from the same buffers and always writes the same one."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -116,6 +118,30 @@ def test_cuda_graphs_draw_what_steps_without_them_draw(models, monkeypatch, sett
     else:  # rounding may decide a draw, and then everything after it
         same = [a.ids[0] == b.ids[0] for mine, theirs in zip(found, wanted) for a, b in zip(mine, theirs)]
         assert sum(same) >= 0.9 * len(same)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("fuses", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_steps_outlive_a_call(models, monkeypatch, dtype, fuses):
+    """They compute with the weights of the next one, and draw what a sampler draws that has captured nothing yet."""
+    monkeypatch.setattr(LeanDecoder, "fuses", fuses)
+    model = copy.deepcopy(models("llama")).to("cuda")
+    prompts, seeds = prompts_of(model.config.vocab_size)
+    sampler, made = Sampler(model, None, max_batch=13, dtype=dtype), []
+    capture = replay.cuda_graphs
+    monkeypatch.setattr(replay, "cuda_graphs", lambda: lambda step, inner=capture(): (made.append(1), inner(step))[1])
+    for _ in range(1 + replay.WARM):
+        sampler.generate(prompts, PARAMS["plain"], seeds)
+    count = len(made)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    found = sampler.generate(prompts, PARAMS["plain"], seeds)
+    assert len(made) == count > 0
+    fresh = Sampler(model, None, max_batch=13, dtype=dtype).generate(prompts, PARAMS["plain"], seeds)
+    assert [[c.ids for c in group] for group in found] == [[c.ids for c in group] for group in fresh]
 
 
 @pytest.mark.parametrize("name, lean", [("llama", True), ("qwen3", True), ("gpt2", False), ("qwen2", False)])
