@@ -29,7 +29,11 @@ CASES = {
 CASES = {name: case for name, case in CASES.items() if "4 bits" not in name or REAL}
 
 #: How many lines to compare where rounding decides what follows: advantages that are zero but for it.
-LINES = {"old policy, averaged opponent": 1, "adapter on a base kept in bfloat16": 1}
+LINES = {
+    "old policy, averaged opponent": 1,
+    "adapter on a base kept in bfloat16": 1,
+    "adapter on a base kept in 4 bits": 2,
+}
 #: Shares of rows on one side of zero: of a policy that is its own reference, rounding decides.
 SIDES = (
     "accuracies",
@@ -108,7 +112,8 @@ def test_groups_attend_in_one_call_there(tiny, data, spec, more, monkeypatch):
         with second_device(monkeypatch) if device == DEVICE else nullcontext():
             found.append(execute(given, lambda event: None)["summary"])
         assert bool(made) == (device == DEVICE)
-    assert {len(plan.queries) for plan in made if plan.copies is not None} == {1 + 2 * 6}
+    # two groups of a prompt and 5 responses; what fills the micro-batch up may be one more
+    assert {len(plan.queries) for plan in made if plan.copies is not None} <= {1 + 2 * 6, 2 + 2 * 6} and made
     here, there = found
     near = {"rel": 1e-3, "abs": 1e-4}
     assert here.keys() == there.keys() and not {
