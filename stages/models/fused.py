@@ -83,7 +83,8 @@ if triton is not None:
             value = value * r * tl.load(gain + part * M + at, inside, 0.0).to(tl.float32)
         tl.store(out + token * out_row + part * M + at, value, inside)
 
-    @triton.jit
+    # not another kernel for every number of tokens
+    @triton.jit(do_not_specialize=["tokens", "EACH"])
     def _norm_back_kernel(
         grad, grad_row, x, x_row, rstd, gain, add, out, out_row, low, sums, tokens, M, G, EACH,
         ADDS: tl.constexpr, LOW: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
@@ -168,7 +169,7 @@ if triton is not None:
         tl.store(out + token * out_row + 2 * pair, a * c - b * s, inside)
         tl.store(out + token * out_row + 2 * pair + 1, a * s + b * c, inside)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n"])
     def _added_kernel(x, y, out, scale, n, BLOCK: tl.constexpr):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < n

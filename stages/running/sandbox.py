@@ -16,6 +16,7 @@ there a program written to cheat can. Tests of input and output cannot be cheate
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
 import os
@@ -27,8 +28,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -904,6 +906,41 @@ def scoring(source: str, given: dict, columns: dict, many: bool = False) -> dict
     }
 
 
+#: Jobs that leave nothing behind in their worker: it serves the next ones too, and with it what it has imported.
+_KEEPS = {"call", "pattern"}
+KEPT = 16  # workers at most that wait for more
+PATTERNS = 64  # looking for one takes microseconds, and starting a process for it tens of milliseconds
+_idle: dict[tuple[Limits, str], list[_Worker]] = {}
+_idle_lock = threading.Lock()
+#: Threads that stay: the kernel ends a worker with the thread that started it (:func:`end_with_parent`).
+_starters: ThreadPoolExecutor | None = None
+
+
+def close_idle() -> None:
+    """End the workers that wait for more jobs."""
+    with _idle_lock:
+        waiting = [worker for workers in _idle.values() for worker in workers]
+        _idle.clear()
+    for worker in waiting:
+        worker.close()
+
+
+def _forget() -> None:
+    """In a forked process: the workers are its parent's."""
+    global _idle_lock, _starters
+    for worker in (worker for workers in _idle.values() for worker in workers if worker.process is not None):
+        os.close(worker.job_write)
+        os.close(worker.reply_read)
+        worker.process.returncode = 0  # nothing to wait for
+        worker.process = None
+    _idle.clear()
+    _idle_lock, _starters = threading.Lock(), None
+
+
+atexit.register(close_idle)
+os.register_at_fork(after_in_child=_forget)
+
+
 def run_jobs(jobs: list[dict], limits: Limits = Limits(), *, fresh: bool = False, setup: str = "") -> list[Outcome]:
     """Outcomes of `jobs` in order, on a pool of workers.
 
@@ -911,21 +948,45 @@ def run_jobs(jobs: list[dict], limits: Limits = Limits(), *, fresh: bool = False
     first job, :func:`scoring`, {"kind": "program", "source", "stdin"} -> {"stdout", "exit"}, {"kind": "tested",
     "source", "test"} -> True, {"kind": "pattern", "pattern", "text"} -> bool. A job's own "timeout_s", up to
     `LONGEST_S`, counts instead of that of the limits. `fresh` gives each job an interpreter of its own, so that one
-    cannot leave anything behind for the next.
+    cannot leave anything behind for the next; workers of our own functions and of patterns stay for the calls to come.
     """
+    global _starters
     if not jobs:
         return []
     width = min(len(jobs), limits.workers or os.cpu_count() or 1)
     outcomes: list[Outcome | None] = [None] * len(jobs)
 
-    def serve(first: int) -> None:
+    def serve(worker: _Worker, first: int) -> None:
+        for index in range(first, len(jobs), width):
+            outcomes[index] = worker.run(jobs[index], fresh)
+
+    def serve_alone(first: int) -> None:
         worker = _Worker(limits, setup)
         try:
-            for index in range(first, len(jobs), width):
-                outcomes[index] = worker.run(jobs[index], fresh)
+            serve(worker, first)
         finally:
             worker.close()
 
-    with ThreadPoolExecutor(width) as pool:
-        list(pool.map(serve, range(width)))
+    kinds = {job["kind"] for job in jobs}
+    if fresh or not kinds <= _KEEPS:
+        with ThreadPoolExecutor(width) as pool:
+            list(pool.map(serve_alone, range(width)))
+        return outcomes
+    width = min(width, KEPT, -(-len(jobs) // PATTERNS) if kinds == {"pattern"} else width)
+    with _idle_lock:
+        _starters = _starters or ThreadPoolExecutor(KEPT, "sandbox")
+        waiting = _idle.setdefault((limits, setup), [])
+        workers = [waiting.pop() if waiting else _Worker(limits, setup) for _ in range(width)]
+    done = [_starters.submit(serve, worker, first) for first, worker in enumerate(workers)]
+    wait(done)
+    with _idle_lock:
+        _idle[limits, setup] = [*workers, *_idle.pop((limits, setup), ())]  # the last to be given up
+        many = sum(map(len, _idle.values())) - KEPT
+        given_up = [worker for waiting in _idle.values() for worker in waiting][: max(0, many)]
+        for waiting in _idle.values():
+            waiting[:] = [worker for worker in waiting if worker not in given_up]
+    for worker in given_up:
+        worker.close()
+    for one in done:
+        one.result()
     return outcomes

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
 from stages.reward.components import RewardComponent
 from stages.reward.programs import extract_program, program_of
 from stages.reward.rewards import Rewards, build_rewards
 from stages.reward.verdicts import failures
+from stages.running import sandbox
 from stages.running.sandbox import Limits, run_jobs
 from stages.verification.verifiers import (
     CHECKERS,
@@ -1420,3 +1424,71 @@ def test_verls_ground_truth_is_the_answer_or_what_no_verifier_reads():
         row("x", answer=None, extra_json=json.dumps(judged)),
     ]
     assert [one.total for one in score(rows, function)] == [1.0, 2.0]
+
+
+OWN = "import os, time\ndef pid():\n    return os.getpid()\ndef rest(s):\n    time.sleep(s)\n"
+
+
+def pids(n=1, limits=Limits(timeout_s=30.0), setup=OWN):
+    found = run_jobs([{"kind": "call", "function": "pid", "args": []}] * n, limits, setup=setup)
+    assert not any(one.error for one in found)
+    return {one.value for one in found}
+
+
+def test_workers_of_our_own_functions_wait_for_the_next_call():
+    """An interpreter that has imported SymPy for each step of a run would be a second of each."""
+    one = Limits(timeout_s=30.0, workers=1)
+    (first,) = pids(3, one)
+    assert pids(2, one) == {first}
+    assert pids(1, Limits(timeout_s=31.0, workers=1)) != {first}, "of other limits"
+    assert pids(1, one, OWN + "\n") != {first}, "of other functions"
+    (late,) = run_jobs([{"kind": "call", "function": "rest", "args": [60], "timeout_s": 0.1}], one, setup=OWN)
+    assert late.error == "timeout"
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    (second,) = pids(1, one)
+    sandbox.close_idle()
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
+
+
+def test_workers_that_wait_are_bounded(monkeypatch):
+    sandbox.close_idle()
+    monkeypatch.setattr(sandbox, "KEPT", 2)
+    for seconds in (30.0, 31.0, 32.0):
+        pids(1, Limits(timeout_s=seconds, workers=1))
+    assert [limits.timeout_s for (limits, _), waiting in sandbox._idle.items() if waiting] == [31.0, 32.0]
+    sandbox.close_idle()
+
+
+def test_a_forked_process_has_workers_of_its_own():
+    (mine,) = pids(1, Limits(timeout_s=30.0, workers=1))
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if pids(1, Limits(timeout_s=30.0, workers=1)) != {mine} else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0 and pids(1, Limits(timeout_s=30.0, workers=1)) == {mine}
+
+
+@pytest.mark.parametrize("end", ["", "import os; os.kill(os.getpid(), 9)"])
+def test_workers_that_wait_end_with_their_process(end, tmp_path):
+    source = (
+        "from stages.running.sandbox import run_jobs, Limits\n"
+        f"(one,) = run_jobs([{{'kind': 'call', 'function': 'pid', 'args': []}}], Limits(30.0), setup={OWN!r})\n"
+        f"print(one.value, flush=True)\n{end}"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    for _ in range(600):
+        try:
+            if psutil.Process(int(done.stdout)).status() == psutil.STATUS_ZOMBIE:
+                break
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("the worker has outlived who asked it")
+    assert end or not list(tmp_path.iterdir())
