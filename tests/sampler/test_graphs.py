@@ -153,6 +153,22 @@ def test_what_is_held_serves_other_settings_and_sizes(models, captured, monkeypa
     assert 1 < len(distributions) <= replay.DISTRIBUTIONS
 
 
+def test_little_of_the_memory_that_is_free_is_held(models, captured, monkeypatch):
+    request = [[1, 2, 3]], SamplingParams(max_new_tokens=6), [[1]]
+    with second.second_device(monkeypatch):
+        sampler = Sampler(there(models("llama")), None, dtype=torch.float64)
+        sampler.generate(*request)
+        held = sampler.held
+        kv = held.kv.whole
+        assert held.bytes == 8 * (sum(p.numel() for p in sampler.model.parameters()) + kv.numel())
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * held.bytes, second.MEMORY))
+        sampler.generate(*request)
+        assert sampler.held is held
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * held.bytes - 1, second.MEMORY))
+        sampler.generate(*request)
+        assert sampler.held is None
+
+
 @pytest.mark.parametrize("slots", [2, 3])
 def test_rows_that_end_at_every_step_draw_what_they_draw_alone(models, captured, monkeypatch, slots):
     """A step is started before it is known which rows the last one has ended."""
