@@ -23,6 +23,7 @@ together, sorted by length; a finished row's slot is given to the next waiting r
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -452,10 +453,10 @@ class _Run:
 
     def _columns(self, needed: int) -> int:
         most = max(len(self.prompts[i]) - self.trunk[i] for i in self.trunk) + self.params.max_new_tokens
-        wanted, whole = needed + max(COLUMN_STEP, needed // 2), lambda n: -(-n // COLUMN_STEP) * COLUMN_STEP
+        wanted, whole = needed + max(COLUMN_STEP, needed // 2), lambda n: math.ceil(n / COLUMN_STEP) * COLUMN_STEP
         if self.replayed is None:
             return min(whole(wanted), max(most, needed))
-        return min(whole(max(2 * needed, FIRST_COLUMNS)), whole(max(most, needed)))
+        return min(whole(max(2 * needed, FIRST_COLUMNS)), 2 * whole(max(most, needed) / 2))
 
     # ---- admission
 
@@ -553,11 +554,10 @@ class _Run:
         length = len(self.prompts[i])
         own = length - self.trunk[i]
         if self.kv is None and self.held is not None:
-            columns = self._columns(own)
-            if self.held.kv is None or not self.held.kv.fits(batch, self.replayed.slots, columns):
+            if self.held.kv is None or not self.held.kv.fits(batch, self.replayed.slots, own + 1):
                 self.held.kv = None
                 self.replayed.forget()  # which holds on to the storage
-                self.held.kv = WholeKV(batch, self.replayed.slots, columns)
+                self.held.kv = WholeKV(batch, self.replayed.slots, self._columns(own))
             self.kv = self.held.kv
         elif self.kv is None:
             self.kv = SlotKV(batch, self.slots, self._columns(own))

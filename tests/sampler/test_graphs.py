@@ -28,7 +28,8 @@ def captured(monkeypatch):
     monkeypatch.setattr(second, "graph", lambda *given, **more: (log.append("captured"), made(*given, **more))[1])
     monkeypatch.setattr(second.CUDAGraph, "replay", lambda graph: (log.append("replayed"), again(graph))[1])
     monkeypatch.setattr(replay, "COLUMNS", 16)  # rows of these models have 96 tokens at most
-    monkeypatch.setattr("stages.decoding.sampler.COLUMN_STEP", 16)
+    monkeypatch.setattr("stages.decoding.sampler.COLUMN_STEP", 8)
+    monkeypatch.setattr("stages.decoding.sampler.FIRST_COLUMNS", 16)
     return log
 
 
@@ -139,10 +140,10 @@ def test_what_is_held_serves_other_settings_and_sizes(models, captured, monkeypa
     calls = [
         (prompts, SamplingParams(max_new_tokens=9), seeds),
         (prompts[:2], SamplingParams(max_new_tokens=20, temperature=0.0), seeds[:2]),
-        (prompts, SamplingParams(max_new_tokens=40, temperature=0.5), seeds),
+        (prompts[2:], SamplingParams(max_new_tokens=24, temperature=0.5), seeds[2:]),
         (prompts[:1], SamplingParams(max_new_tokens=6, top_p=0.7), [[5]]),
-        *((prompts[1:4], SamplingParams(max_new_tokens=7, temperature=1 + k / 5), seeds[1:4]) for k in range(6)),
-        (prompts, SamplingParams(max_new_tokens=9), seeds),
+        *((prompts[:1], SamplingParams(max_new_tokens=5, temperature=1 + k / 5), [[5]]) for k in range(5)),
+        (prompts[:4], SamplingParams(max_new_tokens=9), seeds[:4]),
     ]
     with second.second_device(monkeypatch):
         sampler = Sampler(there(model), None, max_batch=6)
@@ -169,10 +170,9 @@ def test_little_of_the_memory_that_is_free_is_held(models, captured, monkeypatch
         assert sampler.held is None
 
 
-@pytest.mark.parametrize("slots", [2, 3])
-def test_rows_that_end_at_every_step_draw_what_they_draw_alone(models, captured, monkeypatch, slots):
+def test_rows_that_end_at_every_step_draw_what_they_draw_alone(models, captured, monkeypatch):
     """A step is started before it is known which rows the last one has ended."""
-    model, longest = models("llama"), 6
+    model, longest, slots = models("llama"), 6, 2
     prompts, seeds = [[1, 2, 3], [4], [5, 6]], [[1, 2], [3], [4, 5]]
     plain = Sampler(model, None, max_batch=1).generate(prompts, SamplingParams(max_new_tokens=longest), seeds)
     with second.second_device(monkeypatch):
