@@ -15,7 +15,7 @@ from stages.decoding.decoders import LeanDecoder
 from stages.decoding.sampler import Sampler, SamplingParams
 from stages.decoding.sampling import sample_step
 from stages.models.layers import turns
-from tests.architectures import FAST, build
+from tests.architectures import build
 from tests.sampler.test_replay import graph_like
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and fused.triton is not None
@@ -180,7 +180,7 @@ def replaying(monkeypatch):
 
 @runs_here
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SOME if INTERPRETED else sorted(FAST))
+@pytest.mark.parametrize("name", SOME)
 def test_steps_of_every_family_draw_what_torchs_operations_draw(replaying, monkeypatch, name):
     model = build(name).to(DEVICE)
     used, before = [], LeanDecoder.decode_fused

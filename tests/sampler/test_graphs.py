@@ -14,7 +14,7 @@ import torch
 
 from stages.decoding import replay
 from stages.decoding.decoders import LeanDecoder
-from stages.decoding.sampler import Sampler, SamplingParams
+from stages.decoding.sampler import HELD_SHARE, Sampler, SamplingParams
 from stages.models.modeling import freeze
 from stages.running import cuda
 from tests import second_device as second
@@ -162,10 +162,10 @@ def test_little_of_the_memory_that_is_free_is_held(models, captured, monkeypatch
         held = sampler.held
         kv = held.kv.whole
         assert held.bytes == 8 * (sum(p.numel() for p in sampler.model.parameters()) + kv.numel())
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * held.bytes, second.MEMORY))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (HELD_SHARE * held.bytes, second.MEMORY))
         sampler.generate(*request)
         assert sampler.held is held
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * held.bytes - 1, second.MEMORY))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (HELD_SHARE * held.bytes - 1, second.MEMORY))
         sampler.generate(*request)
         assert sampler.held is None
 
