@@ -55,7 +55,7 @@ from stages.models.layers import (
     windows_of,
 )
 from stages.models.products import Packed, prefers_onednn
-from stages.models.quantised import NF4, dense
+from stages.models.quantised import dense, is_quantised
 
 #: Weights above this many bytes are not fused (fusing copies them); they run as separate products instead.
 FUSE_LIMIT_BYTES = 2 << 30
@@ -568,7 +568,7 @@ def rope_refusal(model) -> Callable[[int], None]:
 
 def copied_as(model, dtype: torch.dtype):
     """The model with parameters of another type, each copied once; buffers (rotary frequencies) keep theirs."""
-    memo = {id(p): nn.Parameter(dense(p.detach()).to(dtype), requires_grad=False) for p in model.parameters() if not isinstance(p, NF4)}
+    memo = {id(p): nn.Parameter(dense(p.detach()).to(dtype), requires_grad=False) for p in model.parameters()}
     return released(copy.deepcopy(model, memo))
 
 
@@ -614,8 +614,8 @@ def why_not_lean(model) -> str | None:
     if type(model).__name__ not in _LEAN or not type(model).__module__.startswith("transformers."):
         return f"{type(model).__name__} is not one of {', '.join(sorted(_LEAN))}"
     if (
-        len({p.dtype for p in model.parameters() if not isinstance(p, NF4)} - ({LOW} if is_kept(model) else set())) != 1
-        or len({p.device for p in model.parameters() if not isinstance(p, NF4)}) != 1
+        len({p.dtype for p in model.parameters()} - ({LOW} if is_kept(model) else set())) != 1
+        or len({p.device for p in model.parameters()}) != 1
     ):
         return "parameters of several dtypes or devices"
     if any(module._forward_hooks or module._forward_pre_hooks for module in (model, *model.lm_head.modules())):
@@ -800,7 +800,8 @@ class _Weights:
 
     def renew(self, parts, model) -> list:
         """The parts to compute with. parts: iterable of parts as the model's weights are now."""
-        own = {p.untyped_storage().data_ptr() for p in model.parameters() if not isinstance(p, NF4)}
+        # what is kept in 4 bits has no memory of its type, and is widened into new tensors
+        own = {p.untyped_storage().data_ptr() for p in model.parameters() if not is_quantised(p)}
         old, was, self.parts, self.borrowed, self.renewed = self.parts, self.borrowed, [], [], True
         for at, new in enumerate(parts):
             borrowed = [x is not None and x.untyped_storage().data_ptr() in own for x in new.tensors()]

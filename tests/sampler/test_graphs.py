@@ -186,6 +186,18 @@ def test_rows_that_end_at_every_step_draw_what_they_draw_alone(models, captured,
                 assert group == [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in whole]
 
 
+def test_stop_strings_end_rows_whose_next_step_was_started(models, tokenizer, captured, monkeypatch):
+    model, seeds = models("llama"), [[1, 2, 3], [4, 5]]
+    request = [[40, 50], [60]], SamplingParams(max_new_tokens=20, stop_strings=("e", "7", "AB")), seeds
+    with second.second_device(monkeypatch):
+        found = Sampler(there(model), tokenizer, max_batch=2).generate(*request)
+    wanted = Sampler(model, tokenizer, max_batch=2).generate(*request)
+    assert [[(c.ids, c.text, c.finish_reason) for c in group] for group in found] == [
+        [(c.ids, c.text, c.finish_reason) for c in group] for group in wanted
+    ]
+    assert any(c.finish_reason == "stop" for group in found for c in group)
+
+
 def test_a_step_is_started_before_the_last_one_is_read(models, captured, monkeypatch):
     log, read, called = [], replay.Drawn.read, replay.Replayed.__call__
     monkeypatch.setattr(replay.Drawn, "read", lambda drawn: (log.append("read"), read(drawn))[1])
