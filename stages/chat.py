@@ -123,6 +123,7 @@ def load_tokenizer(path: str):
             " its tokenizer.json (or tokenizer.model, and `pip install sentencepiece`) beside tokenizer_config.json;"
             " copy them from where the model came from."
         ) from error
+    tokenizer.init_kwargs.pop("local_files_only", None)  # HF_HUB_OFFLINE of this process; no part of what is published
     if tokenizer.eos_token_id is None:
         raise RenderError(
             f"The tokenizer in {path} has no eos_token; set one in tokenizer_config.json, "

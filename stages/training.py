@@ -52,6 +52,13 @@ class Sums:
     loss: dict[str, tuple[torch.Tensor, str]]
     metrics: dict[str, tuple[torch.Tensor, str]] = field(default_factory=dict)
 
+    def detached(self) -> Sums:
+        """The same numbers without what made them."""
+        loss, metrics = (
+            {name: (total.detach(), by) for name, (total, by) in part.items()} for part in (self.loss, self.metrics)
+        )
+        return Sums(loss, metrics)
+
     def divided(self, counts: dict[str, float]) -> torch.Tensor:
         """The loss: every sum by its count of the whole step."""
         return sum(total / max(counts[by], 1e-12) for total, by in self.loss.values())
@@ -276,10 +283,12 @@ class Trainer:
             }
         groups = self._micro_batches(forwarded)
         self._count_loads(groups)
+        found = []
         for group, counted in groups:
             sums = self.backward(group, counts, counted)
             if counted:
-                self._add(totals, sums, counts)
+                found.append(sums.detached())
+        self._add(totals, found, counts)
         totals = ranks.sum_numbers(totals)
         if isinstance(self.objective, balance.Balanced):
             totals |= self.objective.metrics()
@@ -361,20 +370,27 @@ class Trainer:
             average.lerp_(self.parameters[name].detach(), 1.0 - self.config.ema_decay)
 
     @staticmethod
-    def _add(totals: dict[str, float], sums: Sums, counts: dict[str, float]) -> None:
-        """Add a micro-batch's part of every loss term and metric to the step's totals."""
-        read = iter(cuda.numbers([total for total, _ in (*sums.loss.values(), *sums.metrics.values())]))
-        parts = {name: next(read) / max(counts[by], 1e-12) for name, (_, by) in sums.loss.items()}
-        totals["loss"] = totals.get("loss", 0.0) + sum(parts.values())
-        shown = {
-            **(parts if len(parts) > 1 else {}),
-            **{
-                n: next(read) / (1.0 if n.endswith("_max") else max(counts[by], 1e-12))
-                for n, (_, by) in sums.metrics.items()
-            },
-        }
-        for name, value in shown.items():
-            totals[name] = max(totals.get(name, 0.0), value) if name.endswith("_max") else totals.get(name, 0.0) + value
+    def _add(totals: dict[str, float], found: Sequence[Sums], counts: dict[str, float]) -> None:
+        """Add the micro-batches' parts of every loss term and metric to the step's totals. All are read together: each
+        reading would wait for the GPU.
+        """
+        read = iter(
+            cuda.numbers([total for sums in found for total, _ in (*sums.loss.values(), *sums.metrics.values())])
+        )
+        for sums in found:
+            parts = {name: next(read) / max(counts[by], 1e-12) for name, (_, by) in sums.loss.items()}
+            totals["loss"] = totals.get("loss", 0.0) + sum(parts.values())
+            shown = {
+                **(parts if len(parts) > 1 else {}),
+                **{
+                    n: next(read) / (1.0 if n.endswith("_max") else max(counts[by], 1e-12))
+                    for n, (_, by) in sums.metrics.items()
+                },
+            }
+            for name, value in shown.items():
+                totals[name] = (
+                    max(totals.get(name, 0.0), value) if name.endswith("_max") else totals.get(name, 0.0) + value
+                )
 
     def _skip(self, items: Sequence[Item]) -> None:
         self.skipped += 1
@@ -393,10 +409,8 @@ class Trainer:
             return {}
         counts = self.objective.counts(items)
         totals: dict[str, float] = {}
-        for group, counted in self._micro_batches(items):
-            sums = self._sums(group)
-            if counted:
-                self._add(totals, sums, counts)
+        found = [(self._sums(group), counted) for group, counted in self._micro_batches(items)]
+        self._add(totals, [sums for sums, counted in found if counted], counts)
         return ranks.sum_numbers(totals)
 
     # -- which weights count ------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda:0"
+REAL = torch.cuda.is_available()
 _BELOW = torch.device("lazy:0")  # what the dispatcher is told
 
 #: Operations whose tensors may be on two devices, and those whose indices may come from the CPU.
@@ -199,6 +200,63 @@ class There(torch.Tensor):
         return compute(operation, args, kwargs or {})
 
 
+def sequenced(q, k, v, queries, keys, scale: float, window: int | None = None, grad=None):
+    """Attention within sequences, by its definition: q [U, H, D], k and v [N, K, D], queries and keys [S + 1] -> [U, H,
+    D]; with ``grad`` of that, the gradients of q, k and v."""
+    group = q.shape[1] // k.shape[1]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    outs, grads = [], [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
+    for a, b, c, d in zip(*(x.tolist()[i:] for x in (queries, keys) for i in (0, 1))):
+        own, before = (x[c:d].to(wide).repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        asked = q[a:b].to(wide).transpose(0, 1)
+        far = torch.arange(d - c) - torch.arange(d - c - (b - a), d - c)[:, None]  # negative: stands before
+        open_ = (far <= 0) & (far > -(d - c if window is None else window))
+        weights = torch.softmax((asked @ own.mT * scale).masked_fill(~open_, -torch.inf), -1)
+        outs.append((weights @ before).transpose(0, 1).to(q.dtype))
+        if grad is not None:
+            g = grad[a:b].to(wide).transpose(0, 1)
+            slope = g @ before.mT
+            slope = weights * (slope - (slope * weights).sum(-1, keepdim=True)) * scale
+            grads[0][a:b] += (slope @ own).transpose(0, 1)
+            for total, part in zip(grads[1:], (slope.mT @ asked, weights.mT @ g)):
+                total[c:d] += part.transpose(0, 1).unflatten(1, (-1, group)).sum(2)
+    return torch.cat(outs) if grad is None else tuple(x.to(q.dtype) for x in grads)
+
+
+def _flash(q, k, v, queries, keys, most, longest, p, causal, debug, scale=None, window_size_left=None, **more):
+    assert q.dtype in (torch.bfloat16, torch.float16) and causal and q.shape[2] % 8 == 0
+    window = None if window_size_left is None else window_size_left + 1
+    nothing = q.new_zeros(0)
+    return sequenced(q, k, v, queries, keys, scale, window), nothing, nothing, nothing, nothing
+
+
+def _flash_back(
+    grad, q, k, v, out, sums, queries, keys, most, longest, *rest, scale=None, window_size_left=None, **more
+):
+    window = None if window_size_left is None else window_size_left + 1
+    return sequenced(q, k, v, queries, keys, scale, window, grad)
+
+
+def _efficient(q, k, v, bias, queries, keys, most, longest, p, kind, sums=False, scale=None, **more):
+    assert kind == 2 and q.shape[2] == k.shape[2], "causal from the bottom right, without grouped heads"
+    nothing = q.new_zeros(0)
+    return sequenced(q[0], k[0], v[0], queries, keys, scale)[None], nothing, nothing, nothing, most, longest
+
+
+def _efficient_back(grad, q, k, v, bias, out, queries, keys, most, longest, *rest, scale=None, **more):
+    found = sequenced(q[0], k[0], v[0], queries, keys, scale, grad=grad[0])
+    return *(x[None] for x in found), q.new_zeros(0)
+
+
+#: What has kernels on GPUs only.
+KERNELS = {
+    "aten::_flash_attention_forward": _flash,
+    "aten::_flash_attention_backward": _flash_back,
+    "aten::_efficient_attention_forward": _efficient,
+    "aten::_efficient_attention_backward": _efficient_back,
+}
+
+
 def is_there(device) -> bool:
     return device.type in ("cuda", "lazy")
 
@@ -237,6 +295,7 @@ def compute(operation, args, kwargs):
         )
     if name == "aten::copy_":
         goes = isinstance(args[0], There)
+    operation = KERNELS.get(name, operation)
     if name == "aten::_conj":  # lazily marked tensors would lose the mark here
         operation = torch.ops.aten._conj_physical.default
     _STREAM.meets(name, args, kwargs, there, given, goes)
@@ -648,9 +707,37 @@ def _pretend(monkeypatch) -> None:
 
 
 @contextmanager
+def _real(monkeypatch):
+    """The same on a machine with a GPU."""
+    from stages.running import cuda
+    from transformers import AttentionInterface
+
+    for name in ("_shared", "_given_up"):
+        monkeypatch.setattr(cuda, name, False)
+    before = (
+        dict(AttentionInterface._global_mapping),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    try:
+        yield
+    finally:
+        AttentionInterface._global_mapping.clear()
+        AttentionInterface._global_mapping.update(before[0])
+        torch.backends.cuda.enable_cudnn_sdp(before[1])
+        torch.use_deterministic_algorithms(before[2], warn_only=before[3])
+
+
+@contextmanager
 def second_device(monkeypatch):
-    """Within it the second device is there, in threads that are started within it too."""
-    import stages.models.lean
+    """Within it the second device is there, in threads that are started within it too. Where there is a GPU, it is
+    that: the same tests show then what only kernels can."""
+    if REAL:
+        with _real(monkeypatch):
+            yield
+        return
+    from stages.models import fused
     from stages.running import cuda
     from transformers import AttentionInterface
 
@@ -676,13 +763,7 @@ def second_device(monkeypatch):
         lambda mode: setattr(mode, "graph", torch.no_grad()) or mode.graph.__enter__(),
     )
     monkeypatch.setattr(torch.inference_mode, "__exit__", lambda mode, *error: mode.graph.__exit__(*error))
-    # torch makes no object of this class within a dispatch mode; on a device without kernels of its own it becomes this
-    # mask
-    monkeypatch.setattr(
-        stages.models.lean,
-        "causal_lower_right",
-        lambda queries, keys: torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries),
-    )
+    monkeypatch.setattr(fused, "triton", None)
     for name in ("_shared", "_given_up"):
         monkeypatch.setattr(cuda, name, False)
     before = (

@@ -22,6 +22,7 @@ from stages.models.memory import KEPT_BYTES
 PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
 # KV columns that one prefill batch attends to, a beginning that its rows share counted for each
 PREFILL_COLUMNS = 16384
+WIDTHS = 32  # on CUDA a batch is as wide as a multiple of this
 MIN_SHARED = 64  # tokens; a shorter beginning (a chat template's head) is not worth a forward pass of its own
 MIN_SAVED = 256  # tokens that a group's prompts need not compute
 
@@ -154,7 +155,10 @@ def prefilled_continuing(
 
 
 def _prefill(decoder, rows: Sequence[Sequence[int]], past: Past | None, send: Callable) -> Prefilled:
-    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    width = max(map(len, rows))
+    if decoder.replayable:  # each new width has cuBLAS look for products anew, for milliseconds
+        width = -(-width // WIDTHS) * WIDTHS
+    ids = np.zeros((len(rows), width), np.int64)
     for j, row in enumerate(rows):
         ids[j, : len(row)] = row
     return decoder.prefill(send(ids), send(np.array([len(row) for row in rows], np.int64)), past)

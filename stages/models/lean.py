@@ -5,10 +5,11 @@ SmolLM3, Mixtral ...), over the Hugging Face model's own parameters.
 Compared with the model's own forward:
 
 * tokens are flat, without padding; a prompt shared by several responses is computed once, and in long groups responses
-  (on a GPU: packs of short ones) are not multiplied with each other; attention runs over blocks of whole items, so what
-  else is in the micro-batch cannot change a number beyond the rounding of one dot product;
+  are not multiplied with each other; attention runs over blocks of whole items, on a GPU in one call that knows where
+  each begins (`stages.models.varlen`), so what else is in the micro-batch cannot change a number beyond the rounding of
+  one dot product;
 * each layer saves its input, q/k/v, the attention's output and gate/up, and recomputes norms and activations in
-  backward, chunk by chunk in the processor's cache;
+  backward, on the CPU chunk by chunk in the processor's cache, on a GPU in a kernel each (`stages.models.fused`);
 * the last layer's MLP and the final norm run only on positions that are read;
 * float64 is float64 throughout (the model's own norms round to float32), so invariance can be tested to 1e-12;
 * LoRA products (peft) are taken apart: frozen weights get no gradient product;
@@ -28,10 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from stages.models import banded
+from stages.models import banded, fused, varlen
 from stages.models.dropout import Dropped
 from stages.models.experts import Mixture, logits, mixed, routed
 from stages.models.layers import (
@@ -56,7 +56,7 @@ from stages.models.quantised import product as multiplied
 #: for fast matrix products.
 CHUNK = 1024
 #: Tokens of short items that attend in one call, behind a mask, instead of one call each.
-BLOCK = {"cpu": 256, "cuda": 2048}
+BLOCK = 256
 
 
 def core_of(model) -> nn.Module:
@@ -231,6 +231,40 @@ def _normalised_back(grad, hat, rstd, gain, grad_gain):
     return (grad * gain).addcmul_(hat, shared, value=-1).mul_(rstd)
 
 
+def _normed(x, gain, shape: Shape):
+    """RMS norm of x [u, M] in the type of the products, and 1 / rms [u, 1]; without a gain x itself, and None."""
+    if gain is None:
+        return x.to(shape.low), None
+    if fused.on(x):
+        out = torch.empty_like(x, dtype=shape.low)
+        return out, fused.norm(x, gain, shape.eps, out)
+    normed, rstd = _normalised(x, gain, shape.eps)
+    return normed.to(shape.low), rstd
+
+
+def _normed_again(x, rstd, gain, shape: Shape):
+    """(what :func:`_normed` gave, x / rms where backward reads it) from 1 / rms."""
+    if gain is None:
+        return x.to(shape.low), x
+    if fused.on(x):
+        out = torch.empty_like(x, dtype=shape.low)
+        fused.norm(x, gain, shape.eps, out, rstd=rstd)
+        return out, None
+    hat = x * rstd
+    return (hat * gain).to(shape.low), hat
+
+
+def _normed_back(grad, x, hat, rstd, gain, grad_gain, out, add=None):
+    """Gradient of :func:`_normed` with respect to x, plus ``add``, into ``out``; the gain's is added to ``grad_gain``
+    where that is not None."""
+    if gain is not None and fused.on(x):
+        fused.norm_back(grad, x, rstd, gain, out, sums=grad_gain, add=add)
+        return out
+    if gain is not None:
+        grad = _normalised_back(grad.to(x.dtype), hat, rstd, gain, grad_gain)
+    return out.copy_(grad) if add is None else torch.add(add, grad, out=out)
+
+
 def _chunks(n: int, device) -> list[slice]:
     size = CHUNK if device.type == "cpu" else max(n, 1)
     return [slice(i, min(n, i + size)) for i in range(0, n, size)]
@@ -292,18 +326,20 @@ class _Project(Function):
         norms = shape.head_norms(q_gain, k_gain) if head_norm else ()
         rstd = x.new_empty(x.shape[0], 1) if gain is not None else None
         for rows in _chunks(x.shape[0], x.device):
-            normed = x[rows]
+            normed, found = _normed(x[rows], gain, shape)
             if gain is not None:
-                normed, rstd[rows] = _normalised(normed, gain, shape.eps)
-            normed = normed.to(shape.low)
+                rstd[rows] = found
             for k, (part, scale, to) in enumerate(zip(parts, scales, (slice(0, a), slice(a, b), slice(b, None)))):
                 target = raw if head_norm and to.stop is not None else out
                 _multiply(normed, part, scale, out=target[rows, to], mask=_mask(drops, k, rows, normed))
             for columns, parts_of, gains in norms:
+                if fused.on(raw, x):
+                    fused.norm(raw[rows, columns], gains, shape.eps, out[rows, columns])
+                    continue
                 heads = raw[rows, columns].unflatten(1, parts_of)
                 out[rows, columns] = _normalised(heads.to(x.dtype), gains, shape.eps)[0].flatten(1).to(shape.low)
             if turn is not None:
-                out[rows, :b] = _rotated(out[rows, :b], turn[rows], x.dtype)
+                _rotate(out[rows, :b], turn[rows], x.dtype, out[rows, :b])
         ctx.save_for_backward(x, rstd, gain, q_gain, k_gain, turn, raw, *tensors)
         ctx.settings = shape, scales, drops
         return out
@@ -321,14 +357,19 @@ class _Project(Function):
         grad_gain = torch.zeros_like(gain) if wants[1] else None
         norms = shape.head_norms(q_gain, k_gain) if raw is not None else ()
         grad_gains = [torch.zeros_like(gains) for _, _, gains in norms]
-        back = None if turn is None else turn.conj()
         for rows in _chunks(x.shape[0], x.device):
-            hat = x[rows] if gain is None else x[rows] * rstd[rows]
-            normed = (hat if gain is None else hat * gain).to(shape.low)
-            qk = grad[rows, :b] if turn is None else _rotated(grad[rows, :b], back[rows], x.dtype)
+            normed, hat = _normed_again(x[rows], None if gain is None else rstd[rows], gain, shape)
+            qk = grad[rows, :b] if turn is None else _rotated_back(grad[rows, :b], turn[rows], x.dtype)
             if raw is not None:
                 parts_of_qk = []
                 for (columns, parts_of, gains), grads in zip(norms, grad_gains):
+                    if fused.on(raw, x):
+                        given = raw[rows, columns]
+                        known = fused.norm(given, gains, shape.eps, torch.empty_like(given))
+                        found = torch.empty_like(given, memory_format=torch.contiguous_format)
+                        fused.norm_back(qk[:, columns], given, known, gains, found, sums=grads)
+                        parts_of_qk.append(found)
+                        continue
                     heads = raw[rows, columns].unflatten(1, parts_of).to(x.dtype)
                     incoming = qk[:, columns].reshape(heads.shape).to(x.dtype)
                     head_rstd = _inverse_rms(heads, shape.eps)
@@ -339,7 +380,7 @@ class _Project(Function):
             dx = None
             for k, incoming in enumerate((qk[:, :a], qk[:, a:], grad[rows, b:])):
                 dx = sums.back(k, incoming, normed, parts[k], scales[k], into=dx, mask=_mask(drops, k, rows, normed))
-            grad_x[rows] = dx if gain is None else _normalised_back(dx.to(x.dtype), hat, rstd[rows], gain, grad_gain)
+            _normed_back(dx, x[rows], hat, None if gain is None else rstd[rows], gain, grad_gain, grad_x[rows])
         for k, count in ((0, shape.heads), (1, shape.groups)):  # back to the model's own order of rows
             for i in (4 * k, 4 * k + 1, 4 * k + 3):
                 if sums.sums[i] is not None:
@@ -379,6 +420,21 @@ def _rotated(qk, turn, wide: torch.dtype):
     return torch.view_as_real(pairs * turn).flatten(1).to(qk.dtype)
 
 
+def _rotate(qk, turn, wide: torch.dtype, out) -> None:
+    """:func:`_rotated` into ``out``, which may be qk."""
+    if fused.on(qk) and wide == torch.float32:
+        fused.rotated(qk, turn, out)
+    else:
+        out.copy_(_rotated(qk, turn, wide))
+
+
+def _rotated_back(grad, turn, wide: torch.dtype):
+    """Gradient of :func:`_rotated` with respect to q and k."""
+    if fused.on(grad) and wide == torch.float32:
+        return fused.rotated(grad, turn, torch.empty_like(grad, memory_format=torch.contiguous_format), back=True)
+    return _rotated(grad, turn.conj(), wide)
+
+
 class _Finish(Function):
     """x [N, M], attended [N, H D] -> x + attended W_o, and on top of that the gated MLP of its norm; with the norms
     that follow each where there are any.
@@ -394,27 +450,21 @@ class _Finish(Function):
         joined = _Kept.of(x, after_gain, shape)
         finished = _Kept.of(x, last_gain, shape)
         for rows in _chunks(x.shape[0], x.device):
-            h = torch.add(
-                x[rows],
-                joined.normed(
-                    _multiply(attended[rows], out_part, scales[0], mask=_mask(drops, 0, rows, attended)), rows
-                ),
-                alpha=shape.residual,
-                out=middle[rows],
+            product = joined.normed(
+                _multiply(attended[rows], out_part, scales[0], mask=_mask(drops, 0, rows, attended)), rows
             )
-            normed = h
+            h = _added(x[rows], product, shape.residual, middle[rows])
+            normed, found = _normed(h, gain, shape)
             if gain is not None:
-                normed, rstd[rows] = _normalised(h, gain, shape.eps)
-            normed = normed.to(shape.low)
+                rstd[rows] = found
             gate = _multiply(normed, gate_part, scales[1], out=gate_up[rows, :wide], mask=_mask(drops, 1, rows, normed))
             up = _multiply(normed, up_part, scales[2], out=gate_up[rows, wide:], mask=_mask(drops, 2, rows, normed))
-            inner = shape.activate(gate).mul_(up)
-            torch.add(
-                h,
-                finished.normed(_multiply(inner, down_part, scales[3], mask=_mask(drops, 3, rows, inner)), rows),
-                alpha=shape.residual,
-                out=out[rows],
-            )
+            if fused.on(gate_up):
+                inner = fused.activated(gate_up[rows], shape.act, shape.low)
+            else:
+                inner = shape.activate(gate).mul_(up)
+            product = finished.normed(_multiply(inner, down_part, scales[3], mask=_mask(drops, 3, rows, inner)), rows)
+            _added(h, product, shape.residual, out[rows])
         ctx.save_for_backward(attended, middle, rstd, gate_up, gain, *joined.tensors, *finished.tensors, *tensors)
         ctx.settings = shape, scales, drops
         return out
@@ -435,25 +485,26 @@ class _Finish(Function):
         for rows in _chunks(middle.shape[0], middle.device):
             upper = grad[rows]
             gate, up = gate_up[rows, :wide], gate_up[rows, wide:]
-            active = shape.activate(gate)
+            alone = fused.on(gate_up)
+            active = fused.activated(gate_up[rows], shape.act, shape.low) if alone else shape.activate(gate)
             inner = sums.back(
                 3,
                 finished.back(upper, rows, grad_last).to(shape.low),
-                active * up,
+                active if alone else active * up,
                 parts[3],
                 scales[3],
                 mask=_mask(drops, 3, rows, active),
             )
-            grad_up = active.mul_(inner)
-            grad_gate = shape.activate_back(inner.mul_(up), gate)
-            hat = middle[rows] if gain is None else middle[rows] * rstd[rows]
-            normed = (hat if gain is None else hat * gain).to(shape.low)
+            if alone:
+                grad_gate, grad_up = fused.activated_back(inner, gate_up[rows], shape.act).chunk(2, 1)
+            else:
+                grad_up = active.mul_(inner)
+                grad_gate = shape.activate_back(inner.mul_(up), gate)
+            normed, hat = _normed_again(middle[rows], None if gain is None else rstd[rows], gain, shape)
             dx = sums.back(1, grad_gate, normed, parts[1], scales[1], mask=_mask(drops, 1, rows, normed))
             dx = sums.back(2, grad_up, normed, parts[2], scales[2], into=dx, mask=_mask(drops, 2, rows, normed))
-            h = torch.add(
-                upper,
-                dx if gain is None else _normalised_back(dx.to(middle.dtype), hat, rstd[rows], gain, grad_gain),
-                out=grad_x[rows],
+            h = _normed_back(
+                dx, middle[rows], hat, None if gain is None else rstd[rows], gain, grad_gain, grad_x[rows], add=upper
             )
             grad_attended[rows] = sums.back(
                 0,
@@ -464,6 +515,11 @@ class _Finish(Function):
                 mask=_mask(drops, 0, rows, attended),
             )
         return (grad_x, grad_attended, grad_after, grad_gain, grad_last, None, None, None, *sums.done())
+
+
+def _added(x, y, scale: float, out):
+    """x + scale * y [u, M] into ``out``, in x's type."""
+    return fused.added(x, y, scale, out) if fused.on(x, y) else torch.add(x, y, alpha=scale, out=out)
 
 
 class _Kept:
@@ -490,6 +546,10 @@ class _Kept:
         if self.gain is None:
             return product
         self.product[rows] = product
+        if fused.on(product, self.rstd):
+            normed = torch.empty_like(product, dtype=self.rstd.dtype)
+            self.rstd[rows] = fused.norm(product, self.gain, self.shape.eps, normed)
+            return normed
         normed, self.rstd[rows] = _normalised(product.to(self.rstd.dtype), self.gain, self.shape.eps)
         return normed
 
@@ -499,6 +559,10 @@ class _Kept:
             grad = grad * self.shape.residual
         if self.gain is None:
             return grad
+        if fused.on(grad, self.product):
+            out = torch.empty_like(grad)
+            fused.norm_back(grad, self.product[rows], self.rstd[rows], self.gain, out, sums=grad_gain)
+            return out
         return _normalised_back(
             grad, self.product[rows].to(self.rstd.dtype) * self.rstd[rows], self.rstd[rows], self.gain, grad_gain
         )
@@ -511,38 +575,32 @@ class _Kept:
 class Block:
     """Consecutive tokens that attend among themselves: causally, behind an additive mask [T, T], or as one prompt and
     its responses, where (almost) nothing is computed between responses: ``tree`` (prompt length, response lengths) on
-    the CPU, ``packs`` (prompt length, :class:`Pack` s) on other devices, ``bands`` (prompt length, response lengths)
-    where a token sees a window only or scores are capped."""
+    the CPU, ``bands`` (prompt length, response lengths) where a token sees a window only or scores are capped; on a GPU
+    all tokens as ``sequences``, each of which sees ``window`` tokens at most."""
 
     length: int
     mask: torch.Tensor | None = None
     tree: tuple[int, tuple[int, ...]] | None = None
-    packs: tuple[int, tuple[Pack, ...]] | None = None
     bands: tuple[int, tuple[int, ...]] | None = None
+    sequences: varlen.Sequences | None = None
+    window: int | None = None
 
 
-@dataclass(frozen=True)
-class Pack:
-    """Consecutive responses of a prompt that attend in one call, over it and each over itself; ``owner`` [length] says
-    which one a token is of, None where there is one.
-    """
-
-    length: int
-    owner: torch.Tensor | None
-
-
-def blocks(segments, device, dtype, window: int | None = None, in_bands: bool = False) -> list[Block]:
+def blocks(segments, device, dtype, head_dim: int, window: int | None = None, cap: float | None = None) -> list[Block]:
     """Attention blocks of a flat micro-batch.
 
     segments: per item (prompt length, response lengths), in the tokens' order; a response sees its prompt and itself,
-    ``window`` tokens at most. in_bands: whether attention is that of :mod:`stages.models.banded`.
+    ``window`` tokens at most; scores are capped at ``cap``.
     """
-    limit = BLOCK.get(device.type, 256)
+    if varlen.takes(device, dtype, head_dim, window, cap):
+        total = sum(prompt + sum(responses) for prompt, responses in segments)
+        return [Block(total, sequences=varlen.sequences(segments, device), window=window)] if total else []
+    in_bands = window is not None or cap is not None
     groups: list[list] = []
     size = 0
     for item in segments:
         length = item[0] + sum(item[1])
-        if groups and size + length <= limit:
+        if groups and size + length <= BLOCK:
             groups[-1].append(item)
             size += length
         elif length:
@@ -557,18 +615,17 @@ def blocks(segments, device, dtype, window: int | None = None, in_bands: bool = 
         if len(group) == 1 and (len(group[0][1]) == 1 or length == group[0][0]):
             found.append(Block(length))
             continue
+        if len(group) == 1 and length > BLOCK and device.type != "cpu":
+            found.append(Block(length, bands=(group[0][0], tuple(group[0][1]))))
+            continue
         if (
             len(group) == 1
-            and length > limit
+            and length > BLOCK
             and group[0][0]
-            and device.type == "cpu"
             and 2 * _tree_size(*group[0]) < length * length
             and _keeps_sums()
         ):
             found.append(Block(length, tree=(group[0][0], tuple(r for r in group[0][1] if r))))
-            continue
-        if len(group) == 1 and length > limit and device.type != "cpu":
-            found.append(packed(*group[0], limit, device))
             continue
         owner, branch = [], []
         for i, (p, responses) in enumerate(group):
@@ -589,24 +646,6 @@ def blocks(segments, device, dtype, window: int | None = None, in_bands: bool = 
             )
         )
     return found
-
-
-def packed(prompt: int, responses, limit: int, device) -> Block:
-    """One long item in packs: as many responses in each as a mask of at most ``limit`` x ``limit`` elements takes, what
-    a block of short items has; a longer one alone, which needs none."""
-    packs: list[list[int]] = []
-    for length in filter(None, responses):
-        if packs and (together := sum(packs[-1]) + length) * (prompt + together) <= limit * limit:
-            packs[-1].append(length)
-        else:
-            packs.append([length])
-    owners = [
-        None if len(pack) == 1 else torch.repeat_interleave(torch.arange(len(pack)), torch.tensor(pack)).to(device)
-        for pack in packs
-    ]
-    return Block(
-        prompt + sum(responses), packs=(prompt, tuple(Pack(sum(pack), owner) for pack, owner in zip(packs, owners)))
-    )
 
 
 def _tree_size(prompt: int, responses) -> int:
@@ -763,8 +802,8 @@ def _attend(qkv, plan: list[Block], shape: Shape, layer: Layer):
     for part, block in zip(qkv.split([b.length for b in plan]), plan):
         if block.tree is not None:
             outs.append(_Tree.apply(part, block.tree, shape, scale))
-        elif block.packs is not None:
-            outs += _by_packs(part, *block.packs, shape, scale)
+        elif block.sequences is not None:
+            outs.append(_by_sequences(part, block, shape, scale))
         elif block.bands is not None:
             outs += _by_bands(part, *block.bands, shape, layer)
         else:
@@ -814,35 +853,14 @@ def _by_bands(qkv, prompt: int, responses: tuple[int, ...], shape: Shape, layer:
     ]
 
 
-def _by_packs(qkv, prompt: int, packs: tuple[Pack, ...], shape: Shape, scale: float) -> list:
-    """Attention of one prompt and its responses, qkv [U, (H + 2K) D] -> parts of [U, H D]: the prompt causally, then
-    pack after pack over it and itself.
-
-    Nothing of a pack is kept for backward, which puts the prompt before it again: the copies would be as many prompts
-    as there are packs.
-    """
-    before, *parts = qkv.split([prompt, *(pack.length for pack in packs)])
-    outs = [_sdpa(before, before, None, shape, scale)] if prompt else []
-    for part, pack in zip(parts, packs):
-        if qkv.requires_grad:
-            outs.append(
-                checkpoint(
-                    _over_prompt, before, part, pack, shape, scale, use_reentrant=False, preserve_rng_state=False
-                )
-            )
-        else:
-            outs.append(_over_prompt(before, part, pack, shape, scale))
-    return outs
-
-
-def _over_prompt(before, part, pack: Pack, shape: Shape, scale: float):
-    """A pack's tokens over the prompt and over those of their own response up to themselves."""
-    if pack.owner is None:
-        mask = causal_lower_right(len(part), len(before) + len(part))
-    else:
-        own = (pack.owner[:, None] == pack.owner).tril_()
-        mask = torch.cat([own.new_ones(len(part), len(before)), own], 1)
-    return _sdpa(part, torch.cat([before, part]), mask, shape, scale)
+def _by_sequences(qkv, block: Block, shape: Shape, scale: float):
+    """qkv [U, (H + 2K) D] -> [U, H D]."""
+    q, kv = qkv.split([shape.heads * shape.head_dim, 2 * shape.groups * shape.head_dim], 1)
+    if block.sequences.copies is not None:
+        kv = varlen.Copied.apply(kv, block.sequences.copies)
+    k, v = kv.unflatten(1, (2 * shape.groups, shape.head_dim)).chunk(2, 1)
+    q = q.unflatten(1, (shape.heads, shape.head_dim))
+    return varlen.attended(q, k, v, block.sequences, scale, block.window).flatten(1)
 
 
 def states(
@@ -869,8 +887,13 @@ def states(
             token counts there.
         keys_U: of the tokens' dropout masks (``stages.models.dropout``), None: there is none.
     """
-    core = core_of(model)
+    core, count = core_of(model), len(ids_U) if at_N is None else len(at_N)
     family, layers = family_of(core), layers_of(core)
+    longest = max((prompt + max(responses, default=0) for prompt, responses in segments), default=0)
+    if ids_U.device.type == "cuda":
+        per_token = ids_U, positions_U, noise_UH, weights_U, keys_U
+        ids_U, positions_U, noise_UH, weights_U, keys_U = (filled(t) for t in per_token)
+        segments, at_N = [*segments, (len(ids_U) - sum(p + sum(r) for p, r in segments), ())], filled(at_N)
     # like all matrices the weight may be kept in a narrower type than the model's own, which is that of the norms
     # (stages.models.frozen)
     weight, config = core.embed_tokens.weight, core.config
@@ -891,12 +914,11 @@ def states(
         )
         for name, (frequencies, scale) in rotary_tables(core).items()
     }
-    longest = max((prompt + max(responses, default=0) for prompt, responses in segments), default=0)
     plans = {}
     for layer in layers:
         key = _reach(layer, longest)
         if key not in plans:
-            plans[key] = blocks(segments, weight.device, shape.low, key[0], key != (None, None))
+            plans[key] = blocks(segments, weight.device, shape.low, shape.head_dim, *key)
     x = F.embedding(ids_U, weight)
     if x.dtype != torch.float64:
         x = x.float()
@@ -922,7 +944,21 @@ def states(
             loads.append(load)
     if watch is not None:
         watch.tell(loads)
-    return F.rms_norm(x, x.shape[-1:], gain_of(core.norm, family).to(x.dtype), shape.eps)
+    return F.rms_norm(x, x.shape[-1:], gain_of(core.norm, family).to(x.dtype), shape.eps)[:count]
+
+
+def filled(x, rows: int | None = None):
+    """x [n, ...] with zeros behind it up to ``rows``, else to one of 32 lengths between two powers of two; None stays.
+
+    cuBLAS looks for the best product whenever it meets a new shape, which takes milliseconds each time, and without
+    padding every micro-batch is a new shape.
+    """
+    if x is None:
+        return None
+    if rows is None:
+        step = max(8, 1 << max(0, len(x).bit_length() - 6))
+        rows = -(-len(x) // step) * step
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, rows - len(x))) if rows > len(x) else x
 
 
 def _turns(positions_U, frequencies, scale: float, head_dim: int, dtype):

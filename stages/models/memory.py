@@ -36,6 +36,8 @@ SAMPLING = "policy that samples"
 SAMPLED = "KV cache and sampling weights"
 #: Elements of log-probabilities that the LM head keeps for backward at most, whatever the vocabulary.
 HEAD_KEEP_ELEMENTS = 1 << 25
+#: Bytes of logits that it keeps in the place of those on a GPU.
+HEAD_KEEP_BYTES_ON_GPU = 1 << 30
 #: Elements of logits that the LM head computes at a time on a GPU, and the bytes that each takes meanwhile: in two
 #: types, log-probability, probability.
 HEAD_CHUNK_ON_GPU, HEAD_CHUNK_BYTES = 1 << 27, 14
@@ -325,7 +327,9 @@ def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int
     ):
         logits += 4 * head  # kept in bfloat16, and widened while logits are computed
     if logits and device != "cpu":
-        logits += HEAD_CHUNK_BYTES * min(together(config)[0] * text["vocab_size"], HEAD_CHUNK_ON_GPU)
+        every = together(config)[0] * text["vocab_size"]
+        logits += min(4 * every, HEAD_KEEP_BYTES_ON_GPU) - min(4 * every, 4 * HEAD_KEEP_ELEMENTS)
+        logits += HEAD_CHUNK_BYTES * min(every, HEAD_CHUNK_ON_GPU)
     found = {"logits": logits} if logits else {}
     if frozen_dtype(config).startswith("nf4") and shape is not None:
         found["a layer in float32"] = FROZEN * shape.widest_layer()

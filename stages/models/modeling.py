@@ -33,9 +33,9 @@ from stages.batching import (
     together,
 )
 from stages.chat import Renderer
-from stages.models import adapters, balance, dropout, experts, frozen, lean, pending, quantised, sharding
+from stages.models import adapters, balance, dropout, experts, frozen, fused, lean, pending, quantised, sharding
 from stages.models.layers import logit_scaling, rope_limit, windows_of
-from stages.models.memory import HEAD_CHUNK_ON_GPU, HEAD_KEEP_ELEMENTS
+from stages.models.memory import HEAD_CHUNK_ON_GPU, HEAD_KEEP_BYTES_ON_GPU, HEAD_KEEP_ELEMENTS
 from stages.models.products import linear
 from stages.models.tensor_files import TensorFiles, writer_of
 from stages.running import ranks
@@ -624,10 +624,81 @@ class _ChunkedLogps(torch.autograd.Function):
         )
 
 
+class _FusedLogps(torch.autograd.Function):
+    """The same on a GPU: one kernel (``stages.models.fused``) reads the logits of a chunk once. The logits of the first
+    chunks, ``HEAD_KEEP_BYTES_ON_GPU`` of them, are kept for backward. All chunks have one length, for which
+    :func:`lean.filled` takes few.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden, weight, bias, targets, temperature, scale, softcap, want_entropy, low, hits, want_mean=False
+    ):
+        n, most = len(hidden), max(1, HEAD_CHUNK_ON_GPU // len(weight))
+        size = len(lean.filled(targets[: -(-n // max(1, -(-n // most)))]))
+        whole = -(-n // max(1, size)) * size
+        weight_low, bias_low = weight.to(low), None if bias is None else bias.to(low)
+        filled, aims = lean.filled(hidden.to(low), whole), lean.filled(targets, whole)
+        logps, sums = (hidden.new_empty(whole, dtype=torch.float32) for _ in range(2))
+        entropies, means = (logps.new_zeros(whole if wanted else 0) for wanted in (want_entropy, want_mean))
+        all_hits = None if hits is None else torch.empty(whole, dtype=torch.bool, device=hidden.device)
+        keep = HEAD_KEEP_BYTES_ON_GPU // (len(weight) * weight_low.element_size()) if any(ctx.needs_input_grad) else 0
+        kept, chunks = [], [slice(i, i + size) for i in range(0, whole, max(1, size))]
+        for rows in chunks:
+            z = linear(filled[rows], weight_low, bias_low)
+            places = (None if t is None else t[rows] for t in (entropies, means, all_hits))
+            sums[rows] = fused.logps(z, aims[rows], logps[rows], *places, temperature, scale, softcap)
+            if rows.stop <= keep:
+                kept.append(z)
+        if hits is not None:
+            hits.copy_(all_hits[:n])
+        ctx.save_for_backward(hidden, weight, bias, aims, sums, entropies, *kept)
+        ctx.settings = temperature, scale, softcap, low, chunks
+        ctx.set_materialize_grads(False)
+        return logps[:n], entropies[:n], means[:n]
+
+    @staticmethod
+    def backward(ctx, grad_logps, grad_entropies, grad_means):
+        hidden, weight, bias, aims, sums, entropies, *kept = ctx.saved_tensors
+        temperature, scale, softcap, low, chunks = ctx.settings
+        weight_low, bias_low = weight.to(low), None if bias is None else bias.to(low)
+        filled = lean.filled(hidden.to(low), len(aims))
+        if grad_logps is None:
+            grad_logps = sums.new_zeros(len(hidden))
+        grads = [lean.filled(g, len(aims)) for g in (grad_logps, grad_entropies, grad_means)]
+        grad_hidden = torch.empty_like(filled, dtype=hidden.dtype)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias = (
+            torch.zeros_like(bias, dtype=torch.float32) if bias is not None and ctx.needs_input_grad[2] else None
+        )
+        for i, rows in enumerate(chunks):
+            z = kept[i] if i < len(kept) else linear(filled[rows], weight_low, bias_low)
+            mine = (None if g is None else g[rows] for g in grads)
+            dz = fused.logps_back(z, aims[rows], sums[rows], entropies[rows], *mine, temperature, scale, softcap)
+            grad_hidden[rows] = dz @ weight_low
+            if grad_bias is not None:
+                grad_bias += dz.sum(0, dtype=torch.float32)
+            if grad_weight is not None:
+                grad_weight.addmm_(dz.t(), filled[rows]) if low == torch.float32 else grad_weight.add_(
+                    dz.t() @ filled[rows]
+                )
+        return (
+            grad_hidden[: len(hidden)],
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 8,
+        )
+
+
 def head_chunks(n: int, weight) -> list[slice]:
     """Slices of ``n`` positions whose logits are computed at a time."""
     size = max(1, (HEAD_CHUNK_ELEMENTS if weight.device.type == "cpu" else HEAD_CHUNK_ON_GPU) // weight.shape[0])
     return [slice(i, min(n, i + size)) for i in range(0, n, size)]
+
+
+def logps_of(hidden_NH, head: Head):
+    """Who computes a head's log-probabilities of these hidden states."""
+    return _FusedLogps if fused.on(hidden_NH, head.weight) else _ChunkedLogps
 
 
 def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entropy: bool = False, hits=None):
@@ -641,7 +712,7 @@ def token_logps(head: Head, hidden_NH, targets_N, temperature: float = 1.0, entr
     kind = hidden_NH.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.low
     with torch.autocast(kind, enabled=False):
-        logps, entropies, _ = _ChunkedLogps.apply(
+        logps, entropies, _ = logps_of(hidden_NH, head).apply(
             hidden_NH,
             head.weight,
             head.bias,
@@ -663,7 +734,7 @@ def token_and_mean_logps(head: Head, hidden_NH, targets_N, hits=None):
     kind = hidden_NH.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.low
     with torch.autocast(kind, enabled=False):
-        logps, _, means = _ChunkedLogps.apply(
+        logps, _, means = logps_of(hidden_NH, head).apply(
             hidden_NH, head.weight, head.bias, targets_N, 1.0, head.scale, head.softcap, False, low, hits, True
         )
     return logps, means

@@ -102,13 +102,14 @@ class TrustRegionTrainer(Trainer):
             return {"loss": 0.0, "grad_norm": 0.0, **UNMOVED, "skipped_steps": float(self.skipped), "empty_step": 1.0}
         counts = self.objective.counts(items)
         batches = [collate(group, self.device) for group, _ in self._micro_batches(live)]
-        totals: dict[str, float] = {"loss": 0.0}
+        totals, found = {"loss": 0.0}, []
         g = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device, dtype=parameters[0].dtype)
         for batch in batches:
             sums = self.objective(self.model, batch)
             with cuda.strictly(self.device):
                 g -= flat(torch.autograd.grad(sums.divided(counts), parameters, allow_unused=True), parameters)
-            self._add(totals, sums, counts)
+            found.append(sums.detached())
+        self._add(totals, found, counts)
         ranks.sum_tensor(g)
         totals = ranks.sum_numbers(totals)
         totals |= {"grad_norm": float(g.norm()), **UNMOVED}

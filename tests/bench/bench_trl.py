@@ -4,12 +4,26 @@ run.
     python -m tests.bench.bench_trl --sft gsm8k_train.jsonl --pairs hh.jsonl.gz [--work sft reward_model align rl
     rl_trained] [--size 6 28] [--repeats 3]
 
+and on one GPU, with mixed precision (float32 weights, bfloat16 products), a Llama of the shape of Llama 3.2 1B:
+
+    python -m tests.bench.bench_trl --sft gsm8k_train.jsonl --pairs hh.jsonl.gz --device cuda --dtype bfloat16
+    --size 1000 --repeats 1 --batch 32 --prompts 16 --peer-batch sft=16 reward_model=8 align=4 rl=32 rl_trained=16
+
 Both sides are processes of their own, interleaved; ours goes through ``posttrain stage``. Tokens are the real
 (unpadded) tokens of the rows, prompt and completion (a pair counts its prompt twice, as TRL's rows do); time is whole
 steps after the first. GRPO is counted in prompts per second: ``rl`` starts from an untrained model, whose completions
-all run to 64 tokens and all groups of which are trained on; ``rl_trained`` from one after 200 steps of sft on GSM8K,
-whose completions end by themselves before 256 tokens and whose reward is the answer's format, so that some groups
-agree. Needs the extra ``bench``.
+all run to 64 tokens and all groups of which are trained on; ``rl_trained`` from one after 200 steps of sft on GSM8K
+(``--pretrain-steps``), whose completions end by themselves before 256 tokens and whose reward is the answer's format,
+so that some groups agree. DPO's reference log-probs are in TRL's steps and before the first of ours. Rows are printed
+as they come, a side that failed with its error's last lines; stderr tells of each run, of completions' lengths and
+rewards too. Needs the extra ``bench``.
+
+On a GPU memory is what torch allocated there at most. The weights lie in bfloat16 on disk under ``--dtype bfloat16``,
+both sides train float32 ones (ours keeps a frozen reference as it is stored, TRL in float32), and ours publishes
+bfloat16. TRL attends with sdpa, its default (flash-attn is another package), generates with transformers' ``generate``
+under bfloat16 autocast, where ours has ``sampling_dtype=bfloat16``, and recomputes no activations; where its whole
+batch does not fit, ``--peer-batch`` takes parts of it. The rate of the matrix product is then the median of 20 of 8192
+x 8192 in ``--dtype``.
 
 Notes, 2 CPU cores of an AMD EPYC with nothing else running (a 2048 x 2048 product at 218 GFLOP/s at best), torch 2.13
 float32, everything in one go: 6M with two interleaved repeats (medians), 28M with one. Memory is the process's peak
@@ -41,6 +55,10 @@ gate and up, are 0 to 6% faster by themselves, before the copy that joins their 
 
 Of an rl step at 6M (85 tokens of prompt, 32 completions of 64 tokens) about half is generation and half the update;
 scoring and records are 4%.
+
+Notes, one GPU:
+
+(not measured yet)
 """
 
 from __future__ import annotations
@@ -48,7 +66,9 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -56,19 +76,39 @@ import tempfile
 import time
 from pathlib import Path
 
-STEPS, BATCH, LENGTH = 8, 16, 512
-PROMPTS, GROUP = 4, 8  # of a GRPO step
+LENGTH = 512
+SMALL = {"num_attention_heads": 8, "num_key_value_heads": 8}
 #: Millions of parameters -> shape of the Llama.
 SIZES = {
-    6: {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 5},
-    28: {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 8},
+    6: {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 5, **SMALL},
+    28: {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 8, **SMALL},
+    1000: {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
 }
+#: Tokens of the vocabulary where it is not just what the rows give (at most 8192), and learning rate of the sft before
+#: ``rl_trained``.
+VOCABULARY, PRETRAIN_RATE = {1000: 128256}, {6: 2e-3, 28: 2e-3, 1000: 5e-4}
 
 
-#: GRPO: steps of sft before it, longest completion, and the reward on both sides: whether the completion matches. About
-#: half of an untrained model's hold an x, so every group has a signal; with answers to check all groups would be dead,
-#: which one side leaves out and the other does not.
-GRPO = {"rl": (0, 64, "x"), "rl_trained": (200, 256, r"#### -?[\d,]+$")}
+#: GRPO: longest completion, and the reward on both sides: whether the completion matches. About half of an untrained
+#: model's hold an x, so every group has a signal; with answers to check all groups would be dead, which one side leaves
+#: out and the other does not.
+GRPO = {"rl": (64, "x"), "rl_trained": (256, r"#### -?[\d,]+$")}
+
+
+class Failed(Exception):
+    """A process ended with an error; says its last lines."""
+
+    def __init__(self, done: subprocess.CompletedProcess):
+        lines = [line.strip() for line in done.stderr.strip().splitlines() if line.strip()]
+        super().__init__(" / ".join(lines[-3:])[-500:] or f"exit status {done.returncode}")
+        print(done.stderr[-3000:], file=sys.stderr, flush=True)
 
 
 def read(path: str, n: int) -> list[dict]:
@@ -77,20 +117,57 @@ def read(path: str, n: int) -> list[dict]:
         return [json.loads(line) for _, line in zip(range(n), handle)]
 
 
-def matmul_peak() -> float:
-    """Highest float32 rate of a 2048 x 2048 matrix product seen in 20, FLOP/s, on the threads that a training process
-    gets.
+def environment(device: str) -> dict[str, str]:
+    """Of both sides' processes: one GPU, or none."""
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] if device == "cuda" else ""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": card, "HF_HUB_OFFLINE": "1"}
+
+
+def matmul_peak(device: str, dtype: str) -> tuple[float, str]:
+    """Rate of a product of two matrices of random numbers, FLOP/s, on what a training process gets, and the GPU's name.
+
+    On the CPU the highest of 20 of 2048 x 2048; on a GPU, which slows down under load, the median of 20 of 8192 x 8192
+    after as many that are not counted.
     """
-    code = (
-        "import time, torch; a = torch.randn(2048, 2048); a @ a; best = 0.0\nfor _ in range(20):\n t ="
-        " time.perf_counter(); a @ a; best = max(best, 2 * 2048**3 / (time.perf_counter() - t))\nprint(best)"
-    )
-    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    code = f"""
+import statistics, time, torch
+n = {8192 if device == "cuda" else 2048}
+a, b = (torch.randn(n, n, device="{device}", dtype=torch.{dtype}) for _ in range(2))
+wait = torch.cuda.synchronize if {device == "cuda"} else lambda: None
+rates = []
+for _ in range(40):
+    wait()
+    start = time.perf_counter()
+    a @ b
+    wait()
+    rates.append(2 * n**3 / (time.perf_counter() - start))
+print({"statistics.median" if device == "cuda" else "max"}(rates[20:]))
+print({'torch.cuda.get_device_name() + ", "' if device == "cuda" else '""'} + "torch " + torch.__version__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(device))
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    rate, name = done.stdout.strip().splitlines()
+    return float(rate), name
 
 
-def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
-    """A Llama of ``size`` million parameters with a tokenizer trained on the rows, and three files of STEPS * BATCH
-    rows.
+def filled(tokenizer, size: int):
+    """The tokenizer with so many tokens more that its vocabulary has ``size``. No text is encoded to them; where they
+    are sampled, as many of them as of the others hold an x (:data:`GRPO`).
+    """
+    from tokenizers import Tokenizer
+
+    content = json.loads(tokenizer.to_str())
+    vocabulary = content["model"]["vocab"]
+    every = len(vocabulary) // sum("x" in token for token in vocabulary)
+    for i in range(tokenizer.get_vocab_size(), size):
+        vocabulary[f"~{i}" + "x" * (i % every == 0)] = i
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def prepare(folder: Path, given: argparse.Namespace, size: int) -> dict[str, float]:
+    """A Llama of ``size`` million parameters with a tokenizer trained on the rows, and files of as many rows as the
+    steps take.
 
     Returns the useful FLOP of training on one counted token, by work: 6 per weight of the layers, 6 per weight of the
     head on the trained tokens of sft, causal attention over the row's own tokens. A pair's prompt counts twice, as its
@@ -102,10 +179,10 @@ def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
 
     from stages.base_model import CHAT_TEMPLATE
 
-    n = STEPS * BATCH
-    start = read(sft, 2048)
-    questions = start[:n]
-    dialogues = [r for r in read(pairs, 4 * n) if r["chosen"] != r["rejected"]]
+    n = given.steps * given.batch
+    start = read(given.sft, max(2048, n, given.steps * given.prompts))
+    questions = start[: max(n, given.steps * given.prompts)]
+    dialogues = [r for r in read(given.pairs, 4 * n) if r["chosen"] != r["rejected"]]
 
     def split(text):
         at = text.rindex("\n\nAssistant:")
@@ -116,6 +193,11 @@ def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
         (p, c), (q, r) = split(row["chosen"]), split(row["rejected"])
         if p == q and p and c and r and c != r and len(p) + len(c) + len(r) < 2500 and len(preference) < n:
             preference.append({"prompt": p, "chosen": c, "rejected": r})
+    if len(preference) < n or len(questions) < max(n, given.steps * given.prompts):
+        raise SystemExit(
+            f"{given.sft} gives {len(questions)} rows and {given.pairs} {len(preference)}, fewer than the steps take;"
+            " write a smaller --batch, --prompts or --steps"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -126,36 +208,42 @@ def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
             vocab_size=8192,
             special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         ),
     )
+    vocabulary = given.vocabulary or VOCABULARY.get(size)
+    tokenizer = filled(tokenizer, vocabulary) if vocabulary else tokenizer
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
     fast.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(fast),
         **SIZES[size],
-        num_attention_heads=8,
-        num_key_value_heads=8,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         pad_token_id=fast.pad_token_id,
         eos_token_id=fast.eos_token_id,
         bos_token_id=None,
     )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder / "model")
+    with torch.device(given.device):
+        model = LlamaForCausalLM(config)
+    per_token = 6 * sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.dim() == 2)
+    model.to(getattr(torch, given.dtype)).save_pretrained(folder / "model")
+    del model
+    if given.device == "cuda":
+        torch.cuda.empty_cache()
     fast.save_pretrained(folder / "model")
 
     def chat(*turns):
         return [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(turns)]
 
     rows = {
-        "sft": [{"messages": chat(r["question"], r["answer"])} for r in questions],
+        "sft": [{"messages": chat(r["question"], r["answer"])} for r in questions[:n]],
         "pairs": [
             {"prompt": chat(r["prompt"]), "chosen": chat("", r["chosen"])[1:], "rejected": chat("", r["rejected"])[1:]}
             for r in preference
         ],
-        "start": [{"messages": chat(r["question"], r["answer"])} for r in start],
+        "start": [{"messages": chat(r["question"], r["answer"])} for r in start[:2048]],
         "prompts": [
             {"prompt": chat(r["question"]), "answer": r["answer"].split("####")[-1].strip()} for r in questions
         ],
@@ -166,7 +254,6 @@ def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
     def tokens(messages, **kwargs):
         return min(LENGTH, len(fast.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)))
 
-    per_token = 6 * sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.dim() == 2)
     pair = 6 * config.num_hidden_layers * config.hidden_size  # causal: half of forward and backward over T x T
     sft_rows = [(tokens(r["messages"]), tokens(r["messages"][:1], add_generation_prompt=True)) for r in rows["sft"]]
     texts = [tokens(r["prompt"] + r[side]) for r in rows["pairs"] for side in ("chosen", "rejected")]
@@ -187,7 +274,7 @@ def prepare(folder: Path, sft: str, pairs: str, size: int) -> dict[str, float]:
 FILES = {"sft": "sft", "reward_model": "pairs", "align": "pairs", "rl": "prompts", "rl_trained": "prompts"}
 
 
-def stage(name: str, folder: Path, model: Path | str, data: str, settings: dict) -> dict:
+def stage(name: str, folder: Path, device: str, model: Path | str, data: str, settings: dict) -> dict:
     """One run of a stage through the command line: what its last line says."""
     command = [
         sys.executable,
@@ -205,77 +292,100 @@ def stage(name: str, folder: Path, model: Path | str, data: str, settings: dict)
     ]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    environment = {
-        **os.environ,
+    variables = {
+        **environment(device),
         "POSTTRAIN_HOME": str(folder / "home"),
         "POSTTRAIN_TRACKING": "off",
         "POSTTRAIN_CHECKPOINT_SECONDS": "1000",
+        "POSTTRAIN_DEVICE": "cuda:0" if device == "cuda" else "cpu",
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
+        raise Failed(done)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def started(work: str, folder: Path) -> str:
+def common(given: argparse.Namespace) -> dict:
+    """Settings of all our runs."""
+    settings = {"max_grad_norm": 1.0}
+    if given.dtype != "float32":
+        settings |= {"compute_dtype": given.dtype, "save_dtype": given.dtype}
+    if given.micro_batch_tokens:
+        settings["max_tokens_per_micro_batch"] = given.micro_batch_tokens
+    return settings
+
+
+def started(work: str, folder: Path, given: argparse.Namespace, size: int) -> str:
     """The model that a work starts from."""
-    steps = GRPO.get(work, (0,))[0]
-    if not steps:
+    if work != "rl_trained":
         return str(folder / "model")
-    done = stage(
-        "sft",
-        folder,
-        folder / "model",
-        "start",
-        {
-            "max_steps": steps,
-            "batch_size": BATCH,
-            "learning_rate": 2e-3,
-            "warmup_ratio": 0.05,
-            "min_lr_ratio": 0.05,
-            "num_train_epochs": 4,
-        },
-    )
-    return done["paths"]["model"]
+    settings = common(given) | {
+        "max_steps": given.pretrain_steps,
+        "batch_size": given.batch,
+        "learning_rate": PRETRAIN_RATE[size],
+        "warmup_ratio": 0.05,
+        "min_lr_ratio": 0.05,
+        "num_train_epochs": max(4, math.ceil(given.pretrain_steps * given.batch / 2048)),
+    }
+    return stage("sft", folder, given.device, folder / "model", "start", settings)["paths"]["model"]
 
 
-def ours(work: str, folder: Path, model: str) -> dict:
-    settings = {"max_steps": STEPS, "learning_rate": 1e-4, "max_grad_norm": 1.0}
+def ours(work: str, folder: Path, model: str, given: argparse.Namespace) -> dict:
+    settings = common(given) | {"max_steps": given.steps, "learning_rate": 1e-4}
     if work in GRPO:
-        _, longest, pattern = GRPO[work]
+        longest, pattern = GRPO[work]
         settings |= {
             "preset": "grpo",
-            "prompts_per_step": PROMPTS,
-            "num_generations": GROUP,
+            "prompts_per_step": given.prompts,
+            "num_generations": given.group,
             "max_completion_length": longest,
+            "generation_batch": max(64, given.prompts * given.group),
+            "sampling_dtype": given.dtype,
             "temperature": 1.0,
             "beta": 0.0,
             "rewards": json.dumps([{"name": "match", "kind": "regex", "pattern": pattern}]),
         }
     else:
-        settings |= {"batch_size": BATCH, "max_length": LENGTH}
-    metrics = stage("rl" if work in GRPO else work, folder, model, FILES[work], settings)["metrics"]
-    rate = metrics["steps_per_second"] * PROMPTS if work in GRPO else metrics["tokens_per_second"]
-    return {"rate": rate, "peak_memory_mib": metrics["peak_memory_mib"]}
+        settings |= {"batch_size": given.batch, "max_length": LENGTH}
+    done = stage("rl" if work in GRPO else work, folder, given.device, model, FILES[work], settings)
+    metrics = done["metrics"]
+    for path in done["paths"].values():  # a disk holds few models; where no group had a signal, it is that of the start
+        if path != model:
+            shutil.rmtree(path)
+    rate = metrics["steps_per_second"] * given.prompts if work in GRPO else metrics["tokens_per_second"]
+    memory = metrics["peak_gpu_memory_mib" if given.device == "cuda" else "peak_memory_mib"]
+    return {"rate": rate, "peak_memory_mib": memory, "told": told(metrics)}
 
 
-def trl(work: str, folder: Path, model: str) -> dict:
+def trl(work: str, folder: Path, model: str, given: argparse.Namespace) -> dict:
+    module = [sys.executable, "-m", "tests.bench.bench_trl"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.bench_trl", "--peer", work, "--folder", str(folder), "--model", model],
+        [*module, *sys.argv[1:], "--peer", work, "--folder", str(folder), "--model", model],
         capture_output=True,
         text=True,
-        env={**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"},
+        env={**environment(given.device), "TRL_EXPERIMENTAL_SILENCE": "1"},
     )
     if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
+        raise Failed(done)
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def peer(work: str, folder: Path, model: str) -> dict:
+def told(metrics: dict) -> dict:
+    """What says whether both sides did the same work in GRPO: completions' mean length in tokens, mean reward, and share
+    of groups that agree, whose advantages are 0.
+    """
+    names = {"reward/mean": "reward", "reward": "reward", "completions/mean_length": "length"}
+    names |= {"reward/frac_zero_std": "agree", "frac_reward_zero_std": "agree"}
+    found = {names.get(name.removeprefix("last/")): value for name, value in metrics.items()}
+    return {name: value for name, value in found.items() if name}
+
+
+def peer(work: str, folder: Path, model: str, given: argparse.Namespace) -> dict:
     """The TRL side, in this process."""
     import re
     import resource
 
+    import torch
     from datasets import load_dataset
     from transformers import AutoTokenizer, TrainerCallback
 
@@ -288,132 +398,192 @@ def peer(work: str, folder: Path, model: str) -> dict:
         marks: list[float] = []
 
         def on_step_end(self, args, state, control, **kwargs):
+            if given.device == "cuda":
+                torch.cuda.synchronize()
             self.marks.append(time.perf_counter())
 
     def length(messages):
         return min(LENGTH, len(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)))
 
-    common = dict(
+    whole = given.prompts * given.group if work in GRPO else given.batch
+    part = peer_batch(given, work)
+    settings = dict(
         output_dir=str(folder / "out"),
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
+        max_steps=given.steps,
+        per_device_train_batch_size=part,
+        gradient_accumulation_steps=whole // part,
         learning_rate=1e-4,
         report_to="none",
         save_strategy="no",
-        logging_steps=1000,
-        use_cpu=True,
-        bf16=False,
+        logging_steps=given.steps,
+        use_cpu=given.device == "cpu",
+        bf16=given.dtype == "bfloat16",
+        model_init_kwargs={"dtype": "float32"},
         disable_tqdm=True,
         gradient_checkpointing=False,
     )
+    others = dict(train_dataset=data, processing_class=tokenizer, callbacks=[Clock()])
     if work == "sft":
         from trl import SFTConfig, SFTTrainer
 
-        trainer = SFTTrainer(
-            model,
-            args=SFTConfig(**common, max_length=LENGTH, assistant_only_loss=True),
-            train_dataset=data,
-            processing_class=tokenizer,
-            callbacks=[Clock()],
-        )
-        per_step = sum(length(r["messages"]) for r in data) / len(data) * BATCH
+        config = SFTConfig(**settings, max_length=LENGTH, assistant_only_loss=True)
+        trainer = SFTTrainer(model, args=config, **others)
+        per_step = sum(length(r["messages"]) for r in data) / len(data) * given.batch
     elif work == "reward_model":
         from trl import RewardConfig, RewardTrainer
 
-        trainer = RewardTrainer(
-            model,
-            args=RewardConfig(**common, max_length=LENGTH),
-            train_dataset=data,
-            processing_class=tokenizer,
-            callbacks=[Clock()],
-        )
+        trainer = RewardTrainer(model, args=RewardConfig(**settings, max_length=LENGTH), **others)
     elif work == "align":
         from trl import DPOConfig, DPOTrainer
 
-        trainer = DPOTrainer(
-            model,
-            args=DPOConfig(**common, max_length=LENGTH),
-            train_dataset=data,
-            processing_class=tokenizer,
-            callbacks=[Clock()],
-        )
+        trainer = DPOTrainer(model, args=DPOConfig(**settings, max_length=LENGTH), **others)
     else:
         from trl import GRPOConfig, GRPOTrainer
 
-        _, longest, pattern = GRPO[work]
+        longest, pattern = GRPO[work]
 
         def reward(completions, **kwargs):
             return [float(re.search(pattern, c[0]["content"]) is not None) for c in completions]
 
-        grpo = {**common, "per_device_train_batch_size": PROMPTS * GROUP}
-        trainer = GRPOTrainer(
-            model,
-            reward_funcs=reward,
-            train_dataset=data,
-            processing_class=tokenizer,
-            callbacks=[Clock()],
-            args=GRPOConfig(
-                **grpo,
-                num_generations=GROUP,
-                max_completion_length=longest,
-                temperature=1.0,
-                beta=0.0,
-                loss_type="grpo",
-            ),
+        config = GRPOConfig(
+            **settings,
+            num_generations=given.group,
+            max_completion_length=longest,
+            temperature=1.0,
+            beta=0.0,
+            loss_type="grpo",
         )
+        trainer = GRPOTrainer(model, reward_funcs=reward, args=config, **others)
+        per_step = given.prompts
     if work in ("reward_model", "align"):
         per_step = (
             sum(length(r["prompt"] + r["chosen"]) + length(r["prompt"] + r["rejected"]) for r in data)
             / len(data)
-            * BATCH
+            * given.batch
         )
-    if work in GRPO:
-        per_step = PROMPTS
     trainer.train()
     seconds = Clock.marks[-1] - Clock.marks[0]
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if given.device == "cuda":
+        memory = torch.cuda.max_memory_allocated()
     return {
-        "rate": per_step * (STEPS - 1) / seconds,
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "rate": per_step * (given.steps - 1) / seconds,
+        "peak_memory_mib": memory / 2**20,
+        "told": told({k: v for entry in trainer.state.log_history for k, v in entry.items()}),
     }
 
 
-def main() -> None:
+def peer_batch(given: argparse.Namespace, work: str) -> int:
+    """Rows (completions) that TRL computes at a time."""
+    size = given.prompts * given.group if work in GRPO else given.batch
+    for entry in given.peer_batch:
+        name, _, count = entry.rpartition("=")
+        size = int(count) if name in ("", work) else size
+    return size
+
+
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sft", default="../shared/data/gsm8k_train.jsonl")
     parser.add_argument("--pairs", default="../shared/data/hh_harmless_base_test.jsonl.gz")
     parser.add_argument("--work", nargs="+", default=list(FILES), choices=list(FILES))
     parser.add_argument("--size", nargs="+", type=int, default=[6], choices=list(SIZES), help="millions of parameters")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="of the products; weights are float32"
+    )
+    parser.add_argument("--vocabulary", type=int, help="tokens; more than the rows give are never encoded to")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps, the first of which is not timed")
+    parser.add_argument("--batch", type=int, default=16, help="rows (pairs) of a step")
+    parser.add_argument("--prompts", type=int, default=4, help="of a GRPO step")
+    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--pretrain-steps", type=int, default=200, help="of sft before rl_trained")
+    parser.add_argument("--micro-batch-tokens", type=int, help="ours: max_tokens_per_micro_batch")
+    parser.add_argument(
+        "--peer-batch",
+        nargs="+",
+        default=[],
+        metavar="[WORK=]ROWS",
+        help="TRL: rows (of GRPO: completions) at a time where not the whole batch, with gradient accumulation",
+    )
     parser.add_argument("--peer")
     parser.add_argument("--folder")
     parser.add_argument("--model")
     given = parser.parse_args()
-    if given.peer:
-        print(json.dumps(peer(given.peer, Path(given.folder), given.model)))
-        return
-    peak = matmul_peak()
-    print(f"float32 matrix product: {peak / 1e9:.0f} GFLOP/s\n")
-    print(
-        "| work | ours | TRL | ratio | ours MiB | TRL MiB | ratio | of the matrix product's rate"
-        " |\n|---|---|---|---|---|---|---|---|"
+    for work in given.work:
+        whole = given.prompts * given.group if work in GRPO else given.batch
+        if whole % peer_batch(given, work):
+            parser.error(
+                f"--peer-batch: {peer_batch(given, work)} does not divide the {whole} rows of a step of {work}"
+            )
+    if given.steps < 2:
+        parser.error("--steps: the first is not timed; write 2 or more")
+    return given
+
+
+def compare(work: str, folder: Path, given: argparse.Namespace, size: int, flops: float | None, peak: float) -> str:
+    """Both sides' runs of a work: cells of its row, a failed side's error in the place of its rate."""
+    sides, runs, errors = {"ours": ours, "TRL": trl}, {"ours": [], "TRL": []}, {}
+    try:
+        model = started(work, folder, given, size)
+    except Failed as error:
+        return f"failed: its start: {str(error).replace('|', '/')} | | | | | | |"
+    for _ in range(given.repeats):
+        for side, run in sides.items():
+            if side in errors:
+                continue
+            began = time.monotonic()
+            try:
+                runs[side].append(run(work, folder, model, given))
+            except Exception as error:  # the next work's figures are worth having
+                kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
+                errors[side] = "failed: " + " ".join(f"{kind}{error}".replace("|", "/").split())
+            found = errors.get(side) or json.dumps(runs[side][-1])
+            print(f"{work}, {side}, {time.monotonic() - began:.0f} s: {found}", file=sys.stderr, flush=True)
+
+    def median(side, key):
+        return None if side in errors else statistics.median(r[key] for r in runs[side])
+
+    def ratio(key):
+        return "" if errors else f"{statistics.median(a[key] / b[key] for a, b in zip(*runs.values())):.2f}"
+
+    a, b = median("ours", "rate"), median("TRL", "rate")
+    unit = "prompts/s" if work in GRPO else "tokens/s"
+    memory = ["" if side in errors else f"{median(side, 'peak_memory_mib'):.0f}" for side in sides]
+    return " | ".join(
+        [
+            errors.get("ours") or f"{a:.4g} {unit}",
+            errors.get("TRL") or f"{b:.4g}",
+            ratio("rate"),
+            *memory,
+            ratio("peak_memory_mib"),
+            f"{flops * a / peak:.0%} |" if flops and a else " |",
+        ]
     )
+
+
+def main() -> None:
+    given = options()
+    if given.peer:
+        print(json.dumps(peer(given.peer, Path(given.folder), given.model, given)))
+        return
+    peak, name = matmul_peak(given.device, given.dtype)
+    print(
+        f"{given.dtype} matrix product: {peak / 1e9:.0f} GFLOP/s ({name})\n\n| work | ours | TRL | ratio | ours MiB | TRL"
+        " MiB | ratio | of the matrix product's rate |\n|---|---|---|---|---|---|---|---|",
+        flush=True,
+    )
+    failed = False
     for size in given.size:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            flops = prepare(folder, given.sft, given.pairs, size)
+            flops = prepare(folder, given, size)
             for work in given.work:
-                model = started(work, folder)
-                runs = [(ours(work, folder, model), trl(work, folder, model)) for _ in range(given.repeats)]
-                a, b = ({k: statistics.median(r[side][k] for r in runs) for k in runs[0][0]} for side in (0, 1))
-                speed = statistics.median(r[0]["rate"] / r[1]["rate"] for r in runs)
-                memory = statistics.median(r[0]["peak_memory_mib"] / r[1]["peak_memory_mib"] for r in runs)
-                unit = "prompts/s" if work in GRPO else "tokens/s"
-                share = f"{flops[work] * a['rate'] / peak:.0%}" if work in flops else ""
-                print(
-                    f"| {work}, {size}M | {a['rate']:.4g} {unit} | {b['rate']:.4g} | {speed:.2f} |"
-                    f" {a['peak_memory_mib']:.0f} | {b['peak_memory_mib']:.0f} | {memory:.2f} | {share} |",
-                    flush=True,
-                )
+                row = compare(work, folder, given, size, flops.get(work), peak)
+                failed |= "failed: " in row
+                print(f"| {work}, {size}M | {row}", flush=True)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ from tests import second_device as second
 from tests.sampler.test_replay import PARAMS, prompts_of
 
 
+pytestmark = pytest.mark.skipif(second.REAL, reason="of the pretended device; test_replay.py has the GPU's own")
+
+
 @pytest.fixture
 def captured(monkeypatch):
     """What was captured and replayed."""

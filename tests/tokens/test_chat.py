@@ -264,3 +264,16 @@ def test_the_side_that_a_tokenizer_pads_on_stays_as_it_came(make, tmp_path, side
     file.write_text(json.dumps({**json.loads(file.read_text()), "padding_side": side}))
     load_tokenizer(str(tmp_path / "given")).save_pretrained(tmp_path / "made")
     assert AutoTokenizer.from_pretrained(tmp_path / "made").padding_side == side
+
+
+def test_whether_the_hub_was_asked_is_no_part_of_a_published_tokenizer(make, tmp_path, monkeypatch):
+    """transformers writes it down, so the same run had another digest with HF_HUB_OFFLINE=1."""
+    from stages.chat import load_tokenizer
+
+    make(*FAMILIES["chatml"]).tokenizer.save_pretrained(tmp_path / "given")
+    found = []
+    for offline in (True, False):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        load_tokenizer(str(tmp_path / "given")).save_pretrained(tmp_path / str(offline))
+        found.append((tmp_path / str(offline) / "tokenizer_config.json").read_text())
+    assert found[0] == found[1]

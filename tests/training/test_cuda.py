@@ -386,7 +386,7 @@ def test_a_gpu_computes_more_logits_at_a_time_and_the_plan_counts_them():
     config.max_tokens_per_micro_batch = 10**6
     assert (
         memory.caches_of(config, shape, "cuda:0")["logits"]
-        == 4 * memory.HEAD_KEEP_ELEMENTS + 14 * memory.HEAD_CHUNK_ON_GPU
+        == memory.HEAD_KEEP_BYTES_ON_GPU + 14 * memory.HEAD_CHUNK_ON_GPU
     )
 
 

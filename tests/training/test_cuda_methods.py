@@ -22,7 +22,7 @@ from stages.training import Trainer
 from storage.datasets import open_dataset
 from tests.reward.conftest import rows  # noqa: F401
 from tests.reward.test_stage import CASES as OBJECTIVES
-from tests.second_device import DEVICE, second_device
+from tests.second_device import DEVICE, REAL, second_device
 from tests.training.test_align_methods import DATA, preferences  # noqa: F401
 from tests.training.test_rl_presets import EXTRA, SMALL, fitting, inputs_of, text  # noqa: F401
 
@@ -40,9 +40,11 @@ def first_of(table, axes, names):
 
 
 METHODS = [name for name in DIRECT_METHODS if name != "written"]  # needs a loss that somebody wrote
-#: How an advantage follows from rewards is NumPy's. TRPO: no forward-mode gradients on this device.
+#: How an advantage follows from rewards is NumPy's. TRPO: no forward-mode gradients on the pretended device.
 PRESETS = first_of(
-    RL_PRESETS, ("surrogate", "needs_critic", "needs_reference"), [name for name in get_args(Preset) if name != "trpo"]
+    RL_PRESETS,
+    ("surrogate", "needs_critic", "needs_reference"),
+    [name for name in get_args(Preset) if name != "trpo" or REAL],
 )
 # objectives that are one of the others with a column more, or on other rows
 OTHERS = {"auto", "margin", "soft_label", "kwise_pairs", "orm"}

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from stages.batching import choose_form, collate, make_item, pad
-from stages.models import lean
+from stages.models import lean, varlen
 from stages.models.modeling import hidden_states
+from tests.second_device import sequenced
 
 FAMILIES = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")
 
@@ -107,7 +108,7 @@ def test_long_groups_attend_part_by_part(family, prompt, responses, monkeypatch)
         [[1] * n for n in responses],
     )
     batch = collate([item, *trees(2, 1, short=True)])
-    plan = lean.blocks(batch.segments, torch.device("cpu"), torch.float64)
+    plan = lean.blocks(batch.segments, torch.device("cpu"), torch.float64, 8)
     assert plan[0].tree == (prompt, responses)
     weights = torch.randn(len(batch.ids_U), 32, dtype=torch.float64)
     seen = []
@@ -121,74 +122,90 @@ def test_long_groups_attend_part_by_part(family, prompt, responses, monkeypatch)
         assert torch.allclose(ours, masked, rtol=0, atol=1e-12 * max(1.0, float(masked.abs().max())))
 
 
-PACKED = (
-    ((85, (64,) * 8), [8]),
-    ((30, (40, 7, 0, 7, 130, 1, 64)), [3, 1, 2]),
-    ((1, (200, 2, 150)), [1, 2]),
-    ((0, (30, 89, 1)), [3]),
-    ((300, (1, 1, 1, 150, 150, 250)), [5, 1]),
-    ((250, (0, 120, 0)), [1]),
-)
+class Sequenced(torch.autograd.Function):
+    """``varlen.attended`` by its definition, in any type."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, plan, scale, window=None):
+        ctx.save_for_backward(q, k, v)
+        ctx.how = plan.queries, plan.keys, scale, window
+        return sequenced(q, k, v, *ctx.how)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *sequenced(*ctx.saved_tensors, *ctx.how, grad), None, None, None
+
+
+UNEVEN = ((85, (64,) * 8), (30, (40, 7, 0, 7, 130, 1)), (1, (200, 2)), (0, (30, 89, 1)), (12, (0, 5, 0)), (9, ()))
 
 
 @pytest.mark.parametrize("recompute", (False, True))
-@pytest.mark.parametrize("family", ("llama", "qwen3"))
-@pytest.mark.parametrize("item, counts", PACKED)
-def test_packs_attend_as_behind_the_mask(family, item, counts, recompute, monkeypatch):
-    """What devices other than the CPU do with a long group, done here: values and every gradient are those behind the
-    mask, in float64 to 1e-12.
+@pytest.mark.parametrize("family, kernel", (("llama", True), ("qwen3", True), ("llama", False), ("qwen3", False)))
+def test_other_devices_attend_as_behind_the_mask(family, kernel, recompute, monkeypatch):
+    """The plans of a GPU, with and without a kernel for the type, done here: values and every gradient are those behind
+    the mask, in float64 to 1e-12.
     """
-    limit = {8: 600, 3: 120, 1: 200, 5: 450}[counts[0]]
-    model, (prompt, responses) = build(family, torch.float64), item
+    model = build(family, torch.float64)
     rng = np.random.default_rng(7)
-    made = make_item(
-        "0",
-        rng.integers(1, 61, prompt).tolist(),
-        [rng.integers(1, 61, n).tolist() for n in responses],
-        [[1] * n for n in responses],
-    )
-    batch = collate([made, *trees(2, 1, short=True)])
-    block = lean.packed(prompt, responses, limit, torch.device("cpu"))
-    assert [1 if pack.owner is None else int(pack.owner[-1]) + 1 for pack in block.packs[1]] == counts
-    assert all(pack.owner is None or pack.length * (prompt + pack.length) <= limit * limit for pack in block.packs[1])
+    ids = lambda n: rng.integers(1, 61, n).tolist()
+    items = [
+        make_item(str(i), ids(prompt), [ids(n) for n in responses], [[1] * n for n in responses])
+        for i, (prompt, responses) in enumerate(UNEVEN)
+    ]
+    batch = collate([*items, *trees(2, 1, short=True)])
     monkeypatch.setattr(lean, "_keeps_sums", lambda: False)
+    monkeypatch.setattr(varlen, "attended", Sequenced.apply)
     plain, weights, seen = lean.blocks, torch.randn(len(batch.ids_U), 32, dtype=torch.float64), []
-    for plan in (plain, lambda segments, *how: [block, *plain(segments[1:], *how)]):
+
+    def elsewhere(segments, *how):
+        if not kernel:
+            return [lean.Block(p + sum(r), bands=(p, tuple(r))) for p, r in segments]
+        with monkeypatch.context() as patch:
+            patch.setattr(varlen, "takes", lambda *given: True)
+            return plain(segments, *how)
+
+    for plan in (plain, elsewhere):
         monkeypatch.setattr(lean, "blocks", plan)
         model.zero_grad(set_to_none=True)
         out = lean.states(model, batch.ids_U, batch.positions_U, batch.segments, recompute=recompute)
         (out * weights).sum().backward()
-        with torch.no_grad():
-            assert torch.equal(lean.states(model, batch.ids_U, batch.positions_U, batch.segments), out)
         seen.append([out.detach(), *(p.grad.clone() for p in model.parameters())])
     for masked, ours in zip(*seen):
         assert torch.allclose(ours, masked, rtol=0, atol=1e-12 * max(1.0, float(masked.abs().max())))
 
 
-def test_no_mask_is_larger_than_a_block_of_short_items_on_other_devices():
-    """Blocks of a device that is not the CPU, planned without computing: long items in packs, short ones together
-    behind a mask of their block.
-    """
+def test_no_mask_is_larger_than_a_block_of_short_items():
+    """Planned without computing, for a device that is not the CPU and has no kernel for it."""
     plan = lean.blocks(
         [(10, [5, 5]), (20, [4]), (3000, [9000] * 3 + [100] * 40), (700, [2000]), (0, [1500, 1500])],
         torch.device("meta"),
         torch.float32,
+        8,
     )
-    assert [b.length for b in plan] == [44, 34000, 2700, 3000] and [b.mask is None for b in plan] == [
-        False,
-        True,
-        True,
-        True,
-    ]
-    for block in plan:
-        for pack in (block.packs or (0, ()))[1]:
-            assert (
-                pack.owner is None or pack.length * (block.packs[0] + pack.length) <= lean.BLOCK.get("meta", 256) ** 2
-            )
-    assert [b.packs is not None for b in plan] == [False, True, False, True]
-    assert [p.length for p in lean.packed(3000, [9000] * 3 + [100] * 40, 2048, torch.device("meta")).packs[1]] == [
-        9000
-    ] * 3 + [1000] * 4
+    assert [b.length for b in plan] == [44, 34000, 2700, 3000]
+    assert [b.mask is not None for b in plan] == [True, False, False, False]
+    assert [b.bands is not None for b in plan] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "dtype, head_dim, window, cap, takes",
+    (
+        (torch.bfloat16, 64, None, None, True),
+        (torch.bfloat16, 64, 4096, None, True),
+        (torch.bfloat16, 60, None, None, False),
+        (torch.bfloat16, 320, None, None, False),
+        (torch.bfloat16, 64, None, 30.0, False),
+        (torch.float32, 60, None, None, True),
+        (torch.float32, 64, 4096, None, False),
+        (torch.float64, 64, None, None, False),
+    ),
+)
+def test_what_the_kernels_of_a_gpu_take(dtype, head_dim, window, cap, takes, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert varlen.takes(torch.device("cuda:0"), dtype, head_dim, window, cap) == takes
+    assert not varlen.takes(torch.device("cpu"), dtype, head_dim, window, cap)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert varlen.takes(torch.device("cuda:0"), dtype, head_dim, window, cap) == (takes and dtype == torch.float32)
 
 
 @pytest.mark.parametrize("family", ("llama-bias", "qwen3"))
@@ -223,7 +240,7 @@ def test_positions_read_and_chunk_size_change_nothing(monkeypatch):
     grads = []
     for chunk, block in ((512, 256), (7, 256), (512, 1)):
         monkeypatch.setattr(lean, "CHUNK", chunk)
-        monkeypatch.setattr(lean, "BLOCK", {"cpu": block})
+        monkeypatch.setattr(lean, "BLOCK", block)
         model.zero_grad(set_to_none=True)
         (hidden_states(model, batch) * weights).sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))

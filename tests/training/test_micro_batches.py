@@ -89,7 +89,7 @@ def step(model, objective, items, budget, config):
     model.zero_grad(set_to_none=True)
     counts, totals, planned = objective.counts(items), {}, trainer.planned(items)
     for group in planned:
-        Trainer._add(totals, trainer.backward(group, counts), counts)
+        Trainer._add(totals, [trainer.backward(group, counts)], counts)
     return (
         torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
         totals,
