@@ -4,7 +4,8 @@ Three engines behind one interface (`prefill`, `decode`), chosen by `make_decode
 
 * `LeanDecoder`: its own forward over the model's weights for the families of `stages.models.layers` with plain or
   fixed-table rotary embeddings. Fused qkv and gate/up weights, rotation as one complex product, in-place KV writes, KV
-  views bounded by the longest live row. Weights are read again at every `refresh()` (RL changes them).
+  views bounded by the longest live row; on a GPU kernels of its own (``stages.decoding.fused``). Weights are read again
+  at every `refresh()` (RL changes them).
 * `GenericDecoder`: any Hugging Face decoder-only model with full and window attention, through its own forward with a
   slot cache and a 4D mask.
 * `WholeDecoder`: any other (state-space, linear and chunked attention, convolutions, ALiBi): every token costs a

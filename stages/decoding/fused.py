@@ -39,7 +39,11 @@ def usable(x: torch.Tensor) -> bool:
 
 @functools.cache
 def _built(device: torch.device) -> bool:
-    """Whether Triton makes a kernel here: it wants a C compiler and Python's headers."""
+    """Whether Triton makes a kernel here: it wants a C compiler and Python's headers, and bfloat16 a GPU of Ampere or
+    later.
+    """
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False
     try:
         gated(torch.zeros(1, 2, device=device), "silu")
     except Exception as error:  # noqa: BLE001 - of a compiler, a linker, a driver
@@ -75,14 +79,14 @@ if triton is not None:
         row, head = tl.program_id(0), tl.program_id(1)
         pair = tl.arange(0, HALF)
         real = pair < D // 2
-        column = tl.load(columns + row)
+        column = tl.minimum(tl.load(columns + row), head_stride // D - 1)
         at = qkv + (row.to(tl.int64) * (HEADS + 2 * GROUPS) + head) * D + 2 * pair
         first = tl.load(at, mask=real, other=0.0)
         second = tl.load(at + 1, mask=real, other=0.0)
         if head < HEADS + GROUPS:
             x, y = first.to(tl.float32), second.to(tl.float32)
             if NORM:
-                scale = 1.0 / tl.sqrt_rn((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / D + eps)
+                scale = tl.rsqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / D + eps)
                 x *= scale * tl.load(gains + head * D + 2 * pair, mask=real, other=0.0).to(tl.float32)
                 y *= scale * tl.load(gains + head * D + 2 * pair + 1, mask=real, other=0.0).to(tl.float32)
             if TURN:
@@ -127,7 +131,7 @@ if triton is not None:
         row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
         EACH: tl.constexpr = HEADS // GROUPS
         query, dim, step = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, STEP)
-        end = (tl.load(columns + row) + 1).to(tl.int32)
+        end = tl.minimum(tl.load(columns + row) + 1, head_stride // D).to(tl.int32)
         begin = end * 0
         if WINDOW:
             begin = tl.maximum(end - window, 0)
@@ -169,15 +173,15 @@ if triton is not None:
             tl.store(parts + place * (D + 2) + D + 1, total, mask=query < EACH)
 
     @triton.jit
-    def _join(parts, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, ROUND: tl.constexpr):
+    def _join(parts, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
         head = tl.program_id(0).to(tl.int64)
-        split, dim = tl.arange(0, ROUND), tl.arange(0, WIDTH)
+        split, dim = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
         at = parts + (head * SPLITS + split) * (D + 2)
-        top = tl.load(at + D, mask=split < SPLITS, other=-1.0e30)
+        top = tl.load(at + D)
         weight = tl.exp(top - tl.max(top, 0))
-        total = tl.sum(weight * tl.load(at + D + 1, mask=split < SPLITS, other=0.0), 0)
-        real = (split < SPLITS)[:, None] & (dim < D)[None, :]
-        mixed = tl.sum(weight[:, None] * tl.load(at[:, None] + dim[None, :], mask=real, other=0.0), 0) / total
+        total = tl.sum(weight * tl.load(at + D + 1), 0)
+        found = tl.load(at[:, None] + dim[None, :], mask=(dim < D)[None, :], other=0.0)
+        mixed = tl.sum(weight[:, None] * found, 0) / total
         tl.store(out + head * D + dim, mixed.to(out.dtype.element_ty), mask=dim < D)
 
     @triton.jit
@@ -191,7 +195,7 @@ if triton is not None:
         tl.store(out + row * width + at, kept, mask=real)
         if NORM:
             found = kept.to(tl.float32)
-            scale = 1.0 / tl.sqrt_rn(tl.sum(found * found, 0) / width + eps)
+            scale = tl.rsqrt(tl.sum(found * found, 0) / width + eps)
             found = found * scale * tl.load(gain + at, mask=real, other=0.0).to(tl.float32)
             tl.store(normed + row * width + at, found.to(normed.dtype.element_ty), mask=real)
 
@@ -274,7 +278,6 @@ if triton is not None:
         blocks,
         chunks,
         uniform_stride,
-        last_column,
         last_count,
         SCALED: tl.constexpr,
         TEMPERED: tl.constexpr,
@@ -287,7 +290,7 @@ if triton is not None:
         top = tl.max(tl.load(tops + row * chunks + part, mask=part < chunks, other=float("-inf")), 0)
         cdf = tl.cumsum(tl.load(sums + row * blocks + block, mask=block < blocks, other=0.0).to(tl.float64), 0)
         total = tl.sum(tl.where(block == blocks - 1, cdf, 0.0), 0)
-        count = tl.load(counts + row)
+        count = tl.minimum(tl.load(counts + row), last_count)
         u = tl.load(uniform + row * uniform_stride + count)
         target = tl.minimum(u * total, _before(total))
         taken = tl.minimum(tl.sum(((cdf <= target) & (block < blocks)).to(tl.int32), 0), blocks - 1)
@@ -302,8 +305,8 @@ if triton is not None:
         token = tl.minimum(taken * BLOCK + place, width - 1)
         logp = tl.sum(tl.where(inner == place, z, 0.0), 0) - top - tl.log(total).to(tl.float32)
         tl.store(tokens + row, token.to(tl.int64))
-        tl.store(columns + row, tl.minimum(tl.load(columns + row) + 1, last_column))
-        tl.store(counts + row, tl.minimum(count + 1, last_count))
+        tl.store(columns + row, tl.load(columns + row) + 1)
+        tl.store(counts + row, count + 1)
         tl.store(out + row, token.to(tl.float64))
         tl.store(out + tl.num_programs(0) + row, logp.to(tl.float64))
 
@@ -322,8 +325,8 @@ def turn_and_keep(
 
     qkv [m, (H + 2 K) * D]: queries, keys and values of one token per row, the two numbers that are turned together
     beside each other. gains [H + K, D]: of the RMS norm of every head before, None: there is none. table [P, D / 2]
-    complex64: the turn of every position, None: none. columns [m] int64: the tokens' positions. keys, values [S, K, C,
-    D].
+    complex64: the turn of every position, None: none. columns [m] int64: the tokens' positions, C - 1 in the place of
+    what is more. keys, values [S, K, C, D].
     """
     groups, d = keys.shape[1], keys.shape[3]
     _turn_and_keep[(qkv.shape[0], heads + 2 * groups)](
@@ -359,7 +362,8 @@ def attend(
     qkv [m, (H + 2 K) * D] with scaled and turned queries; keys, values [S, K, C, D]; columns [m] int64.
     """
     rows, groups, d = qkv.shape[0], keys.shape[1], keys.shape[3]
-    splits = max(1, min(16, -(-PROGRAMS * (1 if keys.shape[2] <= 2048 else 4) // (rows * groups))))
+    wanted = -(-PROGRAMS * (1 if keys.shape[2] <= 2048 else 4) // (rows * groups))
+    splits = min(16, triton.next_power_of_2(wanted))
     width, out = triton.next_power_of_2(d), qkv.new_empty(rows, heads * d)
     parts = qkv.new_empty(rows * heads * splits * (d + 2), dtype=torch.float32) if splits > 1 else out
     _attend[(rows, groups, splits)](
@@ -384,9 +388,7 @@ def attend(
         num_stages=3 if qkv.dtype.itemsize == 2 else 2,
     )
     if splits > 1:
-        _join[(rows * heads,)](
-            parts, out, D=d, WIDTH=width, SPLITS=splits, ROUND=triton.next_power_of_2(splits), num_warps=1
-        )
+        _join[(rows * heads,)](parts, out, D=d, WIDTH=width, SPLITS=splits, num_warps=1)
     return out
 
 
@@ -425,15 +427,14 @@ def draw(
     logits: torch.Tensor,
     uniform: torch.Tensor,
     state: torch.Tensor,
-    columns: int,
     scale: float = 1.0,
     temperature: float = 1.0,
 ) -> torch.Tensor:
     """A token per row from softmax(scale * logits / temperature), by the definition of ``sampling.sample_step``.
 
-    logits [m, V]; uniform [S, T] float64; state [3, S] int64: a row's token, its column, and which of its uniform numbers
-    is taken. The token drawn, the next column (C - 1 at most, C = ``columns``) and the next number (T - 1 at most)
-    replace them. Returns [2, m] float64: tokens, and their log-probs, of float32.
+    logits [m, V]; uniform [S, T] float64; state [3, S] int64: a row's token, its column, and which of its uniform
+    numbers is taken (T - 1 at most). The token drawn, the next column and the next number replace them. Returns [2, m]
+    float64: tokens, and their log-probs, of float32.
     """
     (rows, width), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
     chunks = triton.cdiv(width, CHUNK)
@@ -459,7 +460,6 @@ def draw(
         blocks,
         chunks,
         uniform.stride(0),
-        columns - 1,
         uniform.shape[1] - 1,
         **how,
         BLOCK=BLOCK,

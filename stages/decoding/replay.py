@@ -177,26 +177,28 @@ class Replayed:
     def _step(self, kv, rows: int, width: int | None) -> Step:
         # not through this object, which holds the steps: its graphs go when nobody has it any more
         decoder, params, draws, uniform = self.decoder, self.params, self.draws, self.uniform
-        tokens, columns, counts = self.state[:, :rows]
+        tokens, at, counts = self.state[:, :rows]
         table = decoder.rotations(kv.columns)  # this one, also if a longer prompt makes the decoder compute another
-        last = kv.columns - 1, uniform.shape[1] - 1  # a row that has ended may be computed on before the host knows
+        # a row that has ended may be computed on before the host knows, on and on where nobody owns the slot
+        last = kv.columns - 1, uniform.shape[1] - 1
         state, plain = self.state, params.plain and not decoder.logit_cap
 
         def step() -> torch.Tensor:
             if width is None:
-                normed = decoder.decode_fused(kv, tokens, columns, table)
+                normed = decoder.decode_fused(kv, tokens, at, table)
                 if draws and plain:
                     logits = decoder.head(normed)
-                    return fused.draw(logits, uniform, state, kv.columns, decoder.logit_scale, params.temperature)
+                    return fused.draw(logits, uniform, state, decoder.logit_scale, params.temperature)
                 logits = decoder.headed(normed)
             else:
-                logits = decoder.decode(kv, tokens, columns, [(0, rows, width)], table=table)
+                logits = decoder.decode(kv, tokens, at.clamp(max=last[0]), [(0, rows, width)], table=table)
             if not draws:
                 return logits
-            token, logp = sample_step(logits, uniform[:rows].gather(1, counts[:, None]).squeeze(1), params)
+            u = uniform[:rows].gather(1, counts.clamp(max=last[1])[:, None]).squeeze(1)
+            token, logp = sample_step(logits, u, params)
             tokens.copy_(token)
-            columns.add_(1).clamp_(max=last[0])
-            counts.add_(1).clamp_(max=last[1])
+            at.add_(1)  # may be a column that the storage has when it has grown
+            counts.add_(1)
             return torch.stack([token.double(), logp.double()])
 
         return step

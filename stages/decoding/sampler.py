@@ -23,6 +23,7 @@ together, sorted by length; a finished row's slot is given to the next waiting r
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ __all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingPara
 MIN_TRUNK = 48
 COLUMN_STEP = 128  # KV columns are added in multiples of this
 FIRST_COLUMNS = 1024  # of storage that captured steps write to, which are thrown away when it grows
-HELD_SHARE = 8  # what is kept between calls is at most this part of the memory that is free then
+HELD_SHARE = 4  # what is kept between calls is at most this part of the memory that is free then
 BLOCK = 16  # slots that share one attention length; longer rows are kept in earlier blocks
 
 
@@ -130,7 +131,7 @@ class Sampler:
         self.exact_logps = dtype in (None, arithmetic(self.model))
         self.name = "built-in" if self.exact_logps else f"built-in in {str(dtype).removeprefix('torch.')}"
         self.kept: KeptRows | None = None
-        self.held: Held | None = None
+        self._held: list[Held] = []  # one at most; taken out while it is in use
         self.steps = 0  # decoding steps of all calls
 
     @usage.generated
@@ -154,13 +155,16 @@ class Sampler:
         self.model.eval()
         try:
             with torch.inference_mode():
-                # whoever samples meanwhile, from another thread or from `progress`, finds nothing held
-                held, self.held = self.held, None
+                try:  # whoever samples meanwhile, from another thread or from `progress`, finds nothing held
+                    held = self._held.pop()
+                except IndexError:
+                    held = None
                 run = _Run(self, prompts, params, seeds, progress, total, held)
                 found = run.finish()
                 self.steps += run.steps
                 if run.held is not None and run.held.has_room():
-                    self.held = run.held
+                    self.release()
+                    self._held.append(run.held)
                 return found
         finally:
             self.model.train(was_training)
@@ -190,12 +194,17 @@ class Sampler:
         """Nothing to do: weights are read at every ``generate``."""
 
     def release(self) -> None:
-        """Give back what is kept between calls on a GPU (:class:`Held`), where it is an eighth of the memory free at
+        """Give back what is kept between calls on a GPU (:class:`Held`), where it is a quarter of the memory free at
         the end of a call at most: the copy of the weights, KV storage of the rows of one call, and the memory of
         captured steps, some rows of logits. The next call makes it anew, which takes it some seconds.
         """
         with cuda.capturing():  # the end of a graph would end another thread's capture
-            self.held = None
+            self._held.clear()
+
+    @property
+    def held(self) -> Held | None:
+        """What is kept for the next call."""
+        return self._held[-1] if self._held else None
 
     def sleep(self, keep_weights: bool = True) -> None:
         """As :meth:`release`."""
@@ -452,10 +461,10 @@ class _Run:
 
     def _columns(self, needed: int) -> int:
         most = max(len(self.prompts[i]) - self.trunk[i] for i in self.trunk) + self.params.max_new_tokens
-        wanted, whole = needed + max(COLUMN_STEP, needed // 2), lambda n: -(-n // COLUMN_STEP) * COLUMN_STEP
+        wanted, whole = needed + max(COLUMN_STEP, needed // 2), lambda n: math.ceil(n / COLUMN_STEP) * COLUMN_STEP
         if self.replayed is None:
             return min(whole(wanted), max(most, needed))
-        return min(whole(max(2 * needed, FIRST_COLUMNS)), whole(max(most, needed)))
+        return min(whole(max(2 * needed, FIRST_COLUMNS)), 2 * whole(max(most, needed) / 2))
 
     # ---- admission
 
@@ -553,11 +562,10 @@ class _Run:
         length = len(self.prompts[i])
         own = length - self.trunk[i]
         if self.kv is None and self.held is not None:
-            columns = self._columns(own)
-            if self.held.kv is None or not self.held.kv.fits(batch, self.replayed.slots, columns):
+            if self.held.kv is None or not self.held.kv.fits(batch, self.replayed.slots, own + 1):
                 self.held.kv = None
                 self.replayed.forget()  # which holds on to the storage
-                self.held.kv = WholeKV(batch, self.replayed.slots, columns)
+                self.held.kv = WholeKV(batch, self.replayed.slots, self._columns(own))
             self.kv = self.held.kv
         elif self.kv is None:
             self.kv = SlotKV(batch, self.slots, self._columns(own))

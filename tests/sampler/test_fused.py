@@ -15,7 +15,7 @@ from stages.decoding.decoders import LeanDecoder
 from stages.decoding.sampler import Sampler, SamplingParams
 from stages.decoding.sampling import sample_step
 from stages.models.layers import turns
-from tests.architectures import FAST, build
+from tests.architectures import build
 from tests.sampler.test_replay import graph_like
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and fused.triton is not None
@@ -34,7 +34,7 @@ if INTERPRETED:  # which asks NumPy for the number in an array of one; since 2.4
 
     interpreter._patch_lang_tensor = _patch_lang_tensor
 
-SIZES = [(1, 4, 64), (7, 1, 80), (3, 3, 128), (64, 2, 16)]  # rows, queries per key, head size
+SIZES = [(1, 4, 64), (7, 1, 80), (3, 3, 128), (17 if INTERPRETED else 64, 2, 16)]  # rows, queries per key, head size
 SOME = ["llama", "qwen3", "glm4", "gemma2", "gemma3", "granite", "mixtral", "olmo2", "phi3 partial", "smollm3"]
 TYPES = [torch.float32, torch.bfloat16]  # the interpreter multiplies the bits of bfloat16 matrices
 
@@ -62,7 +62,7 @@ def test_in_the_interpreter():
 @runs_here
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("rows, each, d", SIZES)
+@pytest.mark.parametrize("rows, each, d", SIZES[:3])
 @pytest.mark.parametrize("normed, turned", [(False, True), (True, True), (True, False)])
 def test_keys_and_values_are_turned_and_kept(rows, each, d, dtype, normed, turned):
     groups, places = 2, 40
@@ -155,14 +155,16 @@ def test_a_token_is_drawn_as_the_sampler_draws_it(rows, vocabulary, dtype, scale
     uniform[0, 1:] = torch.tensor([0.0, 1 - 2**-53])
     state = torch.tensor([[0] * (rows + 1), [5] * (rows + 1), [0] * (rows + 1)], device=DEVICE)
     for k in range(3):
-        found = fused.draw(logits, uniform, state, 8, scale, temperature)
+        found = fused.draw(logits, uniform, state, scale, temperature)
         token, logp = sample_step(logits.float() * scale, uniform[:rows, k], SamplingParams(temperature=temperature))
         assert torch.equal(found[0].long(), token) and torch.equal(state[0, :rows], token)
         torch.testing.assert_close(found[1].float(), logp, atol=2e-6, rtol=1e-6)
-        assert (state[1, :rows] == min(7, 6 + k)).all() and (state[2, :rows] == min(2, k + 1)).all()
+        assert (state[1, :rows] == 6 + k).all() and (state[2, :rows] == k + 1).all()
+    again = fused.draw(logits, uniform, state, scale, temperature)  # of a row that has ended
+    assert torch.equal(again, found)
     assert state[:, rows].tolist() == [0, 5, 0]
     logits[0, 3] = float("nan")
-    assert fused.draw(logits, uniform, state, 8)[1].isnan().tolist() == [True] + [False] * (rows - 1)
+    assert fused.draw(logits, uniform, state)[1].isnan().tolist() == [True] + [False] * (rows - 1)
 
 
 @pytest.fixture
@@ -178,7 +180,7 @@ def replaying(monkeypatch):
 
 @runs_here
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", SOME if INTERPRETED else sorted(FAST))
+@pytest.mark.parametrize("name", SOME)
 def test_steps_of_every_family_draw_what_torchs_operations_draw(replaying, monkeypatch, name):
     model = build(name).to(DEVICE)
     used, before = [], LeanDecoder.decode_fused

@@ -14,7 +14,7 @@ import torch
 
 from stages.decoding import replay
 from stages.decoding.decoders import LeanDecoder
-from stages.decoding.sampler import Sampler, SamplingParams
+from stages.decoding.sampler import HELD_SHARE, Sampler, SamplingParams
 from stages.models.modeling import freeze
 from stages.running import cuda
 from tests import second_device as second
@@ -31,7 +31,8 @@ def captured(monkeypatch):
     monkeypatch.setattr(second, "graph", lambda *given, **more: (log.append("captured"), made(*given, **more))[1])
     monkeypatch.setattr(second.CUDAGraph, "replay", lambda graph: (log.append("replayed"), again(graph))[1])
     monkeypatch.setattr(replay, "COLUMNS", 16)  # rows of these models have 96 tokens at most
-    monkeypatch.setattr("stages.decoding.sampler.COLUMN_STEP", 16)
+    monkeypatch.setattr("stages.decoding.sampler.COLUMN_STEP", 8)
+    monkeypatch.setattr("stages.decoding.sampler.FIRST_COLUMNS", 16)
     return log
 
 
@@ -142,10 +143,10 @@ def test_what_is_held_serves_other_settings_and_sizes(models, captured, monkeypa
     calls = [
         (prompts, SamplingParams(max_new_tokens=9), seeds),
         (prompts[:2], SamplingParams(max_new_tokens=20, temperature=0.0), seeds[:2]),
-        (prompts, SamplingParams(max_new_tokens=40, temperature=0.5), seeds),
+        (prompts[2:], SamplingParams(max_new_tokens=24, temperature=0.5), seeds[2:]),
         (prompts[:1], SamplingParams(max_new_tokens=6, top_p=0.7), [[5]]),
-        *((prompts[1:4], SamplingParams(max_new_tokens=7, temperature=1 + k / 5), seeds[1:4]) for k in range(6)),
-        (prompts, SamplingParams(max_new_tokens=9), seeds),
+        *((prompts[:1], SamplingParams(max_new_tokens=5, temperature=1 + k / 5), [[5]]) for k in range(5)),
+        (prompts[:4], SamplingParams(max_new_tokens=9), seeds[:4]),
     ]
     with second.second_device(monkeypatch):
         sampler = Sampler(there(model), None, max_batch=6)
@@ -156,10 +157,25 @@ def test_what_is_held_serves_other_settings_and_sizes(models, captured, monkeypa
     assert 1 < len(distributions) <= replay.DISTRIBUTIONS
 
 
-@pytest.mark.parametrize("slots", [2, 3])
-def test_rows_that_end_at_every_step_draw_what_they_draw_alone(models, captured, monkeypatch, slots):
+def test_little_of_the_memory_that_is_free_is_held(models, captured, monkeypatch):
+    request = [[1, 2, 3]], SamplingParams(max_new_tokens=6), [[1]]
+    with second.second_device(monkeypatch):
+        sampler = Sampler(there(models("llama")), None, dtype=torch.float64)
+        sampler.generate(*request)
+        held = sampler.held
+        kv = held.kv.whole
+        assert held.bytes == 8 * (sum(p.numel() for p in sampler.model.parameters()) + kv.numel())
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (HELD_SHARE * held.bytes, second.MEMORY))
+        sampler.generate(*request)
+        assert sampler.held is held
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (HELD_SHARE * held.bytes - 1, second.MEMORY))
+        sampler.generate(*request)
+        assert sampler.held is None
+
+
+def test_rows_that_end_at_every_step_draw_what_they_draw_alone(models, captured, monkeypatch):
     """A step is started before it is known which rows the last one has ended."""
-    model, longest = models("llama"), 6
+    model, longest, slots = models("llama"), 6, 2
     prompts, seeds = [[1, 2, 3], [4], [5, 6]], [[1, 2], [3], [4, 5]]
     plain = Sampler(model, None, max_batch=1).generate(prompts, SamplingParams(max_new_tokens=longest), seeds)
     with second.second_device(monkeypatch):
@@ -171,6 +187,18 @@ def test_rows_that_end_at_every_step_draw_what_they_draw_alone(models, captured,
             found = sampler.generate(prompts, SamplingParams(max_new_tokens=longest, stop_ids=frozenset([stop])), seeds)
             for group, whole in zip(tokens_of(found), tokens_of(plain)):
                 assert group == [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in whole]
+
+
+def test_stop_strings_end_rows_whose_next_step_was_started(models, tokenizer, captured, monkeypatch):
+    model, seeds = models("llama"), [[1, 2, 3], [4, 5]]
+    request = [[40, 50], [60]], SamplingParams(max_new_tokens=20, stop_strings=("e", "7", "AB")), seeds
+    with second.second_device(monkeypatch):
+        found = Sampler(there(model), tokenizer, max_batch=2).generate(*request)
+    wanted = Sampler(model, tokenizer, max_batch=2).generate(*request)
+    assert [[(c.ids, c.text, c.finish_reason) for c in group] for group in found] == [
+        [(c.ids, c.text, c.finish_reason) for c in group] for group in wanted
+    ]
+    assert any(c.finish_reason == "stop" for group in found for c in group)
 
 
 def test_a_step_is_started_before_the_last_one_is_read(models, captured, monkeypatch):

@@ -47,7 +47,8 @@ def as_on_cuda(monkeypatch):
     monkeypatch.setattr(LeanDecoder, "wants_blocks", property(lambda self: False))
     monkeypatch.setattr(replay, "cuda_graphs", lambda: graph_like(log))
     monkeypatch.setattr(replay, "COLUMNS", 16)  # rows of these models have 96 tokens at most
-    monkeypatch.setattr("stages.decoding.sampler.COLUMN_STEP", 16)
+    monkeypatch.setattr("stages.decoding.sampler.COLUMN_STEP", 8)
+    monkeypatch.setattr("stages.decoding.sampler.FIRST_COLUMNS", 16)
     return log
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from stages.decoding.sampler import Sampler
 from stages.harness import execute
 from stages.models import memory
 from stages.models.modeling import load_policy, policy_to_train
@@ -225,7 +226,8 @@ def test_what_fits_by_certain_bytes_only_is_a_warning(tiny, data, spec, monkeypa
         get_spec("rl").roles(config, {"model", "data"}), shapes, config.model_copy(update={"environment": "tools"})
     )
     assert agent.caches[memory.SAMPLED] == found.caches[memory.SAMPLED] + 10
-    events = []
+    events, released = [], []
+    monkeypatch.setattr(Sampler, "release", lambda sampler: released.append(1))
     result = execute(
         spec(
             "rl",
@@ -237,6 +239,11 @@ def test_what_fits_by_certain_bytes_only_is_a_warning(tiny, data, spec, monkeypa
     )
     (warned,) = [w["text"] for w in result["warnings"] if w["code"] == "memory"]
     assert "generation_batch or max_completion_length" in warned or "max_tokens_per_micro_batch" in warned
+    # where it is tight the sampler keeps nothing while is trained: after the preflight, the step, and at the end
+    assert len(released) == 3
+    roomy = {**RL, "device_memory_gib": 2 * (found.states + sum(found.caches.values())) / memory.GIB}
+    execute(spec("rl", roomy, {"model": tiny["policy"], "data": data["prompts"]}, "roomy"), events.append)
+    assert len(released) == 4
 
 
 def test_sharding_divides_what_is_sharded_and_sampling_needs_a_whole_copy(tiny):

@@ -28,6 +28,7 @@ from stages.settings import OptimizerConfig  # noqa: E402
 from storage.files import tree_digest  # noqa: E402
 from tests.architectures import build, items_of  # noqa: E402
 from tests.common import silent  # noqa: E402
+from tests.sampler.test_replay import as_on_cuda  # noqa: E402, F401
 from tests.training.fresh import scores, scores_elsewhere
 from tests.training.test_frozen import RL, SFT, STAGES, to_train, trained  # noqa: E402
 from tests.training.test_invariance import text_items  # noqa: E402
@@ -223,6 +224,14 @@ def test_the_sampler_samples_what_the_trainer_computes(tiny, dequantised):
         mine, theirs = (s.generate(prompts, SamplingParams(max_new_tokens=8), seeds) for s in (mine, theirs))
         assert mine == theirs
     assert in_4_bits(kept)
+
+
+def test_the_sampler_keeps_its_copy_between_calls(tiny, as_on_cuda):  # noqa: F811
+    model, _ = trained(tiny["policy"], frozen_dtype="nf4")
+    sampler, request = Sampler(model, None), ([[1, 40, 50, 60]], SamplingParams(max_new_tokens=8), [[1, 2]])
+    first = sampler.generate(*request)
+    copied = sampler.held.decoder.kept.parts[1].qkv
+    assert sampler.generate(*request) == first and sampler.held.decoder.kept.parts[1].qkv is copied
 
 
 @pytest.mark.parametrize("case", STAGES)
