@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 from stages.decoding.decoders import Past, Prefilled
+from stages.decoding.replay import bucket
 from stages.models.memory import KEPT_BYTES
 
 PREFILL_TOKENS = 4096  # padded tokens of one prefill batch (a longer prompt goes alone)
 # KV columns that one prefill batch attends to, a beginning that its rows share counted for each
 PREFILL_COLUMNS = 16384
-WIDTHS = 32  # on CUDA a batch is as wide as a multiple of this
+WIDTHS = 32  # on CUDA a batch is as wide as a multiple of this, and has as many rows as a decoding step may have
 MIN_SHARED = 64  # tokens; a shorter beginning (a chat template's head) is not worth a forward pass of its own
 MIN_SAVED = 256  # tokens that a group's prompts need not compute
 
@@ -130,9 +131,10 @@ def prefilled_groups(
             first = _prefill(decoder, [prompts[members[0]][:shared]], None, send)
             past = Past(first.keys, first.values, [shared])
         while members:
-            longest = max(len(prompts[i]) for i in members)
-            rows = max(1, min(PREFILL_TOKENS // (longest - shared), PREFILL_COLUMNS // longest, most))
-            yield members[:rows], _prefill(decoder, [prompts[i][shared:] for i in members[:rows]], past, send)
+            width = _width(decoder, max(len(prompts[i]) for i in members) - shared)
+            room = max(1, min(PREFILL_TOKENS // width, PREFILL_COLUMNS // (width + shared)))
+            rows = min(room, most)
+            yield members[:rows], _prefill(decoder, [prompts[i][shared:] for i in members[:rows]], past, send, room)
             members = members[rows:]
 
 
@@ -154,11 +156,17 @@ def prefilled_continuing(
         yield take, _prefill(decoder, [prompts[i][n:] for i, n in zip(take, past.lengths)], past, send)
 
 
-def _prefill(decoder, rows: Sequence[Sequence[int]], past: Past | None, send: Callable) -> Prefilled:
-    width = max(map(len, rows))
-    if decoder.replayable:  # each new width has cuBLAS look for products anew, for milliseconds
-        width = -(-width // WIDTHS) * WIDTHS
-    ids = np.zeros((len(rows), width), np.int64)
+def _width(decoder, longest: int) -> int:
+    """Columns of a prefill batch whose longest row has so many tokens: each new shape has cuBLAS look for products
+    anew, for milliseconds.
+    """
+    return -(-longest // WIDTHS) * WIDTHS if decoder.replayable else longest
+
+
+def _prefill(decoder, rows: Sequence[Sequence[int]], past: Past | None, send: Callable, room: int = 1) -> Prefilled:
+    """Of these rows, behind which there may be others that are nobody's. room: for how many rows there is."""
+    count = max(len(rows), bucket(len(rows), room) if decoder.replayable else 0)
+    ids, lengths = np.zeros((count, _width(decoder, max(map(len, rows)))), np.int64), np.ones(count, np.int64)
     for j, row in enumerate(rows):
-        ids[j, : len(row)] = row
-    return decoder.prefill(send(ids), send(np.array([len(row) for row in rows], np.int64)), past)
+        ids[j, : len(row)], lengths[j] = row, len(row)
+    return decoder.prefill(send(ids), send(lengths), past)

@@ -84,6 +84,26 @@ def test_every_family_replays(models, as_on_cuda, monkeypatch, family):
     ]
 
 
+def test_prompts_are_prefilled_in_few_shapes(models, as_on_cuda, monkeypatch):
+    """Whatever their number and lengths; what fills a batch up is nobody's."""
+    model, params = models("llama"), SamplingParams(max_new_tokens=3)
+    shapes, prefill = set(), LeanDecoder.prefill
+    requests = [
+        ([[5 + k] * (1 + (7 * k + n) % 60) for k in range(n)], [[k] for k in range(n)]) for n in range(1, 20, 3)
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            LeanDecoder, "prefill", lambda self, ids, *more: (shapes.add(ids.shape), prefill(self, ids, *more))[1]
+        )
+        found = [Sampler(model, None, max_batch=16).generate(prompts, params, seeds) for prompts, seeds in requests]
+    monkeypatch.undo()
+    wanted = [Sampler(model, None, max_batch=16).generate(prompts, params, seeds) for prompts, seeds in requests]
+    assert {rows for rows, _ in shapes} == {2, 4, 8, 16} and {width for _, width in shapes} == {32, 64}
+    assert [[[c.ids for c in group] for group in one] for one in found] == [
+        [[c.ids for c in group] for group in one] for one in wanted
+    ]
+
+
 def test_a_step_is_thrown_away_with_the_storage_it_wrote_to(models, as_on_cuda):
     """Rows that outgrow the KV storage get a new one; what was captured over the old one must not run again."""
     model = models("llama")
