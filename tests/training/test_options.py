@@ -239,10 +239,13 @@ def test_the_summarys_loss_is_the_mean_of_the_last_tenth_of_the_steps_and_the_av
     assert result["summary"]["validation/nll"] == pytest.approx(min(passes.values()), rel=1e-5)
 
 
-def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
+@pytest.mark.parametrize("eval_rows", (512, 0))
+def test_the_best_pass_by_reward_score_is_published(tiny, data, spec, eval_rows):
+    """Also where validation passes have only answers to judge (eval_rows=0)."""
+    config = {"num_train_epochs": 4, "eval_every": 2, "select_by": "reward", "eval_completion_length": 24}
     made = spec(
         "sft",
-        {**SFT, "num_train_epochs": 4, "eval_every": 2, "select_by": "reward", "eval_completion_length": 24},
+        {**SFT, **config, "eval_rows": eval_rows},
         {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": tiny["reward"]},
         "judged",
     )
@@ -252,6 +255,7 @@ def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
     assert len(passes) > 3 and len(set(passes.values())) > 1
     assert result["summary"]["selected_step"] == max(passes, key=passes.get)
     assert result["summary"]["validation/reward"] == pytest.approx(max(passes.values()), rel=1e-5)
+    assert ("validation/nll" in result["summary"]) is bool(eval_rows)
 
 
 def test_the_reward_model_is_not_asked_about_unfinished_answers(tiny, data, spec):
