@@ -435,6 +435,32 @@ def test_selection_needs_something_to_select_by(tiny, data, spec):
         )
 
 
+@pytest.mark.parametrize(
+    "config", [{}, {"method": "kto"}, {"method": "aot_unpaired"}, {"method": "simpo"}, {"reference_update": "ema"}]
+)
+def test_align_refuses_an_unknown_select_by_before_the_reference_is_computed(tiny, data, spec, monkeypatch, config):
+    from stages import align
+
+    monkeypatch.setattr(align, "add_reference", lambda *a: pytest.fail("it computed the reference"))
+    config = {"max_length": 96, "eval_every": 1, "max_steps": 1, "select_by": "quality", **config}
+    inputs = {"model": tiny["policy"], "data": data["pairs"]}
+    with pytest.raises(TrainingError, match="select_by=quality.*write one of.*loss.*rewards/margins"):
+        execute(spec("align", config, inputs, "unknown"), silent)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_align_selects_by_any_metric_of_its_validation_passes(tiny, data, spec, method):
+    """Each of them is known before the first pass, and knowing it moves no number."""
+    config = {"method": method, "max_length": 96, "eval_every": 1, "max_steps": 2, "learning_rate": 1e-3}
+    inputs = {"model": tiny["policy"], "data": data["pairs"]}
+    plain = execute(spec("align", config, inputs, "plain"), silent)["summary"]
+    found = {name.partition("/")[2]: value for name, value in plain.items() if name.startswith("validation/")}
+    chosen = execute(spec("align", {**config, "select_by": "logps/chosen"}, inputs, "logps"), silent)["summary"]
+    assert chosen["train/loss"] == plain["train/loss"] and "selected_step" in chosen
+    for name in found.keys() - {"logps/chosen"}:
+        execute(spec("align", {**config, "max_steps": 1, "select_by": name}, inputs, name.replace("/", "-")), silent)
+
+
 @pytest.mark.parametrize("stage,rows", [("sft", "demonstrations"), ("align", "pairs")])
 def test_selection_without_validation_rows_is_refused_before_anything_is_computed(
     stage, rows, tiny, data, spec, tmp_path, monkeypatch
