@@ -642,6 +642,12 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
             + ("kl_target=old" if row.kl_loss_estimator == "full" else "ref_mode=previous")
             + ", which is the same without a model of its own, or ref_sync_steps=512 for a reference that stays behind"
         )
+    if row.advantage == "win_rate" and row.opponent == "mixture" and config.sampling_dtype != "float32":
+        warnings.append(
+            f"sampling_dtype={config.sampling_dtype}: opponent=mixture reads policy and reference as they are held for"
+            " training, since copies of both in another type would take more memory than they save; its answers are"
+            " sampled in the type of those weights, the policy's own in sampling_dtype"
+        )
     to_start = row.kl_target == "old" or starts_at_reference(row, config)
     to_sampler = row.behaviour_ratio and row.kl_loss_estimator != "full"  # who may be an older policy
     if (
