@@ -282,6 +282,34 @@ def test_pass_rates_need_a_reward_that_says_what_is_right(config):
         SPEC.check(Config(**config, rewards=rewards), (*given, "prompt_stats"))
 
 
+@pytest.mark.parametrize("says, told", [("1.0", True), ("bool(completion)", False), ("CORRECT", False), ("cut", False)])
+def test_a_function_that_says_of_nothing_whether_it_is_right_is_told_of_before_prompts_are_sampled(
+    rl,  # noqa: F811
+    monkeypatch,
+    says,
+    told,
+):
+    """By the completions tried; of cut ones alone nothing is concluded."""
+    from stages.rollouts.source import Rollouts
+
+    monkeypatch.setattr(Rollouts, "_measured_pass_rates", lambda *a: pytest.fail("every prompt was sampled"))
+    value = {"CORRECT": "{'reward': 0.5, 'correct': True}", "cut": "1.0"}.get(says, says)
+    config = {
+        "preset": "grpo",
+        "difficulty_band": [0.2, 0.8],
+        "reward_override": "none",
+        "rewards": [
+            {"kind": "python", "name": "own", "source": f"def score(prompt, completion, answer):\n    return {value}"}
+        ],
+        **({"min_tokens": 6} if says == "cut" else {"stop_strings": list("abcdefghijklmnopqrstuvwxyz ")}),
+    }
+    with pytest.raises(ConfigError if told else pytest.fail.Exception) as found:
+        rl("verdicts", config)
+    assert not told or re.search(
+        "difficulty_band goes by.*'own' gave numbers alone.*return True or False", str(found.value)
+    )
+
+
 def test_the_stage_reports_refused_settings_as_settings(rl):
     with pytest.raises(ConfigError, match="write kl_reward_mode=token_terminal"):
         rl("refused", {"preset": "ppo", "kl_reward_mode": "token_broadcast"})
