@@ -387,6 +387,8 @@ def run(stage):
             f" reference_interval={config.reference_interval} steps, and this run has {source.total_steps} optimizer"
             " steps, so that it stays where it was. Write a smaller reference_interval, or reference_update=frozen.",
         )
+    if config.select_by and stage.checkpoints.latest() is None:
+        source.rehearse_selection(trainer)
     if frozen:
         add_reference(stage, renderer, objective, seen + validation, model)
     elif not method.needs_reference:  # held-out displacement is measured from the start instead

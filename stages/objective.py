@@ -297,13 +297,26 @@ def mutation(stage, tried, problems, attempt) -> dict:
     from stages.direct.objective_code import START, Program
 
     rng = stage.rng("mutation", attempt)
-    shapes, names = dict(SHAPES), list(SHAPES)
+    shapes, names, other = dict(SHAPES), list(SHAPES), []
+    ours = Program(f"{START}{BEGIN}    return u")
     good = [t for t in tried if t["valid"] and t["score"] is not None]
-    for t in good[len(good) // 2 :]:  # the better half, where it is written with our names and short enough to grow
+    for t in good[len(good) // 2 :]:  # the better half, where it begins as ours do and is short enough to grow
         program = Program(t["code"])
-        if [name for name, _ in program.steps] == ["h_w", "h_l", "u"] and len(ast.unparse(program.result)) < 400:
-            shapes[t["name"]] = ast.unparse(program.result)
+        result = ast.unparse(program.result)
+        # the same lines before the end, and no argument of its own
+        if program.normal_form.removesuffix(result) != ours.normal_form.removesuffix("u"):
+            other.append(t["name"])
+        elif len(result) < 400:
+            shapes[t["name"]] = result
             names += [t["name"]] * 3
+    if other:
+        stage.warn(
+            "not_recombined",
+            f"Of the better half of the losses tried, {', '.join(other)} cannot be built upon by proposer=mutation, which"
+            " reads what a loss returns as an expression of h_w, h_l, u and beta. Write them as a function without"
+            f" arguments of its own whose lines before the return are exactly\n{BEGIN.rstrip()}\nor take"
+            " proposer=model or server, which read any.",
+        )
     first, second = (names[i] for i in rng.integers(len(names), size=2))
     w, tau = round(float(rng.uniform(0.1, 0.9)), 2), float(rng.choice([0.05, 0.2, 0.5, 1.0]))
     how = ["mix", "gate", "bend", "floor"][int(rng.integers(4))]

@@ -437,6 +437,31 @@ def check_rewards(stage, source, samples) -> None:
             f" teach nothing. Most often: {commonest_failure(lost)}. Mend the reward component, or have it return a"
             " number for these too.",
         )
+    check_verdicts(stage, samples)
+
+
+def check_verdicts(stage, samples) -> None:
+    """Refuse settings that go by which completions are right where only functions could say it and, of the completions
+    tried that have an end, they say of none: before ``passk_samples`` of every prompt are drawn for it.
+    """
+    from stages.reward.components import WITHOUT_VERDICT
+    from stages.rl import reads_verdicts
+    from stages.spec import ConfigError
+
+    rates = reads_verdicts(stage.config, stage.inputs)
+    asked = [c for c in stage.config.rewards if c.kind not in WITHOUT_VERDICT]
+    ended = [s for s in samples if s.terminated]
+    if (
+        rates
+        and all(c.kind in ("python", "remote") and any(s.parts.get(c.name) is not None for s in ended) for c in asked)
+        and all(s.correct is None for s in samples)
+    ):
+        raise ConfigError(
+            f"rl: {rates[0]} goes by which completions are right, and reward {asked[0].name!r} gave numbers alone for"
+            " the completions tried before training; return True or False, or"
+            ' {"reward": NUMBER, "correct": True or False}, or add {name: verdict, kind: verifier, weight: 0} to'
+            f" rewards, or leave {rates[0]} out"
+        )
 
 
 def check_clip_range(stage, source, samples) -> None:

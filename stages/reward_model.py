@@ -350,6 +350,7 @@ class Setup:
             keep_lm_head,
             load_reward_model,
             new_reward_model,
+            read_card,
             reader_for,
             resolve_pooling,
         )
@@ -414,6 +415,11 @@ class Setup:
                     " tokenizer."
                 )
             self.objective.read = add_gain_bias(self.model, self.lm_head, self.token)
+        #: Constant term of a head that was trained as gain and bias, which a linear head has no place for.
+        self.offset = 0.0
+        if self.row.name == "orm" and config.init_head == "keep":
+            self.offset, read = read_card(path).options.get("offset", 0.0), self.objective.read
+            self.objective.read = lambda *args: read(*args) + self.offset
         freeze_layers(self.model, config, self.row.reads)
         self.model = adapted(self.model, stage, path, lambda model: with_adapter(stage, model, config, self.row.reads))
         self.scale, self.shifts = None, None
@@ -629,7 +635,7 @@ def run(stage):
     fit(stage, trainer, source, evaluate=evaluate if validation else None, eval_every=config.eval_every)
     setup.model.eval()
     final = trainer.evaluate(train[: config.eval_rows])
-    offset = drop_lm_head(setup.model, setup.lm_head, setup.token)
+    offset = setup.offset + drop_lm_head(setup.model, setup.lm_head, setup.token)
     card = setup.card(offset=offset)
     card.bias, card.anchor = calibration_bias(stage, setup.scorer(stage, card), data, setup)
     summary = {

@@ -931,15 +931,20 @@ def check(config: Config, given: Collection[str]) -> None:
             f"ptx_coef={row.ptx_coef} mixes in pretraining text, which is not there; give the input ptx=REF, or write"
             " ptx_coef=0"
         )
-    # of a band alone, statistics that are given know it
-    rates = [f"curriculum={config.curriculum}"] * (config.curriculum in ("pass_at_k", "self_paced"))
-    rates += ["no_resampling_pass_rate"] * (config.no_resampling_pass_rate is not None)
-    rates += ["difficulty_band"] * (config.difficulty_band is not None and "prompt_stats" not in given)
+    rates = reads_verdicts(config, given)
     if rates and all(c.kind in WITHOUT_VERDICT for c in config.rewards):
         raise ValueError(
             f"{rates[0]} goes by which completions are right, which no reward here says; add {{name: verdict, kind:"
             f" verifier, weight: 0}} to rewards, or leave {rates[0]} out"
         )
+
+
+def reads_verdicts(config: Config, given: Collection[str]) -> list[str]:
+    """The settings, as they are written, that go by which completions are right."""
+    rates = [f"curriculum={config.curriculum}"] * (config.curriculum in ("pass_at_k", "self_paced"))
+    rates += ["no_resampling_pass_rate"] * (config.no_resampling_pass_rate is not None)
+    # of a band alone, statistics that are given know it
+    return rates + ["difficulty_band"] * (config.difficulty_band is not None and "prompt_stats" not in given)
 
 
 def loads_start(config: Config) -> bool:

@@ -89,6 +89,7 @@ class OptimizerConfig(StageConfig):
 
     LORA_RATE: ClassVar[float] = 1.0
     BALANCES: ClassVar[bool] = False  # whether router_aux_loss_coef is by default that of the model's config
+    JUDGES_ANSWERS: ClassVar[bool] = False  # whether an input can make validation passes of other rows than eval_rows
     READ_WHEN: ClassVar[ReadWhen] = (
         (
             (
@@ -140,7 +141,7 @@ class OptimizerConfig(StageConfig):
         ),
         (
             ("eval_every",),
-            lambda c: getattr(c, "eval_rows", 1) > 0,
+            lambda c: c.JUDGES_ANSWERS or getattr(c, "eval_rows", 1) > 0,
             "eval_rows=0 keeps no validation rows; write eval_rows=500",
         ),
     )

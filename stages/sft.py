@@ -54,6 +54,7 @@ class RowsConfig(OptimizerConfig, ChatConfig):
 
 class Config(RowsConfig):
     BALANCES: ClassVar[bool] = True
+    JUDGES_ANSWERS: ClassVar[bool] = True
     READ_WHEN: ClassVar[ReadWhen] = (
         *RowsConfig.READ_WHEN,
         (
@@ -449,6 +450,11 @@ READ_OF_INPUTS: ReadWhen = (
         ("eval_prompts", "eval_completion_length"),
         lambda s: s.has("reward_model"),
         "no answers are judged without the input reward_model; give it",
+    ),
+    (
+        ("eval_every",),
+        lambda s: s.config.eval_rows > 0 or s.has("reward_model"),
+        "eval_rows=0 keeps no validation rows; write eval_rows=500, or give the input reward_model",
     ),
     (
         ("train_on",),

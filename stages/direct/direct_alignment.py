@@ -598,6 +598,21 @@ class AlignmentRows(ShuffledRows):
             self.moving.attach(self.objective, rows)
         return self.objective.prepare(self.model, rows, self.device, held_out)
 
+    def rehearse_selection(self, trainer) -> None:
+        """Refuse a ``select_by`` that no validation pass will have, before the reference of every row is computed: by a
+        pass over one validation row (of each label), with the policy in the reference's place.
+
+        Raises:
+            TrainingError: with the names of the metrics that there are.
+        """
+        rows = list({item.extra.get("label"): item for item in self.validation}.values())
+        MovingReference(trainer.config, self.model, self.device).attach(self.objective, rows)
+        found = self.objective.prepare(self.model, rows, self.device, held_out=True)
+        found |= trainer.evaluate(rows)
+        found |= margin(found)
+        if trainer.config.select_by not in found:
+            trainer.consider(found)
+
     def evaluate(self, trainer) -> dict[str, float]:
         """A validation pass."""
         logged = self.prepare(self.validation, held_out=True)

@@ -113,6 +113,7 @@ ALIASES = {
 
 # Columns with answers, of which a file of prompts says nothing.
 _ANSWERS = frozenset(("chosen", "rejected", "completion", "completions", "response_a", "messages"))
+_ANSWERS_HOWEVER_NAMED = _ANSWERS.union(*(SYNONYMS.get(name, ()) for name in _ANSWERS))
 
 # Kind of the rows of a format, for files of which no sampled row can be read.
 _KINDS = {
@@ -203,6 +204,12 @@ def detect(rows: list[dict]) -> str | None:
     return min(found, key=lambda name: (-found[name], order.index(name)))
 
 
+def empty_answers(rows: list[dict]) -> list[str]:
+    """The columns with answers that rows in our columns have and that none of them fills."""
+    filled = {name for row in rows for name, value in row.items() if value is not None}
+    return [name for name in dict.fromkeys(n for row in rows for n in row) if name in _ANSWERS_HOWEVER_NAMED - filled]
+
+
 def rename(row: dict, column_map: dict[str, str]) -> dict:
     """The row with our names: column_map is {our name: source name}; dotted source names go inside structs."""
     taken = set(column_map.values())
@@ -234,7 +241,7 @@ class Adapter:
 
     def __init__(self, name: str, options, records: Callable | None = None):
         self.name = name
-        self._guessed = records is None and ALIASES.get(options.format, options.format) == "auto"
+        self.guessed = records is None and ALIASES.get(options.format, options.format) == "auto"
         #: records of the source -> those that this adapter reads; for published datasets in columns of their own
         #: (`published.py`)
         self.records = records or iter
@@ -333,7 +340,7 @@ class Adapter:
                 raise Bad("wrong_type")
         if unread := self._unread(row):
             extra["message_fields"] = unread
-        if self.name == "prompts" and self._guessed and not _ANSWERS.isdisjoint(extra):
+        if self.name == "prompts" and self.guessed and not _ANSWERS.isdisjoint(extra):
             alone = _format_of(row)
             if alone not in (None, "prompts"):
                 out["_answers_left"] = alone

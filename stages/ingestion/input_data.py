@@ -11,7 +11,7 @@ from typing import Iterator
 
 from stages.ingest import native_kind
 from stages.ingestion.counts import Counts
-from stages.ingestion.formats import Adapter, known_columns, rename
+from stages.ingestion.formats import Adapter, empty_answers, known_columns, rename
 from stages.ingestion.published import adapter_of
 from stages.ingestion.rules import Bad
 from stages.ingestion.sources import (
@@ -316,8 +316,20 @@ class InputData:
         """Warn of columns that say which answers are good, or what the answer is, where the rows are read as something
         that has no place for it.
         """
-        kinds, beside, answered = set(), {}, False
-        for record in adapter.records(Record(line, None, row, None) for line, row in enumerate(head_rows(source), 1)):
+        kinds, beside, answered, rows = set(), {}, False, head_rows(source)
+        if (
+            adapter.guessed
+            and adapter.name == "prompts"
+            and (found := empty_answers([rename(row, self.config.columns()) for row in rows]))
+        ):
+            self.stage.warn(
+                "empty_answers",
+                f"{source.name} is read as prompts alone, since there is nothing in {' and '.join(found)} of the first"
+                f" {len(rows)} rows: where answers are meant to be there, mend the file (with their format, such as"
+                " format=preference or prompt_completion, such rows are quarantined); where they are not, write"
+                " format=prompts",
+            )
+        for record in adapter.records(Record(line, None, row, None) for line, row in enumerate(rows, 1)):
             try:
                 kind, row, _ = (
                     adapter(record.row) if record.row is not None and record.code is None else (None, {}, None)

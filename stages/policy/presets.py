@@ -424,6 +424,18 @@ def refuse_off_policy(row, config: Config) -> None:
         )
 
 
+def starts_at_reference(row, config: Config) -> bool:
+    """Whether every iteration starts at its reference, so that the KL of its own samples is 0: under ``ref_mode=previous``,
+    and where ``refresh`` copies the policy behind the last step of each iteration (the first has what it is given).
+    """
+    updates = row.num_iterations * config.num_minibatches
+    copied = config.ref_sync_alpha == 1 and (
+        config.ref_sync_steps == 1 or config.early_stop_kl is None and updates % config.ref_sync_steps == 0
+    )
+    older = config.async_rollouts or row.behaviour_ratio  # samples, or ratios, of another policy than that at the start
+    return config.ref_mode == "previous" or config.ref_mode == "refresh" and copied and not older
+
+
 def refuse_kl(row, config: Config) -> None:
     """KL terms that the reference, or what is kept of it, cannot give."""
     if config.kl_coef_min is not None and config.kl_coef_max is not None and config.kl_coef_min > config.kl_coef_max:
@@ -431,12 +443,20 @@ def refuse_kl(row, config: Config) -> None:
             f"kl_coef_min={config.kl_coef_min:g} is above kl_coef_max={config.kl_coef_max:g}; write kl_coef_min <="
             " kl_coef_max, or leave one of them out."
         )
-    if config.ref_mode == "previous" and row.kl_reward_coef:
-        raise ValueError(
-            "ref_mode=previous is the policy that started the iteration, to which the KL of its own samples is 0, so"
-            " kl_coef would lower no reward; write kl_coef=0 and beta=0.04 (the KL in the loss), or ref_mode=refresh."
+    reference, other = (
+        ("ref_mode=previous is", "ref_mode=refresh")
+        if config.ref_mode == "previous"
+        else (
+            f"ref_mode=refresh with ref_sync_alpha=1 and ref_sync_steps={config.ref_sync_steps} makes the reference",
+            "ref_sync_steps=512",
         )
-    if config.ref_mode == "previous" and row.kl_loss_coef and row.kl_target == "ref":
+    )
+    if starts_at_reference(row, config) and row.kl_reward_coef:
+        raise ValueError(
+            f"{reference} the policy that started the iteration, to which the KL of its own samples is 0, so kl_coef"
+            f" would lower no reward; write kl_coef=0 and beta=0.04 (the KL in the loss), or {other}."
+        )
+    if starts_at_reference(row, config) and row.kl_loss_coef and row.kl_target == "ref":
         held = {
             f"kl_controller={row.kl_controller} would lower the coefficient after every iteration": (
                 row.kl_controller != "fixed"
@@ -445,8 +465,8 @@ def refuse_kl(row, config: Config) -> None:
         }
         for text in (text for text, on in held.items() if on):
             raise ValueError(
-                "ref_mode=previous is the policy that started the iteration, and the KL that is compared with target_kl"
-                f" is that of its own samples to it, which is 0, so {text}; write kl_target=old in its place, whose KL is"
+                f"{reference} the policy that started the iteration, and the KL that is compared with target_kl is that"
+                f" of its own samples to it, which is 0, so {text}; write kl_target=old in its place, whose KL is"
                 " measured after the steps of an iteration, or leave it out."
             )
     if exact_in_reward(row, config) and (config.async_rollouts or row.off_policy_ok):
@@ -610,7 +630,25 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
             f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task;"
             " verdicts, soft overlong penalties and truncation_policy=zero or penalty do not count either"
         )
-    to_start = row.kl_target == "old" or config.ref_mode == "previous"
+    if (
+        config.ref_mode == "refresh"
+        and row.needs_reference
+        and row.opponent != "mixture"
+        and starts_at_reference(row, config)
+    ):
+        warnings.append(
+            f"ref_mode=refresh with ref_sync_alpha=1 and ref_sync_steps={config.ref_sync_steps} copies the policy behind"
+            " the last step of every iteration, so the reference is the policy that started the iteration; write "
+            + ("kl_target=old" if row.kl_loss_estimator == "full" else "ref_mode=previous")
+            + ", which is the same without a model of its own, or ref_sync_steps=512 for a reference that stays behind"
+        )
+    if row.advantage == "win_rate" and row.opponent == "mixture" and config.sampling_dtype != "float32":
+        warnings.append(
+            f"sampling_dtype={config.sampling_dtype}: opponent=mixture reads policy and reference as they are held for"
+            " training, since copies of both in another type would take more memory than they save; its answers are"
+            " sampled in the type of those weights, the policy's own in sampling_dtype"
+        )
+    to_start = row.kl_target == "old" or starts_at_reference(row, config)
     to_sampler = row.behaviour_ratio and row.kl_loss_estimator != "full"  # who may be an older policy
     if (
         row.kl_loss_coef
@@ -623,7 +661,13 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
             f"preset={config.preset}: the KL in the loss is to the policy that starts the iteration, and the only"
             " optimizer step of an iteration is taken there, where this KL's gradient is 0, so it holds nothing back;"
             " write num_iterations=4 or num_minibatches=4 (with a surrogate that has a ratio), or "
-            + ("kl_target=ref" if row.kl_target == "old" else "ref_mode=refresh")
+            + (
+                "kl_target=ref"
+                if row.kl_target == "old"
+                else "ref_mode=refresh"
+                if config.ref_mode == "previous"
+                else "ref_sync_steps=512"
+            )
         )
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
         warnings.append(

@@ -639,7 +639,12 @@ class Rollouts:
                 "baseline=v_star is an expectation under the input reference, which cannot be sampled from in shards;"
                 " write sharding=none, or give the input baselines of a run that started from the reference."
             )
-        return Sampler(self.reference, self.policy.renderer.tokenizer, max_batch=self.config.generation_batch)
+        return Sampler(
+            self.reference,
+            self.policy.renderer.tokenizer,
+            max_batch=self.config.generation_batch,
+            dtype=getattr(torch, self.config.sampling_dtype),
+        )
 
     def _warm_up_critic(self) -> None:
         """Critic steps on rollouts of the starting policy, which are not kept, nor counted in running statistics or the

@@ -561,6 +561,18 @@ def test_answers_in_a_file_that_is_taken_for_prompts_are_told(tmp_path):
     assert not ingest(source, tmp_path / "meant", format="prompts").result["warnings"]
     bare = write_lines(tmp_path / "y.jsonl", [{"prompt": "p", "messages_seen": 3, "note": "x"}])
     assert not ingest(bare, tmp_path / "bare").result["warnings"]
+    columns = {"chosen_column": "better", "rejected_column": "worse"}
+    for name, row, config in (
+        ("chosen and rejected", {"chosen": None, "rejected": None}, {}),
+        ("chosen and rejected", {"better": None, "worse": None}, columns),
+        ("response", {"response": None}, {}),
+    ):
+        lost = write_lines(tmp_path / "z.jsonl", [{"prompt": f"p{i}", **row} for i in range(3)])
+        guessed = ingest(lost, tmp_path / f"lost-{len(name)}-{len(config)}", **config)
+        (told,) = (one["text"] for one in guessed.result["warnings"] if one["code"] == "empty_answers")
+        assert guessed.data.kind == "prompts/1" and f"since there is nothing in {name} of the first 3 rows" in told
+        meant = ingest(lost, tmp_path / f"meant-{len(name)}-{len(config)}", format="prompts", **config)
+        assert not meant.result["warnings"]
 
 
 def test_a_file_of_which_every_row_is_refused_says_why(tmp_path):

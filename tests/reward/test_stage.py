@@ -112,6 +112,22 @@ def test_a_guard_classifier_is_a_reward_beside_accuracy(tiny, rows, train):
     assert safe[0] > safe[1]
 
 
+def test_a_kept_head_keeps_the_constant_of_gain_and_bias(tiny, rows, train):
+    """rm.orm: it stands on the card and not in the linear head, and is part of the score and of what is trained on."""
+    config = {**COMMON, "objective": "orm", "anchor": "none", "max_steps": 6, "learning_rate": 0.1}
+    inputs = {"model": tiny["policy"], "data": rows["labels"]}
+    first = train("reward_model", {**config, "outcome_head": "gain_bias"}, inputs, "gain")
+    path = first["outputs"]["model"]["path"]
+    still = {**config, "init_head": "keep", "learning_rate": 1e-12, "max_steps": 1}
+    again = train("reward_model", still, {**inputs, "model": path}, "kept")
+    responses = [Response(p, c) for p, c in ASKED]
+    one, two = (load_scorer(result["outputs"]["model"]["path"]) for result in (first, again))
+    assert abs(one.card.options["offset"]) > 0.05
+    assert two.card.options["offset"] == one.card.options["offset"]
+    assert two.score(responses) == pytest.approx(one.score(responses), abs=1e-6)
+    assert again["summary"]["train/final_loss"] == pytest.approx(first["summary"]["train/final_loss"], rel=1e-4)
+
+
 @pytest.mark.parametrize("objective", ("t2t_point", "t2t_pair"))
 def test_label_models_score_in_the_form_that_they_were_trained_in(tiny, rows, train, objective):
     path, _ = check(

@@ -117,7 +117,17 @@ class Model:
 
 def altered(c) -> bool:
     """Whether the sampler draws from something else than softmax(logits / temperature)."""
-    return bool(c.top_p < 1 or c.top_k or c.min_p or c.min_tokens or c.repetition_penalty != 1.0)
+    return bool(
+        c.top_p < 1
+        or c.top_k
+        or c.min_p
+        or c.min_tokens
+        or c.repetition_penalty != 1.0
+        or c.frequency_penalty
+        or c.presence_penalty
+        or c.bad_words
+        or c.logit_bias
+    )
 
 
 def logits_of(hidden, weights):
@@ -132,18 +142,32 @@ def picked(logps, row):
     return logps.gather(1, torch.tensor(list(row["completion_ids"]), dtype=torch.long)[:, None])[:, 0]
 
 
-def drawn_from(logits, row, c, stop_ids):
-    """Log-probs of what the sampler draws from: stop tokens banned before min_tokens, the repetition penalty over
-    prompt and completion so far, temperature, top-k, then top-p over what is left (the smallest set whose mass reaches
+def drawn_from(logits, row, c, stop_ids, tokenizer):
+    """Log-probs of what the sampler draws from: stop tokens banned before min_tokens, and the last token of a bad word
+    behind its first ones; biases; the repetition penalty over prompt and completion so far; frequency and presence
+    penalties over the completion; temperature, top-k, then top-p over what is left (the smallest set whose mass reaches
     top_p), then min-p."""
     out = torch.full_like(logits, -math.inf)
+    words = [
+        tokenizer.encode(spelling, add_special_tokens=False)
+        for word in c.bad_words
+        for spelling in (word, " " + word.lstrip())
+    ]
     for t, row_logits in enumerate(logits):
         z = row_logits.clone()
+        before = list(row["completion_ids"])[:t]
         if t < c.min_tokens:
             z[list(stop_ids)] = -math.inf
+        for *first, last in words:
+            if before[t - len(first) :] == first and len(first) <= t:
+                z[last] = -math.inf
+        for token, bias in c.logit_bias.items():
+            z[token] += bias
         if c.repetition_penalty != 1.0:
-            said = list({*row["prompt_ids"], *list(row["completion_ids"])[:t]})
+            said = list({*row["prompt_ids"], *before})
             z[said] = torch.where(z[said] > 0, z[said] / c.repetition_penalty, z[said] * c.repetition_penalty)
+        for token in set(before):
+            z[token] -= c.frequency_penalty * before.count(token) + c.presence_penalty
         row_t = torch.log_softmax(z / c.temperature, -1)
         out[t] = _filtered(row_t, c)
     return out
@@ -171,6 +195,14 @@ def _filtered(row, c):
 def equal(values) -> bool:
     values = np.asarray(values, float)
     return len(values) < 2 or np.ptp(values) <= 1e-7 * np.abs(values).max()
+
+
+def is_sure(comp, value) -> bool:
+    """Whether a tier's value is the last word: any but that of a reward model whose own opinion is not likely enough."""
+    if value is None or comp.tier != "learned":
+        return value is not None
+    p = 1 / (1 + math.exp(-value))
+    return max(p, 1 - p) >= comp.min_confidence
 
 
 def std(values, ddof):
@@ -246,7 +278,7 @@ class Iteration:
                 r, own = self.rows[i], self.own[i] == 1
                 drawn = picked(
                     (
-                        drawn_from(mu, r, c, run.stop_ids)
+                        drawn_from(mu, r, c, run.stop_ids, run.tokenizer)
                         if mixed and not c.environment
                         else torch.log_softmax(mu / c.temperature, -1)
                     ),
@@ -353,7 +385,8 @@ class Iteration:
         for comp in c.rewards:
             expected = [run.component(comp, r) for r in self.rows]
             for i, value in enumerate(expected):
-                if value is not None:
+                # a later tier is not asked, of which its tier says more below
+                if value is not None and not (comp.tier and parts[i].get(comp.name) is None):
                     self.say(
                         f"component {comp.name} of row {i}",
                         parts[i][comp.name] if parts[i].get(comp.name) is not None else np.nan,
@@ -378,13 +411,28 @@ class Iteration:
             )
             == "invalidate"
         )
+        cascade = sorted((comp for comp in c.rewards if comp.tier), key=lambda x: "rule learned judge".index(x.tier))
         for i, p in enumerate(parts):
-            if not any(p.get(comp.name) is None and primary(comp) for comp in c.rewards):
-                have = [comp for comp in c.rewards if p.get(comp.name) is not None]
+            rewards, decided = c.rewards, None
+            if cascade:  # the first tier that can say it, and is sure, counts (REWARD-ROUTER)
+                decided = next((comp for comp in cascade if is_sure(comp, p.get(comp.name))), None)
+                rewards = [comp for comp in c.rewards if not comp.tier or comp is decided]
+                self.say(
+                    f"tier of row {i}",
+                    ["", "rule", "learned", "judge", "unscorable"].index(self.rows[i]["reward_tier"] or ""),
+                    ["", "rule", "learned", "judge", "unscorable"].index(decided.tier if decided else "unscorable"),
+                )
+                settled = cascade.index(decided) if decided else len(cascade)
+                if any(p.get(comp.name) is not None for comp in cascade[settled + 1 :]):
+                    run.problems.append(f"row {i}: a tier was asked although an earlier one had settled it")
+                if decided is None:
+                    continue
+            if not any(p.get(comp.name) is None and primary(comp) for comp in rewards):
+                have = [comp for comp in rewards if p.get(comp.name) is not None]
                 lost, left = (
                     sum(
                         self.weight[comp.name]
-                        for comp in c.rewards
+                        for comp in rewards
                         if p.get(comp.name) is None and comp.on_missing == "renormalise"
                     ),
                     sum(self.weight[comp.name] for comp in have),

@@ -40,6 +40,13 @@ SOME = {
 COST = {"name": "cost", "kind": "length_penalty", "length_alpha": 0.05, "weight": 2.0}
 CUT = {"name": "cut", "kind": "truncation"}
 MODEL = {"name": "model", "kind": "model", "weight": 0.5}
+#: A rule that cannot score every answer, a reward model that is sure of some of the others, and a last word.
+CASCADE = [
+    {**SOME, "source": SOME["source"].replace("% 5 == 0", "% 3"), "tier": "rule"},
+    {**MODEL, "tier": "learned", "min_confidence": 0.74, "weight": 1.0},
+    {**SPREAD, "tier": "judge"},
+    COST,
+]
 ENVIRONMENT = {
     "environment": "tests.training.environments:Countdown",
     "environment_options": {"turns": 3},

@@ -115,8 +115,8 @@ def test_unit_tests_find_what_cannot_be_trained_with(code, reason):
     assert wrong and reason in " ".join(wrong)
 
 
-def run_objective(spec, config, name, **inputs):
-    made = spec("objective", config, {}, name)
+def run_objective(spec, config, name, seed=5, **inputs):
+    made = {**spec("objective", config, {}, name), "seed": seed}
     made["inputs"] = {key: {"kind": "dataset", "path": path, "ref": key, "digest": key} for key, path in inputs.items()}
     result = execute(made, silent)
     return result, next(iter(open_dataset(result["outputs"]["objective"]["path"]).iter_rows()))
@@ -205,6 +205,28 @@ def test_mutations_are_valid_new_and_learn_from_scores(spec, tmp_path):
         names.append(row["name"])
         archive |= tried(tmp_path, f"made{number}", row["code"], number / 12)
     assert any("made" in name for name in names)
+
+
+def test_what_is_not_written_as_mutations_are_is_not_built_upon_and_told(spec, tmp_path):
+    """Arguments of its own, or other meanings of the same names: the proposal had a name that nobody knows, or was
+    another loss than the one tried.
+    """
+    from stages.direct.objective_code import START
+    from stages.objective import BEGIN
+
+    ours = f"{START}{BEGIN}    return softplus(0.25 - u)\n"
+    other = {
+        "argument": ours.replace("beta):", "beta, gamma=0.3):").replace("0.25", "gamma"),
+        "meaning": ours.replace("u = beta *", "u = 2 * beta *"),
+        "expression": f"softplus(0.3 - beta * {H})",
+    }
+    for name, code in {"ours": ours, **other}.items():
+        archive = tried(tmp_path, name, code, 1.0)
+        made = [run_objective(spec, {"attempts": 1}, f"{name}-{number}", seed=number, **archive) for number in range(6)]
+        assert all(row["valid"] for _, row in made)
+        assert any(name in row["name"] for _, row in made) == (name == "ours")
+        told = [w["text"] for w in made[0][0]["warnings"] if w["code"] == "not_recombined"]
+        assert len(told) == (name != "ours") and all(name in text and "u = beta * (h_w - h_l)" in text for text in told)
 
 
 def test_training_with_a_written_loss_is_training_with_the_method(tiny, data, spec, tmp_path):

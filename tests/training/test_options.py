@@ -239,10 +239,13 @@ def test_the_summarys_loss_is_the_mean_of_the_last_tenth_of_the_steps_and_the_av
     assert result["summary"]["validation/nll"] == pytest.approx(min(passes.values()), rel=1e-5)
 
 
-def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
+@pytest.mark.parametrize("eval_rows", (512, 0))
+def test_the_best_pass_by_reward_score_is_published(tiny, data, spec, eval_rows):
+    """Also where validation passes have only answers to judge (eval_rows=0)."""
+    config = {"num_train_epochs": 4, "eval_every": 2, "select_by": "reward", "eval_completion_length": 24}
     made = spec(
         "sft",
-        {**SFT, "num_train_epochs": 4, "eval_every": 2, "select_by": "reward", "eval_completion_length": 24},
+        {**SFT, **config, "eval_rows": eval_rows},
         {"model": tiny["policy"], "data": data["demonstrations"], "reward_model": tiny["reward"]},
         "judged",
     )
@@ -252,6 +255,7 @@ def test_the_best_pass_by_reward_score_is_published(tiny, data, spec):
     assert len(passes) > 3 and len(set(passes.values())) > 1
     assert result["summary"]["selected_step"] == max(passes, key=passes.get)
     assert result["summary"]["validation/reward"] == pytest.approx(max(passes.values()), rel=1e-5)
+    assert ("validation/nll" in result["summary"]) is bool(eval_rows)
 
 
 def test_the_reward_model_is_not_asked_about_unfinished_answers(tiny, data, spec):
@@ -429,6 +433,32 @@ def test_selection_needs_something_to_select_by(tiny, data, spec):
             ),
             silent,
         )
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"method": "kto"}, {"method": "aot_unpaired"}, {"method": "simpo"}, {"reference_update": "ema"}]
+)
+def test_align_refuses_an_unknown_select_by_before_the_reference_is_computed(tiny, data, spec, monkeypatch, config):
+    from stages import align
+
+    monkeypatch.setattr(align, "add_reference", lambda *a: pytest.fail("it computed the reference"))
+    config = {"max_length": 96, "eval_every": 1, "max_steps": 1, "select_by": "quality", **config}
+    inputs = {"model": tiny["policy"], "data": data["pairs"]}
+    with pytest.raises(TrainingError, match="select_by=quality.*write one of.*loss.*rewards/margins"):
+        execute(spec("align", config, inputs, "unknown"), silent)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_align_selects_by_any_metric_of_its_validation_passes(tiny, data, spec, method):
+    """Each of them is known before the first pass, and knowing it moves no number."""
+    config = {"method": method, "max_length": 96, "eval_every": 1, "max_steps": 2, "learning_rate": 1e-3}
+    inputs = {"model": tiny["policy"], "data": data["pairs"]}
+    plain = execute(spec("align", config, inputs, "plain"), silent)["summary"]
+    found = {name.partition("/")[2]: value for name, value in plain.items() if name.startswith("validation/")}
+    chosen = execute(spec("align", {**config, "select_by": "logps/chosen"}, inputs, "logps"), silent)["summary"]
+    assert chosen["train/loss"] == plain["train/loss"] and "selected_step" in chosen
+    for name in found.keys() - {"logps/chosen"}:
+        execute(spec("align", {**config, "max_steps": 1, "select_by": name}, inputs, name.replace("/", "-")), silent)
 
 
 @pytest.mark.parametrize("stage,rows", [("sft", "demonstrations"), ("align", "pairs")])

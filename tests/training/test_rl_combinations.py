@@ -14,6 +14,7 @@ from tests.evaluation.conftest import tiny_policy
 from tests.training.rl_audit import Watch, audit
 from tests.training.rl_combinations import (
     BASE,
+    CASCADE,
     COST,
     ENVIRONMENT,
     EVEN,
@@ -148,6 +149,24 @@ CHOSEN = {
         "ref_sync_steps": 1,
         "beta": 0.2,
     },
+    "penalties, banned words, biases": {
+        "preset": "grpo",
+        "frequency_penalty": 0.7,
+        "presence_penalty": 0.4,
+        "repetition_penalty": 1.3,
+        "bad_words": ["e", "an", "th"],
+        "logit_bias": {40: 3.0, 41: -100.0},
+        "min_tokens": 2,
+        "num_iterations": 2,
+    },
+    "a cascade of tiers": {
+        "preset": "grpo",
+        "rewards": CASCADE,
+        "num_generations": 6,
+        "prompts_per_step": 4,
+        "max_completion_length": 12,
+        "stop_strings": list("aeiou"),
+    },
 }
 DRAWN = 12
 
@@ -155,6 +174,11 @@ DRAWN = 12
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     return world_in(tmp_path_factory.mktemp("combinations"), tiny_policy)
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return {}
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +233,29 @@ def test_every_setting_is_tried_or_left_out_for_a_reason_and_refusals_say_what_t
     assert not set(axes()) - set(Config.model_fields) and len(axes()) > 90
     assert not drawn[1].refusals and len(drawn[1].seen) > 20 * DRAWN
     assert not says_what_to_write(ValueError("no"))
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("penalties, banned words, biases", {"frequency_penalty": 0.6}),
+        ("penalties, banned words, biases", {"presence_penalty": 0.3}),
+        ("penalties, banned words, biases", {"bad_words": ["an"]}),
+        ("penalties, banned words, biases", {"logit_bias": {40: 2.9, 41: -100.0}}),
+        ("a cascade of tiers", {"rewards": [CASCADE[0], {**CASCADE[1], "min_confidence": 0.99}, *CASCADE[2:]]}),
+    ],
+)
+def test_the_audit_knows_samplers_and_tiers(world, kept, name, changes):
+    """Of the same run, under a setting that it did not have."""
+    config = {**BASE, **CHOSEN[name]}
+    if name not in kept:
+        watch, inputs = Watch(), world.inputs(config)
+        kept[name] = (inputs, *world.run(config, f"kept-{len(kept)}", inputs, watch)[:2], watch)
+    inputs, rows, metrics, watch = kept[name]
+    if "rewards" in changes:
+        assert {row["reward_tier"] for row in rows} == {"rule", "learned", "judge"}
+    told = "\n".join(audit({**config, **changes}, inputs, rows, metrics, watch, world.tokenizer))
+    assert ("tier of row" if "rewards" in changes else "logp_rollout of row") in told
 
 
 def test_the_audit_finds_what_is_wrong(world):

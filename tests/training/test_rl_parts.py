@@ -884,8 +884,13 @@ class _Plain:
 
 
 def test_self_play_with_a_mixture_opponent(rl):
-    result, metrics = rl("mixture", {"preset": "nash_md", "opponent": "mixture", "max_steps": 1})
-    assert np.isfinite(metrics[0]["train/loss"]) and any(a != 0 for r in rows_of(result) for a in r["advantages"])
+    """It samples as the two models are held, and says so where sampling_dtype is another type."""
+    for dtype in ("float32", "bfloat16"):
+        config = {"preset": "nash_md", "opponent": "mixture", "max_steps": 1, "sampling_dtype": dtype}
+        result, metrics = rl(f"mixture-{dtype}", config)
+        assert np.isfinite(metrics[0]["train/loss"]) and any(a != 0 for r in rows_of(result) for a in r["advantages"])
+        told = [w["text"] for w in result["warnings"] if "opponent=mixture reads policy and reference" in w["text"]]
+        assert len(told) == (dtype != "float32")
 
 
 def test_prompt_orders(rl):

@@ -32,6 +32,9 @@ from stages.training import Trainer, TrainingError
 from tests.common import random_value_head
 from tests.training.test_rl_parts import rl, rows_of  # noqa: F401
 
+#: A reference that every iteration of two steps starts at.
+COPIED = {"num_iterations": 2, "ref_mode": "refresh", "ref_sync_steps": 2, "ref_sync_alpha": 1.0}
+
 SPREAD = {
     "name": "spread",
     "kind": "python",
@@ -240,6 +243,8 @@ def test_what_a_cut_completion_earns_beside_one_that_ends():
             "kl_controller=adaptive_ppo would lower.*write kl_target=old in its place",
         ),
         ({"preset": "grpo", "ref_mode": "previous", "num_iterations": 2, "target_kl": 0.1}, "would never be passed"),
+        ({"preset": "ppo", **COPIED, "num_iterations": 1, "ref_sync_steps": 1}, "lower no reward.*ref_sync_steps=512"),
+        ({"preset": "grpo", **COPIED, "target_kl": 0.1}, "ref_sync_steps=2 makes the reference.*never be passed"),
         ({"preset": "dapo", "rewards": [{"kind": "model", "normalise": "batch"}]}, "reward_norm=whiten"),
         ({"preset": "grpo_process", "truncation_policy": "penalty"}, "truncation_policy=penalty"),
         ({"preset": "grpo_process", "soft_punish_cache": 5}, "soft_punish_cache=0"),
@@ -275,6 +280,34 @@ def test_pass_rates_need_a_reward_that_says_what_is_right(config):
     SPEC.check(Config(**config, rewards=[*rewards, {"kind": "verifier", "name": "verdict", "weight": 0.0}]), given)
     if config.keys() == {"difficulty_band"}:
         SPEC.check(Config(**config, rewards=rewards), (*given, "prompt_stats"))
+
+
+@pytest.mark.parametrize("says, told", [("1.0", True), ("bool(completion)", False), ("CORRECT", False), ("cut", False)])
+def test_a_function_that_says_of_nothing_whether_it_is_right_is_told_of_before_prompts_are_sampled(
+    rl,  # noqa: F811
+    monkeypatch,
+    says,
+    told,
+):
+    """By the completions tried; of cut ones alone nothing is concluded."""
+    from stages.rollouts.source import Rollouts
+
+    monkeypatch.setattr(Rollouts, "_measured_pass_rates", lambda *a: pytest.fail("every prompt was sampled"))
+    value = {"CORRECT": "{'reward': 0.5, 'correct': True}", "cut": "1.0"}.get(says, says)
+    config = {
+        "preset": "grpo",
+        "difficulty_band": [0.2, 0.8],
+        "reward_override": "none",
+        "rewards": [
+            {"kind": "python", "name": "own", "source": f"def score(prompt, completion, answer):\n    return {value}"}
+        ],
+        **({"min_tokens": 6} if says == "cut" else {"stop_strings": list("abcdefghijklmnopqrstuvwxyz ")}),
+    }
+    with pytest.raises(ConfigError if told else pytest.fail.Exception) as found:
+        rl("verdicts", config)
+    assert not told or re.search(
+        "difficulty_band goes by.*'own' gave numbers alone.*return True or False", str(found.value)
+    )
 
 
 def test_the_stage_reports_refused_settings_as_settings(rl):
@@ -1726,8 +1759,39 @@ def test_ratios_to_the_behaviour_policy_do_not_depend_on_what_else_is_in_the_bat
 
 
 @pytest.mark.parametrize(
+    "config, copied",
+    [
+        ({}, True),
+        ({"ref_sync_steps": 1}, True),
+        ({"ref_sync_steps": 4}, False),  # every other iteration
+        ({"ref_sync_alpha": 0.9}, False),
+        ({"early_stop_kl": 0.1}, False),  # an iteration may end before its second step
+        ({"early_stop_kl": 0.1, "ref_sync_steps": 1}, True),
+        ({"async_rollouts": True}, False),  # of the policy before
+        ({"preset": "topr"}, False),
+    ],
+)
+def test_a_reference_copied_in_every_iteration_is_told_to_be_the_previous_policy(rl, config, copied):  # noqa: F811
+    """And is: the update of ref_mode=previous, to the last digit that is logged."""
+    config = {"preset": "grpo", "beta": 0.3, **COPIED, **config}
+    found = [text for text in resolve_preset(Config(**config))[1] if "write ref_mode=previous" in text]
+    assert bool(found) is copied
+    if config["ref_sync_steps"] == 2 and copied:
+        run = {"max_steps": 4, "learning_rate": 1e-2}
+        other = {name: value for name, value in config.items() if not name.startswith("ref_sync")}
+        _, copies = rl("copies", {**config, **run})
+        _, previous = rl("is-previous", {**other, **run, "ref_mode": "previous"})
+        names = ("train/loss", "train/kl", "train/grad_norm", "kl/sequence_sum")
+        for one, two in zip(copies, previous, strict=True):
+            assert {n: one[n] for n in names if n in one} == pytest.approx(
+                {n: two[n] for n in names if n in two}, rel=1e-4, abs=1e-5
+            )
+
+
+@pytest.mark.parametrize(
     "config, flat",
     [
+        ({"preset": "grpo", "ref_mode": "refresh", "ref_sync_steps": 1, "ref_sync_alpha": 1.0}, True),
         ({"preset": "trpo_penalty"}, True),
         ({"preset": "trpo_penalty", "num_minibatches": 2}, False),
         ({"preset": "ppo_clip_kl"}, False),

@@ -248,18 +248,22 @@ def test_a_prompt_without_a_scored_completion_has_no_baseline(rl):
     assert "baselines_unknown" in json.dumps(source.stage.warnings)
 
 
-def test_v_star_is_an_expectation_under_the_reference(rl, tiny):
-    """ASTAR-PO stage 1 samples from ref, also where that is another model than the policy."""
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_v_star_is_an_expectation_under_the_reference(rl, tiny, dtype):
+    """ASTAR-PO stage 1 samples from ref, also where that is another model than the policy, and in sampling_dtype."""
     from stages.chat import renderer_for
     from stages.decoding.sampler import Sampler
 
-    config = {**PAID, "preset": "astar_po", "baseline_samples": 3}
+    config = {**PAID, "preset": "astar_po", "baseline_samples": 3, "sampling_dtype": dtype}
     own, other = rl.source("own", config), rl.source("other", config, reference=tiny["other"])
     seeds = [[other.stage.seed_for("baseline", row["row_id"], g) for g in range(3)] for row, _ in other.order.prompts]
     for source, path in ((own, tiny["policy"]), (other, tiny["other"])):
         prompts = source.order.prompts
         drawn = sample_groups(
-            Sampler(load_policy(path), renderer_for(path).tokenizer), prompts, source.policy.params, seeds
+            Sampler(load_policy(path), renderer_for(path).tokenizer, dtype=getattr(torch, dtype)),
+            prompts,
+            source.policy.params,
+            seeds,
         )
         score(source.rewards, [s for group in drawn for s in group])
         source._prepare()
@@ -269,6 +273,7 @@ def test_v_star_is_an_expectation_under_the_reference(rl, tiny):
                 0.5 * np.log(np.mean(np.exp(r / 0.5))), abs=1e-9
             )
     assert own.crediting.table != other.crediting.table
+    assert other._reference_engine().name == ("built-in" if dtype == "float32" else "built-in in bfloat16")
 
 
 # --- stored groups, and groups that were sampled ahead ----------------------------------------------------------------

@@ -294,6 +294,7 @@ def test_settings_of_answers_or_turns_that_are_not_there_are_refused(tiny, data,
     for rows, given, says in (
         (data["demonstrations"], {"eval_prompts": 8}, "without the input reward_model"),
         (data["demonstrations"], {"eval_completion_length": 8}, "reward_model"),
+        (data["demonstrations"], {"eval_every": 1, "eval_rows": 0}, "eval_rows=500, or give the input reward_model"),
         (str(tmp_path / "text"), {"train_on": "final_turn"}, "write train_on=full"),
         (str(tmp_path / "text"), {"train_on": "final_message"}, "write train_on=full"),
     ):
