@@ -1,6 +1,6 @@
-"""The Triton kernels of a decoding step (stages/decoding/fused.py) against the same composed of torch's operations: on a
-GPU, and without one in Triton's interpreter where Triton is installed (a process of its own: the switch is read when it
-is imported).
+"""The Triton kernels of a decoding step (stages/decoding/fused.py) against the same composed of torch's operations: on
+a GPU, and without one in Triton's interpreter where Triton is installed (a process of its own: the switch is read when
+it is imported).
 """
 
 import os
