@@ -23,7 +23,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.models.memory import Role
+from stages.models.memory import Role, sampling_stays
 from stages.settings import ReadWhen, refuse_unread, refuse_unread_in
 from stages.sft import RowsConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
@@ -499,6 +499,7 @@ def answers(stage, items, objective, renderer, model):
 
             if self.sampler is None:
                 self.sampler = Sampler(acting.model, renderer.tokenizer, max_batch=64)
+                self.stays = sampling_stays(stage)
             acting.refresh()
             prompts = [renderer.prompt_ids(row.extra["asked"]) for row in rows]
             rooms = [room_after(self.sampler, prompt, config.max_completion_length) for prompt in prompts]
@@ -515,6 +516,8 @@ def answers(stage, items, objective, renderer, model):
                 [[stage.seed_for("answer", step, rows[i].row_id)] for i in fit],
                 [rooms[i] for i in fit],
             )
+            if not self.stays:
+                self.sampler.release()
             answered = {
                 i: make_item(
                     rows[i].row_id, prompts[i], [group[0].ids], [[1] * len(group[0].ids)], **rows[i].extra, own=True

@@ -76,8 +76,10 @@ class Completion:
 
 @dataclass
 class Held:
-    """What a sampler keeps between `generate` calls on a GPU: the decoder with its copy of the weights (what is stacked,
-    merged or of another type than the model's own), captured steps with the memory they compute in, and KV storage."""
+    """What a sampler keeps between `generate` calls on a GPU: the decoder with its copy of the weights (what is
+    stacked, merged or of another type than the model's own), captured steps with the memory they compute in, and KV
+    storage.
+    """
 
     decoder: LeanDecoder
     replayed: Replayed

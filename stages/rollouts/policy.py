@@ -107,7 +107,10 @@ class PolicySampler:
         """
         sample = self.agent.sample if self.agent else sample_groups
         with cuda.freely(self.device):
-            return sample(engine or self.engine, prompts, params or self.params, seeds)
+            found = sample(engine or self.engine, prompts, params or self.params, seeds)
+        if engine is not None and self.rests and hasattr(engine, "release"):
+            engine.release()
+        return found
 
     def go_on(self, starts, seeds, params: SamplingParams) -> list[list[Sample]]:
         """What follows the first ``count`` tokens (of a trajectory: turns) of each ``(sample, count)``, as whole

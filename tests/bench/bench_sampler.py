@@ -6,11 +6,12 @@
     --vocabulary 128256 --batch 64 --prompts 256 [--alone]
 
 Three ways to complete the same prompts (temperature 1, no filters, each of `--stop-rate` of the vocabulary ends a row,
-so lengths are mixed): `Sampler.generate` of one sampler; `model.generate` over static left-padded batches of the same size, prompts
-sorted by length; `model.generate_batch` (transformers' continuous batching). `--alone` leaves the peers out. After a
-warm-up of each with all prompts (on a GPU steps are captured then, which the sampler keeps), repeats are interleaved and
-medians reported. "useful" counts tokens up to and with the stop token. Whole calls are timed: weight
-fusion, prefill and result building included. `--shared N`: all prompts begin with the same N tokens, as with the
+so lengths are mixed): `Sampler.generate` of one sampler; `model.generate` over static left-padded batches of the same
+size, prompts sorted by length; `model.generate_batch` (transformers' continuous batching). `--alone` leaves the peers
+out. After a warm-up of each with all prompts (on a GPU steps are captured then, which the sampler keeps), repeats are
+interleaved and medians reported. "useful" counts tokens up to and with the stop token. Whole calls are timed: weight
+fusion, prefill and result building included. So is the end of a call, where fewer rows than `--batch` are left, which
+is the greater part of it the fewer prompts there are. `--shared N`: all prompts begin with the same N tokens, as with the
 examples of a few-shot evaluation. `--turns K`: every row goes on for K turns, each with 60 tokens of an environment
 between them, and the built-in sampler is compared with itself where nothing is kept between turns (the peers are left
 out). Ratios are given of wall time and of process CPU time; on a machine that other work shares, only the CPU ratio

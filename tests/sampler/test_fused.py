@@ -1,6 +1,6 @@
-"""The Triton kernels of a decoding step (stages/decoding/fused.py) against the same composed of torch's operations: on a
-GPU, and without one in Triton's interpreter where Triton is installed (a process of its own: the switch is read when it
-is imported).
+"""The Triton kernels of a decoding step (stages/decoding/fused.py) against the same composed of torch's operations: on
+a GPU, and without one in Triton's interpreter where Triton is installed (a process of its own: the switch is read when
+it is imported).
 """
 
 import os
@@ -44,7 +44,7 @@ def given(*shape, dtype=torch.float32, seed=0):
 
 
 def close(found, wanted):
-    bound = 2e-6 if found.dtype == torch.float32 else 2e-2
+    bound = 5e-6 if found.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found.double(), wanted.double(), atol=bound, rtol=bound)
 
 

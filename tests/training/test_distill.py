@@ -159,7 +159,7 @@ def test_context_moves_into_the_weights(spec, tiny, data, teacher):
     assert result["summary"]["rows"] == 42 and result["summary"]["dropped/context_does_not_fit"] == 0
 
 
-def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher):
+def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher, monkeypatch):
     from stages.chat import renderer_for
     from stages.distill import Config, Distillation, answers, encode
     from stages.harness import Stage
@@ -197,6 +197,14 @@ def test_the_student_answers_its_share_of_the_rows(spec, tiny, data, teacher):
     assert ended and all(ids[-1] in renderer.stop_ids and not renderer.stop_ids & set(ids[:-1]) for ids in ended)
     first, later = ([i.responses[0].tolist() for i in every.sample(train[:8], step)] for step in (0, 1))
     assert first != later, "answered anew at every step"
+    released = []
+    monkeypatch.setattr("stages.decoding.sampler.Sampler.release", lambda sampler: released.append(1))
+    for gib, times in ((1024, 0), (1e-3, 1)):  # where memory is tight the sampler keeps nothing while is trained
+        config = {**whole["config"], "max_completion_length": 2, "device_memory_gib": gib}
+        stage = Stage(get_stage("distill"), spec("distill", config, inputs, f"in {gib}"), silent)
+        objective = Distillation(Config(method="on_policy"), None)
+        answers(stage, train, objective, renderer, load_policy(teacher)).items(0)
+        assert len(released) == times
     # what it wrote itself is no label: the share of the likelihood is that of the data's answers
     objective = Distillation(Config(method="on_policy", soft_weight=0.25), load_policy(teacher))
     student = load_policy(tiny["policy"])

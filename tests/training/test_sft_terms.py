@@ -366,10 +366,12 @@ def test_answers_that_cannot_be_scored_do_not_count(tiny, spec, tmp_path):
         given.append([r.completion[0]["content"] for r in responses])
         return scores
 
-    answers.sampler, answers.scorer = SimpleNamespace(generate=generate), SimpleNamespace(score=score)
+    released = []
+    answers.sampler = SimpleNamespace(generate=generate, release=lambda: released.append(1))
+    answers.scorer = SimpleNamespace(score=score)
     scores = [1.0, 4.0]  # the model is not asked about the two that were cut, which count -1
     assert answers.judge() == {"reward": 0.75, "answer_length": 3.75, "stop_rate": 0.5}
-    assert given == [["t30", "t22"]]
+    assert given == [["t30", "t22"]] and released == [1]
     scores = [math.nan, 4.0]
     assert answers.judge()["reward"] == pytest.approx((4 - 1 - 1) / 3)
     ends, scores = [("eos", 3)] * 4, [math.nan] * 4
