@@ -4,7 +4,7 @@ Three engines behind one interface (`prefill`, `decode`), chosen by `make_decode
 
 * `LeanDecoder`: its own forward over the model's weights for the families of `stages.models.layers` with plain or
   fixed-table rotary embeddings. Fused qkv and gate/up weights, rotation as one complex product, in-place KV writes, KV
-  views bounded by the longest live row; on a GPU kernels of its own (``stages.decoding.fused``). Weights are read again
+  views bounded by the longest live row; on a GPU kernels of its own (``stages.decoding.kernels``). Weights are read again
   at every `refresh()` (RL changes them).
 * `GenericDecoder`: any Hugging Face decoder-only model with full and window attention, through its own forward with a
   slot cache and a 4D mask.
@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stages.decoding import fused
-from stages.models import banded
+from stages.decoding import kernels
+from stages.models import banded, fused
 from stages.models.adapters import merged
 from stages.models.experts import Mixture, mixed
 from stages.models.frozen import LOW, arithmetic, is_kept, released
@@ -861,7 +861,7 @@ class LeanDecoder:
         self.longest: int | None = None  # of the rows to come
         self.floor: dict[float, torch.Tensor] = {}  # eps of a norm as a tensor
 
-    fuses = True  # whether kernels of stages.decoding.fused compute a step where they can (tests compare both)
+    fuses = True  # whether kernels of stages.decoding.kernels compute a step where they can (tests compare both)
 
     @property
     def fusible(self) -> bool:
@@ -869,7 +869,7 @@ class LeanDecoder:
         return (
             self.fuses
             and not self.has_experts
-            and fused.usable(self.embedding)
+            and fused.on(self.embedding)
             and not any(layer.cap is not None for layer in self.layers)
         )
 
@@ -1167,7 +1167,7 @@ class LeanDecoder:
     def decode_fused(
         self, kv: SlotKV, tokens: torch.Tensor, columns: torch.Tensor, table: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        """What :meth:`decode` computes, by the kernels of ``stages.decoding.fused``, up to the output layer, which
+        """What :meth:`decode` computes, by the kernels of ``stages.decoding.kernels``, up to the output layer, which
         :meth:`headed` is: [n, hidden]. Every slot attends to its own columns, whatever the others have, and the mask is
         neither read nor written. table: :meth:`rotations`.
         """
@@ -1181,10 +1181,10 @@ class LeanDecoder:
                 for part, gain in ((q, layer.q_norm), (k, layer.k_norm)):
                     part.copy_(self._norm(part, gain, self.eps))
             turn = table.get(layer.turn)
-            fused.turn_and_keep(qkv, layer.qk_norm, turn, columns, keys, values, self.heads, self.eps)
-            attended = fused.attend(qkv, keys, values, columns, self.heads, layer.window)
+            kernels.turn_and_keep(qkv, layer.qk_norm, turn, columns, keys, values, self.heads, self.eps)
+            attended = kernels.attend(qkv, keys, values, columns, self.heads, layer.window)
             x, normed = self._joined(x, layer.out(attended), layer.after1, layer.residual, layer.norm2)
-            mixed_in = layer.down(fused.gated(layer.gate_up(normed), layer.act))
+            mixed_in = layer.down(fused.activated(layer.gate_up(normed), layer.act, normed.dtype))
             x, normed = self._joined(x, mixed_in, layer.after2, layer.residual, norm)
         return normed
 
@@ -1192,4 +1192,4 @@ class LeanDecoder:
         """(x + residual * norm(more), its norm for what follows)."""
         if after is not None:
             more = self._norm(more, after, self.eps)
-        return fused.add_and_norm(x, more, norm, residual, self.eps)
+        return kernels.add_and_norm(x, more, norm, residual, self.eps)

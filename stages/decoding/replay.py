@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from stages.decoding import fused
+from stages.decoding import kernels
 from stages.decoding.sampling import SamplingParams, sample_step
 from stages.running import cuda
 
@@ -188,7 +188,7 @@ class Replayed:
                 normed = decoder.decode_fused(kv, tokens, at, table)
                 if draws and plain:
                     logits = decoder.head(normed)
-                    return fused.draw(logits, uniform, state, decoder.logit_scale, params.temperature)
+                    return kernels.draw(logits, uniform, state, decoder.logit_scale, params.temperature)
                 logits = decoder.headed(normed)
             else:
                 logits = decoder.decode(kv, tokens, at.clamp(max=last[0]), [(0, rows, width)], table=table)

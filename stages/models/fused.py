@@ -42,9 +42,11 @@ def on(*tensors: torch.Tensor) -> bool:
 
 @functools.cache
 def compiles() -> bool:
-    """Whether Triton makes kernels here, tried once: it needs a C compiler. Where it does not, a warning says what that
-    costs.
+    """Whether Triton makes kernels here, tried once: it needs a C compiler, and bfloat16 a GPU of Ampere or later. Where
+    the compiler is missing, a warning says what that costs.
     """
+    if torch.cuda.get_device_capability() < (8, 0):
+        return False
     try:
         with torch.inference_mode(False):
             one = torch.ones(1, device="cuda")

@@ -1,6 +1,7 @@
-"""Kernels of a decoding step in Triton, which comes with torch's CUDA builds: what lies between a layer's matrix
-products, in one kernel each. ``decoders.LeanDecoder.decode`` composes the same of torch's operations and is what these
-are held to; sums are in float32 and numbers are rounded where they are stored.
+"""Kernels of a decoding step in Triton: what lies between a layer's matrix products and is of sampling alone, in one
+kernel each (``stages.models.fused`` has those that training has, too, and says where there are kernels).
+``decoders.LeanDecoder.decode`` composes the same of torch's operations and is what these are held to; sums are in
+float32 and numbers are rounded where they are stored.
 
 Nothing here depends on numbers that change from step to step but through tensors, so that a step can be captured as a
 CUDA graph.
@@ -11,9 +12,6 @@ I width of the MLP, E hidden size. Row r writes to and reads from slot r.
 
 from __future__ import annotations
 
-import functools
-import warnings
-
 import torch
 
 try:
@@ -22,38 +20,11 @@ try:
 except ImportError:  # a build of torch for the CPU
     triton = None
 
-#: Types that are computed here.
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAMS = 512  # of attention at least, if rows and heads are few then by splitting their columns
 BLOCK = (
     64  # entries of the vocabulary whose sum is one step of the distribution function, as in ``sampling.sample_step``
 )
 CHUNK = 4096  # entries of the vocabulary that one program reads
-
-
-def usable(x: torch.Tensor) -> bool:
-    """Whether there is Triton, and a tensor like this one is where its kernels run."""
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    return triton is not None and plain and x.device.type == "cuda" and x.dtype in TYPES and _built(x.device)
-
-
-@functools.cache
-def _built(device: torch.device) -> bool:
-    """Whether Triton makes a kernel here: it wants a C compiler and Python's headers, and bfloat16 a GPU of Ampere or
-    later.
-    """
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return False
-    try:
-        gated(torch.zeros(1, 2, device=device), "silu")
-    except Exception as error:  # noqa: BLE001 - of a compiler, a linker, a driver
-        warnings.warn(
-            f"Triton makes no kernels here ({type(error).__name__}: {str(error)[:200]}), so sampling computes with"
-            " torch's operations, which takes longer. Install a C compiler and Python's headers.",
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 if triton is not None:
@@ -198,20 +169,6 @@ if triton is not None:
             scale = tl.rsqrt(tl.sum(found * found, 0) / width + eps)
             found = found * scale * tl.load(gain + at, mask=real, other=0.0).to(tl.float32)
             tl.store(normed + row * width + at, found.to(normed.dtype.element_ty), mask=real)
-
-    @triton.jit
-    def _gated(both, out, width, SILU: tl.constexpr, BLOCK: tl.constexpr):
-        row = tl.program_id(0).to(tl.int64)
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        real = at < width
-        gate = tl.load(both + row * 2 * width + at, mask=real, other=0.0).to(tl.float32)
-        up = tl.load(both + row * 2 * width + width + at, mask=real, other=0.0).to(tl.float32)
-        if SILU:
-            gate = gate / (1.0 + tl.exp(-gate))
-        else:  # gelu by tanh: x * sigmoid(2 y)
-            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-            gate = gate / (1.0 + tl.exp(-inner))
-        tl.store(out + row * width + at, (gate * up).to(out.dtype.element_ty), mask=real)
 
     @triton.jit
     def _scaled(logits, scale, temperature, SCALED: tl.constexpr, TEMPERED: tl.constexpr):
@@ -413,14 +370,6 @@ def add_and_norm(
         num_warps=min(16, max(1, block // 256)),
     )
     return out, normed
-
-
-def gated(both: torch.Tensor, act: str) -> torch.Tensor:
-    """act(gate) * up, [m, I]. both [m, 2 I]: gates and then ups; act: "silu", else gelu approximated by tanh."""
-    width = both.shape[1] // 2
-    out = both.new_empty(both.shape[0], width)
-    _gated[(both.shape[0], triton.cdiv(width, 1024))](both, out, width, SILU=act == "silu", BLOCK=1024, num_warps=4)
-    return out
 
 
 def draw(

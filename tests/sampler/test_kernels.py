@@ -1,4 +1,4 @@
-"""The Triton kernels of a decoding step (stages/decoding/fused.py) against the same composed of torch's operations: on
+"""The Triton kernels of a decoding step (stages/decoding/kernels.py) against the same composed of torch's operations: on
 a GPU, and without one in Triton's interpreter where Triton is installed (a process of its own: the switch is read when
 it is imported).
 """
@@ -10,18 +10,19 @@ import sys
 import pytest
 import torch
 
-from stages.decoding import fused, replay
+from stages.decoding import kernels, replay
 from stages.decoding.decoders import LeanDecoder
 from stages.decoding.sampler import Sampler, SamplingParams
 from stages.decoding.sampling import sample_step
+from stages.models import fused
 from stages.models.layers import turns
 from tests.architectures import build
 from tests.sampler.test_replay import graph_like
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and fused.triton is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and kernels.triton is not None
 DEVICE = "cpu" if INTERPRETED else "cuda"
 runs_here = pytest.mark.skipif(
-    fused.triton is None or not INTERPRETED and not torch.cuda.is_available(), reason="needs Triton and CUDA"
+    kernels.triton is None or not INTERPRETED and not torch.cuda.is_available(), reason="needs Triton and CUDA"
 )
 if INTERPRETED:  # which asks NumPy for the number in an array of one; since 2.4 that is an error
     from triton.runtime import interpreter
@@ -48,7 +49,9 @@ def close(found, wanted):
     torch.testing.assert_close(found.double(), wanted.double(), atol=bound, rtol=bound)
 
 
-@pytest.mark.skipif(fused.triton is None or INTERPRETED or torch.cuda.is_available(), reason="needs Triton, and no GPU")
+@pytest.mark.skipif(
+    kernels.triton is None or INTERPRETED or torch.cuda.is_available(), reason="needs Triton, and no GPU"
+)
 def test_in_the_interpreter():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__],
@@ -84,7 +87,7 @@ def test_keys_and_values_are_turned_and_kept(rows, each, d, dtype, normed, turne
     wanted_keys, wanted_values, at = keys.clone(), values.clone(), torch.arange(rows, device=DEVICE)
     wanted_keys[at, :, columns] = both[:, heads:].to(dtype)
     wanted_values[at, :, columns] = qkv.view(rows, -1, d)[:, heads + groups :]
-    fused.turn_and_keep(qkv, gains, table, columns, keys, values, heads, 1e-5)
+    kernels.turn_and_keep(qkv, gains, table, columns, keys, values, heads, 1e-5)
     close(qkv.view(rows, -1, d)[:, :heads], both[:, :heads])
     close(keys, wanted_keys)
     assert torch.equal(values, wanted_values)
@@ -114,7 +117,7 @@ def test_a_query_attends_to_its_own_columns(rows, each, d, dtype, window):
     )
     for x in (keys[:rows], values[:rows]):
         x.masked_fill_(~seen[:, None, :, None], float("nan"))
-    close(fused.attend(qkv, keys, values, columns, heads, window), wanted.view(rows, -1))
+    close(kernels.attend(qkv, keys, values, columns, heads, window), wanted.view(rows, -1))
 
 
 @runs_here
@@ -125,23 +128,11 @@ def test_a_query_attends_to_its_own_columns(rows, each, d, dtype, window):
 def test_a_sum_and_its_norm(rows, width, dtype, factor):
     x, more, gain = given(rows, width, dtype=dtype), given(rows, width, dtype=dtype, seed=1), given(width, dtype=dtype)
     wanted = (x.float() + factor * more.float()).to(dtype)
-    found, normed = fused.add_and_norm(x, more, gain, factor, 1e-6)
+    found, normed = kernels.add_and_norm(x, more, gain, factor, 1e-6)
     close(found, wanted)
     close(normed, torch.nn.functional.rms_norm(found.float(), (width,), None, 1e-6) * gain.float())
-    both = fused.add_and_norm(x, more, None, factor, 1e-6)
+    both = kernels.add_and_norm(x, more, None, factor, 1e-6)
     assert torch.equal(both[0], found) and torch.equal(both[1], found)
-
-
-@runs_here
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("rows, width", [(1, 64), (7, 80), (3, 5440)])
-@pytest.mark.parametrize("act", ["silu", "gelu"])
-def test_gates(rows, width, dtype, act):
-    both = given(rows, 2 * width, dtype=dtype)
-    gate, up = both.float().chunk(2, -1)
-    gate = torch.nn.functional.silu(gate) if act == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
-    close(fused.gated(both, act), gate * up)
 
 
 @runs_here
@@ -155,16 +146,16 @@ def test_a_token_is_drawn_as_the_sampler_draws_it(rows, vocabulary, dtype, scale
     uniform[0, 1:] = torch.tensor([0.0, 1 - 2**-53])
     state = torch.tensor([[0] * (rows + 1), [5] * (rows + 1), [0] * (rows + 1)], device=DEVICE)
     for k in range(3):
-        found = fused.draw(logits, uniform, state, scale, temperature)
+        found = kernels.draw(logits, uniform, state, scale, temperature)
         token, logp = sample_step(logits.float() * scale, uniform[:rows, k], SamplingParams(temperature=temperature))
         assert torch.equal(found[0].long(), token) and torch.equal(state[0, :rows], token)
         torch.testing.assert_close(found[1].float(), logp, atol=2e-6, rtol=1e-6)
         assert (state[1, :rows] == 6 + k).all() and (state[2, :rows] == k + 1).all()
-    again = fused.draw(logits, uniform, state, scale, temperature)  # of a row that has ended
+    again = kernels.draw(logits, uniform, state, scale, temperature)  # of a row that has ended
     assert torch.equal(again, found)
     assert state[:, rows].tolist() == [0, 5, 0]
     logits[0, 3] = float("nan")
-    assert fused.draw(logits, uniform, state)[1].isnan().tolist() == [True] + [False] * (rows - 1)
+    assert kernels.draw(logits, uniform, state)[1].isnan().tolist() == [True] + [False] * (rows - 1)
 
 
 @pytest.fixture
@@ -175,7 +166,7 @@ def replaying(monkeypatch):
     monkeypatch.setattr(LeanDecoder, "replayable", property(lambda self: not self.has_experts))
     monkeypatch.setattr(LeanDecoder, "wants_blocks", property(lambda self: False))
     monkeypatch.setattr(replay, "cuda_graphs", lambda: graph_like([]))
-    monkeypatch.setattr(fused, "usable", lambda x: x.dtype in fused.TYPES)
+    monkeypatch.setattr(fused, "on", lambda *tensors: all(x.dtype in TYPES for x in tensors))
 
 
 @runs_here
