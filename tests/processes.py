@@ -210,6 +210,8 @@ def serve_all(where: Path, listener: socket.socket) -> int:
     gc.disable()  # as warm.load
     for module in modules():
         importlib.import_module(module)
+    # a table of every architecture, made where the first model is loaded
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     gc.enable()
     gc.collect()
     gc.freeze()  # as warm.serve
