@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from datetime import datetime
+from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
 
 import jsonschema
@@ -44,10 +45,11 @@ def test_interval_schedule_creates_runs(servers):
 
 
 def test_two_ups_at_once_start_each_server_once(servers):
-    """The second waits and finds what the first started; a server that services.json does not know could not be
-    stopped.
+    """The second waits and finds what the first started, at the ports that were asked for; a server that services.json
+    does not know could not be stopped.
     """
     assert servers.urls == servers.urls_beside
+    assert {name: urlsplit(servers.urls[name]).port for name in servers.ports} == servers.ports
     known = {row["pid"] for row in json.loads((servers.home / "services.json").read_text()).values()}
     found = {
         process.pid
