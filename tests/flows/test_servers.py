@@ -201,10 +201,17 @@ def test_a_deployment_says_what_its_flow_is_for_and_leaves_the_settings_to_the_f
     assert "Args:" not in again["rows"][MIX_STAGE]["description"]
 
 
-def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers):
+@pytest.fixture(scope="module")
+def world(servers):
+    """(parameters, id) of a run of a stage's deployment that has ended well."""
     parameters = {"config": WORLD, "seed": 1}
-    first = servers.start("stage-world/stage-world", parameters)
-    assert servers.finished(first) == "Completed"
+    run = servers.start(WORLD_STAGE, parameters)
+    assert servers.finished(run) == "Completed"
+    return parameters, run
+
+
+def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers, world):
+    parameters, first = world
     assert servers.tasks(first) == {"world · world": "Completed"}
     second = servers.start("stage-world/stage-world", parameters)
     assert servers.finished(second) == "Completed"
@@ -215,11 +222,10 @@ def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers):
     assert page["data"].startswith("# The world in samples") and page["description"] == "world: samples"
 
 
-def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
+def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers, world):
     import mlflow
 
-    run = servers.start("stage-world/stage-world", {"config": WORLD, "seed": 2})
-    assert servers.finished(run) == "Completed"
+    _, run = world
     client = mlflow.MlflowClient(servers.urls["mlflow"])
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments, max_results=200)
