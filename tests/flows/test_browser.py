@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import tempfile
 import time
 from urllib.parse import urlsplit
 
@@ -40,11 +42,15 @@ def page():
         options.add_argument(flag)
     options.binary_location = CHROME
     options.set_capability("goog:loggingPrefs", {"performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-    try:
-        yield driver
-    finally:
-        driver.quit()
+    # a socket of chromium lies in its temporary directory, and a socket's address holds 108 bytes
+    short = None if len(tempfile.gettempdir()) < 50 else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="chromium-", dir=short, ignore_cleanup_errors=True) as scratch:
+        service = webdriver.ChromeService(shutil.which("chromedriver"), env={**os.environ, "TMPDIR": scratch})
+        driver = webdriver.Chrome(options=options, service=service)
+        try:
+            yield driver
+        finally:
+            driver.quit()
 
 
 def named(page, selector: str, text: str):
