@@ -186,13 +186,14 @@ def work(request: dict) -> int:
 def hand_over(channel: int) -> None:
     """Have a fork of the process that has imported everything serve this channel. The first one starts that process."""
     where = Path(tempfile.gettempdir(), f"parents-{os.environ[NUMBER]}")
-    with held(where), socket.socket(socket.AF_UNIX) as there:
+    # by its name in its directory: the whole path may be longer than a socket's address, 108 bytes, allows
+    with held(where), contextlib.chdir(where.parent), socket.socket(socket.AF_UNIX) as there:
         try:
-            there.connect(str(where))
+            there.connect(where.name)
         except OSError:
             where.unlink(missing_ok=True)
             with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(str(where))
+                listener.bind(where.name)
                 listener.listen()
                 subprocess.Popen(
                     [sys.executable, "-m", "tests.processes", str(where), str(listener.fileno())],
@@ -200,7 +201,7 @@ def hand_over(channel: int) -> None:
                     cwd=str(PROJECT_ROOT),
                     start_new_session=True,
                 )
-            there.connect(str(where))
+            there.connect(where.name)
         socket.send_fds(there, [b"."], [channel])
 
 
@@ -209,6 +210,8 @@ def serve_all(where: Path, listener: socket.socket) -> int:
     gc.disable()  # as warm.load
     for module in modules():
         importlib.import_module(module)
+    # a table of every architecture, made where the first model is loaded
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     gc.enable()
     gc.collect()
     gc.freeze()  # as warm.serve

@@ -34,7 +34,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as recomputed
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE = "cuda:0"
@@ -257,6 +256,30 @@ KERNELS = {
 }
 
 
+def _leaves(one):
+    """What lies in arguments or results, in order. Those of operations are lists, tuples and dictionaries, and PyTorch's
+    own way through trees of any kind takes longer than the operations.
+    """
+    if isinstance(one, (list, tuple)):
+        for inner in one:
+            yield from _leaves(inner)
+    elif isinstance(one, dict):
+        for inner in one.values():
+            yield from _leaves(inner)
+    else:
+        yield one
+
+
+def _mapped(function, one):
+    """The same lists, tuples and dictionaries of what a function makes of what lies in them."""
+    if isinstance(one, (list, tuple)):
+        inner = [_mapped(function, each) for each in one]
+        return inner if isinstance(one, list) else tuple(inner)
+    if isinstance(one, dict):
+        return {name: _mapped(function, inner) for name, inner in one.items()}
+    return function(one)
+
+
 def is_there(device) -> bool:
     return device.type in ("cuda", "lazy")
 
@@ -264,14 +287,14 @@ def is_there(device) -> bool:
 def compute(operation, args, kwargs):
     """The operation on what the tensors hold; its results are where CUDA's would be."""
     name = operation._schema.name
-    given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    given = [one for one in _leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
     there = [one for one in given if isinstance(one, There)]
     goes = bool(there)
-    wanted = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.device)]
+    wanted = [one for one in _leaves((args, kwargs)) if isinstance(one, torch.device)]
     if wanted:
         goes = is_there(wanted[0])
     if there and name not in ACROSS:
-        exempt = pytree.tree_leaves(args[1]) if name in INDEXED and isinstance(args[0], There) else []
+        exempt = [*_leaves(args[1])] if name in INDEXED and isinstance(args[0], There) else []
         here = [
             one
             for one in given
@@ -300,13 +323,13 @@ def compute(operation, args, kwargs):
         operation = torch.ops.aten._conj_physical.default
     _STREAM.meets(name, args, kwargs, there, given, goes)
     held = {id(one.held): one for one in there}
-    below = pytree.tree_map(_held, args), pytree.tree_map(_held, kwargs)
+    below = _mapped(_held, args), _mapped(_held, kwargs)
     if goes and _STREAM.graph is not None:
         _STREAM.graph.saves(operation, *below)
     result = operation(*below[0], **below[1])
     if goes and _STREAM.graph is not None:
         _STREAM.graph.keep(operation, *below, result)
-    result = pytree.tree_map(
+    result = _mapped(
         lambda one: (
             one
             if not isinstance(one, torch.Tensor)
@@ -368,11 +391,7 @@ class Stream:
             or arrives
             and not (late and self.is_pinned(source))
             or name in INDEXED
-            and any(
-                one.dtype in (torch.bool, torch.uint8)
-                for one in pytree.tree_leaves(args[1])
-                if isinstance(one, torch.Tensor)
-            )
+            and any(one.dtype in (torch.bool, torch.uint8) for one in _leaves(args[1]) if isinstance(one, torch.Tensor))
             or name == "aten::where"
             and len(there) < len(given)
         )
@@ -454,8 +473,8 @@ class CUDAGraph:
     def keep(self, operation, args, kwargs, result) -> None:
         if _STREAM.capturing is not threading.current_thread():
             return
-        outputs = [one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)]
-        inputs = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        outputs = [one for one in _leaves(result) if isinstance(one, torch.Tensor)]
+        inputs = [one for one in _leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         before = {one.untyped_storage()._cdata for one in inputs}
         self.own |= {one.untyped_storage()._cdata for one in outputs if one.untyped_storage()._cdata not in before}
         self.kept += [one.untyped_storage() for one in outputs if one.untyped_storage()._cdata in self.own]
@@ -468,7 +487,7 @@ class CUDAGraph:
         self.steps.append(
             (
                 operation,
-                *(pytree.tree_map(self._address, part) for part in (args, kwargs)),
+                *(_mapped(self._address, part) for part in (args, kwargs)),
                 [self._address(one) for one in outputs],
             )
         )
@@ -490,10 +509,8 @@ class CUDAGraph:
 
     def replay(self) -> None:
         for operation, args, kwargs, outputs in self.steps:
-            result = operation(*pytree.tree_map(self._tensor, args), **pytree.tree_map(self._tensor, kwargs))
-            for found, place in zip(
-                (one for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)), outputs
-            ):
+            result = operation(*_mapped(self._tensor, args), **_mapped(self._tensor, kwargs))
+            for found, place in zip((one for one in _leaves(result) if isinstance(one, torch.Tensor)), outputs):
                 target = self._tensor(place)
                 if target.data_ptr() != found.data_ptr():
                     target.copy_(found)
@@ -621,7 +638,7 @@ def _cast(name, args, kwargs):
     """The arguments as CUDA's autocast gives them on."""
     floats = [
         one
-        for one in pytree.tree_leaves((args, kwargs))
+        for one in _leaves((args, kwargs))
         if isinstance(one, There) and one.is_floating_point() and one.dtype != torch.float64
     ]
     if not floats:
@@ -634,7 +651,7 @@ def _cast(name, args, kwargs):
     if name in WIDEST:
         to = functools.reduce(torch.promote_types, (one.dtype for one in floats))
     ids = {id(one) for one in floats if one.dtype != to}
-    return pytree.tree_map(lambda one: one.to(to) if id(one) in ids else one, (args, kwargs))
+    return _mapped(lambda one: one.to(to) if id(one) in ids else one, (args, kwargs))
 
 
 MEMORY = 80 * 2**30

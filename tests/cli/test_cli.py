@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.common import stage_processes
+from tests.serving import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
@@ -617,8 +618,9 @@ def test_a_server_that_does_not_answer_and_a_home_that_is_none_are_told(posttrai
 
 def test_a_server_that_started_is_written_down_though_the_next_one_fails(posttrain):
     """Else nothing could stop it: `down` knows what services.json names."""
+    up = ("up", "--prefect-port", free_port())
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "is taken" in posttrain("up", "--mlflow-port", taken.getsockname()[1], code=1).stderr
+        assert "is taken" in posttrain(*up, "--mlflow-port", taken.getsockname()[1], code=1).stderr
     assert "prefect" in posttrain("down").stdout
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from datetime import datetime
+from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
 
 import jsonschema
@@ -44,10 +45,11 @@ def test_interval_schedule_creates_runs(servers):
 
 
 def test_two_ups_at_once_start_each_server_once(servers):
-    """The second waits and finds what the first started; a server that services.json does not know could not be
-    stopped.
+    """The second waits and finds what the first started, at the ports that were asked for; a server that services.json
+    does not know could not be stopped.
     """
     assert servers.urls == servers.urls_beside
+    assert {name: urlsplit(servers.urls[name]).port for name in servers.ports} == servers.ports
     known = {row["pid"] for row in json.loads((servers.home / "services.json").read_text()).values()}
     found = {
         process.pid
@@ -199,10 +201,17 @@ def test_a_deployment_says_what_its_flow_is_for_and_leaves_the_settings_to_the_f
     assert "Args:" not in again["rows"][MIX_STAGE]["description"]
 
 
-def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers):
+@pytest.fixture(scope="module")
+def world(servers):
+    """(parameters, id) of a run of a stage's deployment that has ended well."""
     parameters = {"config": WORLD, "seed": 1}
-    first = servers.start("stage-world/stage-world", parameters)
-    assert servers.finished(first) == "Completed"
+    run = servers.start(WORLD_STAGE, parameters)
+    assert servers.finished(run) == "Completed"
+    return parameters, run
+
+
+def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers, world):
+    parameters, first = world
     assert servers.tasks(first) == {"world · world": "Completed"}
     second = servers.start("stage-world/stage-world", parameters)
     assert servers.finished(second) == "Completed"
@@ -213,11 +222,10 @@ def test_stage_runs_from_its_form_and_is_cached_the_second_time(servers):
     assert page["data"].startswith("# The world in samples") and page["description"] == "world: samples"
 
 
-def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers):
+def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers, world):
     import mlflow
 
-    run = servers.start("stage-world/stage-world", {"config": WORLD, "seed": 2})
-    assert servers.finished(run) == "Completed"
+    _, run = world
     client = mlflow.MlflowClient(servers.urls["mlflow"])
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(experiments, max_results=200)

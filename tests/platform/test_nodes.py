@@ -23,6 +23,7 @@ from tasks.run import _for_others, _take_turn, prepare, run_stage
 from tasks.stopping import STOPPED
 from tests.evaluation.conftest import tiny  # noqa: F401
 from tests.flows.test_together import prefect  # noqa: F401
+from tests.serving import free_port
 from tests.training.conftest import data  # noqa: F401
 
 
@@ -89,12 +90,6 @@ QUICK = {
     "POSTTRAIN_CHECKPOINT_SECONDS": "0",
     "POSTTRAIN_TRACKING_WAIT_SECONDS": "1",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def said(process):

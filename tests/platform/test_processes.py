@@ -2,9 +2,11 @@
 way.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -204,3 +206,25 @@ def test_a_fork_that_cannot_use_its_gpu_becomes_a_new_interpreter(monkeypatch):
     with pytest.raises(SystemExit):
         warm.run_stage({"spec": "/x/SPEC.json"})
     assert called == [(sys.executable, [sys.executable, "-m", "stages", "/x/SPEC.json"])]
+
+
+def test_the_parents_of_the_tests_are_found_under_a_temporary_directory_of_any_length(tmp_path, monkeypatch):
+    """A socket's address holds 108 bytes."""
+    from tests.processes import NUMBER, hand_over
+
+    folder = tmp_path / ("a" * 90)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv(NUMBER, "0")
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(folder):
+        listener.bind("parents-0")
+        listener.listen()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            hand_over(theirs.fileno())
+            with (
+                listener.accept()[0] as connection,
+                socket.socket(fileno=socket.recv_fds(connection, 1, 1)[1][0]) as received,
+            ):
+                received.sendall(b"here")
+            assert ours.recv(4) == b"here"

@@ -63,19 +63,31 @@ TURNS = {
     "max_turn_length": 6,
     "max_steps": 4,
 }
+TRUST = {"preset": "trpo", "truncation_policy": "score", "max_steps": 4, "cg_iters": 3}
 CASES = {  # name: (stage, settings, rows)
     "sft": ("sft", {**ROWS, "ema_decay": 0.5}, "demonstrations"),
     "align": ("align", ROWS, "pairs"),
     "align, muon": ("align", {**ROWS, "optimizer": "muon", "learning_rate": 2e-4}, "pairs"),  # it computes in bfloat16
-    "align, muon, sharded": ("align", {**ROWS, **FULL, "optimizer": "muon", "learning_rate": 2e-4}, "pairs"),
+    "align, muon, given reference, sharded": (
+        "align",
+        {**ROWS, **FULL, "optimizer": "muon", "learning_rate": 2e-4},
+        "pairs",
+    ),
     "sft, muon on LoRA, sharded": (
         "sft",
         {**ROWS, **FULL, "optimizer": "muon", "learning_rate": 1e-3, "lora_rank": 4},
         "demonstrations",
     ),
-    "sft, adafactor, sharded": (
+    "sft, adafactor, noise and smoothing, sharded": (
         "sft",
-        {**ROWS, **FULL, "optimizer": "adafactor", "weight_decay": 0.1},
+        {
+            **ROWS,
+            **FULL,
+            "optimizer": "adafactor",
+            "weight_decay": 0.1,
+            "neftune_noise_alpha": 20.0,
+            "label_smoothing_factor": 0.1,
+        },
         "demonstrations",
     ),
     "sft, momentum, sharded": (
@@ -96,20 +108,11 @@ CASES = {  # name: (stage, settings, rows)
         {**RL, **FULL, "preset": "dr_grpo", "surrogate": "clip", "async_rollouts": True},
         "prompts",
     ),
-    "rl, trust region": ("rl", {**RL, "preset": "trpo", "truncation_policy": "score", "max_steps": 4}, "prompts"),
-    "rl, trust region, LoRA": (
-        "rl",
-        {**RL, "preset": "trpo", "truncation_policy": "score", "lora_rank": 4, "max_steps": 4},
-        "prompts",
-    ),
+    "rl, trust region": ("rl", {**RL, **TRUST}, "prompts"),
+    "rl, trust region, LoRA": ("rl", {**RL, **TRUST, "lora_rank": 4}, "prompts"),
     "sft, LoRA, sharded": (
         "sft",
         {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "ema_decay": 0.5},
-        "demonstrations",
-    ),
-    "sft, noise and smoothing, sharded": (
-        "sft",
-        {**ROWS, **FULL, "neftune_noise_alpha": 20.0, "label_smoothing_factor": 0.1},
         "demonstrations",
     ),
     "align, pairs matched over the step and weighed in parts, sharded": (
@@ -118,7 +121,6 @@ CASES = {  # name: (stage, settings, rows)
         "pairs",
     ),
     "align, own statistics, sharded": ("align", {**ROWS, **FULL, "method": "kto"}, "pairs"),
-    "align, given reference, sharded": ("align", {**ROWS, **FULL}, "pairs"),
     "align, LoRA, moving reference, sharded": (
         "align",
         {**ROWS, **FULL, "lora_rank": 4, "learning_rate": 1e-2, "reference_update": "tr_soft", "reference_interval": 2},
@@ -194,16 +196,12 @@ CASES = {  # name: (stage, settings, rows)
         },
         "demonstrations",
     ),
-    "rl, LoRA, sharded": (
-        "rl",
-        {**RL, **FULL, "preset": "grpo", "beta": 0.1, "lora_rank": 4, "learning_rate": 1e-2, "num_iterations": 2},
-        "prompts",
-    ),
 }
 
 
-# POSTTRAIN_FORK of the run that is killed: its ranks are new interpreters, or forked as in the others
-LAUNCHED = {"sft": "0", "rl": "1"}
+# POSTTRAIN_FORK of the undisturbed run on two ranks and of the killed one that are started as users do: the launcher's
+# ranks are forked, or new interpreters
+LAUNCHED = {"sft": ("1", "0"), "rl": (None, "1")}
 
 
 def alike(a, b) -> bool:
@@ -226,7 +224,7 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
     if "given reference" in case:
         inputs["reference"] = tiny["other"]
     sharded = config.get("sharding") == "full"
-    start = launched(LAUNCHED[case]) if case in LAUNCHED else forked(forks)
+    start = launched(*LAUNCHED.get(case, (None, None)), otherwise=forked(forks))
     one, _ = trained(spec, stage, config, inputs, "one", [1], start)
     two, result = trained(spec, stage, config, inputs, "two", [2], start)
     before = {
@@ -439,16 +437,19 @@ def forked(forks):
     return start
 
 
-def launched(killed_fork):
-    """A stage's own start of its ranks. SIGKILL goes to the launcher: its ranks notice and end."""
+def launched(whole, killed, otherwise):
+    """A stage's own start of its ranks, on two of them. SIGKILL goes to the launcher: its ranks notice and end."""
 
     def start(path, count, killed_behind):
+        fork = killed if killed_behind else whole if count > 1 else None
+        if fork is None:
+            return otherwise(path, count, killed_behind)
         process = subprocess.Popen(
             [sys.executable, "-m", "stages", str(path)],
             env={
                 **ENVIRONMENT,
                 "POSTTRAIN_CHECKPOINT_SECONDS": "0",
-                "POSTTRAIN_FORK": killed_fork if killed_behind else "1",
+                "POSTTRAIN_FORK": fork,
             },
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
