@@ -157,10 +157,14 @@ else:
     def test_without_a_compiler_it_says_what_to_install(monkeypatch):
         monkeypatch.setattr(fused, "added", lambda *given: (_ for _ in ()).throw(RuntimeError("no C compiler")))
         monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(*size))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         fused.compiles.cache_clear()
         try:
             with pytest.warns(UserWarning, match="install gcc .*no C compiler"):
                 assert not fused.compiles()
             assert not fused.compiles(), "and is not asked again"
+            fused.compiles.cache_clear()
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+            assert not fused.compiles()
         finally:
             fused.compiles.cache_clear()
