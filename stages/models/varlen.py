@@ -12,6 +12,8 @@ K key/value heads, D head size.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +46,64 @@ class Sequences:
 
 
 def takes(device: torch.device, dtype: torch.dtype, head_dim: int, window: int | None, cap: float | None) -> bool:
-    """Whether there is a kernel: on a GPU, without capped scores; for windows in half types only."""
+    """Whether there is a kernel that does it: on a GPU, without capped scores; for windows in half types only."""
     if device.type != "cuda" or cap is not None or head_dim > 256:
         return False
     if dtype in _HALF:
-        return head_dim % 8 == 0 and torch.cuda.get_device_capability(device) >= (8, 0)
-    return dtype == torch.float32 and head_dim % 4 == 0 and window is None
+        there = head_dim % 8 == 0 and torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        there = dtype == torch.float32 and head_dim % 4 == 0 and window is None
+    return there and holds(device, dtype, window is not None)
+
+
+@functools.cache
+def holds(device: torch.device, dtype: torch.dtype, windowed: bool) -> bool:
+    """Whether the kernel gives values and gradients of attention as it is defined, tried once on a few tokens: torch
+    promises nothing about functions whose names begin with an underscore.
+    """
+    window = 3 if windowed else None
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # that backward may be another one each time, where torch is told so
+            plan = sequences([(3, (4, 2)), (0, (5,)), (6, ())], device)
+            made = torch.sin(torch.arange(20 * 4 * 16, device=device) * 0.7).view(20, 4, 16).to(dtype)
+            leaves = [made[:, :2].clone(), *(made[plan.copies.rows, k : k + 1].clone() for k in (2, 3))]
+            for leaf in leaves:
+                leaf.requires_grad_()
+            pulls = torch.cos(torch.arange(20 * 2 * 16, device=device) * 0.3).view(20, 2, 16)
+            found = [
+                (out, *torch.autograd.grad((out.float() * pulls).sum(), leaves))
+                for out in (attended(*leaves, plan, 0.5, window), _defined(*leaves, plan, 0.5, window))
+            ]
+            near = 2e-2 if dtype in _HALF else 1e-4
+            good = all(torch.allclose(a.float(), b.float(), atol=near, rtol=near) for a, b in zip(*found))
+            why = "it gives other numbers than attention's definition"
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        good, why = False, str(error).strip()[:200]
+    if not good:
+        warnings.warn(
+            f"torch {torch.__version__} has no attention over sequences of uneven length for {dtype} on this GPU"
+            f" ({why}), so conversations attend one by one, which takes longer.",
+            stacklevel=2,
+        )
+    return good
+
+
+def _defined(q, k, v, plan: Sequences, scale: float, window: int | None):
+    """:func:`attended` by its definition, in float32."""
+    outs = []
+    for a, b, c, d in zip(*(x.tolist()[i:] for x in (plan.queries, plan.keys) for i in (0, 1))):
+        asked, own, values = (x.float().transpose(0, 1) for x in (q[a:b], k[c:d], v[c:d]))
+        at = torch.arange(d - c, device=q.device)
+        far = at[d - c - (b - a) :, None] - at
+        open_ = (far >= 0) & (far < (d - c if window is None else window))
+        outs.append(((asked @ own.mT * scale).masked_fill(~open_, float("-inf")).softmax(-1) @ values).transpose(0, 1))
+    return torch.cat(outs)
 
 
 def sequences(segments, device) -> Sequences:

@@ -9,7 +9,7 @@ import torch
 from stages.batching import choose_form, collate, make_item, pad
 from stages.models import lean, varlen
 from stages.models.modeling import hidden_states
-from tests.second_device import sequenced
+from tests.second_device import DEVICE, second_device, sequenced
 
 FAMILIES = ("llama", "llama-bias", "mistral", "qwen2", "qwen3")
 
@@ -202,10 +202,34 @@ def test_no_mask_is_larger_than_a_block_of_short_items():
 )
 def test_what_the_kernels_of_a_gpu_take(dtype, head_dim, window, cap, takes, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(varlen, "holds", lambda *given: True)
     assert varlen.takes(torch.device("cuda:0"), dtype, head_dim, window, cap) == takes
     assert not varlen.takes(torch.device("cpu"), dtype, head_dim, window, cap)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert varlen.takes(torch.device("cuda:0"), dtype, head_dim, window, cap) == (takes and dtype == torch.float32)
+
+
+@pytest.mark.parametrize(
+    "dtype, windowed", ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True))
+)
+def test_a_kernel_is_tried_before_it_is_used(dtype, windowed, monkeypatch):
+    """On the second device: right as it is; not with one token fewer in the window, other gradients, or none at all."""
+    device = torch.device(DEVICE)
+    with second_device(monkeypatch):
+        varlen.holds.cache_clear()
+        with torch.no_grad():
+            assert varlen.holds(device, dtype, windowed)
+        attended = varlen.attended
+        for broken in (
+            lambda q, k, v, plan, scale, window: attended(q, k, v, plan, scale, 2 if windowed else None) * 1.2,
+            lambda q, k, v, *how: attended(q, k.detach() + 0 * k, v, *how),
+            lambda *given: torch.ops.aten._no_such_function(*given),
+        ):
+            varlen.holds.cache_clear()
+            monkeypatch.setattr(varlen, "attended", broken)
+            with pytest.warns(UserWarning, match="attend one by one"):
+                assert not varlen.holds(device, dtype, windowed)
+    varlen.holds.cache_clear()
 
 
 @pytest.mark.parametrize("family", ("llama-bias", "qwen3"))
