@@ -319,8 +319,8 @@ def attend(
     qkv [m, (H + 2 K) * D] with scaled and turned queries; keys, values [S, K, C, D]; columns [m] int64.
     """
     rows, groups, d = qkv.shape[0], keys.shape[1], keys.shape[3]
-    wanted = -(-PROGRAMS * (1 if keys.shape[2] <= 2048 else 4) // (rows * groups))
-    splits = min(16, triton.next_power_of_2(wanted))
+    # not by the storage's columns: it is kept from call to call, and a run that goes on has another one
+    splits = min(16, triton.next_power_of_2(-(-PROGRAMS // (rows * groups))))
     width, out = triton.next_power_of_2(d), qkv.new_empty(rows, heads * d)
     parts = qkv.new_empty(rows * heads * splits * (d + 2), dtype=torch.float32) if splits > 1 else out
     _attend[(rows, groups, splits)](
