@@ -251,10 +251,34 @@ def torch_device(state: Path, fix: bool) -> Finding:
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         yield True, f"torch {torch.__version__} with {names}"
+        yield from gpu_kernels()
     elif cards := cuda_devices():
         yield False, unusable(", ".join(cards)) + " Until then stages train on the CPU"
     else:
         yield True, f"torch {torch.__version__} on the CPU"
+
+
+def gpu_kernels() -> Finding:
+    import warnings
+
+    import torch
+
+    from stages.models import fused
+
+    if torch.cuda.get_device_capability() < (8, 0):
+        yield True, "this GPU is older than Ampere, so layers are computed by torch's operations alone"
+        return
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made = fused.triton is not None and fused.compiles()
+    yield (
+        made,
+        "Triton makes kernels for it"
+        if made
+        else str(said[0].message)
+        if said
+        else "there is no Triton, without which a training step takes up to twice its time; pip install triton",
+    )
 
 
 def sandbox(state: Path, fix: bool) -> Finding:

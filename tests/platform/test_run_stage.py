@@ -310,6 +310,31 @@ def test_the_doctor_fails_where_torch_cannot_use_the_gpus(state_dir, tmp_path, m
     assert not ok and "0, 1" in text and torch.__version__ in text
 
 
+def test_the_doctor_tries_whether_a_gpu_gets_its_kernels(monkeypatch, tmp_path):
+    import torch
+
+    from flows.doctor import torch_device
+    from stages.models import fused
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i=0: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(fused, "triton", None)
+    (_, (ok, text)) = torch_device(tmp_path, False)
+    assert not ok and "pip install triton" in text
+    monkeypatch.setattr(fused, "triton", object())
+    fused.compiles.cache_clear()
+    (_, (ok, text)) = torch_device(tmp_path, False)  # this torch makes no tensors there
+    assert not ok and "install gcc" in text
+    fused.compiles.cache_clear()
+    monkeypatch.setattr(fused, "compiles", lambda: True)
+    assert [ok for ok, _ in torch_device(tmp_path, False)] == [True, True]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    (_, (ok, text)) = torch_device(tmp_path, False)
+    assert ok and "older than Ampere" in text
+
+
 def test_the_doctor_names_models_and_datasets_that_lost_their_files(state_dir):
     from flows.doctor import contents
 
