@@ -244,6 +244,35 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.parametrize("case", ["sft", "grpo", "grpo in bfloat16"])
+def test_a_continued_run_ends_with_the_same_bytes_there(tiny, data, spec, case, monkeypatch):
+    """Whoever continues has captured no step, holds no storage and has met no shape."""
+    monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
+    low = {"compute_dtype": "bfloat16", "sampling_dtype": "bfloat16"} if "bfloat16" in case else {}
+    stage, config, rows = (
+        ("sft", {**SHORT, "max_steps": 5}, "demonstrations")
+        if case == "sft"
+        else ("rl", {**_RL, "preset": "grpo", "max_steps": 5, "max_completion_length": 24, **low}, "prompts")
+    )
+    whole, made = (
+        {**spec(stage, config, {"model": tiny["policy"], "data": data[rows]}, name), "device": DEVICE}
+        for name in ("whole", "killed")
+    )
+    metrics = Path(made["workdir"], "metrics.jsonl")
+
+    def until(event):
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= 3:
+            raise Killed
+
+    with second_device(monkeypatch):
+        execute(whole, lambda event: None)
+        with pytest.raises(Killed):
+            execute(made, until)
+        assert execute(made, lambda event: None)["resumed_from"]
+    for name in ("out/model/model.safetensors", "metrics.jsonl"):
+        assert Path(made["workdir"], name).read_bytes() == Path(whole["workdir"], name).read_bytes(), name
+
+
 @pytest.mark.parametrize("first", [DEVICE, "cpu"])
 @pytest.mark.parametrize(
     "case", ["sft with everything", "align by muon", "adaptive KL, critic, early stop, warm-up", "sampled ahead"]
