@@ -854,13 +854,22 @@ def _by_bands(qkv, prompt: int, responses: tuple[int, ...], shape: Shape, layer:
 
 
 def _by_sequences(qkv, block: Block, shape: Shape, scale: float):
-    """qkv [U, (H + 2K) D] -> [U, H D]."""
+    """qkv [U, (H + 2K) D] -> [U, H D]. Copies of keys and values are made again for backward: kept, they would be as
+    many prompts as there are responses, in every layer.
+    """
     q, kv = qkv.split([shape.heads * shape.head_dim, 2 * shape.groups * shape.head_dim], 1)
-    if block.sequences.copies is not None:
-        kv = varlen.Copied.apply(kv, block.sequences.copies)
-    k, v = kv.unflatten(1, (2 * shape.groups, shape.head_dim)).chunk(2, 1)
-    q = q.unflatten(1, (shape.heads, shape.head_dim))
-    return varlen.attended(q, k, v, block.sequences, scale, block.window).flatten(1)
+    copies = block.sequences.copies
+
+    def attended(q, kv):
+        if copies is not None:
+            kv = varlen.Copied.apply(kv, copies)
+        k, v = kv.unflatten(1, (2 * shape.groups, shape.head_dim)).chunk(2, 1)
+        q = q.unflatten(1, (shape.heads, shape.head_dim))
+        return varlen.attended(q, k, v, block.sequences, scale, block.window).flatten(1)
+
+    if copies is None or not (qkv.requires_grad and torch.is_grad_enabled()):
+        return attended(q, kv)
+    return checkpoint(attended, q, kv, use_reentrant=False, preserve_rng_state=False)
 
 
 def states(
