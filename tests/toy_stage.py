@@ -15,6 +15,7 @@ class Config(StageConfig):
     save_every: int = Field(5, ge=1, description="steps between checkpoints")
     sleep: float = Field(0.0, ge=0, description="seconds per step", json_schema_extra={"identity": False})
     fail_at: int = Field(-1, description="step at which to fail; -1 never")
+    threads: bool = Field(False, description="note torch's threads", json_schema_extra={"identity": False})
 
 
 SPEC = StageSpec(
@@ -36,7 +37,7 @@ def run(stage):
     checkpoint = stage.checkpoints.latest()
     if checkpoint:
         start, position = checkpoint.step, float(checkpoint.file("position").read_text())
-    if "torch" in sys.modules:
+    if stage.config.threads and "torch" in sys.modules:
         stage.perf(start, {"threads": sys.modules["torch"].get_num_threads()})
     writer = stage.writer("data", "text/1")
     for step in range(start, stage.config.steps):

@@ -77,7 +77,7 @@ def test_who_does_not_need_the_libraries_does_not_wait_for_them(state_dir, train
         pass
     for threads in ("1", "2"):  # the number of threads can be changed behind the imports
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
-        found, (command, _, _) = started({"steps": 2 + int(threads)})
+        found, (command, _, _) = started({"steps": 2 + int(threads), "threads": True})
         assert "stages.running.warm" in command and found.perf["threads"] == int(threads)
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")  # read when torch is imported
     assert "SPEC.json" in started({"steps": 5})[1][0]
