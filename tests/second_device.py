@@ -724,8 +724,8 @@ def _pretend(monkeypatch) -> None:
 
 
 @contextmanager
-def _real(monkeypatch):
-    """The same on a machine with a GPU."""
+def _modes(monkeypatch):
+    """What a stage on CUDA switches in its process is switched back afterwards."""
     from stages.running import cuda
     from transformers import AttentionInterface
 
@@ -751,12 +751,10 @@ def second_device(monkeypatch):
     """Within it the second device is there, in threads that are started within it too. Where there is a GPU, it is
     that: the same tests show then what only kernels can."""
     if REAL:
-        with _real(monkeypatch):
+        with _modes(monkeypatch):
             yield
         return
     from stages.models import fused
-    from stages.running import cuda
-    from transformers import AttentionInterface
 
     global _STREAM
     started = threading.Thread.run
@@ -781,20 +779,6 @@ def second_device(monkeypatch):
     )
     monkeypatch.setattr(torch.inference_mode, "__exit__", lambda mode, *error: mode.graph.__exit__(*error))
     monkeypatch.setattr(fused, "triton", None)
-    for name in ("_shared", "_given_up"):
-        monkeypatch.setattr(cuda, name, False)
-    before = (
-        dict(AttentionInterface._global_mapping),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
     _STREAM = Stream()
-    try:
-        with Makers(), Places():
-            yield
-    finally:
-        AttentionInterface._global_mapping.clear()
-        AttentionInterface._global_mapping.update(before[0])
-        torch.backends.cuda.enable_cudnn_sdp(before[1])
-        torch.use_deterministic_algorithms(before[2], warn_only=before[3])
+    with _modes(monkeypatch), Makers(), Places():
+        yield

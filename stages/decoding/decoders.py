@@ -145,18 +145,20 @@ def _stacked(kept: Past | Prefilled) -> torch.Tensor:
     return found
 
 
-def _fill(into, prefilled: Prefilled, at: int, row: int, length: int, skip: int = 0) -> None:
+def _fill(into, prefilled: Prefilled, at: int, row: int, length: int, skip: int = 0, kept=lambda x: x.keys + x.values):
     """Put `length` tokens of a prefilled row, those after its first `skip`, into the first columns of place `at`. into:
-    keys and values [places, K, C, D] per layer.
+    keys and values [..., places, K, C, D], in the form that ``kept`` gives of those that were prefilled.
     """
     past, known = prefilled.past, 0
     if past is not None:
         source_at = row if len(past.lengths) > 1 else 0
         known = past.lengths[source_at]
-        for target, source in zip(into, (*past.keys, *past.values)):
-            target[at, :, : max(known - skip, 0)].copy_(source[source_at, :, skip:known])
-    for target, source in zip(into, (*prefilled.keys, *prefilled.values)):
-        target[at, :, max(known - skip, 0) : length].copy_(source[row, :, max(skip - known, 0) : length + skip - known])
+        for target, source in zip(into, kept(past)):
+            target[..., at, :, : max(known - skip, 0), :].copy_(source[..., source_at, :, skip:known, :])
+    for target, source in zip(into, kept(prefilled)):
+        target[..., at, :, max(known - skip, 0) : length, :].copy_(
+            source[..., row, :, max(skip - known, 0) : length + skip - known, :]
+        )
 
 
 class Trunks:
@@ -296,14 +298,7 @@ class WholeKV(SlotKV):
         self.mask = F.pad(self.mask, (0, extra), value=self.closed)
 
     def load(self, slot: int, prefilled: Prefilled, row: int, length: int, skip: int = 0) -> None:
-        past, known = prefilled.past, 0
-        if past is not None:
-            at = row if len(past.lengths) > 1 else 0
-            known = past.lengths[at]
-            self.whole[:, slot, :, : max(known - skip, 0)].copy_(past.stacked()[:, at, :, skip:known])
-        self.whole[:, slot, :, max(known - skip, 0) : length].copy_(
-            prefilled.stacked()[:, row, :, max(skip - known, 0) : length + skip - known]
-        )
+        _fill([self.whole], prefilled, slot, row, length, skip, kept=lambda x: [x.stacked()])
         self.mask[slot, :length] = 0
         self.mask[slot, length:] = self.closed
 

@@ -65,31 +65,26 @@ if triton is not None:
 
     @triton.jit
     def _norm_kernel(
-        x, x_row, y, y_row, total, gain, known, out, out_row, rstd, M, G, eps, scale,
-        ADDS: tl.constexpr, GAINED: tl.constexpr, KNOWN: tl.constexpr, BLOCK: tl.constexpr,
+        x, x_row, gain, out, out_row, rstd, M, G, eps, KNOWN: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         token, part = row // G, row % G
         at = tl.arange(0, BLOCK)
         inside = at < M
         value = tl.load(x + token * x_row + part * M + at, inside, 0.0).to(tl.float32)
-        if ADDS:
-            value += scale * tl.load(y + token * y_row + part * M + at, inside, 0.0).to(tl.float32)
-            tl.store(total + row * M + at, value, inside)
-        if GAINED:
-            if KNOWN:
-                r = tl.load(known + row)
-            else:
-                r = tl.rsqrt(tl.sum(value * value, 0) / M + eps)
-                tl.store(rstd + row, r)
-            value = value * r * tl.load(gain + part * M + at, inside, 0.0).to(tl.float32)
+        if KNOWN:
+            r = tl.load(rstd + row)
+        else:
+            r = tl.rsqrt(tl.sum(value * value, 0) / M + eps)
+            tl.store(rstd + row, r)
+        value = value * r * tl.load(gain + part * M + at, inside, 0.0).to(tl.float32)
         tl.store(out + token * out_row + part * M + at, value, inside)
 
     # not another kernel for every number of tokens
     @triton.jit(do_not_specialize=["tokens", "EACH"])
     def _norm_back_kernel(
-        grad, grad_row, x, x_row, rstd, gain, add, out, out_row, low, sums, tokens, M, G, EACH,
-        ADDS: tl.constexpr, LOW: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
+        grad, grad_row, x, x_row, rstd, gain, add, out, out_row, sums, tokens, M, G, EACH,
+        ADDS: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         part = tl.program_id(1).to(tl.int64)
         at = tl.arange(0, BLOCK)
@@ -110,8 +105,6 @@ if triton is not None:
             if ADDS:
                 g += tl.load(add + row * M + at, inside, 0.0).to(tl.float32)
             tl.store(out + token * out_row + part * M + at, g, inside)
-            if LOW:
-                tl.store(low + row * M + at, g, inside)
             token += 1
         if SUMS:
             tl.store(sums + (tl.program_id(0).to(tl.int64) * G + part) * M + at, total, inside)
@@ -271,10 +264,9 @@ def _block(n: int) -> tuple[int, int]:
     return size, min(16, max(1, size // 256))
 
 
-def _parts(x: torch.Tensor, gain: torch.Tensor | None) -> tuple[int, int]:
+def _parts(x: torch.Tensor, gain: torch.Tensor) -> tuple[int, int]:
     """(numbers normalised together, such parts of a token)."""
-    size = x.shape[-1] if gain is None else gain.shape[-1]
-    return size, x.shape[-1] // size
+    return gain.shape[-1], x.shape[-1] // gain.shape[-1]
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -282,37 +274,29 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def norm(x, gain, eps: float, out, *, add=None, scale: float = 1.0, total=None, rstd=None):
-    """RMS norm of x [U, G M] over every M numbers, into ``out`` [U, G M] of any type; returns 1 / rms [U G, 1] float32.
-
-    Args:
-        gain: [M] or [G, M]; None: no norm, only the sum and the change of type.
-        add, scale, total: x + scale * add is normalised, and kept in ``total`` [U, G M].
-        rstd: 1 / rms where it is known.
+def norm(x, gain, eps: float, out, rstd=None):
+    """RMS norm of x [U, G M] over every M numbers times gain [M] or [G, M], into ``out`` [U, G M] of any type; returns 1
+    / rms [U G, 1] float32, which may be given where it is known.
     """
-    x, (size, parts) = _rows(x), _parts(x, gain)
-    known = rstd is not None
-    if gain is not None and not known:
+    x, (size, parts), known = _rows(x), _parts(x, gain), rstd is not None
+    if not known:
         rstd = x.new_empty(len(x) * parts, 1, dtype=torch.float32)
     block, warps = _block(size)
-    add = None if add is None else _rows(add)
     if len(x):
         _norm_kernel[(len(x) * parts,)](
-            x, x.stride(0), add, 0 if add is None else add.stride(0), total, None if gain is None else gain.contiguous(),
-            rstd, out, out.stride(0), rstd, size, parts, eps, scale,
-            ADDS=add is not None, GAINED=gain is not None, KNOWN=known, BLOCK=block, num_warps=warps,
+            x, x.stride(0), gain.contiguous(), out, out.stride(0), rstd, size, parts, eps,
+            KNOWN=known, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return rstd
 
 
-def norm_back(grad, x, rstd, gain, out, *, sums=None, add=None, low=None):
+def norm_back(grad, x, rstd, gain, out, sums=None, add=None):
     """Gradient of :func:`norm` with respect to x, into ``out`` [U, G M].
 
     Args:
         grad: [U, G M] of the normed; x and rstd as given to and returned by :func:`norm`.
         sums: float32 like the gain; its gradient is added to it.
         add: [U, G M] that is added to the gradient of x.
-        low: [U, G M] of another type that gets the same.
     """
     grad, x, (size, parts) = _rows(grad), _rows(x), _parts(x, gain)
     if not len(x):
@@ -322,9 +306,9 @@ def norm_back(grad, x, rstd, gain, out, *, sums=None, add=None, low=None):
     partial = None if sums is None else x.new_empty(programs, parts, size, dtype=torch.float32)
     block, warps = _block(size)
     _norm_back_kernel[(programs, parts)](
-        grad, grad.stride(0), x, x.stride(0), rstd, gain.contiguous(), add, out, out.stride(0), low, partial, len(x),
+        grad, grad.stride(0), x, x.stride(0), rstd, gain.contiguous(), add, out, out.stride(0), partial, len(x),
         size, parts, each,
-        ADDS=add is not None, LOW=low is not None, SUMS=sums is not None, BLOCK=block, num_warps=warps,
+        ADDS=add is not None, SUMS=sums is not None, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if sums is not None:
         sums += partial.sum(0).view(sums.shape)

@@ -51,9 +51,9 @@ Notes (what was measured):
     1.0B (hidden 2048, 16 layers, 32/8 heads)   41793    1.53                34%
 
     At 1.0B kernels took 0.60 s of a call of 0.69 s. A step of 64 rows spends 0.76 ms in matrix products (at 16 layers of
-    2048 they reach half of the memory's rate), 0.13 in attention, 0.13 in the kernels between products, 0.1 in drawing;
+    2048 they reach half of the memory's rate), 0.13 in attention, 0.13 in the kernels between products, 0.01 in drawing;
     few rows are left at a call's end (527 steps for 449 full ones' tokens). With operations of torch and graphs for one
-    call alone a step took 3.0 ms.
+    call alone a step of 64 prompts, of which 45 were left on average, took 3.0 ms.
 """
 
 from __future__ import annotations

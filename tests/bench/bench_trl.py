@@ -65,7 +65,7 @@ repeat of 6 steps, ``--size 1000 --batch 64 --micro-batch-tokens 16384 --peer-ba
 
 Reward model, DPO and GRPO: not measured beside TRL. Of such a step of 187 ms (10,600 tokens, before micro-batches were
 filled up to few lengths) kernels took 152: matrix products 91, AdamW and the clip 14, attention 9, norms, rotations,
-gates and sums 16, the LM head's own kernels 4, changes of type 9. Before attention was one call and the operations
+gates and sums 15, the LM head's own kernels 2, changes of type 9, additions of gradients 7. Before attention was one call and the operations
 between products one kernel each the step took 750 to 800 ms, of which 484 were backward of attention behind masks;
 looking for cuBLAS products of new shapes took 50 ms of the processor in each micro-batch.
 """
