@@ -426,7 +426,8 @@ def perform(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
     from contextlib import ExitStack
 
     from flows import display, env, services
-    from flows.recipe import KILLED, get_recipe, load_config
+    from flows.recipe import get_recipe, load_config
+    from tasks.stopping import KILLED
 
     state = env.state_dir()
     with ExitStack() as stack:
@@ -1206,7 +1207,10 @@ def main() -> None:
     import shlex
     import signal
 
+    from tasks.stopping import wake_main_thread
+
     signal.signal(signal.SIGTERM, terminate)
+    wake_main_thread()
     try:
         app()
     except BaseException as error:
@@ -1253,6 +1257,7 @@ def insist(code: int) -> None:
     """End this process and all below it in time, whatever it waits for: Prefect's client asks a server that does not
     answer again for minutes.
     """
+    import contextlib
     import threading
     import time
 
@@ -1261,7 +1266,8 @@ def insist(code: int) -> None:
 
         time.sleep(float(os.environ.get("POSTTRAIN_GRACE_SECONDS", "10")) + 15)
         for child in psutil.Process().children(recursive=True):
-            child.kill()
+            with contextlib.suppress(psutil.Error):
+                child.kill()
         print(
             "error: ended while waiting, probably for a Prefect server that does not answer; the same command goes on"
             " where this stopped",

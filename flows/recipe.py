@@ -741,11 +741,6 @@ def check_force(force: list[str], steps: list[str]) -> None:
         raise ConfigError(f"force names no step of this run: {', '.join(unmet)}; its steps are: {', '.join(steps)}")
 
 
-#: Called with the exception when a run is ended from outside, after its stages have ended and before Prefect's server
-#: is told.
-KILLED: list[Callable[[BaseException], None]] = []
-
-
 @contextlib.contextmanager
 def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs: Mapping[str, Any] | None = None):
     """A `Run` whose run record says what came of it, whatever that is. The same run, given again after it failed or was
@@ -757,8 +752,10 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
     from tasks.people import Waiting
     from tasks.run import finish_flow, start_flow
     from tasks.stages import close_lost
+    from tasks.stopping import killed_told, wake_main_thread
 
     own_output()
+    wake_main_thread()
     prefect = {"flow_run_id": str(flow_run.id), "flow_run_name": flow_run.name, "url": ui_url(flow_run.id)}
     resolved = config.model_dump(mode="json")
     identity = sha256_text(canonical_json([recipe, resolved, seed, sorted(force), dict(inputs or {})]))
@@ -782,10 +779,8 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
             reason(error),
             timeout=10,
         )
-        if not isinstance(error, Exception):
-            for tell in KILLED:
-                tell(error)
-        raise
+        with killed_told():
+            raise
     finish_flow(record.run_id, "FINISHED")
 
 

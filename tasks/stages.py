@@ -27,6 +27,7 @@ from stages.registry import get_stage
 from storage import outbox, records
 from tasks.results import small
 from tasks.run import prepare, run_stage
+from tasks.stopping import killed_told
 
 ARTIFACT_SECONDS = 5.0
 GPU_SLOTS = "gpu"
@@ -75,9 +76,10 @@ def stage_task(name: str) -> Task:
 def _run(name, gpu, inputs, config, seed, label, name_as, flow_run, force):
     relay = Relay(label, get_run_logger())
     with gpu_slot() if gpu and not _known(name, inputs, config, seed, flow_run, force, relay) else nullcontext():
-        result = run_stage(
-            name, inputs, config, seed=seed, name_as=name_as, flow_run=flow_run, force=force, on_event=relay
-        )
+        with killed_told():  # before the slot is given back, which asks a server that is gone for minutes
+            result = run_stage(
+                name, inputs, config, seed=seed, name_as=name_as, flow_run=flow_run, force=force, on_event=relay
+            )
     value = small(result)
     relay.finish(value)
     if not result.cached:

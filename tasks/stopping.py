@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Iterator
 
@@ -45,6 +47,23 @@ class Cancelled(BaseException):
     """SIGTERM reached a process that runs a stage without Prefect, or the run that a stage is a part of was ended."""
 
 
+#: Called with the exception when a run is ended from outside, after its stages have ended and before Prefect's server
+#: is told; more than once where it unwinds through several.
+KILLED: list[Callable[[BaseException], None]] = []
+
+
+@contextlib.contextmanager
+def killed_told() -> Iterator[None]:
+    """Call :data:`KILLED` where the block is ended from outside."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            for tell in KILLED:
+                tell(error)
+        raise
+
+
 #: Set by `tasks.together` for the parts it runs at the same time: once it is set, their stages end.
 STOPPED: ContextVar[threading.Event | None] = ContextVar("stopped", default=None)
 
@@ -77,9 +96,52 @@ def signals_held() -> Iterator[None]:
             signal.raise_signal(number)
 
 
+_waking = False
+
+
+def wake_main_thread() -> None:
+    """From now on a signal interrupts the main thread whatever that waits for.
+
+    Python's handlers run in the main thread, but the system may give a signal to any thread, and a main thread that
+    waits for a lock without limit (Prefect's client does, for minutes where its server is gone) sleeps on. Such a
+    signal is followed by SIGURG, which nobody uses, to the main thread itself until that has run its handlers. Does
+    nothing outside of the main thread, and where an event loop of the main thread is woken already.
+    """
+    global _waking
+    if (
+        _waking
+        or threading.current_thread() is not threading.main_thread()
+        or not hasattr(signal, "pthread_kill")
+        or signal.getsignal(signal.SIGURG) is not signal.SIG_DFL
+    ):
+        return
+    told, noted = socket.socketpair()
+    noted.setblocking(False)
+    taken = signal.set_wakeup_fd(noted.fileno(), warn_on_full_buffer=False)
+    if taken != -1:
+        signal.set_wakeup_fd(taken)
+        told.close()
+        noted.close()
+        return
+    main, awake = threading.get_ident(), threading.Event()
+
+    def wake(told: socket.socket, noted: socket.socket) -> None:  # which end with this thread, so with the process
+        while numbers := told.recv(4096):
+            if any(number != signal.SIGURG for number in numbers):
+                awake.clear()
+                # again: the main thread may have been on its way into its wait when the first one came
+                while not awake.wait(0.2):
+                    signal.pthread_kill(main, signal.SIGURG)
+
+    signal.signal(signal.SIGURG, lambda *_: awake.set())
+    threading.Thread(target=wake, args=(told, noted), name="wake", daemon=True).start()
+    _waking = True
+
+
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
     """Turn SIGTERM into an exception while a stage runs, unless somebody (Prefect) already does."""
+    wake_main_thread()
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

@@ -70,9 +70,7 @@ def together(parts: Sequence[Callable[[], T]], limit: int | None = None) -> list
                 threading.Thread(target=work, args=(end,), name="part", daemon=True).start()
                 started.append(end)
             for end in ends:
-                # a signal that the system gives to another thread is this one's when it wakes
-                while not end.wait(0.5):
-                    pass
+                end.wait()
     except BaseException:
         stop.set()
         deadline = time.monotonic() + float(os.environ.get("POSTTRAIN_GRACE_SECONDS", GRACE_SECONDS)) + 10.0

@@ -5,8 +5,10 @@ after the other.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import platform
 import signal
 import socket
 import sqlite3
@@ -17,6 +19,7 @@ import time
 import urllib.parse
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -138,23 +141,46 @@ def test_a_signal_that_another_thread_was_given_ends_the_run():
         process.kill()
 
 
-def test_a_run_that_is_ended_does_not_wait_for_a_server_that_is_gone(prefect, tmp_path):
-    """Prefect's client asks again for minutes; what it would have said is said by the next run of the same command."""
+@pytest.mark.parametrize("how", ["at once", "while its slot is to be given back", "by a signal to another thread"])
+def test_a_run_that_is_ended_does_not_wait_for_a_server_that_is_gone(prefect, tmp_path, how):
+    """Prefect's client asks again for minutes; what it would have said is said by the next run of the same command.
+    A stage's slot of the server is given back on the way out, and the artifact of its progress, which is sent by the
+    main thread, is being sent where nothing interrupts that."""
     gate = Gate(prefect)
     program = (
         "import sys\nfrom flows import recipe\nrecipe.RECIPES['side_by_side'] = 'tests.flows.slow_recipe'\nfrom"
         " flows.cli import main\nsys.argv = ['posttrain', 'run', 'side_by_side', '--set', 'seconds=[300]']\nmain()\n"
     )
-    process = start(tmp_path, gate.url, program=program)
-    deadline = time.monotonic() + 120
-    while not (ours := stage_processes(tmp_path)):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
-        time.sleep(0.2)
-    gate.close()
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    with slots(prefect) if how == "while its slot is to be given back" else contextlib.nullcontext():
+        process = start(tmp_path, gate.url, program=program)
+        deadline = time.monotonic() + 120
+        while not (ours := stage_processes(tmp_path)):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
+            time.sleep(0.2)
+        gate.close()
+        if how == "by a signal to another thread":
+            time.sleep(3.0)  # the stage has told of progress by now
+            other = max(psutil.Process(process.pid).threads(), key=lambda thread: thread.id).id
+            assert other != process.pid
+            assert not ctypes.CDLL(None).syscall(TGKILL[platform.machine()], process.pid, other, signal.SIGTERM)
+        else:
+            process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in ours)
+
+
+#: The system call that gives a signal to one thread of another process.
+TGKILL = {"x86_64": 234, "aarch64": 131}
+
+
+@contextlib.contextmanager
+def slots(prefect: str):
+    """The limit that a server of `posttrain up` has."""
+    with httpx.Client(base_url=prefect + "/") as client:
+        client.post("v2/concurrency_limits/", json={"name": "gpu", "limit": 2}).raise_for_status()
+        yield
+        client.delete("v2/concurrency_limits/gpu").raise_for_status()
 
 
 class Gate:
