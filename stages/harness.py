@@ -580,6 +580,7 @@ def execute(spec: dict[str, Any], emit: Callable[[dict[str, Any]], None] | None 
     # read at cuBLAS's first product: without it products may differ in their last bits
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     stage = Stage(get_stage(spec["stage"]), spec, emit or (lambda event: None))
+    memory.size_micro_batches(stage)
     memory.check(stage)
     advise.tell(stage)
     stage._module.run(stage)

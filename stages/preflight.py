@@ -598,7 +598,7 @@ def warn_of_repeated_prompts(stage, step: Sequence[Item], tokens: int) -> None:
         stage.warn(
             "prompts_repeated",
             "Groups of the longest prompts and completions exceed"
-            f" max_tokens_per_micro_batch={stage.config.max_tokens_per_micro_batch:,}, so they go through the model in"
+            f" max_tokens_per_micro_batch={stage.config.micro_batch_tokens:,}, so they go through the model in"
             f" parts, each with its prompt: {tokens:,} tokens per step instead of {once:,}. Where memory allows, write"
             f" max_tokens_per_micro_batch={max(map(size, step))}.",
         )
@@ -620,7 +620,7 @@ def advice(trainer, step: Sequence[Item], tokens: int, settings: str, instead: s
         *(["activation_checkpointing=true"] if not config.activation_checkpointing else []),
         *([instead] if instead else ["lora_rank=16"] if not config.lora_rank else []),
     ]
-    budget = f"max_tokens_per_micro_batch (now {config.max_tokens_per_micro_batch:,}"
+    budget = f"max_tokens_per_micro_batch (now {config.micro_batch_tokens:,}"
     lower = (
         f"Lower {budget}; that helps down to {least:,}) or {settings}"
         if tokens > least
@@ -683,7 +683,7 @@ def try_dearest(
         group = filled(
             group,
             [item for other in planned if other is not group for item in other],
-            trainer.config.max_tokens_per_micro_batch,
+            trainer.config.micro_batch_tokens,
         )
     tokens = sum(map(size, group))
     cuda.finish(trainer.device)

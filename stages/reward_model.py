@@ -479,7 +479,7 @@ class Setup:
             stage.path("model"),
             card,
             stage.device,
-            self.config.max_tokens_per_micro_batch,
+            self.config.micro_batch_tokens,
             model=self.model,
             reader=self.reader,
         )
@@ -768,7 +768,7 @@ def drift(stage, data, new: dict[str, float]) -> dict[str, float]:
     from stages.reward_models.reward_scorers import load_scorer
 
     config = stage.config
-    previous = load_scorer(stage.path("previous"), stage.device, config.max_tokens_per_micro_batch, config.frozen_dtype)
+    previous = load_scorer(stage.path("previous"), stage.device, config.micro_batch_tokens, config.frozen_dtype)
     found = next(
         (
             f

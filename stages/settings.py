@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from stages.models.memory import MICRO_BATCH
 from stages.spec import ConfigError, StageConfig
 from storage.files import read_text
 
@@ -207,12 +208,12 @@ class OptimizerConfig(StageConfig):
         ge=0,
         description="Optimizer steps with a non-finite loss or gradient that are skipped before the stage fails.",
     )
-    max_tokens_per_micro_batch: int = Field(
-        4096,
+    max_tokens_per_micro_batch: int | None = Field(
+        None,
         ge=1,
         description=(
             "Tokens per forward pass (a shared prompt once; with its padding where the model's own code computes);"
-            " bounds memory, cannot change the result. A prompt with more responses than fit goes through the model in"
+            " bounds memory, cannot change the result. Empty: 4096; on a GPU up to 16384, as its memory allows. A prompt with more responses than fit goes through the model in"
             " parts, each with the prompt again; what a loss compares stays together."
         ),
     )
@@ -336,6 +337,11 @@ class OptimizerConfig(StageConfig):
         description="What is done about a plan that does not fit: refused before anything is loaded, or only said.",
         json_schema_extra={"identity": False},
     )
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """``max_tokens_per_micro_batch``, or what that is where it is left empty and no GPU has chosen."""
+        return self.max_tokens_per_micro_batch or MICRO_BATCH
 
     @field_validator("lr_schedule", mode="before")
     @classmethod

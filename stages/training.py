@@ -224,7 +224,7 @@ class Trainer:
 
     def planned(self, items: Sequence[Item]) -> list[list[Item]]:
         """All ranks' micro-batches of a step; small steps are shared out so that every rank has work."""
-        budget = self.config.max_tokens_per_micro_batch
+        budget = self.config.micro_batch_tokens
         cost = tokens_together(self.model)
         items = cut(items, budget, self.units, cost)
         if self.ranks > 1:

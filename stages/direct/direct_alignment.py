@@ -482,7 +482,7 @@ class DirectAlignment:
             with products(self.config, device):
                 return [v.tolist() for v in self.values(model, batch)]
 
-        return per_response(items, self.config.max_tokens_per_micro_batch, device, compute, model) if items else []
+        return per_response(items, self.config.micro_batch_tokens, device, compute, model) if items else []
 
     def after_step(self, metrics: dict[str, float]) -> None:
         """BCO's running means take in the step's rewards, by the weights of their rows (``weighted/``, which nothing

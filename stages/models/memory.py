@@ -44,6 +44,8 @@ HEAD_CHUNK_ON_GPU, HEAD_CHUNK_BYTES = 1 << 27, 14
 #: Of finished rows that turns may continue; a constant, since what is kept decides over the last bits of what is
 #: computed.
 KEPT_BYTES = 2 << 30
+#: Tokens of a micro-batch where no setting says otherwise: by default, and on a GPU at most.
+MICRO_BATCH, MICRO_BATCH_ON_GPU = 4096, 16384
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ def together(config) -> tuple[int, str]:
     """
     answer = getattr(config, "longest_completion", getattr(config, "max_completion_length", 0))
     return max(
-        (config.max_tokens_per_micro_batch, "max_tokens_per_micro_batch"),
+        (config.micro_batch_tokens, "max_tokens_per_micro_batch"),
         (answer, "max_completion_length"),
         (getattr(config, "max_length", 0), "max_length"),
     )
@@ -420,6 +422,77 @@ def limit_of(config, device: str, devices: int = 1) -> int | None:
     """Bytes that the plan must fit into: ``device_memory_gib`` where it is given, else what the device has."""
     given = getattr(config, "device_memory_gib", None)
     return int(given * GIB) if given else device_bytes(device, devices)
+
+
+def activation_bytes(config, text: Mapping) -> int:
+    """What backward needs of one token at most, bytes: of every layer the residual stream before attention and before
+    the MLP in float32; and in the type of the products both norms, queries, keys, values, what attention gives, and
+    the MLP's two products and their gated one; with ``activation_checkpointing`` one residual of every layer. Once
+    more of one layer, whose gradients are computed. 0 where the shape of a layer is not known.
+    """
+    if not {"num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"} <= text.keys():
+        return 0
+    hidden, width = text["hidden_size"], 2 if config.compute_dtype == "bfloat16" else 4
+    heads = text["num_attention_heads"]
+    head = text.get("head_dim") or hidden // heads
+    keys = 2 * (text.get("num_key_value_heads") or heads) * head
+    experts = text.get("num_experts_per_tok") or 1
+    inner = experts * (text.get("moe_intermediate_size") or text["intermediate_size"])
+    layer = 2 * 4 * hidden + width * (2 * hidden + 2 * heads * head + keys + 3 * inner)
+    kept = 4 * hidden if config.activation_checkpointing else layer
+    return text["num_hidden_layers"] * kept + layer
+
+
+def micro_batch_for(
+    roles: Sequence[Role],
+    shapes: Mapping[str, Shape | None],
+    config,
+    limit: int | None,
+    devices: int = 1,
+    device: str = "cpu",
+) -> int:
+    """Tokens of a micro-batch where none are given: on a GPU, where what starts the kernels of a micro-batch takes as
+    long for few tokens as for many, doubled up to ``MICRO_BATCH_ON_GPU`` as long as weights, optimizer, caches and
+    activations take nine tenths of ``limit`` bytes at most. It follows from the settings, the model and the device
+    alone, so that a run that goes on cuts its steps as before.
+    """
+    chosen = MICRO_BATCH
+    if device == "cpu" or limit is None or any(shapes.get(role.source) is None for role in roles):
+        return chosen
+    per_token = [activation_bytes(config, shapes[role.source].config) for role in roles if role.trained]
+    while all(per_token) and per_token and 2 * chosen <= MICRO_BATCH_ON_GPU:
+        tried = config.model_copy(update={"max_tokens_per_micro_batch": 2 * chosen})
+        found = need(roles, shapes, tried, devices, device)
+        if found.states + sum(found.caches.values()) + 2 * chosen * max(per_token) > 0.9 * limit:
+            break
+        chosen *= 2
+    return chosen
+
+
+def size_micro_batches(stage) -> None:
+    """Give a stage that trains on a GPU the ``max_tokens_per_micro_batch`` of :func:`micro_batch_for`, that of the rank
+    with the least memory, where it was left empty.
+    """
+    if (
+        stage.spec.roles is None
+        or not stage.device.startswith("cuda")
+        or getattr(stage.config, "max_tokens_per_micro_batch", 0) is not None
+    ):
+        return
+    from stages.running import ranks
+
+    try:
+        roles = stage.spec.roles(stage.config, set(stage.inputs))
+    except ValueError:
+        return  # as in :func:`check`
+    shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
+    limit = limit_of(stage.config, stage.device)
+    tokens = micro_batch_for(roles, shapes, stage.config, limit, stage.world_size, stage.device)
+    if stage.world_size > 1:
+        ranks.connect(stage.device)
+        tokens = min(ranks.gather(tokens))
+    stage.config = stage.config.model_copy(update={"max_tokens_per_micro_batch": tokens})
+    stage.log(f"micro-batches of {tokens:,} tokens (max_tokens_per_micro_batch was left empty)")
 
 
 def sampling_stays(stage) -> bool:

@@ -169,7 +169,7 @@ class Critic:
 
         found = [
             pair
-            for rows in per_response(items, self.config.max_tokens_per_micro_batch, self.device, compute, self.model)
+            for rows in per_response(items, self.config.micro_batch_tokens, self.device, compute, self.model)
             for pair in rows
         ]
         self.model.train(was_training)

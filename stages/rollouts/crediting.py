@@ -442,13 +442,11 @@ class Crediting:
 
         if sharding.root_of(model) is not None:
             return [
-                row
-                for rows in per_response(items, config.max_tokens_per_micro_batch, device, compute, model)
-                for row in rows
+                row for rows in per_response(items, config.micro_batch_tokens, device, compute, model) for row in rows
             ]
         mine = range(ranks.rank(), len(items), ranks.world_size())
         found = dict(
-            zip(mine, per_response([items[i] for i in mine], config.max_tokens_per_micro_batch, device, compute, model))
+            zip(mine, per_response([items[i] for i in mine], config.micro_batch_tokens, device, compute, model))
         )
         everyone = {i: rows for part in ranks.gather(found) for i, rows in part.items()}
         return [row for i in range(len(items)) for row in everyone[i]]

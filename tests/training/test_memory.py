@@ -1,17 +1,23 @@
 """The memory plan of a training stage against what it really holds, and what is refused before anything is loaded."""
 
+import functools
 import json
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from stages.batching import collate, make_item
 from stages.decoding.sampler import Sampler
 from stages.harness import execute
 from stages.models import memory
-from stages.models.modeling import load_policy, policy_to_train
+from stages.models.modeling import hidden_states, load_policy, policy_to_train
 from stages.preflight import held_bytes
 from stages.registry import get_spec
 from stages.spec import ConfigError
+from stages.training import Trainer, products
 from tests.common import silent
+from tests.second_device import DEVICE, second_device
 
 SFT = {"learning_rate": 1e-3, "batch_size": 4, "max_length": 96, "max_tokens_per_micro_batch": 256}
 RL = {
@@ -260,6 +266,103 @@ def test_sharding_divides_what_is_sharded_and_sampling_needs_a_whole_copy(tiny):
         ).states
         == 20 * n // 2
     )
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma2"))
+def test_the_estimate_of_activations_is_what_backward_holds(kind, dtype):
+    """Against the storages that autograd keeps of a forward pass of our own, weights left out; what is counted besides
+    is one layer for gradients.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            kind,
+            hidden_size=128,
+            intermediate_size=512,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=16,
+            vocab_size=300,
+            max_position_embeddings=512,
+        )
+    )
+    config = get_spec("sft").config(compute_dtype=dtype)
+    rows = [make_item(str(i), [1] * 20, [[2] * 200], [[1] * 200]) for i in range(8)]
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept, alive = {}, []
+
+    def keep(tensor):
+        alive.append(tensor)  # so that no storage takes the address of another
+        if (storage := tensor.untyped_storage()).data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), products(config, "cpu"):
+        hidden_states(model, collate(rows, "cpu"))
+    told = memory.activation_bytes(config, model.config.to_dict()) * 8 * 220
+    assert 0.95 < told * 8 / 9 / sum(kept.values()) < 1.4
+    sparing = config.model_copy(update={"activation_checkpointing": True})
+    assert memory.activation_bytes(sparing, model.config.to_dict()) * 8 * 220 < told / 3
+
+
+ONE = {
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    "gib, changes, tokens",
+    (
+        (24, {"compute_dtype": "bfloat16"}, 4096),  # 18.6 GiB of weights and optimizer alone
+        (32, {"compute_dtype": "bfloat16"}, 4096),
+        (32, {"compute_dtype": "bfloat16", "activation_checkpointing": True}, 16384),
+        (40, {"compute_dtype": "bfloat16"}, 8192),
+        (80, {"compute_dtype": "bfloat16"}, 16384),
+        (80, {}, 16384),
+        (24, {"compute_dtype": "bfloat16", "lora_rank": 16, "frozen_dtype": "bfloat16"}, 8192),
+    ),
+)
+def test_a_gpu_takes_as_many_tokens_at_a_time_as_fit(gib, changes, tokens):
+    """A Llama of 1.2 billion weights. Where nothing is known of device or model it stays at the default."""
+    layer = {"q": (2048, 2048), "k": (512, 2048), "v": (512, 2048), "o": (2048, 2048)}
+    layer |= {"gate": (8192, 2048), "up": (8192, 2048), "down": (2048, 8192)}
+    matrices = {f"model.layers.{i}.{name}_proj.weight": size for i in range(16) for name, size in layer.items()}
+    matrices["model.embed_tokens.weight"] = (128256, 2048)
+    shape = memory.Shape(sum(a * b for a, b in matrices.values()), matrices, ONE)
+    config = get_spec("sft").config(**changes)
+    roles = get_spec("sft").roles(config, {"model", "data"})
+    choose = functools.partial(memory.micro_batch_for, roles, {"model": shape}, config)
+    assert choose(gib * memory.GIB, 1, "cuda") == tokens
+    assert choose(gib * memory.GIB, 1, "cpu") == choose(None, 1, "cuda") == config.micro_batch_tokens == 4096
+    assert memory.micro_batch_for(roles, {"model": None}, config, gib * memory.GIB, 1, "cuda") == 4096
+
+
+def test_a_stage_on_a_gpu_chooses_its_micro_batch_unless_it_is_given(tiny, data, spec, monkeypatch):
+    inputs = {"model": tiny["policy"], "data": data["demonstrations"]}
+    settings = {name: value for name, value in SFT.items() if name != "max_tokens_per_micro_batch"}
+    seen = []
+    monkeypatch.setattr(
+        Trainer, "planned", lambda self, items, of=Trainer.planned: (seen.append(self.config), of(self, items))[1]
+    )
+    monkeypatch.setattr(memory, "device_bytes", lambda *_: 80 * memory.GIB)
+
+    def run(name, **changes):
+        events = []
+        with second_device(monkeypatch):
+            execute({**spec("sft", settings | changes, inputs, name), "device": DEVICE}, events.append)
+        budget = seen[-1].micro_batch_tokens
+        seen.clear()
+        return budget, [e["text"] for e in events if e["event"] == "log" and e["text"].startswith("micro-batches of")]
+
+    assert run("empty") == (16384, ["micro-batches of 16,384 tokens (max_tokens_per_micro_batch was left empty)"])
+    assert run("given", max_tokens_per_micro_batch=300) == (300, [])
 
 
 def test_a_dry_run_tells_and_refuses(tiny, data, tmp_path, monkeypatch):
