@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -124,12 +125,15 @@ def up(
     others find it. Raises ServiceError when a server does not answer within five minutes.
     """
     with _starting(state, say):
-        return _up(state, prefect_port, mlflow_port, worker, gpu_slots, host, say)
+        with _choosing_ports(say):
+            alive = _up(state, prefect_port, mlflow_port, host, say)
+        if worker and "worker" not in alive:
+            _start_worker(state, alive, gpu_slots, say)
+        return alive
 
 
-def _up(
-    state: Path, prefect_port: int | None, mlflow_port: int | None, worker: bool, gpu_slots: int | None, host: str, say
-) -> dict[str, dict]:
+def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, host: str, say) -> dict[str, dict]:
+    """Start the servers that do not run and wait until they answer."""
     alive = running(state)
     logs = state / "logs"
     last = {name: _last_port(state, name) for name in PORTS}
@@ -188,45 +192,48 @@ def _up(
         _wait(name, process, health, alive[name]["log"])
     os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"
     os.environ["MLFLOW_TRACKING_URI"] = alive["mlflow"]["url"]
-    if worker and "worker" not in alive:
-        from flows import deploy
-
-        deploy.install_pool(gpu_slots=gpu_slots)
-        say("starting a worker")
-        process = _detach(
-            "the worker",
-            [
-                env.python(),
-                "-m",
-                "flows.worker",
-                env.python(),
-                "-m",
-                "prefect",
-                "worker",
-                "start",
-                "--pool",
-                POOL,
-                "--type",
-                "process",
-                "--name",
-                f"{socket.gethostname()}-{os.getpid()}",
-            ],  # no --limit, see deploy.queues
-            logs / "worker.log",
-            # safe path: Prefect runs hooks as a script in its runner/, where its storage.py would hide our storage
-            env.child(
-                state,
-                PREFECT_API_URL=os.environ["PREFECT_API_URL"],
-                PREFECT_WORKER_QUERY_SECONDS="2",
-                PYTHONSAFEPATH="1",
-                **{env.WORKER_LOG: str(logs / "worker.log")},
-                MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"],
-                **({"POSTTRAIN_GPU_SLOTS": str(gpu_slots)} if gpu_slots else {}),
-            ),
-            state,
-            whole=False,
-        )
-        _note(state, alive, "worker", process, None, logs / "worker.log")
     return alive
+
+
+def _start_worker(state: Path, alive: dict[str, dict], gpu_slots: int | None, say) -> None:
+    from flows import deploy
+
+    log = state / "logs" / "worker.log"
+    deploy.install_pool(gpu_slots=gpu_slots)
+    say("starting a worker")
+    process = _detach(
+        "the worker",
+        [
+            env.python(),
+            "-m",
+            "flows.worker",
+            env.python(),
+            "-m",
+            "prefect",
+            "worker",
+            "start",
+            "--pool",
+            POOL,
+            "--type",
+            "process",
+            "--name",
+            f"{socket.gethostname()}-{os.getpid()}",
+        ],  # no --limit, see deploy.queues
+        log,
+        # safe path: Prefect runs hooks as a script in its runner/, where its storage.py would hide our storage
+        env.child(
+            state,
+            PREFECT_API_URL=os.environ["PREFECT_API_URL"],
+            PREFECT_WORKER_QUERY_SECONDS="2",
+            PYTHONSAFEPATH="1",
+            **{env.WORKER_LOG: str(log)},
+            MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"],
+            **({"POSTTRAIN_GPU_SLOTS": str(gpu_slots)} if gpu_slots else {}),
+        ),
+        state,
+        whole=False,
+    )
+    _note(state, alive, "worker", process, None, log)
 
 
 @contextlib.contextmanager
@@ -242,6 +249,23 @@ def _starting(state: Path, say=lambda text: None) -> Iterator[None]:
             say(f"waiting for another posttrain process that starts or stops servers of {state}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def _choosing_ports(say) -> Iterator[None]:
+    """Held from the choice of ports until servers listen there: of two state directories that start theirs at once both
+    would find the usual ones free."""
+    path = Path(tempfile.gettempdir()) / f"posttrain-{os.getuid()}.ports"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another `posttrain up` on this machine, which chooses its ports")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 @contextlib.contextmanager
@@ -421,9 +445,30 @@ def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
                 f"{name} ended with status {process.returncode} while starting. {newer}Its log: {log}\n{_tail(log)}"
             )
         if answers(health):
+            port = urllib.parse.urlsplit(health).port
+            if not _listens(process.pid, port):
+                raise ServiceError(
+                    f"{name} was to listen on port {port}, where another program answers; end that program, or write"
+                    " `posttrain down` and then `posttrain up --prefect-port PORT --mlflow-port PORT`"
+                )
             return
         time.sleep(0.1)
     raise ServiceError(f"{name} did not answer at {health} within {START_SECONDS:.0f} s. Its log: {log}\n{_tail(log)}")
+
+
+def _listens(pid: int, port: int | None) -> bool:
+    """Whether a process or one below it listens on a port; True where that cannot be seen."""
+    import psutil
+
+    try:
+        root = psutil.Process(pid)
+        return any(
+            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            for process in (root, *root.children(recursive=True))
+            for connection in process.net_connections("tcp")
+        )
+    except psutil.Error:
+        return True
 
 
 def state_of(log: str) -> Path:

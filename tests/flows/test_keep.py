@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -213,3 +217,40 @@ def test_a_run_whose_own_prefect_server_is_killed_goes_on(tmp_path):
             run.kill()
     assert run.returncode == 0 and "ended with status -9 and is started again" in errors, errors
     assert [step["step"] for step in json.loads(out.splitlines()[-1])["steps"]] == ["first_0", "then_0"]
+
+
+def test_state_directories_choose_their_ports_one_after_the_other(monkeypatch, tmp_path):
+    """Of two that start at once both would find the usual ports free."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    waits, chosen = threading.Event(), threading.Event()
+
+    def other():
+        with services._choosing_ports(lambda text: waits.set()):
+            chosen.set()
+
+    with services._choosing_ports(lambda text: None):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert waits.wait(60) and not chosen.is_set()
+    thread.join(60)
+    assert chosen.is_set()
+
+
+def test_a_server_in_whose_place_another_program_answers_is_told(tmp_path):
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as taken:
+        threading.Thread(target=taken.serve_forever, daemon=True).start()
+        health = f"http://127.0.0.1:{taken.server_port}/health"
+        server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+        try:
+            with pytest.raises(services.ServiceError, match="MLflow was to listen on port .* another program answers"):
+                services._wait("MLflow", server, health, str(tmp_path / "mlflow.log"))
+        finally:
+            server.kill()
+            server.wait()
+        services._wait("ours", SimpleNamespace(pid=os.getpid(), poll=lambda: None), health, str(tmp_path / "log"))
+        taken.shutdown()
