@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import SAMPLING, Role
-from stages.policy.presets import exact_in_reward, not_read, resolve_preset, row_of
+from stages.policy.presets import RL_AXES, exact_in_reward, not_read, resolve_preset, row_of
 from stages.reward.components import REWARD_INPUTS, WITHOUT_VERDICT, RewardComponent
 from stages.reward.rewards import check_inputs, inputs_read
 from stages.settings import (
@@ -862,8 +862,6 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
         return values
 
     def effective(self) -> dict:
-        from stages.algorithms import RL_AXES
-
         row = row_of(self)
         return {
             "options": dict(row.options),
@@ -921,7 +919,7 @@ def check(config: Config, given: Collection[str]) -> None:
     """Refuse settings that do not fit together, rewards whose inputs are not there, and inputs that nothing reads.
     Raises ValueError or ConfigError.
     """
-    from stages.algorithms import RL_INPUTS_READ_WHEN
+    from stages.policy.read_when import RL_INPUTS_READ_WHEN
 
     row, _ = resolve_preset(config)
     check_inputs(config.rewards, given)
@@ -973,7 +971,7 @@ def loads_reference(row, config: Config) -> bool:
 
 def reads_input(config: Config, name: str, given: Collection[str] = ()) -> bool:
     """Whether a run with these settings would read one of its optional inputs beside those that are ``given``."""
-    from stages.algorithms import RL_INPUTS_READ_WHEN
+    from stages.policy.read_when import RL_INPUTS_READ_WHEN
 
     row, by_rewards = row_of(config), inputs_read(config.rewards, {name, *given})
     return all(condition(row, config, by_rewards) for names, condition, _ in RL_INPUTS_READ_WHEN if name in names)
@@ -1077,7 +1075,7 @@ def arm_of(values: dict, own: Collection[str]) -> Config:
 
 
 def run(stage):
-    from stages.algorithms import RL_READ_OF_INPUTS
+    from stages.policy.read_when import RL_READ_OF_INPUTS
     from stages.chat import stage_renderer
     from stages.generation import prompt_rows
     from stages.models import sharding
