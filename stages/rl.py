@@ -1077,7 +1077,6 @@ def arm_of(values: dict, own: Collection[str]) -> Config:
 def run(stage):
     from stages.policy.read_when import RL_READ_OF_INPUTS
     from stages.chat import stage_renderer
-    from stages.generation import prompt_rows
     from stages.models import sharding
     from stages.models.adapters import AdapterOff
     from stages.models.modeling import freeze, load_frozen, load_policy, policy_to_train, publish
@@ -1087,7 +1086,7 @@ def run(stage):
     from stages.preflight import rl_preflight
     from stages.reward.rewards import build_rewards
     from stages.rollouts.source import Rollouts
-    from stages.training import HOLD_OUT, Trainer, fit
+    from stages.training import Trainer, fit
 
     config = stage.config
     row, warnings = resolve_preset(config)
@@ -1103,47 +1102,15 @@ def run(stage):
     for text in warnings:
         stage.warn("rl_settings", text)
     renderer = stage_renderer(stage)
-    prompts = prompt_rows(
-        stage,
-        stage.dataset("data"),
-        config.split,
-        renderer,
-        config.max_prompt_length,
-        config.max_prompts,
-        config.prompt_template,
-    )
-    held_out = []
-    if config.eval_prompts:
-        if "validation" not in stage.dataset("data").manifest["splits"]:
-            raise ConfigError(
-                f"rl: eval_prompts={config.eval_prompts} asks validation prompts and there are none; {HOLD_OUT}, or"
-                " leave eval_prompts out"
-            )
-        held_out = prompt_rows(
-            stage,
-            stage.dataset("data"),
-            "validation",
-            renderer,
-            config.max_prompt_length,
-            config.eval_prompts,
-            config.prompt_template,
-        )
+    prompts, held_out = _prompts(stage, renderer)
     rewards = build_rewards(
         config.rewards, stage.inputs, renderer=renderer, device=stage.device, frozen=config.frozen_dtype
     )
     rewards.check([prompt for prompt, _ in prompts + held_out])
     model = policy_to_train(stage)
     reference, apart = _reference(stage, row, renderer, model)
-    if row.update == "trust_region" and config.learning_rate != type(config).model_fields["learning_rate"].default:
-        stage.warn(
-            "learning_rate_unused",
-            f"learning_rate={config.learning_rate} moves nothing: the length of TRPO's step is max_kl={config.max_kl}"
-            + (
-                f", and its critic learns at critic_learning_rate={config.critic_learning_rate}."
-                if row.needs_critic
-                else "."
-            ),
-        )
+    if row.update == "trust_region":
+        _warn_of_learning_rate(stage, row)
     old = (
         freeze(load_policy(stage.path("model"), stage.device))
         if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full"
@@ -1198,6 +1165,42 @@ def run(stage):
     }
     stage.summary(summary)
     rl_report(stage, f"RL ({config.preset})", summary, renderer.tokenizer.decode)
+
+
+def _prompts(stage, renderer) -> tuple[list, list]:
+    """(prompts that are trained on, validation prompts that are only watched), each with its ids."""
+    from stages.generation import prompt_rows
+    from stages.training import HOLD_OUT
+
+    config, data = stage.config, stage.dataset("data")
+
+    def rows(split, most):
+        return prompt_rows(stage, data, split, renderer, config.max_prompt_length, most, config.prompt_template)
+
+    prompts = rows(config.split, config.max_prompts)
+    if not config.eval_prompts:
+        return prompts, []
+    if "validation" not in data.manifest["splits"]:
+        raise ConfigError(
+            f"rl: eval_prompts={config.eval_prompts} asks validation prompts and there are none; {HOLD_OUT}, or leave"
+            " eval_prompts out"
+        )
+    return prompts, rows("validation", config.eval_prompts)
+
+
+def _warn_of_learning_rate(stage, row) -> None:
+    """Say so where a learning rate is given, which TRPO's step does not read."""
+    config = stage.config
+    if config.learning_rate != type(config).model_fields["learning_rate"].default:
+        stage.warn(
+            "learning_rate_unused",
+            f"learning_rate={config.learning_rate} moves nothing: the length of TRPO's step is max_kl={config.max_kl}"
+            + (
+                f", and its critic learns at critic_learning_rate={config.critic_learning_rate}."
+                if row.needs_critic
+                else "."
+            ),
+        )
 
 
 def _reference(stage, row, renderer, model):
