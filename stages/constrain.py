@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from stages.decoding.writers import WriterConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec, did_you_mean
 from stages.verification.constraint_pool import FORBIDDEN_POOL, KEYWORD_POOL, LANGUAGE_NAMES
-from stages.verification.verifiers import CHECKERS
+from stages.verification.ifeval import CHECKERS
 
 
 class Config(WriterConfig):
@@ -303,7 +303,8 @@ def answerable(stage, asked: list[Asked]) -> set[int]:
 def answer(stage, writer, asked: list[Asked], plain: bool) -> None:
     """Answers of the writer with their verdicts, in place: to the prompts with constraints, or to the plain ones."""
     from stages.decoding.writers import warn_of_failed
-    from stages.verification.verifiers import check_constraint, view
+    from stages.verification.constraints import check_constraint
+    from stages.verification.responses import view
 
     config, n = stage.config, stage.config.num_plain if plain else stage.config.num_generations
     requests = [one.plain if plain else one.row["prompt"] for one in asked for _ in range(n)]

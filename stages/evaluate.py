@@ -916,7 +916,7 @@ class Plan:
     def _answer_row(self, mode: str, sample, read: tuple, model_score, kl, more: dict) -> dict:
         from stages.evaluation import bbq, perturbed
         from stages.reward.programs import program_of
-        from stages.verification.verifiers import view
+        from stages.verification.responses import view
 
         source = sample.prompt
         strict, flexible, extracted = read

@@ -255,7 +255,7 @@ def opens_thought(tokenizer):
     """ids -> whether a prompt ends with ``<think>``, which templates of models that always reason write themselves;
     never without a tokenizer.
     """
-    from stages.verification.verifiers import TAGS
+    from stages.verification.responses import TAGS
 
     return lambda ids: (
         tokenizer is not None
@@ -267,7 +267,7 @@ def seen(text: str, opened: bool) -> str:
     """A completion behind the mark of the thought that its prompt opened, where it does not close it: without that, a
     thought that was cut would be read as the answer.
     """
-    from stages.verification.verifiers import TAGS
+    from stages.verification.responses import TAGS
 
     return TAGS[0] + text if opened and TAGS[1] not in text else text
 

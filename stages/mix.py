@@ -117,12 +117,6 @@ READ_BY = {
 
 
 def run(stage):
-    import json
-
-    import numpy as np
-
-    from stages.reporting.reports import document, facts, markdown_table
-    from stages.selection import largest_remainder
     from stages.spec import ConfigError
 
     config, labels = stage.config, sorted(stage.many("data"))
@@ -132,20 +126,69 @@ def run(stage):
             f"mix: weights name {', '.join(sorted(weights))} and the inputs are"
             f" {', '.join(f'data.{name}' for name in labels)}; give one weight per input"
         )
-    sources, dropped, aside, seen = {name: [] for name in labels}, {}, [], set()
     datasets = {name: stage.dataset(f"data.{name}" if name else "data") for name in labels}
     kind = kind_of(config, datasets)
-    text = kind == "text/1"
-    keys = ("row_id",) if text else ("prompt_id", "group_id")  # what may be on one side of the splits only
+    sources, aside, dropped = sorted_out(config, kind, datasets, weights)
+    sizes = {name: [len(row["text"]) if kind == "text/1" else 1 for row in rows] for name, rows in sources.items()}
+    quotas = quotas_of(config, kind, weights, {name: sum(own) for name, own in sizes.items()}, aside, dropped)
+    formats = (
+        answer_formats(stage, {name: sources[name] for name, quota in quotas.items() if quota})
+        if kind == "demonstrations/1"
+        else []
+    )
+    writer, counted = stage.writer("data", kind), Counter()
+    chosen = {name: drawn(stage.rng("mix", name), sizes[name], quota) for name, quota in quotas.items()}
+    for name, rows in chosen.items():
+        writer.write([completed(kind, in_format(sources[name][i], config, counted)) for i in rows])
+    characters = {name: sum(sizes[name][i] for i in rows) for name, rows in chosen.items()}
+    taken = {name: len(rows) for name, rows in chosen.items()}
+    if not any(taken.values()):
+        raise ConfigError(
+            "mix: the mixture has no row:"
+            f" {'no document fits into its share of' if kind == 'text/1' else 'there is no share of'}"
+            f" total={config.total}; write a greater total"
+        )
+    if kind == "text/1":
+        warn_of_missed(stage, characters, quotas)
+    writer.write([completed(kind, in_format(row, config, counted)) for row in aside])
+    left_out = {f"dropped/{reason}": n for reason, n in sorted(dropped.items())}
+    writer.close({**{f"rows/{name}": n for name, n in taken.items()}, "held_out": len(aside), **left_out})
+    publish(
+        stage,
+        {
+            "rows": sum(taken.values()),
+            "held_out": len(aside),
+            **{f"rows/{name}": n for name, n in taken.items()},
+            **({f"characters/{name}": n for name, n in characters.items()} if kind == "text/1" else {}),
+            **{f"left/{name}": len(sources[name]) - n for name, n in taken.items()},
+            **left_out,
+            **{f"answer_format/{name}": n for name, n in sorted(counted.items())},
+        },
+        formats,
+    )
+
+
+def sorted_out(config, kind: str, datasets: dict, weights: dict) -> tuple[dict[str, list[dict]], list[dict], dict]:
+    """(training rows of each source, rows of other splits, rows left out by reason), each row with where it is from.
+
+    Raises:
+        ConfigError: a category that is to be held out is in no row.
+    """
+    import json
+
+    from stages.spec import ConfigError
+
+    keys = ("row_id",) if kind == "text/1" else ("prompt_id", "group_id")  # what may be on one side of the splits only
     held_out = {
         row[key]
         for dataset in datasets.values()
-        for row in dataset.iter_rows(columns=[*keys, "split", *([] if text else ["category"])])
+        for row in dataset.iter_rows(columns=[*keys, "split", *([] if kind == "text/1" else ["category"])])
         if row["split"] != "train" or row.get("category") in config.held_out_categories
         for key in keys
     } - {None}
-    for name in labels:
-        for row in datasets[name].iter_rows():
+    sources, aside, dropped, seen = {name: [] for name in datasets}, [], {}, set()
+    for name, dataset in datasets.items():
+        for row in dataset.iter_rows():
             row = {
                 **row,
                 "extra_json": json.dumps(json.loads(row["extra_json"] or "{}") | {"mixed_from": name}, sort_keys=True),
@@ -178,8 +221,20 @@ def run(stage):
             f"mix: held_out_categories names {', '.join(missing)}, which no row has; the categories are: "
             f"{', '.join(sorted({r['category'] for rows in [aside, *sources.values()] for r in rows if r['category']})[:20]) or 'none'}"
         )
-    sizes = {name: [len(row["text"]) if text else 1 for row in rows] for name, rows in sources.items()}
-    there = {name: sum(sizes[name]) for name in labels}
+    return sources, aside, dropped
+
+
+def quotas_of(config, kind: str, weights: dict, there: dict[str, int], aside: list, dropped: dict) -> dict[str, int]:
+    """How many rows (of text: characters) are taken from each source, by its share of the total; ``there``: how many it
+    has. ``aside``, ``dropped``: the rows that are no training rows, to say so.
+
+    Raises:
+        ConfigError: a source has nothing to take its share from, or less than that.
+    """
+    from stages.selection import largest_remainder
+    from stages.spec import ConfigError
+
+    labels = list(there)
     shares = [there[name] if weights[name] is None else weights[name] for name in labels]
     if lacking := [name for name, share in zip(labels, shares) if share and not there[name]] or labels * (
         not any(there.values())
@@ -191,61 +246,47 @@ def run(stage):
             f" sources are in other splits{why}); give another dataset, or weights={{{lacking[0]}: 0}} beside others"
         )
     fits = min(int(there[name] * sum(shares) / share + 1e-9) for name, share in zip(labels, shares) if share)
-    quotas = largest_remainder(config.total or fits, shares)
-    for name, quota in zip(labels, quotas):
+    quotas = dict(zip(labels, largest_remainder(config.total or fits, shares)))
+    for name, quota in quotas.items():
         if quota > there[name]:
             if config.total is None:  # the remainder went to a source that has no row left for it
-                quotas[labels.index(name)] = there[name]
+                quotas[name] = there[name]
                 continue
             raise ConfigError(
-                f"mix: {quota} of total={config.total} {'characters' if text else 'rows'} would come from {name!r},"
-                f" which has {there[name]}; write total={fits} or less, or another weight"
+                f"mix: {quota} of total={config.total} {'characters' if kind == 'text/1' else 'rows'} would come from"
+                f" {name!r}, which has {there[name]}; write total={fits} or less, or another weight"
             )
-    formats = (
-        answer_formats(stage, {name: sources[name] for name, quota in zip(labels, quotas) if quota})
-        if kind == "demonstrations/1"
-        else []
-    )
-    writer, taken, characters, counted = stage.writer("data", kind), {}, {}, Counter()
-    for name, quota in zip(labels, quotas):
-        order = stage.rng("mix", name).permutation(len(sources[name]))
-        filled = np.cumsum([sizes[name][i] for i in order])
-        # of text, whole documents up to the quota
-        chosen = sorted(order[: int(np.searchsorted(filled, quota, side="right"))].tolist())
-        taken[name], characters[name] = len(chosen), sum(sizes[name][i] for i in chosen)
-        writer.write([completed(kind, in_format(sources[name][i], config, counted)) for i in chosen])
-    if not any(taken.values()):
-        raise ConfigError(
-            f"mix: the mixture has no row: {'no document fits into its share of' if text else 'there is no share of'}"
-            f" total={config.total}; write a greater total"
-        )
-    if short := [
+    return quotas
+
+
+def drawn(rng, sizes: list[int], quota: int) -> list[int]:
+    """Rows of a source, in their order, drawn once each until the next would exceed the quota."""
+    import numpy as np
+
+    order = rng.permutation(len(sizes))
+    filled = np.cumsum([sizes[i] for i in order])
+    return sorted(order[: int(np.searchsorted(filled, quota, side="right"))].tolist())
+
+
+def warn_of_missed(stage, characters: dict[str, int], quotas: dict[str, int]) -> None:
+    """Warn of sources whose whole documents leave much of their share of the characters empty."""
+    short = [
         f"{name} has {characters[name]} of {quota}"
-        for name, quota in zip(labels, quotas)
-        if text and characters[name] < SHORT * quota
-    ]:
+        for name, quota in quotas.items()
+        if characters[name] < SHORT * quota
+    ]
+    if short:
         stage.warn(
             "shares_missed",
             f"Whole documents are taken until the next does not fit, which misses the shares: {'; '.join(short)}"
             " characters. Write a greater total, or cut long documents before.",
         )
-    writer.write([completed(kind, in_format(row, config, counted)) for row in aside])
-    writer.close(
-        {
-            **{f"rows/{name}": n for name, n in taken.items()},
-            "held_out": len(aside),
-            **{f"dropped/{k}": v for k, v in sorted(dropped.items())},
-        }
-    )
-    summary = {
-        "rows": sum(taken.values()),
-        "held_out": len(aside),
-        **{f"rows/{name}": n for name, n in taken.items()},
-        **({f"characters/{name}": n for name, n in characters.items()} if text else {}),
-        **{f"left/{name}": len(sources[name]) - n for name, n in taken.items()},
-        **{f"dropped/{k}": v for k, v in sorted(dropped.items())},
-        **{f"answer_format/{name}": n for name, n in sorted(counted.items())},
-    }
+
+
+def publish(stage, summary: dict, formats: list[dict]) -> None:
+    """What the mixture is of, as numbers and as a page."""
+    from stages.reporting.reports import document, facts, markdown_table
+
     stage.summary(summary)
     stage.report(
         "summary",

@@ -133,27 +133,10 @@ SPEC = StageSpec(
 
 def run(stage):
     from stages.ingestion import curation
-    from stages.reporting.reports import document, facts, histogram
-    from storage.files import canonical_json
-    from storage.schema import clean_messages, complete_row
+    from storage.schema import complete_row
 
     config = stage.config
-    groups: dict[str, list[dict]] = {}
-    seen, unusable, everything = set(), Counter(), []
-    for name in stage.many("candidates"):
-        for row in stage.dataset(f"candidates.{name}" if name else "candidates").iter_rows():
-            group = groups.setdefault(row["prompt_id"], [])
-            key = row["prompt_id"], canonical_json(clean_messages(row["completion"]))
-            repeated = config.dedupe and key in seen
-            if row["kept"] is False or row["reward"] is None or repeated:
-                unusable[
-                    row.get("drop_reason")
-                    or ("repeated" if repeated else "without a reward" if row["reward"] is None else "not kept")
-                ] += 1
-                continue
-            seen.add(key)
-            group.append(row)
-            everything.append(row["reward"])
+    groups, everything, unusable = usable(stage)
     counts = {
         "prompts": len(groups),
         "candidates": len(everything),
@@ -194,52 +177,94 @@ def run(stage):
             ]
         )
     if not counts["rows"]:
-        why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
-        advice = [
-            "raise num_generations or temperature of the sampling",
-            *(["its max_completion_length"] if unusable["truncated"] else []),
-            *(
-                []
-                if config.kind != "pairs/1" or config.select in ("best_vs_worst", "best_vs_random", "all")
-                else ["or take select=best_vs_worst"]
-            ),
-            *(["or a lower eta"] if config.kind == "pairs/1" and config.select == "gap" else []),
-        ]
-        if counts.get("too_few"):
-            most = max(map(len, groups.values()))
-            advice = [
-                *([f"write rso_accept={most} or less, which is how many a prompt has at most, or"] if most > 1 else []),
-                "sample more (RSO: num_generations=64, rso_accept=8)",
-            ]
-        lack = (
-            "none is left"
-            if not everything
-            else (
-                f"{counts['too_few']} prompts have fewer than rso_accept={config.rso_accept} of them"
-                if counts.get("too_few")
-                else "no two differ in reward" + f" as select={config.select} asks for" * (config.kind == "pairs/1")
-            )
-        )
-        raise ValueError(
-            f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {len(everything)} usable candidates"
-            f" ({why or 'none'} left aside) {lack}; {(' ' if counts.get('too_few') else ', ').join(advice)}."
-        )
+        raise ValueError(why_none(config, groups, counts, unusable))
     writer.close(counts)
-    summary = {
-        **counts,
-        "rows_per_prompt": counts["rows"] / len(groups),
-        "reward/mean": sum(everything) / len(everything),
-    }
+    publish(
+        stage,
+        {
+            **counts,
+            "rows_per_prompt": counts["rows"] / len(groups),
+            "reward/mean": sum(everything) / len(everything),
+        },
+        gaps,
+        taken,
+        lengths,
+    )
+
+
+def usable(stage) -> tuple[dict[str, list[dict]], list[float], Counter]:
+    """(candidates that can be compared by prompt, their rewards, how many others there are by reason)."""
+    from storage.files import canonical_json
+    from storage.schema import clean_messages
+
+    groups: dict[str, list[dict]] = {}
+    seen, unusable, rewards = set(), Counter(), []
+    for name in stage.many("candidates"):
+        for row in stage.dataset(f"candidates.{name}" if name else "candidates").iter_rows():
+            group = groups.setdefault(row["prompt_id"], [])
+            key = row["prompt_id"], canonical_json(clean_messages(row["completion"]))
+            repeated = stage.config.dedupe and key in seen
+            if row["kept"] is False or row["reward"] is None or repeated:
+                unusable[
+                    row.get("drop_reason")
+                    or ("repeated" if repeated else "without a reward" if row["reward"] is None else "not kept")
+                ] += 1
+                continue
+            seen.add(key)
+            group.append(row)
+            rewards.append(row["reward"])
+    return groups, rewards, unusable
+
+
+def why_none(config, groups: dict[str, list[dict]], counts: dict, unusable: Counter) -> str:
+    """Why no prompt gave a row, and what to write instead."""
+    why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
+    advice = [
+        "raise num_generations or temperature of the sampling",
+        *(["its max_completion_length"] if unusable["truncated"] else []),
+        *(
+            []
+            if config.kind != "pairs/1" or config.select in ("best_vs_worst", "best_vs_random", "all")
+            else ["or take select=best_vs_worst"]
+        ),
+        *(["or a lower eta"] if config.kind == "pairs/1" and config.select == "gap" else []),
+    ]
+    if counts.get("too_few"):
+        most = max(map(len, groups.values()))
+        advice = [
+            *([f"write rso_accept={most} or less, which is how many a prompt has at most, or"] if most > 1 else []),
+            "sample more (RSO: num_generations=64, rso_accept=8)",
+        ]
+    lack = (
+        "none is left"
+        if not counts["candidates"]
+        else (
+            f"{counts['too_few']} prompts have fewer than rso_accept={config.rso_accept} of them"
+            if counts.get("too_few")
+            else "no two differ in reward" + f" as select={config.select} asks for" * (config.kind == "pairs/1")
+        )
+    )
+    return (
+        f"No prompt gave a row of {config.kind}: of {len(groups)} prompts with {counts['candidates']} usable candidates"
+        f" ({why or 'none'} left aside) {lack}; {(' ' if counts.get('too_few') else ', ').join(advice)}."
+    )
+
+
+def publish(stage, summary: dict, gaps: list[float], taken: list[float], lengths: list[int]) -> None:
+    """The numbers of the dataset with those of its pairs: reward gaps, rewards taken, differences in length."""
+    from stages.reporting.reports import document, facts, histogram
+
+    config = stage.config
     if uses_rso(config):  # of the draws, so that a low rate says that rso_beta lets little but the best through
         summary |= {
-            "acceptance_rate": counts["accepted"] / max(counts["draws"], 1),
-            "passes_per_prompt": counts["passes"] / max(counts["accepted"] // config.rso_accept, 1),
+            "acceptance_rate": summary["accepted"] / max(summary["draws"], 1),
+            "passes_per_prompt": summary["passes"] / max(summary["accepted"] // config.rso_accept, 1),
         }
-        if counts["too_few"]:
+        if summary["too_few"]:
             stage.warn(
                 "too_few_to_accept",
-                f"{counts['too_few']} of {len(groups)} prompts have fewer than rso_accept={config.rso_accept} usable"
-                " candidates and give no pair. Sample more (num_generations), or write a smaller rso_accept.",
+                f"{summary['too_few']} of {summary['prompts']} prompts have fewer than rso_accept={config.rso_accept}"
+                " usable candidates and give no pair. Sample more (num_generations), or write a smaller rso_accept.",
             )
     if gaps:
         summary |= {

@@ -201,7 +201,7 @@ def read(stage) -> tuple[list[Group], Counter]:
     """The prompts of the inputs with the answers drawn for them, and what was left out, by reason. Raises ConfigError
     where no prompt has two answers.
     """
-    from stages.verification.verifiers import view
+    from stages.verification.responses import view
 
     config, left_out = stage.config, Counter()
     answers: dict[str, dict[str, dict]] = {}
@@ -261,7 +261,7 @@ def calls_of(stage, group: Group, judge_preamble: str) -> list[Call]:
 def request(stage, group: Group, aspect: str, shown: Sequence[int], preamble: str) -> str:
     """What the judge is shown and asked: no model is named, and no mark in an answer can open or close a part."""
     from stages.reward.judge import quoted
-    from stages.verification.verifiers import view
+    from stages.verification.responses import view
 
     config = stage.config
     answers = "\n\n".join(

@@ -666,16 +666,10 @@ def rationalised_row(row: dict) -> bool:
 
 def generate(stage) -> None:
     """Sample and score every prompt, one Parquet part per block of prompts."""
-    import torch
-
     from stages.chat import stage_renderer
-    from stages.decoding.engines import make_engine
-    from stages.generation import MixtureSampler, gen_record, prompt_rows, sampling_params, score, warn_of_failures
-    from stages.models.modeling import freeze, load_policy
+    from stages.generation import sampling_params, score, warn_of_failures
     from stages.reward.rewards import build_rewards
     from stages.reward.rubric_reward import score_rows, write_review
-    from stages.spec import ConfigError
-    from storage.schema import complete_row
 
     config = stage.config
     if bool(config.mixture_coef) != stage.has("reference"):
@@ -684,6 +678,65 @@ def generate(stage) -> None:
             " reference=MODEL, or neither."
         )
     renderer = stage_renderer(stage)
+    rows = chosen_prompts(stage, renderer)
+    counts = [completions_of(stage, row) for row, _ in rows]
+    writer = stage.writer("candidates", "candidates/1")
+    rubric = any(component.kind == "rubric" for component in config.rewards)
+    items = stage.writer("rubric_scores", "rubric_scores/1") if rubric else None
+    done = stage.units_done
+    total = len(rows)
+    if rubric and total > config.block:
+        stage.warn(
+            "rubric_blocks",
+            f"Confidences of rubric items are averaged over blocks of {config.block} prompts; run stage rescore on the"
+            " candidates for averages over all of them, or raise block.",
+        )
+    context = Context(stage, renderer, rows)
+    if config.rationalise:
+        warn_of_long_hints(stage, renderer, rows)
+    if done * config.block < total:
+        sampler = sampler_of(stage, renderer)
+        rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
+        rewards.check([row for row, _ in rows])
+        rewards.check_company(config.num_generations, "write num_generations=4")
+        params = sampling_params(config, renderer)
+    for start in range(done * config.block, total, config.block):
+        block = rows[start : start + config.block]
+        seeds = [
+            [stage.seed_for("rejection", row["row_id"], k) for k in range(n)]
+            for (row, _), n in zip(block, counts[start:])
+        ]
+        groups, notes = sample_block(stage, rewards, sampler, block, params, seeds, context)
+        warn_of_failures(stage, sampler, [s for group in groups for s in group])
+        score(rewards, [s for group in groups for s in group])
+        hinted = rationalised(stage, renderer, rewards, sampler, block, params, groups)
+        made = [
+            row
+            for i, ((row, _), group, note) in enumerate(zip(block, groups, notes))
+            for row in candidates_of(stage, renderer, sampler, row, start + i, seeds[i], group, hinted.get(i, []), note)
+        ]
+        writer.write(made)
+        writer.flush()
+        if rubric:
+            everyone = [s for i, group in enumerate(groups) for s in [*group, *hinted.get(i, [])]]
+            items.write([row for one, s in zip(made, everyone) for row in score_rows(one, s.items)])
+            items.flush()
+        stage.save_checkpoint(start // config.block + 1, {}, {})
+        stage.progress(min(start + config.block, total), total, "prompts")
+    writer.close({"prompts": total, "completions": sum(counts)})
+    if rubric:
+        items.close({})
+        write_review(stage)
+
+
+def chosen_prompts(stage, renderer) -> list:
+    """The prompts that are sampled for, each with its ids: a part of them, or as many as are asked for from an offset
+    on.
+    """
+    from stages.generation import prompt_rows
+    from stages.spec import ConfigError
+
+    config = stage.config
     rows = prompt_rows(
         stage,
         stage.dataset("prompts"),
@@ -702,91 +755,58 @@ def generate(stage) -> None:
             )
         rows = rows[part - 1 :: parts]
     first = config.prompt_offset % len(rows)
-    rows = (rows[first:] + rows[:first])[: config.max_prompts]
-    counts = [
-        (
-            config.num_generations
-            if config.min_generations is None
-            else int(
-                stage.rng("generations", row["row_id"]).integers(config.min_generations, config.num_generations + 1)
+    return (rows[first:] + rows[:first])[: config.max_prompts]
+
+
+def completions_of(stage, row: dict) -> int:
+    """How many completions of a prompt are sampled; where a range is asked for, drawn by the row's own seed."""
+    least, most = stage.config.min_generations, stage.config.num_generations
+    if least is None:
+        return most
+    return int(stage.rng("generations", row["row_id"]).integers(least, most + 1))
+
+
+def sampler_of(stage, renderer):
+    """The engine that is asked for, or the mixture of policy and reference in every token."""
+    import torch
+
+    from stages.decoding.engines import make_engine
+    from stages.generation import MixtureSampler
+    from stages.models.modeling import freeze, load_policy
+
+    config = stage.config
+    if not config.mixture_coef:
+        return make_engine(stage, renderer)
+    policy, reference = (
+        freeze(load_policy(stage.path(role), stage.device, getattr(torch, config.sampling_dtype)))
+        for role in ("model", "reference")
+    )
+    return MixtureSampler(policy, reference, renderer.tokenizer, config.mixture_coef)
+
+
+def candidates_of(stage, renderer, sampler, row: dict, prompt_idx: int, seeds, group, hinted, note: dict) -> list[dict]:
+    """Rows of a prompt's completions, then of those that were sampled with its answer as a hint."""
+    from stages.generation import gen_record
+    from storage.schema import complete_row
+
+    made = []
+    for sample, mode in [*((s, {}) for s in group), *((s, {"mode": "rationalised"}) for s in hinted)]:
+        seed = (
+            seeds[sample.index]
+            if not mode
+            else stage.seed_for("rationalise", row["row_id"], sample.index - stage.config.num_generations)
+        )
+        gen = gen_record(stage, stage.config, renderer, seed, engine=sampler.name)
+        made.append(
+            complete_row(
+                "candidates/1",
+                candidate(sample, prompt_idx, gen, {**note, **mode}),
+                dataset="candidates",
+                source=row["dataset"],
+                origin="ai",
             )
         )
-        for row, _ in rows
-    ]
-    writer = stage.writer("candidates", "candidates/1")
-    rubric = any(component.kind == "rubric" for component in config.rewards)
-    items = stage.writer("rubric_scores", "rubric_scores/1") if rubric else None
-    done = stage.units_done
-    total = len(rows)
-    if rubric and total > config.block:
-        stage.warn(
-            "rubric_blocks",
-            f"Confidences of rubric items are averaged over blocks of {config.block} prompts; run stage rescore on the"
-            " candidates for averages over all of them, or raise block.",
-        )
-    context = Context(stage, renderer, rows)
-    if config.rationalise:
-        warn_of_long_hints(stage, renderer, rows)
-    if done * config.block < total:
-        if config.mixture_coef:
-            policy, reference = (
-                freeze(load_policy(stage.path(role), stage.device, getattr(torch, config.sampling_dtype)))
-                for role in ("model", "reference")
-            )
-            sampler = MixtureSampler(policy, reference, renderer.tokenizer, config.mixture_coef)
-        else:
-            sampler = make_engine(stage, renderer)
-        rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
-        rewards.check([row for row, _ in rows])
-        rewards.check_company(config.num_generations, "write num_generations=4")
-        params = sampling_params(config, renderer)
-    for start in range(done * config.block, total, config.block):
-        block = rows[start : start + config.block]
-        seeds = [
-            [stage.seed_for("rejection", row["row_id"], k) for k in range(n)]
-            for (row, _), n in zip(block, counts[start:])
-        ]
-        groups, notes = sample_block(stage, rewards, sampler, block, params, seeds, context)
-        warn_of_failures(stage, sampler, [s for group in groups for s in group])
-        score(rewards, [s for group in groups for s in group])
-        hinted = rationalised(stage, renderer, rewards, sampler, block, params, groups)
-        made = []
-        for i, (row, group, note) in enumerate(zip((row for row, _ in block), groups, notes)):
-            for sample, mode in [
-                *((s, {}) for s in group),
-                *((s, {"mode": "rationalised"}) for s in hinted.get(i, [])),
-            ]:
-                seed = (
-                    seeds[i][sample.index]
-                    if not mode
-                    else stage.seed_for("rationalise", row["row_id"], sample.index - config.num_generations)
-                )
-                made.append(
-                    complete_row(
-                        "candidates/1",
-                        candidate(
-                            sample,
-                            start + i,
-                            gen_record(stage, config, renderer, seed, engine=sampler.name),
-                            {**note, **mode},
-                        ),
-                        dataset="candidates",
-                        source=row["dataset"],
-                        origin="ai",
-                    )
-                )
-        writer.write(made)
-        writer.flush()
-        if rubric:
-            everyone = [s for i, group in enumerate(groups) for s in [*group, *hinted.get(i, [])]]
-            items.write([row for one, s in zip(made, everyone) for row in score_rows(one, s.items)])
-            items.flush()
-        stage.save_checkpoint(start // config.block + 1, {}, {})
-        stage.progress(min(start + config.block, total), total, "prompts")
-    writer.close({"prompts": total, "completions": sum(counts)})
-    if rubric:
-        items.close({})
-        write_review(stage)
+    return made
 
 
 #: System message of a prompt that has a trait, where ``system`` is empty.

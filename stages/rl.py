@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import SAMPLING, Role
-from stages.policy.presets import exact_in_reward, not_read, resolve_preset, row_of
+from stages.policy.presets import RL_AXES, exact_in_reward, not_read, resolve_preset, row_of
 from stages.reward.components import REWARD_INPUTS, WITHOUT_VERDICT, RewardComponent
 from stages.reward.rewards import check_inputs, inputs_read
 from stages.settings import (
@@ -862,8 +862,6 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
         return values
 
     def effective(self) -> dict:
-        from stages.algorithms import RL_AXES
-
         row = row_of(self)
         return {
             "options": dict(row.options),
@@ -921,7 +919,7 @@ def check(config: Config, given: Collection[str]) -> None:
     """Refuse settings that do not fit together, rewards whose inputs are not there, and inputs that nothing reads.
     Raises ValueError or ConfigError.
     """
-    from stages.algorithms import RL_INPUTS_READ_WHEN
+    from stages.policy.read_when import RL_INPUTS_READ_WHEN
 
     row, _ = resolve_preset(config)
     check_inputs(config.rewards, given)
@@ -973,7 +971,7 @@ def loads_reference(row, config: Config) -> bool:
 
 def reads_input(config: Config, name: str, given: Collection[str] = ()) -> bool:
     """Whether a run with these settings would read one of its optional inputs beside those that are ``given``."""
-    from stages.algorithms import RL_INPUTS_READ_WHEN
+    from stages.policy.read_when import RL_INPUTS_READ_WHEN
 
     row, by_rewards = row_of(config), inputs_read(config.rewards, {name, *given})
     return all(condition(row, config, by_rewards) for names, condition, _ in RL_INPUTS_READ_WHEN if name in names)
@@ -1077,9 +1075,8 @@ def arm_of(values: dict, own: Collection[str]) -> Config:
 
 
 def run(stage):
-    from stages.algorithms import RL_READ_OF_INPUTS
+    from stages.policy.read_when import RL_READ_OF_INPUTS
     from stages.chat import stage_renderer
-    from stages.generation import prompt_rows
     from stages.models import sharding
     from stages.models.adapters import AdapterOff
     from stages.models.modeling import freeze, load_frozen, load_policy, policy_to_train, publish
@@ -1089,7 +1086,7 @@ def run(stage):
     from stages.preflight import rl_preflight
     from stages.reward.rewards import build_rewards
     from stages.rollouts.source import Rollouts
-    from stages.training import HOLD_OUT, Trainer, fit
+    from stages.training import Trainer, fit
 
     config = stage.config
     row, warnings = resolve_preset(config)
@@ -1105,47 +1102,15 @@ def run(stage):
     for text in warnings:
         stage.warn("rl_settings", text)
     renderer = stage_renderer(stage)
-    prompts = prompt_rows(
-        stage,
-        stage.dataset("data"),
-        config.split,
-        renderer,
-        config.max_prompt_length,
-        config.max_prompts,
-        config.prompt_template,
-    )
-    held_out = []
-    if config.eval_prompts:
-        if "validation" not in stage.dataset("data").manifest["splits"]:
-            raise ConfigError(
-                f"rl: eval_prompts={config.eval_prompts} asks validation prompts and there are none; {HOLD_OUT}, or"
-                " leave eval_prompts out"
-            )
-        held_out = prompt_rows(
-            stage,
-            stage.dataset("data"),
-            "validation",
-            renderer,
-            config.max_prompt_length,
-            config.eval_prompts,
-            config.prompt_template,
-        )
+    prompts, held_out = _prompts(stage, renderer)
     rewards = build_rewards(
         config.rewards, stage.inputs, renderer=renderer, device=stage.device, frozen=config.frozen_dtype
     )
     rewards.check([prompt for prompt, _ in prompts + held_out])
     model = policy_to_train(stage)
     reference, apart = _reference(stage, row, renderer, model)
-    if row.update == "trust_region" and config.learning_rate != type(config).model_fields["learning_rate"].default:
-        stage.warn(
-            "learning_rate_unused",
-            f"learning_rate={config.learning_rate} moves nothing: the length of TRPO's step is max_kl={config.max_kl}"
-            + (
-                f", and its critic learns at critic_learning_rate={config.critic_learning_rate}."
-                if row.needs_critic
-                else "."
-            ),
-        )
+    if row.update == "trust_region":
+        _warn_of_learning_rate(stage, row)
     old = (
         freeze(load_policy(stage.path("model"), stage.device))
         if row.kl_loss_coef and row.kl_target == "old" and row.kl_loss_estimator == "full"
@@ -1200,6 +1165,42 @@ def run(stage):
     }
     stage.summary(summary)
     rl_report(stage, f"RL ({config.preset})", summary, renderer.tokenizer.decode)
+
+
+def _prompts(stage, renderer) -> tuple[list, list]:
+    """(prompts that are trained on, validation prompts that are only watched), each with its ids."""
+    from stages.generation import prompt_rows
+    from stages.training import HOLD_OUT
+
+    config, data = stage.config, stage.dataset("data")
+
+    def rows(split, most):
+        return prompt_rows(stage, data, split, renderer, config.max_prompt_length, most, config.prompt_template)
+
+    prompts = rows(config.split, config.max_prompts)
+    if not config.eval_prompts:
+        return prompts, []
+    if "validation" not in data.manifest["splits"]:
+        raise ConfigError(
+            f"rl: eval_prompts={config.eval_prompts} asks validation prompts and there are none; {HOLD_OUT}, or leave"
+            " eval_prompts out"
+        )
+    return prompts, rows("validation", config.eval_prompts)
+
+
+def _warn_of_learning_rate(stage, row) -> None:
+    """Say so where a learning rate is given, which TRPO's step does not read."""
+    config = stage.config
+    if config.learning_rate != type(config).model_fields["learning_rate"].default:
+        stage.warn(
+            "learning_rate_unused",
+            f"learning_rate={config.learning_rate} moves nothing: the length of TRPO's step is max_kl={config.max_kl}"
+            + (
+                f", and its critic learns at critic_learning_rate={config.critic_learning_rate}."
+                if row.needs_critic
+                else "."
+            ),
+        )
 
 
 def _reference(stage, row, renderer, model):

@@ -280,7 +280,7 @@ def _shown(answer: list[dict], opened: bool, which: str) -> list[dict]:
     ``view=answer_only`` the last one without its thought.
     """
     from stages.generation import seen
-    from stages.verification.verifiers import view
+    from stages.verification.responses import view
 
     text = answer[-1].get("content")
     return (

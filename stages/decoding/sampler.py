@@ -40,7 +40,7 @@ from stages.decoding.replay import AHEAD, Drawn, Replayed, sent
 from stages.decoding.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
 from stages.models.frozen import arithmetic
 from stages.running import cuda, usage
-from stages.verification.verifiers import TAGS
+from stages.verification.responses import TAGS
 
 __all__ = ["Completion", "DerivedText", "Sampler", "SamplerError", "SamplingParams", "check_request", "text_of"]
 
@@ -674,7 +674,7 @@ class _Run:
 
 
 def tag_ids(tokenizer) -> set[int]:
-    """Ids of the tags of a response's parts (``verifiers.TAGS``) that are special tokens, which decoding would drop."""
+    """Ids of the tags of a response's parts (``responses.TAGS``) that are special tokens, which decoding would drop."""
     found = {tag: tokenizer.convert_tokens_to_ids(tag) for tag in TAGS}
     return {
         i

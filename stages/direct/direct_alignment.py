@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from stages.algorithms import DIRECT_METHODS, DIRECT_READ_WHEN, OPTION_RANGES, refuse_addend, resolve, validate_direct
+from stages.algorithms import DIRECT_METHODS, resolve
+from stages.direct.combinations import DIRECT_READ_WHEN, OPTION_RANGES, refuse_addend, validate_direct
 from stages.batching import per_response
 from stages.direct.direct_losses import (
     aot_matches,

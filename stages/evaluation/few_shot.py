@@ -171,7 +171,7 @@ def answer_of(row: dict, reading: str, solutions: bool) -> str | None:
     """How an example is answered: under ``generation`` by its worked solution where it has one and ``solutions`` asks
     for it, else by its answer in the form that its verifier reads. None where it has no answer, or no choices for a
     reading of choices."""
-    from stages.verification.verifiers import BadGold
+    from stages.verification.golds import BadGold
 
     extra = json.loads(row["extra_json"]) if row.get("extra_json") else {}
     solution = extra.get("solution") if solutions or row.get("answer") is None else None

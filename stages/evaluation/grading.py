@@ -12,7 +12,9 @@ def parse(row: dict, text: str, component=None) -> tuple[bool | None, bool | Non
     """(right by strict extraction, right by flexible extraction, extracted answer) of a row with a checkable answer;
     all ``None`` for other rows. Both readings are reported, because formatting alone can move a score (section D.0).
     ``component``: the configured verifier, whose choice of verifier, view and tolerance counts here too."""
-    from stages.verification.verifiers import VERIFIERS, BadGold, verifier_of, view
+    from stages.verification.golds import BadGold
+    from stages.verification.responses import view
+    from stages.verification.verifiers import VERIFIERS, verifier_of
 
     if row.get("answer") is None:
         return None, None, None
@@ -35,7 +37,8 @@ def parse_all(
     both readings call wrong may yet be proved right.
     """
     from stages.reward.scorers import symbolically
-    from stages.verification.verifiers import VERIFIERS, verifier_of, view
+    from stages.verification.responses import view
+    from stages.verification.verifiers import VERIFIERS, verifier_of
 
     found = [(None, None, None) if one is None else parse(*one, component) for one in answers]
     if component is None or not component.symbolic:
@@ -64,7 +67,9 @@ def constraint_verdicts(row: dict, text: str, component=None) -> dict | None:
     import json
 
     from stages.measures.suites import ifeval_loose_variants
-    from stages.verification.verifiers import BadGold, check_constraint, view
+    from stages.verification.constraints import check_constraint
+    from stages.verification.golds import BadGold
+    from stages.verification.responses import view
 
     if not row.get("constraints"):
         return None

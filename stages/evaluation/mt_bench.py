@@ -102,7 +102,7 @@ def answers(plan, part: Sequence[tuple[dict, list[int]]]) -> list[dict]:
     from stages.decoding.engines import make_engine
     from stages.generation import Sample, sample_groups, sampling_params, warn_of_failures
     from stages.reward.judge import parse_rating
-    from stages.verification.verifiers import view
+    from stages.verification.responses import view
 
     stage, config, settings = plan.stage, plan.config, plan.config.mt_bench
     sampler = plan._once("sampler", lambda: make_engine(stage, plan.renderer, plan.policy))
@@ -167,7 +167,7 @@ def _ask_next(plan, talk: Talk, turn: int) -> bool:
     """Put the last answer and the next question behind what was sampled; False, and why, where the model has no
     positions left.
     """
-    from stages.verification.verifiers import view
+    from stages.verification.responses import view
 
     sample = talk.answers[-1]
     question = {"role": "user", "content": talk.turns[turn]}

@@ -149,7 +149,7 @@ def _sums(asked: Sequence[tuple[list[int], list[int]]], logps_of) -> list[float]
 
 
 def _gold(row: dict) -> tuple[int | None, str | None]:
-    from stages.verification.verifiers import BadGold
+    from stages.verification.golds import BadGold
 
     try:
         return gold_of(row), None

@@ -55,7 +55,7 @@ def with_reordered(row: dict, rng) -> tuple[dict, ...]:
     """A prompt with choices, and the same with its options in another order (the letter of the answer moves along),
     paired by the original's row id. The prompt alone where its answer cannot be read or it has one option."""
     from stages.verification.choices import LETTERS, gold_of, question_of, with_options
-    from stages.verification.verifiers import BadGold
+    from stages.verification.golds import BadGold
     from storage.schema import row_id
 
     n = len(row["choices"])

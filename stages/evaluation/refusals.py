@@ -220,7 +220,7 @@ def answered(plan, samples) -> list[dict]:
     mirror image; else {}.
     """
     from stages.reward.judge import quoted
-    from stages.verification.verifiers import view
+    from stages.verification.responses import view
 
     asked = [asked_of(s.prompt) if s.error is None else {} for s in samples]
     at = [i for i, found in enumerate(asked) if found]

@@ -311,7 +311,7 @@ def publish(
 ) -> None:
     """Figures, tables and the page that a person reads."""
     from stages.reporting import reports
-    from stages.evaluation import best_of, compute, mt_bench, refusals, rewardbench, shift, signs
+    from stages.evaluation import compute, shift
     from stages.evaluation.scores import item_values
 
     rows = [
@@ -336,77 +336,19 @@ def publish(
         stage.report("by-order", table=orders)
     for field, table in tables.items():
         if table:
-            stage.report(f"by-{field}", table=table)
-            if any("accuracy" in row for row in table):
-                stage.report(
-                    f"accuracy-by-{field}",
-                    png=reports.bar_chart(
-                        [
-                            {
-                                "model": row[field],
-                                "value": row.get("accuracy"),
-                                "low": row.get("accuracy_low"),
-                                "high": row.get("accuracy_high"),
-                            }
-                            for row in table
-                        ],
-                        title=f"Accuracy by {field} (95% interval)",
-                        ylabel="accuracy",
-                    ),
-                )
+            _draw_table(stage, field, table)
     _draw_best_of_n(stage, metrics)
     _draw_pairs(stage, records)
     if probe_table:
         stage.report("probes", table=probe_table)
-    prefix = "pair_" if stage.config.target == "policy" else ""
-    suites = {
-        "RewardBench": rewardbench.table(records, metrics, prefix),
-        "Right answers over several wrong ones": best_of.table(metrics, prefix),
-        "Refusals": refusals.table(metrics),
-        "MT-Bench": mt_bench.table(metrics, records),
-        "Original and perturbed items": changed,
-        "Style, reasoning, diversity": signs.table(metrics),
-        "Right answers to look at": signs.odd_but_right(records, stage.config.examples),
-    }
+    suites = _suites(stage, records, metrics, changed)
     for name, part in suites.items():
         if part:
             stage.report(name.lower().replace(",", "").replace(" ", "-"), table=part)
     examples = sample_examples(records, stage.config.examples)
     for name, part in examples.items():
         stage.report(f"samples-{name}", table=part)
-    headline = [
-        {
-            "metric": name,
-            "value": reports.with_interval(m.value, m.low, m.high),
-            "n": m.n,
-            "meaning": meaning(name, stage.config.target),
-        }
-        for name, m in metrics.items()
-        if "/" not in name
-    ]
-    columns = {
-        "prompts": "prompts",
-        "accuracy": "accuracy",
-        "accuracy_low": "low",
-        "accuracy_high": "high",
-        "greedy_accuracy": "greedy",
-        "mc_letter_acc": "letter",
-        "mc_text_acc_norm": "text",
-        "reward": "reward",
-        "length_mean": "tokens",
-        "truncation_rate": "cut",
-    }
-    blocks = [
-        (
-            f"By {field}",
-            reports.markdown_table(
-                table,
-                {field: field, **{key: head for key, head in columns.items() if any(key in row for row in table)}},
-            ),
-        )
-        for field, table in tables.items()
-        if table
-    ]
+    blocks = [(f"By {field}", _table_block(field, table)) for field, table in tables.items() if table]
     blocks += compute.publish(stage, records, metrics) if answered else []
     blocks += (
         shift.publish(stage, records, lambda token: plan.renderer.tokenizer.decode([token]))
@@ -424,7 +366,7 @@ def publish(
             f"Evaluation of a {stage.config.target.replace('_', ' ')} on {benchmark_name(stage)}",
             what,
             "Brackets are 95% intervals over prompts.",
-            ("Metrics", reports.markdown_table(headline)),
+            ("Metrics", _headline(stage, metrics)),
             *blocks,
             ("Examples chosen and ordered otherwise", reports.markdown_table(orders) if orders else ""),
             *((name, reports.sample_table(part)) for name, part in suites.items() if part),
@@ -437,6 +379,85 @@ def publish(
             ),
         ),
     )
+
+
+def _suites(stage, records: list[dict], metrics: dict, changed: list[dict]) -> dict[str, list[dict]]:
+    """Tables of single benchmarks and of what answers look like, by their titles; empty where there is nothing."""
+    from stages.evaluation import best_of, mt_bench, refusals, rewardbench, signs
+
+    prefix = "pair_" if stage.config.target == "policy" else ""
+    return {
+        "RewardBench": rewardbench.table(records, metrics, prefix),
+        "Right answers over several wrong ones": best_of.table(metrics, prefix),
+        "Refusals": refusals.table(metrics),
+        "MT-Bench": mt_bench.table(metrics, records),
+        "Original and perturbed items": changed,
+        "Style, reasoning, diversity": signs.table(metrics),
+        "Right answers to look at": signs.odd_but_right(records, stage.config.examples),
+    }
+
+
+def _headline(stage, metrics: dict) -> str:
+    """The metrics over all items as a table, with what each means."""
+    from stages.reporting import reports
+
+    return reports.markdown_table(
+        [
+            {
+                "metric": name,
+                "value": reports.with_interval(m.value, m.low, m.high),
+                "n": m.n,
+                "meaning": meaning(name, stage.config.target),
+            }
+            for name, m in metrics.items()
+            if "/" not in name
+        ]
+    )
+
+
+def _table_block(field: str, table: list[dict]) -> str:
+    """Scores by the values of a column, as far as there are any."""
+    from stages.reporting import reports
+
+    columns = {
+        "prompts": "prompts",
+        "accuracy": "accuracy",
+        "accuracy_low": "low",
+        "accuracy_high": "high",
+        "greedy_accuracy": "greedy",
+        "mc_letter_acc": "letter",
+        "mc_text_acc_norm": "text",
+        "reward": "reward",
+        "length_mean": "tokens",
+        "truncation_rate": "cut",
+    }
+    return reports.markdown_table(
+        table, {field: field, **{key: head for key, head in columns.items() if any(key in row for row in table)}}
+    )
+
+
+def _draw_table(stage, field: str, table: list[dict]) -> None:
+    """Scores by the values of a column, and their accuracies as a figure."""
+    from stages.reporting import reports
+
+    stage.report(f"by-{field}", table=table)
+    if any("accuracy" in row for row in table):
+        stage.report(
+            f"accuracy-by-{field}",
+            png=reports.bar_chart(
+                [
+                    {
+                        "model": row[field],
+                        "value": row.get("accuracy"),
+                        "low": row.get("accuracy_low"),
+                        "high": row.get("accuracy_high"),
+                    }
+                    for row in table
+                ],
+                title=f"Accuracy by {field} (95% interval)",
+                ylabel="accuracy",
+            ),
+        )
 
 
 def _draw_answers(stage, sampled: list[dict]) -> None:

@@ -22,7 +22,8 @@ from stages.evaluation import bbq, held_out_text, multiple_choice, opinions
 from stages.measures import reward_model, sampling, statistics, suites, text
 from stages.reward.components import CUT_REWARD
 from stages.reward.verdicts import failures
-from stages.verification.verifiers import as_rational, normalise_math
+from stages.verification.normalisation import normalise_math
+from stages.verification.plain_numbers import as_rational
 
 BOOTSTRAP_SEED = 0  # one for all stages, so that a number has the same interval wherever it is shown
 LOWER_IS_BETTER = (

@@ -13,7 +13,7 @@ import numpy as np
 from stages.evaluation import refusals
 from stages.evaluation.scores import Metric, average, cluster_of, cut, share
 from stages.measures import text
-from stages.verification.verifiers import view
+from stages.verification.responses import view
 
 #: Whole words and phrases, any case (the lists are ours).
 HEDGES = (

@@ -599,7 +599,7 @@ def _math(row: dict, options) -> tuple[str, dict, set]:
     """MATH, MATH-500, AIME: the answer is that of the column, else the last box of the solution; level and subject are
     kept.
     """
-    from stages.verification.verifiers import extract_boxed
+    from stages.verification.extraction import extract_boxed
 
     problem, solution, answer = row.get("problem"), row.get("solution"), row.get("answer")
     if options.kind in ("demonstrations/1", "text/1"):

@@ -973,7 +973,7 @@ def _short_answer(value: Any) -> Any:
     """The answer in a column that may hold a whole solution: its last box, what stands between dollars, or the text
     itself where it is one short line; None else.
     """
-    from stages.verification.verifiers import extract_boxed
+    from stages.verification.extraction import extract_boxed
 
     if _number(value):
         return value

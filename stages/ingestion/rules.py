@@ -259,7 +259,9 @@ def verifiable_codes(row: dict) -> set[str]:
 
 @lru_cache(maxsize=4096)
 def _answer_holds(answer: str, answer_type: str | None, extra_json: str | None) -> bool:
-    from stages.verification.verifiers import VERIFIERS, BadGold, extract, verifier_of
+    from stages.verification.extraction import extract
+    from stages.verification.golds import BadGold
+    from stages.verification.verifiers import VERIFIERS, verifier_of
 
     row = {"answer": answer, "answer_type": answer_type, "extra_json": extra_json}
     letter = answer.strip().strip("().").upper()
@@ -275,7 +277,8 @@ def _answer_holds(answer: str, answer_type: str | None, extra_json: str | None) 
 
 @lru_cache(maxsize=4096)
 def _constraint_runs(constraint_id: str, kwargs_json: str) -> bool:
-    from stages.verification.verifiers import BadGold, check_constraint
+    from stages.verification.constraints import check_constraint
+    from stages.verification.golds import BadGold
 
     try:
         kwargs = json.loads(kwargs_json)

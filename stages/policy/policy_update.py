@@ -129,37 +129,7 @@ class PolicyGradient:
         )
         old_SL = column("old_logps")
         ref_SL = column("ref_logps") if row.needs_reference else None
-        surrogate = "clip" if self.objective else row.surrogate
-        losses, sums = policy_loss(
-            logps_SL,
-            old_SL,
-            advantages,
-            mask,
-            epsilon=row.epsilon,
-            epsilon_high=row.epsilon_high,
-            ratio_level=row.ratio_level,
-            surrogate=surrogate,
-            clip_ratio_c=row.clip_ratio_c,
-            weights_BT=column("weights") if any("weights" in i.extra for i in batch.items) else None,
-            options={} if self.objective else row.options,
-        )
-        if any("learned" in i.extra for i in batch.items):  # top_entropy_quantile, covariance_clip
-            losses = losses * column("learned")
-        if any("kept_close" in i.extra for i in batch.items):  # covariance_kl
-            moved = masked(logps_SL - old_SL, mask)
-            # below it the sign is that of rounding, and so would the gradient be
-            moved = torch.where(moved.detach().abs() > ROUNDING[config.compute_dtype], moved, 0.0)
-            losses = losses + config.covariance_kl_coef * column("kept_close") * moved.abs()
-        if config.off_policy_mask_threshold is not None:
-            sampler_SL = column("sampler_logps") if any("sampler_logps" in i.extra for i in batch.items) else old_SL
-            keep = off_policy_keep(
-                logps_SL,
-                sampler_SL,
-                advantages if by_token else advantages[:, None],
-                mask,
-                config.off_policy_mask_threshold,
-            )
-            losses, sums["off_policy_masked"] = torch.where(keep, losses, 0.0), (mask & ~keep).sum()
+        losses, sums = self._token_losses(batch, logps_SL, old_SL, advantages, mask, column)
         if self.objective:
             terms, own = self._responses(batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column)
             metrics = {
@@ -190,38 +160,86 @@ class PolicyGradient:
             right = mask & (per_response("correct") > 0)[:, None]
             terms["positive_nll"] = (row.positive_nll_coef * masked(-logps_SL, right).sum(), "correct_tokens")
         if self.value_head is not None:
-            with torch.autocast(logps.device.type, enabled=False):
-                values_SL = batch.padded(self.value_head(precise(hidden))[:, 0])
-            first = row.critic_target == "bandit"  # one value per prompt, at the first token
-            at, seen = (mask & (mask.cumsum(-1) == 1), "trained") if first else (mask, "forwarded")
-            error = value_loss(
-                values_SL,
-                column("returns"),
-                at,
-                column("values"),
-                config.cliprange_value,
-                config.value_loss_half,
-            )
-            total, by = (error.sum(), "sequences") if first else (self.aggregate(error, mask, batch.items), self.count)
-            terms["value"] = (config.vf_coef * total, by)
-            metrics |= {
-                "critic/value_mean": (masked(values_SL.detach(), at).sum(), seen),
-                "critic/return_mean": (masked(column("returns"), at).sum(), seen),
-            }
-            if config.cliprange_value is not None:
-                metrics["critic/clip_fraction"] = (
-                    (((values_SL.detach() - column("values")).abs() > config.cliprange_value) & at).float().sum(),
-                    seen,
-                )
+            terms["value"], found = self._value(batch, hidden, mask, column)
+            metrics |= found
         if row.ptx_coef:
-            nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()
-            at = is_ptx[batch.seq_N]
-            if config.temperature != 1.0 and bool(at.any()):  # the loss is the model's, not the sampler's
-                nll = -token_logps(head, hidden[at], batch.target_N[at])[0].sum()
-            by = "ptx_tokens" if config.ptx_agg == "token-mean" else "ptx_documents"
+            nll, by = self._ptx(batch, head, hidden, logps_SL, is_ptx)
             terms["ptx"] = (row.ptx_coef * nll, by)
             metrics["ptx/nll"] = (nll.detach(), "ptx_tokens")
         return Sums(terms, metrics)
+
+    def _token_losses(self, batch, logps_SL, old_SL, advantages, mask, column):
+        """(the surrogate's loss per token, its sums for the log), less the tokens that are left out and with what holds
+        others near the policy that sampled.
+        """
+        row, config = self.row, self.config
+        losses, sums = policy_loss(
+            logps_SL,
+            old_SL,
+            advantages,
+            mask,
+            epsilon=row.epsilon,
+            epsilon_high=row.epsilon_high,
+            ratio_level=row.ratio_level,
+            surrogate="clip" if self.objective else row.surrogate,
+            clip_ratio_c=row.clip_ratio_c,
+            weights_BT=column("weights") if any("weights" in i.extra for i in batch.items) else None,
+            options={} if self.objective else row.options,
+        )
+        if any("learned" in i.extra for i in batch.items):  # top_entropy_quantile, covariance_clip
+            losses = losses * column("learned")
+        if any("kept_close" in i.extra for i in batch.items):  # covariance_kl
+            moved = masked(logps_SL - old_SL, mask)
+            # below it the sign is that of rounding, and so would the gradient be
+            moved = torch.where(moved.detach().abs() > ROUNDING[config.compute_dtype], moved, 0.0)
+            losses = losses + config.covariance_kl_coef * column("kept_close") * moved.abs()
+        if config.off_policy_mask_threshold is not None:
+            sampler_SL = column("sampler_logps") if any("sampler_logps" in i.extra for i in batch.items) else old_SL
+            keep = off_policy_keep(
+                logps_SL,
+                sampler_SL,
+                advantages if advantages.dim() == 2 else advantages[:, None],
+                mask,
+                config.off_policy_mask_threshold,
+            )
+            losses, sums["off_policy_masked"] = torch.where(keep, losses, 0.0), (mask & ~keep).sum()
+        return losses, sums
+
+    def _value(self, batch, hidden, mask, column):
+        """(the value loss of a critic on the policy's trunk, metrics)."""
+        config = self.config
+        with torch.autocast(hidden.device.type, enabled=False):
+            values_SL = batch.padded(self.value_head(precise(hidden))[:, 0])
+        first = self.row.critic_target == "bandit"  # one value per prompt, at the first token
+        at, seen = (mask & (mask.cumsum(-1) == 1), "trained") if first else (mask, "forwarded")
+        error = value_loss(
+            values_SL,
+            column("returns"),
+            at,
+            column("values"),
+            config.cliprange_value,
+            config.value_loss_half,
+        )
+        total, by = (error.sum(), "sequences") if first else (self.aggregate(error, mask, batch.items), self.count)
+        metrics = {
+            "critic/value_mean": (masked(values_SL.detach(), at).sum(), seen),
+            "critic/return_mean": (masked(column("returns"), at).sum(), seen),
+        }
+        if config.cliprange_value is not None:
+            metrics["critic/clip_fraction"] = (
+                (((values_SL.detach() - column("values")).abs() > config.cliprange_value) & at).float().sum(),
+                seen,
+            )
+        return (config.vf_coef * total, by), metrics
+
+    def _ptx(self, batch, head, hidden, logps_SL, is_ptx):
+        """NLL of the pretraining text, and what divides it."""
+        config = self.config
+        nll = masked(-logps_SL, batch.mask_SL & is_ptx[:, None]).sum()
+        at = is_ptx[batch.seq_N]
+        if config.temperature != 1.0 and bool(at.any()):  # the loss is the model's, not the sampler's
+            nll = -token_logps(head, hidden[at], batch.target_N[at])[0].sum()
+        return nll, "ptx_tokens" if config.ptx_agg == "token-mean" else "ptx_documents"
 
     def _kl(self, batch, head, hidden, logps_SL, old_SL, ref_SL, mask):
         """The KL of the loss per token: exact over the vocabulary, or an estimator on the sampled token."""

@@ -18,9 +18,53 @@ if TYPE_CHECKING:
     from stages.rl import Config
 
 
+#: Settings of the rl stage that take the place of an axis of the preset's row: setting -> field of the row.
+RL_AXES = {
+    "beta": "kl_loss_coef",
+    "kl_estimator": "kl_loss_estimator",
+    "kl_coef": "kl_reward_coef",
+    "scale_rewards": "scale",
+    "loss_agg_mode": "aggregation",
+    **{
+        name: name
+        for name in (
+            "advantage",
+            "baseline",
+            "std_ddof",
+            "std_eps",
+            "whiten",
+            "adv_norm_ddof",
+            "gamma",
+            "lam",
+            "lam_critic",
+            "lam_alpha",
+            "opponent",
+            "surrogate",
+            "ratio_level",
+            "epsilon",
+            "epsilon_high",
+            "clip_ratio_c",
+            "num_iterations",
+            "kl_reward_mode",
+            "kl_direction",
+            "kl_target",
+            "kl_controller",
+            "target_kl",
+            "critic_target",
+            "n_steps",
+            "critic_warmup_steps",
+            "truncation_policy",
+            "dynamic_sampling",
+            "ptx_coef",
+        )
+    },
+}
+
+
 def row_of(config: Config):
     """The preset's row with the config's overrides applied, not checked against each other."""
-    from stages.algorithms import RL_AXES, VALUE_ADVANTAGES, preset_options, rl_preset
+    from stages.algorithms import VALUE_ADVANTAGES, rl_preset
+    from stages.policy.combinations import preset_options
 
     changes = {axis: getattr(config, name) for name, axis in RL_AXES.items()}
     row = rl_preset(config.preset, **{k: v for k, v in changes.items() if v is not None})
@@ -50,7 +94,8 @@ def not_read(config: Config) -> dict[str, str]:
     """{setting: error text} of the settings in which a config differs from the defaults and from its preset, and which
     nothing would read.
     """
-    from stages.algorithms import RL_AXES, RL_READ_WHEN, rl_preset
+    from stages.algorithms import rl_preset
+    from stages.policy.read_when import RL_READ_WHEN
 
     start = rl_preset(config.preset)
     return unread(
@@ -64,7 +109,8 @@ def resolve_preset(config: Config):
     Raises:
         ValueError: settings that do not go together, and what to write instead.
     """
-    from stages.algorithms import RL_ALARMS_WATCH, validate_rl
+    from stages.policy.combinations import validate_rl
+    from stages.policy.read_when import RL_ALARMS_WATCH
 
     row = row_of(config)
     warnings = validate_rl(

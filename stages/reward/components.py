@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -631,157 +632,8 @@ class RewardComponent(StageConfig):
 
     @model_validator(mode="after")
     def _check(self):
-        if self.kind == "length" and self.cache_length > self.max_length:
-            raise ValueError(
-                f"reward {self.name!r}: cache_length {self.cache_length} exceeds max_length {self.max_length}; write a"
-                " smaller cache_length"
-            )
-        if self.kind in ("judge", "rubric", "debate") and self.endpoint and not self.endpoint_model:
-            raise ValueError(
-                f"reward {self.name!r}: endpoint needs endpoint_model, the name of the model on that server"
-            )
-        if self.ranking != "round_robin" and self.kind == "judge" and self.judge_mode != "preference":
-            raise ValueError(
-                f"reward {self.name!r}: ranking={self.ranking} is made of probabilities of winning, which"
-                f" judge_mode={self.judge_mode} does not give; write judge_mode=preference, or leave ranking out"
-            )
-        if self.judge_prompt:
-            try:
-                filled = self.judge_prompt.format(context="c", a="a", b="b", reference="r", principle="p")
-            except (KeyError, IndexError, ValueError) as error:
-                raise ValueError(
-                    f"reward {self.name!r}: judge_prompt cannot be filled ({error!r}); its fields are {{context}},"
-                    " {a}, {b}, {reference} and {{principle}}, and other braces are doubled"
-                ) from None
-            if filled == self.judge_prompt.replace("{{", "{").replace("}}", "}"):
-                raise ValueError(
-                    f"reward {self.name!r}: judge_prompt shows the judge nothing; write at least {{a}} in it"
-                )
-        if self.domains and (self.tier or self.kind in READ_OTHERS):
-            raise ValueError(
-                f"reward {self.name!r}: domains is not for {f'tier={self.tier}' if self.tier else f'kind {self.kind}'},"
-                " which reads what other components said of every prompt; leave one of them out"
-            )
-        if self.kind == "majority" and self.tier:
-            raise ValueError(
-                f"reward {self.name!r}: tier is not for kind majority, which compares all answers to a prompt after the"
-                " other components have said theirs; leave tier out"
-            )
-        if self.kind == "group_preference" and not self.group:
-            raise ValueError(
-                f"reward {self.name!r}: kind group_preference needs group=NAME, a group of the input `context`"
-            )
-        if self.kind == "regex" and not self.pattern:
-            raise ValueError(
-                f"reward {self.name!r}: kind regex needs pattern: write the pattern that a good response contains"
-            )
-        if self.kind == "python" and not re.search(
-            rf"\bdef (?:{(called := re.escape(self.function) or '(?:compute_)?score')})\b|^{called} *=",
-            self.source,
-            re.MULTILINE,
-        ):
-            named = re.findall(r"^(?:async +)?def +(\w+)", self.source, re.MULTILINE)
-            raise ValueError(
-                f"reward {self.name!r}: kind python needs source with a function"
-                f" {self.function or 'score'}(prompt, completion, answer)"
-                + (
-                    f"; this one defines {', '.join(named[:9])}. Write function: {named[0] if len(named) == 1 else 'NAME'};"
-                    " one of TRL's, of the lists completions and **kwargs, needs scope: group besides"
-                    if named
-                    else "; write the path of a file that ends in .py and defines one"
-                )
-            )
-        if self.kind == "python":
-            try:
-                compile(self.source, "<source>", "exec")
-            except (SyntaxError, ValueError) as error:
-                raise ValueError(
-                    f"reward {self.name!r}: source is no Python: {getattr(error, 'msg', error)}, line"
-                    f" {getattr(error, 'lineno', '?')}: {str(getattr(error, 'text', '') or '').strip()!r}; mend it"
-                ) from None
-        if self.kind == "remote":
-            if not re.match(r"https?://[^/\s]", self.url):
-                raise ValueError(
-                    f"reward {self.name!r}: kind remote needs the address that answers are posted to; write"
-                    f" url=http://HOST:PORT/PATH, not {self.url!r}"
-                )
-            if not self.endpoint_model:
-                raise ValueError(
-                    f"reward {self.name!r}: kind remote needs endpoint_model, a name for what scores behind the URL;"
-                    " the name is part of what a result is known by, the URL is not"
-                )
-            if self.endpoint or self.empty_reward != type(self).model_fields["empty_reward"].default:
-                raise ValueError(
-                    f"reward {self.name!r}: kind remote reads no"
-                    f" {'endpoint, write url' if self.endpoint else 'empty_reward, the server is shown empty answers too'};"
-                    " leave it out"
-                )
-        for name, kinds in OF_KINDS.items():
-            if self.kind not in kinds and getattr(self, name) != type(self).model_fields[name].get_default(
-                call_default_factory=True
-            ):
-                raise ValueError(
-                    f"reward {self.name!r}: {name} is for kind {' or '.join(kinds)}; {self.kind} does not read it,"
-                    " leave it out"
-                )
-        if self.tier != "learned" and self.min_confidence != type(self).model_fields["min_confidence"].default:
-            raise ValueError(
-                f"reward {self.name!r}: min_confidence says when the model of a cascade decides; write tier: learned"
-                " (with others of tier rule and judge), or leave it out"
-            )
-        if self.step_credit != "none":
-            for name, plain in (
-                ("view", "full"),
-                ("squash", "none"),
-                ("normalise", "none"),
-                ("tier", ""),
-                ("ranking", "round_robin"),
-            ):
-                if getattr(self, name) != plain:
-                    raise ValueError(
-                        f"reward {self.name!r}: step_credit={self.step_credit} pays the steps of the whole text by the"
-                        f" model's probabilities, which {name}={getattr(self, name)} does not go with; leave {name}"
-                        " out, or write step_credit=none"
-                    )
-        if self.at_least is None and self.multiplier_step != type(self).model_fields["multiplier_step"].default:
-            raise ValueError(
-                f"reward {self.name!r}: multiplier_step moves the multiplier of a constraint; write at_least=NUMBER, or"
-                " leave it out"
-            )
-        if self.at_least is not None:
-            refused = {
-                f"weight={self.weight:g} is where its multiplier starts, which is never below 0; write weight: 0": (
-                    self.weight < 0
-                ),
-                f"tier={self.tier} counts for some answers only; leave tier out": bool(self.tier),
-                "blend=true fixes its weight; leave blend out": self.blend,
-                f"from_step={self.from_step} would let the multiplier grow before it counts; leave from_step out": (
-                    self.from_step > 0
-                ),
-                "normalise=batch makes its mean 0 in every batch; leave normalise out": self.normalise != "none",
-            }
-            for text in (text for text, on in refused.items() if on):
-                raise ValueError(
-                    f"reward {self.name!r}: at_least={self.at_least:g} holds its mean by a multiplier, and {text}"
-                )
-        if self.symbolic and self.verifier not in ("auto", "math"):
-            raise ValueError(
-                f"reward {self.name!r}: symbolic is for the verifier math; verifier={self.verifier} compares no"
-                " formulas, write verifier=math (or auto), or leave symbolic out"
-            )
-        if self.scope == "group" and self.tier not in ("", "rule"):
-            raise ValueError(
-                f"reward {self.name!r}: scope=group sees all answers to a prompt, and tier={self.tier} only those that"
-                " an earlier tier left; write scope=row, or tier=rule"
-            )
-        for name in self.milestones:
-            try:
-                re.compile(name)
-            except re.error as error:
-                raise ValueError(
-                    f"reward {self.name!r}: milestone {name!r} is no regular expression ({error}); write"
-                    f" {re.escape(name)!r} for an event of that name"
-                ) from None
+        for text in _refusals(self):
+            raise ValueError(f"reward {self.name!r}: {text}")
         if self.step_weights:
             from stages.acting.agent_rewards import check_step_weights
 
@@ -815,6 +667,178 @@ class RewardComponent(StageConfig):
     def cut_reward(self) -> float:
         """What a model says of a cut response, which it never sees (reward.truncation)."""
         return self.no_eos_reward if self.no_eos_reward is not None else 0.0 if self.squash == "sigmoid" else CUT_REWARD
+
+
+# -- what is refused: why, and what to write instead ---------------------------------------------------------------
+
+
+def _refusals(c: RewardComponent) -> Iterator[str]:
+    """Why a component cannot be, in the order in which users are told."""
+    if c.kind == "length" and c.cache_length > c.max_length:
+        yield f"cache_length {c.cache_length} exceeds max_length {c.max_length}; write a smaller cache_length"
+    yield from _judge_refusals(c)
+    yield from _company_refusals(c)
+    if c.kind == "regex" and not c.pattern:
+        yield "kind regex needs pattern: write the pattern that a good response contains"
+    if c.kind == "python":
+        yield from _python_refusals(c)
+    if c.kind == "remote":
+        yield from _remote_refusals(c)
+    for name, kinds in OF_KINDS.items():
+        if c.kind not in kinds and getattr(c, name) != _default(c, name):
+            yield f"{name} is for kind {' or '.join(kinds)}; {c.kind} does not read it, leave it out"
+    if c.tier != "learned" and c.min_confidence != _default(c, "min_confidence"):
+        yield (
+            "min_confidence says when the model of a cascade decides; write tier: learned (with others of tier rule and"
+            " judge), or leave it out"
+        )
+    yield from _step_refusals(c)
+    yield from _constraint_refusals(c)
+    if c.symbolic and c.verifier not in ("auto", "math"):
+        yield (
+            f"symbolic is for the verifier math; verifier={c.verifier} compares no formulas, write verifier=math (or"
+            " auto), or leave symbolic out"
+        )
+    if c.scope == "group" and c.tier not in ("", "rule"):
+        yield (
+            f"scope=group sees all answers to a prompt, and tier={c.tier} only those that an earlier tier left; write"
+            " scope=row, or tier=rule"
+        )
+    for name in c.milestones:
+        if error := _no_pattern(name):
+            yield (
+                f"milestone {name!r} is no regular expression ({error}); write {re.escape(name)!r} for an event of that"
+                " name"
+            )
+
+
+def _default(c: RewardComponent, name: str):
+    return type(c).model_fields[name].get_default(call_default_factory=True)
+
+
+def _no_pattern(text: str) -> re.error | None:
+    try:
+        re.compile(text)
+    except re.error as error:
+        return error
+    return None
+
+
+def _judge_refusals(c: RewardComponent) -> Iterator[str]:
+    """Of what is asked of a judge."""
+    if c.kind in ("judge", "rubric", "debate") and c.endpoint and not c.endpoint_model:
+        yield "endpoint needs endpoint_model, the name of the model on that server"
+    if c.ranking != "round_robin" and c.kind == "judge" and c.judge_mode != "preference":
+        yield (
+            f"ranking={c.ranking} is made of probabilities of winning, which judge_mode={c.judge_mode} does not give;"
+            " write judge_mode=preference, or leave ranking out"
+        )
+    if not c.judge_prompt:
+        return
+    try:
+        filled, failed = c.judge_prompt.format(context="c", a="a", b="b", reference="r", principle="p"), None
+    except (KeyError, IndexError, ValueError) as error:
+        filled, failed = "", error
+    if failed is not None:
+        yield (
+            f"judge_prompt cannot be filled ({failed!r}); its fields are {{context}}, {{a}}, {{b}}, {{reference}} and"
+            " {{principle}}, and other braces are doubled"
+        )
+    if filled == c.judge_prompt.replace("{{", "{").replace("}}", "}"):
+        yield "judge_prompt shows the judge nothing; write at least {a} in it"
+
+
+def _company_refusals(c: RewardComponent) -> Iterator[str]:
+    """Of what a component reads beside an answer: domains, other components, a group of people."""
+    if c.domains and (c.tier or c.kind in READ_OTHERS):
+        yield (
+            f"domains is not for {f'tier={c.tier}' if c.tier else f'kind {c.kind}'}, which reads what other components"
+            " said of every prompt; leave one of them out"
+        )
+    if c.kind == "majority" and c.tier:
+        yield (
+            "tier is not for kind majority, which compares all answers to a prompt after the other components have said"
+            " theirs; leave tier out"
+        )
+    if c.kind == "group_preference" and not c.group:
+        yield "kind group_preference needs group=NAME, a group of the input `context`"
+
+
+def _python_refusals(c: RewardComponent) -> Iterator[str]:
+    """Of a user's own function."""
+    called = re.escape(c.function) or "(?:compute_)?score"
+    if not re.search(rf"\bdef (?:{called})\b|^{called} *=", c.source, re.MULTILINE):
+        named = re.findall(r"^(?:async +)?def +(\w+)", c.source, re.MULTILINE)
+        yield (
+            f"kind python needs source with a function {c.function or 'score'}(prompt, completion, answer)"
+            + (
+                f"; this one defines {', '.join(named[:9])}. Write function: {named[0] if len(named) == 1 else 'NAME'};"
+                " one of TRL's, of the lists completions and **kwargs, needs scope: group besides"
+                if named
+                else "; write the path of a file that ends in .py and defines one"
+            )
+        )
+    try:
+        compile(c.source, "<source>", "exec")
+    except (SyntaxError, ValueError) as error:
+        yield (
+            f"source is no Python: {getattr(error, 'msg', error)}, line {getattr(error, 'lineno', '?')}:"
+            f" {str(getattr(error, 'text', '') or '').strip()!r}; mend it"
+        )
+
+
+def _remote_refusals(c: RewardComponent) -> Iterator[str]:
+    """Of a server that scores."""
+    if not re.match(r"https?://[^/\s]", c.url):
+        yield (
+            f"kind remote needs the address that answers are posted to; write url=http://HOST:PORT/PATH, not {c.url!r}"
+        )
+    if not c.endpoint_model:
+        yield (
+            "kind remote needs endpoint_model, a name for what scores behind the URL; the name is part of what a result"
+            " is known by, the URL is not"
+        )
+    if c.endpoint or c.empty_reward != _default(c, "empty_reward"):
+        yield (
+            "kind remote reads no"
+            f" {'endpoint, write url' if c.endpoint else 'empty_reward, the server is shown empty answers too'};"
+            " leave it out"
+        )
+
+
+def _step_refusals(c: RewardComponent) -> Iterator[str]:
+    """Of paying the steps of an answer one by one."""
+    if c.step_credit == "none":
+        return
+    for name, plain in (
+        ("view", "full"),
+        ("squash", "none"),
+        ("normalise", "none"),
+        ("tier", ""),
+        ("ranking", "round_robin"),
+    ):
+        if getattr(c, name) != plain:
+            yield (
+                f"step_credit={c.step_credit} pays the steps of the whole text by the model's probabilities, which"
+                f" {name}={getattr(c, name)} does not go with; leave {name} out, or write step_credit=none"
+            )
+
+
+def _constraint_refusals(c: RewardComponent) -> Iterator[str]:
+    """Of a mean that is held by a multiplier."""
+    if c.at_least is None:
+        if c.multiplier_step != _default(c, "multiplier_step"):
+            yield "multiplier_step moves the multiplier of a constraint; write at_least=NUMBER, or leave it out"
+        return
+    refused = {
+        f"weight={c.weight:g} is where its multiplier starts, which is never below 0; write weight: 0": c.weight < 0,
+        f"tier={c.tier} counts for some answers only; leave tier out": bool(c.tier),
+        "blend=true fixes its weight; leave blend out": c.blend,
+        f"from_step={c.from_step} would let the multiplier grow before it counts; leave from_step out": c.from_step > 0,
+        "normalise=batch makes its mean 0 in every batch; leave normalise out": c.normalise != "none",
+    }
+    for text in (text for text, on in refused.items() if on):
+        yield f"at_least={c.at_least:g} holds its mean by a multiplier, and {text}"
 
 
 def _fixed(component: RewardComponent) -> RewardComponent:

@@ -23,7 +23,7 @@ from stages.measures.preference import OUTCOME
 from stages.reward_models.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
 from stages.running import usage
 from stages.running.http_json import ChatServer, ServerError, said
-from stages.verification.verifiers import view
+from stages.verification.responses import view
 
 MODES = ("score", "reference", "preference", "verdict")
 SCORES = tuple(str(i) for i in range(1, 11))

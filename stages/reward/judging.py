@@ -601,7 +601,7 @@ class PairJudge(Asker):
     def _shown(self, item: Item, order: int, principle: dict | None) -> str:
         from stages.reward.judge import quoted
         from stages.reward.principles import comparison_request
-        from stages.verification.verifiers import view
+        from stages.verification.responses import view
 
         a, b = (
             quoted(view(text_of(answer), self.config.view))
@@ -835,7 +835,7 @@ def longer_wins(item: Item, verdict: str, which: str = "full") -> bool | None:
     """Whether a verdict is for the answer with more characters of what the judge is shown (``which``: the view); None
     where neither is, or neither won.
     """
-    from stages.verification.verifiers import view
+    from stages.verification.responses import view
 
     a, b = len(view(text_of(item.a), which)), len(view(text_of(item.b), which))
     return None if a == b or verdict not in ("A", "B") else (verdict == "A") == (a > b)

@@ -222,7 +222,7 @@ def score_code(rewards, component, rows) -> list:
     expected.
     """
     from stages.running.sandbox import run_jobs
-    from stages.verification.verifiers import code_reward
+    from stages.verification.rule_rewards import code_reward
 
     jobs, owners = [], []
     programs = [program_of(row["prompt_row"], text_read(component, row)) for row in rows]

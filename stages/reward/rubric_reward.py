@@ -232,7 +232,7 @@ class RubricScorer:
     def _judged(self, item: Item, rows) -> list[dict]:
         from stages.generation import seen
         from stages.reward_models.reward_heads import transcript
-        from stages.verification.verifiers import view
+        from stages.verification.responses import view
 
         own = self.settings[f"{item.category}/{item.item_id}"]
         out: list[dict] = [{} for _ in rows]

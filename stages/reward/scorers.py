@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def _verify(rewards: Rewards, component: RewardComponent, rows) -> list:
-    from stages.verification.verifiers import SHARES, VERIFIERS, BadGold, verifier_of
+    from stages.verification.golds import BadGold
+    from stages.verification.verifiers import SHARES, VERIFIERS, verifier_of
 
     def one(row):
         try:
@@ -58,7 +59,9 @@ def symbolically(component: RewardComponent, answers: Sequence[tuple[dict, str |
     """Whether each answer (None: not asked) to a prompt row of mathematics is provably its gold answer; None where the
     limits of the component ended the comparison.
     """
-    from stages.verification.verifiers import equal_symbolically, math_gold, verifier_of
+    from stages.verification.equality import equal_symbolically
+    from stages.verification.golds import math_gold
+    from stages.verification.verifiers import verifier_of
 
     of_maths = lambda row: (verifier_of(row) if component.verifier == "auto" else component.verifier) == "math"
     asked = {
@@ -261,7 +264,9 @@ def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
     weights: verdicts of the component that ``votes_of`` names; a row that it cannot score does not vote.
     """
     from stages.selection import majority
-    from stages.verification.verifiers import FLEXIBLE_ORDER, STRICT_ORDER, as_rational, extract, normalise_math
+    from stages.verification.extraction import FLEXIBLE_ORDER, STRICT_ORDER, extract
+    from stages.verification.normalisation import normalise_math
+    from stages.verification.plain_numbers import as_rational
 
     def answer(row):
         found = extract(
@@ -315,7 +320,7 @@ def ended(row: dict) -> bool:
 
 
 def _format(rewards, component, rows) -> list:
-    from stages.verification.verifiers import format_reward
+    from stages.verification.responses import format_reward
 
     return [
         Verdict(format_reward(text_read(component, row), component.preset, prefilled=component.prefilled))
@@ -324,7 +329,7 @@ def _format(rewards, component, rows) -> list:
 
 
 def _length(rewards, component, rows) -> list:
-    from stages.verification.verifiers import soft_overlong
+    from stages.verification.rule_rewards import soft_overlong
 
     # A response cut at the cap has no end token of its own, and counts as having reached the cap
     # (reward.length_soft_overlong).
@@ -353,7 +358,7 @@ def _is_right(rewards, component, rows, known) -> list[bool]:
 
 def _length_group(rewards, component, rows, known=None) -> list:
     """Kimi's length reward inside each prompt's group, before any normalisation (LENGTH-CTRL)."""
-    from stages.verification.verifiers import kimi_length
+    from stages.verification.rule_rewards import kimi_length
 
     out, right = [None] * len(rows), _is_right(rewards, component, rows, known)
     for members in in_groups(
@@ -368,7 +373,7 @@ def _length_group(rewards, component, rows, known=None) -> list:
 
 def _length_target(rewards, component, rows, known=None) -> list:
     """L1's reward for the length that a prompt row asks for (LENGTH-CTRL)."""
-    from stages.verification.verifiers import target_length
+    from stages.verification.rule_rewards import target_length
 
     def one(row, right):
         target = json.loads(row["prompt_row"].get("extra_json") or "{}").get("target_length")
@@ -394,7 +399,7 @@ def _length_penalty(rewards, component, rows) -> list:
 
 
 def _language(rewards, component, rows) -> list:
-    from stages.verification.verifiers import SCRIPTS, language_of, language_share
+    from stages.verification.languages import SCRIPTS, language_of, language_share
 
     def one(row):
         scripts = language_of(row["prompt_row"])
@@ -415,7 +420,9 @@ def _truncation(rewards, component, rows) -> list:
 
 
 def _constraints(rewards, component, rows) -> list:
-    from stages.verification.verifiers import BadGold, check_constraint, constraint_reward
+    from stages.verification.constraints import check_constraint
+    from stages.verification.golds import BadGold
+    from stages.verification.rule_rewards import constraint_reward
 
     def one(row):
         constraints = row["prompt_row"].get("constraints") or []

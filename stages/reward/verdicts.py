@@ -92,7 +92,7 @@ def commonest_failure(found: Iterable[dict[str, str]]) -> str:
 
 def text_read(component: RewardComponent, row: dict) -> str:
     from stages.generation import seen
-    from stages.verification.verifiers import view
+    from stages.verification.responses import view
 
     return (
         view(seen(row["completion_text"], True), component.view)

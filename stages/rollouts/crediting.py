@@ -88,6 +88,60 @@ class Scored:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass
+class Completions:
+    """The completions of one iteration, group after group."""
+
+    samples: list[Sample]
+    group_at: list[Group]  # of every completion
+    group_of_B: np.ndarray  # the number of its group
+    mask_BT: np.ndarray  # tokens that the policy chose
+    new_B: np.ndarray  # replayed ones were counted when they were sampled; those of another run are new to this one
+
+    @classmethod
+    def of(cls, groups: list[Group]) -> Completions:
+        """Of groups with their completions."""
+        samples = [s for g in groups for s in g.samples]
+        group_of = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups])
+        group_at = [groups[g] for g in group_of]
+        mask = np.zeros((len(samples), max([1, *(len(s.ids) for s in samples)])), bool)
+        for i, s in enumerate(samples):
+            mask[i, : len(s.ids)] = s.action_mask
+        return cls(samples, group_at, group_of, mask, np.array([g.fresh or g.version < 0 for g in group_at]))
+
+    @property
+    def shown_B(self) -> np.ndarray:
+        """Those that metrics are about: the new ones, or all where none is."""
+        return self.new_B if self.new_B.any() else ~self.new_B
+
+    @property
+    def said_B(self) -> np.ndarray:
+        """Of these the ones by the policy."""
+        return self.shown_B & np.array([s.mode != "sft" for s in self.samples])
+
+    def those(self, on_B: np.ndarray) -> list[Sample]:
+        """The samples of chosen rows."""
+        return [s for s, on in zip(self.samples, on_B) if on]
+
+    def padded(self, rows: list[list[float]]) -> np.ndarray:
+        """``[B, T]`` of a list of token values per completion, with 0 behind its end."""
+        out = np.zeros(self.mask_BT.shape)
+        for i, row in enumerate(rows):
+            out[i, : len(row)] = row
+        return out
+
+
+@dataclass
+class Logps:
+    """Log-probs of the completions' tokens, a list per completion; what each is for: :class:`Scored`."""
+
+    sampled: list[list[float] | None]
+    old: list[list[float]]
+    plain: list[list[float]]
+    start: list[list[float]] | None
+    ref: list[list[float]] | None
+
+
 class Crediting:
     """Turns the groups of an iteration into items.
 
@@ -133,68 +187,94 @@ class Crediting:
     def __call__(self, groups: list[Group], iteration: int, version: int) -> Scored:
         """Items, metrics and all numbers behind them, of groups trained on from optimizer step ``version`` on."""
         config, row = self.config, self.row
-        samples = [s for g in groups for s in g.samples]
-        group_of = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups])
-        group_at = [groups[g] for g in group_of]
-        mask = np.zeros((len(samples), max([1, *(len(s.ids) for s in samples)])), bool)
-        for i, s in enumerate(samples):
-            mask[i, : len(s.ids)] = s.action_mask
-
-        def padded(rows):
-            out = np.zeros(mask.shape)
-            for i, r in enumerate(rows):
-                out[i, : len(r)] = r
-            return out
-
-        items = [
-            make_item(g.prompt["row_id"], ids, [s.ids for s in own], [s.action_mask for s in own], by_response=())
-            for g in groups
-            for ids, own in contexts_of(g)
-        ]
-        sampled = [s.logps for s in samples]
-        old = plain = self._old_logps(groups, samples, sampled, items, version)
-        # of early stopping, where ratios are to whoever sampled and not to the policy that starts the iteration
-        start = None
-        if (
-            config.early_stop_kl is not None
-            and old is sampled
-            and (not self.policy.exact_logps or any(not g.fresh or g.version != version for g in groups))
-        ):
-            start = self.logps(self.policy.model, items)
-        if any(s.context_ids is not None for s in samples):
-            plain = self.logps(
-                self.policy.model,
-                [
-                    make_item(
-                        g.prompt["row_id"],
-                        g.ids,
-                        [s.ids for s in g.samples],
-                        [s.action_mask for s in g.samples],
-                        by_response=(),
-                    )
-                    for g in groups
-                ],
-            )
-        weights, largest = (
-            self._importance_weights(padded(old), padded(sampled), mask)
-            if config.importance_correction != "none"
-            else (None, None)
-        )
-        rejected = self._rejected(padded(old), padded(sampled), mask) if config.rejection != "none" else None
-        ref = None
-        if row.needs_reference or config.monitor_kl:
-            ref = old if config.ref_mode == "previous" else self.logps(self.reference, items)
+        all_B = Completions.of(groups)
+        samples, mask, padded = all_B.samples, all_B.mask_BT, all_B.padded
+        items = [_item(g, ids, own) for g in groups for ids, own in contexts_of(g)]
+        logps = self._logps_read(groups, samples, items, version)
+        weights, largest, rejected = self._corrections(all_B, logps)
         values, after = self.critic.values(items) if self.critic is not None else (None, 0.0)
+
         # those of another run by the limit of now
-        overlong, punished = self._overlong(samples, [version if g.version < 0 else g.version for g in group_at])
+        overlong, punished = self._overlong(samples, [version if g.version < 0 else g.version for g in all_B.group_at])
         rewards, bootstrap, kept = self._truncated(samples, overlong, after)
-        fresh = np.array([g.fresh for g in group_at])
-        # replayed completions were counted when they were sampled; those of another run are new to this one
-        new = fresh | np.array([g.version < 0 for g in group_at])
-        shown = new if new.any() else ~new
-        drawn = [s for s, on in zip(samples, shown) if on]
-        metrics = rollout_metrics(drawn, rewards[shown], group_of[shown], row.std_ddof) | scorer_accuracy(
-            drawn, group_of[shown], config.rewards
+        metrics = self._completion_metrics(all_B, rewards, kept, logps.plain, overlong if punished else None)
+        log_ratio = None if logps.ref is None else padded(logps.old) - padded(logps.ref)
+        kl, found = self._kl(all_B, log_ratio, items)
+        metrics |= found | trajectory_metrics(config, self.policy, all_B.those(all_B.said_B))
+        finite = np.isfinite(rewards)
+        # behind the metrics: alarms compare the plain sums of iterations, these have mean 0
+        rewards, found = self._scaled(all_B, rewards, overlong)
+        metrics |= found
+
+        in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
+        # where steps are paid, the outcome is only watched
+        scorable = finite if self.steps is None else np.ones(len(samples), bool)
+        counted = scorable & (kept | config.truncated_in_stats)
+        batch = Batch(
+            rewards,
+            all_B.group_of_B,
+            mask,
+            scorable & in_loss,
+            counted,
+            kl,
+            self._baselines(all_B.group_at, all_B.new_B[counted]),
+            None if values is None else padded(values),
+            bootstrap,
+            log_ratio_BT=log_ratio,
+            rejected_BT=rejected if config.rejection_scope == "drop" else None,
+        )
+        if row.advantage == "token_baseline":
+            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(logps.old)) + padded(self.collisions(items))) * (
+                1.0 if weights is None else np.square(weights)
+            )
+        self._compare(batch, samples, all_B.group_at, iteration, version)
+        # equal win rates inside the group say nothing of those that are learned from
+        if self.asked and not inside(row):
+            metrics.pop("reward/frac_zero_std", None)
+        metrics |= self._comparison_metrics(batch)
+
+        credit, trained, preferred, found = self._assigned(all_B, batch)
+        metrics |= found | self._correction_metrics(batch, trained, weights, largest, rejected)
+        if rejected is not None and config.rejection_scope == "zero":
+            weights = np.where(rejected, 0.0, 1.0 if weights is None else weights)
+        metrics |= self._sampler_metrics(groups, samples, logps, items, version)
+        learned, kept_close, found = self._learned_tokens(all_B, logps.old, batch, credit, trained, items, iteration)
+        metrics |= found
+        scored = Scored(
+            samples,
+            all_B.group_at,
+            logps.sampled,
+            logps.old,
+            logps.ref,
+            values,
+            weights,
+            overlong,
+            batch,
+            credit,
+            trained,
+            logps.plain,
+            preferred,
+            logps.start,
+            learned,
+            kept_close,
+            metrics=metrics,
+        )
+        scored.items = self._items(scored, items)
+        # entropy, ratios and KL of the update are means over these groups' tokens
+        if tokens := sum(i.n_targets for i in scored.items):
+            metrics["groups/forwarded_fraction"] = (
+                sum(i.n_targets for i in scored.items if not i.extra["skip_forward"]) / tokens
+            )
+        self.frozen_logps = _digest(scored.items)
+        return scored
+
+    # -- metrics ------------------------------------------------------------------------------------------------------
+    def _completion_metrics(self, all_B: Completions, rewards, kept, plain, overlong) -> dict[str, float]:
+        """Of the completions themselves and what they were paid; ``overlong``: penalties of long ones, if there are."""
+        shown, said = all_B.shown_B, all_B.said_B
+        drawn = all_B.those(shown)
+        metrics = rollout_metrics(drawn, rewards[shown], all_B.group_of_B[shown], self.row.std_ddof) | scorer_accuracy(
+            drawn, all_B.group_of_B[shown], self.config.rewards
         )
         if self.members.component:
             metrics |= rubric_metrics(
@@ -203,89 +283,26 @@ class Crediting:
                 self.members.component.flag_below,
                 [s.mode != "sft" for s in drawn],
             )
-        said = shown & np.array([s.mode != "sft" for s in samples])  # by the policy
-        drawn = [s for s, on in zip(samples, said) if on]
-        if row.truncation_policy != "bootstrap":  # which pays a cut completion by the value of its end
+        drawn = all_B.those(said)
+        if self.row.truncation_policy != "bootstrap":  # which pays a cut completion by the value of its end
             metrics |= cut_gain(drawn, rewards[said], kept[said])
         if self.members.active:
-            metrics |= self.members.metrics(samples, plain)
+            metrics |= self.members.metrics(all_B.samples, plain)
         if formed := [
             s.parts[c.name]
-            for c in config.rewards
+            for c in self.config.rewards
             if c.kind == "format"
             for s in drawn
             if s.parts.get(c.name) is not None
         ]:
             metrics["completions/format_valid"] = float(np.mean(formed))
-        if punished:
+        if overlong is not None:
             metrics["reward/overlong"] = float(overlong[said].mean()) if drawn else 0.0
-        kl = d = None
-        if ref is not None:
-            d = padded(old) - padded(ref)
-            # an estimate of KL(policy || reference) is over what the policy said to the question itself
-            own = new & np.array([not s.off_policy for s in samples])
-            self.measured = int(own.sum())
-            if self.measured:
-                sums, counts = d[own].sum(1), mask[own].sum(1)
-                metrics["kl/sequence_sum"] = float(sums.mean())
-                if config.kl_unit != "sequence_sum":
-                    metrics[f"kl/{config.kl_unit}"] = float(
-                        d[own].sum() / max(counts.sum(), 1)
-                        if config.kl_unit == "token_mean"
-                        else (sums / np.maximum(counts, 1)).mean()
-                    )
-                self.last_kl = metrics[f"kl/{config.kl_unit}"]
-            if row.kl_reward_coef and config.kl_reward_estimator == "full":
-                kl = padded(self.exact_kl(items))
-                if said.any():
-                    metrics["kl/full_sequence_sum"] = float(kl[said].sum(1).mean())
-            elif row.needs_reference:
-                kl = kl_estimates(d, config.kl_reward_estimator)
-        metrics |= trajectory_metrics(config, self.policy, drawn)
-        finite = np.isfinite(rewards)
-        # behind the metrics: alarms compare the plain sums of iterations, these have mean 0
-        if config.multi_objective_aggregation == "normalize_then_sum":
-            rewards = np.where(finite, self._normalized(samples, overlong, group_of), np.nan)
-        if config.reward_norm != "none" or config.reward_clip is not None:
-            # a bootstrapped completion has no reward: its end's value stands in for it
-            paid = finite & np.array([row.truncation_policy != "bootstrap" or s.terminated for s in samples])
-            if paid.any():
-                metrics |= {
-                    "reward/norm_mean": float(rewards[paid].mean()),
-                    "reward/norm_std": float(rewards[paid].std()),
-                }
-            rewards = np.where(
-                paid,
-                normalise_rewards(
-                    np.where(paid, rewards, np.nan), config.reward_norm, self.scale, config.reward_clip, new
-                ),
-                rewards,
-            )
-        in_loss = kept & (config.sft_in_loss | np.array([s.mode != "sft" for s in samples]))
-        # where steps are paid, the outcome is only watched
-        scorable = finite if self.steps is None else np.ones(len(samples), bool)
-        counted = scorable & (kept | config.truncated_in_stats)
-        batch = Batch(
-            rewards,
-            group_of,
-            mask,
-            scorable & in_loss,
-            counted,
-            kl,
-            self._baselines(group_at, new[counted]),
-            None if values is None else padded(values),
-            bootstrap,
-            log_ratio_BT=d,
-            rejected_BT=rejected if config.rejection_scope == "drop" else None,
-        )
-        if row.advantage == "token_baseline":
-            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(old)) + padded(self.collisions(items))) * (
-                1.0 if weights is None else np.square(weights)
-            )
-        self._compare(batch, samples, group_at, iteration, version)
-        # equal win rates inside the group say nothing of those that are learned from
-        if self.asked and not inside(row):
-            metrics.pop("reward/frac_zero_std", None)
+        return metrics
+
+    def _comparison_metrics(self, batch: Batch) -> dict[str, float]:
+        """Of what rewards are compared with: opponents, steps and baselines."""
+        row, metrics = self.row, {}
         if batch.preference_BO is not None and np.isfinite(batch.preference_BO).any():
             metrics["preference/win_rate"] = float(np.nanmean(batch.preference_BO))
         if batch.steps:
@@ -302,81 +319,34 @@ class Crediting:
             )
             if known is not None and np.isfinite(known).any():
                 metrics["reward/baseline"] = float(np.nanmean(known))
-        # with two KLs the controller's is the loss's
-        coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef
-        drop_dead = config.zero_advantage == "mask" and row.compares
-        credit = assign(row, batch, coef, config.advantage_clip, drop_dead)
-        trained = batch.kept_B & credit.informative_B if drop_dead else batch.kept_B
-        if row.unit == "pairs":  # whose odd one the loss leaves out (policy_update.pairs_of)
-            live = batch.trained(trained).any(1)
-            metrics["groups/unpaired_sequences"] = float((np.bincount(group_of[live]) % 2).sum())
-        preferred = self._paired(samples, group_at, trained) if row.pair_preference and self.asked else None
-        if preferred is not None:
-            trained = trained & np.isfinite(preferred)
-        metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef, row.gamma)
-        if batch.steps_paid or row.advantage in ("reward_to_go", "gae", "turn_returns"):
-            metrics |= return_metrics(batch, credit, trained, row.gamma)
+        return metrics
+
+    def _correction_metrics(self, batch: Batch, trained, weights, largest, rejected) -> dict[str, float]:
+        """Of what :meth:`_corrections` found, over the tokens that are trained on."""
+        metrics = {}
         if weights is not None:
-            metrics |= weight_metrics(weights, batch.trained(trained), config.importance_correction, largest)
+            metrics |= weight_metrics(weights, batch.trained(trained), self.config.importance_correction, largest)
         if rejected is not None:
             on = batch.mask_BT & trained[:, None]
             metrics |= {
                 "sampling/rejected_fraction": float(rejected[on].mean()) if on.any() else 0.0,
                 "sampling/rejected_sequences": float((rejected & on).any(1)[on.any(1)].mean()) if on.any() else 0.0,
             }
-            if config.rejection_scope == "zero":
-                weights = np.where(rejected, 0.0, 1.0 if weights is None else weights)
-        if any(not g.fresh or g.version != version for g in groups):
-            metrics |= off_policy_metrics(
-                [g.version for g in groups], version, sampled, old, [s.action_mask for s in samples]
+        return metrics
+
+    def _sampler_metrics(self, groups, samples, logps: Logps, items, version: int) -> dict[str, float]:
+        """How far the trainer's policy is from whoever sampled: by staleness, else by the engine's precision."""
+        if _stale(groups, version):
+            return off_policy_metrics(
+                [g.version for g in groups], version, logps.sampled, logps.old, [s.action_mask for s in samples]
             )
-        elif all(logps is not None for logps in sampled) and (old is not sampled or not self.policy.engine.exact_logps):
-            metrics |= self._mismatch(samples, self.logps(self.policy.model, items) if old is sampled else old)
-        learned = None
-        if config.top_entropy_quantile < 1:
-            learned, metrics["entropy/threshold"] = top_entropy_tokens(
-                padded(self.entropies(self.policy.model, items)), batch.trained(trained), config.top_entropy_quantile
+        if all(one is not None for one in logps.sampled) and (
+            logps.old is not logps.sampled or not self.policy.engine.exact_logps
+        ):
+            return self._mismatch(
+                samples, self.logps(self.policy.model, items) if logps.old is logps.sampled else logps.old
             )
-        kept_close = None
-        if config.covariance_clip or config.covariance_kl:
-            on = batch.trained(trained)
-            found = token_covariances(padded(old), credit.advantages_BT, on)
-            metrics["covariance/max"] = float(found[on].max()) if on.any() else 0.0
-            if config.covariance_clip:
-                left_out = covariance_in_band(
-                    found, on, config.covariance_clip, config.covariance_band, self.stage.rng("covariance", iteration)
-                )
-                learned = (on if learned is None else learned) & ~left_out
-                metrics["covariance/clip_fraction"] = float(left_out.sum() / max(on.sum(), 1))
-            if config.covariance_kl and on.any():
-                kept_close = top_covariances(found, on, config.covariance_kl)
-        scored = Scored(
-            samples,
-            group_at,
-            sampled,
-            old,
-            ref,
-            values,
-            weights,
-            overlong,
-            batch,
-            credit,
-            trained,
-            plain,
-            preferred,
-            start,
-            learned,
-            kept_close,
-            metrics=metrics,
-        )
-        scored.items = self._items(scored, items)
-        # entropy, ratios and KL of the update are means over these groups' tokens
-        if tokens := sum(i.n_targets for i in scored.items):
-            metrics["groups/forwarded_fraction"] = (
-                sum(i.n_targets for i in scored.items if not i.extra["skip_forward"]) / tokens
-            )
-        self.frozen_logps = _digest(scored.items)
-        return scored
+        return {}
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
     def logps(self, model, items: list[Item], compute_dtype: str | None = None) -> list[list[float]]:
@@ -451,6 +421,26 @@ class Crediting:
         everyone = {i: rows for part in ranks.gather(found) for i, rows in part.items()}
         return [row for i in range(len(items)) for row in everyone[i]]
 
+    def _logps_read(self, groups, samples, items, version: int) -> Logps:
+        """The log-probs that an iteration reads; those that are no others are not computed again."""
+        config, row = self.config, self.row
+        sampled = [s.logps for s in samples]
+        old = plain = self._old_logps(groups, samples, sampled, items, version)
+        # of early stopping, where ratios are to whoever sampled and not to the policy that starts the iteration
+        start = None
+        if (
+            config.early_stop_kl is not None
+            and old is sampled
+            and (not self.policy.exact_logps or _stale(groups, version))
+        ):
+            start = self.logps(self.policy.model, items)
+        if any(s.context_ids is not None for s in samples):
+            plain = self.logps(self.policy.model, [_item(g, g.ids, g.samples) for g in groups])
+        ref = None
+        if row.needs_reference or config.monitor_kl:
+            ref = old if config.ref_mode == "previous" else self.logps(self.reference, items)
+        return Logps(sampled, old, plain, start, ref)
+
     def _old_logps(self, groups, samples, sampled, items, version: int) -> list[list[float]]:
         """Log-probs that ratios start from: the sampler's where they are the policy's or the ratio is to whoever
         sampled, else the policy's.
@@ -480,6 +470,21 @@ class Crediting:
                 " replay_fraction=0, or use engine=builtin or engine=vllm."
             )
         return sampled
+
+    def _corrections(
+        self, all_B: Completions, logps: Logps
+    ) -> tuple[np.ndarray | None, float | None, np.ndarray | None]:
+        """(importance weights [B, T], the largest that they may be, tokens that are rejected [B, T]) of what trainer and
+        sampler disagree on; None of what is switched off.
+        """
+        weights = largest = rejected = None
+        if self.config.importance_correction != "none":
+            weights, largest = self._importance_weights(
+                all_B.padded(logps.old), all_B.padded(logps.sampled), all_B.mask_BT
+            )
+        if self.config.rejection != "none":
+            rejected = self._rejected(all_B.padded(logps.old), all_B.padded(logps.sampled), all_B.mask_BT)
+        return weights, largest, rejected
 
     def _importance_weights(self, old, sampled, mask) -> tuple[np.ndarray, float]:
         """(importance weights [B, T], the largest that they may be)."""
@@ -562,6 +567,56 @@ class Crediting:
                 at, punished = np.flatnonzero(limits == limit), True
                 found[at] = overlong_penalty([len(samples[i].ids) for i in at], int(limit), cache)
         return found, punished
+
+    def _kl(self, all_B: Completions, log_ratio, items) -> tuple[np.ndarray | None, dict[str, float]]:
+        """(the KL to the reference that the reward pays for [B, T], None where it pays none; metrics). ``log_ratio``:
+        log pi_old/pi_ref, None without a reference. The measured KL is what the controller sees.
+        """
+        config, row, metrics, kl = self.config, self.row, {}, None
+        if log_ratio is None:
+            return kl, metrics
+        # an estimate of KL(policy || reference) is over what the policy said to the question itself
+        own = all_B.new_B & np.array([not s.off_policy for s in all_B.samples])
+        self.measured = int(own.sum())
+        if self.measured:
+            sums, counts = log_ratio[own].sum(1), all_B.mask_BT[own].sum(1)
+            metrics["kl/sequence_sum"] = float(sums.mean())
+            if config.kl_unit != "sequence_sum":
+                metrics[f"kl/{config.kl_unit}"] = float(
+                    log_ratio[own].sum() / max(counts.sum(), 1)
+                    if config.kl_unit == "token_mean"
+                    else (sums / np.maximum(counts, 1)).mean()
+                )
+            self.last_kl = metrics[f"kl/{config.kl_unit}"]
+        if row.kl_reward_coef and config.kl_reward_estimator == "full":
+            kl = all_B.padded(self.exact_kl(items))
+            if (said := all_B.said_B).any():
+                metrics["kl/full_sequence_sum"] = float(kl[said].sum(1).mean())
+        elif row.needs_reference:
+            kl = kl_estimates(log_ratio, config.kl_reward_estimator)
+        return kl, metrics
+
+    def _scaled(self, all_B: Completions, rewards, overlong) -> tuple[np.ndarray, dict[str, float]]:
+        """(rewards on the scale that advantages read, metrics): their components normalised in the group, then the sums
+        by the run's own mean and deviation, and clipped, each where it is asked for; NaN stays.
+        """
+        config, samples = self.config, all_B.samples
+        finite, metrics = np.isfinite(rewards), {}
+        if config.multi_objective_aggregation == "normalize_then_sum":
+            rewards = np.where(finite, self._normalized(samples, overlong, all_B.group_of_B), np.nan)
+        if config.reward_norm == "none" and config.reward_clip is None:
+            return rewards, metrics
+        # a bootstrapped completion has no reward: its end's value stands in for it
+        paid = finite & np.array([self.row.truncation_policy != "bootstrap" or s.terminated for s in samples])
+        if paid.any():
+            metrics = {
+                "reward/norm_mean": float(rewards[paid].mean()),
+                "reward/norm_std": float(rewards[paid].std()),
+            }
+        normalised = normalise_rewards(
+            np.where(paid, rewards, np.nan), config.reward_norm, self.scale, config.reward_clip, all_B.new_B
+        )
+        return np.where(paid, normalised, rewards), metrics
 
     def _normalized(self, samples, overlong, group_of):
         """Rewards whose components, the penalty of long completions one of them, are normalised in their group and then
@@ -709,6 +764,53 @@ class Crediting:
             out[i], out[j] = p, 1.0 - p
         return out
 
+    # -- credit and the tokens that learn from it ----------------------------------------------------------------------
+    def _assigned(self, all_B: Completions, batch: Batch) -> tuple[Credit, np.ndarray, np.ndarray | None, dict]:
+        """(credit, completions that are trained on [B], P(a completion beats the other of its pair) [B] where the loss
+        reads it, metrics).
+        """
+        config, row, metrics = self.config, self.row, {}
+        # with two KLs the controller's is the loss's
+        coef = row.kl_reward_coef if row.kl_loss_coef else self.controller.coef
+        drop_dead = config.zero_advantage == "mask" and row.compares
+        credit = assign(row, batch, coef, config.advantage_clip, drop_dead)
+        trained = batch.kept_B & credit.informative_B if drop_dead else batch.kept_B
+        if row.unit == "pairs":  # whose odd one the loss leaves out (policy_update.pairs_of)
+            live = batch.trained(trained).any(1)
+            metrics["groups/unpaired_sequences"] = float((np.bincount(all_B.group_of_B[live]) % 2).sum())
+        preferred = None
+        if row.pair_preference and self.asked:
+            preferred = self._paired(all_B.samples, all_B.group_at, trained)
+            trained = trained & np.isfinite(preferred)
+        metrics |= credit_metrics(batch, credit, trained, coef, self.controller.coef, row.gamma)
+        if batch.steps_paid or row.advantage in ("reward_to_go", "gae", "turn_returns"):
+            metrics |= return_metrics(batch, credit, trained, row.gamma)
+        return credit, trained, preferred, metrics
+
+    def _learned_tokens(self, all_B: Completions, old, batch: Batch, credit: Credit, trained, items, iteration: int):
+        """(tokens that the policy loss learns from [B, T], None = all; tokens that are held near the policy that sampled
+        [B, T], None = none; metrics): those of high entropy, and by how log-prob and advantage vary together.
+        """
+        config, metrics, learned, kept_close = self.config, {}, None, None
+        if config.top_entropy_quantile < 1:
+            entropies = all_B.padded(self.entropies(self.policy.model, items))
+            learned, metrics["entropy/threshold"] = top_entropy_tokens(
+                entropies, batch.trained(trained), config.top_entropy_quantile
+            )
+        if config.covariance_clip or config.covariance_kl:
+            on = batch.trained(trained)
+            found = token_covariances(all_B.padded(old), credit.advantages_BT, on)
+            metrics["covariance/max"] = float(found[on].max()) if on.any() else 0.0
+            if config.covariance_clip:
+                left_out = covariance_in_band(
+                    found, on, config.covariance_clip, config.covariance_band, self.stage.rng("covariance", iteration)
+                )
+                learned = (on if learned is None else learned) & ~left_out
+                metrics["covariance/clip_fraction"] = float(left_out.sum() / max(on.sum(), 1))
+            if config.covariance_kl and on.any():
+                kept_close = top_covariances(found, on, config.covariance_kl)
+        return learned, kept_close, metrics
+
     # -- items ---------------------------------------------------------------------------------------------------------
     def _items(self, scored: Scored, items: list[Item]) -> list[Item]:
         """The groups again, with what the update reads; ``skip_forward`` where it could not move a weight."""
@@ -834,3 +936,15 @@ def trajectory_metrics(config, policy: PolicySampler, samples: list[Sample]) -> 
     if policy.seats == 2:
         return debate_metrics(samples, next(c.name for c in config.rewards if c.kind == "debate"))
     return agent_metrics(samples, config.rewards) if policy.agent else {}
+
+
+def _item(group: Group, ids: list[int], samples: list[Sample]) -> Item:
+    """Completions of a group behind the prompt ``ids``, without anything that the update reads."""
+    return make_item(
+        group.prompt["row_id"], ids, [s.ids for s in samples], [s.action_mask for s in samples], by_response=()
+    )
+
+
+def _stale(groups: list[Group], version: int) -> bool:
+    """Whether any completion was drawn by an earlier policy than the one of optimizer step ``version``."""
+    return any(not g.fresh or g.version != version for g in groups)

@@ -94,6 +94,50 @@ def limit_resources(memory: int) -> None:
         resource.setrlimit(what, (value, value))
 
 
+def refused_calls() -> list[tuple[int, int | None]]:
+    """(number on x86-64, number on arm64 or None) of the system calls that :func:`forbid_calls` refuses whatever their
+    arguments.
+    """
+    themes = {
+        "new processes and programs": "fork 57 -, vfork 58 -, execve 59 221, execveat 322 281",
+        "sockets": "socket 41 198, connect 42 203, socketpair 53 199, bind 49 200, accept 43 202, accept4 288 242",
+        "other processes: their memory, descriptors, signals": (
+            "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, "
+            "pidfd_open 434 434, pidfd_getfd 438 438, pidfd_send_signal 424 424, tkill 200 130, "
+            "rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240"
+        ),
+        "sessions, priorities, limits": (
+            "setsid 112 157, setpgid 109 154, setpriority 141 140, ioprio_set 251 30, setrlimit 160 164"
+        ),
+        "memory and messages shared with others": (
+            "shmget 29 194, semget 64 190, msgget 68 186, mq_open 240 180, userfaultfd 323 282"
+        ),
+        "owners, modes, times and attributes of files": (
+            "chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, chmod 90 -, fchmod 91 52, "
+            "fchmodat 268 53, fchmodat2 452 452, mknod 133 -, mknodat 259 33, utime 132 -, utimes 235 -, "
+            "futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, "
+            "removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, open_by_handle_at 304 265"
+        ),
+        "mounts and namespaces": (
+            "mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, move_mount 429 429, "
+            "open_tree 428 428, fsopen 430 430, fsconfig 431 431, fsmount 432 432, mount_setattr 442 442, "
+            "unshare 272 97, setns 308 268"
+        ),
+        "keys, programs in the kernel, io_uring": (
+            "add_key 248 217, request_key 249 218, keyctl 250 219, bpf 321 280, perf_event_open 298 241, "
+            "io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427"
+        ),
+        "the machine: modules, swap, clocks, names, accounts": (
+            "init_module 175 105, finit_module 313 273, delete_module 176 106, kexec_load 246 104, "
+            "kexec_file_load 320 294, reboot 169 142, swapon 167 224, swapoff 168 225, settimeofday 164 170, "
+            "clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, sethostname 170 161, "
+            "setdomainname 171 162, acct 163 89"
+        ),
+    }
+    calls = [call.split() for theme in themes.values() for call in theme.split(", ")]
+    return [(int(x86), None if arm == "-" else int(arm)) for _, x86, arm in calls]
+
+
 def forbid_calls() -> bool:
     """Have the kernel refuse what no verifier and no program under test needs, with EPERM, for good; whether it could
     (Linux on x86-64 or arm64).
@@ -109,96 +153,8 @@ def forbid_calls() -> bool:
     x86 = platform.machine() in ("x86_64", "AMD64")
     if platform.system() != "Linux" or not (x86 or platform.machine() == "aarch64") or struct.calcsize("P") != 8:
         return False
-    # number on x86-64, number on arm64 (None: not there)
-    always = {
-        (41, 198),
-        (42, 203),
-        (53, 199),
-        (49, 200),
-        (288, 242),
-        (43, 202),
-        (57, None),
-        (58, None),
-        (59, 221),
-        (322, 281),
-        (101, 117),
-        (310, 270),
-        (311, 271),
-        (312, 272),
-        (200, 130),
-        (129, 138),
-        (297, 240),
-        (424, 424),
-        (434, 434),
-        (438, 438),
-        (425, 425),
-        (426, 426),
-        (427, 427),
-        (323, 282),
-        (298, 241),
-        (321, 280),
-        (165, 40),
-        (166, 39),
-        (155, 41),
-        (161, 51),
-        (272, 97),
-        (308, 268),
-        (428, 428),
-        (429, 429),
-        (430, 430),
-        (431, 431),
-        (432, 432),
-        (442, 442),
-        (248, 217),
-        (249, 218),
-        (250, 219),
-        (175, 105),
-        (313, 273),
-        (176, 106),
-        (246, 104),
-        (320, 294),
-        (169, 142),
-        (167, 224),
-        (168, 225),
-        (163, 89),
-        (90, None),
-        (91, 52),
-        (268, 53),
-        (452, 452),
-        (92, None),
-        (93, 55),
-        (94, None),
-        (260, 54),
-        (132, None),
-        (235, None),
-        (280, 88),
-        (261, None),
-        (188, 5),
-        (189, 6),
-        (190, 7),
-        (197, 14),
-        (198, 15),
-        (199, 16),
-        (133, None),
-        (259, 33),
-        (29, 194),
-        (64, 190),
-        (68, 186),
-        (240, 180),
-        (109, 154),
-        (112, 157),
-        (141, 140),
-        (251, 30),
-        (170, 161),
-        (171, 162),
-        (227, 112),
-        (164, 170),
-        (305, 266),
-        (159, 171),
-        (304, 265),
-        (160, 164),
-    }
-    # the first argument may be this process; 0 too, but for signals
+    # kill, tgkill, prlimit64, sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr: the first argument
+    # may be this process; 0 too, but for signals
     own = ((62, 129), (234, 131), (302, 261), (203, 122), (144, 119), (142, 118), (314, 274))
     me, which = os.getpid(), 0 if x86 else 1
     code = []
@@ -222,7 +178,7 @@ def forbid_calls() -> bool:
     put(0x45, 0x10000, 1, 0)  # CLONE_THREAD
     put(answer, refuse)
     put(answer, allow)
-    for number in sorted(n[which] for n in always if n[which] is not None):
+    for number in sorted(n[which] for n in refused_calls() if n[which] is not None):
         put(equal, number, 0, 1)
         put(answer, refuse)
     for pair in own:
@@ -411,7 +367,7 @@ def nets() -> dict[str, bool]:
     rules"}.
     """
     code = (
-        "\n".join(map(inspect.getsource, (forbid_calls, readable, forbid_files)))
+        "\n".join(map(inspect.getsource, (refused_calls, forbid_calls, readable, forbid_files)))
         + "\nimport sys\nprint(int(forbid_files(sys.argv[1], [])), int(forbid_calls()))"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -576,6 +532,7 @@ _CHILD = (
                 end_with_parent,
                 no_network,
                 limit_resources,
+                refused_calls,
                 forbid_calls,
                 readable,
                 forbid_files,

@@ -13,16 +13,10 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from stages.verification.verifiers import (
-    FLEXIBLE_ORDER,
-    as_rational,
-    extract,
-    extract_boxed,
-    extract_number,
-    last_box,
-    math_equal,
-    normalise_math,
-)
+from stages.verification.equality import math_equal
+from stages.verification.extraction import FLEXIBLE_ORDER, extract, extract_boxed, extract_number, last_box
+from stages.verification.normalisation import normalise_math
+from stages.verification.plain_numbers import as_rational
 
 STYLES = ("boxed", "hash", "phrase", "answer_tag")
 #: A source has a style where so large a share of its answers has any, and a second one where so large a share of these

@@ -55,7 +55,7 @@ def is_choice(row: dict) -> bool:
 
 def gold_of(row: dict) -> int:
     """Index of the right choice. Raises BadGold where the answer is no letter of one."""
-    from stages.verification.verifiers import BadGold
+    from stages.verification.golds import BadGold
 
     letter = (row.get("answer") or "").strip().strip("().").upper()
     index = LETTERS.find(letter) if len(letter) == 1 else -1

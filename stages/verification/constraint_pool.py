@@ -3,7 +3,7 @@
 
     drawn = draw_constraints(rng, prompt, 3, Choice())     # [Drawn(id, kwargs, text), ...], any number up to 3
 
-The kinds are those of IFEval (Zhou et al. 2023), which ``stages.verification.verifiers.CHECKERS`` decides. What is
+The kinds are those of IFEval (Zhou et al. 2023), which ``stages.verification.ifeval.CHECKERS`` decides. What is
 drawn together can be met together: kinds that are at odds are kept apart by a table, arguments by the checkers
 themselves, on the words that the other constraints force into every answer, and lengths by what the others take.
 """
@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from stages.verification.verifiers import CHECKERS, check_constraint, guess_language
+from stages.verification.constraints import check_constraint
+from stages.verification.ifeval import CHECKERS
+from stages.verification.languages import guess_language
 
 COMMA = "punctuation:no_comma"
 JSON = "detectable_format:json_format"

@@ -2,7 +2,7 @@
 (Pyatkin et al. 2025; reward.if_constraints, eval.ifeval).
 
 A kind has the id and the arguments of the published rows, and passes where the published check does. What differs:
-keywords are words and no patterns; sentences are those of ``stages.verification.verifiers``; words and marks are told
+keywords are words and no patterns; sentences are those of ``stages.verification.ifeval``; words and marks are told
 apart by one pattern instead of NLTK's tokenizer, and marks are no words in IFTrain either, as in IFBench since it was
 revised. What the published checks let pass although it is not what was asked for does not pass: no bullet at all
 (``format:sub-bullets``), no sentence of a kind (``ratio:sentence_type``, ``ratio:sentence_balance``), one line as
@@ -20,6 +20,8 @@ import unicodedata
 from collections import Counter
 from datetime import date
 from itertools import zip_longest
+
+from stages.verification.ifeval import related, sentences_of
 
 UNDECIDED = {"words:start_verb": "a tagger of parts of speech", "words:odd_even_syllables": "a dictionary of syllables"}
 
@@ -54,12 +56,6 @@ _EMOJI = re.compile(
 
 
 # -- parts of a text ---------------------------------------------------------------------------------------
-
-
-def _sentences(text: str) -> list[str]:
-    from stages.verification.verifiers import sentences_of
-
-    return sentences_of(text)
 
 
 def _bare(text: str) -> list[str]:
@@ -98,17 +94,11 @@ def _rising(numbers) -> bool:
     return all(a < b for a, b in zip(numbers, numbers[1:]))
 
 
-def _related(count: int, relation: str, bound: int) -> bool:
-    from stages.verification.verifiers import _related as related
-
-    return related(count, relation, bound)
-
-
 # -- IFBench -----------------------------------------------------------------------------------------------
 
 
 def _sentence_ends(text: str) -> Counter:
-    return Counter(sentence[-1] for sentence in _sentences(text))
+    return Counter(sentence[-1] for sentence in sentences_of(text))
 
 
 def _alphabet(text: str) -> bool:
@@ -192,7 +182,7 @@ def _options(text: str, options: str) -> bool:
 
 def _emoji_ends(text: str) -> bool:
     """Every sentence ends with an emoji, before its mark or behind it."""
-    sentences = ["".join(c for c in sentence if c not in _MARKS).strip() for sentence in _sentences(text)]
+    sentences = ["".join(c for c in sentence if c not in _MARKS).strip() for sentence in sentences_of(text)]
     ends = lambda part: any(_EMOJI.match(character) for character in part[-2:])
     return all(
         part and (ends(part) or i + 1 < len(sentences) and bool(_EMOJI.match(sentences[i + 1])))
@@ -207,12 +197,12 @@ def _japanese(text: str, N: int) -> bool:
 
 def _three_alike(text: str) -> bool:
     """Three sentences of as many characters and without a word twice."""
-    lengths = [len(sentence.strip()) for sentence in _sentences(text)]
+    lengths = [len(sentence.strip()) for sentence in sentences_of(text)]
     return len(lengths) == 3 and len(set(lengths)) == 1 and max(Counter(_bare(text.lower())).values(), default=1) == 1
 
 
 def _chained(text: str) -> bool:
-    sentences = _sentences(text)
+    sentences = sentences_of(text)
     pairs = [
         (a.rstrip(_MARKS + " ").lower().split(), b.lstrip(_MARKS + " ").lower().split())
         for a, b in zip(sentences, sentences[1:])
@@ -226,7 +216,7 @@ def _paragraph_rings(text: str) -> bool:
 
 
 def _increments(text: str, small_n: int) -> bool:
-    counts = [len(_bare(sentence)) for sentence in _sentences(text)]
+    counts = [len(_bare(sentence)) for sentence in sentences_of(text)]
     return all(b == a + small_n for a, b in zip(counts, counts[1:]))
 
 
@@ -255,7 +245,7 @@ def _bullets_behind_sentences(text: str) -> bool:
         elif bullets:
             return False
         elif line:
-            sentences += len(_sentences(line))
+            sentences += len(sentences_of(line))
     return bullets >= 2
 
 
@@ -282,7 +272,7 @@ def _africa(text: str) -> bool:
 
 
 def _alphabet_story(text: str) -> bool:
-    sentences = _sentences(text)
+    sentences = sentences_of(text)
     return len(sentences) == 26 and all(
         sentence.lstrip(_MARKS + string.whitespace)[:1].lower() == letter
         for sentence, letter in zip(sentences, string.ascii_lowercase)
@@ -326,7 +316,7 @@ def _dates(text: str) -> bool:
 
 
 def _word_at(text: str, keyword, n: int, m: int, ignore_case: bool) -> bool:
-    sentences, keyword = _sentences(text), _first(keyword)
+    sentences, keyword = sentences_of(text), _first(keyword)
     words = _words(sentences[n - 1]) if len(sentences) >= n else []
     said = words[m - 1] if len(words) >= m else ""
     return said.lower() == keyword.lower() if ignore_case else said == keyword
@@ -385,10 +375,11 @@ IFBENCH = {
     "words:no_consecutive": lambda t: all(a[0] != b[0] for a, b in zip(_bare(t.lower()), _bare(t.lower())[1:])),
     "words:keywords_specific_position": lambda t, keyword, n, m: _word_at(t, keyword, n, m, True),
     "words:words_position": _second_words,
-    "sentence:alliteration_increment": lambda t: _rising([_alliteration(sentence) for sentence in _sentences(t)]),
+    "sentence:alliteration_increment": lambda t: _rising([_alliteration(sentence) for sentence in sentences_of(t)]),
     "sentence:keyword": (
         lambda t, word, N: (
-            len(_sentences(t)) >= N and bool(re.search(rf"\b{re.escape(word)}\b", _sentences(t)[N - 1], re.IGNORECASE))
+            len(sentences_of(t)) >= N
+            and bool(re.search(rf"\b{re.escape(word)}\b", sentences_of(t)[N - 1], re.IGNORECASE))
         )
     ),
     "sentence:increment": _increments,
@@ -460,7 +451,7 @@ def _phrases(text: str, phrase: str, small_n: int) -> bool:
 def _hyphened(text: str) -> bool:
     """Sentences that a hyphen joins without a space."""
     parts = text.split("-")
-    sentences = _sentences(text.replace("-", " "))
+    sentences = sentences_of(text.replace("-", " "))
     return all(part == part.strip() and part == sentence.strip() for part, sentence in zip(parts, sentences))
 
 
@@ -470,7 +461,8 @@ def _composition(text: str, n_sent: int, n_words: int) -> bool:
         parts is not None
         and len(parts) == 3
         and all(
-            len(_sentences(part)) == n_sent and all(len(_words(sentence)) == n_words for sentence in _sentences(part))
+            len(sentences_of(part)) == n_sent
+            and all(len(_words(sentence)) == n_words for sentence in sentences_of(part))
             for part in parts
         )
     )
@@ -487,7 +479,7 @@ def _begins(text: str, first_word) -> bool:
 
 IFTRAIN = {
     "keywords:word_once": lambda t, keyword: _times(keyword, t) == 1,
-    "keywords:word_count_different_numbers": lambda t, keyword, frequency, relation="at least": _related(
+    "keywords:word_count_different_numbers": lambda t, keyword, frequency, relation="at least": related(
         _times(keyword, t), relation, frequency
     ),
     "keywords:exclude_word_harder": lambda t, keyword: not _whole(keyword, t),
@@ -497,8 +489,8 @@ IFTRAIN = {
     "keywords:palindrome": lambda t: any(word == word[::-1] for word in t.split()),
     "keywords:keyword_specific_position": lambda t, keyword, n, m: _word_at(t, keyword, n, m, False),
     "keywords:start_end": lambda t: len(words := _tokens(t.lower())) > 1 and words[0] == words[-1],
-    "letters:letter_counting": lambda t, N, relation="at least": _related(len(re.findall("[a-zA-Z]", t)), relation, N),
-    "letters:letter_counting2": lambda t, letter, let_frequency, let_relation="at least": _related(
+    "letters:letter_counting": lambda t, N, relation="at least": related(len(re.findall("[a-zA-Z]", t)), relation, N),
+    "letters:letter_counting2": lambda t, letter, let_frequency, let_relation="at least": related(
         t.lower().count(letter.lower()), let_relation, let_frequency
     ),
     "count:lowercase_counting": lambda t, N: len(re.findall(r"\b[a-z]+\b", t)) <= N,
@@ -508,10 +500,10 @@ IFTRAIN = {
     "paragraphs:paragraphs": lambda t: len(_parts(t, r"\s?\*\*\*\s?") or ()) == 2,
     "paragraphs:paragraphs2": lambda t: len(_parts(t, r"\n\n") or ()) == 2,
     "first_word:first_word_sent": lambda t, first_word: all(
-        _begins(sentence, first_word) for sentence in _sentences(t)
+        _begins(sentence, first_word) for sentence in sentences_of(t)
     ),
     "first_word:first_word_answer": _begins,
-    "last_word:last_word_sent": lambda t, last_word: all(_ends(sentence, last_word) for sentence in _sentences(t)),
+    "last_word:last_word_sent": lambda t, last_word: all(_ends(sentence, last_word) for sentence in sentences_of(t)),
     "last_word:last_word_answer": _ends,
     "punctuation:punctuation_dot": lambda t: "." not in t,
     "punctuation:punctuation_exclamation": lambda t: "!" not in t,

@@ -5,7 +5,7 @@ the difference is zero (``reward.math``).
 
 Text of a model is never evaluated: the parser below builds every expression itself, and refuses what would grow without
 bound (``9^{9^9}``) before sympy sees it. The module imports nothing of this project, because a sandbox worker runs its
-source (``stages.verification.verifiers.equal_symbolically``), under a time and a memory limit.
+source (``stages.verification.equality.equal_symbolically``), under a time and a memory limit.
 
 Read are numbers (exact; mixed ``2\frac{1}{3}``), letters with indices, ``\pi``, e, i, ``+ - * / ^ ! |x|``, fractions,
 roots, the usual functions, ``\binom``, degrees in trigonometric functions, ``\pm``; tuples and intervals, sets in

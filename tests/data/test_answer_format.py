@@ -9,7 +9,8 @@ import pytest
 
 from stages.harness import execute
 from stages.verification.answer_format import STYLES, ending_of, rewritten, style_of
-from stages.verification.verifiers import FLEXIBLE_ORDER, extract, verify_math
+from stages.verification.extraction import FLEXIBLE_ORDER, extract
+from stages.verification.verifiers import verify_math
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.common import assistant, silent, user

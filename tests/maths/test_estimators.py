@@ -10,7 +10,9 @@ import torch
 
 from stages import estimators, losses
 from stages.policy import credit
-from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve, rl_preset, validate_direct, validate_rl
+from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve, rl_preset
+from stages.direct.combinations import validate_direct
+from stages.policy.combinations import validate_rl
 from tests.production import step_mean
 
 # --- GAE against a loop -----------------------------------------------------------------

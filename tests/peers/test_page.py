@@ -7,7 +7,8 @@ import re
 import pytest
 import yaml
 
-from stages.algorithms import RL_AXES, RL_PRESETS
+from stages.algorithms import RL_PRESETS
+from stages.policy.presets import RL_AXES
 from stages.direct.direct_alignment import DirectAlignment
 from stages.registry import get_stage
 from stages.rl import resolve_preset

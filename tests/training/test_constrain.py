@@ -22,7 +22,9 @@ from stages.verification.constraint_pool import (
     rendered,
     with_constraints,
 )
-from stages.verification.verifiers import CHECKERS, LANGUAGES, check_constraint
+from stages.verification.constraints import check_constraint
+from stages.verification.ifeval import CHECKERS
+from stages.verification.languages import LANGUAGES
 from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row

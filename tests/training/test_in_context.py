@@ -350,7 +350,7 @@ def test_self_consistent_answers_are_selected(spec, tiny, data):
         },
         "votes",
     )
-    from stages.verification.verifiers import FLEXIBLE_ORDER, extract
+    from stages.verification.extraction import FLEXIBLE_ORDER, extract
 
     by_prompt = {}
     for row in rows_of(result):

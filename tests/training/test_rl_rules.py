@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from stages.running import randomness
-from stages.algorithms import RL_ALARMS_WATCH, RL_AXES, RL_INPUTS_READ_WHEN, RL_READ_OF_INPUTS, RL_READ_WHEN, rl_preset
+from stages.algorithms import rl_preset
+from stages.policy.presets import RL_AXES
+from stages.policy.read_when import RL_ALARMS_WATCH, RL_INPUTS_READ_WHEN, RL_READ_OF_INPUTS, RL_READ_WHEN
 from stages.batching import make_item
 from stages.policy.credit import Batch, assign
 from stages.estimators import RunningScale, normalise_rewards

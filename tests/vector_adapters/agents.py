@@ -10,7 +10,7 @@ from stages.acting import agent_rewards, tools
 from stages.reward import debate
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import Rewards
-from stages.verification.verifiers import kimi_length, target_length
+from stages.verification.rule_rewards import kimi_length, target_length
 from tests.production import rendered_mask
 
 

@@ -16,7 +16,7 @@ from stages.evaluation import held_out_text, scores
 from stages.measures import overopt, preference, reward_model, sampling, statistics, suites, text
 from stages.models import modeling
 from stages.reward import debate
-from stages.verification import verifiers
+from stages.verification.extraction import extract_mc_letter
 from tests.evaluation.test_metrics import answers
 from tests.production import head
 from tests.vector_adapters.maths_supervised import log_loss
@@ -279,7 +279,7 @@ ADAPTERS = {
     "bon_kl": lambda i, p: {"kl_upper": [selection.best_of_n_kl(n) for n in i["n"]]},
     "mc_answer_text": _mc_answer_text,
     "mc_letter": lambda i, p: suites.mc_letter(i["letter_loglik"], i["gold"]),
-    "extract_mc_letter": lambda i, p: {"letters": [verifiers.extract_mc_letter(t) for t in i["texts"]]},
+    "extract_mc_letter": lambda i, p: {"letters": [extract_mc_letter(t) for t in i["texts"]]},
     "ifeval_accuracies": lambda i, p: suites.ifeval_accuracies(i["strict"], i["loose"]),
     "ifeval_loose_variants": lambda i, p: {"variants": suites.ifeval_loose_variants(i["response"])},
     "winrate_ties_half": lambda i, p: preference.win_rate(i["verdicts"]),

@@ -1,4 +1,4 @@
-"""Reward vectors of the catalogue against stages/verification/verifiers.py and stages/reward."""
+"""Reward vectors of the catalogue against stages/verification and stages/reward."""
 
 from __future__ import annotations
 
@@ -10,24 +10,20 @@ from stages.estimators import apply_truncation, group_advantage, moved_multiplie
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
 from stages.reward.scorers import vote
-from stages.verification.verifiers import (
-    SCRIPTS,
+from stages.verification.constraints import check_constraint
+from stages.verification.equality import math_equal
+from stages.verification.extraction import (
     STRICT_ORDER,
-    as_rational,
-    check_constraint,
-    code_reward,
-    constraint_reward,
     extract,
     extract_boxed,
     extract_hash,
     extract_last_number,
     extract_mc_letter,
-    format_reward,
-    language_share,
-    math_equal,
-    soft_overlong,
-    view,
 )
+from stages.verification.languages import SCRIPTS, language_share
+from stages.verification.plain_numbers import as_rational
+from stages.verification.responses import format_reward, view
+from stages.verification.rule_rewards import code_reward, constraint_reward, soft_overlong
 from tests.vectors import Skip
 
 

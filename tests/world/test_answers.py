@@ -9,15 +9,9 @@ import time
 import pytest
 
 from stages.verification.answer_format import ending_of, rewritten
-from stages.verification.verifiers import (
-    extract_boxed,
-    extract_mc_anywhere,
-    last_box,
-    math_equal,
-    verify_choice,
-    verify_math,
-    verify_text,
-)
+from stages.verification.equality import math_equal
+from stages.verification.extraction import extract_boxed, extract_mc_anywhere, last_box
+from stages.verification.verifiers import verify_choice, verify_math, verify_text
 
 RIGHT = [  # (gold, answer)
     ("-5", "#### −5"),

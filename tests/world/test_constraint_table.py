@@ -9,7 +9,8 @@ import time
 import pytest
 
 from stages.verification.more_constraints import CHECKERS as MORE
-from stages.verification.verifiers import CHECKERS, check_constraint
+from stages.verification.constraints import check_constraint
+from stages.verification.ifeval import CHECKERS
 
 from .test_more_constraints import CASES
 

@@ -9,16 +9,11 @@ import time
 import pytest
 
 from stages.verification import symbolic
-from stages.verification.verifiers import (
-    contradicts,
-    equal_symbolically,
-    math_equal,
-    math_gold,
-    unmarked,
-    verify_math,
-    without_estimate,
-    without_name,
-)
+from stages.verification.equality import equal_symbolically, math_equal
+from stages.verification.golds import math_gold
+from stages.verification.normalisation import unmarked, without_estimate, without_name
+from stages.verification.units import contradicts
+from stages.verification.verifiers import verify_math
 
 RIGHT = r"""
 1200 :: 1,200 | 1{,}200 | 1{,}\,200 | 1,\!200 | 1 200 | 1\,200 | 1'200 | 1’200

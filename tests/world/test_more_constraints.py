@@ -9,8 +9,10 @@ import json
 import pytest
 
 from stages.verification.more_constraints import CHECKERS, IFBENCH, IFTRAIN, UNDECIDED
-from stages.verification.verifiers import CHECKERS as IFEVAL
-from stages.verification.verifiers import BadGold, check_constraint, sentences_of
+from stages.verification.ifeval import CHECKERS as IFEVAL
+from stages.verification.constraints import check_constraint
+from stages.verification.golds import BadGold
+from stages.verification.ifeval import sentences_of
 
 from ..data.driver import ingest, write_lines
 

@@ -17,17 +17,13 @@ from stages.reward.rewards import Rewards, build_rewards
 from stages.reward.verdicts import failures
 from stages.running import sandbox
 from stages.running.sandbox import Limits, run_jobs
-from stages.verification.verifiers import (
-    CHECKERS,
-    BadGold,
-    check_constraint,
-    extract_world,
-    guess_language,
-    math_equal,
-    verifier_of,
-    verify_math,
-    verify_text,
-)
+from stages.verification.constraints import check_constraint
+from stages.verification.equality import math_equal
+from stages.verification.extraction import extract_world
+from stages.verification.golds import BadGold
+from stages.verification.ifeval import CHECKERS
+from stages.verification.languages import guess_language
+from stages.verification.verifiers import verifier_of, verify_math, verify_text
 
 
 def row(text, *, answer="red", finish="eos", n=4, **extra):
@@ -173,7 +169,7 @@ def test_vowel_signs_and_accents_do_not_end_a_word():
     """A word of Hindi, Thai or pointed Hebrew is one word, as is one whose accents are characters of their own or that
     a zero-width joiner holds together.
     """
-    from stages.verification.verifiers import SCRIPTS, language_of, language_share
+    from stages.verification.languages import SCRIPTS, language_of, language_share
 
     assert language_of({"prompt": [{"role": "user", "content": "東京都港区虎ノ門の人口は？"}]}) == SCRIPTS[
         "ja"
@@ -1106,7 +1102,7 @@ def test_the_same_value(answer, gold):
 
 def test_no_answer_takes_long_to_read():
     """Policies find texts on which a pattern takes forever; reading is near linear."""
-    from stages.verification.verifiers import normalise_math
+    from stages.verification.normalisation import normalise_math
 
     for piece in (" ", "*", "`", "~", "\\text{", r"\text{a}", "^", "Mr. ", "1. ", "```\n", "``` ", "1,", "{"):
         text, started = piece * (40_000 // len(piece)) + "x", time.process_time()

@@ -10,7 +10,9 @@ import pytest
 
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
-from stages.verification.verifiers import BadGold, check_constraint, string_f1, verifier_of
+from stages.verification.constraints import check_constraint
+from stages.verification.golds import BadGold
+from stages.verification.verifiers import string_f1, verifier_of
 from tests.data.driver import assistant, ingest, user, write_lines
 
 NEW = (

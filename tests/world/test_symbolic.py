@@ -11,7 +11,7 @@ from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
 from stages.running.sandbox import Limits
 from stages.verification.symbolic import Unread, equal, read
-from stages.verification.verifiers import equal_symbolically, math_equal
+from stages.verification.equality import equal_symbolically, math_equal
 
 SAME = [
     (r"\sqrt{8}", r"2\sqrt{2}"),
