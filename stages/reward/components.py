@@ -106,7 +106,7 @@ OF_KINDS: dict[str, tuple[str, ...]] = {
     "max_tests": ("code",),
     **dict.fromkeys(("milestones", "milestone_normalise"), ("milestones",)),
     **dict.fromkeys(("step_weights", "step_events"), ("step_weighted",)),
-    **dict.fromkeys(("files", "function", "scope", "source"), ("python",)),
+    **dict.fromkeys(("as_messages", "files", "function", "scope", "source"), ("python",)),
     "timeout_s": (*_RIGHT, *_ASKED, "code", "python", "regex", "remote"),
     "memory_mib": (*_RIGHT, "code", "python", "regex"),
 }
@@ -583,6 +583,13 @@ class RewardComponent(StageConfig):
             " list (TRL)."
         ),
     )
+    as_messages: bool = Field(
+        False,
+        description=(
+            "python: completion and completions are lists of one message, [{role: assistant, content: TEXT}], as TRL's"
+            " trainers give them where prompts are conversational; otherwise a completion is its text."
+        ),
+    )
     files: dict[str, str] = Field(
         default_factory=dict,
         description=(
@@ -686,7 +693,8 @@ class RewardComponent(StageConfig):
                 f" {self.function or 'score'}(prompt, completion, answer)"
                 + (
                     f"; this one defines {', '.join(named[:9])}. Write function: {named[0] if len(named) == 1 else 'NAME'};"
-                    " one of TRL's, of the lists completions and **kwargs, needs scope: group besides"
+                    " one of TRL's, of the lists completions and **kwargs, needs scope: group besides, and"
+                    " as_messages: true where it reads completion[0]['content']"
                     if named
                     else "; write the path of a file that ends in .py and defines one"
                 )
