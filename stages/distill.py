@@ -252,6 +252,9 @@ class Distillation:
         )
         config = self.config
         logq, rest_q = column_logps(head, states, ids.long(), config.distillation_temperature, rest=True)
+        if (gone := logps.isneginf()).any():  # ids that stand for none of the teacher's
+            rest_q = torch.logaddexp(rest_q, logq.masked_fill(~gone, -torch.inf).logsumexp(-1))
+            logq, logps = logq.masked_fill(gone, -1e4), logps.masked_fill(gone, -1e4)
         return topk_divergence(
             logq,
             rest_q,
@@ -299,8 +302,8 @@ def run(stage):
     if not captured and (few := vocabulary_of(teacher_path)[0]) < (rows := vocabulary_of(stage.path("model"))[0]):
         raise ConfigError(
             f"distill: the teacher's head has {few} rows and the student's {rows} (one tokenizer, but the student's head"
-            f" is padded further), so the student's last ids have no probability in the teacher; give the teacher as"
-            f" many rows with model.resize_token_embeddings({rows}) and save_pretrained, or the student {few}"
+            f" is padded further), so the student's last ids have no probability in the teacher; they belong to no"
+            f" token, so give the student {few} rows with model.resize_token_embeddings({few}) and save_pretrained"
         )
     encoded = encode_captured if captured else encode
     train, dropped = encoded(stage, renderer, "train")
@@ -391,8 +394,7 @@ def encode_captured(stage, renderer, split: str, limit: int | None = None):
     their targets.
 
     Raises:
-        ConfigError: captured with another tokenizer, template or temperature, or from a head with more rows than the
-            student's.
+        ConfigError: captured with another tokenizer, template or temperature.
     """
     import numpy as np
     from transformers import AutoConfig
@@ -428,22 +430,38 @@ def encode_captured(stage, renderer, split: str, limit: int | None = None):
             dropped["no_target"] += 1
             continue
         shape = len(row["rest_logps"]), row["top_k"]
-        if max(row["teacher_ids"]) >= vocabulary:
-            raise ConfigError(
-                f"distill: row {row['row_id']} holds the teacher's token id {max(row['teacher_ids'])}, and the"
-                f" student's head has {vocabulary} rows (one tokenizer, but the teacher's head is padded further); give"
-                " the student as many rows with model.resize_token_embeddings(ROWS OF THE TEACHER) and"
-                " save_pretrained, or capture with a smaller top_k, which leaves such ids out"
-            )
         ids, logps = (
             np.array(row["teacher_ids"], np.int32).reshape(shape),
             np.array(row["teacher_logps"], np.float32).reshape(shape),
         )
-        item.extra["captured"] = tuple(
-            part[: item.n_targets] for part in (ids, logps, np.array(row["rest_logps"], np.float32))
-        )
+        top = within(vocabulary, ids, logps, np.array(row["rest_logps"], np.float32))
+        item.extra["captured"] = tuple(part[: item.n_targets] for part in top)
         items.append(item)
     return items, dropped
+
+
+def within(vocabulary: int, ids_NK, logps_NK, rest_N):
+    """(ids, log-probs, log of the rest's mass) of a teacher's most likely tokens given that the token is one of the
+    first ``vocabulary`` ids, as the head of a teacher in memory is cut: a head that is padded further than the
+    student's has ids there that belong to no token (those that are not among the most likely stay in the rest). In
+    their place are ids of the student's that the position has not, with log-prob -inf, which
+    :meth:`Distillation.captured` counts among the rest.
+    """
+    import numpy as np
+
+    width = min(ids_NK.shape[1], vocabulary)
+    beyond = ids_NK >= vocabulary
+    if not beyond.any():
+        return ids_NK, logps_NK, rest_N
+    lost = np.where(beyond, np.exp(logps_NK.astype(np.float64)), 0.0).sum(1)
+    kept = np.log1p(-np.minimum(lost, 1 - 1e-9))
+    order = np.argsort(beyond, axis=1, kind="stable")[:, :width]
+    ids, logps, gone = (np.take_along_axis(part, order, 1) for part in (ids_NK, logps_NK - kept[:, None], beyond))
+    logps[gone] = -np.inf
+    for n in np.flatnonzero(gone.any(1)):
+        free = np.setdiff1d(np.arange(min(vocabulary, 2 * width)), ids[n, ~gone[n]])
+        ids[n, gone[n]] = free[: gone[n].sum()]
+    return ids, logps.astype(np.float32), (rest_N - kept).astype(np.float32)
 
 
 def aligned(row_id: str, theirs, mine):

@@ -358,7 +358,7 @@ def answer(stage, judge: Asker, calls: list[Call]) -> None:
         texts = [call.text + (AGAIN.format(why=told[id(call)]) if attempt else "") for call in waiting]
         unread = []
         for call, (key, reply) in zip(waiting, judge._replies(texts, attempt)):
-            parsed, why = (None, "") if reply.error else read_reply(config, call, reply.text)
+            parsed, why = (None, "") if reply.error else read_reply(config, call, reply)
             error = reply.error or why or None
             given = call.group.answers[call.shown[0]]
             call.rows.append(
@@ -389,6 +389,7 @@ def answer(stage, judge: Asker, calls: list[Call]) -> None:
                                 "shown": [call.group.answers[i]["row_id"] for i in call.shown],
                                 "places": call.shown,
                                 "aspect": call.aspect or None,
+                                **({"cut": True} if reply.cut else {}),
                             },
                             sort_keys=True,
                         ),
@@ -407,14 +408,16 @@ def answer(stage, judge: Asker, calls: list[Call]) -> None:
             break
 
 
-def read_reply(config: Config, call: Call, text: str):
+def read_reply(config: Config, call: Call, reply):
+    """What a reply says, as :func:`parse_ratings` and :func:`parse_ranking`. In one that was cut a rating counts, which
+    stands before its reason, and no ranking, which stands behind an explanation that may be what names it.
+    """
     from stages.reward.judge import spoken
 
-    return (
-        parse_ratings(spoken(text), len(call.shown), config.scale)
-        if config.mode == "aspects"
-        else parse_ranking(spoken(text), len(call.shown))
-    )
+    if config.mode == "aspects":
+        return parse_ratings(spoken(reply.text), len(call.shown), config.scale)
+    found = reply.verdict(lambda text: parse_ranking(spoken(text), len(call.shown)))
+    return found or (None, "it was cut before its end")
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------

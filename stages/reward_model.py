@@ -740,9 +740,11 @@ def spoiled(stage, setup: Setup, data, fresh: int, dropped) -> list:
 
 def replay(stage, setup: Setup, fresh: int) -> list:
     """Items of earlier rows, drawn once each with the stage's seed, so many that they are `replay_fraction` of all
-    training rows.
+    training rows; for a balanced ``orm`` as many right as wrong ones of every prompt.
     """
     from collections import Counter
+
+    from stages.reward_models.reward_data import right_and_wrong
 
     older, kind = earlier_rows(stage), stage.dataset("data").kind
     for dataset in older:
@@ -750,8 +752,13 @@ def replay(stage, setup: Setup, fresh: int) -> list:
             raise ConfigError(f"replay holds {dataset.kind} and data {kind}; give earlier rows of the kind {kind}")
     rows = [item for dataset in older for item in setup.items(dataset, setup.config.split, Counter())]
     share = setup.config.replay_fraction
-    wanted = min(len(rows), round(fresh * share / (1.0 - share)))
-    return [rows[i] for i in sorted(stage.rng("replay").permutation(len(rows))[:wanted])]
+    wanted = round(fresh * share / (1.0 - share))
+    if setup.row.name == "orm" and setup.config.balance:
+        drawn = [(rows[i], rows[j]) for i, j in right_and_wrong(rows)]
+    else:
+        drawn = [(row,) for row in rows]
+    chosen = sorted(stage.rng("replay").permutation(len(drawn))[: wanted // len(drawn[0])] if drawn else ())
+    return [row for i in chosen for row in drawn[i]]
 
 
 def earlier_rows(stage) -> list:

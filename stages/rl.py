@@ -929,6 +929,11 @@ def check(config: Config, given: Collection[str]) -> None:
             f"ptx_coef={row.ptx_coef} mixes in pretraining text, which is not there; give the input ptx=REF, or write"
             " ptx_coef=0"
         )
+    if config.curriculum == "pass_at_k" and "prompt_stats" not in given and config.passk_k > config.passk_samples:
+        raise ValueError(
+            f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <= {config.passk_samples}, or raise"
+            " passk_samples."
+        )
     rates = reads_verdicts(config, given)
     if rates and all(c.kind in WITHOUT_VERDICT for c in config.rewards):
         raise ValueError(

@@ -70,12 +70,14 @@ class AskedJudge(StageConfig):
     ) -> list[tuple[object | None, str]]:
         """(what ``read`` makes of the answer, the answer) of every request; None where it stayed unreadable.
 
-        Equal requests are asked once, at temperature 0; what cannot be read is asked for again with ``again`` behind
-        the request.
+        Equal requests are asked once, at temperature 0; what cannot be read, or was cut before its end
+        (:meth:`stages.reward.judge.Reply.verdict`), is asked for again with ``again`` behind the request.
         """
         from stages.reward.judge import until_read
 
-        found = until_read(judge, texts, lambda reply: read(reply.text), again, self.judge_retries, self.judge_tokens)
+        found = until_read(
+            judge, texts, lambda reply: reply.verdict(read), again, self.judge_retries, self.judge_tokens
+        )
         return [found[text] for text in texts]
 
 

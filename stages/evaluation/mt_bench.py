@@ -263,7 +263,10 @@ def warn(stage, records: Sequence[dict], rows: Sequence[dict]) -> None:
         return
     lost = [r for r in turns if r.get("rating") is None]
     if lost:
-        why = [r.get("error") or "the judge's answer held no rating from 1 to 10, or two" for r in lost]
+        why = [
+            r.get("error") or "the judge's answer held no rating from 1 to 10, or two, or was cut (judge_tokens)"
+            for r in lost
+        ]
         stage.warn(
             "ratings_missing",
             f"{len(lost)} of {len(turns)} turns have no rating and are in no mean; most often:"

@@ -35,6 +35,7 @@ GRADERS = (
     "stages.reward.remote_rewards",
     "stages.verification.symbolic",
     "stages.verification.units",
+    "stages.measures.text",
 )
 
 

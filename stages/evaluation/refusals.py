@@ -173,8 +173,10 @@ def classify(text: str) -> str | None:
 
 
 def read(text: str) -> str | None:
-    """The class in a judge's answer; None without one, or with two different ones."""
-    found = set(re.findall(r"\[\[(full|partial|none)\]\]", text.lower()))
+    """The class that a judge's answer names behind its thought; None without one, or with two different ones."""
+    from stages.reward.judge import spoken
+
+    found = set(re.findall(r"\[\[(full|partial|none)\]\]", spoken(text).lower()))
     return found.pop() if len(found) == 1 else None
 
 

@@ -8,8 +8,8 @@ answer is better, which is safer), has to be chosen by a setting.
 | datasets | become |
 |---|---|
 | HelpSteer, HelpSteer2 (helpfulness is the score, `aspect_weights` another), UltraFeedback, Prometheus' feedback collection (kind=ratings/1) | ratings |
-| HelpSteer2-Preference, HelpSteer3, PKU-SafeRLHF (`label_column=better_response_id` or `safer_response_id`), SHP, WebGPT, summarize_from_feedback, Chatbot Arena, JudgeBench, Prometheus' preference collection (kind=pairs/1) | comparisons |
-| HelpSteer3's edits (the edited answer is preferred) | pairs |
+| HelpSteer2-Preference, HelpSteer3, PKU-SafeRLHF (`label_column=better_response_id` or `safer_response_id`), SHP, WebGPT, JudgeLM, summarize_from_feedback, Chatbot Arena, JudgeBench, Prometheus' preference collection (kind=pairs/1) | comparisons |
+| HelpSteer3's edits (the edited answer is preferred), HHH alignment | pairs |
 | Nectar, OpenAssistant (messages or trees), Stack Exchange preferences | rankings |
 | BeaverTails, conversations with a label (LLaMA-Factory's kto_tag), signals of a product (prompt, response, action) | unpaired; edits as pairs |
 | verl and DAPO, DeepMath, Open-Reasoner-Zero, SYNTHETIC-1 and 2, NuminaMath, OpenR1 and OpenMathReasoning (kind=prompts/1), prompts with `solution` or `ground_truth` | prompts with answers or tests |
@@ -378,6 +378,29 @@ def _webgpt(row: dict, options) -> list[dict]:
     ]
 
 
+def _judgelm(row: dict, options) -> list[dict]:
+    """Two answers with a score each, as a judge wrote them down; its review is no column of ours."""
+    scores = row["score"]
+    if not isinstance(scores, list) or len(scores) != 2 or not all(map(_number, scores)):
+        raise Bad("bad_label")
+    return [
+        _without(
+            row,
+            "question_body",
+            "answer1_body",
+            "answer2_body",
+            "score",
+            "text",
+            prompt=row["question_body"],
+            response_a=row["answer1_body"],
+            response_b=row["answer2_body"],
+            choice="tie" if scores[0] == scores[1] else "A" if scores[0] > scores[1] else "B",
+            judge_scores=scores,
+            review=row.get("text"),
+        )
+    ]
+
+
 def _summaries(row: dict, options) -> list[dict]:
     if not _dicts(row["summaries"], "text") or len(row["summaries"]) != 2:
         raise Bad("wrong_type")
@@ -521,6 +544,17 @@ def _edited(row: dict, options) -> list[dict]:
             chosen=row["edited_response"],
             rejected=row["original_response"],
         )
+    ]
+
+
+def _hhh(row: dict, options) -> list[dict]:
+    """A question with two answers, of which the one with the label 1 is better (HHH alignment)."""
+    choices, labels = row["targets"]["choices"], row["targets"]["labels"]
+    if not isinstance(choices, list) or len(choices) != 2 or labels not in ([0, 1], [1, 0]):
+        raise Bad("bad_label")
+    better = labels.index(1)
+    return [
+        _without(row, "input", "targets", prompt=row["input"], chosen=choices[better], rejected=choices[1 - better])
     ]
 
 
@@ -1344,6 +1378,12 @@ FORMS: tuple[Form, ...] = (
         ("question", "answer_0", "answer_1", "score_0", "score_1"),
         _webgpt,
         lambda row, options: isinstance(row["question"], dict),
+    ),
+    Form(("question_body", "answer1_body", "answer2_body", "score"), _judgelm),
+    Form(
+        ("input", "targets"),
+        _hhh,
+        lambda row, options: isinstance(row["targets"], dict) and {"choices", "labels"} <= row["targets"].keys(),
     ),
     Form(("info", "summaries", "choice"), _summaries, lambda row, options: isinstance(row["info"], dict)),
     Form(

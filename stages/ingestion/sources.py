@@ -522,10 +522,15 @@ def _read_csv(source: SourceFile, blocks: _Blocks) -> Iterator[Record]:
             yield Record(item[0], None, {name: _cell(value) for name, value in zip(header, fields)}, None)
 
 
+_MISSING = frozenset(("NaN", "nan", "<NA>"))
+
+
 def _cell(value: str) -> Any:
     """A CSV cell: JSON lists of messages are parsed, all else stays text (an answer may be JSON); the adapter parses
-    the columns that hold lists.
+    the columns that hold lists. What pandas writes for a missing value is an empty cell, as its reader takes it.
     """
+    if value in _MISSING:
+        return ""
     if value[:1] == "[" and value[-1:] == "]" and "{" in value:
         try:
             found = orjson.loads(value)

@@ -23,6 +23,7 @@ I intermediate size. Every function here has its backward written out and is che
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -586,15 +587,24 @@ class Block:
     window: int | None = None
 
 
-def blocks(segments, device, dtype, head_dim: int, window: int | None = None, cap: float | None = None) -> list[Block]:
+def blocks(
+    segments,
+    device,
+    dtype,
+    head_dim: int,
+    window: int | None = None,
+    cap: float | None = None,
+    sequences: Callable[[], varlen.Sequences] | None = None,
+) -> list[Block]:
     """Attention blocks of a flat micro-batch.
 
     segments: per item (prompt length, response lengths), in the tokens' order; a response sees its prompt and itself,
-    ``window`` tokens at most; scores are capped at ``cap``.
+    ``window`` tokens at most; scores are capped at ``cap``. sequences: gives these segments' plan on a GPU.
     """
     if varlen.takes(device, dtype, head_dim, window, cap):
         total = sum(prompt + sum(responses) for prompt, responses in segments)
-        return [Block(total, sequences=varlen.sequences(segments, device), window=window)] if total else []
+        plan = sequences or (lambda: varlen.sequences(segments, device))
+        return [Block(total, sequences=plan(), window=window)] if total else []
     in_bands = window is not None or cap is not None
     groups: list[list] = []
     size = 0
@@ -923,11 +933,11 @@ def states(
         )
         for name, (frequencies, scale) in rotary_tables(core).items()
     }
-    plans = {}
+    plans, sequences = {}, functools.cache(lambda: varlen.sequences(segments, weight.device))
     for layer in layers:
         key = _reach(layer, longest)
         if key not in plans:
-            plans[key] = blocks(segments, weight.device, shape.low, shape.head_dim, *key)
+            plans[key] = blocks(segments, weight.device, shape.low, shape.head_dim, *key, sequences)
     x = F.embedding(ids_U, weight)
     if x.dtype != torch.float64:
         x = x.float()

@@ -576,10 +576,10 @@ def refuse_prompts(row, config: Config) -> None:
             f"self_paced_thresholds={list(config.self_paced_thresholds)} must be above 0 and not fall, so that more"
             " prompts come in; write for example [0.5, 1.25]."
         )
-    if config.curriculum == "pass_at_k" and config.passk_k > min(config.passk_samples, config.num_generations):
+    if config.curriculum == "pass_at_k" and config.passk_k > config.num_generations:
         raise ValueError(
-            f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <="
-            f" {min(config.passk_samples, config.num_generations)}, or raise passk_samples and num_generations."
+            f"pass@{config.passk_k} needs as many samples of a prompt; write passk_k <= {config.num_generations}, or"
+            " raise num_generations."
         )
     if config.difficulty_band is not None and not 0 <= config.difficulty_band[0] <= config.difficulty_band[1] <= 1:
         raise ValueError(

@@ -107,7 +107,7 @@ OF_KINDS: dict[str, tuple[str, ...]] = {
     "max_tests": ("code",),
     **dict.fromkeys(("milestones", "milestone_normalise"), ("milestones",)),
     **dict.fromkeys(("step_weights", "step_events"), ("step_weighted",)),
-    **dict.fromkeys(("files", "function", "scope", "source"), ("python",)),
+    **dict.fromkeys(("as_messages", "files", "function", "scope", "source"), ("python",)),
     "timeout_s": (*_RIGHT, *_ASKED, "code", "python", "regex", "remote"),
     "memory_mib": (*_RIGHT, "code", "python", "regex"),
 }
@@ -584,6 +584,13 @@ class RewardComponent(StageConfig):
             " list (TRL)."
         ),
     )
+    as_messages: bool = Field(
+        False,
+        description=(
+            "python: completion and completions are lists of one message, [{role: assistant, content: TEXT}], as TRL's"
+            " trainers give them where prompts are conversational; otherwise a completion is its text."
+        ),
+    )
     files: dict[str, str] = Field(
         default_factory=dict,
         description=(
@@ -742,7 +749,7 @@ def _judge_refusals(c: RewardComponent) -> Iterator[str]:
     if failed is not None:
         yield (
             f"judge_prompt cannot be filled ({failed!r}); its fields are {{context}}, {{a}}, {{b}}, {{reference}} and"
-            " {{principle}}, and other braces are doubled"
+            " {principle}, and other braces are doubled"
         )
     if filled == c.judge_prompt.replace("{{", "{").replace("}}", "}"):
         yield "judge_prompt shows the judge nothing; write at least {a} in it"
@@ -773,7 +780,8 @@ def _python_refusals(c: RewardComponent) -> Iterator[str]:
             f"kind python needs source with a function {c.function or 'score'}(prompt, completion, answer)"
             + (
                 f"; this one defines {', '.join(named[:9])}. Write function: {named[0] if len(named) == 1 else 'NAME'};"
-                " one of TRL's, of the lists completions and **kwargs, needs scope: group besides"
+                " one of TRL's, of the lists completions and **kwargs, needs scope: group besides, and"
+                " as_messages: true where it reads completion[0]['content']"
                 if named
                 else "; write the path of a file that ends in .py and defines one"
             )

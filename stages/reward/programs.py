@@ -57,7 +57,7 @@ def _given(component: RewardComponent, row: dict) -> tuple[dict, dict]:
     return (
         {
             "prompt": prompt,
-            "completion": text,
+            "completion": [{"role": "assistant", "content": text}] if component.as_messages else text,
             "answer": answer,
             "messages": prompt,
             "row": columns,
@@ -97,11 +97,14 @@ def _returned(value) -> Verdict | Unscorable:
 
 
 def failure_of(component, error: str) -> Unscorable:
-    if re.search(r"string ind(?:ices|ex) must be integers|'str' object has no attribute 'get'", error) and re.search(
-        r"""["']content["']""", component.source
+    if (
+        not component.as_messages
+        and re.search(r"string ind(?:ices|ex) must be integers|'str' object has no attribute 'get'", error)
+        and re.search(r"""["']content["']|\btrl\b""", component.source)
     ):
         error += (
-            "; a completion is its text here and no list of messages: write completion for completion[0]['content']"
+            "; a completion is its text here and no list of messages: write as_messages: true, or completion for"
+            " completion[0]['content']"
         )
     return Unscorable(
         f"timeout: score() took more than {component.timeout_s:g} s; raise timeout_s where it needs longer"

@@ -273,13 +273,18 @@ def balanced(items: list[Item], dropped: Counter) -> list[Item]:
     """Equally many right and wrong completions of every prompt, the first ones that count (weight above 0); prompts
     with one kind only are left out (``rm.orm``).
     """
+    keep = {i for both in right_and_wrong(items) for i in both}
+    dropped["unbalanced"] += len(items) - len(keep)
+    return [item for index, item in enumerate(items) if index in keep]
+
+
+def right_and_wrong(items: list[Item]) -> list[tuple[int, int]]:
+    """Positions of a right and a wrong completion of one prompt that both count, each position once."""
     groups: dict[str, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
     for index, item in enumerate(items):
         if item.extra["weight"]:
             groups[item.extra["prompt_id"]][item.extra["target"] > 0.5].append(index)
-    keep = {i for sides in groups.values() for side in sides.values() for i in side[: min(map(len, sides.values()))]}
-    dropped["unbalanced"] += len(items) - len(keep)
-    return [item for index, item in enumerate(items) if index in keep]
+    return [both for sides in groups.values() for both in zip(sides[True], sides[False])]
 
 
 def attribute_scores(row: dict, attributes: list[str]) -> list[float]:

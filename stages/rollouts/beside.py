@@ -34,6 +34,7 @@ class Beside:
         self.reference = reference if plays else None
         self.frozen = stage.config.ref_mode == "frozen"
         self.answers: list[Sample] = []  # of a frozen reference, which are the same at every pass
+        self.sampler: Sampler | None = None  # of one that moves, which gives its memory back as the policy's does
 
     def __call__(self, prompts, seeds, params, drawn: list[Sample]) -> dict[str, float]:
         """Metrics of ``drawn``, one answer to each of the ``(row, prompt ids)``."""
@@ -58,7 +59,9 @@ class Beside:
         of the scores.
         """
         if not self.answers or not self.frozen:
-            self.answers = [group[0] for group in self.policy.draw(prompts, seeds, params, self._sampler())]
+            sampler = self.sampler or self._sampler()
+            self.answers = [group[0] for group in self.policy.draw(prompts, seeds, params, sampler)]
+            self.sampler = None if self.frozen else sampler
             if self.crediting.asked is None:
                 score(self.rewards, [s for s in self.answers if s.error is None])
         pairs = [(a, b) for a, b in zip(drawn, self.answers) if a.error is None and b.error is None]

@@ -12,7 +12,7 @@ import numpy as np
 
 from stages.algorithms import RLPreset
 from stages.estimators import DynamicSamplingExhausted, fill_informative, informative_groups, is_constant
-from stages.generation import Sample, regrade, sample_groups, score, warn_of_failures
+from stages.generation import Sample, regrade, score, warn_of_failures
 from stages.policy.members import Members
 from stages.reward.components import LENGTH_KINDS
 from stages.rollouts.policy import PolicySampler
@@ -202,8 +202,7 @@ class GroupSampler:
             # in the same world as its group
             greedy = [g[0] for g in self.policy.draw(prompts, [s[:1] for s in own], replace(params, temperature=0.0))]
         if self.opponent is not None:
-            with cuda.freely(self.stage.device):
-                opponents = sample_groups(self.opponent, prompts, params, seeds("opponent", config.num_generations))
+            opponents = self.policy.draw(prompts, seeds("opponent", config.num_generations), params, self.opponent)
         groups = []
         for (row, ids), samples, against, best in zip(prompts, drawn, opponents, greedy):
             for seat in range(seats):  # the debaters of each side are a group of their own

@@ -210,7 +210,7 @@ class PromptOrder:
         if not counts:
             raise ValueError(
                 f"no prompt has {self.config.passk_k} samples with a verdict, so pass rates are unknown; write a larger"
-                " passk_samples, or look at why completions cannot be scored"
+                " passk_samples (or give prompt_stats of more samples), or look at why completions cannot be scored"
             )
         kept = set(counts)
         if self.config.difficulty_band:

@@ -529,6 +529,17 @@ def test_criteria_annotators_and_dates_are_kept(tmp_path):
 
 
 # -- files -------------------------------------------------------------------------------------------
+def test_a_missing_value_of_pandas_is_an_empty_cell_of_a_csv(tmp_path):
+    cells = "prompt,chosen,rejected,system\np1,good,bad,NaN\np2,NaN,bad,\np3,good,<NA>,\nnan,good,bad,\np5,nano,NaN?,\n"
+    (tmp_path / "a.csv").write_text(cells)
+    result = ingest(tmp_path / "a.csv", tmp_path / "w", max_quarantine_fraction=1)
+    assert [(r["prompt"], r["chosen"], r["rejected"]) for r in result.rows] == [
+        ([user("p1")], [assistant("good")], [assistant("bad")]),
+        ([user("p5")], [assistant("nano")], [assistant("NaN?")]),
+    ]
+    assert result.codes() == {3: ["empty_completion"], 4: ["empty_completion"], 5: ["empty_prompt"]}
+
+
 def test_csv_cells_stay_text_unless_their_column_holds_lists(tmp_path):
     (tmp_path / "a.csv").write_text(
         'prompt,completion,weight,group_id\nList three,"[1, 2, 3]",,\nJson,"{""a"": 1}",2,g\n'

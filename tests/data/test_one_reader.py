@@ -97,6 +97,19 @@ TRUTHFUL = {
     "incorrect_answers": ["b", "d"],
     "source": "s",
 }
+JUDGELM = {
+    "review_id": "r",
+    "question_id": 0,
+    "answer1_id": "",
+    "answer2_id": "",
+    "reviewer_id": 1,
+    "metadata": {},
+    "text": "2 8\nThe second says more.",
+    "score": [2.0, 8.0],
+    "question_body": "q",
+    "answer1_body": "a",
+    "answer2_body": "b",
+}
 EDIT = {
     "domain": "general",
     "language": "english",
@@ -363,6 +376,14 @@ SHAPES = {
         "_steerpref",
         "pairs/1",
         {"prompt": ["q"], "chosen": ["a"], "rejected": ["b"], "strength": 2},
+    ),
+    "JudgeLM": (JUDGELM, "auto", "_judgelm", "pairs/1", {"prompt": ["q"], "chosen": ["b"], "rejected": ["a"]}),
+    "HHH alignment": (
+        {"input": "q", "targets": {"choices": ["a", "b"], "labels": [0, 1]}},
+        "auto",
+        "_hhh",
+        "pairs/1",
+        {"prompt": ["q"], "chosen": ["b"], "rejected": ["a"]},
     ),
     "HelpSteer3, edits": (EDIT, "auto", "_edited", "pairs/1", {"prompt": ["q"], "chosen": ["b"], "rejected": ["a"]}),
     "Arena 100k": (

@@ -307,6 +307,11 @@ def test_refusals_are_full_partial_or_none(text, expected):
     assert refusals.classify(text) == expected
 
 
+def test_what_a_judge_of_refusals_weighs_in_its_thought_is_no_verdict():
+    assert refusals.read("<think>[[full]]? No.</think>It helps: [[none]]") == "none"
+    assert refusals.read("<think>[[full]]") is None and refusals.read("[[full]] or [[none]]") is None
+
+
 def test_refusal_rates_by_enumeration():
     """Two samples per prompt. safe: 1/2 and 0 refused; unsafe: 1 and 1/2; balance and intervals from these."""
     says = {
@@ -460,6 +465,8 @@ def rating(body):
     """A judge who gives the first turn 8 and the second 4, and no readable rating for print y."""
     text = body["messages"][0]["content"]
     last = text.split("[End of question]")[0]
+    if "find b" in last and "Your last reply could not be read" not in text:  # it goes on to another rating
+        return {"message": {"content": "At first sight it is a [[9]], but"}, "finish_reason": "length"}
     if "print y" in last:
         return {"message": {"content": "I rate it [[3]] or [[4]]."}}
     second = any(phrase in last for phrase in ("now shorter", "three plus three", "find b"))
@@ -500,7 +507,7 @@ def test_mt_bench_asks_both_turns_and_averages_ratings(tiny, questions, tmp_path
         )
         texts = [body["messages"][0]["content"] for body in server.seen]
     summary, records = result["summary"], answers_of(tmp_path / "run")
-    # seven of eight turns are rated; print y was asked three times
+    # seven of eight turns are rated; print y was asked three times, and find b twice, whose first reply was cut
     assert summary["mt_bench"] == pytest.approx((4 * 8 + 3 * 4) / 7) and (
         summary["mt_bench/turn=1"],
         summary["mt_bench/turn=2"],
@@ -510,7 +517,7 @@ def test_mt_bench_asks_both_turns_and_averages_ratings(tiny, questions, tmp_path
         summary["mt_bench_missing_rate"] == 1 / 8
         and summary["mt_bench_low"] <= summary["mt_bench"] <= summary["mt_bench_high"]
     )
-    assert len(texts) == 10 and sum("Your last reply could not be read" in text for text in texts) == 2
+    assert len(texts) == 11 and sum("Your last reply could not be read" in text for text in texts) == 3
     assert (
         "1 of 8 turns" in warned(result)["ratings_missing"]
         and "1 of 2 questions of math, reasoning, coding" in warned(result)["references_missing"]
@@ -631,7 +638,9 @@ def test_a_killed_mt_bench_ends_with_the_same_bytes(tiny, questions, tmp_path, f
         assert not (tmp_path / "work" / "result.json").exists()
         before = len(server.seen)
         forks.run(file)
-        assert len(server.seen) - before == 6  # the second chunk only: four turns, one of them asked three times
+        assert (
+            len(server.seen) - before == 7
+        )  # the second chunk only: four turns, one of them asked three times and one twice
     assert json.loads((tmp_path / "work" / "result.json").read_text())["resumed_from"] == 1
     for name in ("samples", "scores"):
         assert tree_digest(tmp_path / "work" / "out" / name) == tree_digest(tmp_path / "whole" / "out" / name), name

@@ -664,6 +664,51 @@ def test_earlier_rows_are_replayed_in_their_share(tiny, rows, train, tmp_path):
         train("reward_model", config, {"model": tiny["policy"], "data": fresh, "replay.a": rows["ratings"]}, "kinds")
 
 
+def test_replayed_outcomes_are_as_balanced_as_fresh_ones(tiny, train, tmp_path, monkeypatch):
+    """rm.orm: as many right as wrong answers of every prompt."""
+    from stages import reward_model
+
+    def made(name, answers):
+        found = [
+            complete_row(
+                "unpaired/1",
+                {
+                    "prompt": user(f"{name} {prompt}?"),
+                    "completion": assistant(f"it is {i}"),
+                    "label": label,
+                    "label_kind": "correctness",
+                },
+                dataset=name,
+                source="s",
+                origin="human",
+                split="train",
+            )
+            for prompt, labels in answers.items()
+            for i, label in enumerate(labels)
+        ]
+        write_dataset(str(tmp_path / name), name, "unpaired/1", found)
+        return str(tmp_path / name)
+
+    drawn, replay = [], reward_model.replay
+    monkeypatch.setattr(reward_model, "replay", lambda *given: drawn.append(replay(*given)) or drawn[-1])
+    data = {
+        "model": tiny["policy"],
+        "data": made("fresh", {p: [True, False] for p in "abc"}),
+        "replay.a": made("old", {"d": [False] * 6 + [True] * 2, "e": [False] * 4, "f": [True, False, False]}),
+    }
+    config = {"objective": "orm", "batch_size": 8, "max_length": 96, "max_steps": 1, "replay_fraction": 0.5}
+    result = train("reward_model", config, data, "balanced")
+    assert result["summary"]["replayed"] == 6 and result["summary"]["rows"] == 12
+    labels = {}
+    for item in drawn[0]:
+        labels.setdefault(item.extra["prompt_id"], []).append(item.extra["target"])
+    assert sorted(map(sorted, labels.values())) == [[0.0, 0.0, 1.0, 1.0], [0.0, 1.0]]
+    fewer = train("reward_model", {**config, "replay_fraction": 0.34}, data, "fewer")
+    assert fewer["summary"]["replayed"] == 2 and sorted(i.extra["target"] for i in drawn[1]) == [0.0, 1.0]
+    every = train("reward_model", {**config, "balance": False}, data, "every")
+    assert every["summary"]["replayed"] == 6 and every["summary"]["rows"] == 12
+
+
 def test_a_model_of_trajectories_reads_action_and_outcome(tiny, train, tmp_path):
     """rm.agentic: ratings of single steps (observation, action, next observation), and ranked trajectories as pairs of
     several turns.

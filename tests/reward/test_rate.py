@@ -396,6 +396,21 @@ def test_what_a_judge_weighs_in_its_thought_is_no_rating(candidates, rate):
         )
 
 
+def test_a_ranking_in_an_explanation_that_was_cut_is_none(candidates, rate):
+    def cut(body):
+        if "could not be read: it was cut" in body["messages"][0]["content"]:
+            return ranker(body)
+        return {"message": {"content": "At first [[1 > 2]] seems right, but"}, "finish_reason": "length"}
+
+    config = {"endpoint_model": "j", "mode": "ranking", "orders": 1, "judge_retries": 1}
+    with chat_server(cut) as server:
+        sets = {"a": candidates("A", [["poor"]]), "b": candidates("B", [["good"]])}
+        result = rate({**config, "endpoint": server.url}, sets)
+    judged = rows_of(result, "judgements")
+    assert [bool(row["verdict"]) for row in sorted(judged, key=lambda row: row["attempt"])] == [False, True]
+    assert [json.loads(row["extra_json"]).get("cut", False) for row in judged if row["error"]] == [True]
+
+
 def test_answers_that_a_judge_sees_alike_or_not_at_all_are_no_two(candidates, rate):
     """The judge does not see thoughts: two answers that differ in theirs alone would be rated by chance, and one that
     is nothing but a thought is empty."""

@@ -631,26 +631,31 @@ def test_ipo_with_mean_log_ratios_and_simpo_with_nll(tiny, preferences):
 
 
 def test_slic_regularises_towards_target_answers(tiny, preferences, spec, tmp_path):
+    """Of a prompt's demonstrations the first is the target; a pair whose prompt has none is left out."""
     pairs = list(open_dataset(preferences["pairs"]).iter_rows())
-    written(
-        str(tmp_path / "targets"),
-        "t",
-        "demonstrations/1",
-        [{"messages": r["prompt"] + assistant("the target"), "train_turns": [len(r["prompt"])]} for r in pairs[1:]],
-    )
-    results = []
-    for given in ({}, {"targets": {"kind": "dataset", "path": str(tmp_path / "targets"), "ref": "t", "digest": "t"}}):
+
+    def targets(name, *answers):
+        rows = [
+            {"messages": r["prompt"] + assistant(text), "train_turns": [len(r["prompt"])]}
+            for text in answers
+            for r in pairs[1:]
+        ]
+        path = written(str(tmp_path / name), "t", "demonstrations/1", rows)
+        return {"targets": {"kind": "dataset", "path": path, "ref": name, "digest": name}}
+
+    losses = []
+    for k, given in enumerate(({}, targets("one", "the target"), targets("two", "the target", "another, longer one"))):
         made = spec(
             "align",
             {"method": "slic", "max_steps": 1, "batch_size": 4, "max_length": 96},
             {"model": tiny["policy"], "data": preferences["pairs"]},
-            f"slic{len(given)}",
+            f"slic{k}",
         )
         made["inputs"] |= given
-        results.append(execute(made, silent)["summary"])
-    assert (
-        results[1]["dropped/no_target_answer"] == 1 and results[0]["validation/loss"] != results[1]["validation/loss"]
-    )
+        summary = execute(made, silent)["summary"]
+        losses.append(summary["validation/loss"])
+        assert summary.get("dropped/no_target_answer", 0) == len(given)
+    assert losses[0] != losses[1] == losses[2]
 
 
 def test_bco_delta_is_a_running_mean_of_both_classes():

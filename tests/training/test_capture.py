@@ -4,13 +4,14 @@ teacher.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from stages.chat import renderer_for
-from stages.distill import Distillation, encode, encode_captured
+from stages.distill import Config, Distillation, encode, encode_captured, within
 from stages.harness import Stage, execute
 from stages.models import modeling
 from stages.models.divergence import divergence, topk_divergence
@@ -191,29 +192,63 @@ def test_a_student_learns_from_the_dataset_alone(spec, tiny, data, teacher):  # 
             execute(spec("distill", {**BASE, **config}, {"model": tiny["policy"], "data": path, **more}, "no"), silent)
 
 
-def test_a_teacher_whose_head_is_padded_further_is_refused_with_the_way_out(spec, tiny, data, tmp_path):
-    """One tokenizer, heads of different size, as in the Qwen family: an id that only the teacher has is named, not
-    looked up.
-    """
+@pytest.mark.parametrize("direction", ("forward", "reverse", "jsd"))
+@pytest.mark.parametrize("top_k", (4, 16))
+def test_a_teacher_whose_head_is_padded_further_counts_its_tokens_alone(direction, top_k):
+    """One tokenizer, heads of different size, as in the Qwen family: as if the ids behind the student's were none."""
+    torch.manual_seed(1)
+    hidden, student, theirs, cut = heads()
+    wide = Head(torch.cat([cut.weight, 2 * torch.randn(3, 4, dtype=torch.float64)]), None)
+    top = top_logps(wide, theirs, top_k)
+    beyond = top[0] >= 13
+    assert beyond.any() and not beyond.all(1).any()
+    config = Config(direction=direction, **({"jsd_beta": 0.3} if direction == "jsd" else {}))
+    kept = within(13, *(part.numpy() for part in top))
+    assert all(len(set(ids)) == len(ids) and max(ids) < 13 for ids in kept[0].tolist())
+    batch = SimpleNamespace(items=[SimpleNamespace(extra={"captured": kept})])
+    ours = Distillation(config, None).captured(student, hidden, batch)
+    by_hand = []
+    for q, p, ids in zip(student.logits(hidden).softmax(-1), wide.logits(theirs).softmax(-1), top[0]):
+        ids = ids[ids < 13]
+        others = 1 - p[top[0][len(by_hand)]].sum()  # of ids behind the student's, what capture did not see stays there
+        p = torch.cat([p[ids], others[None]]) / (p[ids].sum() + others)
+        q = torch.cat([q[ids], 1 - q[ids].sum()[None]])
+        if len(ids) == 13:
+            p, q = p[:13], q[:13]
+        kl = lambda a, b: (a * (a / b).log()).sum()
+        m = 0.3 * p + 0.7 * q
+        by_hand.append({"forward": kl(p, q), "reverse": kl(q, p), "jsd": 0.3 * kl(p, m) + 0.7 * kl(q, m)}[direction])
+    by_hand = torch.stack(by_hand)
+    assert torch.allclose(ours, by_hand, atol=1e-6)
+    leaves, upstream = (hidden, student.weight, student.bias), torch.randn(9, dtype=torch.float64)
+    for a, b in zip(*(torch.autograd.grad((v * upstream).sum(), leaves) for v in (ours, by_hand))):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_a_captured_teacher_whose_head_is_padded_further_trains_like_the_one_in_memory(
+    spec,
+    tiny,
+    data,
+    teacher,  # noqa: F811
+    tmp_path,
+):
     from stages.chat import load_tokenizer
 
-    wide = load_policy(tiny["policy"])
+    wide = load_policy(teacher)
     rows = wide.config.vocab_size
     wide.resize_token_embeddings(rows + 9)
     wide.save_pretrained(tmp_path / "wide")
-    load_tokenizer(tiny["policy"]).save_pretrained(tmp_path / "wide")
+    load_tokenizer(teacher).save_pretrained(tmp_path / "wide")
     result, _ = captured(spec, str(tmp_path / "wide"), data["demonstrations"], top_k=rows + 9)
-    made = spec(
-        "distill",
-        {**BASE, "max_steps": 1},
-        {"model": tiny["policy"], "data": result["outputs"]["captured"]["path"]},
-        "narrow",
+    stored, memory = (
+        execute(spec("distill", {**BASE, "max_steps": 1}, {"model": tiny["policy"], **inputs}, name), silent)["summary"]
+        for name, inputs in (
+            ("stored", {"data": result["outputs"]["captured"]["path"]}),
+            ("memory", {"data": data["demonstrations"], "teacher": str(tmp_path / "wide")}),
+        )
     )
-    with pytest.raises(
-        ConfigError,
-        match=f"token id {rows + 8}, and the student's head has {rows} rows.*resize_token_embeddings.*smaller top_k",
-    ):
-        execute(made, silent)
+    for name in ("validation/kl_before", "validation/kl"):
+        assert stored[name] == pytest.approx(memory[name], rel=1e-4), name
 
 
 def test_kill9_captures_every_row_once(spec, tiny, data, forks):

@@ -139,6 +139,22 @@ class Sequenced(torch.autograd.Function):
 UNEVEN = ((85, (64,) * 8), (30, (40, 7, 0, 7, 130, 1)), (1, (200, 2)), (0, (30, 89, 1)), (12, (0, 5, 0)), (9, ()))
 
 
+def test_layers_of_another_window_share_the_plan_of_a_micro_batch(monkeypatch):
+    from tests import architectures
+
+    model = architectures.build("gemma3", torch.float64)
+    batch = collate([make_item("a", list(range(1, 12)), [[4, 5], [6, 7, 8]], [[1] * 2, [1] * 3])])
+    planned, windows, plain = [], set(), varlen.sequences
+    monkeypatch.setattr(varlen, "attended", Sequenced.apply)
+    monkeypatch.setattr(varlen, "sequences", lambda *given: planned.append(1) or plain(*given))
+    with torch.no_grad():
+        behind = lean.states(model, batch.ids_U, batch.positions_U, batch.segments)
+        monkeypatch.setattr(varlen, "takes", lambda device, dtype, head_dim, window, cap: windows.add(window) or True)
+        ours = lean.states(model, batch.ids_U, batch.positions_U, batch.segments)
+    assert len(windows) == 2 and len(planned) == 1
+    assert torch.allclose(ours, behind, rtol=0, atol=1e-12 * float(behind.abs().max()))
+
+
 @pytest.mark.parametrize("recompute", (False, True))
 @pytest.mark.parametrize("family, kernel", (("llama", True), ("qwen3", True), ("llama", False), ("qwen3", False)))
 def test_other_devices_attend_as_behind_the_mask(family, kernel, recompute, monkeypatch):

@@ -184,6 +184,37 @@ def test_the_distance_from_the_start_under_a_reference_that_moves(tiny, rl):  # 
     assert source.beside._drift(samples) == pytest.approx({"kl/start_sequence_sum": np.mean(expected)}, abs=1e-3)
 
 
+def test_what_samples_beside_the_policy_gives_its_memory_back_where_it_is_tight(tiny, rl, monkeypatch):  # noqa: F811
+    """The opponent of a game, and a reference that moves, which samples each validation pass with what the last one
+    made."""
+    from stages.decoding.sampler import Sampler
+
+    released, made, plain = [], [], Sampler.__init__
+    monkeypatch.setattr(Sampler, "release", lambda sampler: released.append(sampler))
+    monkeypatch.setattr(
+        Sampler, "__init__", lambda sampler, *a, **k: (made.append(sampler), plain(sampler, *a, **k))[1]
+    )
+    config = {
+        "preset": "nash_md",
+        "opponent": "ema",
+        "ref_mode": "ema",
+        "eval_prompts": 2,
+        "reward_override": "none",
+        "rewards": [{"kind": "length", "max_length": 6, "cache_length": 6}],
+    }
+    source = rl.source("tight", config)
+    prompts, before = source.order.prompts[:2], len(made)
+    for rests, times in ((False, 0), (True, 1)):
+        source.policy.rests = rests
+        released.clear()
+        source.groups.sample(prompts, 0, 0)
+        assert released == [source.opponent] * times
+        released.clear()
+        source.evaluate(prompts, 0)
+        assert released.count(made[-1]) == times and len(made) == before + 1
+        assert made[-1].model is source.reference
+
+
 def test_answers_are_compared_with_the_references(tiny, rl):  # noqa: F811
     """The reference's answers to the same prompts, drawn once; sigmoid of the difference of scores, 1/2 where both are
     the same model.

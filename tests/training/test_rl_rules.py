@@ -284,6 +284,16 @@ def test_pass_rates_need_a_reward_that_says_what_is_right(config):
         SPEC.check(Config(**config, rewards=rewards), (*given, "prompt_stats"))
 
 
+def test_pass_at_k_needs_k_samples_of_the_starting_policy_or_statistics_that_are_given():
+    settings = {"curriculum": "pass_at_k", "passk_k": 16, "num_generations": 16, "rewards": [{"kind": "verifier"}]}
+    with pytest.raises(ValueError, match="write passk_k <= 8, or raise passk_samples"):
+        SPEC.check(Config(**settings), ("model", "data"))
+    SPEC.check(Config(**settings), ("model", "data", "prompt_stats"))
+    SPEC.check(Config(**settings, passk_samples=16), ("model", "data"))
+    with pytest.raises(ValueError, match="write passk_k <= 8, or raise num_generations"):
+        SPEC.check(Config(**{**settings, "num_generations": 8}), ("model", "data", "prompt_stats"))
+
+
 @pytest.mark.parametrize("says, told", [("1.0", True), ("bool(completion)", False), ("CORRECT", False), ("cut", False)])
 def test_a_function_that_says_of_nothing_whether_it_is_right_is_told_of_before_prompts_are_sampled(
     rl,  # noqa: F811

@@ -379,8 +379,10 @@ def test_a_completion_read_as_messages_is_told_that_it_is_a_text(source, setting
     assert (
         one.total is None
         and "a completion is its text here" in one.reasons["mine"]
-        and "completion[0]" in one.reasons["mine"]
+        and "as_messages: true" in one.reasons["mine"]
     )
+    (told,) = scored(source.replace("{}", "text"), row(), as_messages=True, **settings)
+    assert told.total == 1.0, told.reasons
     (other,) = scored("def score(completion):\n    return {}['content']", row())
     assert "its text" not in other.reasons["mine"], "another mistake has its own message"
 
