@@ -195,6 +195,7 @@ def test_stage_prints_one_json_line_and_is_cached_the_second_time(posttrain):
     assert second["cached"] and second["outputs"] == first["outputs"] and len(again.stdout.splitlines()) == 1
     other = last_line(posttrain("stage", "world", *TINY, "--seed", 4, "--json"))
     assert other["key"] != first["key"]
+    assert "posttrain ls results" in posttrain("ls").stdout  # no recipe was run, and there is something all the same
 
     shown = last_line(posttrain("show", first["outputs"]["prompts"], "--json"))
     assert shown["made_by"]["stage"] == "world"
