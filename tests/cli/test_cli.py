@@ -155,6 +155,7 @@ WRONG = [
     (["run", "preference", "data.path=pairs.jsonl"], "write model="),
     (["run", "verifiable"], "model"),
     (["stage", "sftt"], "did you mean 'sft'"),
+    (["stage", "mine.lower"], "stages.FILE for a stage of your own in stages/FILE.py"),
     (["stage", "world", "--set", "prompt={train: 3}"], "did you mean 'prompts'"),
     (["stage", "sft", "--input", "modle=x"], "did you mean 'model'"),
     (["stage", "sft", "--input", "model=nowhere/there.jsonl", "--input", "data=x"], "does not exist"),
