@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -204,6 +205,9 @@ def test_stage_prints_one_json_line_and_is_cached_the_second_time(posttrain):
         "prompts/1",
         "text/1",
     }
+    settings = re.findall(r"^  (config|default) +(\w+)", posttrain("show", first["outputs"]["prompts"]).stdout, re.M)
+    assert {name for how, name in settings if how == "config"} == {one.split("=")[0] for one in TINY[1::2]}
+    assert settings[-1][0] == "default"
     tree = json.dumps(last_line(posttrain("lineage", first["outputs"]["prompts"], "--json")))
     assert first["key"] in tree and "world" in posttrain("lineage", first["outputs"]["prompts"]).stdout
 
