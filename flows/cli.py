@@ -940,6 +940,8 @@ def ls(
     rows = report.listing(what)
     if json_:
         return emit({what: rows})
+    if what == "runs" and not rows and report.listing("results"):
+        return print("no recipe was run yet; what single stages gave: posttrain ls results")
     display.table(rows)
 
 

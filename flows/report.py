@@ -412,14 +412,27 @@ def _print_maker(record: dict[str, Any]) -> None:
         print(f"  from    {name} = {short(one.get('given') or one['ref'])}")
     from storage.lineage import flat
 
-    for key, setting in flat({**(record.get("config") or {}), **(record.get("effective") or {})}):
-        print(f"  config  {key} = {setting}")
+    defaults, settings = (
+        defaults_of(record["stage"]),
+        {**(record.get("config") or {}), **(record.get("effective") or {})},
+    )
+    for is_default in (False, True):  # what was chosen, or follows from a preset that was, comes first
+        for name in (n for n in settings if (n in defaults and settings[n] == defaults[n]) is is_default):
+            for key, setting in flat({name: settings[name]}):
+                print(f"  {'default' if is_default else 'config '} {key} = {setting}")
     for key, metric in sorted((record.get("metrics") or {}).items()):
         print(f"  number  {key} = {number(metric)}")
     if (record.get("mlflow") or {}).get("url"):
         print(f"  mlflow  {record['mlflow']['url']}")
     if record.get("git"):
         print(f"  code    {record['git']}")
+
+
+def defaults_of(stage: str) -> dict[str, Any]:
+    """A stage's settings and their defaults, plain; ``{}`` of a stage that is not in the table."""
+    from stages.registry import STAGES, get_spec
+
+    return get_spec(stage).config.model_construct().model_dump(mode="json") if stage in STAGES else {}
 
 
 # ---------------------------------------------------------------- what a stage would do

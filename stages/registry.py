@@ -69,8 +69,8 @@ def get_stage(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
             raise ConfigError(
-                f"stage {name!r}: no module {module_name!r}; write one of {', '.join(STAGES)}, or the path of an"
-                " importable stage module"
+                f"stage {name!r}: no module {module_name!r}; write one of {', '.join(STAGES)}, or stages.FILE for a"
+                " stage of your own in stages/FILE.py"
             ) from None
         raise
     if not isinstance(getattr(module, "SPEC", None), StageSpec) or not callable(getattr(module, "run", None)):

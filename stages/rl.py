@@ -1153,7 +1153,7 @@ def run(stage):
     evaluate = (
         (lambda: source.evaluate(held_out, trainer.step_index) | source.beside_text(trainer)) if held_out else None
     )
-    fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every, again=False)
+    fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every, again=False, falls=False)
     source.close()
     source.check_scored()
     if critic is not None:

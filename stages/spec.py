@@ -461,8 +461,8 @@ def closure_digest(module: str, resources: tuple[str, ...] = ()) -> str:
     files, external = import_closure(module)
     if module not in files:
         raise UnhashableError(
-            f"the source of {module} was not found under {PROJECT_ROOT.name}/, so its code cannot be hashed; stage"
-            " modules are plain .py files of this project"
+            f"the source of {module} was not found under {PROJECT_ROOT}, so its code cannot be hashed; put the file of"
+            " a stage of your own into stages/ there and write stages.FILE"
         )
     found = {name: sources.source(name, file, PROJECT_ROOT).digest for name, file in files.items()}
     sources.keep(PROJECT_ROOT)

@@ -560,6 +560,10 @@ def checkpoint_due(waited: float, took: float) -> bool:
     return waited >= max(every, 20.0 * took if every else 0.0)
 
 
+#: A loss that ends above so many times that of its first step is warned of.
+DIVERGED = 3.0
+
+
 def fit(
     stage,
     trainer: Trainer,
@@ -569,12 +573,15 @@ def fit(
     eval_every: int = 0,
     label: str = "train",
     again: bool = True,
+    falls: bool = True,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Run the loop to its end, resuming from the stage's last checkpoint.
 
     Args:
         again: evaluate the weights that are published once more where they are not those of the last pass; False where
             every pass leaves rows behind.
+        falls: the loss falls where training goes well, so that one that ends at ``DIVERGED`` times its start is warned of;
+            a policy gradient's value says nothing of the kind.
 
     Returns:
         the evaluations of the starting and of the final weights (``{}`` without ``evaluate``), the same whether resumed
@@ -673,7 +680,15 @@ def fit(
     losses = [loss for row in logged_metrics(stage) if isinstance(loss := row.get(f"{label}/loss"), (int, float))]
     if losses:  # the last tenth of the steps; read from what was logged, so a resumed run says the same
         late = losses[-max(1, len(losses) // 10) :]
-        stage.summary({f"{label}/loss": math.fsum(late) / len(late)})
+        ended = math.fsum(late) / len(late)
+        stage.summary({f"{label}/loss": ended})
+        if falls and 0 < DIVERGED * losses[0] < ended:
+            stage.warn(
+                "diverged",
+                f"The loss ended at {ended:.4g}, {ended / losses[0]:.3g} times that of the first step"
+                f" ({losses[0]:.4g}), which was taken before any update: unless single batches differ that much, training"
+                f" diverged. Write a learning_rate below {trainer.config.learning_rate:g}, or a longer warmup_ratio.",
+            )
     if "step" in trainer.best:
         stage.summary({"selected_step": trainer.best["step"]})
     elif trainer.best:

@@ -240,7 +240,9 @@ def plain_reply(answer: Any, op: str) -> dict:
             f"{op} must return a list of messages such as {{'role': 'tool', 'content': 'text'}}, not {messages!r:.80}"
         ) from None
     if any("role" not in m for m in messages) or (op == "reset" and not messages):
-        raise TypeError(f"{op} must return messages such as {{'role': 'user', 'content': 'text'}}, not {answer!r:.80}")
+        raise TypeError(
+            f"{op} must return a list of messages such as {{'role': 'user', 'content': 'text'}}, not {messages!r:.80}"
+        )
     if isinstance(done, str):
         raise TypeError(f"step must return done as True or False, not the text {done!r:.80}")
     if events is None or isinstance(events, (str, bytes)):

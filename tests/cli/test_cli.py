@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -155,6 +156,7 @@ WRONG = [
     (["run", "preference", "data.path=pairs.jsonl"], "write model="),
     (["run", "verifiable"], "model"),
     (["stage", "sftt"], "did you mean 'sft'"),
+    (["stage", "mine.lower"], "stages.FILE for a stage of your own in stages/FILE.py"),
     (["stage", "world", "--set", "prompt={train: 3}"], "did you mean 'prompts'"),
     (["stage", "sft", "--input", "modle=x"], "did you mean 'model'"),
     (["stage", "sft", "--input", "model=nowhere/there.jsonl", "--input", "data=x"], "does not exist"),
@@ -195,6 +197,7 @@ def test_stage_prints_one_json_line_and_is_cached_the_second_time(posttrain):
     assert second["cached"] and second["outputs"] == first["outputs"] and len(again.stdout.splitlines()) == 1
     other = last_line(posttrain("stage", "world", *TINY, "--seed", 4, "--json"))
     assert other["key"] != first["key"]
+    assert "posttrain ls results" in posttrain("ls").stdout  # no recipe was run, and there is something all the same
 
     shown = last_line(posttrain("show", first["outputs"]["prompts"], "--json"))
     assert shown["made_by"]["stage"] == "world"
@@ -202,6 +205,9 @@ def test_stage_prints_one_json_line_and_is_cached_the_second_time(posttrain):
         "prompts/1",
         "text/1",
     }
+    settings = re.findall(r"^  (config|default) +(\w+)", posttrain("show", first["outputs"]["prompts"]).stdout, re.M)
+    assert {name for how, name in settings if how == "config"} == {one.split("=")[0] for one in TINY[1::2]}
+    assert settings[-1][0] == "default"
     tree = json.dumps(last_line(posttrain("lineage", first["outputs"]["prompts"], "--json")))
     assert first["key"] in tree and "world" in posttrain("lineage", first["outputs"]["prompts"]).stdout
 

@@ -92,6 +92,11 @@ def test_what_cannot_be_hashed_is_refused(value):
         key({"anything": value})
 
 
+def test_a_stage_outside_of_the_project_is_told_where_to_put_it():
+    with pytest.raises(UnhashableError, match="into stages/ there and write stages.FILE"):
+        closure_digest("json.tool")
+
+
 def test_input_without_digest_is_refused():
     with pytest.raises(UnhashableError, match="no content digest"):
         key(inputs={"model": ""})

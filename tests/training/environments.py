@@ -95,6 +95,7 @@ class Careless:
         "one message": lambda: (Careless.SAID[0], 0.5, False, []),
         "text": lambda: ("ok", 0.5, False, []),
         "nothing": lambda: None,
+        "no role": lambda: ([{"content": "ok"}], 0.5, False, []),
     }
 
     def reset(self, task, seed):

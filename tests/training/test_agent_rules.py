@@ -220,6 +220,7 @@ def test_what_a_careless_environment_answers_is_refused_with_what_to_return(tiny
         ("one message", "a list of messages"),
         ("text", "a list of messages"),
         ("nothing", "step must return (messages, reward, done, events)"),
+        ("no role", "such as {'role': 'user', 'content': 'text'}, not [{'content': 'ok'}]"),
     ):
         row = by_how[how]
         assert (

@@ -212,6 +212,15 @@ def test_the_stage_learns_with_each(tiny, data, spec, settings):
     assert losses[0] != losses[1]
 
 
+def test_a_training_whose_loss_explodes_is_warned_of(tiny, data, spec):
+    """Its loss is finite and its exit code 0, and its model was published without a word."""
+    codes, inputs = {}, {"model": tiny["policy"], "data": data["demonstrations"]}
+    for rate in (10.0, 1e-4):
+        done = execute(spec("sft", {**SFT, "learning_rate": rate, "max_steps": 4}, inputs, f"rate{rate}"), silent)
+        codes[rate] = {warning["code"]: warning["text"] for warning in done["warnings"]}
+    assert "learning_rate below 10," in codes[10.0]["diverged"] and "diverged" not in codes[1e-4]
+
+
 def test_noise_of_a_resumed_run_is_that_of_the_whole_one(tiny, data, spec, monkeypatch):
     from stages import training
     from tests.training.test_resume import outputs
