@@ -5,6 +5,7 @@ where Triton is installed.
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,6 +64,9 @@ else:
         first = sums.clone()
         fused.norm_back(grad, h, rstd, gain, back, sums=sums.fill_(1.0))
         assert torch.equal(sums, first), "the same sums in the same order"
+        without = torch.empty_like(back)
+        fused.norm_back(grad, h, rstd, gain, without)
+        assert torch.equal(without, back), "of a gain that is not trained"
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("act", ["silu", "gelu"])
@@ -151,6 +155,14 @@ else:
     def test_which_tensors_it_takes():
         assert fused.on(random(2, 2)) == REAL and not fused.on(random(2, 2, kind=torch.float64))
 
+    @pytest.mark.parametrize("works", [True, False])
+    def test_which_tensors_it_takes_on_a_gpu(works, monkeypatch):
+        of = lambda place, kind: SimpleNamespace(device=torch.device(place), dtype=kind)
+        there = [of("cuda", kind) for kind in (torch.float32, torch.bfloat16, torch.float16)]
+        monkeypatch.setattr(fused, "compiles", lambda: works)
+        assert fused.on(*there, None) == works
+        assert not fused.on(*there, of("cuda", torch.float64)) and not fused.on(*there, of("cpu", torch.float32))
+
     def test_without_a_compiler_it_says_what_to_install(monkeypatch):
         monkeypatch.setattr(fused, "added", lambda *given: (_ for _ in ()).throw(RuntimeError("no C compiler")))
         monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(*size))
@@ -160,8 +172,10 @@ else:
             with pytest.warns(UserWarning, match="install gcc .*no C compiler"):
                 assert not fused.compiles()
             assert not fused.compiles(), "and is not asked again"
-            fused.compiles.cache_clear()
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-            assert not fused.compiles()
+            monkeypatch.setattr(fused, "added", lambda *given: torch.tensor([2.0]))
+            for capability, works in (((7, 5), False), ((8, 0), True)):
+                fused.compiles.cache_clear()
+                monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+                assert fused.compiles() == works
         finally:
             fused.compiles.cache_clear()
