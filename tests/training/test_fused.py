@@ -93,6 +93,8 @@ else:
         torch.testing.assert_close(found, wanted, **near(kind))
         back = fused.rotated(wanted, turn, torch.empty_like(found), back=True)
         torch.testing.assert_close(back, lean._rotated(wanted, turn.conj(), torch.float32), **near(kind))
+        apart = torch.stack([turn, 0 * turn], -1)[..., 0]
+        assert torch.equal(fused.rotated(x, apart, torch.empty_like(found)), found) and not apart.is_contiguous()
         fused.rotated(x, turn, x)
         assert torch.equal(x, found), "in its place"
 
@@ -115,6 +117,9 @@ else:
         for one, other in zip((found, entropies, means), wanted):
             torch.testing.assert_close(one, other.detach()[: len(one)], rtol=1e-5, atol=1e-5)
         assert hits.tolist() == (logs.argmax(-1) == targets).tolist() and hits[1]
+        again = torch.empty_like(found)
+        fused.logps(z.detach(), targets, again, place(False), place(False), None, temperature, scale, cap)
+        assert torch.equal(again, found), "alone"
         grads = [random(n, seed=k) if len(one) else None for k, one in enumerate((found, entropies, means))]
         (theirs,) = torch.autograd.grad(sum((g * w).sum() for g, w in zip(grads, wanted) if g is not None), z)
         ours = fused.logps_back(z.detach(), targets, sums, entropies, *grads, temperature, scale, cap)
@@ -141,6 +146,8 @@ else:
     def test_sums():
         x, y = random(37, 300), random(37, 300, kind=torch.bfloat16, seed=1)
         torch.testing.assert_close(fused.added(x, y, 0.25, torch.empty_like(x)), x + 0.25 * y.float())
+        found = fused.added(x.t(), y.t(), 0.25, torch.empty(300, 37, device=DEVICE))
+        torch.testing.assert_close(found, x.t() + 0.25 * y.t().float())
         starts, rows = torch.tensor([0, 2, 2, 5], device=DEVICE), torch.tensor([3, 30, 1, 1, 36], device=DEVICE)
         found = fused.gathered(x, starts, rows)
         wanted = torch.stack([x[3] + x[30], 0 * x[0], x[1] + x[1] + x[36]])

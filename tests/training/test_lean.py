@@ -381,4 +381,20 @@ def test_sequences_of_a_micro_batch():
     assert plan.copies.rows.tolist() == [0, 1, 2, *range(7), 0, 1, 2, 7, 8, *range(9, 29)]
     starts, places = plan.copies.starts.tolist(), plan.copies.places.tolist()
     assert starts == [0, 3, 6, 9, *range(10, 36)] and places[:10] == [0, 3, 10, 1, 4, 11, 2, 5, 12, 6]
+    assert varlen.sequences([(1, (2, 3))], torch.device("cpu")).copies.rows.tolist() == [0, 0, 1, 2, 0, 3, 4, 5]
     assert varlen.sequences([(0, (5, 3)), (2, (6,)), (4, ())], torch.device("cpu")).copies is None
+
+
+def test_few_shapes_reach_a_gpus_products():
+    """Rows of zeros behind, 32 lengths at most between two powers of two: what is computed in vain is a share."""
+    lengths = [len(lean.filled(torch.empty(n, 0))) for n in range(4097)]
+    assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[1:9] == [8] * 8 and lengths[4096] == 4096
+    for n, length in enumerate(lengths):
+        assert n <= length < n + max(8, n / 16) and length % 8 == 0
+    for k in range(8, 12):
+        assert len({length for length in lengths if 2**k < length <= 2 ** (k + 1)}) == 32
+    x = torch.arange(1.0, 11.0).view(5, 2)
+    assert torch.equal(lean.filled(x)[:5], x) and not lean.filled(x)[5:].any() and lean.filled(x).shape == (8, 2)
+    assert torch.equal(lean.filled(x, 7), torch.cat([x, torch.zeros(2, 2)]))
+    assert lean.filled(torch.tensor([3, 4]), 5).tolist() == [3, 4, 0, 0, 0]
+    assert lean.filled(x, 5) is x and lean.filled(None) is None

@@ -768,6 +768,8 @@ def test_stored_rollouts_are_trained_on_without_sampling(rl):
         and metrics[0]["train/grad_norm"] > 0
         and metrics[0]["completions/generated_tokens"] == 0
     )
+    sampled, stored = (open_dataset(r["outputs"]["rollouts"]["path"]).manifest["meta"] for r in (first, second))
+    assert sampled["sampling"]["engine"] == "built-in" and "sampling" not in stored
     # of three completions two are a pair, which is said
     pairs = rl.source("pairs", {"preset": "copg"}, stored=path)
     assert pairs.crediting(pairs.stored.take(2), 0, 0).metrics["groups/unpaired_sequences"] == 2.0
