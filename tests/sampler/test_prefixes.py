@@ -8,7 +8,7 @@ import torch
 
 from stages.decoding import prefixes
 from stages.decoding import sampler as sampler_module
-from stages.decoding.decoders import GenericDecoder, LeanDecoder, make_decoder, SlotKV, Trunks
+from stages.decoding.decoders import GenericDecoder, LeanDecoder, Prefilled, SlotKV, Trunks, make_decoder
 from stages.decoding.prefixes import shared_beginnings
 from stages.decoding.sampler import Sampler, SamplingParams
 from tests.sampler.test_sampler import ENGINES, ids_of, trainer_logps
@@ -324,3 +324,38 @@ def test_letters_behind_shared_examples_have_the_same_log_probs(models, monkeypa
         for each, wanted in zip(one, other):
             assert each == pytest.approx(wanted, abs=2e-5)
     assert likelihood.prompted_logps(model, items[12:], 300, "cpu") == plain(model, items[12:], 300, "cpu")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 0), (0, 1), (1, 0), (1, 1)],
+        [(1, 0), (0, 0), (1, 1), (0, 1)],  # every lane, in another order: rows have moved
+        [(0, 1), (1, 0), (0, 0), (1, 1)],
+        [(1, 1), (0, 0), (1, 0)],
+        [(1, 1)],
+        [(0, 1), (0, 0)],
+    ],
+)
+def test_rows_attend_to_their_own_trunks_in_any_order(rows):
+    """(seat, lane) of each row, against each by itself; storage behind the end of a trunk may hold anything."""
+    heads, group, d, lengths = 2, 3, 4, (5, 3)
+    drawn = torch.Generator().manual_seed(0)
+    made = lambda *shape: torch.randn(*shape, generator=drawn, dtype=torch.float64)
+    kept = Prefilled([made(2, heads, 5, d)], [made(2, heads, 5, d)], made(2, 7))
+    trunks = Trunks(kept, 2, 5)
+    trunks.keys[0].fill_(7.0), trunks.values[0].fill_(7.0)
+    for seat, length in enumerate(lengths):
+        trunks.load(seat, kept, 1 - seat, length)
+    trunks.arrange(*(torch.tensor(column) for column in zip(*rows)))
+    q, weights = made(len(rows), heads, group, d), made(len(rows), heads, group, trunks.columns)
+    scores = trunks.scores(0, q)
+    for row, (seat, _) in enumerate(rows):
+        n, keys = lengths[seat], kept.keys[0][1 - seat]
+        torch.testing.assert_close(scores[row, :, :, :n], q[row] @ keys[:, :n].mT)
+        assert (scores[row, :, :, n:] < -1e300).all()
+        weights[row, :, :, n:] = 0.0
+    found = trunks.mix(0, weights)
+    for row, (seat, _) in enumerate(rows):
+        n = lengths[seat]
+        torch.testing.assert_close(found[row], weights[row, :, :, :n] @ kept.values[0][1 - seat][:, :n])
