@@ -331,7 +331,7 @@ def test_letters_behind_shared_examples_have_the_same_log_probs(models, monkeypa
     [
         [(0, 0), (0, 1), (1, 0), (1, 1)],
         [(1, 0), (0, 0), (1, 1), (0, 1)],  # every lane, in another order: rows have moved
-        [(0, 1), (1, 0), (0, 0), (1, 1)],
+        [(0, 0), (1, 0), (0, 1), (1, 1)],
         [(1, 1), (0, 0), (1, 0)],
         [(1, 1)],
         [(0, 1), (0, 0)],
