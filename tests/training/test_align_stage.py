@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.align import Config, displaced
+from stages.align import Config, displaced, rows_seen
 from stages.direct.direct_alignment import DirectAlignment
 from stages.harness import execute
 from stages.spec import ConfigError
@@ -790,6 +790,13 @@ def test_the_displacement_alarm_needs_three_falls_in_a_row():
     falling = [[0.0, 0.0], [-1.0, 1.0], [-2.0, 2.0], [-3.0, 3.0]]
     assert displaced(falling) and not displaced(falling[:3]) and not displaced(falling[:3] + [[-1.5, 4.0]])
     assert displaced([[9.0, -9.0], *falling]) and not displaced([*falling, [-4.0, 3.0]])
+    assert not displaced([[0.0, 0.0], [-1.0, 1.0], [-1.0, 2.0], [-3.0, 3.0]]), "what stays is no fall"
+
+
+def test_a_whole_epoch_reads_every_row_once():
+    rows = list(range(6))
+    for steps, size in ((None, 2), (2, 3), (3, 2), (9, 4)):
+        assert rows_seen(None, rows, Config(max_steps=steps, batch_size=size)) is rows
 
 
 def test_the_displacement_alarm_hears_every_validation_pass_also_those_before_a_kill(tiny, preferences):
