@@ -451,7 +451,9 @@ def test_one_label_alone_is_warned_of(tiny, preferences, method, label):
         ({"batch_size": 4}, None),
         ({"batch_size": 7}, None),
         ({"batch_size": 2, "z_ref_mode": "zero"}, None),
+        ({"batch_size": 2}, "write batch_size=4"),
         ({"batch_size": 1}, "raise batch_size"),
+        ({"batch_size": 1, "z_ref_mode": "zero"}, None),
     ],
 )
 def test_kto_says_where_a_step_of_one_row_has_no_z0(tiny, preferences, config, warned):
