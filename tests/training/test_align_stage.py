@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.align import Config, displaced, rows_seen
+from stages.align import Config, agrees, displaced, rows_seen, values_of
 from stages.direct.direct_alignment import DirectAlignment
 from stages.harness import execute
 from stages.spec import ConfigError
@@ -793,6 +793,16 @@ def test_the_displacement_alarm_needs_three_falls_in_a_row():
     assert displaced(falling) and not displaced(falling[:3]) and not displaced(falling[:3] + [[-1.5, 4.0]])
     assert displaced([[9.0, -9.0], *falling]) and not displaced([*falling, [-4.0, 3.0]])
     assert not displaced([[0.0, 0.0], [-1.0, 1.0], [-1.0, 2.0], [-3.0, 3.0]]), "what stays is no fall"
+
+
+def test_cached_values_are_parted_by_response_and_compared_as_they_round():
+    stored = {"schema": "ref_values/1", "ref_values": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "parts": [1, 2, 3]}
+    assert values_of(stored) == [[1.0], [2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert values_of({**stored, "parts": None}) == stored["ref_values"]
+    exact, low = Config(), Config(compute_dtype="bfloat16")
+    assert agrees([-100.0, -2.0], [-100.05, -2.0], exact) and not agrees([-100.0, -2.0], [-100.5, -2.0], exact)
+    assert agrees([-100.0, -2.0], [-101.5, -2.0], low) and not agrees([-100.0, -2.0], [-103.0, -2.0], low)
+    assert agrees([[-1.0, -2.0], [-3.0]], [[-1.0, -2.0], [-3.0]], exact) and not agrees([[-1.0]], [[-1.0, -1.0]], exact)
 
 
 def test_a_whole_epoch_reads_every_row_once():
