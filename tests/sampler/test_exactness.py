@@ -2,6 +2,7 @@
 setting that both have, logits that leave nothing to draw, completions that are continued or cut, stop strings that are
 special tokens."""
 
+import copy
 import itertools
 import math
 from dataclasses import replace
@@ -10,7 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stages.decoding.sampler import Completion, DerivedText, Sampler, SamplerError, SamplingParams, text_of
+from stages.decoding.sampler import (
+    Completion,
+    DerivedText,
+    Sampler,
+    SamplerError,
+    SamplingParams,
+    check_request,
+    text_of,
+)
 from stages.decoding.sampling import processed_logits
 from stages.generation import Sample, continuations, sample_with_room, sampling_params
 from tests.sampler.conftest import SHAPE
@@ -185,6 +194,53 @@ def test_a_stop_string_that_is_a_special_token_is_a_stop_token(models, tokenizer
     assert any(c.ids[-1] == 95 and c.finish_reason == "eos" for c in found) and not any(95 in c.ids[:-1] for c in found)
 
 
+def with_tokens(tokenizer, *texts, special):
+    from tokenizers import AddedToken
+
+    more = copy.deepcopy(tokenizer)
+    more.add_tokens([AddedToken(text, special=special) for text in texts])
+    return more
+
+
+def test_a_request_may_hold_every_token_and_stop_at_those_that_texts_show(tokenizer):
+    """Of the tokens that a tokenizer was given later only special ones are left out of texts."""
+    called = with_tokens(tokenizer, "<call>", special=False)
+    asked = SamplingParams(stop_strings=("<call>x",), max_new_tokens=2)
+    check_request([[0, 96]], asked, [[0]], vocabulary=97, positions=4, tokenizer=called)
+    assert DerivedText(called, asked).of([*called.encode("ab<call>x"), 1]) == "ab"
+
+
+def test_the_text_is_what_the_tokens_say_up_to_the_first_stop_string(tokenizer):
+    ids = tokenizer.encode("a , b;c", add_special_tokens=False)
+    for stops in ((",", ";"), (";", ",")):
+        assert DerivedText(tokenizer, SamplingParams(stop_strings=stops)).of(ids) == "a "
+    tidying = copy.deepcopy(tokenizer)
+    tidying.clean_up_tokenization_spaces = True
+    assert tidying.decode(ids) == "a, b;c" and text_of(tidying, ids) == "a , b;c"
+    thinking = with_tokens(tidying, "<think>", "</think>", special=True)
+    ids = thinking.encode("<think>a , b</think> , c")
+    assert text_of(thinking, ids) == "<think>a , b</think> , c"
+    for stop, shows in (("</think>", True), ("<think>", True), ("think", False)):
+        assert DerivedText(thinking, SamplingParams(stop_strings=(stop,))).shows_tags() == shows
+
+
+@pytest.mark.parametrize(
+    "drawn, reason, kept, ended",
+    [
+        ("abQ:cd", "length", "abQ:", "stop"),
+        ("abQ:", "length", "abQ:", "stop"),
+        ("abQ:", "stop", "abQ:", "stop"),
+        ("abcd", "length", "abcd", "length"),
+        ("abQ:", "eos", "abQ:", "eos"),  # the last one ended it by itself
+        ("abQ:~", "eos", "abQ:", "stop"),
+    ],
+)
+def test_an_engines_own_text_ends_where_ours_does(tokenizer, drawn, reason, kept, ended):
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    derived = DerivedText(tokenizer, SamplingParams(stop_strings=("Q:",)))
+    assert derived.trimmed(encode(drawn), reason) == (encode(kept), ended)
+
+
 # --- completions that are cut or continued ----------------------------------------------------------------------------
 
 
@@ -270,7 +326,7 @@ def test_a_stop_string_that_ends_in_the_space_before_the_next_word():
     """Of sentencepiece's words the space is the next one's, and such a word alone is decoded without it."""
     import numpy as np
 
-    text = DerivedText(words_of_sentencepiece(), SamplingParams(max_new_tokens=4, stop_strings=("so ",)))
+    text = DerivedText(words_of_sentencepiece(), SamplingParams(max_new_tokens=4, stop_strings=("so ", "zz")))
     assert text.decode([2]) == "it" and text.decode([0, 1, 2]) == "we so it"
     ids, slot = np.array([[0, 1, 2, 0]]), np.array([0])
     found = [text.watch(ids[0, n - 1 : n], slot, ids, np.array([n])) for n in (1, 2, 3)]

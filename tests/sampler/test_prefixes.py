@@ -8,7 +8,7 @@ import torch
 
 from stages.decoding import prefixes
 from stages.decoding import sampler as sampler_module
-from stages.decoding.decoders import GenericDecoder, LeanDecoder, make_decoder, SlotKV, Trunks
+from stages.decoding.decoders import GenericDecoder, LeanDecoder, Past, Prefilled, SlotKV, Trunks, WholeKV, make_decoder
 from stages.decoding.prefixes import shared_beginnings
 from stages.decoding.sampler import Sampler, SamplingParams
 from tests.sampler.test_sampler import ENGINES, ids_of, trainer_logps
@@ -131,6 +131,8 @@ def test_turns_go_on_from_what_is_kept(models, monkeypatch, name, lean, limit):
         "prefill",
         lambda self, ids, lengths, past=None: computed.append(int(lengths.sum())) or original(self, ids, lengths, past),
     )
+    make_decoder(models(name), lean)  # what a model's own code does is tried once, at its first use
+    computed.clear()
     sampler = Sampler(models(name), None, max_batch=4, lean=lean)
     params = SamplingParams(max_new_tokens=6, stop_ids={1, 2, 3}, top_p=0.95)
 
@@ -151,6 +153,8 @@ def test_turns_go_on_from_what_is_kept(models, monkeypatch, name, lean, limit):
                     ),
                 )
             )
+            if sampler.kept is not None and limit is None:
+                assert len(sampler.kept.rows) == len(rows), "what is continued is kept no longer"
             for i, row in enumerate(rows):
                 own = groups[tuple(row)].pop(0)
                 found.append((row[:], own))
@@ -324,3 +328,109 @@ def test_letters_behind_shared_examples_have_the_same_log_probs(models, monkeypa
         for each, wanted in zip(one, other):
             assert each == pytest.approx(wanted, abs=2e-5)
     assert likelihood.prompted_logps(model, items[12:], 300, "cpu") == plain(model, items[12:], 300, "cpu")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 0), (0, 1), (1, 0), (1, 1)],
+        [(1, 0), (0, 0), (1, 1), (0, 1)],  # every lane, in another order: rows have moved
+        [(0, 0), (1, 0), (0, 1), (1, 1)],
+        [(1, 1), (0, 0), (1, 0)],
+        [(1, 1)],
+        [(0, 1), (0, 0)],
+    ],
+)
+def test_rows_attend_to_their_own_trunks_in_any_order(rows):
+    """(seat, lane) of each row, against each by itself; storage behind the end of a trunk may hold anything."""
+    heads, group, d, lengths = 2, 3, 4, (5, 3)
+    drawn = torch.Generator().manual_seed(0)
+    made = lambda *shape: torch.randn(*shape, generator=drawn, dtype=torch.float64)
+    kept = Prefilled([made(2, heads, 5, d)], [made(2, heads, 5, d)], made(2, 7))
+    trunks = Trunks(kept, 2, 5)
+    trunks.keys[0].fill_(7.0), trunks.values[0].fill_(7.0)
+    for seat, length in enumerate(lengths):
+        trunks.load(seat, kept, 1 - seat, length)
+    trunks.arrange(*(torch.tensor(column) for column in zip(*rows)))
+    q, weights = made(len(rows), heads, group, d), made(len(rows), heads, group, trunks.columns)
+    scores = trunks.scores(0, q)
+    for row, (seat, _) in enumerate(rows):
+        n, keys = lengths[seat], kept.keys[0][1 - seat]
+        torch.testing.assert_close(scores[row, :, :, :n], q[row] @ keys[:, :n].mT)
+        assert (scores[row, :, :, n:] < -1e300).all()
+        weights[row, :, :, n:] = 0.0
+    found = trunks.mix(0, weights)
+    for row, (seat, _) in enumerate(rows):
+        n = lengths[seat]
+        torch.testing.assert_close(found[row], weights[row, :, :, :n] @ kept.values[0][1 - seat][:, :n])
+
+
+@pytest.mark.parametrize("kind", [SlotKV, WholeKV])
+def test_what_is_kept_of_rows(kind):
+    """Keys and values of every row are its own, its mask is open over them and closed behind, whatever was there before
+    and however much the storage has grown; a row may begin with what is kept once, and without its first tokens.
+    """
+    drawn = torch.Generator().manual_seed(0)
+    made = lambda *shape: torch.randn(*shape, generator=drawn)
+    layers = lambda *shape: [made(*shape) for _ in range(2)]
+    own = Prefilled(layers(3, 2, 4, 3), layers(3, 2, 4, 3), made(3, 7))
+    of_each = Past.of([([x[j] for x in layers(3, 2, 6, 3)], [x[j] for x in layers(3, 2, 6, 3)], n) for j, n in TWO])
+    behind_each = Prefilled(layers(2, 2, 4, 3), layers(2, 2, 4, 3), made(2, 7), of_each)
+    of_all = Past.of([([made(2, 5, 3) for _ in range(2)], [made(2, 5, 3) for _ in range(2)], 3)])
+    behind_all = Prefilled(layers(2, 2, 4, 3), layers(2, 2, 4, 3), made(2, 7), of_all)
+    assert of_each.lengths == [5, 2] and of_each.keys[0].shape == (2, 2, 5, 3)
+
+    def whole(which, prefilled, row, past, at, skip, length):
+        found = [] if past is None else [getattr(past, which)[1][at, :, : past.lengths[at]]]
+        return torch.cat([*found, getattr(prefilled, which)[1][row]], 1)[:, skip : skip + length]
+
+    kv, slots = kind(own, 5, 4), {}
+
+    def check():
+        for slot, wanted in slots.items():
+            length = wanted[0].shape[1]
+            for found, one in zip((kv.keys[1], kv.values[1]), wanted):
+                assert torch.equal(found[slot, :, :length], one)
+            assert not kv.mask[slot, :length].any() and (kv.mask[slot, length:] < -1e38).all()
+            assert [torch.equal(part[1], one) for part, one in zip(kv.copy(slot, length), wanted)] == [True, True]
+
+    def load(slot, prefilled, row, length, past=None, at=0, skip=0):
+        slots[slot] = [whole(which, prefilled, row, past, at, skip, length) for which in ("keys", "values")]
+        kv.load(slot, prefilled, row, length, skip)
+        check()
+
+    load(0, own, 2, 4)
+    load(1, own, 1, 3)
+    kv.grow(9)
+    assert kv.columns == 9 and kv.mask.shape == (5, 9) and kv.keys[0].shape == (5, 2, 9, 3)
+    check()
+    load(2, behind_each, 0, 8, of_each, 0)
+    load(3, behind_each, 1, 3, of_each, 1)
+    load(4, behind_all, 1, 7, of_all, 0)
+    load(2, behind_all, 0, 4, of_all, 0, skip=2)  # a part of what it begins with is elsewhere
+    load(0, behind_all, 1, 2, of_all, 0, skip=3)
+    load(1, behind_all, 0, 2, of_all, 0, skip=5)
+    kv.move(4, 0, 7)
+    slots[0] = slots[4]
+    kept = kv.copy(2, 4)
+    load(2, own, 0, 2)
+    assert not any(torch.equal(one[1][:, :2], x[1][2, :, :2]) for one, x in zip(kept, (kv.keys, kv.values))), "copies"
+    assert len(kv.keys) == len(kv.values) == 2
+
+
+TWO = [(0, 5), (2, 2)]
+
+
+def test_whether_storage_that_was_kept_serves_another_call():
+    like = Prefilled([torch.zeros(1, 2, 1, 3)] * 2, [torch.zeros(1, 2, 1, 3)] * 2, torch.zeros(1, 5))
+    kv = WholeKV(like, 4, 6)
+    assert kv.fits(like, 4, 6) and kv.fits(like, 1, 1) and not kv.fits(like, 5, 6) and not kv.fits(like, 4, 7)
+    for shape, layers, kind in (
+        ((1, 1, 1, 3), 2, torch.float32),
+        ((1, 2, 1, 4), 2, torch.float32),
+        ((1, 2, 1, 3), 3, torch.float32),
+        ((1, 2, 1, 3), 2, torch.bfloat16),
+    ):
+        other = Prefilled([torch.zeros(shape, dtype=kind)] * layers, [torch.zeros(shape, dtype=kind)] * layers, None)
+        assert not kv.fits(other, 4, 6)
+    assert not kv.fits(Prefilled([x.to("meta") for x in like.keys], like.values, None), 4, 6)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stages.decoding.decoders import GenericDecoder, LeanDecoder, make_decoder, why_not_lean
+from stages.decoding.decoders import GenericDecoder, LeanDecoder, SlotKV, make_decoder, why_not_lean
 from stages.decoding.sampler import Sampler, SamplerError, SamplingParams
 from tests.sampler.contract import filtered_log_softmax
 
@@ -95,6 +95,24 @@ def test_lean_and_generic_engines_agree(models, prompts):
             for flag in (True, False)
         )
         assert ids_of(lean) == ids_of(generic)
+
+
+@pytest.mark.parametrize("name, lean", [("llama", True), ("qwen3", False), ("mistral-window", True)])
+def test_storage_that_grows_while_rows_are_in_it_changes_nothing(models, prompts, monkeypatch, name, lean):
+    """In a run whose completions are longer than the storage that it began with, and whose rows end and move."""
+    params, seeds = SamplingParams(max_new_tokens=60, stop_ids={1, 2}), [[i, 50 + i] for i in range(len(prompts))]
+    sampler = Sampler(models(name), None, max_batch=4, lean=lean)
+    at_once, grown, grow = sampler.generate(prompts, params, seeds), [], SlotKV.grow
+    monkeypatch.setattr("stages.decoding.sampler.COLUMN_STEP", 1)
+    monkeypatch.setattr(SlotKV, "grow", lambda kv, columns: (grown.append((kv.columns, columns)), grow(kv, columns)))
+    found = sampler.generate(prompts, params, seeds)
+    assert ids_of(found) == ids_of(at_once) and len({len(c.ids) for group in found for c in group}) > 2
+    assert len(grown) > 1 and all(before < after <= 17 + 60 for before, after in grown)
+    for prompt, group in zip(prompts, found):
+        for c in group:
+            torch.testing.assert_close(
+                torch.tensor(c.logps), trainer_logps(models(name), prompt, c.ids, params), atol=2e-5, rtol=0
+            )
 
 
 def test_first_token_distribution_is_the_softmax(models):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.align import Config, displaced
+from stages.align import Config, agrees, displaced, rows_seen, values_of
 from stages.direct.direct_alignment import DirectAlignment
 from stages.harness import execute
 from stages.spec import ConfigError
@@ -451,7 +451,9 @@ def test_one_label_alone_is_warned_of(tiny, preferences, method, label):
         ({"batch_size": 4}, None),
         ({"batch_size": 7}, None),
         ({"batch_size": 2, "z_ref_mode": "zero"}, None),
+        ({"batch_size": 2}, "write batch_size=4"),
         ({"batch_size": 1}, "raise batch_size"),
+        ({"batch_size": 1, "z_ref_mode": "zero"}, None),
     ],
 )
 def test_kto_says_where_a_step_of_one_row_has_no_z0(tiny, preferences, config, warned):
@@ -795,6 +797,23 @@ def test_the_displacement_alarm_needs_three_falls_in_a_row():
     falling = [[0.0, 0.0], [-1.0, 1.0], [-2.0, 2.0], [-3.0, 3.0]]
     assert displaced(falling) and not displaced(falling[:3]) and not displaced(falling[:3] + [[-1.5, 4.0]])
     assert displaced([[9.0, -9.0], *falling]) and not displaced([*falling, [-4.0, 3.0]])
+    assert not displaced([[0.0, 0.0], [-1.0, 1.0], [-1.0, 2.0], [-3.0, 3.0]]), "what stays is no fall"
+
+
+def test_cached_values_are_parted_by_response_and_compared_as_they_round():
+    stored = {"schema": "ref_values/1", "ref_values": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "parts": [1, 2, 3]}
+    assert values_of(stored) == [[1.0], [2.0, 3.0], [4.0, 5.0, 6.0]]
+    assert values_of({**stored, "parts": None}) == stored["ref_values"]
+    exact, low = Config(), Config(compute_dtype="bfloat16")
+    assert agrees([-100.0, -2.0], [-100.05, -2.0], exact) and not agrees([-100.0, -2.0], [-100.5, -2.0], exact)
+    assert agrees([-100.0, -2.0], [-101.5, -2.0], low) and not agrees([-100.0, -2.0], [-103.0, -2.0], low)
+    assert agrees([[-1.0, -2.0], [-3.0]], [[-1.0, -2.0], [-3.0]], exact) and not agrees([[-1.0]], [[-1.0, -1.0]], exact)
+
+
+def test_a_whole_epoch_reads_every_row_once():
+    rows = list(range(6))
+    for steps, size in ((None, 2), (2, 3), (3, 2), (9, 4)):
+        assert rows_seen(None, rows, Config(max_steps=steps, batch_size=size)) is rows
 
 
 def test_the_displacement_alarm_hears_every_validation_pass_also_those_before_a_kill(tiny, preferences):

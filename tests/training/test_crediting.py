@@ -13,6 +13,7 @@ import torch
 from stages.batching import make_item
 from stages.generation import Sample
 from stages.rollouts.groups import Group
+from storage.datasets import open_dataset
 from tests.training.test_rl_parts import rl  # noqa: F401
 from tests.training.test_rl_rules import SPREAD
 
@@ -248,6 +249,35 @@ def test_metrics_are_of_the_fresh_completions_where_there_are_any(rl):  # noqa: 
     old = group(source, [(ids, 9.0, "eos", {}), (ids, 7.0, "eos", {})], 1, fresh=False)
     assert source.crediting([new, old], 0, 0).metrics["reward/mean"] == 0.5
     assert source.crediting([old], 0, 0).metrics["reward/mean"] == 8.0
+
+
+def test_what_is_kept_of_groups(rl):  # noqa: F811
+    """Verdicts of what the policy said, means of what could be scored, log-probs of tokens that it chose."""
+    source = rl.source("kept", PAID)
+    answers = [
+        ([50, 60, 61], 1.0, "goal", {"correct": True, "logps": [-1.0, -9.0, -3.0], "tool_mask": [0, 1, 0]}),
+        ([50], 0.0, "eos", {"correct": False, "logps": [-5.0]}),
+        ([51], 4.0, "eos", {"correct": True, "logps": None, "mode": "sft"}),
+        ([52], float("nan"), "eos", {"correct": None, "logps": [-3.0]}),
+    ]
+    records, (first, second, third) = source.records, (prompt for prompt, _ in source.order.prompts[:3])
+    unknown = group(source, [([52], float("nan"), "eos", {"logps": None})], 1)
+    records.groups([(group(source, answers), None), (unknown, "unscorable")], 3)
+    ids = [p["row_id"] for p in (first, third)]
+    records.pass_rates(source.order.prompts[:3], dict(zip(ids, [(4, 1), (2, 2)])), {ids[0]})
+    records.writers["prompt_stats"].close()
+    names = "iteration n mean_reward reward_std pass_at_1 mean_logprob kept drop_reason".split()
+    path = source.stage.workdir / "out" / "prompt_stats"
+    found = [
+        (r["prompt_id"], *(r[name] for name in names), json.loads(r["extra_json"])["verdicts"])
+        for r in open_dataset(str(path)).iter_rows()
+    ]
+    assert found == [
+        (first["prompt_id"], 3, 4, 5 / 3, pytest.approx(np.std([1, 0, 4])), 0.5, -3.0, True, None, [2, 1]),
+        (second["prompt_id"], 3, 1, None, None, None, 0.0, False, "unscorable", [0, 0]),
+        (first["prompt_id"], -1, 4, 0.25, pytest.approx(np.std([1, 0, 0, 0])), 0.25, 0.0, True, None, [4, 1]),
+        (third["prompt_id"], -1, 2, 1.0, 0.0, 1.0, 0.0, False, "difficulty", [2, 2]),
+    ]
 
 
 @pytest.mark.parametrize("moves", ["nothing", "KL", "entropy", "NLL", "critic", "trust region", "its rewards"])

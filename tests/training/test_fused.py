@@ -5,6 +5,7 @@ where Triton is installed.
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,6 +64,9 @@ else:
         first = sums.clone()
         fused.norm_back(grad, h, rstd, gain, back, sums=sums.fill_(1.0))
         assert torch.equal(sums, first), "the same sums in the same order"
+        without = torch.empty_like(back)
+        fused.norm_back(grad, h, rstd, gain, without)
+        assert torch.equal(without, back), "of a gain that is not trained"
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("act", ["silu", "gelu"])
@@ -89,6 +93,8 @@ else:
         torch.testing.assert_close(found, wanted, **near(kind))
         back = fused.rotated(wanted, turn, torch.empty_like(found), back=True)
         torch.testing.assert_close(back, lean._rotated(wanted, turn.conj(), torch.float32), **near(kind))
+        apart = torch.stack([turn, 0 * turn], -1)[..., 0]
+        assert torch.equal(fused.rotated(x, apart, torch.empty_like(found)), found) and not apart.is_contiguous()
         fused.rotated(x, turn, x)
         assert torch.equal(x, found), "in its place"
 
@@ -111,6 +117,9 @@ else:
         for one, other in zip((found, entropies, means), wanted):
             torch.testing.assert_close(one, other.detach()[: len(one)], rtol=1e-5, atol=1e-5)
         assert hits.tolist() == (logs.argmax(-1) == targets).tolist() and hits[1]
+        again = torch.empty_like(found)
+        fused.logps(z.detach(), targets, again, place(False), place(False), None, temperature, scale, cap)
+        assert torch.equal(again, found), "alone"
         grads = [random(n, seed=k) if len(one) else None for k, one in enumerate((found, entropies, means))]
         (theirs,) = torch.autograd.grad(sum((g * w).sum() for g, w in zip(grads, wanted) if g is not None), z)
         ours = fused.logps_back(z.detach(), targets, sums, entropies, *grads, temperature, scale, cap)
@@ -137,6 +146,8 @@ else:
     def test_sums():
         x, y = random(37, 300), random(37, 300, kind=torch.bfloat16, seed=1)
         torch.testing.assert_close(fused.added(x, y, 0.25, torch.empty_like(x)), x + 0.25 * y.float())
+        found = fused.added(x.t(), y.t(), 0.25, torch.empty(300, 37, device=DEVICE))
+        torch.testing.assert_close(found, x.t() + 0.25 * y.t().float())
         starts, rows = torch.tensor([0, 2, 2, 5], device=DEVICE), torch.tensor([3, 30, 1, 1, 36], device=DEVICE)
         found = fused.gathered(x, starts, rows)
         wanted = torch.stack([x[3] + x[30], 0 * x[0], x[1] + x[1] + x[36]])
@@ -151,6 +162,14 @@ else:
     def test_which_tensors_it_takes():
         assert fused.on(random(2, 2)) == REAL and not fused.on(random(2, 2, kind=torch.float64))
 
+    @pytest.mark.parametrize("works", [True, False])
+    def test_which_tensors_it_takes_on_a_gpu(works, monkeypatch):
+        of = lambda place, kind: SimpleNamespace(device=torch.device(place), dtype=kind)
+        there = [of("cuda", kind) for kind in (torch.float32, torch.bfloat16, torch.float16)]
+        monkeypatch.setattr(fused, "compiles", lambda: works)
+        assert fused.on(*there, None) == works
+        assert not fused.on(*there, of("cuda", torch.float64)) and not fused.on(*there, of("cpu", torch.float32))
+
     def test_without_a_compiler_it_says_what_to_install(monkeypatch):
         monkeypatch.setattr(fused, "added", lambda *given: (_ for _ in ()).throw(RuntimeError("no C compiler")))
         monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(*size))
@@ -160,8 +179,10 @@ else:
             with pytest.warns(UserWarning, match="install gcc .*no C compiler"):
                 assert not fused.compiles()
             assert not fused.compiles(), "and is not asked again"
-            fused.compiles.cache_clear()
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-            assert not fused.compiles()
+            monkeypatch.setattr(fused, "added", lambda *given: torch.tensor([2.0]))
+            for capability, works in (((7, 5), False), ((8, 0), True)):
+                fused.compiles.cache_clear()
+                monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+                assert fused.compiles() == works
         finally:
             fused.compiles.cache_clear()

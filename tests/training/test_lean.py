@@ -209,20 +209,26 @@ def test_no_mask_is_larger_than_a_block_of_short_items():
         (torch.bfloat16, 64, None, None, True),
         (torch.bfloat16, 64, 4096, None, True),
         (torch.bfloat16, 60, None, None, False),
+        (torch.float16, 256, None, None, True),
         (torch.bfloat16, 320, None, None, False),
         (torch.bfloat16, 64, None, 30.0, False),
         (torch.float32, 60, None, None, True),
+        (torch.float32, 62, None, None, False),
         (torch.float32, 64, 4096, None, False),
         (torch.float64, 64, None, None, False),
     ),
 )
 def test_what_the_kernels_of_a_gpu_take(dtype, head_dim, window, cap, takes, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(varlen, "holds", lambda *given: True)
+    tried = lambda device, kind, windowed: kind == dtype and windowed == (window is not None)
+    monkeypatch.setattr(varlen, "holds", tried)
     assert varlen.takes(torch.device("cuda:0"), dtype, head_dim, window, cap) == takes
     assert not varlen.takes(torch.device("cpu"), dtype, head_dim, window, cap)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert varlen.takes(torch.device("cuda:0"), dtype, head_dim, window, cap) == (takes and dtype == torch.float32)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(varlen, "holds", lambda *given: False)
+    assert not varlen.takes(torch.device("cuda:0"), dtype, head_dim, window, cap)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +243,7 @@ def test_a_kernel_is_tried_before_it_is_used(dtype, windowed, monkeypatch):
             assert varlen.holds(device, dtype, windowed)
         attended = varlen.attended
         for broken in (
-            lambda q, k, v, plan, scale, window: attended(q, k, v, plan, scale, 2 if windowed else None) * 1.2,
+            lambda *given: attended(*given[:5], 2) if windowed else attended(*given) * 1.2,
             lambda q, k, v, *how: attended(q, k.detach() + 0 * k, v, *how),
             lambda *given: torch.ops.aten._no_such_function(*given),
         ):
@@ -381,3 +387,30 @@ def test_copies_of_keys_are_not_kept_for_backward(monkeypatch):
     assert len(batch.ids_U) in kept and 200 + 8 * 208 not in kept
     out.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_sequences_of_a_micro_batch():
+    """By hand: a conversation with several responses is its prompt, and each of them behind the prompt."""
+    plan = varlen.sequences([(3, (4, 2)), (0, (5, 3)), (2, (0, 6)), (4, ()), (0, ())], torch.device("cpu"))
+    assert plan.queries.tolist() == [0, 3, 7, 9, 14, 17, 25, 29] and plan.queries.dtype == torch.int32
+    assert plan.keys.tolist() == [0, 3, 10, 15, 20, 23, 31, 35] and plan.longest == (8, 8)
+    assert plan.copies.rows.tolist() == [0, 1, 2, *range(7), 0, 1, 2, 7, 8, *range(9, 29)]
+    starts, places = plan.copies.starts.tolist(), plan.copies.places.tolist()
+    assert starts == [0, 3, 6, 9, *range(10, 36)] and places[:10] == [0, 3, 10, 1, 4, 11, 2, 5, 12, 6]
+    assert varlen.sequences([(1, (2, 3))], torch.device("cpu")).copies.rows.tolist() == [0, 0, 1, 2, 0, 3, 4, 5]
+    assert varlen.sequences([(0, (5, 3)), (2, (6,)), (4, ())], torch.device("cpu")).copies is None
+
+
+def test_few_shapes_reach_a_gpus_products():
+    """Rows of zeros behind, 32 lengths at most between two powers of two: what is computed in vain is a share."""
+    lengths = [len(lean.filled(torch.empty(n, 0))) for n in range(4097)]
+    assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[1:9] == [8] * 8 and lengths[4096] == 4096
+    for n, length in enumerate(lengths):
+        assert n <= length < n + max(8, n / 16) and length % 8 == 0
+    for k in range(8, 12):
+        assert len({length for length in lengths if 2**k < length <= 2 ** (k + 1)}) == 32
+    x = torch.arange(1.0, 11.0).view(5, 2)
+    assert torch.equal(lean.filled(x)[:5], x) and not lean.filled(x)[5:].any() and lean.filled(x).shape == (8, 2)
+    assert torch.equal(lean.filled(x, 7), torch.cat([x, torch.zeros(2, 2)]))
+    assert lean.filled(torch.tensor([3, 4]), 5).tolist() == [3, 4, 0, 0, 0]
+    assert lean.filled(x, 5) is x and lean.filled(None) is None

@@ -39,6 +39,9 @@ SMALL = {
 }
 
 
+LONG = "def score(completion):\n    return {'reward': float(len(completion)), 'correct': len(completion) > 1}"
+
+
 @pytest.fixture()
 def rl(tiny, data, spec):
     """``rl(name, config, **inputs)`` -> (result, metrics rows); ``rl.source(...)`` -> a Rollouts that has not
@@ -768,6 +771,8 @@ def test_stored_rollouts_are_trained_on_without_sampling(rl):
         and metrics[0]["train/grad_norm"] > 0
         and metrics[0]["completions/generated_tokens"] == 0
     )
+    sampled, stored = (open_dataset(r["outputs"]["rollouts"]["path"]).manifest["meta"] for r in (first, second))
+    assert sampled["sampling"]["engine"] == "built-in" and "sampling" not in stored
     # of three completions two are a pair, which is said
     pairs = rl.source("pairs", {"preset": "copg"}, stored=path)
     assert pairs.crediting(pairs.stored.take(2), 0, 0).metrics["groups/unpaired_sequences"] == 2.0
@@ -1188,6 +1193,41 @@ def test_a_base_model_is_prompted_with_plain_text(tiny, data, spec):
     assert hashes["chat"] != hashes["none"]
 
 
+def test_what_is_kept_of_completions_of_different_length(rl):
+    """A number of every token of the completion and none of the padding; of every group what its rows say."""
+    result, _ = rl(
+        "kept",
+        {
+            "preset": "ppo",
+            "max_steps": 1,
+            "prompts_per_step": 3,
+            "num_generations": 4,
+            "importance_correction": "token_truncate",
+            "stop_strings": list("aeioulnrst"),
+            "reward_override": "none",
+            "rewards": [{"name": "long", "kind": "python", "source": LONG}],
+            "truncation_policy": "score",
+        },
+    )
+    rows = rows_of(result)
+    assert len({len(r["completion_ids"]) for r in rows}) > 2
+    for r in rows:
+        for (
+            column
+        ) in "loss_mask logp_old logp_rollout logp_ref values token_rewards advantages returns is_weights".split():
+            assert len(r[column]) == r["length"] == len(r["completion_ids"]), column
+        assert r["logp_plain_prompt"] is None and r["truncated"] == (not r["terminated"]) and r["extra_json"] is None
+    for group in rows_of(result, "prompt_stats"):
+        own = [r for r in rows if r["prompt_id"] == group["prompt_id"]]
+        rewards = [r["reward"] for r in own]
+        assert group["n"] == len(own) == 4 and group["kept"] and group["drop_reason"] is None
+        assert group["mean_reward"] == pytest.approx(np.mean(rewards))
+        assert group["reward_std"] == pytest.approx(np.std(rewards))
+        assert group["pass_at_1"] == pytest.approx(np.mean([r["is_correct"] for r in own]))
+        assert json.loads(group["extra_json"])["verdicts"] == [4, sum(r["is_correct"] for r in own)]
+        assert group["mean_logprob"] == pytest.approx(np.mean(np.concatenate([r["logp_old"] for r in own])), rel=1e-5)
+
+
 @pytest.mark.parametrize("preset, reference", [("grpo", True), ("dapo", False)])
 def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, reference):
     """ops: advantages from the rows' rewards, loss and gradient norm of the step from the rows' ids, masks, log-probs
@@ -1231,6 +1271,7 @@ def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, refer
             ratio * advantage, ratio.clamp(1 - preset.epsilon, 1 + (preset.epsilon_high or preset.epsilon)) * advantage
         )
         assert (r["logp_ref"] is not None) == reference
+        assert r["logp_rollout"] is None and r["logp_plain_prompt"] is None, "they are those of logp_old"
         if reference:
             log_ratio = torch.tensor(r["logp_ref"]) - logp
             token = token + preset.kl_loss_coef * (torch.exp(log_ratio) - 1 - log_ratio)

@@ -976,6 +976,7 @@ def test_the_reasons_of_unscorable_completions_are_stored_and_counted(rl):
     assert all(
         "no ones" in json.loads(r["extra_json"])["unscorable"]["mine"] and r["shaped_reward"] is None for r in lost
     )
+    assert {r["reward"] for r in lost} == {0.0}, "the column has to have a number"
     assert all(r["shaped_reward"] is not None and r["extra_json"] is None for r in rows if r not in lost)
     assert np.mean([m["reward/mine/unscorable_fraction"] for m in metrics]) == pytest.approx(
         len(lost) / len(rows)
