@@ -24,6 +24,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from flows import env, prefect_ui
 from flows.keep import dies_with_parent
@@ -132,60 +133,48 @@ def _up(
 ) -> dict[str, dict]:
     alive = running(state)
     logs = state / "logs"
-    last = {name: _last_port(state, name) for name in PORTS}
-    started: dict[str, tuple[subprocess.Popen, str]] = {}
-    if "prefect" not in alive:
-        port = _port(host, prefect_port, last["prefect"])
-        base = f"http://{_reachable(host)}:{port}"
-        say(f"starting Prefect on {base}")
-        process = _detach(
-            "Prefect",
-            [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)],
-            logs / "prefect.log",
-            env.child(
-                state,
-                PREFECT_API_URL=base + "/api",
-                PREFECT_UI_API_URL=base + "/api",
-                **prefect_ui.quiet(state / "prefect" / "ui"),
-            ),
+
+    def prefect(base: str, port: int) -> tuple[list[str], dict[str, str]]:
+        return [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)], env.child(
             state,
+            PREFECT_API_URL=base + "/api",
+            PREFECT_UI_API_URL=base + "/api",
+            **prefect_ui.quiet(state / "prefect" / "ui"),
         )
-        started["prefect"] = process, base + "/api/health"
-        _note(state, alive, "prefect", process, base, logs / "prefect.log")
-    if "mlflow" not in alive:
-        port = _port(host, mlflow_port, last["mlflow"])
-        base = f"http://{_reachable(host)}:{port}"
-        say(f"starting MLflow on {base}")
+
+    def mlflow(base: str, port: int) -> tuple[list[str], dict[str, str]]:
         store = f"sqlite:///{state / 'mlflow.db'}"
         make_database(store)  # while Prefect starts
         follow_home(store)
-        process = _detach(
-            "MLflow",
-            [
-                env.python(),
-                "-m",
-                "mlflow",
-                "server",
-                "--host",
-                host,
-                "--port",
-                str(port),
-                "--workers",
-                "1",
-                "--backend-store-uri",
-                store,
-                "--serve-artifacts",
-                "--artifacts-destination",
-                (state / "mlartifacts").as_uri(),
-            ],
-            logs / "mlflow.log",
-            _without(env.child(state), "MLFLOW_TRACKING_URI"),
-            state,
-        )
-        started["mlflow"] = process, base + "/health"
-        _note(state, alive, "mlflow", process, base, logs / "mlflow.log")
-    for name, (process, health) in started.items():
-        _wait(name, process, health, alive[name]["log"])
+        command = [
+            env.python(),
+            "-m",
+            "mlflow",
+            "server",
+            "--host",
+            host,
+            "--port",
+            str(port),
+            "--workers",
+            "1",
+            "--backend-store-uri",
+            store,
+            "--serve-artifacts",
+            "--artifacts-destination",
+            (state / "mlartifacts").as_uri(),
+        ]
+        return command, _without(env.child(state), "MLFLOW_TRACKING_URI")
+
+    _serve(
+        state,
+        alive,
+        {
+            "prefect": Server("Prefect", prefect, "/api/health", prefect_port),
+            "mlflow": Server("MLflow", mlflow, "/health", mlflow_port),
+        },
+        host,
+        say,
+    )
     os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"
     os.environ["MLFLOW_TRACKING_URI"] = alive["mlflow"]["url"]
     if worker and "worker" not in alive:
@@ -227,6 +216,46 @@ def _up(
         )
         _note(state, alive, "worker", process, None, logs / "worker.log")
     return alive
+
+
+class Server(NamedTuple):
+    """A server that `up` starts: its name for people, (base URL, port) -> command and environment, the path at which it
+    says that it is well, and the port that was asked for."""
+
+    title: str
+    command: Callable[[str, int], tuple[list[str], dict[str, str]]]
+    health: str
+    port: int | None
+
+
+def _serve(state: Path, alive: dict[str, dict], servers: dict[str, Server], host: str, say) -> None:
+    """Start the servers that are not `alive` and wait until each answers. Where another process has taken the port
+    between the choice and the start (another home's `posttrain up`, say), the server is started at another one: whoever
+    talked to the other's would run in its home."""
+
+    def start(name: str, port: int) -> None:
+        base = f"http://{_reachable(host)}:{port}"
+        say(f"starting {servers[name].title} on {base}")
+        log = state / "logs" / f"{name}.log"
+        command, environment = servers[name].command(base, port)
+        started[name] = _detach(servers[name].title, command, log, environment, state)
+        _note(state, alive, name, started[name], base, log)
+
+    started: dict[str, subprocess.Popen] = {}
+    usual = {name: _last_port(state, name) for name in servers}
+    for name, server in servers.items():
+        if name not in alive:
+            start(name, _port(host, server.port, usual[name]))
+    for name in list(started):
+        server = servers[name]
+        while not _wait(server.title, started[name], alive[name]["url"] + server.health, alive[name]["log"]):
+            _stop([started[name].pid], grace=5, kept=True)
+            if server.port is not None:
+                raise ServiceError(
+                    f"port {server.port} was taken by another process meanwhile; give another one or none (a free one is then"
+                    " chosen)"
+                )
+            start(name, _free(host))
 
 
 @contextlib.contextmanager
@@ -323,7 +352,8 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     _refresh()
 
     def wait() -> None:
-        _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
+        if not _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log")):
+            raise ServiceError(f"port {port} of the embedded Prefect server was taken meanwhile; run it again")
         held.close()
         threading.Thread(target=keep, name="embedded-prefect", daemon=True).start()
 
@@ -396,7 +426,8 @@ def _note(
         raise
 
 
-def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
+def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> bool:
+    """Wait until a server answers; False where who answers is not `process` or one below it."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -421,9 +452,27 @@ def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
                 f"{name} ended with status {process.returncode} while starting. {newer}Its log: {log}\n{_tail(log)}"
             )
         if answers(health):
-            return
+            return _listens(process.pid, urllib.parse.urlsplit(health).port)
         time.sleep(0.1)
     raise ServiceError(f"{name} did not answer at {health} within {START_SECONDS:.0f} s. Its log: {log}\n{_tail(log)}")
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether a process or one below it listens at a port; True where the system does not say."""
+    import psutil
+
+    try:
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for one in process.net_connections("tcp"):
+                    if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
+                        return True
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+    return False
 
 
 def state_of(log: str) -> Path:

@@ -213,3 +213,35 @@ def test_a_run_whose_own_prefect_server_is_killed_goes_on(tmp_path):
             run.kill()
     assert run.returncode == 0 and "ended with status -9 and is started again" in errors, errors
     assert [step["step"] for step in json.loads(out.splitlines()[-1])["steps"]] == ["first_0", "then_0"]
+
+
+def test_a_server_whose_port_another_process_took_is_started_at_another_one(tmp_path, monkeypatch):
+    """Two homes that start at once both see a port free; the one that comes second must not take the other's server for
+    its own."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "health").write_text("well")
+
+    def server(base: str, port: int) -> tuple[list[str], dict[str, str]]:
+        command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+        return command, {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    first, second = {}, {}
+    try:
+        port = services._free("127.0.0.1")
+        services._serve(
+            tmp_path, first, {"mlflow": services.Server("MLflow", server, "/health", port)}, "127.0.0.1", print
+        )
+        assert first["mlflow"]["url"] == f"http://127.0.0.1:{port}"
+        monkeypatch.setattr(services, "_is_free", lambda host, port: True)  # as before the other listened
+        monkeypatch.setattr(services, "_last_port", lambda state, name: port)
+        with pytest.raises(services.ServiceError, match=f"port {port} was taken by another process meanwhile"):
+            services._serve(
+                tmp_path, {}, {"mlflow": services.Server("MLflow", server, "/health", port)}, "127.0.0.1", print
+            )
+        services._serve(
+            tmp_path, second, {"mlflow": services.Server("MLflow", server, "/health", None)}, "127.0.0.1", print
+        )
+        assert second["mlflow"]["url"] != first["mlflow"]["url"]
+        assert services.answers(second["mlflow"]["url"] + "/health")
+    finally:
+        services._stop([entry["pid"] for one in (first, second) for entry in one.values()], grace=20, kept=True)
