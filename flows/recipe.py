@@ -439,11 +439,14 @@ def rehearse(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfi
         raise ConfigError("\n".join(wrong))
 
 
-def unread(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig) -> dict[str, str]:
+def unread(
+    recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig, read: set[str] | None = None
+) -> dict[str, str]:
     """Settings that somebody chose and without which every step would be given the same, since what reads them is
     switched off or has another value in their place: dotted key -> what is said of it. What a preset of the recipe sets
-    is nobody's choice.
+    is nobody's choice. ``read``: keys that are not looked at; those that are found to be read are added to it.
     """
+    read = set() if read is None else read
 
     def given(update: dict[str, Any]) -> list[tuple] | None:
         run = Variation(recipe, config)
@@ -454,11 +457,16 @@ def unread(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig)
 
     as_it_is = functools.cache(lambda: given({}))
 
-    def idle(value: Any, usual: list[Any], put: Callable[[Any], dict[str, Any]]) -> bool:
+    def idle(key: str, value: Any, usual: list[Any], put: Callable[[Any], dict[str, Any]]) -> bool:
         """Whether a value is none of the usual ones, of which the first is the default, and others in its place change
         nothing.
         """
-        return value not in usual and all(given(put(one)) == as_it_is() for one in alternatives(value, usual[0]))
+        if key in read or value in usual:
+            return False
+        if all(given(put(one)) == as_it_is() for one in alternatives(value, usual[0])):
+            return True
+        read.add(key)
+        return False
 
     found = {}
     usual = [preset_config(config, recipe, name) for name in presets(recipe)]
@@ -468,10 +476,10 @@ def unread(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfig)
         if isinstance(value, BaseModel) and isinstance(default, BaseModel):
             for leaf, its_field in type(value).model_fields.items():
                 put = lambda one, leaf=leaf: {name: value.model_copy(update={leaf: one})}
-                if idle(getattr(value, leaf), [getattr(one, leaf) for one in known], put):
+                if idle(f"{name}.{leaf}", getattr(value, leaf), [getattr(one, leaf) for one in known], put):
                     found[f"{name}.{leaf}"] = (its_field if name == "data" else field).description
         elif isinstance(value, str) and isinstance(default, str | None) and get_origin(field.annotation) is not Literal:
-            if idle(value, known, lambda one: {name: one}):
+            if idle(name, value, known, lambda one: {name: one}):
                 found[name] = field.description
     said = "{}: no step of this run reads it ({}); leave it out, or switch on the step that does"
     return {key: said.format(key, (about or "").rstrip(".")) for key, about in found.items()}

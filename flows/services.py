@@ -25,6 +25,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from flows import env, prefect_ui
 from flows.keep import dies_with_parent
@@ -125,115 +126,138 @@ def up(
     others find it. Raises ServiceError when a server does not answer within five minutes.
     """
     with _starting(state, say):
-        with _choosing_ports(say):
-            alive = _up(state, prefect_port, mlflow_port, host, say)
-        if worker and "worker" not in alive:
-            _start_worker(state, alive, gpu_slots, say)
-        return alive
+        return _up(state, prefect_port, mlflow_port, worker, gpu_slots, host, say)
 
 
-def _up(state: Path, prefect_port: int | None, mlflow_port: int | None, host: str, say) -> dict[str, dict]:
-    """Start the servers that do not run and wait until they answer."""
+def _up(
+    state: Path, prefect_port: int | None, mlflow_port: int | None, worker: bool, gpu_slots: int | None, host: str, say
+) -> dict[str, dict]:
     alive = running(state)
     logs = state / "logs"
-    last = {name: _last_port(state, name) for name in PORTS}
-    started: dict[str, tuple[subprocess.Popen, str]] = {}
-    if "prefect" not in alive:
-        port = _port(host, prefect_port, last["prefect"])
-        base = f"http://{_reachable(host)}:{port}"
-        say(f"starting Prefect on {base}")
-        process = _detach(
-            "Prefect",
-            [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)],
-            logs / "prefect.log",
-            env.child(
-                state,
-                PREFECT_API_URL=base + "/api",
-                PREFECT_UI_API_URL=base + "/api",
-                **prefect_ui.quiet(state / "prefect" / "ui"),
-            ),
+
+    def prefect(base: str, port: int) -> tuple[list[str], dict[str, str]]:
+        return [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)], env.child(
             state,
+            PREFECT_API_URL=base + "/api",
+            PREFECT_UI_API_URL=base + "/api",
+            **prefect_ui.quiet(state / "prefect" / "ui"),
         )
-        started["prefect"] = process, base + "/api/health"
-        _note(state, alive, "prefect", process, base, logs / "prefect.log")
-    if "mlflow" not in alive:
-        port = _port(host, mlflow_port, last["mlflow"])
-        base = f"http://{_reachable(host)}:{port}"
-        say(f"starting MLflow on {base}")
+
+    def mlflow(base: str, port: int) -> tuple[list[str], dict[str, str]]:
         store = f"sqlite:///{state / 'mlflow.db'}"
         make_database(store)  # while Prefect starts
         follow_home(store)
+        command = [
+            env.python(),
+            "-m",
+            "mlflow",
+            "server",
+            "--host",
+            host,
+            "--port",
+            str(port),
+            "--workers",
+            "1",
+            "--backend-store-uri",
+            store,
+            "--serve-artifacts",
+            "--artifacts-destination",
+            (state / "mlartifacts").as_uri(),
+        ]
+        return command, _without(env.child(state), "MLFLOW_TRACKING_URI")
+
+    with _choosing_ports(say):
+        _serve(
+            state,
+            alive,
+            {
+                "prefect": Server("Prefect", prefect, "/api/health", prefect_port),
+                "mlflow": Server("MLflow", mlflow, "/health", mlflow_port),
+            },
+            host,
+            say,
+        )
+    os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"
+    os.environ["MLFLOW_TRACKING_URI"] = alive["mlflow"]["url"]
+    if worker and "worker" not in alive:
+        from flows import deploy
+
+        deploy.install_pool(gpu_slots=gpu_slots)
+        say("starting a worker")
         process = _detach(
-            "MLflow",
+            "the worker",
             [
                 env.python(),
                 "-m",
-                "mlflow",
-                "server",
-                "--host",
-                host,
-                "--port",
-                str(port),
-                "--workers",
-                "1",
-                "--backend-store-uri",
-                store,
-                "--serve-artifacts",
-                "--artifacts-destination",
-                (state / "mlartifacts").as_uri(),
-            ],
-            logs / "mlflow.log",
-            _without(env.child(state), "MLFLOW_TRACKING_URI"),
+                "flows.worker",
+                env.python(),
+                "-m",
+                "prefect",
+                "worker",
+                "start",
+                "--pool",
+                POOL,
+                "--type",
+                "process",
+                "--name",
+                f"{socket.gethostname()}-{os.getpid()}",
+            ],  # no --limit, see deploy.queues
+            logs / "worker.log",
+            # safe path: Prefect runs hooks as a script in its runner/, where its storage.py would hide our storage
+            env.child(
+                state,
+                PREFECT_API_URL=os.environ["PREFECT_API_URL"],
+                PREFECT_WORKER_QUERY_SECONDS="2",
+                PYTHONSAFEPATH="1",
+                **{env.WORKER_LOG: str(logs / "worker.log")},
+                MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"],
+                **({"POSTTRAIN_GPU_SLOTS": str(gpu_slots)} if gpu_slots else {}),
+            ),
             state,
+            whole=False,
         )
-        started["mlflow"] = process, base + "/health"
-        _note(state, alive, "mlflow", process, base, logs / "mlflow.log")
-    for name, (process, health) in started.items():
-        _wait(name, process, health, alive[name]["log"])
-    os.environ["PREFECT_API_URL"] = alive["prefect"]["url"] + "/api"
-    os.environ["MLFLOW_TRACKING_URI"] = alive["mlflow"]["url"]
+        _note(state, alive, "worker", process, None, logs / "worker.log")
     return alive
 
 
-def _start_worker(state: Path, alive: dict[str, dict], gpu_slots: int | None, say) -> None:
-    from flows import deploy
+class Server(NamedTuple):
+    """A server that `up` starts: its name for people, (base URL, port) -> command and environment, the path at which it
+    says that it is well, and the port that was asked for."""
 
-    log = state / "logs" / "worker.log"
-    deploy.install_pool(gpu_slots=gpu_slots)
-    say("starting a worker")
-    process = _detach(
-        "the worker",
-        [
-            env.python(),
-            "-m",
-            "flows.worker",
-            env.python(),
-            "-m",
-            "prefect",
-            "worker",
-            "start",
-            "--pool",
-            POOL,
-            "--type",
-            "process",
-            "--name",
-            f"{socket.gethostname()}-{os.getpid()}",
-        ],  # no --limit, see deploy.queues
-        log,
-        # safe path: Prefect runs hooks as a script in its runner/, where its storage.py would hide our storage
-        env.child(
-            state,
-            PREFECT_API_URL=os.environ["PREFECT_API_URL"],
-            PREFECT_WORKER_QUERY_SECONDS="2",
-            PYTHONSAFEPATH="1",
-            **{env.WORKER_LOG: str(log)},
-            MLFLOW_TRACKING_URI=os.environ["MLFLOW_TRACKING_URI"],
-            **({"POSTTRAIN_GPU_SLOTS": str(gpu_slots)} if gpu_slots else {}),
-        ),
-        state,
-        whole=False,
-    )
-    _note(state, alive, "worker", process, None, log)
+    title: str
+    command: Callable[[str, int], tuple[list[str], dict[str, str]]]
+    health: str
+    port: int | None
+
+
+def _serve(state: Path, alive: dict[str, dict], servers: dict[str, Server], host: str, say) -> None:
+    """Start the servers that are not `alive` and wait until each answers. Where another process has taken the port
+    between the choice and the start (another home's `posttrain up`, say), the server is started at another one: whoever
+    talked to the other's would run in its home."""
+
+    def start(name: str, port: int) -> None:
+        base = f"http://{_reachable(host)}:{port}"
+        say(f"starting {servers[name].title} on {base}")
+        log = state / "logs" / f"{name}.log"
+        command, environment = servers[name].command(base, port)
+        started[name] = _detach(servers[name].title, command, log, environment, state)
+        _note(state, alive, name, started[name], base, log)
+
+    started: dict[str, subprocess.Popen] = {}
+    usual = {name: _last_port(state, name) for name in servers}
+    for name, server in servers.items():
+        if name not in alive:
+            start(name, _port(host, server.port, usual[name]))
+    for name in list(started):
+        server = servers[name]
+        while not _wait(server.title, started[name], alive[name]["url"] + server.health, alive[name]["log"]):
+            _stop([started[name].pid], grace=5, kept=True)
+            if server.port is not None:
+                raise ServiceError(
+                    f"port {server.port} was taken by another process meanwhile; give another one or none (a free one is then"
+                    " chosen)"
+                )
+            start(name, _free(host))
 
 
 @contextlib.contextmanager
@@ -253,8 +277,8 @@ def _starting(state: Path, say=lambda text: None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _choosing_ports(say) -> Iterator[None]:
-    """Held from the choice of ports until servers listen there: of two state directories that start theirs at once both
-    would find the usual ones free."""
+    """Held from the choice of ports until servers listen there: of two homes that start theirs at once both would find
+    the usual ones free."""
     path = Path(tempfile.gettempdir()) / f"posttrain-{os.getuid()}.ports"
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -347,7 +371,8 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     _refresh()
 
     def wait() -> None:
-        _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
+        if not _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log")):
+            raise ServiceError(f"port {port} of the embedded Prefect server was taken meanwhile; run it again")
         held.close()
         threading.Thread(target=keep, name="embedded-prefect", daemon=True).start()
 
@@ -420,7 +445,8 @@ def _note(
         raise
 
 
-def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
+def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> bool:
+    """Wait until a server answers; False where who answers is not `process` or one below it."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -445,30 +471,27 @@ def _wait(name: str, process: subprocess.Popen, health: str, log: str) -> None:
                 f"{name} ended with status {process.returncode} while starting. {newer}Its log: {log}\n{_tail(log)}"
             )
         if answers(health):
-            port = urllib.parse.urlsplit(health).port
-            if not _listens(process.pid, port):
-                raise ServiceError(
-                    f"{name} was to listen on port {port}, where another program answers; end that program, or write"
-                    " `posttrain down` and then `posttrain up --prefect-port PORT --mlflow-port PORT`"
-                )
-            return
+            return _listens(process.pid, urllib.parse.urlsplit(health).port)
         time.sleep(0.1)
     raise ServiceError(f"{name} did not answer at {health} within {START_SECONDS:.0f} s. Its log: {log}\n{_tail(log)}")
 
 
-def _listens(pid: int, port: int | None) -> bool:
-    """Whether a process or one below it listens on a port; True where that cannot be seen."""
+def _listens(pid: int, port: int) -> bool:
+    """Whether a process or one below it listens at a port; True where the system does not say."""
     import psutil
 
     try:
         root = psutil.Process(pid)
-        return any(
-            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-            for process in (root, *root.children(recursive=True))
-            for connection in process.net_connections("tcp")
-        )
-    except psutil.Error:
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for one in process.net_connections("tcp"):
+                    if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
+                        return True
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
         return True
+    return False
 
 
 def state_of(log: str) -> Path:

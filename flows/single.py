@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Optional
+from typing import Annotated, Any, Optional
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, create_model
 
 from stages.registry import STAGES, get_stage
 
@@ -54,7 +54,11 @@ def stage_flow(name: str):
     required = any(field.is_required() for field in config_type.model_fields.values())
     shape = [
         ("inputs", inputs_type, inputs_type() if no_inputs else empty),
-        ("config", config_type, empty if required else config_type()),
+        (
+            "config",
+            Annotated[config_type, BeforeValidator(functools.partial(chosen, config_type))],
+            empty if required else config_type(),
+        ),
         ("seed", int, 0),
         ("name_as", Optional[str], None),
         ("force", bool, False),
@@ -77,6 +81,20 @@ def stage_flow(name: str):
         flow_run_name=lambda: run_name(told),
         persist_result=False,
     )
+
+
+def chosen(kind: type[BaseModel], values: Any) -> Any:
+    """What somebody chose of the settings that a form sends, which sends all of them: those that differ from their
+    default. A default that depends on other settings (a LoRA adapter's learning rate, the rewards of an environment)
+    would count as given."""
+    if not isinstance(values, dict):
+        return values
+    usual = {
+        key: TypeAdapter(field.annotation).dump_python(field.get_default(call_default_factory=True), mode="json")
+        for key, field in kind.model_fields.items()
+        if key in values and not field.is_required()
+    }
+    return {key: value for key, value in values.items() if key not in usual or value != usual[key]}
 
 
 def conduct_stage(name: str, inputs: BaseModel, config: BaseModel, seed: int, name_as: str | None, force: bool) -> dict:

@@ -171,8 +171,8 @@ def never_read(name: str, settings: list[Any]) -> list[str]:
     """What is to be said of settings that no step of any trial reads: trials that differ in one would all be the
     same.
     """
-    flow = get_recipe(name)
-    found = [unread(name, flow.method, one) for one in settings]
+    flow, read = get_recipe(name), set()  # what one trial reads need not be tried in the others
+    found = [unread(name, flow.method, one, read) for one in settings]
     usual = lambda one, key: value_at(one, key) == field_at(flow.config_type, key)[0]
     return [
         said

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def names_of(spec: StageSpec, name_as: str | None) -> dict[str, str]:
-    """Name under which each output is published: ``name_as`` for the first of its kind, ``name_as-<output>`` for
-    others.
+    """Name under which each output is published: ``name_as`` for the first of its kind, ``name_as-<output>`` for others
+    and for datasets declared after a model, which are notes on its making.
     """
     found: dict[str, str] = {}
     taken: set[str] = set()
     models = [n for n, o in spec.outputs.items() if o.kind == "model"]
     for name, output in spec.outputs.items():
         if name_as:
-            found[name] = name_as if output.kind not in taken else f"{name_as}-{name}"
+            beside = output.kind in taken or "model" in taken
+            found[name] = f"{name_as}-{name}" if beside else name_as
         elif output.kind == "model":
             found[name] = spec.name if len(models) == 1 else f"{spec.name}-{name}"
         else:

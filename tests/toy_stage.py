@@ -26,7 +26,7 @@ SPEC = StageSpec(
         "data": InputSpec("dataset", required=False),
         "model": InputSpec("model", required=False),
     },
-    outputs={"model": OutputSpec("model", role="policy"), "data": OutputSpec("dataset")},
+    outputs={"data": OutputSpec("dataset"), "model": OutputSpec("model", role="policy")},
 )
 
 

@@ -534,6 +534,10 @@ def test_the_agent_recipe_acts_and_is_judged_in_one_environment(monkeypatch):
         own["base_model"][1]["conversations"] == "(ingest_demonstrations.data)"
         and own["rl"][2].environment_digest == own["evaluate_agent"][2].environment_digest != ""
     )
+    for key, other in {"rl.max_turn_length": 20, "evaluate.max_turns": 2, "rl.environment": "tools"}.items():
+        section, _, name = key.partition(".")
+        with pytest.raises(ConfigError, match=f"{key} is not read by this recipe: .*; write environment.{name}"):
+            load_config("agent", {section: {name: other}})
 
 
 def test_iterated_rlhf_keeps_the_reward_model_with_the_policy(monkeypatch):

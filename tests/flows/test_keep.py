@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import signal
@@ -12,7 +11,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -219,6 +217,38 @@ def test_a_run_whose_own_prefect_server_is_killed_goes_on(tmp_path):
     assert [step["step"] for step in json.loads(out.splitlines()[-1])["steps"]] == ["first_0", "then_0"]
 
 
+def test_a_server_whose_port_another_process_took_is_started_at_another_one(tmp_path, monkeypatch):
+    """Two homes that start at once both see a port free; the one that comes second must not take the other's server for
+    its own."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "health").write_text("well")
+
+    def server(base: str, port: int) -> tuple[list[str], dict[str, str]]:
+        command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+        return command, {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    first, second = {}, {}
+    try:
+        port = services._free("127.0.0.1")
+        services._serve(
+            tmp_path, first, {"mlflow": services.Server("MLflow", server, "/health", port)}, "127.0.0.1", print
+        )
+        assert first["mlflow"]["url"] == f"http://127.0.0.1:{port}"
+        monkeypatch.setattr(services, "_is_free", lambda host, port: True)  # as before the other listened
+        monkeypatch.setattr(services, "_last_port", lambda state, name: port)
+        with pytest.raises(services.ServiceError, match=f"port {port} was taken by another process meanwhile"):
+            services._serve(
+                tmp_path, {}, {"mlflow": services.Server("MLflow", server, "/health", port)}, "127.0.0.1", print
+            )
+        services._serve(
+            tmp_path, second, {"mlflow": services.Server("MLflow", server, "/health", None)}, "127.0.0.1", print
+        )
+        assert second["mlflow"]["url"] != first["mlflow"]["url"]
+        assert services.answers(second["mlflow"]["url"] + "/health")
+    finally:
+        services._stop([entry["pid"] for one in (first, second) for entry in one.values()], grace=20, kept=True)
+
+
 def test_state_directories_choose_their_ports_one_after_the_other(monkeypatch, tmp_path):
     """Of two that start at once both would find the usual ports free."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -234,23 +264,3 @@ def test_state_directories_choose_their_ports_one_after_the_other(monkeypatch, t
         assert waits.wait(60) and not chosen.is_set()
     thread.join(60)
     assert chosen.is_set()
-
-
-def test_a_server_in_whose_place_another_program_answers_is_told(tmp_path):
-    class Healthy(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as taken:
-        threading.Thread(target=taken.serve_forever, daemon=True).start()
-        health = f"http://127.0.0.1:{taken.server_port}/health"
-        server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-        try:
-            with pytest.raises(services.ServiceError, match="MLflow was to listen on port .* another program answers"):
-                services._wait("MLflow", server, health, str(tmp_path / "mlflow.log"))
-        finally:
-            server.kill()
-            server.wait()
-        services._wait("ours", SimpleNamespace(pid=os.getpid(), poll=lambda: None), health, str(tmp_path / "log"))
-        taken.shutdown()

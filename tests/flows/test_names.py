@@ -11,6 +11,7 @@ import pytest
 from flows.config import ConfigError
 from flows.deploy import cron_schedule, found_anywhere, recipe_deployments, stage_deployments
 from flows.recipe import made_up, reason
+from stages.registry import get_stage
 
 
 @pytest.mark.parametrize(
@@ -135,3 +136,21 @@ def test_an_automation_is_the_same_in_every_process():
         for seed in "01"
     }
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "stage, settings, depends",
+    [("sft", {"lora_rank": 8}, "learning_rate"), ("rl", {"environment": "tools"}, "rewards")],
+)
+def test_a_form_that_sends_every_default_chooses_none_of_them(stage, settings, depends):
+    """A LoRA adapter was trained at a tenth of its learning rate, and an agent paid by a verifier, when a run was started
+    from the form of a stage."""
+    from flows.single import stage_flow
+
+    kind = get_stage(stage).SPEC.config
+    form = {**kind().model_dump(mode="json", warnings=False), **settings}
+    given = {"inputs": {"model": "(given)", "data": "(given)"}, "config": form}
+    config, meant = stage_flow(stage).validate_parameters(given)["config"], kind(**settings)
+    assert config == meant and getattr(meant, depends) != getattr(kind(), depends)
+    chosen = {**given, "config": {**form, "learning_rate": 0.25}}
+    assert stage_flow(stage).validate_parameters(chosen)["config"].learning_rate == 0.25

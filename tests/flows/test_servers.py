@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from datetime import datetime
@@ -12,8 +13,10 @@ from zoneinfo import ZoneInfo
 import jsonschema
 import psutil
 import pytest
+import yaml
 
 from flows.services import answers
+from stages.spec import PROJECT_ROOT
 from tests.common import stage_processes
 from tests.flows.conftest import DEPLOY, NIGHTLY
 
@@ -24,6 +27,24 @@ WORLD = {"text": TINY, "demonstrations": TINY, "comparisons": TINY, "prompts": T
 def test_prefect_server_imports():
     """Fails with the fastapi versions that Prefect's server cannot start with."""
     subprocess.run([sys.executable, "-c", "from prefect.server.api.server import create_app"], check=True, timeout=120)
+
+
+def test_ports_of_the_containers_are_chosen_by_the_environment():
+    """Every port that is named to somebody outside of the containers; inside they stay what they are."""
+    text = (PROJECT_ROOT / "infra" / "compose.yaml").read_text()
+
+    def services(**environment):
+        filled = re.sub(r"\$\{(\w+):-(\w+)\}", lambda match: environment.get(match[1], match[2]), text)
+        return yaml.safe_load(filled)["services"]
+
+    usual, other = services(), services(POSTTRAIN_PREFECT_PORT="4201", POSTTRAIN_MLFLOW_PORT="5001")
+    for found, prefect, mlflow in ((usual, 4200, 5000), (other, 4201, 5001)):
+        assert found["prefect"]["ports"] == [f"127.0.0.1:{prefect}:4200"]
+        assert found["prefect"]["environment"]["PREFECT_UI_API_URL"] == f"http://localhost:{prefect}/api"
+        assert found["mlflow"]["ports"] == [f"127.0.0.1:{mlflow}:5000"]
+        allowed = found["mlflow"]["entrypoint"][-1].split(",")
+        assert {"mlflow:5000", f"localhost:{mlflow}", f"127.0.0.1:{mlflow}"} <= {*allowed}
+    assert usual["worker"] == other["worker"]
 
 
 def test_interval_schedule_creates_runs(servers):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from flows.config import ConfigError
-from flows.recipe import Plan, get_recipe, load_config
+from flows.recipe import Plan, Variation, get_recipe, load_config
 from flows.sweep import parse_over, planned
 from tasks.run import StageError
 from tests.common import assistant, user
@@ -165,6 +165,31 @@ def test_what_is_wrong_is_said_before_anything_runs(values, text):
 def test_a_setting_that_some_trials_have_no_use_for_may_be_swept():
     over = {"rl.kl_coef": [None, 0.1], "rl_after": [True, False]}
     assert len(planned(load_config("sweep", {"what": "rest", "over": over, "metric": "evaluate_start.accuracy"}))) == 4
+
+
+def test_what_one_trial_reads_is_not_looked_for_in_the_others(monkeypatch):
+    """Each look is a plan of the whole recipe: a hundred trials took a hundred times as long before the first began."""
+    plans = []
+
+    class Counted(Variation):
+        def __init__(self, *args):
+            plans.append(args)
+            super().__init__(*args)
+
+    monkeypatch.setattr("flows.recipe.Variation", Counted)
+    given = {"model": "(given.model)", "data.path": "(given.pairs)", "dpo.batch_size": 12}
+    counts = []
+    for values in ([0.21], [0.21, 0.22, 0.23, 0.24]):
+        config = {
+            "what": "preference",
+            "settings": given,
+            "over": {"dpo.beta": values},
+            "metric": "evaluate_dpo.accuracy",
+        }
+        assert len(planned(load_config("sweep", config))) == len(values)
+        counts.append(len(plans))
+        plans.clear()
+    assert counts[0] == counts[1] > 0
 
 
 def test_an_unknown_metric_names_those_that_there_are():

@@ -13,10 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stages.registry import get_stage
 from stages.spec import PROJECT_ROOT, ConfigError
 from storage import home, leases, records, registry, store
 from storage.datasets import open_dataset
 from storage.files import read_json
+from tasks.publishing import names_of
 from tasks.run import StageError, finish_flow, prepare, run_stage, start_flow
 from tasks.stopping import Cancelled
 
@@ -106,6 +108,14 @@ def test_a_name_that_nothing_can_have_is_refused_before_the_stage_runs(state_dir
             run_stage(TOY, {}, {"steps": 2}, name_as=name, on_event=events.append)
     assert events == []
     assert run_stage(TOY, {}, {"steps": 2}, name_as="x" * 200).outputs
+
+
+def test_what_is_published_beside_a_model_says_what_it_is():
+    """Reference log-probs of a recipe's DPO were dataset:dpo."""
+    assert names_of(get_stage("align").SPEC, "dpo") == {"model": "dpo", "ref_logps": "dpo-ref_logps"}
+    rl = names_of(get_stage("rl").SPEC, "policy")
+    assert rl["model"] == "policy" and rl["rollouts"] == "policy-rollouts" and len({*rl.values()}) == len(rl)
+    assert names_of(get_stage("ingest").SPEC, "pairs")["data"] == "pairs"
 
 
 def test_raw_data_with_a_name_as_long_as_one_can_be_is_ingested(state_dir, tmp_path):
