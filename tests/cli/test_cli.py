@@ -169,10 +169,7 @@ WRONG = [
     (["show", str(ROOT / "flows")], "without the config.json of a model; write a ref (`posttrain ls datasets`"),
     (["stage", "world", "--seed", "-1"], "'--seed'"),
     (["run", "rest", "rl.kl_coef=0.1"], "rl.kl_coef: no step of this run reads it (rl_after: "),
-    (
-        ["run", "agent", "rl.max_turn_length=9"],
-        "'environment', 'kind': 'environment'...) [rl: Reinforcement learning over turns.]",
-    ),
+    (["run", "agent", "rl.max_turn_length=9"], "act in one environment; write environment.max_turn_length"),
 ]
 
 
