@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flows.names import ELSEWHERE, VALUES
-from stages.spec import ConfigError, explain
+from stages.spec import ConfigError, StageConfig, explain
 from storage.files import read_text
 
 PRESETS = Path(__file__).resolve().parent / "presets"
@@ -107,6 +107,41 @@ def build(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
     except ValidationError as error:
         what = getattr(model, "__module__", "config").rpartition(".")[2]
         raise ConfigError(explain(what, model, error, VALUES)) from None
+
+
+def given_in_form(model: type[BaseModel], values: Any, usual: BaseModel | None = None) -> Any:
+    """What somebody chose of the settings that a form of Prefect's UI sends, which sends all that have a value: those
+    that differ from what they are in ``usual`` (default: what the model itself gives them), section by section. A value
+    that follows others where nobody chose it (a LoRA adapter's learning rate, the rewards of an environment) would count
+    as given. Where some settings are missing no form sent them, and they stay as they are.
+    """
+    if not isinstance(values, dict):
+        return values
+    fields = model.model_fields
+    defaults = (
+        usual.model_dump(mode="json", warnings=False)
+        if usual is not None
+        else {
+            name: TypeAdapter(field.annotation).dump_python(
+                field.get_default(call_default_factory=True), mode="json", warnings=False
+            )
+            for name, field in fields.items()
+            if not field.is_required()
+        }
+    )
+    form = {name for name, value in defaults.items() if value is not None} <= values.keys()
+    found = {}
+    for name, value in values.items():
+        if (
+            usual is None
+            and isinstance(value, dict)
+            and name in fields
+            and isinstance(fields[name].default, StageConfig)
+        ):
+            found[name] = given_in_form(type(fields[name].default), value, fields[name].default)
+        elif not form or name not in defaults or value != defaults[name]:
+            found[name] = value
+    return found
 
 
 def keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from flows.config import ConfigError, load_preset, presets
+from flows.config import ConfigError, given_in_form, load_preset, presets
 from flows.recipe import RECIPES, get_recipe
 from flows.services import POOL
 from stages.registry import STAGES, get_stage
@@ -88,13 +88,30 @@ def scheduled(
     from flows.recipe import load_config
 
     flow, schedule = get_recipe(recipe), cron_schedule(cron, timezone, "cron")
-    parameters = {"config": load_config(recipe, found_anywhere(values)).model_dump(mode="json")}
+    config = load_config(recipe, found_anywhere(values))
+    parameters = {"config": config.model_dump(mode="json")}
+    refuse_what_forms_lose(config, parameters["config"])
     install_pool()
     return apply(
         flow,
         "-".join([recipe, *([preset] if preset else []), "scheduled"]),
         {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule},
     )
+
+
+def refuse_what_forms_lose(config, form: dict[str, Any]) -> None:
+    """Raise a ConfigError where a deployment's run would not take the settings as they are
+    (:func:`flows.config.given_in_form`): one that is written as its default stands besides one that changes it.
+    """
+    from storage.lineage import flat
+
+    taken = type(config).model_validate(given_in_form(type(config), form))
+    would = dict(flat(taken.model_dump(mode="json")))
+    if lost := [f"{key}={value}" for key, value in flat(form) if would.get(key) != value]:
+        raise ConfigError(
+            f"{lost[0]} is the usual value, which the form of a deployment takes as not given, so that the run would have"
+            f" {lost[0].partition('=')[0]}={would.get(lost[0].partition('=')[0])}; write another one that is near"
+        )
 
 
 def found_anywhere(values: Any, under: str = "") -> Any:

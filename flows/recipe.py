@@ -15,11 +15,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_origin
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from flows.config import ConfigError, build, load_preset, merge, presets
+from flows.config import ConfigError, build, given_in_form, load_preset, merge, presets
 from flows.env import own_output
 from stages.registry import get_stage
 from stages.spec import InputSpec, StageConfig, did_you_mean
@@ -561,7 +561,7 @@ def recipe(config_type: type[RecipeConfig]):
             inspect.Parameter(
                 "config",
                 inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                annotation=config_type,
+                annotation=Annotated[config_type, BeforeValidator(functools.partial(given_in_form, config_type))],
                 default=inspect.Parameter.empty if required else config_type(),
             ),
             inspect.Parameter("force", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=list[str], default=[]),

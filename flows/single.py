@@ -10,8 +10,9 @@ import functools
 import inspect
 from typing import Annotated, Any, Optional
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
+from flows.config import given_in_form
 from stages.registry import STAGES, get_stage
 
 
@@ -56,7 +57,7 @@ def stage_flow(name: str):
         ("inputs", inputs_type, inputs_type() if no_inputs else empty),
         (
             "config",
-            Annotated[config_type, BeforeValidator(functools.partial(chosen, config_type))],
+            Annotated[config_type, BeforeValidator(functools.partial(given_in_form, config_type))],
             empty if required else config_type(),
         ),
         ("seed", int, 0),
@@ -81,20 +82,6 @@ def stage_flow(name: str):
         flow_run_name=lambda: run_name(told),
         persist_result=False,
     )
-
-
-def chosen(kind: type[BaseModel], values: Any) -> Any:
-    """What somebody chose of the settings that a form sends, which sends all of them: those that differ from their
-    default. A default that depends on other settings (a LoRA adapter's learning rate, the rewards of an environment)
-    would count as given."""
-    if not isinstance(values, dict):
-        return values
-    usual = {
-        key: TypeAdapter(field.annotation).dump_python(field.get_default(call_default_factory=True), mode="json")
-        for key, field in kind.model_fields.items()
-        if key in values and not field.is_required()
-    }
-    return {key: value for key, value in values.items() if key not in usual or value != usual[key]}
 
 
 def conduct_stage(name: str, inputs: BaseModel, config: BaseModel, seed: int, name_as: str | None, force: bool) -> dict:

@@ -11,8 +11,10 @@ import pytest
 from pydantic import BaseModel
 
 from flows.config import load_preset, presets
+from flows.deploy import refuse_what_forms_lose
 from flows.recipe import RECIPES, Run, get_recipe, load_config, rehearse, unread
 from stages.registry import get_stage
+from stages.spec import ConfigError
 
 GIVEN = {name: f"(given.{name})" for name in ("demonstrations", "prompts", "text")}
 PAIRS = {"pairs": "(given.pairs)"}
@@ -365,3 +367,28 @@ def test_every_setting_reaches_a_step_or_is_refused(recipe):
         for other in different[:1]:
             with pytest.raises(ValueError, match=f"{key} is not read by this recipe"):
                 other._all_are_read()
+
+
+def from_form(recipe: str, values: dict):
+    """The config of a run that Prefect starts with these values."""
+    return get_recipe(recipe).validate_parameters({"config": values})["config"]
+
+
+def test_a_recipe_s_form_that_sends_its_defaults_has_chosen_none_of_them():
+    """An adapter's learning rate follows lora_rank in a form as it does on the command line."""
+    form = load_config("preference", {}).model_dump(mode="json")
+    form["sft"] |= {"lora_rank": 16}
+    meant = load_config("preference", {"sft": {"lora_rank": 16}})
+    assert from_form("preference", form) == meant and meant.sft.learning_rate != form["sft"]["learning_rate"]
+    given = {"sft": {"lora_rank": 16, "learning_rate": form["sft"]["learning_rate"]}}
+    assert from_form("preference", given) == load_config("preference", given) != meant  # no form leaves settings out
+    with pytest.raises(ConfigError, match=r"sft.learning_rate=2e-05 is the usual value.*sft.learning_rate=0.0002"):
+        refuse_what_forms_lose(
+            load_config("preference", given), load_config("preference", given).model_dump(mode="json")
+        )
+
+
+@pytest.mark.parametrize("recipe, given", CASES + PRESETS)
+def test_the_form_of_a_deployment_gives_what_it_shows(recipe, given):
+    config = load_config(recipe, load_preset(recipe, given) if isinstance(given, str) else given)
+    assert from_form(recipe, config.model_dump(mode="json")) == config
