@@ -947,17 +947,33 @@ def ls(
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def show(
-    ref: Annotated[str, typer.Argument(help="A ref, a path, a stage key, a run id or `latest`.")], json_: Json = False
+    ref: Annotated[str, typer.Argument(help="A ref, a path, a stage key, a run id or `latest`.")],
+    rows: Annotated[
+        Optional[int], typer.Option(metavar="N", min=1, help="Of a dataset: its first rows; of rollouts every token.")
+    ] = None,
+    where: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="COLUMN=VALUE", help="Of a dataset: the first rows (3, or --rows) with this value. Repeatable."
+        ),
+    ] = None,
+    json_: Json = False,
 ) -> None:
     """Show a dataset, a model, a run or a stage: where it is, what made it, its numbers.
 
     Of a run or stage that is underway or stopped: what is done, how far it is, what comes next.
 
     Example: posttrain show latest
+    Example: posttrain show dataset:policy-rollouts@latest --where iteration=7 --rows 1
     """
     from flows import env, report
 
     env.prepare(quiet=True)
+    if rows is not None or where:
+        from flows.rows import find, print_rows
+
+        value = find(ref, where or [], rows or 3)
+        return emit(value) if json_ else print_rows(value)
     value = report.describe(ref)
     if json_:
         return emit(value)
