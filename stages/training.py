@@ -677,7 +677,15 @@ def fit(
             stage.metric(trainer.step_index, {f"validation/{k}": v for k, v in final.items()})
     trainer.settle()
     # others are texts: "nan"
-    losses = [loss for row in logged_metrics(stage) if isinstance(loss := row.get(f"{label}/loss"), (int, float))]
+    rows = [row for row in logged_metrics(stage) if isinstance(row.get(f"{label}/loss"), (int, float))]
+    losses = [row[f"{label}/loss"] for row in rows]
+    if rows and all(row.get(f"{label}/empty_step") for row in rows):
+        stage.warn(
+            "nothing_trained",
+            f"None of {len(rows)} steps held anything that can move a weight (no target, or every advantage is 0), so what"
+            " is published is the model that this began with. Look at the samples and, in RL, at dead groups: prompts that"
+            " are sometimes solved, or a reward with more values than two, give a signal.",
+        )
     if losses:  # the last tenth of the steps; read from what was logged, so a resumed run says the same
         late = losses[-max(1, len(losses) // 10) :]
         ended = math.fsum(late) / len(late)

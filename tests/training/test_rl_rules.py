@@ -123,6 +123,9 @@ def test_a_step_without_trained_tokens_moves_no_weight(tiny, rl, preset):
     )
     before, after = (load_policy(p).state_dict() for p in (tiny["policy"], result["outputs"]["model"]["path"]))
     assert all(torch.equal(p, after[n]) for n, p in before.items())
+    assert "nothing_trained" in {one["code"] for one in result["warnings"]}
+    trained, _ = rl("trained", {"preset": "grpo", "max_steps": 2, "num_iterations": 1})
+    assert "nothing_trained" not in {one["code"] for one in trained["warnings"]}
 
 
 # --- what goes into an advantage --------------------------------------------------------------------------------------
