@@ -547,10 +547,11 @@ def test_few_fresh_comparisons_push_none_of_the_given_ones_out():
         dataset=lambda name: SimpleNamespace(kind="pairs/1"),
         rng=lambda *a: np.random.default_rng(0),
     )
-    setup = SimpleNamespace(config=settings, items=lambda *a: range(1_400_000))
+    pairs = SimpleNamespace(name="bt")
+    setup = SimpleNamespace(config=settings, row=pairs, items=lambda *a: range(1_400_000))
     assert len(replay(stage, setup, 300)) == len(set(replay(stage, setup, 300))) == 1_400_000
     settings = settings.model_copy(update={"replay_fraction": 0.1})
-    assert len(replay(stage, SimpleNamespace(config=settings, items=setup.items), 900)) == 100
+    assert len(replay(stage, SimpleNamespace(config=settings, row=pairs, items=setup.items), 900)) == 100
 
 
 # -- to the end --------------------------------------------------------------------------------------------------------

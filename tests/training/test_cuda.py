@@ -379,11 +379,11 @@ def test_the_engines_share_is_what_training_leaves():
 
 
 def test_a_gpu_computes_more_logits_at_a_time_and_the_plan_counts_them():
-    config = SimpleNamespace(max_tokens_per_micro_batch=100, engine="builtin", compute_dtype="float32")
+    config = SimpleNamespace(micro_batch_tokens=100, engine="builtin", compute_dtype="float32")
     shape = memory.Shape(1, config={"vocab_size": 1000})
     assert memory.caches_of(config, shape) == {"logits": 400_000}
     assert memory.caches_of(config, shape, "cuda:0") == {"logits": 400_000 + 14 * 100_000}
-    config.max_tokens_per_micro_batch = 10**6
+    config.micro_batch_tokens = 10**6
     assert (
         memory.caches_of(config, shape, "cuda:0")["logits"]
         == memory.HEAD_KEEP_BYTES_ON_GPU + 14 * memory.HEAD_CHUNK_ON_GPU
