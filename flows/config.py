@@ -109,11 +109,12 @@ def build(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
         raise ConfigError(explain(what, model, error, VALUES)) from None
 
 
-def given_in_form(model: type[BaseModel], values: Any, usual: BaseModel | None = None) -> Any:
+def given_in_form(model: type[BaseModel], values: Any, usual: BaseModel | None = None, sections: bool = False) -> Any:
     """What somebody chose of the settings that a form of Prefect's UI sends, which sends all that have a value: those
-    that differ from what they are in ``usual`` (default: what the model itself gives them), section by section. A value
-    that follows others where nobody chose it (a LoRA adapter's learning rate, the rewards of an environment) would count
-    as given. Where some settings are missing no form sent them, and they stay as they are.
+    that differ from what they are in ``usual`` (default: what the model itself gives them). A value that follows others
+    where nobody chose it (a LoRA adapter's learning rate, the rewards of an environment) would count as given. Where
+    some settings are missing no form sent them, and they stay as they are. sections: the model is a recipe's, whose
+    configs of stages may be given in part and are looked at one by one.
     """
     if not isinstance(values, dict):
         return values
@@ -132,12 +133,7 @@ def given_in_form(model: type[BaseModel], values: Any, usual: BaseModel | None =
     form = {name for name, value in defaults.items() if value is not None} <= values.keys()
     found = {}
     for name, value in values.items():
-        if (
-            usual is None
-            and isinstance(value, dict)
-            and name in fields
-            and isinstance(fields[name].default, StageConfig)
-        ):
+        if sections and isinstance(value, dict) and name in fields and isinstance(fields[name].default, StageConfig):
             found[name] = given_in_form(type(fields[name].default), value, fields[name].default)
         elif not form or name not in defaults or value != defaults[name]:
             found[name] = value

@@ -105,7 +105,7 @@ def refuse_what_forms_lose(config, form: dict[str, Any]) -> None:
     """
     from storage.lineage import flat
 
-    taken = type(config).model_validate(given_in_form(type(config), form))
+    taken = type(config).model_validate(given_in_form(type(config), form, sections=True))
     would = dict(flat(taken.model_dump(mode="json")))
     if lost := [f"{key}={value}" for key, value in flat(form) if would.get(key) != value]:
         raise ConfigError(

@@ -561,7 +561,9 @@ def recipe(config_type: type[RecipeConfig]):
             inspect.Parameter(
                 "config",
                 inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                annotation=Annotated[config_type, BeforeValidator(functools.partial(given_in_form, config_type))],
+                annotation=Annotated[
+                    config_type, BeforeValidator(functools.partial(given_in_form, config_type, sections=True))
+                ],
                 default=inspect.Parameter.empty if required else config_type(),
             ),
             inspect.Parameter("force", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=list[str], default=[]),

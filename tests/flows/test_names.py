@@ -11,7 +11,7 @@ import pytest
 from flows.config import ConfigError
 from flows.deploy import cron_schedule, found_anywhere, recipe_deployments, stage_deployments
 from flows.recipe import made_up, reason
-from stages.registry import get_stage
+from stages.registry import STAGES, get_stage
 
 
 @pytest.mark.parametrize(
@@ -154,3 +154,17 @@ def test_a_form_that_sends_every_default_chooses_none_of_them(stage, settings, d
     assert config == meant and getattr(meant, depends) != getattr(kind(), depends)
     chosen = {**given, "config": {**form, "learning_rate": 0.25}}
     assert stage_flow(stage).validate_parameters(chosen)["config"].learning_rate == 0.25
+
+
+@pytest.mark.parametrize("stage", sorted(STAGES))
+def test_an_untouched_form_of_a_stage_is_its_defaults(stage):
+    """Also where a setting has parts, all of which have to be given."""
+    from flows.single import stage_flow
+
+    kind = get_stage(stage).SPEC.config
+    if any(field.is_required() for field in kind.model_fields.values()):
+        return
+    inputs = {name: "(given)" for name, spec in get_stage(stage).SPEC.inputs.items() if spec.required and not spec.many}
+    inputs |= {name: {"one": "(given)"} for name, spec in get_stage(stage).SPEC.inputs.items() if spec.many}
+    form = {"inputs": inputs, "config": kind().model_dump(mode="json", warnings=False)}
+    assert stage_flow(stage).validate_parameters(form)["config"] == kind()
