@@ -11,9 +11,9 @@ stands in their sections.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Optional
+from typing import ClassVar, Optional
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from flows.recipe import Run, recipe
 from flows.start import RewardSources, WorldRecipeConfig, pretrained, reward_inputs
@@ -32,17 +32,15 @@ from stages.world import ToolSizes
 #: since forms and records give everything.
 ITS_OWN = [RewardComponent(kind="environment")]
 
-ONE_ENVIRONMENT = "RL and evaluation act in one environment; write environment"
-
 
 class Config(RewardSources, WorldRecipeConfig):
     NOT_READ: ClassVar = {
         "data.pairs": "nothing here learns from pairs",
         "ingest_pairs": "nothing here learns from pairs",
         **{
-            f"{section}.{name}": f"{ONE_ENVIRONMENT}.{name}"
+            f"{section}.{name}": f"RL and evaluation act in one environment; write environment.{name}"
             for section in ("rl", "evaluate")
-            for name in ("environment", "max_turns")
+            for name in AgentConfig.model_fields
         },
     }
     model: Optional[str] = Field(
@@ -67,17 +65,6 @@ class Config(RewardSources, WorldRecipeConfig):
         description="The promotion gate; the best model is chosen on the other half of the tasks.",
     )
     promote_as: str = Field("agent", description="Registered name whose champion the best model challenges.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_environment(cls, values: Any) -> Any:
-        """Before the sections are validated, which would ask for an environment of their own."""
-        for section in ("rl", "evaluate"):
-            given = values.get(section) if isinstance(values, dict) else None
-            for name, field in AgentConfig.model_fields.items() if isinstance(given, dict) else ():
-                if name in given and given[name] != field.get_default(call_default_factory=True):
-                    raise ValueError(f"{section}.{name} is not read by this recipe: {ONE_ENVIRONMENT}.{name}")
-        return values
 
 
 class ToolSource(Source):

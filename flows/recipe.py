@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, get_origin
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from flows.config import ConfigError, build, given_in_form, load_preset, merge, presets
 from flows.env import own_output
@@ -77,18 +77,35 @@ class RecipeConfig(StageConfig):
                 filled[name] = merge(field.default.model_dump(exclude_unset=True), values[name])
         return filled
 
+    @model_validator(mode="before")
+    @classmethod
+    def _all_as_written_are_read(cls, values: Any) -> Any:
+        """Before a section is validated, which would say what else a setting needs that nothing reads."""
+        for key, instead in cls.NOT_READ.items() if isinstance(values, dict) else ():
+            section, _, below = key.partition(".")
+            default, given = cls.model_fields[section].default, values.get(section)
+            if isinstance(given, dict) and below in given:
+                with contextlib.suppress(ValidationError):  # which the section will raise
+                    value = TypeAdapter(type(default).model_fields[below].annotation).validate_python(given[below])
+                    _refuse_unread(key, instead, value, getattr(default, below))
+        return values
+
     @model_validator(mode="after")
     def _all_are_read(self):
         for key, instead in self.NOT_READ.items():
             section, _, below = key.partition(".")
             default = type(self).model_fields[section].default
-            if plain(value_at(self, key)) != plain(value_at(default, below) if below else default):
-                raise ValueError(f"{key} is not read by this recipe: {instead}; leave it out")
+            _refuse_unread(key, instead, value_at(self, key), value_at(default, below) if below else default)
         return self
 
     def remarks(self) -> list[str]:
         """What a plan says of the settings beside printing them."""
         return []
+
+
+def _refuse_unread(key: str, instead: str, value: Any, default: Any) -> None:
+    if plain(value) != plain(default):
+        raise ValueError(f"{key} is not read by this recipe: {instead}; leave it out")
 
 
 def value_at(config: BaseModel, key: str) -> Any:
