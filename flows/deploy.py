@@ -107,11 +107,12 @@ def refuse_what_forms_lose(config, form: dict[str, Any]) -> None:
 
     taken = type(config).model_validate(given_in_form(type(config), form, sections=True))
     would = dict(flat(taken.model_dump(mode="json")))
-    if lost := [f"{key}={value}" for key, value in flat(form) if would.get(key) != value]:
-        raise ConfigError(
-            f"{lost[0]} is the usual value, which the form of a deployment takes as not given, so that the run would have"
-            f" {lost[0].partition('=')[0]}={would.get(lost[0].partition('=')[0])}; write another one that is near"
-        )
+    for key, value in flat(form):
+        if would.get(key) != value:
+            raise ConfigError(
+                f"{key}={value} is the usual value, which the form of a deployment takes as not given, so that the run"
+                f" would have {key}={would.get(key)}; write another one that is near"
+            )
 
 
 def found_anywhere(values: Any, under: str = "") -> Any:

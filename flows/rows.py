@@ -87,8 +87,7 @@ def print_rows(value: dict[str, Any]) -> None:
     decoders: dict[str, Callable[[list[int]], str]] = {}
     for row in rows:
         print(f"\n{row.get('row_id') or 'row'}")
-        tokens = value["kind"] == "rollouts/1"
-        if tokens:
+        if value["kind"] == "rollouts/1":
             model = (row.get("gen") or {}).get("model_id") or ""
             if model not in decoders:
                 decoders[model] = decoder(model)

@@ -213,8 +213,9 @@ class OptimizerConfig(StageConfig):
         ge=1,
         description=(
             "Tokens per forward pass (a shared prompt once; with its padding where the model's own code computes);"
-            " bounds memory, cannot change the result. Empty: 4096; on a GPU up to 16384, as its memory allows. A prompt with more responses than fit goes through the model in"
-            " parts, each with the prompt again; what a loss compares stays together."
+            " bounds memory, cannot change the result. Empty: 4096; on a GPU up to 16384, as its memory allows. A prompt"
+            " with more responses than fit goes through the model in parts, each with the prompt again; what a loss"
+            " compares stays together."
         ),
     )
     packing: Literal["sorted", "best_fit"] = Field(

@@ -360,6 +360,11 @@ def _shp(row: dict, options) -> list[dict]:
     ]
 
 
+def _higher(a: float, b: float) -> str:
+    """The choice that two scores make."""
+    return "tie" if a == b else "A" if a > b else "B"
+
+
 def _webgpt(row: dict, options) -> list[dict]:
     question, scores = row["question"], (row["score_0"], row["score_1"])
     if not all(map(_number, scores)):
@@ -373,7 +378,7 @@ def _webgpt(row: dict, options) -> list[dict]:
             prompt=question.get("full_text"),
             response_a=row["answer_0"],
             response_b=row["answer_1"],
-            choice="tie" if scores[0] == scores[1] else "A" if scores[0] > scores[1] else "B",
+            choice=_higher(*scores),
         )
     ]
 
@@ -394,7 +399,7 @@ def _judgelm(row: dict, options) -> list[dict]:
             prompt=row["question_body"],
             response_a=row["answer1_body"],
             response_b=row["answer2_body"],
-            choice="tie" if scores[0] == scores[1] else "A" if scores[0] > scores[1] else "B",
+            choice=_higher(*scores),
             judge_scores=scores,
             review=row.get("text"),
         )

@@ -469,6 +469,14 @@ def micro_batch_for(
     return chosen
 
 
+def _shapes_and_limit(stage, roles: Sequence[Role]) -> tuple[dict[str, Shape | None], int | None]:
+    """Shapes of the models that a stage holds, and the bytes that these must fit into on each of its devices."""
+    return (
+        {role.source: shape_of(stage.inputs[role.source].path) for role in roles},
+        limit_of(stage.config, stage.device, int(os.environ.get("LOCAL_WORLD_SIZE", stage.world_size))),
+    )
+
+
 def size_micro_batches(stage) -> None:
     """Give a stage that trains on a GPU the ``max_tokens_per_micro_batch`` of :func:`micro_batch_for`, that of the rank
     with the least memory, where it was left empty.
@@ -485,8 +493,7 @@ def size_micro_batches(stage) -> None:
         roles = stage.spec.roles(stage.config, set(stage.inputs))
     except ValueError:
         return  # as in :func:`check`
-    shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
-    limit = limit_of(stage.config, stage.device)
+    shapes, limit = _shapes_and_limit(stage, roles)
     tokens = micro_batch_for(roles, shapes, stage.config, limit, stage.world_size, stage.device)
     if stage.world_size > 1:
         ranks.connect(stage.device)
@@ -499,11 +506,10 @@ def sampling_stays(stage) -> bool:
     """Whether what the built-in engine holds while it samples may be held while is trained, too: where all that is
     known takes three quarters of the memory at most. The rest is for activations.
     """
-    limit = limit_of(stage.config, stage.device, int(os.environ.get("LOCAL_WORLD_SIZE", stage.world_size)))
+    roles = stage.spec.roles(stage.config, set(stage.inputs))
+    shapes, limit = _shapes_and_limit(stage, roles)
     if limit is None:
         return True
-    roles = stage.spec.roles(stage.config, set(stage.inputs))
-    shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
     found = need(roles, shapes, stage.config, stage.world_size, stage.device)
     return 4 * (found.states + sum(found.caches.values())) <= 3 * limit
 
@@ -600,8 +606,7 @@ def check(stage) -> None:
             f"{stage.name}: frozen_dtype={stage.config.frozen_dtype} would change nothing: nothing is frozen here;"
             " write lora_rank=16, or leave frozen_dtype out."
         )
-    shapes = {role.source: shape_of(stage.inputs[role.source].path) for role in roles}
-    limit = limit_of(stage.config, stage.device, int(os.environ.get("LOCAL_WORLD_SIZE", stage.world_size)))
+    shapes, limit = _shapes_and_limit(stage, roles)
     found = need(roles, shapes, stage.config, stage.world_size, stage.device)
     stage.log("memory: " + found.told(limit))
     if limit is None:
