@@ -192,11 +192,12 @@ def sweep(
     validation/nll --goal min
     """
     from flows import env
-    from flows.recipe import load_config
-    from flows.sweep import parse_over, planned
     from tasks.nodes import nodes_of
 
     env.prepare(quiet=True)
+    from flows.recipe import load_config
+    from flows.sweep import parse_over, planned
+
     values = {
         "what": what,
         "preset": preset,
