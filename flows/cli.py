@@ -192,11 +192,12 @@ def sweep(
     validation/nll --goal min
     """
     from flows import env
-    from flows.recipe import load_config
-    from flows.sweep import parse_over, planned
     from tasks.nodes import nodes_of
 
     env.prepare(quiet=True)
+    from flows.recipe import load_config
+    from flows.sweep import parse_over, planned
+
     values = {
         "what": what,
         "preset": preset,
@@ -1184,11 +1185,13 @@ def chat(
     system: Annotated[Optional[str], typer.Option(help="System message.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus mass.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of an answer at most.")] = 512,
     seed: Seed = None,
     json_: Json = False,
 ) -> None:
-    """Talk to a model with the platform's own sampler. Empty line or Ctrl-D ends; /reset forgets the conversation."""
+    """Talk to a model with the platform's own sampler; answers are printed as they are drawn. Empty line or Ctrl-D ends;
+    /reset forgets the conversation.
+    """
     from flows import env
     from flows.chat import converse
 
@@ -1301,6 +1304,8 @@ def classify(error: BaseException) -> int | None:
     """Exit code of an error that has a message for the user; None for a defect, whose traceback is wanted."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if names & {"ConfigError", "UnhashableError", "StoreError", "RegistryError", "PriceError"}:
+        return 2
+    if names & {"RenderError", "ModelError", "SamplerError", "DecoderError"}:  # of chat, the one command that samples
         return 2
     if names & {"StageError", "ServiceError", "DatasetError", "LeaseBusy", "NodeError"}:
         return 1

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flows.names import ELSEWHERE, VALUES
-from stages.spec import ConfigError, StageConfig, explain
+from stages.spec import ConfigError, StageConfig, explain, is_ours
 from storage.files import read_text
 
 PRESETS = Path(__file__).resolve().parent / "presets"
@@ -72,12 +72,23 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def presets(recipe: str) -> list[str]:
-    """Names of the recipe's presets (files flows/presets/RECIPE.NAME.yaml)."""
-    return sorted(path.name.split(".")[1] for path in PRESETS.glob(f"{recipe}.*.yaml"))
+    """Names of the recipe's presets (files flows/presets/RECIPE.NAME.yaml, or of presets/ beside the module of a recipe
+    that an installed package brings).
+    """
+    return sorted(path.name.split(".")[1] for path in _presets_of(recipe).glob(f"{recipe}.*.yaml"))
+
+
+def _presets_of(recipe: str) -> Path:
+    from flows.recipe import RECIPES
+    from stages.registry import load
+
+    if recipe in RECIPES.own:
+        return PRESETS
+    return Path(load(RECIPES[recipe]).__file__).parent / "presets"
 
 
 def load_preset(recipe: str, name: str) -> dict[str, Any]:
-    path = PRESETS / f"{recipe}.{name}.yaml"
+    path = _presets_of(recipe) / f"{recipe}.{name}.yaml"
     if not path.exists():
         raise ConfigError(f"recipe {recipe} has no preset {name!r}; it has: {', '.join(presets(recipe)) or 'none'}")
     values = load_yaml(path)
@@ -188,11 +199,15 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
 
 def _named(model: type[BaseModel]) -> str:
     """The command of the stage or recipe that these settings are of."""
+    from flows.recipe import RECIPES
     from stages.registry import STAGES
 
     module = model.__module__
-    name = next((name for name, its in STAGES.items() if its == module), module.rpartition(".")[2])
-    return f"{'run' if module.startswith('flows.') else 'stage'} {name}"
+    for command, table in (("run", RECIPES), ("stage", STAGES)):
+        for name, its in table.items():
+            if its == module:
+                return f"{command} {name}"
+    return f"{'run' if module.startswith('flows.') else 'stage'} {module.rpartition('.')[2] if is_ours(module) else module}"
 
 
 def _unknown(model: type[BaseModel], values: dict[str, Any], prefix: str = "", top: type[BaseModel] | None = None):

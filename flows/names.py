@@ -468,6 +468,9 @@ VALUES: dict[str, dict[Any, str]] = {
     },
     "optimizer": dict.fromkeys(
         ("adamw_torch", "adamw_torch_fused", "adamw_hf", "paged_adamw_32bit", "adam"), "optimizer=adamw"
+    )
+    | dict.fromkeys(
+        ("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adam_8bit", "AdamW8bit"), "optimizer=adamw_8bit"
     ),
     "compute_dtype": {
         "bf16": "compute_dtype=bfloat16",

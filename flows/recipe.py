@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import os
 import re
@@ -21,40 +20,43 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationE
 
 from flows.config import ConfigError, build, given_in_form, load_preset, merge, presets
 from flows.env import own_output
-from stages.registry import get_stage
+from stages.registry import Table, get_stage, load
 from stages.spec import InputSpec, StageConfig, did_you_mean
 
-RECIPES = {
-    "post_training": "flows.post_training",
-    "preference": "flows.preference",
-    "verifiable": "flows.verifiable",
-    "instruction_following": "flows.instruction_following",
-    "agent": "flows.agent",
-    "r1": "flows.r1",
-    "tulu3": "flows.tulu3",
-    "llama3": "flows.llama3",
-    "specialists": "flows.specialists",
-    "iterated_rlhf": "flows.iterated_rlhf",
-    "online_dpo": "flows.online_dpo",
-    "d2po": "flows.d2po",
-    "rlaif": "flows.rlaif",
-    "rest": "flows.rest",
-    "sdpo": "flows.sdpo",
-    "constitutional": "flows.constitutional",
-    "clair": "flows.clair",
-    "character": "flows.character",
-    "deliberative": "flows.deliberative",
-    "reward": "flows.reward",
-    "rl_benchmark": "flows.rl_benchmark",
-    "instructgpt": "flows.instructgpt",
-    "llama2": "flows.llama2",
-    "hh": "flows.hh",
-    "deepseekmath": "flows.deepseekmath",
-    "overoptimisation": "flows.overoptimisation",
-    "objective_discovery": "flows.objective_discovery",
-    "human_feedback": "flows.human_feedback",
-    "sweep": "flows.sweep",
-}
+RECIPES = Table(
+    "posttrain.recipes",
+    {
+        "post_training": "flows.post_training",
+        "preference": "flows.preference",
+        "verifiable": "flows.verifiable",
+        "instruction_following": "flows.instruction_following",
+        "agent": "flows.agent",
+        "r1": "flows.r1",
+        "tulu3": "flows.tulu3",
+        "llama3": "flows.llama3",
+        "specialists": "flows.specialists",
+        "iterated_rlhf": "flows.iterated_rlhf",
+        "online_dpo": "flows.online_dpo",
+        "d2po": "flows.d2po",
+        "rlaif": "flows.rlaif",
+        "rest": "flows.rest",
+        "sdpo": "flows.sdpo",
+        "constitutional": "flows.constitutional",
+        "clair": "flows.clair",
+        "character": "flows.character",
+        "deliberative": "flows.deliberative",
+        "reward": "flows.reward",
+        "rl_benchmark": "flows.rl_benchmark",
+        "instructgpt": "flows.instructgpt",
+        "llama2": "flows.llama2",
+        "hh": "flows.hh",
+        "deepseekmath": "flows.deepseekmath",
+        "overoptimisation": "flows.overoptimisation",
+        "objective_discovery": "flows.objective_discovery",
+        "human_feedback": "flows.human_feedback",
+        "sweep": "flows.sweep",
+    },
+)
 
 
 class RecipeConfig(StageConfig):
@@ -831,7 +833,13 @@ def get_recipe(name: str):
         raise ConfigError(
             f"there is no recipe {name!r}; {did_you_mean(name, list(RECIPES), 3)}`posttrain ls recipes` lists them"
         )
-    return getattr(importlib.import_module(RECIPES[name]), name)
+    found = getattr(load(RECIPES[name]), name, None)
+    if not hasattr(found, "method") or found.name != name:
+        raise ConfigError(
+            f"{RECIPES[name]} has no recipe {name!r}: define there @recipe(Config) def {name}(run, config), as"
+            " flows/reward.py does"
+        )
+    return found
 
 
 def load_config(name: str, values: dict[str, Any]) -> RecipeConfig:

@@ -337,9 +337,9 @@ def held_bytes(models, trainers) -> tuple[int, int]:
             held[here.untyped_storage().data_ptr()] = here.untyped_storage().nbytes()
     gradients = [local(p.detach()).nbytes for t in trainers for p in t.parameters.values()]
     states = [
-        local(p.detach()).nbytes * math.prod(shape) // max(1, p.numel())
+        local(p.detach()).numel() * math.prod(shape) * dtype.itemsize // max(1, p.numel())
         for t in trainers
-        for p, shape in state_shapes(t.optimizer)
+        for p, shape, dtype in state_shapes(t.optimizer)
     ]
     averages = [local(a).nbytes for t in trainers for a in t.averages.values()]
     return sum(held.values()), sum(gradients) + sum(states) + sum(averages)
@@ -728,8 +728,10 @@ def optimizer_state(trainer) -> list:
     if trainer.optimizer.state:  # of a run that goes on: it is there
         return []
     return [
-        torch.full_like(p, 0.0, requires_grad=False) if shape == p.shape else local(p.detach()).new_zeros(shape)
-        for p, shape in state_shapes(trainer.optimizer)
+        torch.full_like(p, 0, dtype=dtype, requires_grad=False)
+        if shape == p.shape
+        else local(p.detach()).new_zeros(shape, dtype=dtype)
+        for p, shape, dtype in state_shapes(trainer.optimizer)
         if p.requires_grad
     ]
 

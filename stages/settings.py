@@ -127,7 +127,7 @@ class OptimizerConfig(StageConfig):
         ),
         (
             ("adam_beta1", "adam_beta2", "adam_epsilon"),
-            lambda c: c.optimizer in ("adamw", "muon"),
+            lambda c: c.optimizer in ("adamw", "adamw_8bit", "muon"),
             "it is a constant of AdamW, which nothing uses here; write optimizer=adamw",
         ),
         (
@@ -147,10 +147,11 @@ class OptimizerConfig(StageConfig):
         ),
     )
 
-    optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = Field(
+    optimizer: Literal["adamw", "adamw_8bit", "sgd", "adafactor", "muon"] = Field(
         "adamw",
         description=(
-            "torch's AdamW (8 bytes of state per trained weight), SGD (0, with momentum 4; needs a learning_rate of its"
+            "torch's AdamW (8 bytes of state per trained weight), bitsandbytes' with its moments in 8 bits (2; 8 for"
+            " embeddings and small weights), SGD (0, with momentum 4; needs a learning_rate of its"
             " own), Adafactor (next to none; steps relative to the size of weights, default learning rate 50 times"
             " AdamW's) or Muon on the layers' matrices with AdamW for the rest (4; AdamW's learning rate)."
         ),
@@ -399,6 +400,11 @@ class OptimizerConfig(StageConfig):
             raise ValueError(
                 "forward=compiled does not say what routers choose, which router_aux_loss_coef needs; write"
                 " forward=auto or forward=model, or leave router_aux_loss_coef out"
+            )
+        if self.optimizer == "adamw_8bit" and self.sharding == "full":
+            raise ValueError(
+                "optimizer=adamw_8bit keeps blocks of 256 values together, and sharding=full splits weights anywhere;"
+                " write optimizer=adamw, whose state is split over the devices, or sharding=none"
             )
         if self.optimizer == "adafactor" and self.lora_rank:
             raise ValueError(

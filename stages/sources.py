@@ -23,6 +23,30 @@ from storage.files import atomic_write_text, read_json, sha256_bytes, sha256_tex
 MODULE_STRING = re.compile(r"^((?:stages|storage)(?:\.\w+)+)(?::\w+)?$")
 
 
+class Package(NamedTuple):
+    """folder: in which a package or module lies. library: installed there by a package manager, not worked on."""
+
+    folder: Path
+    library: bool
+
+
+@functools.cache
+def package(top: str) -> Package | None:
+    """Where the sources of a top-level package or module lie; None for what Python brings and what has none. Nothing of it
+    is imported."""
+    if top in sys.stdlib_module_names:
+        return None
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # one that hides, or was made by hand
+        return None
+    if spec is None:
+        return None
+    places = list(spec.submodule_search_locations or []) or [spec.origin or ""]
+    folder = Path(places[0]).resolve().parent
+    return Package(folder, bool({"site-packages", "dist-packages"} & {*folder.parts})) if folder.is_dir() else None
+
+
 class Source(NamedTuple):
     """digest: of the syntax tree without docstrings, so that comments and layout do not count. imports: dotted names
     imported anywhere, function bodies included; submodule candidates of ``from package import x`` are given as both

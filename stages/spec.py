@@ -1,8 +1,8 @@
 """What a stage declares (name, config, inputs, outputs) and how a stage run is identified.
 
 stage key = sha256 of canonical JSON {stage, code_version, config, inputs, seed} where
-  code_version  digest of the stage's import closure inside this project and of the libraries whose
-                versions change numbers (walked by AST, imports inside functions included),
+  code_version  digest of the stage's import closure inside this project (and its own package, where it is of another)
+                and of the libraries whose versions change numbers (walked by AST, imports inside functions included),
   config        every field of the resolved config, defaults included,
   inputs        input name -> content digest, and of what an input names without holding it (StageSpec.behind).
 Hardware, paths and logging stay out. What cannot be hashed is refused, never skipped.
@@ -15,6 +15,7 @@ import enum
 import functools
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -418,6 +419,25 @@ def module_file(name: str) -> Path | None:
     return None
 
 
+def file_outside(name: str, package: str) -> Path | None:
+    """Source file of a module of ``package``, which is none of this project's, or of another one that somebody works on;
+    None where it is part of Python, of an installed library, or of no package.
+    """
+    top, *parts = name.split(".")
+    if not top or top in PROJECT_PACKAGES:
+        return None
+    found = sources.package(top)
+    if found is None or top != package and found.library:
+        return None
+    base = found.folder.joinpath(top, *parts)
+    return next((one for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()), None)
+
+
+def is_ours(module: str) -> bool:
+    """Whether a module is one of this project's."""
+    return module.split(".", 1)[0] in PROJECT_PACKAGES
+
+
 def imports_of(name: str, imports: list[str], tables: list[str], computed: int | None) -> set[str]:
     """Dotted names that a module imports, from what its source says (``sources.imports_in``), tables that name functions
     of ours included. Raises UnhashableError for an import whose name is computed from nothing that can be read in the
@@ -434,7 +454,11 @@ def imports_of(name: str, imports: list[str], tables: list[str], computed: int |
 
 
 def import_closure(module: str) -> tuple[dict[str, Path], set[str]]:
-    """(project modules -> file, third-party top-level names) reachable from a module through any import statement."""
+    """(modules -> file, third-party top-level names) reachable from a module through any import statement. The modules are
+    this project's and, of a stage that is none, those of its own package and of others that are worked on
+    (:func:`file_outside`).
+    """
+    own = None if is_ours(module) else module.split(".", 1)[0]
     seen: dict[str, Path] = {}
     external: set[str] = set()
     queue = [module, *ALWAYS_IN_CLOSURE]
@@ -442,7 +466,7 @@ def import_closure(module: str) -> tuple[dict[str, Path], set[str]]:
         name = queue.pop()
         if name in NEVER_IN_CLOSURE:
             continue
-        file = module_file(name)
+        file = module_file(name) or (file_outside(name, own) if own else None)
         if name in seen or file is None:
             if file is None and name:
                 external.add(name.split(".", 1)[0])
@@ -455,26 +479,36 @@ def import_closure(module: str) -> tuple[dict[str, Path], set[str]]:
 
 
 def closure_digest(module: str, resources: tuple[str, ...] = ()) -> str:
-    """Digest of the code behind a stage module: project sources, declared resource files, versions of numeric
-    libraries.
+    """Digest of the code behind a stage module: sources (:func:`import_closure`), declared resource files (paths below
+    the folder in which the module's package lies), versions of numeric libraries, and of every library that a stage
+    from outside of this project imports itself.
     """
     files, external = import_closure(module)
     if module not in files:
         raise UnhashableError(
-            f"the source of {module} was not found under {PROJECT_ROOT}, so its code cannot be hashed; put the file of"
-            " a stage of your own into stages/ there and write stages.FILE"
+            f"the source of {module} was not found, so its code cannot be hashed; put the file of a stage of your own"
+            f" into {PROJECT_ROOT / 'stages'} and write stages.FILE, or into a package that is installed or on PYTHONPATH"
+            " and write PACKAGE.FILE"
         )
-    found = {name: sources.source(name, file, PROJECT_ROOT).digest for name, file in files.items()}
+    read = {name: sources.source(name, file, PROJECT_ROOT) for name, file in files.items()}
+    found = {name: one.digest for name, one in read.items()}
     sources.keep(PROJECT_ROOT)
+    theirs = {top.split(".", 1)[0] for name, one in read.items() if not is_ours(name) for top in one.imports}
     for resource in resources:
-        path = PROJECT_ROOT / resource
+        path = code_root(module) / resource
         if not path.is_file():
             raise UnhashableError(
                 f"{module} declares the resource file {resource!r}, which does not exist; correct StageSpec.resources"
             )
         found["file:" + resource] = sha256_file(path)
-    libraries = library_versions(external & set(NUMERIC_LIBRARIES))
+    libraries = library_versions(external & ({*NUMERIC_LIBRARIES} | theirs) - sys.stdlib_module_names)
     return sha256_text(canonical_json({"sources": found, "libraries": libraries}))
+
+
+def code_root(module: str) -> Path:
+    """The folder in which the package of a stage module lies: this project's, or that of a package of somebody's own."""
+    found = None if is_ours(module) else sources.package(module.split(".", 1)[0])
+    return PROJECT_ROOT if found is None else found.folder
 
 
 def library_versions(names: Iterable[str] = NUMERIC_LIBRARIES) -> dict[str, str | None]:

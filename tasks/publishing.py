@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.spec import PROJECT_ROOT, StageSpec
+from stages import sources
+from stages.spec import PROJECT_ROOT, StageSpec, is_ours, library_versions
 from storage import leases, records, store
 from storage.files import atomic_write_json, read_json
 from tasks.stopping import StageError
@@ -108,7 +109,7 @@ def publish(
         "reports": result["reports"],
         "code": p.code,
         "git": records.git_commit(PROJECT_ROOT),
-        "versions": {**records.versions(), **result.get("versions", {})},
+        "versions": {**records.versions(), **result.get("versions", {}), **_version_outside(p.module)},
         "started": started,
         "finished": finished,
         "attempts": attempt,
@@ -127,6 +128,16 @@ def publish(
 
 def input_entry(found: store.ResolvedInput) -> dict[str, Any]:
     return {**found.to_dict(), "manifest": _manifest_summary(found.manifest)}
+
+
+def _version_outside(module: str) -> dict[str, str]:
+    """{package: version and commit} of the code of a stage that is none of this project's."""
+    package = module.split(".", 1)[0]
+    if is_ours(module):
+        return {}
+    found = sources.package(package)
+    commit = "" if found is None or found.library else records.git_commit(found.folder)
+    return {package: " ".join(filter(None, [library_versions([package])[package], commit])) or "without a version"}
 
 
 def _manifest_summary(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ SEED = 5
 
 def why_not(stage: str, c: dict) -> str | None:
     """Why a combination is not replayed; None where it is."""
-    if c.get("lora_dropout") or c["optimizer"] == "muon":
-        return "masks drawn elsewhere, or products in bfloat16"
+    if c.get("lora_dropout") or c["optimizer"] in ("muon", "adamw_8bit"):
+        return "masks drawn elsewhere, products in bfloat16, or moments in 8 bits"
     if c["lora_rank"] and c["model"] == "olmoe":
         return "adapters on experts"
     if c.get("method") == "on_policy" and c["sampling_temperature"] > 1e-3:

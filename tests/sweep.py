@@ -77,7 +77,7 @@ VALUES: dict[tuple[str, str], list] = {
     ("", "eval_rows"): [512, 3, 0],
     ("", "select_by"): [None, "loss"],
     ("", "early_stopping_patience"): [0, 1],
-    ("", "optimizer"): ["adamw", "sgd", "adafactor", "muon"],
+    ("", "optimizer"): ["adamw", "adamw_8bit", "sgd", "adafactor", "muon"],
     ("", "momentum"): [None, 0.9],
     ("", "forward"): ["auto", "own", "model"],
     ("", "max_grad_norm"): [1.0, 0.01],

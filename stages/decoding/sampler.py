@@ -143,10 +143,12 @@ class Sampler:
         params: SamplingParams,
         seeds: Sequence[Sequence[int]],
         progress: Callable[[int, int], None] | None = None,
+        on_token: Callable[[int, int, list[int]], None] | None = None,
     ) -> list[list[Completion]]:
         """len(seeds[i]) completions of each prompt i, in the order of prompts and seeds.
 
-        progress(done, total) is called with completion counts as rows finish.
+        progress(done, total) is called with completion counts as rows finish, on_token(prompt, completion, ids so far)
+        with every token that is read.
         Raises SamplerError for an empty prompt, ids outside the vocabulary, too long rows, unusable stop settings.
         """
         self._check(prompts, params, seeds)
@@ -161,7 +163,7 @@ class Sampler:
                     held = self._held.pop()
                 except IndexError:
                     held = None
-                run = _Run(self, prompts, params, seeds, progress, total, held)
+                run = _Run(self, prompts, params, seeds, progress, total, held, on_token)
                 found = run.finish()
                 self.steps += run.steps
                 if run.held is not None and run.held.has_room():
@@ -299,9 +301,12 @@ class _Flying:
 class _Run:
     """One `generate` call: the queue, the slots and the step loop. Slots 0..live-1 are always the live rows."""
 
-    def __init__(self, sampler: Sampler, prompts, params, seeds, progress, total, held: Held | None = None):
+    def __init__(
+        self, sampler: Sampler, prompts, params, seeds, progress, total, held: Held | None = None, on_token=None
+    ):
         """held: what the sampler has kept of an earlier call; ``self.held`` is what it may keep of this one."""
         self.params, self.prompts, self.progress, self.total = params, prompts, progress, total
+        self.on_token = on_token
         self.seeds = [[int(s) for s in one] for one in seeds]
         self.device = sampler.model.get_input_embeddings().weight.device
         self.decoder = make_decoder(sampler.model, sampler.lean, sampler.dtype)
@@ -632,6 +637,9 @@ class _Run:
         self.out_ids[slots, count] = token
         self.out_logps[slots, count] = logp
         self.count[slots] = count + 1
+        if self.on_token is not None:
+            for slot in slots:
+                self.on_token(*map(int, self.row[slot]), self.out_ids[slot, : self.count[slot]].tolist())
         eos = self.stops[token]
         ended = eos | (count + 1 >= params.max_new_tokens)
         stopped = self.text.watch(token, slots, self.out_ids, self.count) if params.stop_strings else ()

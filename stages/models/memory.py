@@ -29,6 +29,8 @@ from storage.files import read_json
 TRAINED, FROZEN, KEPT = 16, 4, 2  # bytes per parameter; KEPT: frozen in bfloat16
 # weights in 4 bits that share a scale, and scales that share one under double quantisation (stages.models.quantised)
 NF4_BLOCK, NF4_DOUBLE_BLOCK = 64, 256
+# optimizer=adamw_8bit: values of a matrix from which on its moments are kept so, and those that share a scale
+FROM_8BIT, BLOCK_8BIT = 4096, 256
 GIB = 2**30
 SAMPLING = "policy that samples"
 #: What the built-in engine holds while it samples: keys and values, and the weights as it multiplies with them
@@ -168,6 +170,17 @@ def trained_bytes(config, shape: Shape, role: Role, adapter: int | None) -> int:
     if optimizer == "adafactor":
         in_matrices = sum(rows * columns for rows, columns in shape.matrices.values())
         return 8 * count + 4 * (sum(rows + columns for rows, columns in shape.matrices.values()) + count - in_matrices)
+    if optimizer == "adamw_8bit":
+        small = (
+            [
+                rows * columns
+                for name, (rows, columns) in shape.matrices.items()
+                if rows * columns >= FROM_8BIT and not is_embedding(name)
+            ]
+            if adapter is None
+            else [adapter]
+        )
+        return state_bytes([count], []) - 6 * sum(small) + 8 * sum(-(-n // BLOCK_8BIT) for n in small)
     if optimizer == "muon":
         layers = (
             sum(rows * columns for name, (rows, columns) in shape.matrices.items() if not outside_layers(name))
@@ -180,7 +193,12 @@ def trained_bytes(config, shape: Shape, role: Role, adapter: int | None) -> int:
 
 def outside_layers(name: str) -> bool:
     """Whether a matrix is an embedding, an output layer or a head."""
-    return any(word in name for word in ("embed", "lm_head", "wte", "wpe", "score."))
+    return is_embedding(name) or any(word in name for word in ("lm_head", "score."))
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a matrix is an embedding."""
+    return any(word in name for word in ("embed", "wte", "wpe"))
 
 
 def frozen_dtype(config) -> str:
@@ -538,6 +556,7 @@ def refusal(
         and config.sharding == "none"
         and any(r.trained and not r.whole for r in roles)
     ):
+        advice.append(f"optimizer=adamw_8bit ({says(fits(optimizer='adamw_8bit'))})")
         advice.append(f"optimizer=adafactor ({says(fits(optimizer='adafactor'))})")
     for setting, off in (("ema_decay", 0.0), ("select_by", None)):
         if getattr(config, setting, None):

@@ -2,6 +2,8 @@
 
 ==========  =====================================================  ===============================================================================
 adamw       bytes of state per trained weight: 8                    Loshchilov and Hutter 2019
+adamw_8bit  2 and 8 per 256 weights; of embeddings and weights     Dettmers et al. 2022: moments in blocks of 256 values, of each its greatest and 8
+            of less than 4,096 values adamw's                      bits per value (bitsandbytes); AdamW on all else
 sgd         0, with momentum 4                                      weight decay is added to the gradient (L2)
 adafactor   a row and a column of every matrix                      Shazeer and Stern 2018: a step is relative to the size of the weights it moves
 muon        4                                                       Jordan et al. 2024 on matrices of the layers, their steps scaled to the size of AdamW's
@@ -15,17 +17,66 @@ is.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from stages.models import lean, sharding
+from stages.models import lean, memory, quantised, sharding
 
-#: Names of state tensors that have the shape of their weight; others are small and kept whole.
+#: Names of state tensors that have the shape and type of their weight; others are small, or of a run without shards, and
+#: kept whole.
 LIKE_THE_WEIGHT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "variance")
-STATE = (*LIKE_THE_WEIGHT, "step", "row_var", "col_var")
+IN_8_BITS = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales")
+STATE = (*LIKE_THE_WEIGHT, *IN_8_BITS, "step", "row_var", "col_var")
+
+
+@functools.cache
+def _levels(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the 256 codes of first (signed) and second moments stand for, as shares of their block's greatest."""
+    library = quantised.bitsandbytes("optimizer=adamw_8bit", "optimizer=adamw")
+    return tuple(library.create_dynamic_map(signed=signed).to(device) for signed in (True, False))
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW with its moments in 8 bits: codes [like the weight] and the greatest value of every block of 256."""
+
+    def __init__(self, groups: list[dict], lr: float, betas: tuple[float, float], eps: float):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        update = quantised.bitsandbytes("optimizer=adamw_8bit", "optimizer=adamw").optimizer_update_8bit_blockwise
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                held = self.state[p]
+                if not held:
+                    held["step"] = torch.zeros(())
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        held[f"{name}_codes"] = torch.zeros_like(p, dtype=torch.uint8, requires_grad=False)
+                        held[f"{name}_scales"] = p.new_zeros(-(-p.numel() // memory.BLOCK_8BIT), dtype=torch.float32)
+                held["step"] += 1
+                update(
+                    "adam",
+                    p.grad.contiguous(),
+                    p,
+                    held["exp_avg_codes"],
+                    held["exp_avg_sq_codes"],
+                    *group["betas"],
+                    0.0,
+                    0.0,
+                    group["eps"],
+                    int(held["step"]),
+                    group["lr"],
+                    *_levels(p.device),
+                    held["exp_avg_scales"],
+                    held["exp_avg_sq_scales"],
+                    group["weight_decay"],
+                )
 
 
 class Together:
@@ -113,6 +164,11 @@ def make(config, model: nn.Module, parameters: dict[str, nn.Parameter]):
             fused=True,
         )
 
+    def beside(first, chosen: set[int]):
+        """``first`` (None: nothing) moves the chosen weights, AdamW the others."""
+        rest = [p for p in every if id(p) not in chosen]
+        return Together(*filter(None, [first, adamw(rest) if rest else None]))
+
     every = list(parameters.values())
     turns = InTurns if any(map(sharding.is_sharded, every)) else lambda optimizer: optimizer
     if config.optimizer == "sgd":
@@ -124,25 +180,43 @@ def make(config, model: nn.Module, parameters: dict[str, nn.Parameter]):
         return turns(torch.optim.Adafactor(groups("adafactor", every), lr=config.learning_rate))
     if config.optimizer == "muon":
         chosen = of_muon(model, parameters)
-        rest = [p for p in every if id(p) not in chosen]
-        momentum = 0.95 if config.momentum is None else config.momentum
-        muon = (
-            [
-                turns(
-                    torch.optim.Muon(
-                        groups("muon", [p for p in every if id(p) in chosen]),
-                        lr=config.learning_rate,
-                        weight_decay=config.weight_decay,
-                        momentum=momentum,
-                        adjust_lr_fn="match_rms_adamw",
-                    )
-                )
-            ]
-            if chosen
-            else []
+        muon = chosen and turns(
+            torch.optim.Muon(
+                groups("muon", [p for p in every if id(p) in chosen]),
+                lr=config.learning_rate,
+                weight_decay=config.weight_decay,
+                momentum=0.95 if config.momentum is None else config.momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
         )
-        return Together(*muon, *([adamw(rest)] if rest else []))
+        return beside(muon, chosen)
+    if config.optimizer == "adamw_8bit":
+        chosen = in_8_bits(model, parameters)
+        small = chosen and AdamW8bit(
+            groups("adamw_8bit", [p for p in every if id(p) in chosen]),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+        )
+        return beside(small, chosen)
     return adamw(every)
+
+
+def in_8_bits(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[int]:
+    """Ids of the weights whose moments ``adamw_8bit`` keeps in 8 bits: as in transformers, not embeddings, whose rows move
+    by very different amounts, nor small ones.
+    """
+    embeddings = _of_embeddings(model)
+    return {
+        id(p) for p in parameters.values() if p.ndim >= 2 and p.numel() >= memory.FROM_8BIT and id(p) not in embeddings
+    }
+
+
+def _of_embeddings(model: nn.Module) -> set[int]:
+    """Ids of embeddings, tied with the output layer or not."""
+    return {
+        id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module._parameters.values()
+    }
 
 
 def of_muon(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[int]:
@@ -156,10 +230,7 @@ def of_muon(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[int]:
         for p in module._parameters.values()
         if p is not None
     }
-    # tied with the output layer too
-    embeddings = {
-        id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module._parameters.values()
-    }
+    embeddings = _of_embeddings(model)
     return {
         id(p)
         for name, p in parameters.items()
@@ -167,15 +238,20 @@ def of_muon(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[int]:
     }
 
 
-def state_shapes(optimizer) -> Iterator[tuple[nn.Parameter, torch.Size | tuple]]:
-    """(weight, shape) of every tensor that the optimizer will hold from its first step on, but for counters of
+def state_shapes(optimizer) -> Iterator[tuple[nn.Parameter, torch.Size | tuple, torch.dtype]]:
+    """(weight, shape, type) of every tensor that the optimizer will hold from its first step on, but for counters of
     steps.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
             if group["kind"] == "adafactor" and p.ndim >= 2:
-                yield p, (*p.shape[:-1], 1)
-                yield p, (*p.shape[:-2], 1, p.shape[-1])
+                yield p, (*p.shape[:-1], 1), p.dtype
+                yield p, (*p.shape[:-2], 1, p.shape[-1]), p.dtype
+                continue
+            if group["kind"] == "adamw_8bit":
+                for _ in range(2):
+                    yield p, p.shape, torch.uint8
+                    yield p, (-(-p.numel() // memory.BLOCK_8BIT),), torch.float32
                 continue
             many = {"adamw": 2, "sgd": int(group.get("momentum", 0.0) > 0), "adafactor": 1, "muon": 1}[group["kind"]]
-            yield from ((p, p.shape) for _ in range(many))
+            yield from ((p, p.shape, p.dtype) for _ in range(many))

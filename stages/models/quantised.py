@@ -28,8 +28,8 @@ class QuantisationError(ValueError):
 
 
 @functools.cache
-def _library():
-    """bitsandbytes' functional interface.
+def bitsandbytes(setting: str = "frozen_dtype=nf4", instead: str = "frozen_dtype=bfloat16"):
+    """bitsandbytes' functional interface, for what ``setting`` asks.
 
     Raises:
         QuantisationError: it is not installed.
@@ -41,8 +41,7 @@ def _library():
         from bitsandbytes import functional
     except ImportError as error:
         raise QuantisationError(
-            f"frozen_dtype=nf4 needs bitsandbytes ({error}); run pip install 'posttrain[qlora]', or write"
-            " frozen_dtype=bfloat16"
+            f"{setting} needs bitsandbytes ({error}); run pip install 'posttrain[qlora]', or write {instead}"
         ) from error
     finally:
         log.setLevel(level)
@@ -63,7 +62,7 @@ class NF4(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """The dequantised values, float32, in memory of their own."""
-        library = _library()
+        library = bitsandbytes()
         state = {
             "shape": _stored_shape(self.size_of_all),
             "dtype": torch.float32,
@@ -160,7 +159,7 @@ def quantise(weight: torch.Tensor, form: str) -> torch.nn.Parameter:
         QuantisationError: bitsandbytes is not installed, or the matrix holds NaN or infinity, of which a block of 64
             would be left with nothing.
     """
-    library = _library()
+    library = bitsandbytes()
     flat = weight.detach().reshape(-1)
     if not bool(torch.isfinite(flat).all()):
         raise QuantisationError(
@@ -192,14 +191,14 @@ def _stored_shape(size: torch.Size) -> torch.Size:
 @functools.cache
 def _levels(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        return _library().get_4bit_type("nf4", device=device)
+        return bitsandbytes().get_4bit_type("nf4", device=device)
 
 
 @functools.cache
 def _dynamic(device: torch.device) -> torch.Tensor:
     """The 256 levels of a block's greatest value under double quantisation."""
     with torch.inference_mode(False):
-        return _library().create_dynamic_map().to(device)
+        return bitsandbytes().create_dynamic_map().to(device)
 
 
 # -- products with frozen weights --------------------------------------------------------------------------------------

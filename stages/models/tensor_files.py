@@ -27,6 +27,7 @@ _NAMES = {
     torch.bfloat16: "BF16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 

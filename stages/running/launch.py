@@ -49,7 +49,7 @@ def launch(
         with warm.closed_devices():
             warm.load()
             # the project's own; what somebody else's does when it is imported is not known to survive a fork
-            if stage in STAGES:
+            if stage in STAGES.own:
                 get_stage(stage)
         gc.freeze()
     running: dict[int, int] = {}  # process id -> rank

@@ -156,7 +156,7 @@ WRONG = [
     (["run", "preference", "data.path=pairs.jsonl"], "write model="),
     (["run", "verifiable"], "model"),
     (["stage", "sftt"], "did you mean 'sft'"),
-    (["stage", "mine.lower"], "stages.FILE for a stage of your own in stages/FILE.py"),
+    (["stage", "mine.lower"], "for a stage of your own stages.FILE (in stages/FILE.py) or PACKAGE.FILE"),
     (["stage", "world", "--set", "prompt={train: 3}"], "did you mean 'prompts'"),
     (["stage", "sft", "--input", "modle=x"], "did you mean 'model'"),
     (["stage", "sft", "--input", "model=nowhere/there.jsonl", "--input", "data=x"], "does not exist"),
@@ -456,7 +456,7 @@ def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain):
     """Each makes a Prefect server on one database; two that made its tables at once failed."""
     # its stage takes a moment and no library
     program = (
-        "import sys\nfrom flows import recipe\nrecipe.RECIPES['slow_recipe'] = 'tests.flows.slow_recipe'\nfrom"
+        "import sys\nfrom flows import recipe\nrecipe.RECIPES.own['slow_recipe'] = 'tests.flows.slow_recipe'\nfrom"
         " flows.cli import main\nsys.argv = ['posttrain', 'run', 'slow_recipe', f'seed={sys.argv[1]}']\nmain()\n"
     )
     for one in [posttrain(seed, program=program, start=True) for seed in range(3)]:

@@ -148,7 +148,7 @@ def test_a_run_that_is_ended_does_not_wait_for_a_server_that_is_gone(prefect, tm
     main thread, is being sent where nothing interrupts that."""
     gate = Gate(prefect)
     program = (
-        "import sys\nfrom flows import recipe\nrecipe.RECIPES['side_by_side'] = 'tests.flows.slow_recipe'\nfrom"
+        "import sys\nfrom flows import recipe\nrecipe.RECIPES.own['side_by_side'] = 'tests.flows.slow_recipe'\nfrom"
         " flows.cli import main\nsys.argv = ['posttrain', 'run', 'side_by_side', '--set', 'seconds=[300]']\nmain()\n"
     )
     with slots(prefect) if how == "while its slot is to be given back" else contextlib.nullcontext():

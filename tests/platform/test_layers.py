@@ -129,6 +129,30 @@ def test_light_imports(module):
     assert run.stdout.strip() == "[]"
 
 
+def test_no_command_imports_prefect_or_mlflow_before_their_environment_is_set():
+    """Both read it once; a command that is late has them keep runs in the user's own directories, and phone home."""
+    commands = {
+        node.name: node
+        for node in ast.walk(ast.parse((PROJECT_ROOT / "flows" / "cli.py").read_text()))
+        if isinstance(node, ast.FunctionDef) and "env.prepare(" in ast.unparse(node)
+    }
+    assert len(commands) > 15
+    lines = set()
+    for node in commands.values():
+        prepared = min(
+            one.lineno for one in ast.walk(node) if "env.prepare" in ast.unparse(one) and hasattr(one, "func")
+        )
+        lines |= {
+            ast.unparse(one)
+            for one in ast.walk(node)
+            if isinstance(one, (ast.Import, ast.ImportFrom)) and one.lineno < prepared
+        }
+    code = "\n".join(["import sys", "import flows.cli", *sorted(lines)])
+    code += "\nprint([m for m in ('prefect', 'mlflow') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT, check=True)
+    assert run.stdout.strip() == "[]"
+
+
 def test_every_stage_declares_itself_lightly():
     code = (
         "import sys\nfrom stages.registry import STAGES, get_stage\nfor name in STAGES:\n    spec ="

@@ -291,7 +291,7 @@ def test_a_follower_refuses_what_is_another_stage_on_its_machine(tiny, data, tmp
 PROGRAM = """
 import sys
 from flows import recipe
-recipe.RECIPES["two_and_merged"] = "tests.platform.two_and_merged"
+recipe.RECIPES.own["two_and_merged"] = "tests.platform.two_and_merged"
 from flows.cli import main
 main()
 """

@@ -44,6 +44,10 @@ STAGES = {
         },
         ("model", "demonstrations"),
     ),
+    "sft by adamw_8bit": (
+        {"optimizer": "adamw_8bit", "weight_decay": 0.1, "batch_size": 8, "num_train_epochs": 2, "max_length": 64},
+        ("model", "demonstrations"),
+    ),
     "sft by adafactor": (
         {"optimizer": "adafactor", "weight_decay": 0.1, "batch_size": 8, "num_train_epochs": 2, "max_length": 64},
         ("model", "demonstrations"),

@@ -86,8 +86,8 @@ def test_what_cannot_change_a_result_does_not(stage, world, tmp_path, monkeypatc
                 "activation_checkpointing": not combination["activation_checkpointing"],
             }
             sweep.run(stage, {**settings, **other}, inputs, tmp_path / "cut")
-            # which multiplies in bfloat16; some metrics are float32
-            tolerance = 2e-3 if combination["optimizer"] == "muon" else 1e-6
+            # one multiplies in bfloat16, the other rounds moments; some metrics are float32
+            tolerance = 2e-3 if combination["optimizer"] in ("muon", "adamw_8bit") else 1e-6
             for whole, cut in zip(sweep.metrics(tmp_path / "whole"), sweep.metrics(tmp_path / "cut"), strict=True):
                 assert whole.keys() == cut.keys()
                 for name, value in whole.items():
@@ -119,7 +119,9 @@ def test_what_cannot_change_a_result_does_not(stage, world, tmp_path, monkeypatc
 def test_two_ranks_say_and_publish_what_one_process_does(stage, world, tmp_path, forks):
     """Whole rows on either rank; sums of float64, so that nothing but the order of additions differs."""
     compared = 0
-    for combination in combinations(stage, 19, 2, lambda c: c["optimizer"] != "muon" and not c.get("lora_dropout")):
+    for combination in combinations(
+        stage, 19, 2, lambda c: c["optimizer"] not in ("muon", "adamw_8bit") and not c.get("lora_dropout")
+    ):
         settings, inputs = sweep.settings_of(stage, combination), world.inputs(stage, combination)
         try:
             with sweep.float64():
