@@ -21,25 +21,36 @@ WORKER_LOG = "POSTTRAIN_WORKER_LOG"  # the file that a worker and its runs write
 LEASES = "flows.prefect_leases"
 
 
+#: Nothing is sent anywhere.
+SILENT = {
+    "DO_NOT_TRACK": "true",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+def send_nothing() -> None:
+    """Switch telemetry off where the user has not said otherwise."""
+    for name, value in SILENT.items():
+        os.environ.setdefault(name, value)
+
+
 def defaults(state: Path) -> dict[str, str]:
     """Variables for servers, workers and flows whose state lives under `state` (an absolute path)."""
     prefect = state / "prefect"
-    return {
+    return SILENT | {
         "POSTTRAIN_HOME": str(state),
-        "DO_NOT_TRACK": "true",
         "PREFECT_HOME": str(prefect),
         "PREFECT_LOCAL_STORAGE_PATH": str(prefect / "results"),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PREFECT_CLI_PROMPT": "false",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
 

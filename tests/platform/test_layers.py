@@ -1,6 +1,7 @@
 """The house stands as drawn: flows -> tasks -> stages -> storage, and nothing else."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -151,6 +152,20 @@ def test_no_command_imports_prefect_or_mlflow_before_their_environment_is_set():
     code += "\nprint([m for m in ('prefect', 'mlflow') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_recipe_called_from_python_sends_nothing():
+    code = (
+        "import os\nfrom flows.reward import reward\nfrom prefect.settings import get_current_settings\nserver ="
+        " get_current_settings().server\nprint(server.analytics_enabled, server.ui.show_promotional_content,"
+        " os.environ['DO_NOT_TRACK'], os.environ['MLFLOW_DISABLE_TELEMETRY'], os.environ['HF_HUB_DISABLE_TELEMETRY'])"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT", "MLFLOW", "HF_", "DO_NOT"))}
+    for given, said in (({}, "False False true true 1"), ({"DO_NOT_TRACK": "0"}, "False False 0 true 1")):
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT_ROOT, check=True, env=env | given
+        )
+        assert run.stdout.strip() == said
 
 
 def test_every_stage_declares_itself_lightly():
