@@ -62,7 +62,11 @@ there, so that the ratios are smaller:
 Of such an sft step 68% of the time are matrix products, at 93% of the rate of the large one; attention takes 11% for 3%
 of the FLOP, the rest is products of elements, norms, activations, copies and the optimizer, each bound by memory.
 Attention of one conversation as batched products is 0.71 of the flash kernel's time there forward and backward (12.7 ms
-in the place of 17.8 for 14 conversations of 186 tokens): 3% of a step, not built.
+in the place of 17.8 for 14 conversations of 186 tokens): 3% of a step, not built. A profile says what fused kernels in C
+could give at most: operations on elements and their calls are 17% of a step, so 2.06 times TRL's speed would become
+2.5 only if they cost nothing. Tried there and left out: chunks of 256, 512 and 2048 tokens (0.91, 1.0, 1.01), oneDNN's
+products while sampling (1.0), memory that is never given back to the system (1.0), two processes of one thread each in
+the place of two threads (1.06).
 
 Tried for sft at 28M, two processes taking turns step by step (14 to 16 pairs, medians of the ratio), and left out: huge
 pages for tensors (0.998) and for all of malloc (1.02, quartiles 0.98 and 1.06), a head of twice as many rows at a time
