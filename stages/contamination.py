@@ -163,6 +163,8 @@ def matched(stage, name: str, index) -> tuple[set[int], int] | None:
             continue
         turns = [text for text in trained_texts(data.kind, row, config.completions) if text.strip()]
         read += bool(turns)
+        if data.kind == "demonstrations/1" and row["kept"] is False:  # which training leaves out
+            continue
         hits += bool(turns) and index.check(*turns)
     if not read and any((data.manifest.get("splits") or {}).get(split) for split in splits):
         return None

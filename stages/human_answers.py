@@ -213,7 +213,7 @@ def pair(shown: dict, given: list[tuple[str, str]], dropped: Counter, labeler: s
         return None
     order = (0, 1) if first > 0.5 else (1, 0)
     (chosen, rejected), (chosen_gen, rejected_gen) = ([shown[name][k] for k in order] for name in ("answers", "gens"))
-    who = {name for _, name in given}
+    who = {name for entry, name in given if entry != "skip"}
     return {
         "prompt": shown["prompt"],
         "chosen": chosen,

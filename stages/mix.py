@@ -205,7 +205,8 @@ def sorted_out(config, kind: str, datasets: dict, weights: dict) -> tuple[dict[s
             )
             if reason is None and split == "train" and {row[key] for key in keys} & held_out:
                 reason = "held_out_elsewhere"
-            if reason is None and row["row_id"] in seen:
+            identity = written_as(kind, row, config)
+            if reason is None and identity in seen:
                 reason = "duplicate_row"
             if reason is None and weights[name] == 0 and split != "train" and not held:
                 reason = "weight_0"
@@ -213,7 +214,7 @@ def sorted_out(config, kind: str, datasets: dict, weights: dict) -> tuple[dict[s
                 dropped[reason] = dropped.get(reason, 0) + 1
                 continue
             if weights[name] != 0 or split != "train":  # what is not taken leaves another source its row
-                seen.add(row["row_id"])
+                seen.add(identity)
             (sources[name] if split == "train" else aside).append({**row, "split": split})
     missing = sorted(set(config.held_out_categories) - {row.get("category") for row in aside})
     if missing:
@@ -384,6 +385,13 @@ def in_format(row: dict, config, counted: Counter) -> dict:
             json.loads(row["extra_json"] or "{}") | {"answer_format_was": sorted(changed)}, sort_keys=True
         ),
     }
+
+
+def written_as(kind: str, row: dict, config) -> str:
+    """The row_id that the row has in the mixture: two styles of one answer are one row in one style."""
+    from storage.schema import row_id
+
+    return row["row_id"] if config.answer_format == "warn" else row_id(kind, in_format(row, config, Counter()))
 
 
 def trained_turns(row: dict) -> list[int]:

@@ -170,7 +170,7 @@ def run(stage):
                     {"prompt": rows[0]["prompt"], **row, "group_id": rows[0]["group_id"]},
                     dataset="preferences",
                     source=rows[0]["source"],
-                    origin="verifier" if config.select == "correct_vs_incorrect" else "ai",
+                    origin="verifier" if by_verdicts(config) else "ai",
                     split=splits[prompt_id],
                 )
                 for row in made
@@ -292,6 +292,13 @@ def made_of(*rows: dict) -> str:
 
 def uses_rso(config: Config) -> bool:
     return config.kind == "pairs/1" and config.select == "rso"
+
+
+def by_verdicts(config: Config) -> bool:
+    """Whether the verifier's verdicts say what is better, and not the rewards."""
+    if config.kind == "unpaired/1":
+        return config.threshold is None
+    return config.select == "correct_vs_incorrect"
 
 
 def pairs_of(stage, rows, counts) -> list[dict]:

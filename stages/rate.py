@@ -443,6 +443,7 @@ def ann_of(judge: Asker, group: Group) -> dict:
 
 def ratings(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> list[dict]:
     """``ratings/1`` of a prompt: answers with a rating by every aspect."""
+    from stages.ingestion.pairing import overall_scores
     from storage.schema import complete_row, provenance
 
     config = stage.config
@@ -467,7 +468,7 @@ def ratings(stage, judge: Asker, group: Group, found: dict, lost: Counter) -> li
                 {
                     "prompt": one["prompt"],
                     "completion": one["completion"],
-                    "score": sum(config.shares[aspect] * value for aspect, value in mean.items()),
+                    "score": overall_scores([list(mean.values())], [config.shares[aspect] for aspect in mean])[0],
                     "scale_min": 1.0,
                     "scale_max": float(config.scale),
                     "aspects": aspects,

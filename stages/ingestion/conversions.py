@@ -58,6 +58,8 @@ WITH_PROMPT = (
 )
 # the smallest difference of two scores: whatever the scale, one of its steps is not below it
 ANY_GAP = math.ulp(0.0)
+# what a gap of decimal scores may lack: 4.1 - 3.1 is a gap of 1
+ROUNDING = 1e-9
 _CARRIED = ("prompt_id", "group_id", "split", "source", "batch_id", "license", "weight", "collected_at")
 
 
@@ -271,7 +273,7 @@ def rowwise(have: str, want: str, row: dict, options, draw=None, gaps: set[int] 
             raise ValueError(
                 "ratings become unpaired rows only with a threshold; set `threshold` (label = score >= threshold)"
             )
-        if options.dead_band and abs(row["score"] - options.threshold) < options.dead_band:
+        if options.dead_band and abs(row["score"] - options.threshold) < options.dead_band - ROUNDING:
             raise Bad("all_tied")
         return [
             _derived(
@@ -389,7 +391,7 @@ def _ratings_to_pairs(have, rows, options, draw):
     The scores are then those of one of the majority, the one with the median gap: scores of several people are never
     averaged.
     """
-    least = options.min_margin or ANY_GAP
+    least = max((options.min_margin or 0.0) - ROUNDING, ANY_GAP)
     raters, asked = _by_rater(rows), {}
     for rated in raters:
         keys, scores = list(rated), [score for score, _ in rated.values()]

@@ -192,11 +192,13 @@ def ratings_pairs(scores: Sequence[float], min_margin: float) -> list[tuple[int,
 
 
 def overall_scores(aspects: Sequence[Sequence[float]], weights: Sequence[float] | None = None) -> list[float]:
-    """Weighted mean of the aspects of each completion; weights sum to 1 (default equal)."""
+    """Weighted mean of the aspects of each completion; weights sum to 1 (default equal). Rounded to 12 decimals, so that
+    equal means are equal numbers whatever they are made of: two answers of one score are a tie.
+    """
     if weights is not None and abs(sum(weights) - 1) > 1e-9:
         raise Bad("weight_sum")
     return [
-        sum(w * s for w, s in zip(weights, row)) if weights is not None else math.fsum(row) / len(row)
+        round(math.fsum(w * s for w, s in zip(weights, row)), 12) if weights is not None else math.fsum(row) / len(row)
         for row in aspects
     ]
 

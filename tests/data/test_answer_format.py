@@ -8,12 +8,13 @@ from collections import Counter
 import pytest
 
 from stages.harness import execute
+from stages.spec import ConfigError
 from stages.verification.answer_format import STYLES, ending_of, rewritten, style_of
 from stages.verification.extraction import FLEXIBLE_ORDER, extract
 from stages.verification.verifiers import verify_math
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
-from tests.common import assistant, silent, user
+from tests.common import assistant, silent, user, written
 from tests.world.test_rewards import _data
 
 
@@ -215,3 +216,21 @@ def test_a_mixture_is_rewritten_to_one_style(mixed):
     } and len({r["row_id"] for r in rows}) == len(rows)
     with pytest.raises(Exception, match="answer_format"):
         mixed({"answer_format": "latex"})
+
+
+def test_one_answer_in_two_styles_is_one_row_once_it_is_in_one_style(tmp_path):
+    row = lambda text: {"messages": user("2+1?") + assistant(text), "train_turns": [1]}
+    inputs = {
+        f"data.{name}": {"kind": "dataset", "path": written(tmp_path / name, name, "demonstrations/1", rows)}
+        for name, rows in (("a", [row("It is 3.\n#### 3"), row("No.")]), ("b", [row("It is 3.\nThe answer is: 3")]))
+    }
+
+    def mix(name, **config):
+        spec = {"stage": "mix", "key": "t", "config": config, "seed": 0, "device": "cpu", "inputs": inputs}
+        return execute({**spec, "workdir": str(tmp_path / name)}, silent)["summary"]
+
+    assert mix("as_written")["rows"] == 3
+    with pytest.raises(ConfigError, match="data.b has no training row.*1 duplicate_row"):
+        mix("weighed", answer_format="boxed", weights={"a": 1, "b": 1})
+    found = mix("rewritten", answer_format="boxed", weights={"a": 1, "b": 0})
+    assert (found["rows"], found["dropped/duplicate_row"], found["answer_format/rewritten"]) == (2, 1, 1)

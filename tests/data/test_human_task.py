@@ -87,7 +87,7 @@ def test_people_turn_labels_around_and_votes_are_shares(tmp_path, pairs):
         if item == items[1]:
             return [("skip", "ann"), ("skip", "bob")]
         bad, good = place(shown, "bad"), place(shown, "good")
-        return [(bad, "ann"), (bad, "bob"), (good, "eve")] if item != items[2] else [(good, "ann")]
+        return [(bad, "ann"), (bad, "bob"), (good, "eve")] if item != items[2] else [(good, "ann"), ("skip", "bob")]
 
     result, made = answered(tmp_path, pairs, tasks, fill(tmp_path / "f.csv", tasks, choose))
     summary = result["summary"]

@@ -1,5 +1,7 @@
 """Signals of a product as labels and pairs (data.implicit); scores as weighted aspects (data.ratings)."""
 
+import itertools
+
 import pytest
 
 from stages.harness import StageFailure
@@ -135,3 +137,23 @@ def test_weights_that_cannot_be_are_refused(tmp_path):
             tmp_path / "w2",
             aspect_weights={"honesty": 1},
         )
+
+
+def test_equal_scores_are_ties_and_gaps_are_those_of_the_decimals(tmp_path):
+    """Neither the order in which weighted aspects are added up nor the binary fractions of scores decide a pair."""
+    weights = {"a": 0.5, "b": 0.3, "c": 0.2}
+    rated = [
+        rating(f"answer {i}", **dict(zip("abc", given)))
+        for i, given in enumerate(itertools.product(range(1, 6), repeat=3))
+    ]
+    path = write_lines(tmp_path / "aspects.jsonl", rated)
+    rows = ingest(path, tmp_path / "scores", kind="ratings/1", aspect_weights=weights).rows
+    tenths = {sum(w * int(one["score"]) for w, one in zip((5, 3, 2), row["aspects"])) for row in rows}
+    assert len({row["score"] for row in rows}) == len(tenths)
+    path = write_lines(
+        tmp_path / "scores.jsonl",
+        [{"prompt": "p", "completion": str(score), "score": score} for score in (4.1, 3.1)],
+    )
+    assert len(ingest(path, tmp_path / "pairs", kind="pairs/1", min_margin=1).rows) == 1
+    kept = ingest(path, tmp_path / "thumbs", kind="unpaired/1", threshold=3.1, dead_band=1).rows
+    assert [row["completion"][0]["content"] for row in kept] == ["4.1"]

@@ -259,3 +259,21 @@ def test_a_killed_report_continues_behind_its_last_dataset(tmp_path, forks):
     assert result["resumed_from"] >= 2 and result["summary"]["contamination_rate"] == pytest.approx(5 / 6)
     for name in ("scores", "items"):
         assert tree_digest(tmp_path / "work" / "out" / name) == tree_digest(tmp_path / "whole" / "out" / name), name
+
+
+def test_rows_that_training_leaves_out_contaminate_nothing(tmp_path):
+    """``superfilter`` and ``rejection`` write what they do not keep, too."""
+    said = lambda question, kept: {
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "14"}],
+        "train_turns": [1],
+        "kept": kept,
+    }
+    asked = [{"prompt": [{"role": "user", "content": question}], "answer": "14"} for question in QUESTIONS[:2]]
+    rates = {}
+    for name, kept in (("some", [True, False]), ("none", [False, False])):
+        lessons = dataset(tmp_path / name, "demonstrations/1", list(map(said, QUESTIONS, kept)))
+        prompts = dataset(tmp_path / f"prompts-{name}", "prompts/1", asked, split="test")
+        inputs = {"prompts": prompts, "training.lessons": lessons}
+        summary = execute(spec("contamination", tmp_path / f"run-{name}", inputs, {}))["summary"]
+        rates[name] = summary["contamination_rate"], summary["unread_datasets"]
+    assert rates == {"some": (0.5, 0), "none": (0.0, 0)}

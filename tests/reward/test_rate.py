@@ -537,6 +537,14 @@ def test_scores_and_ranks_are_means_over_the_orders():
         assert [one["score"] for one in row["aspects"]] == [help_, truth]
         assert row["score"] == pytest.approx(0.75 * help_ + 0.25 * truth)
     assert rows[0]["aspects"][0]["rationale"] == "short"
+    thirds = SimpleNamespace(
+        aspects=dict.fromkeys("xyz", ""), shares=dict.fromkeys("xyz", 1 / 3), orders=1, together=True, scale=5
+    )
+    turned = {
+        (f"p:{aspect}", 0): said([0, 1, 2], [[one, ""] for one in given])
+        for aspect, given in (("x", (1, 4, 2)), ("y", (2, 2, 4)), ("z", (4, 1, 1)))
+    }
+    assert len({row["score"] for row in ratings(SimpleNamespace(config=thirds), judge, group, turned, lost)}) == 1
     found["p:truth", 1]["error"] = "timeout"
     assert ratings(SimpleNamespace(config=config), judge, group, found, lost) == [] and sum(lost.values()) == 3
 

@@ -187,6 +187,8 @@ def test_correct_against_incorrect_rankings_labels_and_joined_sets(candidates, b
     _, rows = build({"kind": "unpaired/1"}, path)
     assert [r["label"] for r in rows] == [False, True, True, True, True, True]
     assert [json.loads(r["extra_json"])["row_ids"] for r in rows] == [[one] for one in ids]
+    assert {r["origin"] for r in rows} == {"verifier"}
+    assert {r["origin"] for r in build({"kind": "unpaired/1", "threshold": 0.5}, path)[1]} == {"ai"}
     teacher = candidates(
         [[5.0], [0.5]], correct=[[True], [False]], texts=[["teacher a"], ["teacher b"]], name="teacher"
     )
