@@ -82,7 +82,7 @@ def _presets_of(recipe: str) -> Path:
     from flows.recipe import RECIPES
     from stages.registry import load
 
-    if recipe in RECIPES.own:
+    if recipe in RECIPES.own or recipe not in RECIPES:  # one of no table is called from Python
         return PRESETS
     return Path(load(RECIPES[recipe]).__file__).parent / "presets"
 
