@@ -142,7 +142,11 @@ def test_an_installed_library_is_no_code_of_a_stage_on_the_path(package):
 
 def test_its_recipe_is_run_planned_and_repeated_like_ours(package, tmp_path):
     assert list(RECIPES)[-1] == "my_two" and get_recipe("my_two").name == "my_two"
-    assert presets("of_no_table") == [] and presets("my_two") == ["long"] and load_preset("my_two", "long") == {"walk": {"steps": 3}}
+    assert (
+        presets("of_no_table") == []
+        and presets("my_two") == ["long"]
+        and load_preset("my_two", "long") == {"walk": {"steps": 3}}
+    )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), str(PROJECT_ROOT)])}
 
     def posttrain(*arguments):
