@@ -122,6 +122,42 @@ def test_a_query_attends_to_its_own_columns(rows, each, d, dtype, window):
 
 @runs_here
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if INTERPRETED else TYPES)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_one_program_goes_over_many_columns(monkeypatch, dtype, splits):
+    """What is summed before a greater score comes is scaled down to it. All scores may be far below zero."""
+    monkeypatch.setattr(kernels, "PROGRAMS", splits)
+    groups, each, places, d = 1, 2, 150, 16
+    keys, values = given(2, 1, groups, places, d, dtype=dtype, seed=1)
+    keys.zero_()[..., 0] = torch.arange(places, device=DEVICE) / 8 - 200  # products without rounding
+    qkv = given(1, (each + 2) * d, dtype=dtype)
+    qkv.view(-1, d)[:each, 0] = torch.tensor([1.0, 0.75])
+    found = kernels.attend(qkv, keys, values, torch.tensor([places - 1], device=DEVICE), each)
+    scores = qkv.view(-1, d)[:each].double() @ keys[0, 0].double().T
+    assert (scores < -100).all()
+    close(found, (scores.softmax(-1) @ values[0, 0].double()).view(1, -1))
+
+
+@runs_here
+@pytest.mark.gpu
+def test_a_row_past_the_storage_computes_in_its_last_column():
+    """Of a row that has ended the next step may be started before the host knows; other rows' memory stays as it is."""
+    rows, groups, places, d = 3, 2, 40, 16
+    heads = 2 * groups
+    columns = torch.tensor([places + 30, 7, places], device=DEVICE)
+    made = []
+    for at in (columns, columns.clamp(max=places - 1)):
+        qkv = given(rows, (heads + 2 * groups) * d)
+        keys, values = given(2, rows + 1, groups, places, d, seed=1)
+        table = turns(torch.arange(places)[:, None] * torch.arange(d // 2), 1.0, d).to(DEVICE)
+        kernels.turn_and_keep(qkv, None, table, at, keys[:rows], values[:rows], heads, 1e-5)
+        made.append((qkv, keys, values, kernels.attend(qkv, keys[:rows], values[:rows], at, heads)))
+    for found, wanted in zip(*made):
+        assert torch.equal(found, wanted)
+
+
+@runs_here
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rows, width", [(1, 64), (7, 80), (3, 2048)])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
@@ -156,6 +192,18 @@ def test_a_token_is_drawn_as_the_sampler_draws_it(rows, vocabulary, dtype, scale
     assert state[:, rows].tolist() == [0, 5, 0]
     logits[0, 3] = float("nan")
     assert kernels.draw(logits, uniform, state)[1].isnan().tolist() == [True] + [False] * (rows - 1)
+
+
+@runs_here
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_has_no_mass_is_not_drawn_and_what_has_little_is(dtype):
+    logits = torch.full((1, 200), -1e4, device=DEVICE, dtype=dtype)
+    logits[0, 70], logits[0, 130] = 0.0, -17.0  # of other blocks; beside 1 this is lost in float32
+    for u, token in ((0.0, 70), (1 - 1e-8, 130)):
+        state = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)
+        found = kernels.draw(logits, torch.full((1, 1), u, dtype=torch.float64, device=DEVICE), state)
+        assert found[0].tolist() == [token] == state[0].tolist()
 
 
 @pytest.fixture
