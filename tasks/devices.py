@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Callable
 
@@ -15,10 +16,14 @@ from tasks.stopping import raise_if_stopped
 
 
 def cuda_devices() -> list[str]:
-    """Ids of the CUDA devices this process may use (without importing torch)."""
+    """Ids of the CUDA devices this process may use (without importing torch). Of ``CUDA_VISIBLE_DEVICES`` CUDA reads
+    numbers, ``GPU-`` and ``MIG-`` ids up to the first entry that is none, such as -1 or Slurm's NoDevFiles (CUDA C++
+    Programming Guide, environment variables).
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return [d for d in visible.split(",") if d.strip() and d.strip() != "-1"]
+        named = [d.strip() for d in visible.split(",")]
+        return [*takewhile(lambda d: d.isdigit() or d.startswith(("GPU-", "MIG-")), named)]
     found = list(Path("/proc/driver/nvidia/gpus").glob("*")) if Path("/proc/driver/nvidia/gpus").is_dir() else []
     found = found or [d for d in Path("/dev").glob("nvidia*") if d.name[6:].isdigit()]
     return [str(i) for i in range(len(found) or _cards_told())]

@@ -286,6 +286,29 @@ def test_vllm_over_several_cards_leases_them_all(state_dir, cards):
     [s.release() for s in slots]
 
 
+@pytest.mark.parametrize(
+    "visible, found",
+    [
+        ("1, 0", ["1", "0"]),
+        ("GPU-8932f937,MIG-2", ["GPU-8932f937", "MIG-2"]),
+        ("2,-1,0", ["2"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_visible_devices_are_those_that_cuda_reads(monkeypatch, visible, found):
+    """NoDevFiles is what Slurm writes for a job without GPUs: it counted as a GPU, beside which two ranks on the CPU were
+    refused."""
+    from tasks.devices import cuda_devices, take_devices
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.delenv("POSTTRAIN_GPU_SLOTS", raising=False)
+    assert cuda_devices() == found
+    if not found:
+        assert take_devices(get_stage("sft").SPEC, 2, False, print)[:2] == ([], "cpu")
+
+
 def test_gpus_without_device_files_are_those_that_nvidia_smi_names(state_dir, tmp_path, monkeypatch):
     """As on WSL2."""
     from tasks import devices
