@@ -344,6 +344,28 @@ def test_a_gpu_takes_as_many_tokens_at_a_time_as_fit(gib, changes, tokens):
     assert memory.micro_batch_for(roles, {"model": None}, config, gib * memory.GIB, 1, "cuda") == 4096
 
 
+def test_the_memory_of_a_gpu_is_that_of_the_smallest_one_seen(tmp_path, monkeypatch):
+    """By nvidia-smi, which answers in MiB, and not at all for a GPU that shares the machine's memory."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        """#!/bin/sh
+case "$*" in
+  *--query-gpu=memory.total*nounits*--id=1) echo 81559;;
+  *--id=2) echo '[N/A]';;
+  *--id=*) exit 6;;
+  *) printf '81559\\n46068\\n';;
+esac
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = []
+    for visible in ("", "1", "2", "MIG-7"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found.append(memory.device_bytes("cuda:0", 4))
+    assert found == [46068 * 2**20, 81559 * 2**20, None, None]
+
+
 def test_a_stage_on_a_gpu_chooses_its_micro_batch_unless_it_is_given(tiny, data, spec, monkeypatch):
     inputs = {"model": tiny["policy"], "data": data["demonstrations"]}
     settings = {name: value for name, value in SFT.items() if name != "max_tokens_per_micro_batch"}
