@@ -1303,9 +1303,8 @@ def insist(code: int) -> None:
 def classify(error: BaseException) -> int | None:
     """Exit code of an error that has a message for the user; None for a defect, whose traceback is wanted."""
     names = {cls.__name__ for cls in type(error).__mro__}
-    if names & {"ConfigError", "UnhashableError", "StoreError", "RegistryError", "PriceError"}:
-        return 2
-    if names & {"RenderError", "ModelError", "SamplerError", "DecoderError"}:  # of chat, the one command that samples
+    of_chat = {"RenderError", "ModelError", "SamplerError", "DecoderError"}  # the one command that samples
+    if names & {"ConfigError", "UnhashableError", "StoreError", "RegistryError", "PriceError", *of_chat}:
         return 2
     if names & {"StageError", "ServiceError", "DatasetError", "LeaseBusy", "NodeError"}:
         return 1

@@ -410,27 +410,24 @@ def _example(model: type[BaseModel]) -> str:
 
 def module_file(name: str) -> Path | None:
     """Source file of a project module (or package), or None when the name is not one."""
-    if name.split(".", 1)[0] not in PROJECT_PACKAGES:
-        return None
-    base = PROJECT_ROOT.joinpath(*name.split("."))
-    for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    return None
+    return _file_below(PROJECT_ROOT, name) if is_ours(name) else None
+
+
+def _file_below(folder: Path, name: str) -> Path | None:
+    """Source file of a module (or package) whose top package lies in this folder."""
+    base = folder.joinpath(*name.split("."))
+    return next((one for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()), None)
 
 
 def file_outside(name: str, package: str) -> Path | None:
     """Source file of a module of ``package``, which is none of this project's, or of another one that somebody works on;
     None where it is part of Python, of an installed library, or of no package.
     """
-    top, *parts = name.split(".")
-    if not top or top in PROJECT_PACKAGES:
-        return None
-    found = sources.package(top)
+    top = name.split(".", 1)[0]
+    found = sources.package(top) if top and not is_ours(name) else None
     if found is None or top != package and found.library:
         return None
-    base = found.folder.joinpath(top, *parts)
-    return next((one for one in (base.with_suffix(".py"), base / "__init__.py") if one.is_file()), None)
+    return _file_below(found.folder, name)
 
 
 def is_ours(module: str) -> bool:
@@ -493,7 +490,7 @@ def closure_digest(module: str, resources: tuple[str, ...] = ()) -> str:
     read = {name: sources.source(name, file, PROJECT_ROOT) for name, file in files.items()}
     found = {name: one.digest for name, one in read.items()}
     sources.keep(PROJECT_ROOT)
-    theirs = {top.split(".", 1)[0] for name, one in read.items() if not is_ours(name) for top in one.imports}
+    theirs = {other.split(".", 1)[0] for name, one in read.items() if not is_ours(name) for other in one.imports}
     for resource in resources:
         path = code_root(module) / resource
         if not path.is_file():

@@ -164,10 +164,10 @@ def make(config, model: nn.Module, parameters: dict[str, nn.Parameter]):
             fused=True,
         )
 
-    def beside(first, chosen: set[int]):
-        """``first`` (None: nothing) moves the chosen weights, AdamW the others."""
-        rest = [p for p in every if id(p) not in chosen]
-        return Together(*filter(None, [first, adamw(rest) if rest else None]))
+    def beside(chosen: set[int], optimizer_of):
+        """``optimizer_of(some)`` moves the chosen weights, AdamW the others."""
+        some, rest = ([p for p in every if (id(p) in chosen) is inside] for inside in (True, False))
+        return Together(*([optimizer_of(some)] if some else []), *([adamw(rest)] if rest else []))
 
     every = list(parameters.values())
     turns = InTurns if any(map(sharding.is_sharded, every)) else lambda optimizer: optimizer
@@ -179,26 +179,28 @@ def make(config, model: nn.Module, parameters: dict[str, nn.Parameter]):
     if config.optimizer == "adafactor":
         return turns(torch.optim.Adafactor(groups("adafactor", every), lr=config.learning_rate))
     if config.optimizer == "muon":
-        chosen = of_muon(model, parameters)
-        muon = chosen and turns(
-            torch.optim.Muon(
-                groups("muon", [p for p in every if id(p) in chosen]),
-                lr=config.learning_rate,
-                weight_decay=config.weight_decay,
-                momentum=0.95 if config.momentum is None else config.momentum,
-                adjust_lr_fn="match_rms_adamw",
-            )
+        return beside(
+            of_muon(model, parameters),
+            lambda some: turns(
+                torch.optim.Muon(
+                    groups("muon", some),
+                    lr=config.learning_rate,
+                    weight_decay=config.weight_decay,
+                    momentum=0.95 if config.momentum is None else config.momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            ),
         )
-        return beside(muon, chosen)
     if config.optimizer == "adamw_8bit":
-        chosen = in_8_bits(model, parameters)
-        small = chosen and AdamW8bit(
-            groups("adamw_8bit", [p for p in every if id(p) in chosen]),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
+        return beside(
+            in_8_bits(model, parameters),
+            lambda some: AdamW8bit(
+                groups("adamw_8bit", some),
+                lr=config.learning_rate,
+                betas=(config.adam_beta1, config.adam_beta2),
+                eps=config.adam_epsilon,
+            ),
         )
-        return beside(small, chosen)
     return adamw(every)
 
 
