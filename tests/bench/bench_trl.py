@@ -77,18 +77,22 @@ gate and up, are 0 to 6% faster by themselves, before the copy that joins their 
 Of an rl step at 6M (85 tokens of prompt, 32 completions of 64 tokens) about half is generation and half the update;
 scoring and records are 4%.
 
-Notes, one NVIDIA H200 (bfloat16 product of 8192 x 8192 at 738 to 780 TFLOP/s), torch 2.11, transformers 5.17, one
-repeat of 6 steps, ``--size 1000 --batch 64 --micro-batch-tokens 16384 --peer-batch sft=64``:
+Notes, one NVIDIA H200 (bfloat16 product of 8192 x 8192 at 734 to 783 TFLOP/s), torch 2.11, transformers 5.17, one
+repeat of 6 steps, ``--size 1000 --batch 64 --micro-batch-tokens 16384 --peer-batch sft=64 align=16 reward_model=16``;
+``rl`` 5 steps of 16 prompts, 8 completions each, ``--prompts 16 --peer-batch rl=64``:
 
 | work | ours | TRL | ratio | ours MiB | TRL MiB | ratio | of the matrix product's rate |
 |---|---|---|---|---|---|---|---|
 | sft, 1000M | 62192 tokens/s | 9401 | 6.62 | 32477 | 66111 | 0.49 | 57% |
+| reward_model, 1000M | 103162 tokens/s | 14585 | 7.07 | 30254 | 53934 | 0.56 | 83% |
+| align, 1000M | 91883 tokens/s | 8730 | 10.5 | 32190 | 62956 | 0.51 | |
+| rl, 1000M | 26.7 prompts/s | 5.39 | 4.96 | 30048 | 46449 | 0.65 | |
 
-Reward model, DPO and GRPO: not measured beside TRL. Of such a step of 187 ms (10,600 tokens, before micro-batches were
-filled up to few lengths) kernels took 152: matrix products 91, AdamW and the clip 14, attention 9, norms, rotations,
-gates and sums 15, the LM head's own kernels 2, changes of type 9, additions of gradients 7. Before attention was one call and the operations
-between products one kernel each the step took 750 to 800 ms, of which 484 were backward of attention behind masks;
-looking for cuBLAS products of new shapes took 50 ms of the processor in each micro-batch.
+Of such a step of sft of 187 ms (10,600 tokens, before micro-batches were filled up to few lengths) kernels took 152:
+matrix products 91, AdamW and the clip 14, attention 9, norms, rotations, gates and sums 15, the LM head's own kernels
+2, changes of type 9, additions of gradients 7. Before attention was one call and the operations between products one
+kernel each the step took 750 to 800 ms, of which 484 were backward of attention behind masks; looking for cuBLAS
+products of new shapes took 50 ms of the processor in each micro-batch.
 """
 
 from __future__ import annotations
