@@ -21,9 +21,10 @@ The time per decoding step is that of whole calls, prefill and all else included
 `--profile` shows the operations of one more call, on a GPU by the time of their kernels, and for how much of the call
 the GPU was busy.
 
-The last line sets the tokens per second against the memory-bandwidth roofline of decoding: a step of `--batch` rows
+The last lines set the tokens per second against the memory-bandwidth roofline of decoding: a step of `--batch` rows
 reads the weights of layers and head once and the rows' keys and values as they are long on average, at the rate at
-which this device copies a GiB. On a GPU the steps are CUDA graphs (``stages.decoding.replay``).
+which this device copies a GiB. On a GPU the steps are CUDA graphs (``stages.decoding.replay``), one of which with all
+rows is timed by itself, too: what the sampler gives while it has rows enough.
 
 Notes (what was measured):
     3.9M-parameter Llama (4 layers, hidden 256, 8 heads, 4 KV heads, vocabulary 4096), 128 prompts of 8-63 tokens, batch
@@ -50,9 +51,14 @@ Notes (what was measured):
     6.2B (hidden 4096, 32 layers, 32/8 heads)   10615    6.03                55%
     1.0B (hidden 2048, 16 layers, 32/8 heads)   41793    1.53                34%
 
+    At 1.0B a step of all 64 rows (1.06 ms) is at 50% of the roofline; with 1024 prompts, a smaller part of which is
+    prefill and the end with few rows, whole calls reach 38% (47394 and 48104 tokens/s).
+
     At 1.0B kernels took 0.60 s of a call of 0.69 s. A step of 64 rows spends 0.76 ms in matrix products (at 16 layers of
     2048 they reach half of the memory's rate), 0.13 in attention, 0.13 in the kernels between products, 0.01 in drawing;
-    few rows are left at a call's end (527 steps for 449 full ones' tokens). With operations of torch and graphs for one
+    few rows are left at a call's end (527 steps for 449 full ones' tokens). Tried there and left out: reading the next
+    products' weights into the L2 cache ahead (cp.async.bulk.prefetch.L2) while attention and norms leave the memory
+    idle, 8 to 50 MB per layer in 11 ways, on the same stream or beside it: 2 to 15% slower. With operations of torch and graphs for one
     call alone a step of 64 prompts, of which 45 were left on average, took 3.0 ms.
 """
 
@@ -192,6 +198,24 @@ def bandwidth(device: str) -> float:
     return best
 
 
+def full_step(sampler, rows: int) -> float | None:
+    """Seconds of one captured step of so many rows, the least of five times twenty; None: none was captured."""
+    replayed = sampler.held.replayed if sampler.held is not None else None
+    captured = [kept for key, kept in replayed.steps.items() if key[1] == rows] if replayed is not None else []
+    if not captured or replayed.device.type != "cuda":
+        return None
+    _, step = max(captured, key=lambda kept: kept[0])
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(20):
+            step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / 20)
+    return min(times)
+
+
 def roofline(model, batch: int, length: float) -> float:
     """Tokens per second that decoding ``batch`` rows of ``length`` tokens could give where nothing but memory took
     time.
@@ -308,6 +332,11 @@ def main() -> None:
         f"built-in: {statistics.median(wall['built-in']) / most:.0%} of {most:.0f} tokens/s, the memory-bandwidth"
         f" roofline of {args.batch} rows"
     )
+    alone = full_step(sampler_of(model, args.batch), args.batch)
+    if alone is not None:
+        print(
+            f"built-in: {1000 * alone:.3f} ms of a step of all {args.batch} rows, {args.batch / alone / most:.0%} of it"
+        )
     for name in ways:
         ratios = [statistics.median(x["built-in"]) / statistics.median(x[name]) for x in (wall, cpu)]
         print(f"{name:26s} built-in is {ratios[0]:.2f}x by wall time, {ratios[1]:.2f}x by CPU time")
