@@ -235,7 +235,9 @@ def test_what_the_kernels_of_a_gpu_take(dtype, head_dim, window, cap, takes, mon
     "dtype, windowed", ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True))
 )
 def test_a_kernel_is_tried_before_it_is_used(dtype, windowed, monkeypatch):
-    """On the second device: right as it is; not with one token fewer in the window, other gradients, or none at all."""
+    """On the second device: right as it is; not with one token fewer in the window, other gradients, or none at all.
+    No room for the few tokens says nothing of the kernel.
+    """
     device = torch.device(DEVICE)
     with second_device(monkeypatch):
         varlen.holds.cache_clear()
@@ -251,6 +253,16 @@ def test_a_kernel_is_tried_before_it_is_used(dtype, windowed, monkeypatch):
             monkeypatch.setattr(varlen, "attended", broken)
             with pytest.warns(UserWarning, match="attend one by one"):
                 assert not varlen.holds(device, dtype, windowed)
+        varlen.holds.cache_clear()
+
+        def full(*given):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(varlen, "attended", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            varlen.holds(device, dtype, windowed)
+        monkeypatch.setattr(varlen, "attended", attended)
+        assert varlen.holds(device, dtype, windowed)
     varlen.holds.cache_clear()
 
 
