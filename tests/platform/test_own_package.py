@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -208,3 +210,35 @@ def test_one_that_cannot_be_imported_says_whose_fault_it_is(package):
     afresh()
     with pytest.raises(ConfigError, match=r"define there @recipe\(Config\) def my_two\(run, config\)"):
         get_recipe("my_two")
+
+
+def test_a_wheel_holds_what_runs_need(tmp_path):
+    """All code and presets, with what is said of it, and a stage that runs from it where no checkout is."""
+    site, source = tmp_path / "site", tmp_path / "source"
+    packages = ("flows", "tasks", "stages", "storage")
+    for name in packages:
+        shutil.copytree(PROJECT_ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT_ROOT / name, source / name)
+    python = [sys.executable, "-P", "-c"]
+    build = "from setuptools import build_meta; build_meta.build_wheel('..')"
+    subprocess.run([*python, build], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("posttrain-*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    for name in packages:
+        wanted = {str(p.relative_to(source)) for kind in ("*.py", "*.yaml") for p in (source / name).rglob(kind)}
+        assert wanted <= {str(p.relative_to(site)) for p in (site / name).rglob("*")}, name
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    program = f"""
+import sys, flows
+assert flows.__file__.startswith({str(site)!r}), flows.__file__
+from flows.config import load_preset, presets
+assert load_preset("post_training", "demo") and presets("hh")
+from flows.cli import program
+sys.argv = ["posttrain", "stage", "ingest", "--input", "data=rows.jsonl", "--json"]
+program()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([*python, program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1])["metrics"]["rows_out"] == 1
