@@ -481,7 +481,7 @@ def check_clip_range(stage, source, samples) -> None:
         for s in samples
     ]
     low, full = (
-        source.crediting.logps(source.policy.model, items, compute_dtype)
+        source.crediting.logprobs.of(source.policy.model, items, compute_dtype)
         for compute_dtype in (config.compute_dtype, "float32")
     )
     rounding = ratio_rounding(low, full, [s.action_mask for s in samples], row.ratio_level)

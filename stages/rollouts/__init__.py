@@ -5,7 +5,7 @@
     groups ─── G completions of each by the policy (:mod:`.policy`), scored; batches     :class:`.groups.GroupSampler`
        │       without a signal drawn again; older groups instead (:mod:`.replay`)
     crediting  log-probs, values, shaped rewards, advantages, filters: items             :class:`.crediting.Crediting`
-       │       (values of reasoning steps: :mod:`.steps`; metrics: :mod:`.metrics`)
+       │       (log-probs: :mod:`.logprobs`; values of reasoning steps: :mod:`.steps`; metrics: :mod:`.metrics`)
     records ── rollouts/1, prompt_stats/1, trajectories/1, rubric and validation rows    :class:`.records.Records`
 
 :class:`.source.Rollouts` joins them: the source of the training loop, which collects an iteration when the last one is

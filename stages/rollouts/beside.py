@@ -47,7 +47,7 @@ class Beside:
         if self.start is None or not samples:
             return {}
         items = [make_item(s.prompt["row_id"], s.prompt_ids, [s.ids], [s.action_mask], by_response=()) for s in samples]
-        now, then = (self.crediting.logps(model, items) for model in (self.policy.model, self.start))
+        now, then = (self.crediting.logprobs.of(model, items) for model in (self.policy.model, self.start))
         return {
             "kl/start_sequence_sum": float(
                 np.mean([sum(np.subtract(a, b)[np.array(s.action_mask, bool)]) for a, b, s in zip(now, then, samples)])

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stages.models import sharding
-from stages.running import ranks
 from stages.acting.agents import agent_metrics
 from stages.algorithms import BASELINE_ADVANTAGES, RLPreset
-from stages.batching import Item, make_item, per_response
+from stages.batching import Item, make_item
 from stages.policy.credit import Batch, Credit, assign
 from stages.reward.debate import debate_metrics
 from stages.estimators import (
@@ -40,17 +38,15 @@ from stages.generation import Sample, preferences
 from stages.policy.members import Members
 from stages.reward.process_rewards import merged
 from stages.rollouts.comparisons import inside, preferences_by
-from stages.rollouts.groups import Group
+from stages.rollouts.groups import Completions, Group, contexts_of, item_of
+from stages.rollouts.logprobs import LogProbs
 from stages.rollouts.metrics import (
     credit_metrics,
     cut_gain,
-    mismatch_metrics,
-    off_policy_metrics,
     return_metrics,
     rollout_metrics,
     scorer_accuracy,
     step_metrics,
-    weight_metrics,
 )
 from stages.rollouts.policy import PolicySampler
 from stages.rollouts.steps import StepRewards, monte_carlo
@@ -88,60 +84,6 @@ class Scored:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass
-class Completions:
-    """The completions of one iteration, group after group."""
-
-    samples: list[Sample]
-    group_at: list[Group]  # of every completion
-    group_of_B: np.ndarray  # the number of its group
-    mask_BT: np.ndarray  # tokens that the policy chose
-    new_B: np.ndarray  # replayed ones were counted when they were sampled; those of another run are new to this one
-
-    @classmethod
-    def of(cls, groups: list[Group]) -> Completions:
-        """Of groups with their completions."""
-        samples = [s for g in groups for s in g.samples]
-        group_of = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups])
-        group_at = [groups[g] for g in group_of]
-        mask = np.zeros((len(samples), max([1, *(len(s.ids) for s in samples)])), bool)
-        for i, s in enumerate(samples):
-            mask[i, : len(s.ids)] = s.action_mask
-        return cls(samples, group_at, group_of, mask, np.array([g.fresh or g.version < 0 for g in group_at]))
-
-    @property
-    def shown_B(self) -> np.ndarray:
-        """Those that metrics are about: the new ones, or all where none is."""
-        return self.new_B if self.new_B.any() else ~self.new_B
-
-    @property
-    def said_B(self) -> np.ndarray:
-        """Of these the ones by the policy."""
-        return self.shown_B & np.array([s.mode != "sft" for s in self.samples])
-
-    def those(self, on_B: np.ndarray) -> list[Sample]:
-        """The samples of chosen rows."""
-        return [s for s, on in zip(self.samples, on_B) if on]
-
-    def padded(self, rows: list[list[float]]) -> np.ndarray:
-        """``[B, T]`` of a list of token values per completion, with 0 behind its end."""
-        out = np.zeros(self.mask_BT.shape)
-        for i, row in enumerate(rows):
-            out[i, : len(row)] = row
-        return out
-
-
-@dataclass
-class Logps:
-    """Log-probs of the completions' tokens, a list per completion; what each is for: :class:`Scored`."""
-
-    sampled: list[list[float] | None]
-    old: list[list[float]]
-    plain: list[list[float]]
-    start: list[list[float]] | None
-    ref: list[list[float]] | None
-
-
 class Crediting:
     """Turns the groups of an iteration into items.
 
@@ -168,7 +110,8 @@ class Crediting:
         self.policy = policy
         self.rewards = rewards
         self.members = members
-        self.reference, self.critic, self.steps = reference, critic, steps
+        self.critic, self.steps = critic, steps
+        self.logprobs = LogProbs(stage, row, policy, reference)
         self.baseline, self.scale = MovingAverageBaseline(self.config.baseline_decay), RunningScale()
         self.asked = preferences_by(self.config, row, rewards)  # component that gives P(y > y'), where one compares
         self.controller = KLController(
@@ -189,9 +132,9 @@ class Crediting:
         config, row = self.config, self.row
         all_B = Completions.of(groups)
         samples, mask, padded = all_B.samples, all_B.mask_BT, all_B.padded
-        items = [_item(g, ids, own) for g in groups for ids, own in contexts_of(g)]
-        logps = self._logps_read(groups, samples, items, version)
-        weights, largest, rejected = self._corrections(all_B, logps)
+        items = [item_of(g, ids, own) for g in groups for ids, own in contexts_of(g)]
+        logps = self.logprobs.read(groups, samples, items, version)
+        weights, largest, rejected = self.logprobs.corrections(all_B, logps)
         values, after = self.critic.values(items) if self.critic is not None else (None, 0.0)
 
         # those of another run by the limit of now
@@ -224,7 +167,7 @@ class Crediting:
             rejected_BT=rejected if config.rejection_scope == "drop" else None,
         )
         if row.advantage == "token_baseline":
-            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(logps.old)) + padded(self.collisions(items))) * (
+            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(logps.old)) + padded(self.logprobs.collisions(items))) * (
                 1.0 if weights is None else np.square(weights)
             )
         self._compare(batch, samples, all_B.group_at, iteration, version)
@@ -234,10 +177,10 @@ class Crediting:
         metrics |= self._comparison_metrics(batch)
 
         credit, trained, preferred, found = self._assigned(all_B, batch)
-        metrics |= found | self._correction_metrics(batch, trained, weights, largest, rejected)
+        metrics |= found | self.logprobs.correction_metrics(batch, trained, weights, largest, rejected)
         if rejected is not None and config.rejection_scope == "zero":
             weights = np.where(rejected, 0.0, 1.0 if weights is None else weights)
-        metrics |= self._sampler_metrics(groups, samples, logps, items, version)
+        metrics |= self.logprobs.sampler_metrics(groups, samples, logps, items, version)
         learned, kept_close, found = self._learned_tokens(all_B, logps.old, batch, credit, trained, items, iteration)
         metrics |= found
         scored = Scored(
@@ -321,235 +264,6 @@ class Crediting:
                 metrics["reward/baseline"] = float(np.nanmean(known))
         return metrics
 
-    def _correction_metrics(self, batch: Batch, trained, weights, largest, rejected) -> dict[str, float]:
-        """Of what :meth:`_corrections` found, over the tokens that are trained on."""
-        metrics = {}
-        if weights is not None:
-            metrics |= weight_metrics(weights, batch.trained(trained), self.config.importance_correction, largest)
-        if rejected is not None:
-            on = batch.mask_BT & trained[:, None]
-            metrics |= {
-                "sampling/rejected_fraction": float(rejected[on].mean()) if on.any() else 0.0,
-                "sampling/rejected_sequences": float((rejected & on).any(1)[on.any(1)].mean()) if on.any() else 0.0,
-            }
-        return metrics
-
-    def _sampler_metrics(self, groups, samples, logps: Logps, items, version: int) -> dict[str, float]:
-        """How far the trainer's policy is from whoever sampled: by staleness, else by the engine's precision."""
-        if _stale(groups, version):
-            return off_policy_metrics(
-                [g.version for g in groups], version, logps.sampled, logps.old, [s.action_mask for s in samples]
-            )
-        if all(one is not None for one in logps.sampled) and (
-            logps.old is not logps.sampled or not self.policy.engine.exact_logps
-        ):
-            return self._mismatch(
-                samples, self.logps(self.policy.model, items) if logps.old is logps.sampled else logps.old
-            )
-        return {}
-
-    # -- log-probs ----------------------------------------------------------------------------------------------------
-    def logps(self, model, items: list[Item], compute_dtype: str | None = None) -> list[list[float]]:
-        """Log-probs of every response token under ``model`` at the sampling temperature, in sample order, in the
-        precision of the training forward unless another one is asked for.
-        """
-        from stages.models.modeling import target_logps
-
-        return self._by_token(
-            model, items, lambda batch: target_logps(model, batch, self.config.temperature)[0], compute_dtype
-        )
-
-    def entropies(self, model, items: list[Item]) -> list[list[float]]:
-        """Entropy of the distribution of every response token, nats, as :meth:`logps`."""
-        from stages.models.modeling import target_logps
-
-        return self._by_token(
-            model, items, lambda batch: target_logps(model, batch, self.config.temperature, entropy=True)[1]
-        )
-
-    def collisions(self, items: list[Item]) -> list[list[float]]:
-        """Sum of squared probabilities over the vocabulary at every response token under the policy, as
-        :meth:`logps`.
-        """
-        from stages.models.modeling import head_of, hidden_states, log_collision
-
-        model = self.policy.model
-        return self._by_token(
-            model,
-            items,
-            lambda batch: log_collision(
-                head_of(model), hidden_states(model, batch, batch.src_N), self.config.temperature
-            ).exp(),
-        )
-
-    def exact_kl(self, items: list[Item]) -> list[list[float]]:
-        """KL(policy || reference) over the vocabulary at every response token, nats at the sampling temperature, in
-        sample order (KL-FULL).
-        """
-        from stages.models.divergence import exact_kl
-        from stages.models.modeling import head_of, hidden_states
-
-        def compute(batch):
-            own, other = (hidden_states(m, batch, batch.src_N) for m in (self.policy.model, self.reference))
-            return exact_kl(head_of(self.policy.model), own, head_of(self.reference), other, self.config.temperature)
-
-        return self._by_token(self.policy.model, items, compute)
-
-    def _by_token(self, model, items: list[Item], values, compute_dtype: str | None = None) -> list[list[float]]:
-        """``values(batch)`` of every response token, in sample order: a number per trained position of a
-        micro-batch.
-        """
-        from stages.training import products
-
-        config, device = self.config, self.stage.device
-        precision = config.model_copy(update={"compute_dtype": compute_dtype or config.compute_dtype})
-
-        def compute(batch):
-            with products(precision, device):
-                padded = batch.padded(values(batch)).cpu().numpy()
-            lengths = [len(response) for item in batch.items for response in item.responses]
-            return [row[:length].tolist() for row, length in zip(padded, lengths)]
-
-        if sharding.root_of(model) is not None:
-            return [
-                row for rows in per_response(items, config.micro_batch_tokens, device, compute, model) for row in rows
-            ]
-        mine = range(ranks.rank(), len(items), ranks.world_size())
-        found = dict(
-            zip(mine, per_response([items[i] for i in mine], config.micro_batch_tokens, device, compute, model))
-        )
-        everyone = {i: rows for part in ranks.gather(found) for i, rows in part.items()}
-        return [row for i in range(len(items)) for row in everyone[i]]
-
-    def _logps_read(self, groups, samples, items, version: int) -> Logps:
-        """The log-probs that an iteration reads; those that are no others are not computed again."""
-        config, row = self.config, self.row
-        sampled = [s.logps for s in samples]
-        old = plain = self._old_logps(groups, samples, sampled, items, version)
-        # of early stopping, where ratios are to whoever sampled and not to the policy that starts the iteration
-        start = None
-        if (
-            config.early_stop_kl is not None
-            and old is sampled
-            and (not self.policy.exact_logps or _stale(groups, version))
-        ):
-            start = self.logps(self.policy.model, items)
-        if any(s.context_ids is not None for s in samples):
-            plain = self.logps(self.policy.model, [_item(g, g.ids, g.samples) for g in groups])
-        ref = None
-        if row.needs_reference or config.monitor_kl:
-            ref = old if config.ref_mode == "previous" else self.logps(self.reference, items)
-        return Logps(sampled, old, plain, start, ref)
-
-    def _old_logps(self, groups, samples, sampled, items, version: int) -> list[list[float]]:
-        """Log-probs that ratios start from: the sampler's where they are the policy's or the ratio is to whoever
-        sampled, else the policy's.
-        """
-        known = all(logps is not None for logps in sampled)
-        fresh = all(g.fresh for g in groups)
-        engine = self.policy.engine.name
-        for name in (
-            n for n in ("importance_correction", "rejection") if getattr(self.config, n) != "none" and not known
-        ):
-            raise ValueError(
-                f"{name}={getattr(self.config, name)} compares with the sampler's log-probs, and {engine} gives none;"
-                f" write {name}=none, or use engine=vllm."
-            )
-        # sampled ahead too: the iterate is the policy that starts the iteration
-        if self.row.on_policy_logps and any(g.version != version for g in groups):
-            return self.logps(self.policy.model, items)
-        if (fresh and self.policy.exact_logps or self.row.behaviour_ratio and known) and not any(
-            s.off_policy for s in samples
-        ):
-            return sampled
-        if fresh or self.row.on_policy_logps:
-            return self.logps(self.policy.model, items)
-        if not known:
-            raise ValueError(
-                f"replayed rollouts need the log-probs of who sampled them, and {engine} gives none; write"
-                " replay_fraction=0, or use engine=builtin or engine=vllm."
-            )
-        return sampled
-
-    def _corrections(
-        self, all_B: Completions, logps: Logps
-    ) -> tuple[np.ndarray | None, float | None, np.ndarray | None]:
-        """(importance weights [B, T], the largest that they may be, tokens that are rejected [B, T]) of what trainer and
-        sampler disagree on; None of what is switched off.
-        """
-        weights = largest = rejected = None
-        if self.config.importance_correction != "none":
-            weights, largest = self._importance_weights(
-                all_B.padded(logps.old), all_B.padded(logps.sampled), all_B.mask_BT
-            )
-        if self.config.rejection != "none":
-            rejected = self._rejected(all_B.padded(logps.old), all_B.padded(logps.sampled), all_B.mask_BT)
-        return weights, largest, rejected
-
-    def _importance_weights(self, old, sampled, mask) -> tuple[np.ndarray, float]:
-        """(importance weights [B, T], the largest that they may be)."""
-        import torch
-
-        from stages.losses import truncated_importance_weights
-
-        found = truncated_importance_weights(
-            torch.tensor(old),
-            torch.tensor(sampled),
-            torch.tensor(mask),
-            self.config.importance_correction,
-            self.config.importance_clip_max,
-            self.config.importance_clip_min,
-        )
-        weights, largest = found.expand(mask.shape).numpy(), self.config.importance_clip_max
-        if not self.config.importance_normalise:
-            return weights, largest
-        # of a sequence at its first token
-        on = mask if self.config.importance_correction.startswith("token") else mask & (mask.cumsum(1) == 1)
-        mean = weights[on].mean() if on.any() else 0.0
-        return (weights / mean, largest / mean) if mean > 0 else (weights, largest)
-
-    def _rejected(self, old, sampled, mask):
-        import torch
-
-        from stages.losses import rejected_tokens
-
-        c = self.config
-        return rejected_tokens(
-            torch.tensor(old),
-            torch.tensor(sampled),
-            torch.tensor(mask),
-            c.rejection,
-            c.rejection_statistic,
-            c.rejection_min,
-            c.rejection_max,
-        ).numpy()
-
-    def _mismatch(self, samples, old) -> dict[str, float]:
-        found, engine, limit = mismatch_metrics(samples, old), self.policy.engine, self.config.engine_max_mismatch
-        if found and limit and not engine.exact_logps and found["sampling/logp_difference/mean"] > limit:
-            raise TrainingError(
-                f"The log-probs of {engine.name} differ from the trainer's by"
-                f" {found['sampling/logp_difference/mean']:.3f} nats per token, over engine_max_mismatch={limit}: it"
-                " does not sample from the policy's weights, or with other settings. Check that it serves the"
-                " directory it is given, with its tokenizer and without a sampling default of its own."
-            )
-        return found
-
-    def drift(self, items: list[Item], since_start: bool = False) -> float:
-        """Mean k3 of KL(old||new) over the trained tokens of ``items``, nats; ``since_start``: from the policy that
-        started the iteration, whoever sampled.
-        """
-        live = [i for i in items if i.n_targets]
-        total = count = 0.0
-        for new, old, mask in zip(
-            self.logps(self.policy.model, live),
-            (o for i in live for o in (i.extra.get("start_logps") if since_start else None) or i.extra["old_logps"]),
-            (m for i in live for m in i.masks),
-        ):
-            d = np.where(mask > 0, np.subtract(new, old) if len(new) else 0.0, 0.0).clip(-20, 20)
-            total, count = total + float((np.expm1(d) - d).sum()), count + float((mask > 0).sum())
-        return total / max(count, 1.0)
-
     # -- what advantages read ----------------------------------------------------------------------------------------
     def _overlong(self, samples, steps) -> tuple[np.ndarray, bool]:
         """(penalties of long completions [B], whether there are any), each by the length limit of the optimizer step at
@@ -589,7 +303,7 @@ class Crediting:
                 )
             self.last_kl = metrics[f"kl/{config.kl_unit}"]
         if row.kl_reward_coef and config.kl_reward_estimator == "full":
-            kl = all_B.padded(self.exact_kl(items))
+            kl = all_B.padded(self.logprobs.exact_kl(items))
             if (said := all_B.said_B).any():
                 metrics["kl/full_sequence_sum"] = float(kl[said].sum(1).mean())
         elif row.needs_reference:
@@ -793,7 +507,7 @@ class Crediting:
         """
         config, metrics, learned, kept_close = self.config, {}, None, None
         if config.top_entropy_quantile < 1:
-            entropies = all_B.padded(self.entropies(self.policy.model, items))
+            entropies = all_B.padded(self.logprobs.entropies(items))
             learned, metrics["entropy/threshold"] = top_entropy_tokens(
                 entropies, batch.trained(trained), config.top_entropy_quantile
             )
@@ -882,7 +596,7 @@ class Crediting:
         if self.controller.controller == "fixed":
             return
         if self.row.kl_loss_coef and self.row.kl_target == "old":
-            self.controller.update(self.drift(items), sum(len(i.responses) for i in items))
+            self.controller.update(self.logprobs.drift(items), sum(len(i.responses) for i in items))
         elif self.measured:
             self.controller.update(self.last_kl, self.measured)
 
@@ -921,30 +635,8 @@ def _digest(items: list[Item]) -> int:
     return hash(tuple(v for i in items for row in i.extra["old_logps"] for v in row))
 
 
-def contexts_of(group: Group) -> list[tuple[list[int], list[Sample]]]:
-    """The group's completions in order, those together that are trained behind the same ids."""
-    return [
-        (ids, list(own))
-        for ids, own in itertools.groupby(
-            group.samples, lambda s: s.context_ids if s.context_ids is not None else group.ids
-        )
-    ]
-
-
 def trajectory_metrics(config, policy: PolicySampler, samples: list[Sample]) -> dict[str, float]:
     """Metrics of agents or debates; none without an environment."""
     if policy.seats == 2:
         return debate_metrics(samples, next(c.name for c in config.rewards if c.kind == "debate"))
     return agent_metrics(samples, config.rewards) if policy.agent else {}
-
-
-def _item(group: Group, ids: list[int], samples: list[Sample]) -> Item:
-    """Completions of a group behind the prompt ``ids``, without anything that the update reads."""
-    return make_item(
-        group.prompt["row_id"], ids, [s.ids for s in samples], [s.action_mask for s in samples], by_response=()
-    )
-
-
-def _stale(groups: list[Group], version: int) -> bool:
-    """Whether any completion was drawn by an earlier policy than the one of optimizer step ``version``."""
-    return any(not g.fresh or g.version != version for g in groups)

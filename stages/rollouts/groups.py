@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from stages.algorithms import RLPreset
+from stages.batching import Item, make_item
 from stages.estimators import DynamicSamplingExhausted, fill_informative, informative_groups, is_constant
 from stages.generation import Sample, regrade, score, warn_of_failures
 from stages.policy.members import Members
@@ -31,6 +32,71 @@ class Group:
     fresh: bool = True
     opponents: list[Sample] = field(default_factory=list)
     greedy_sample: Sample | None = None
+
+
+@dataclass
+class Completions:
+    """The completions of one iteration, group after group."""
+
+    samples: list[Sample]
+    group_at: list[Group]  # of every completion
+    group_of_B: np.ndarray  # the number of its group
+    mask_BT: np.ndarray  # tokens that the policy chose
+    new_B: np.ndarray  # replayed ones were counted when they were sampled; those of another run are new to this one
+
+    @classmethod
+    def of(cls, groups: list[Group]) -> Completions:
+        """Of groups with their completions."""
+        samples = [s for g in groups for s in g.samples]
+        group_of = np.repeat(np.arange(len(groups)), [len(g.samples) for g in groups])
+        group_at = [groups[g] for g in group_of]
+        mask = np.zeros((len(samples), max([1, *(len(s.ids) for s in samples)])), bool)
+        for i, s in enumerate(samples):
+            mask[i, : len(s.ids)] = s.action_mask
+        return cls(samples, group_at, group_of, mask, np.array([g.fresh or g.version < 0 for g in group_at]))
+
+    @property
+    def shown_B(self) -> np.ndarray:
+        """Those that metrics are about: the new ones, or all where none is."""
+        return self.new_B if self.new_B.any() else ~self.new_B
+
+    @property
+    def said_B(self) -> np.ndarray:
+        """Of these the ones by the policy."""
+        return self.shown_B & np.array([s.mode != "sft" for s in self.samples])
+
+    def those(self, on_B: np.ndarray) -> list[Sample]:
+        """The samples of chosen rows."""
+        return [s for s, on in zip(self.samples, on_B) if on]
+
+    def padded(self, rows: list[list[float]]) -> np.ndarray:
+        """``[B, T]`` of a list of token values per completion, with 0 behind its end."""
+        out = np.zeros(self.mask_BT.shape)
+        for i, row in enumerate(rows):
+            out[i, : len(row)] = row
+        return out
+
+
+def contexts_of(group: Group) -> list[tuple[list[int], list[Sample]]]:
+    """The group's completions in order, those together that are trained behind the same ids."""
+    return [
+        (ids, list(own))
+        for ids, own in itertools.groupby(
+            group.samples, lambda s: s.context_ids if s.context_ids is not None else group.ids
+        )
+    ]
+
+
+def item_of(group: Group, ids: list[int], samples: list[Sample]) -> Item:
+    """Completions of a group behind the prompt ``ids``, without anything that the update reads."""
+    return make_item(
+        group.prompt["row_id"], ids, [s.ids for s in samples], [s.action_mask for s in samples], by_response=()
+    )
+
+
+def stale(groups: list[Group], version: int) -> bool:
+    """Whether any completion was drawn by an earlier policy than the one of optimizer step ``version``."""
+    return any(not g.fresh or g.version != version for g in groups)
 
 
 def control(stage, sample: Sample, *counters) -> None:

@@ -176,7 +176,9 @@ class Rollouts:
             not used
             and self.config.early_stop_kl
             and self.inner
-            and stops_early(self.crediting.drift(self._minibatch(), since_start=True), self.config.early_stop_kl)
+            and stops_early(
+                self.crediting.logprobs.drift(self._minibatch(), since_start=True), self.config.early_stop_kl
+            )
         )
         if used or early:
             self._next_iteration(step)

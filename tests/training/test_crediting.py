@@ -99,7 +99,7 @@ def test_weights_of_whole_sequences_are_normalised_by_their_mean_over_sequences(
     )
     mask = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]], bool)
     apart = np.where(mask, np.log([[2.0], [0.9], [0.4], [1.0]]), 0.0)
-    weights, largest = source.crediting._importance_weights(apart - 1.0, np.full((4, 4), -1.0), mask)
+    weights, largest = source.crediting.logprobs.importance_weights(apart - 1.0, np.full((4, 4), -1.0), mask)
     each = np.array([1.5, 0.9**4, 0.25])
     assert weights[mask] == pytest.approx(np.repeat(each / each.mean(), [1, 4, 2])) and largest == pytest.approx(
         1.5 / each.mean()
@@ -183,7 +183,7 @@ def test_the_kl_of_the_reward_by_other_estimators(rl, estimator):  # noqa: F811
     one = group(source, [([50, 60, 70], 1.0, "eos", {}), ([51, 61], 0.0, "eos", {})])
     for sample in one.samples:
         sample.logps = logps_of(source, sample).tolist()
-    source.policy.model, policy = source.crediting.reference, source.policy.model
+    source.policy.model, policy = source.crediting.logprobs.reference, source.policy.model
     then = [logps_of(source, sample) for sample in one.samples]
     source.policy.model = policy
     scored = source.crediting([one], 0, 0)
@@ -205,7 +205,7 @@ def test_drift_is_a_mean_over_the_trained_tokens(rl):  # noqa: F811
         for s, d, m in zip(one.samples, apart, masks)
     ]
     d = np.array([0.3, -0.5, 0.7])
-    assert source.crediting.drift(items) == pytest.approx((np.exp(d) - 1 - d).mean(), abs=1e-5)
+    assert source.crediting.logprobs.drift(items) == pytest.approx((np.exp(d) - 1 - d).mean(), abs=1e-5)
 
 
 def test_the_penalty_of_long_completions_follows_the_limit_of_the_step(rl):  # noqa: F811

@@ -741,9 +741,9 @@ def test_early_stopping_measures_from_the_start_of_the_iteration(rl):
         for sample in group.samples:
             sample.logps = [v - 1.0 for v in sample.logps]
     items = source.crediting(groups, 1, 1).items
-    assert source.crediting.drift(items) == pytest.approx(np.e - 2, abs=1e-3) and source.crediting.drift(
-        items, since_start=True
-    ) == pytest.approx(0.0, abs=1e-8)
+    assert source.crediting.logprobs.drift(items) == pytest.approx(
+        np.e - 2, abs=1e-3
+    ) and source.crediting.logprobs.drift(items, since_start=True) == pytest.approx(0.0, abs=1e-8)
     assert all("start_logps" in i.by_response for i in items)
 
 
@@ -1767,7 +1767,7 @@ def test_ratios_to_the_behaviour_policy_do_not_depend_on_what_else_is_in_the_bat
     alone = source.crediting(groups, 0, 0)
     groups[1].fresh = False
     assert alone.old == source.crediting(groups, 0, 0).old == [s.logps for g in groups for s in g.samples]
-    trained = source.crediting.logps(source.policy.model, alone.items)
+    trained = source.crediting.logprobs.of(source.policy.model, alone.items)
     assert max(abs(a - b) for new, old in zip(trained, alone.old) for a, b in zip(new, old)) > 0.1
     source._check_ratio(True, 0.5)
     with pytest.raises(TrainingError, match="sampler and trainer disagree"):

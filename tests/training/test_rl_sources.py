@@ -337,7 +337,7 @@ def test_the_iterate_of_a_batch_that_was_sampled_ahead_is_the_policy_that_starts
     apart = max(abs(a - b) for old, mine in zip(found, sampled) for a, b in zip(old, mine))
     assert (apart > 1e-3) == moves
     if moves:
-        now = source.crediting.logps(source.policy.model, source.crediting(groups, 1, 1).items)
+        now = source.crediting.logprobs.of(source.policy.model, source.crediting(groups, 1, 1).items)
         assert max(abs(a - b) for old, mine in zip(found, now) for a, b in zip(old, mine)) < 1e-5
 
 
