@@ -36,7 +36,7 @@ from typing import Any, Callable, Iterator
 from stages import advise
 from stages.models import memory
 from stages.registry import get_stage
-from stages.running import randomness, usage
+from stages.running import parallel, randomness, usage
 from stages.spec import ConfigError, StageConfig, StageSpec, parse_config
 from storage.checkpoints import Checkpoint, Checkpoints
 from storage.files import atomic_write_bytes, atomic_write_json, atomic_write_text, fsync_tree, read_json
@@ -583,7 +583,11 @@ def execute(spec: dict[str, Any], emit: Callable[[dict[str, Any]], None] | None 
     memory.size_micro_batches(stage)
     memory.check(stage)
     advise.tell(stage)
-    stage._module.run(stage)
+    before = parallel.telling.set(stage.progress)
+    try:
+        stage._module.run(stage)
+    finally:
+        parallel.telling.reset(before)
     stage.total_usage()
     return stage.finish(time.monotonic() - started) if stage.rank == 0 else {}
 

@@ -12,12 +12,17 @@ import signal
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from itertools import islice
 from typing import Any
 
 PART = 512  # rows given to a process at a time
 WORTH = 4 * PART  # fewer rows are done sooner than processes are started
 
+#: What is told how far many rows are, ``(done, total, what)``: the running stage's ``progress``.
+telling: ContextVar[Callable[[float, float | None, str], None]] = ContextVar(
+    "telling", default=lambda done, total, what: None
+)
 # what forked processes do; inherited, since closures cannot be sent
 _of: Callable[[list[dict]], tuple[list, dict[str, int]]]
 
@@ -38,11 +43,15 @@ def items_of(
     dropped: Counter = Counter()
     if limit == 0:
         return items, dropped
-    workers = 1 if limit is not None or expected < WORTH else processes()
+    many = limit is None and expected >= WORTH
+    workers, tell, done = processes() if many else 1, telling.get(), 0
     parts = iter(lambda source=iter(rows): list(islice(source, 1 if limit is not None else PART)), [])
     for made, counts in map(of, parts) if workers == 1 else _ahead(of, parts, workers):
         items += made
         dropped.update(counts)
+        if many:
+            done = min(done + PART, expected)
+            tell(done, expected, "rows read")
         if limit is not None and len(items) >= limit:
             break
     return items, dropped

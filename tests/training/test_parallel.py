@@ -33,6 +33,23 @@ def test_order_and_counts(workers):
     assert parallel.items_of(iter(range(1000)), of, expected=1000, limit=0) == ([], {}), "no validation rows means none"
 
 
+def test_a_stage_tells_how_far_it_has_read_many_rows(tiny, data, spec, workers, monkeypatch):
+    """Minutes may pass before the first step; of few rows nothing is told."""
+    from stages import harness
+
+    told = {}
+    for few in (False, True):
+        if few:
+            monkeypatch.setattr(parallel, "WORTH", 10**6)
+        monkeypatch.setattr(harness, "PROGRESS_SECONDS", 0.0)
+        events = []
+        inputs = {"model": tiny["policy"], "data": data["demonstrations"]}
+        harness.execute(spec("sft", {"max_steps": 1, "batch_size": 2}, inputs, f"few {few}"), events.append)
+        told[few] = [(e["done"], e["total"]) for e in events if e.get("message") == "rows read"]
+    rows = open_dataset(data["demonstrations"]).rows_of("train")
+    assert told == {False: [(min(at, rows), rows) for at in range(7, rows + 7, 7)], True: []}
+
+
 def test_an_error_is_raised_where_it_arises(workers):
     def refusing(rows):
         for n in rows:
