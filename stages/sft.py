@@ -220,6 +220,15 @@ SPEC = StageSpec(
             use="scores",
             doc="Scores greedy answers to validation prompts: select_by=reward (sft.ckpt_select).",
         ),
+        "pairs": InputSpec(
+            "dataset",
+            kinds=("pairs/1",),
+            required=False,
+            doc=(
+                "Held-out preference pairs that each validation pass reads: logps/chosen and logps/rejected, since"
+                " learning chosen answers makes rejected ones likelier, too (sft.nll)."
+            ),
+        ),
     },
     outputs={"model": OutputSpec("model", role="policy")},
 )
@@ -499,6 +508,7 @@ def run(stage):
     refuse_no_rows(dropped, len(train))
     source = rows_in_order(stage, train, config)
     answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
+    watched = watched_pairs(stage, renderer)
     noise = None if config.neftune_noise_alpha is None else Noise(config.neftune_noise_alpha, stage.rng)
     objective = NextToken(
         config.loss_agg_mode,
@@ -518,14 +528,18 @@ def run(stage):
 
     def evaluate():
         with source.all_rows() if config.self_paced_threshold is not None else nullcontext():
-            return {**trainer.evaluate(validation), **(answers.judge() if answers else {})}
+            return {
+                **trainer.evaluate(validation),
+                **(answers.judge() if answers else {}),
+                **(pair_logps(model, watched, config, stage.device) if watched else {}),
+            }
 
     before, final = fit(
         stage,
         trainer,
         source,
         eval_every=config.steps_between_validations(len(train)),
-        evaluate=evaluate if validation or answers else None,
+        evaluate=evaluate if validation or answers or watched else None,
     )
     publish(stage, model, renderer.tokenizer)
     summary = {
@@ -545,6 +559,9 @@ def run(stage):
             if "reward" in final
             else {}
         )
+        for name in ("logps/chosen", "logps/rejected"):
+            if name in final:
+                summary |= {f"validation/{name}": final[name], f"validation/{name}_before": before[name]}
     stage.summary(summary)
     training_report(stage, "Supervised fine-tuning", summary)
 
@@ -655,6 +672,48 @@ class Answers:
             "answer_length": sum(len(answer.ids) for answer in answers) / len(answers),
             "stop_rate": stop_rate,
         }
+
+
+def watched_pairs(stage, renderer) -> list:
+    """Items of the held-out rows of the input ``pairs``, chosen and rejected answer each; [] without that input.
+
+    Raises:
+        ConfigError: no pair is held out, or none is left of them.
+    """
+    from stages.pairs import encode_pairs
+
+    if not stage.has("pairs"):
+        return []
+    config, pairs = stage.config, stage.dataset("pairs")
+    items, dropped = encode_pairs(pairs, "validation", renderer, config.max_length, config.eval_rows)
+    if not items:
+        raise ConfigError(
+            f"sft: the input pairs has no validation rows that can be read{left_out(dropped)}, with"
+            f" eval_rows={config.eval_rows} and max_length={config.max_length}; give pairs with a validation split, or"
+            " leave the input out"
+        )
+    return items
+
+
+def pair_logps(model, items, config, device: str) -> dict[str, float]:
+    """{"logps/chosen", "logps/rejected"}: mean log-probability of the answers of each side, sums over their tokens
+    [nats] (``sft.nll``).
+    """
+    from stages.batching import per_response
+    from stages.models.modeling import target_logps
+    from stages.training import products
+
+    def compute(batch):
+        with products(config, device):
+            logps = target_logps(model, batch)[0]
+        sums = logps.new_zeros(batch.mask_SL.shape[0]).index_add(0, batch.seq_N, logps)
+        return sums.tolist()
+
+    found = per_response(items, config.micro_batch_tokens, device, compute, model)
+    return {
+        f"logps/{name}": math.fsum(values[side] for values in found) / len(found)
+        for side, name in enumerate(("chosen", "rejected"))
+    }
 
 
 def encode_demonstrations(dataset, split: str, renderer, config, limit: int | None = None, more=None):
