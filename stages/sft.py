@@ -74,6 +74,14 @@ class Config(RowsConfig):
         ),
     )
 
+    new_tokens: list[str] = Field(
+        default_factory=list,
+        description=(
+            "Special tokens that the model gets, such as [<|im_start|>,<|im_end|>] for a chat_template with these"
+            " (sft.template): their rows of embedding and LM head begin as the mean of all others; what a user writes"
+            " is never read as one."
+        ),
+    )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         Field(
             "token-mean",
@@ -164,6 +172,23 @@ class Config(RowsConfig):
     eval_completion_length: int = Field(
         128, ge=1, description="New tokens of these answers at most; cut ones score -1, as in rl and rejection."
     )
+
+    @model_validator(mode="after")
+    def _new_tokens_learn(self):
+        names = [name for name in self.new_tokens if name.strip() == name and name]
+        if len(set(names)) != len(self.new_tokens):
+            raise ValueError(
+                f"new_tokens={self.new_tokens}: write each token once, without white space around it, for example"
+                " new_tokens=['<|im_start|>','<|im_end|>']"
+            )
+        if self.new_tokens and (self.lora_rank or self.sharding != "none"):
+            held = f"lora_rank={self.lora_rank}" if self.lora_rank else f"sharding={self.sharding}"
+            raise ValueError(
+                f"new_tokens add rows to embedding and LM head, which have to be trained whole and in one place, and"
+                f" {held} is given; write lora_rank=0 sharding=none for a first short training with new_tokens, and go"
+                " on from its model"
+            )
+        return self
 
     @model_validator(mode="after")
     def _terms_fit(self):
@@ -476,6 +501,7 @@ READ_OF_INPUTS: ReadWhen = (
 def run(stage):
     from stages.chat import PLAIN_TEMPLATE, stage_renderer
     from stages.models.modeling import policy_to_train, publish
+    from stages.models.new_tokens import add_rows
     from stages.reporting.curves import training_report
     from stages.preflight import preflight
     from stages.training import Trainer, fit
@@ -497,8 +523,11 @@ def run(stage):
             " model directory for another one.",
         )
     model = policy_to_train(stage)
+    if config.new_tokens:
+        add_rows(model, renderer.tokenizer, config.new_tokens)
     encode = encode_text if full_text else encode_demonstrations
     train, dropped = encode(dataset, "train", renderer, config)
+    warn_of_unseen_tokens(stage, renderer, train)
     validation, _ = encode(dataset, "validation", renderer, config, limit=config.eval_rows)
     stage.log(
         f"{len(train)} training rows, {sum(i.n_tokens for i in train)} tokens, "
@@ -672,6 +701,23 @@ class Answers:
             "answer_length": sum(len(answer.ids) for answer in answers) / len(answers),
             "stop_rate": stop_rate,
         }
+
+
+def warn_of_unseen_tokens(stage, renderer, items) -> None:
+    """Warn of ``new_tokens`` that no training row holds: their rows learn nothing of what they stand for."""
+    wanted = dict(zip(renderer.tokenizer.convert_tokens_to_ids(list(stage.config.new_tokens)), stage.config.new_tokens))
+    for item in items if wanted else ():
+        for ids in (item.prompt, *item.responses):
+            for seen in wanted.keys() & set(ids.tolist()):
+                del wanted[seen]
+        if not wanted:
+            return
+    if wanted:
+        stage.warn(
+            "unseen_new_tokens",
+            f"No training row holds {', '.join(wanted.values())}, which new_tokens adds. Compare their spelling with"
+            " that of the chat template (chat_template=FILE), or leave them out.",
+        )
 
 
 def watched_pairs(stage, renderer) -> list:
