@@ -144,9 +144,17 @@ def chosen_method(config: Config, checked: Outputs | None) -> dict[str, Any]:
         }
     if config.keep == "won":
         return {"method": "apo_zero", "won": won, "why": "only pairs whose revision won are trained on"}
-    if won is None or won >= 0.5:
+    if won is None or won > 0.5:
         return {"method": "apo_zero", "won": won, "why": "revisions win more often than they lose"}
-    return {"method": "apo_down", "won": won, "why": "the model's own answers win more often than their revisions"}
+    return {
+        "method": "apo_down",
+        "won": won,
+        "why": (
+            "revisions win as often as they lose"
+            if won == 0.5
+            else "the model's own answers win more often than their revisions"
+        ),
+    }
 
 
 @recipe(Config)

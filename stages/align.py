@@ -13,6 +13,7 @@ checked (``da.dpo``). Chosen and rejected log-probabilities are logged separatel
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -336,7 +337,7 @@ def run(stage):
     import math
 
     from stages.chat import renderer_for, stage_renderer
-    from stages.reporting.curves import training_report
+    from stages.reporting.curves import logged_metrics, training_report
     from stages.direct.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
     from stages.models.modeling import follower, policy_to_train, publish
     from stages.direct.preference_items import Encoder
@@ -438,6 +439,13 @@ def run(stage):
             "On held-out rows the log-probability of the chosen responses fell although the margin grew. Raise "
             "beta, lower learning_rate, train fewer steps, or take method=dpo_nll, cal_dpo or apo_zero.",
         )
+    if overfits(logged_metrics(stage), config.batch_size):
+        stage.warn(
+            "preferences_overfit",
+            "The policy orders more than 99% of the training rows right, and the share of held-out ones does not rise"
+            " any more (validation/rewards/accuracies). Train fewer steps, lower learning_rate, raise beta, or take more"
+            " prompts; eval_every with select_by=rewards/accuracies publishes the best pass.",
+        )
     stage.summary(summary)
     training_report(stage, "Direct alignment", summary)
 
@@ -492,6 +500,28 @@ def displaced(history: list[list[float]], falls: int = 3) -> bool:
     """
     last = history[-falls - 1 :]
     return len(last) == falls + 1 and all(b[0] < a[0] and b[1] > a[1] for a, b in zip(last, last[1:]))
+
+
+#: Training rows that an accuracy is of at least, before it is said to be above 0.99 (ours).
+SURE = 100
+
+
+def overfits(rows: Sequence[dict], batch_size: int) -> bool:
+    """Whether, in the metric rows of a run, the accuracy over the last tenth of the steps (and at least ``SURE`` rows)
+    is above 0.99 on training rows, while that on held-out ones is no better than in an earlier pass (section H, alarms).
+    """
+
+    def values(name: str) -> list[float]:
+        return [row[name] for row in rows if isinstance(row.get(name), (int, float))]
+
+    train, held_out = values("rewards/accuracies"), values("validation/rewards/accuracies")
+    late = train[-max(len(train) // 10, -(-SURE // batch_size)) :]
+    return (
+        len(late) * batch_size >= SURE
+        and len(held_out) > 1
+        and sum(late) > 0.99 * len(late)
+        and held_out[-1] <= max(held_out[:-1]) + 0.01
+    )
 
 
 def target_answers(stage, method) -> dict[str, list[dict]] | None:

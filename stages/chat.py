@@ -905,10 +905,16 @@ def clean_message(message) -> dict:
 
 
 @lru_cache(maxsize=4)
-def renderer_for(path: str, chat_template: str | None = None, template_kwargs: str = "{}") -> Renderer:
+def renderer_for(
+    path: str, chat_template: str | None = None, template_kwargs: str = "{}", new_tokens: tuple[str, ...] = ()
+) -> Renderer:
     """Renderer of a model directory, with its generation config's stop ids.
 
-    chat_template: text of a template instead of the model's own; template_kwargs: JSON of the variables that it gets.
+    chat_template: text of a template instead of the model's own; template_kwargs: JSON of the variables that it gets;
+    new_tokens: special tokens that the tokenizer gets behind all of its own.
+
+    Raises:
+        RenderError: one of the new tokens is a token already.
     """
     from transformers import GenerationConfig
 
@@ -917,11 +923,17 @@ def renderer_for(path: str, chat_template: str | None = None, template_kwargs: s
     except OSError:
         generation_config = None
     tokenizer = load_tokenizer(path)
+    if known := [name for name in new_tokens if name in tokenizer.get_vocab()]:
+        raise RenderError(f"new_tokens: {', '.join(known)} is in the tokenizer's vocabulary already; leave it out.")
+    if new_tokens:
+        tokenizer.add_tokens(list(new_tokens), special_tokens=True)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return Renderer(tokenizer, generation_config, json.loads(template_kwargs))
 
 
 def stage_renderer(stage) -> Renderer:
-    """Renderer of a stage's model input under the stage's ``chat_template`` and ``chat_template_kwargs``."""
-    return renderer_for(stage.path("model"), *stage.config.template())
+    """Renderer of a stage's model input under the stage's ``chat_template``, ``chat_template_kwargs`` and
+    ``new_tokens``.
+    """
+    return renderer_for(stage.path("model"), *stage.config.template(), tuple(getattr(stage.config, "new_tokens", ())))

@@ -97,6 +97,10 @@ COLUMNS = (
 )
 
 
+#: By how much longer answers have to be than those of the model before for a warning (section H, alarms).
+GREW = 0.3
+
+
 def run(stage):
     from stages.evaluation import scores
     from stages.evaluation.tax import told
@@ -249,6 +253,17 @@ class Part:
                         " over the items that both have, and each column over the model's own. Why is under unscorable"
                         " in its samples; evaluate it again where a server or grader failed.",
                     )
+        for name, before in zip(self.names[1:], self.names):
+            length = self.differences.get((name, "length_mean"))
+            if length and (length["low"] or 0.0) > 0 and length["candidate"] > (1 + GREW) * length["champion"]:
+                stage.warn(
+                    "answers_longer",
+                    f"The answers of {name} are {length['candidate'] / length['champion'] - 1:.0%} longer than those of"
+                    f" {before}{f' on {benchmark}' if benchmark else ''} ({length['champion']:.0f} to"
+                    f" {length['candidate']:.0f} tokens): judges and reward models like length for its own sake. Compare"
+                    " win rates that control for it (stage win_rate), or train with align method=simpo or length_norm,"
+                    " or with a length reward.",
+                )
 
     def summary(self) -> dict[str, float]:
         """Its numbers, under the benchmark's name where there is one."""

@@ -74,6 +74,14 @@ class Config(RowsConfig):
         ),
     )
 
+    new_tokens: list[str] = Field(
+        default_factory=list,
+        description=(
+            "Special tokens that the model gets, such as [<|im_start|>,<|im_end|>] for a chat_template with these"
+            " (sft.template): their rows of embedding and LM head begin as the mean of all others; what a user writes"
+            " is never read as one."
+        ),
+    )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         Field(
             "token-mean",
@@ -166,6 +174,23 @@ class Config(RowsConfig):
     )
 
     @model_validator(mode="after")
+    def _new_tokens_learn(self):
+        names = [name for name in self.new_tokens if name.strip() == name and name]
+        if len(set(names)) != len(self.new_tokens):
+            raise ValueError(
+                f"new_tokens={self.new_tokens}: write each token once, without white space around it, for example"
+                " new_tokens=['<|im_start|>','<|im_end|>']"
+            )
+        if self.new_tokens and (self.lora_rank or self.sharding != "none"):
+            held = f"lora_rank={self.lora_rank}" if self.lora_rank else f"sharding={self.sharding}"
+            raise ValueError(
+                f"new_tokens add rows to embedding and LM head, which have to be trained whole and in one place, and"
+                f" {held} is given; write lora_rank=0 sharding=none for a first short training with new_tokens, and go"
+                " on from its model"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _terms_fit(self):
         if self.label_smoothing_factor and (self.loss_type == "dft" or self.unlikelihood_coef):
             other, why = (
@@ -219,6 +244,15 @@ SPEC = StageSpec(
             required=False,
             use="scores",
             doc="Scores greedy answers to validation prompts: select_by=reward (sft.ckpt_select).",
+        ),
+        "pairs": InputSpec(
+            "dataset",
+            kinds=("pairs/1",),
+            required=False,
+            doc=(
+                "Held-out preference pairs that each validation pass reads: logps/chosen and logps/rejected, since"
+                " learning chosen answers makes rejected ones likelier, too (sft.nll)."
+            ),
         ),
     },
     outputs={"model": OutputSpec("model", role="policy")},
@@ -467,6 +501,7 @@ READ_OF_INPUTS: ReadWhen = (
 def run(stage):
     from stages.chat import PLAIN_TEMPLATE, stage_renderer
     from stages.models.modeling import policy_to_train, publish
+    from stages.models.new_tokens import add_rows
     from stages.reporting.curves import training_report
     from stages.preflight import preflight
     from stages.training import Trainer, fit
@@ -488,8 +523,11 @@ def run(stage):
             " model directory for another one.",
         )
     model = policy_to_train(stage)
+    if config.new_tokens:
+        add_rows(model, renderer.tokenizer, config.new_tokens)
     encode = encode_text if full_text else encode_demonstrations
     train, dropped = encode(dataset, "train", renderer, config)
+    warn_of_unseen_tokens(stage, renderer, train)
     validation, _ = encode(dataset, "validation", renderer, config, limit=config.eval_rows)
     stage.log(
         f"{len(train)} training rows, {sum(i.n_tokens for i in train)} tokens, "
@@ -499,6 +537,7 @@ def run(stage):
     refuse_no_rows(dropped, len(train))
     source = rows_in_order(stage, train, config)
     answers = Answers(stage, dataset, renderer, model) if stage.has("reward_model") else None
+    watched = watched_pairs(stage, renderer)
     noise = None if config.neftune_noise_alpha is None else Noise(config.neftune_noise_alpha, stage.rng)
     objective = NextToken(
         config.loss_agg_mode,
@@ -518,14 +557,18 @@ def run(stage):
 
     def evaluate():
         with source.all_rows() if config.self_paced_threshold is not None else nullcontext():
-            return {**trainer.evaluate(validation), **(answers.judge() if answers else {})}
+            return {
+                **trainer.evaluate(validation),
+                **(answers.judge() if answers else {}),
+                **(pair_logps(model, watched, config, stage.device) if watched else {}),
+            }
 
     before, final = fit(
         stage,
         trainer,
         source,
         eval_every=config.steps_between_validations(len(train)),
-        evaluate=evaluate if validation or answers else None,
+        evaluate=evaluate if validation or answers or watched else None,
     )
     publish(stage, model, renderer.tokenizer)
     summary = {
@@ -545,6 +588,9 @@ def run(stage):
             if "reward" in final
             else {}
         )
+        for name in ("logps/chosen", "logps/rejected"):
+            if name in final:
+                summary |= {f"validation/{name}": final[name], f"validation/{name}_before": before[name]}
     stage.summary(summary)
     training_report(stage, "Supervised fine-tuning", summary)
 
@@ -655,6 +701,65 @@ class Answers:
             "answer_length": sum(len(answer.ids) for answer in answers) / len(answers),
             "stop_rate": stop_rate,
         }
+
+
+def warn_of_unseen_tokens(stage, renderer, items) -> None:
+    """Warn of ``new_tokens`` that no training row holds: their rows learn nothing of what they stand for."""
+    wanted = dict(zip(renderer.tokenizer.convert_tokens_to_ids(list(stage.config.new_tokens)), stage.config.new_tokens))
+    for item in items if wanted else ():
+        for ids in (item.prompt, *item.responses):
+            for seen in wanted.keys() & set(ids.tolist()):
+                del wanted[seen]
+        if not wanted:
+            return
+    if wanted:
+        stage.warn(
+            "unseen_new_tokens",
+            f"No training row holds {', '.join(wanted.values())}, which new_tokens adds. Compare their spelling with"
+            " that of the chat template (chat_template=FILE), or leave them out.",
+        )
+
+
+def watched_pairs(stage, renderer) -> list:
+    """Items of the held-out rows of the input ``pairs``, chosen and rejected answer each; [] without that input.
+
+    Raises:
+        ConfigError: no pair is held out, or none is left of them.
+    """
+    from stages.pairs import encode_pairs
+
+    if not stage.has("pairs"):
+        return []
+    config, pairs = stage.config, stage.dataset("pairs")
+    items, dropped = encode_pairs(pairs, "validation", renderer, config.max_length, config.eval_rows)
+    if not items:
+        raise ConfigError(
+            f"sft: the input pairs has no validation rows that can be read{left_out(dropped)}, with"
+            f" eval_rows={config.eval_rows} and max_length={config.max_length}; give pairs with a validation split, or"
+            " leave the input out"
+        )
+    return items
+
+
+def pair_logps(model, items, config, device: str) -> dict[str, float]:
+    """{"logps/chosen", "logps/rejected"}: mean log-probability of the answers of each side, sums over their tokens
+    [nats] (``sft.nll``).
+    """
+    from stages.batching import per_response
+    from stages.models.modeling import target_logps
+    from stages.training import products
+
+    def compute(batch):
+        with products(config, device):
+            logps = target_logps(model, batch)[0]
+        sums = logps.new_zeros(batch.mask_SL.shape[0]).index_add(0, batch.seq_N, logps)
+        return sums.tolist()
+
+    found = per_response(items, config.micro_batch_tokens, device, compute, model)
+    return {
+        f"logps/{name}": math.fsum(values[side] for values in found) / len(found)
+        for side, name in enumerate(("chosen", "rejected"))
+    }
 
 
 def encode_demonstrations(dataset, split: str, renderer, config, limit: int | None = None, more=None):

@@ -16,7 +16,7 @@ from stages.measures import statistics
 from stages.pairs import is_tie
 from stages.reward_models.reward_data import attribute_scores, transition
 from stages.reward_models.reward_objectives import READ_BY
-from stages.reward_models.reward_scorers import Response, Scorer, split_steps
+from stages.reward_models.reward_scorers import Response, Scorer, positive, split_steps
 
 
 def rows_of(data, split: str | None, limit: int | None) -> list[dict]:
@@ -392,22 +392,23 @@ def judge_labels(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
 
 
 def judge_steps(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
-    """Step accuracy and AUC, whether the first wrong step is found, and the solution score against the final answer. A
-    neutral step is right or wrong as the score counts it (``neutral_as``)."""
-    separator = scorer.card.options["separator"]
-    least = 1 if scorer.card.options.get("neutral_as") == "negative" else 0
+    """Step accuracy and AUC (of three classes also that of each against the others), whether the first wrong step is
+    found, and the solution score against the final answer. A neutral step is right or wrong as the score counts it
+    (``neutral_as``)."""
+    separator, neutral_as = scorer.card.options["separator"], scorer.card.options.get("neutral_as", "positive")
+    least = 1 if neutral_as == "negative" else 0
     responses = [
         Response(r["prompt"], [{"role": "assistant", "content": separator.join(r["completions"])}], row=r) for r in rows
     ]
-    each = scorer.step_probabilities(responses)
-    p, right, first, solution, final = [], [], [], [], []
-    for row, read, score in zip(rows, each, scorer.score(responses)):
+    p, right, first, solution, final, of_class, given = [], [], [], [], [], [], []
+    for row, classes, score in zip(rows, scorer.step_classes(responses), scorer.score(responses)):
+        read = positive(classes, neutral_as).tolist() if classes else []
         parts = [len(split_steps(step, separator)) for step in row["completions"]]
         ends = np.cumsum(parts) - 1  # a step may hold the separator (label_steps), and is read in parts
-        known = [
-            (read[end], label >= least) for n, end, label in zip(parts, ends, row["labels"]) if n and end < len(read)
-        ]
-        steps, labels = [q for q, _ in known], [label for _, label in known]
+        known = [(end, label) for n, end, label in zip(parts, ends, row["labels"]) if n and end < len(read)]
+        steps, labels = [read[end] for end, _ in known], [label >= least for _, label in known]
+        of_class += [classes[end] for end, _ in known]
+        given += [label for _, label in known]
         p += steps
         right += labels
         if not all(labels):
@@ -428,6 +429,9 @@ def judge_steps(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     }
     if first:
         found["first_error_accuracy"] = float(np.mean(first))
+    if len(of_class[0]) == 3:
+        for k, name in enumerate(("wrong", "neutral", "right")):
+            found[f"step_auc_{name}"] = auc([c[k] for c in of_class], np.array(given) == k - 1)
     return {k: v for k, v in found.items() if not math.isnan(v)}
 
 

@@ -233,15 +233,27 @@ class StepScorer(ValueScorer):
     def _one(self, values):
         return aggregate_steps(self._positive(values), self.card.options.get("aggregation", "prod"))
 
-    def _positive(self, values) -> np.ndarray:
+    @staticmethod
+    def _classes(values) -> np.ndarray:
         z = np.exp(values - values.max(-1, keepdims=True))
-        return positive(z / z.sum(-1, keepdims=True), self.card.options.get("neutral_as", "positive"))
+        return z / z.sum(-1, keepdims=True)
+
+    def _positive(self, values) -> np.ndarray:
+        return positive(self._classes(values), self.card.options.get("neutral_as", "positive"))
+
+    def step_classes(self, responses) -> list[list[list[float]]]:
+        """Probability of each class (wrong, right; or wrong, neutral, right) of every step of every response; an empty
+        list where nothing could be read.
+        """
+        return self._steps(responses, self._classes)
 
     def step_probabilities(self, responses) -> list[list[float]]:
         """P(step is right) of every step of every response; an empty list where nothing could be read."""
+        return self._steps(responses, self._positive)
+
+    def _steps(self, responses, of) -> list[list]:
         found = self._over_items(
-            responses,
-            lambda batch: [self._positive(v).tolist() for v in self._split(token_outputs(self.model, batch), batch)],
+            responses, lambda batch: [of(v).tolist() for v in self._split(token_outputs(self.model, batch), batch)]
         )
         return [f if isinstance(f, list) else [] for f in found]
 

@@ -444,6 +444,24 @@ def test_a_table_counts_its_items_and_all_of_its_tests():
     assert "p of all" not in table(["a", "b"], metrics, ["accuracy"], {("b", "accuracy"): gain(0.04)}, "accuracy")[1]
 
 
+@pytest.mark.parametrize("factor, warned", [(1.4, True), (1.2, False), (0.5, False)])
+def test_answers_that_grew_by_a_third_are_warned_of(evaluations, tmp_path, factor, warned):
+    """Section H, alarms: length up by more than 30% against the model before."""
+    from storage.datasets import write_dataset
+
+    samples, inputs = open_dataset(evaluations["policy"][1] / "samples"), {}
+    for name, times in (("sft", 1.0), ("dpo", factor)):
+        rows = [{**row, "tokens": round((40 + 20 * (i % 2)) * times)} for i, row in enumerate(samples.iter_rows())]
+        write_dataset(str(tmp_path / name), name, "eval_samples/1", rows, meta=samples.manifest["meta"])
+        inputs[f"evaluations.{name}"] = str(tmp_path / name)
+    found = {
+        w["code"]: w["text"]
+        for w in execute(spec("compare", tmp_path / "run", inputs, {"order": ["sft", "dpo"]}))["warnings"]
+    }
+    assert ("answers_longer" in found) is warned
+    assert not warned or "answers of dpo are 40% longer than those of sft" in found["answers_longer"]
+
+
 def test_answers_that_one_model_lacks_are_said(evaluations, tmp_path):
     """The same evaluation without the verdicts of a quarter of its answers: the comparison names the side that lacks
     them.

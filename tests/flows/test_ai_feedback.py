@@ -125,6 +125,7 @@ def test_our_constitution_is_sixteen_principles():
         ({"judge": "(j)"}, 0.3, "apo_zero", "whose revision won"),
         ({"judge": "(j)", "keep": "all"}, 0.7, "apo_zero", "more often than they lose"),
         ({"judge": "(j)", "keep": "all"}, 0.3, "apo_down", "own answers win"),
+        ({"judge": "(j)", "keep": "all"}, 0.5, "apo_down", "as often as"),
         ({"judge": "(j)", "keep": "all", "method": "dpo"}, 0.3, "dpo", "given"),
     ],
 )

@@ -141,6 +141,30 @@ def test_probes_that_score_as_high_fool_the_model_and_surface_changes_flip_it():
     assert flips == {name: 0.5 if name == "lower_case" else 0.0 for name in transforms("a b", np.random.default_rng(0))}
 
 
+def two_classes(right):
+    return [[[1 - p, p] for p in row] for row in right]
+
+
+def test_each_of_three_classes_has_its_auc():
+    """rm.prm, log: AUC per class, each against the others, by hand."""
+    rows = [
+        {"prompt": user("q"), "completions": ["s"] * 3, "labels": labels, "solution_correct": None}
+        for labels in ([1, 0, -1], [1, 1, 0])
+    ]
+    said = [
+        [[0.1, 0.2, 0.7], [0.3, 0.3, 0.4], [0.2, 0.5, 0.3]],
+        [[0.2, 0.2, 0.6], [0.5, 0.2, 0.3], [0.1, 0.6, 0.3]],
+    ]
+    scorer = SimpleNamespace(
+        card=SimpleNamespace(options={"separator": "\n"}), step_classes=lambda rs: said, score=lambda rs: [0.5, 0.5]
+    )
+    found = judge_steps(Told(), scorer, rows, "test")
+    # wrong .2 against .1 .3 .2 .5 .1; neutral .3 .6 against .2 .5 .2 .2; right .7 .6 .3 against .4 .3 .3
+    assert found["step_auc_wrong"] == pytest.approx(2.5 / 5) and found["step_auc_neutral"] == pytest.approx(7 / 8)
+    assert found["step_auc_right"] == pytest.approx(7 / 9)
+    assert found["accuracy"] == pytest.approx(4 / 6)
+
+
 def test_the_first_wrong_step_is_where_the_probability_falls_to_a_half():
     options = {"separator": "\n", "neutral_as": "positive"}
     texts = [[1, 1, -1], [1, -1, -1], [-1, 1], [1, 1]]
@@ -150,7 +174,9 @@ def test_the_first_wrong_step_is_where_the_probability_falls_to_a_half():
         for labels, right in zip(texts, (False, True, None, True))
     ]
     scorer = SimpleNamespace(
-        card=SimpleNamespace(options=options), step_probabilities=lambda rs: said, score=lambda rs: [0.4, 0.2, 0.9, 0.6]
+        card=SimpleNamespace(options=options),
+        step_classes=lambda rs: two_classes(said),
+        score=lambda rs: [0.4, 0.2, 0.9, 0.6],
     )
     found = judge_steps(Told(), scorer, rows, "test")
     assert found["first_error_accuracy"] == pytest.approx(1 / 3)
@@ -172,7 +198,7 @@ def test_a_step_that_holds_the_separator_is_judged_where_it_ends():
     }
     scorer = SimpleNamespace(
         card=SimpleNamespace(options={"separator": "\n\n"}),
-        step_probabilities=lambda responses: [[0.9, 0.8, 0.2, 0.7]],
+        step_classes=lambda responses: two_classes([[0.9, 0.8, 0.2, 0.7]]),
         score=lambda responses: [0.5],
     )
     found = judge_steps(Told(), scorer, [row], "test")

@@ -1028,7 +1028,7 @@ def test_a_neutral_step_is_judged_as_it_counts(neutral_as, accuracy):
     }
     scorer = SimpleNamespace(
         card=SimpleNamespace(options={"separator": "\n", "neutral_as": neutral_as}),
-        step_probabilities=lambda responses: [[0.9, 0.2, 0.2, 0.3]],
+        step_classes=lambda responses: [[[1 - p, p] for p in (0.9, 0.2, 0.2, 0.3)]],
         score=lambda responses: [0.5],
     )
     found = judge_steps(Told(), scorer, [row], "test")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.align import Config, agrees, displaced, rows_seen, values_of
+from stages.align import Config, agrees, displaced, overfits, rows_seen, values_of
 from stages.direct.direct_alignment import DirectAlignment
 from stages.harness import execute
 from stages.spec import ConfigError
@@ -798,6 +798,56 @@ def test_the_displacement_alarm_needs_three_falls_in_a_row():
     assert displaced(falling) and not displaced(falling[:3]) and not displaced(falling[:3] + [[-1.5, 4.0]])
     assert displaced([[9.0, -9.0], *falling]) and not displaced([*falling, [-4.0, 3.0]])
     assert not displaced([[0.0, 0.0], [-1.0, 1.0], [-1.0, 2.0], [-3.0, 3.0]]), "what stays is no fall"
+
+
+def test_more_than_99_percent_of_training_rows_with_no_gain_on_held_out_ones_is_an_alarm():
+    def rows(train, held_out):
+        return [{"train/loss": 0.1, "rewards/accuracies": a} for a in train] + [
+            {"validation/rewards/accuracies": a} for a in held_out
+        ]
+
+    assert overfits(rows([0.5] * 30 + [1.0] * 4, [0.5, 0.8, 0.8]), 32)
+    assert not overfits(rows([0.5] * 30 + [1.0] * 4, [0.5, 0.8]), 32), "held-out rows still gain"
+    assert not overfits(rows([0.5] * 30 + [1.0, 1.0, 0.9, 1.0], [0.5, 0.8, 0.8]), 32)
+    assert not overfits(rows([1.0] * 3, [0.5, 0.5]), 32), "fewer than a hundred rows"
+    assert not overfits(rows([1.0] * 50, [0.5]), 32) and not overfits(rows([1.0] * 50, []), 32)
+    assert not overfits(rows([1.0] * 90 + [0.9] + [1.0] * 9, [0.5, 0.5]), 100), "of the last tenth"
+
+
+def test_a_run_that_overfits_says_so(tiny, spec, tmp_path):
+    """Held-out pairs that prefer the opposite of what is learned."""
+    texts = "yes good", "no bad"
+    made = [
+        complete_row(
+            "pairs/1",
+            {
+                "prompt": user(f"which {i}?"),
+                "chosen": assistant(texts[i % 5 == 4]),
+                "rejected": assistant(texts[i % 5 != 4]),
+            },
+            dataset="made",
+            source="s",
+            origin="human",
+            split="validation" if i % 5 == 4 else "train",
+        )
+        for i in range(10)
+    ]
+    write_dataset(str(tmp_path / "pairs"), "made", "pairs/1", made)
+    config = {"batch_size": 8, "max_length": 64, "max_steps": 40, "learning_rate": 1e-3, "eval_every": 20}
+    heard = []
+    for name, steps in (("long", 40), ("short", 10)):
+        events = []
+        execute(
+            spec(
+                "align",
+                {**config, "max_steps": steps},
+                {"model": tiny["policy"], "data": str(tmp_path / "pairs")},
+                name,
+            ),
+            events.append,
+        )
+        heard.append("preferences_overfit" in json.dumps(events))
+    assert heard == [True, False]
 
 
 def test_cached_values_are_parted_by_response_and_compared_as_they_round():

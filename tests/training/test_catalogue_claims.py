@@ -408,6 +408,60 @@ def test_sft_logs_accuracy_tokens_and_cut_rows(tiny, data, spec):
     assert logged["train/truncated_fraction"] == pytest.approx(cut / rows)
 
 
+def test_sft_says_what_becomes_of_held_out_pairs(tiny, data, spec, tmp_path):
+    """sft.nll, log: mean S_pi of rejected answers while chosen ones are learned, beside that of the chosen ones, at
+    every pass; the published weights' from their own logits.
+    """
+    from stages.chat import renderer_for
+    from stages.models.modeling import load_policy
+
+    made = spec(
+        "sft",
+        {**BASE, "max_steps": 4, "eval_every": 2},
+        {"model": tiny["policy"], "data": data["demonstrations"], "pairs": data["pairs"]},
+        "watched",
+    )
+    result, plain = execute(made, silent), tmp_path / "plain"
+    logged = [row for row in metrics_of(made)[1] if "validation/logps/rejected" in row]
+    assert len(logged) == 3
+
+    def by_hand(path):
+        model, renderer = load_policy(path).eval(), renderer_for(path)
+        sums = {"chosen": [], "rejected": []}
+        for row in open_dataset(data["pairs"]).iter_rows(split="validation"):
+            for side, found in sums.items():
+                prompt, ids, mask = renderer.completion_ids(row["prompt"], row[side])
+                logps = model(torch.tensor([[*prompt, *ids]])).logits[0, :-1].log_softmax(-1)
+                at = [len(prompt) - 1 + k for k, on in enumerate(mask) if on]
+                found.append(sum(float(logps[t, ids[t - len(prompt) + 1]].detach()) for t in at))
+        return {side: float(np.mean(found)) for side, found in sums.items()}
+
+    before, after = by_hand(tiny["policy"]), by_hand(result["outputs"]["model"]["path"])
+    for side in ("chosen", "rejected"):
+        assert logged[0][f"validation/logps/{side}"] == pytest.approx(before[side], rel=1e-4)
+        assert logged[-1][f"validation/logps/{side}"] == pytest.approx(after[side], rel=1e-4)
+        assert result["summary"][f"validation/logps/{side}_before"] == pytest.approx(before[side], rel=1e-4)
+        assert result["summary"][f"validation/logps/{side}"] == pytest.approx(after[side], rel=1e-4)
+        assert before[side] != pytest.approx(after[side], rel=1e-3)
+    # watching changes nothing
+    other = spec(
+        "sft",
+        {**BASE, "max_steps": 4, "eval_every": 2},
+        {"model": tiny["policy"], "data": data["demonstrations"]},
+        "unwatched",
+    )
+    weights = [
+        Path(found["outputs"]["model"]["path"], "model.safetensors").read_bytes()
+        for found in (result, execute(other, silent))
+    ]
+    assert weights[0] == weights[1]
+    # and there has to be something to watch
+    all_train = write(plain, "pairs/1", [pair(i, split="train") for i in range(4)])
+    nothing = spec("sft", BASE, {"model": tiny["policy"], "data": data["demonstrations"], "pairs": all_train}, "none")
+    with pytest.raises(ValueError, match="no validation rows"):
+        execute(nothing, silent)
+
+
 # -- rejection sampling ------------------------------------------------------------------------------------------------
 
 

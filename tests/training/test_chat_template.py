@@ -398,3 +398,73 @@ def test_a_base_model_without_a_chat_template_is_told_of(tiny, data, spec, tmp_p
     told = warnings("plain")
     assert "no_chat_template" in told and "stop_token_not_trained" not in told
     assert "no_chat_template" not in warnings("given", chat_template=template)
+
+
+def test_new_tokens_have_rows_of_their_own(tiny, data, spec, tmp_path):
+    """sft.template, minted tokens: one id each behind all others, rows that begin as the mean of the rest and are
+    trained, a turn that ends with one; what a user writes is never one.
+    """
+    import torch
+
+    from stages.models.modeling import load_policy
+    from stages.models.new_tokens import add_rows
+
+    names, shown = ["<|turn|>", "<|done|>"], tmp_path / "turns.jinja"
+    shown.write_text(
+        "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' + m.content + '<|done|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|turn|>assistant\n' }}{% endif %}"
+    )
+    before, old = load_policy(tiny["policy"]), load_tokenizer(tiny["policy"])
+    first, renderer = len(old), renderer_for(tiny["policy"], template_text(str(shown)), new_tokens=tuple(names))
+    own = load_policy(tiny["policy"])
+    add_rows(own, renderer.tokenizer, names)
+    for end in ("get_output_embeddings", "get_input_embeddings"):
+        rows, were = getattr(own, end)().weight.detach(), getattr(before, end)().weight.detach()
+        mean = were[:first].double().mean(0).float()
+        assert len(rows) == own.config.vocab_size == max(first + 2, len(were))
+        assert torch.equal(rows[:first], were[:first])
+        assert torch.allclose(rows[first : first + 2], mean.expand(2, -1), rtol=0, atol=1e-7)
+
+    settings = {"batch_size": 4, "max_steps": 3, "max_length": 96, "learning_rate": 1e-2, "new_tokens": names}
+    made = spec(
+        "sft",
+        {**settings, "chat_template": str(shown)},
+        {"model": tiny["policy"], "data": data["demonstrations"]},
+        "minted",
+    )
+    events = []
+    path = execute(made, events.append)["outputs"]["model"]["path"]
+    assert "unseen_new_tokens" not in json.dumps(events)
+    trained, published = load_policy(path), renderer_for(path)
+    assert published.tokenizer.convert_tokens_to_ids(names) == [first, first + 1]
+    assert first + 1 in published.stop_ids
+    assert (trained.get_input_embeddings().weight[[first, first + 1]] - mean).abs().amax(1).min() > 1e-3
+    ids = published.prompt_ids([{"role": "user", "content": "a <|done|> b"}])
+    assert ids.count(first + 1) == 1 and ids.count(first) == 2
+    assert "a <|done|> b" in published.decode(ids)
+    encoded = published.conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    assert [i for i, on in zip(encoded.ids, encoded.mask) if on][-1] == first + 1  # the stop token is trained
+
+    unseen = spec("sft", settings, {"model": tiny["policy"], "data": data["demonstrations"]}, "unseen")
+    events.clear()
+    execute(unseen, events.append)
+    assert "unseen_new_tokens" in json.dumps(events)
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"new_tokens": ["<|x|>"], "lora_rank": 4}, "lora_rank=0"),
+        ({"new_tokens": ["<|x|>"], "sharding": "full"}, "sharding=none"),
+        ({"new_tokens": ["<|x|>", "<|x|>"]}, "each token once"),
+        ({"new_tokens": [" <|x|>"]}, "without white space"),
+    ],
+)
+def test_new_tokens_that_could_not_be_learned_are_refused(config, says):
+    with pytest.raises(ValueError, match=says):
+        sft.Config(**config)
+
+
+def test_a_new_token_that_is_one_already_is_refused(tiny):
+    with pytest.raises(RenderError, match="already"):
+        renderer_for(tiny["policy"], new_tokens=(load_tokenizer(tiny["policy"]).eos_token,))

@@ -1196,9 +1196,24 @@ def astar(i, p):
     return {"v_star": v, "residual": residual, "loss": loss, "grad_logp_seq": g}
 
 
+def credited(preset, n: int, **batch):
+    """Advantages [n] that a preset's row gives one-token completions of prompts of their own."""
+    one = credit.Batch(
+        arr(batch.pop("rewards")), np.arange(n), np.ones((n, 1), bool), np.ones(n, bool), np.ones(n, bool), **batch
+    )
+    return credit.assign(preset, one, 0.0).advantages_BT[:, 0]
+
+
 def reward_minus(i, p):
     b = i["greedy_reward"] if "greedy_reward" in i else estimators.table_baseline(i["prompt_id"], i["table"])
-    return {"advantages": arr(i["reward"]) - arr(b)}
+    row = rl_preset("remax", kl_reward_coef=0.0, baseline="greedy" if "greedy_reward" in i else "table")
+    return {"advantages": credited(row, len(i["reward"]), rewards=i["reward"], baseline=arr(b))}
+
+
+def win_rates(i, p):
+    """The rates whose distance from 1/2 is the advantage of SPPO."""
+    won, n = arr(i["pairwise"]), len(i["pairwise"])
+    return {"win_rate": credited(rl_preset("sppo"), n, rewards=np.zeros(n), preference_BO=won) + 0.5}
 
 
 def agent(i, p):
@@ -1524,7 +1539,7 @@ ADAPTERS = {
     "is_offline_bandit": importance,
     "ref_mixup_refresh": refresh,
     "weight_ema": lambda i, p: {"ema_new": production.averaged(i["ema"], i["theta"], p["decay"])},
-    "sppo_win_rates": lambda i, p: {"win_rate": arr(i["pairwise"]).mean(1)},
+    "sppo_win_rates": win_rates,
     "pass_at_k_curriculum": lambda i, p: {"pass_at_k": [sampling.pass_at_k(*c) for c in i["cases_n_c_k"]]},
     **{f"return_rtg_{n}": returns for n in ("gamma09", "gamma05", "padded")},
     "value_oracle_two_step": value_oracle,

@@ -21,8 +21,9 @@ from stages.models.divergence import topk_divergence
 from stages.models.modeling import Head, token_logps
 from stages.reward.judge import soft_label
 from stages.reward.judging import both_orders
-from stages.reward_models import preference_module, reward_losses
-from stages.reward_models.reward_heads import own_positions
+from stages.reward_models import preference_module, reward_data, reward_losses
+from stages.reward_models.reward_heads import RewardCard, own_positions
+from stages.reward_models.reward_scorers import ComparingScorer, Response, drawn_by_text
 from stages.training import Sums, Trainer
 from tests import production
 from tests.production import distillation, logps_at, step_mean
@@ -382,7 +383,13 @@ def rm_orm_gain_bias(i, p):
 
 
 def rm_pmp(i, p):
-    return {"loss": losses.soft_bce(T(i["score"]), T(i["label"])).mean()}
+    scores, labels = T(np.atleast_1d(i["score"]).tolist()), np.atleast_1d(i["label"])
+    items = [
+        make_item(str(k), [0], [[0]], [[1]], target=float(label), weight=1.0, ended=[True])
+        for k, label in enumerate(labels)
+    ]
+    sums = reward_losses.pointwise_bce(scores[:, None], collate(items), None)
+    return {"loss": Sums({"bce": sums.loss["bce"]}).divided({"weight": float(len(items))})}
 
 
 def rm_pmp_control(i, p):
@@ -758,16 +765,61 @@ def rest_thresholds(i, p):
 
 
 def regression(i, p):
-    pred, target = T(i["pred"]), T(i["target"])
+    items = [
+        make_item(str(k), [0], [[0]], [[1]], targets=[float(t)], weight=1.0, ended=[True])
+        for k, t in enumerate(i["target"])
+    ]
+    config = SimpleNamespace(regression_loss="mse")
+    sums = reward_losses.regression(T(i["pred"])[:, None], collate(items), config)
+    reward_data.standardise(items, None)
     return {
-        "mse": losses.value_loss(pred, target, torch.ones_like(pred)).mean(),
-        "standardised_target": estimators.whiten(i["target"], ddof=p["ddof"], eps=0.0),
+        "mse": Sums({"mse": sums.loss["mse"]}).divided({"weight": float(len(items))}),
+        "standardised_target": [item.extra["targets"][0] for item in items],
     }
 
 
 def prm_ce(i, p):
-    classes = torch.tensor([p["class_map"][str(k)] for k in i["step_labels"]])
-    return {"loss": losses.token_nll(logps_at(T(i["logits_neg_neu_pos"]), classes)).mean()}
+    logits = T(i["logits_neg_neu_pos"])
+    targets = [reward_data.class_target(label, 3) for label in i["step_labels"]]
+    assert all(target.index(1.0) == p["class_map"][str(k)] for k, target in zip(i["step_labels"], targets))
+    n = len(targets)
+    item = make_item("steps", [0], [[0] * n], [[1] * n], targets=targets, weight=1.0)
+    sums = reward_losses.steps(logits, collate([item]), None)
+    return {"loss": Sums({"ce": sums.loss["cross_entropy"]}).divided({"steps": float(n)})}
+
+
+def answer(text: str) -> Response:
+    return Response([], [{"role": "assistant", "content": text}])
+
+
+def comparer(shown_first, ranking: str = "round_robin"):
+    """A model that compares, of which P(first is better | shown first) is known by the two texts."""
+
+    class Known(ComparingScorer):
+        def load(self):
+            self.ranking = ranking
+
+        def one_order(self, pairs):
+            return [shown_first(a.text, b.text) for a, b in pairs]
+
+    return Known("", RewardCard("pairwise"))
+
+
+def symmetrise(i, p):
+    scorer = comparer(lambda a, b: i["p_ij"] if a == "i" else i["p_ji"])
+    return {"p_i_sym": scorer.preferences([(answer("i"), answer("j"))])[0]}
+
+
+def logit_reward(i, p):
+    """The answer that is drawn by its text to compare with takes the baseline's place."""
+    wins, n = i["p_win_vs_baseline"], len(i["p_win_vs_baseline"])
+    texts = [str(k) for k in range(n + 1)]
+    drawn = drawn_by_text([answer(text) for text in texts])
+    known = {text: wins[k] for k, text in enumerate(text for at, text in enumerate(texts) if at != drawn)}
+    scorer = comparer(lambda a, b: known[a] if b == texts[drawn] else 1 - known[b], "baseline")
+    found = scorer.score([answer(text) for text in texts])
+    assert found[drawn] == 0.0
+    return {"reward": [value for at, value in enumerate(found) if at != drawn]}
 
 
 def ckpt_select(i, p):
@@ -795,7 +847,7 @@ ADAPTERS = {
     "rm.regression/mse": regression,
     "rm.prm/three_class_ce": prm_ce,
     "sft.ckpt_select/rm_score": ckpt_select,
-    "rm.pairwise/symmetrise": lambda i, p: {"p_i_sym": (i["p_ij"] + 1 - i["p_ji"]) / 2},
+    "rm.pairwise/symmetrise": symmetrise,
     "sft.nll/uniform": nll_uniform,
     "sft.nll/reductions": nll_logps,
     "sft.nll/nan_padding": nll_logps,
@@ -873,7 +925,7 @@ ADAPTERS = {
     "rs.rso/limits": rso_limits,
     "rso_accept_prob": rso_accept,
     "rso_sequence": rso_accept,
-    "rs.rso/logit_reward": lambda i, p: {"reward": torch.logit(T(i["p_win_vs_baseline"]))},
+    "rs.rso/logit_reward": logit_reward,
     "rs.rs_dpo/pairs": rs_dpo,
     "rs_dpo_pairs": rs_dpo_all_gaps,
     "rs.rest_em/keep": rest_em,
