@@ -28,6 +28,7 @@ from stages.spec import (
     StageSpec,
     left_out,
     refuse_no_rows,
+    summing_to_1,
     warn_of_cut_rows,
 )
 
@@ -211,6 +212,13 @@ class Config(OptimizerConfig, ChatConfig):
     segment_pairing: Literal["by_index", "top_chosen_vs_bottom_rejected"] = Field(
         "by_index", description="2d_dpo: which segments are compared."
     )
+    aspect_weights: dict[str, float] = Field(
+        default_factory=dict,
+        description=(
+            "2d_dpo: a segment's score as the weighted sum of its aspects, such as {accuracy: 0.7, tone: 0.3}; weights sum"
+            " to 1, and a segment without one of these aspects is left out. Default: the mean of those it has."
+        ),
+    )
     corruption: Literal["drop", "shuffle", "truncate"] = Field(
         "drop", description="mdpo: what is done to the parts of the prompt's last message."
     )
@@ -233,6 +241,11 @@ class Config(OptimizerConfig, ChatConfig):
                 " is meant"
             )
         return value
+
+    @field_validator("aspect_weights")
+    @classmethod
+    def _sum(cls, weights: dict[str, float]):
+        return summing_to_1("aspect_weights", weights, "{accuracy: 0.7, tone: 0.3}")
 
     @model_validator(mode="after")
     def _heldout_z0(self):
@@ -762,6 +775,8 @@ def fingerprints(stage, role: str, renderer) -> dict[str, str]:
         template += f":{config.corruption}:{config.corruption_share}:{stage.seed}"
     if config.method == "2d_dpo":
         template += f":{config.segment_pairing}"
+        if config.aspect_weights:  # which decide what is compared with what, and what is left out
+            template += f":{sorted(config.aspect_weights.items())}"
     if config.ld_alpha is not None:  # two values per response, whatever the weight of the second
         template += ":common"
     return {

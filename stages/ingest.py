@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
+from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec, summing_to_1
 
 CHECKPOINT_ROWS = 50_000
 
@@ -331,11 +331,7 @@ class Config(StageConfig):
             )
         if self.halves and self.validation_fraction + self.test_fraction > 0:
             raise ValueError("halves replaces the other splits; set validation_fraction and test_fraction to 0")
-        if self.aspect_weights and abs(sum(self.aspect_weights.values()) - 1) > 1e-9:
-            raise ValueError(
-                f"aspect_weights sum to {sum(self.aspect_weights.values()):g}; write weights that sum to 1, such as"
-                " {helpfulness: 0.7, honesty: 0.3}"
-            )
+        summing_to_1("aspect_weights", self.aspect_weights, "{helpfulness: 0.7, honesty: 0.3}")
         known = set(SYNONYMS) | set(_COMMON) | {"source"}
         for _, required, more in FORMATS.values():
             known |= set(required) | set(more)

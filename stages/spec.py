@@ -550,6 +550,17 @@ def stage_key(stage: str, code_version: str, config: StageConfig, inputs: dict[s
     return canonical_key(stage, code_version, config.identity(), inputs, seed=int(seed))[1]
 
 
+def summing_to_1(name: str, weights: dict[str, float], example: str) -> dict[str, float]:
+    """The weights of a sum, or none.
+
+    Raises:
+        ValueError: they sum to something else than 1.
+    """
+    if weights and not abs(sum(weights.values()) - 1) <= 1e-9:
+        raise ValueError(f"{name} sum to {sum(weights.values()):g}; write weights that sum to 1, such as {example}")
+    return weights
+
+
 def left_out(counts) -> str:
     """What a stage says of the rows it left out or cut, by reason: `; left out or cut: 3 no_target, 1 truncated`, or
     nothing.

@@ -289,7 +289,11 @@ def segmented(rendered: Rendered, rows, config) -> list[Row]:
             sides.append([])
             for segment in row[name]:
                 inside = [found[1] + k for k, begin in enumerate(begins) if segment["start"] <= begin < segment["end"]]
-                score = sum(a["score"] for a in segment["scores"]) / len(segment["scores"])
+                given = {a["aspect"]: a["score"] for a in segment["scores"]}
+                if missing := set(config.aspect_weights) - set(given):
+                    inside, given = [], dict.fromkeys(missing, 0.0)
+                shares = config.aspect_weights or dict.fromkeys(given, 1 / len(given))
+                score = sum(share * given.get(aspect, 0.0) for aspect, share in shares.items())
                 sides[-1].append(([k for k in inside if mask[k]], score))
         if config.segment_pairing == "top_chosen_vs_bottom_rejected":
             sides = [[one for one in side if one[0]] for side in sides]

@@ -378,7 +378,11 @@ def rows_of(kind: str, n: int = 18) -> list[dict]:
         middle = text.index(" ") + 1
         return [
             {"start": 0, "end": middle, "scores": [{"aspect": "a", "score": 0.1 + 0.1 * (i % 5)}]},
-            {"start": middle, "end": len(text), "scores": [{"aspect": "a", "score": 0.9}]},
+            {
+                "start": middle,
+                "end": len(text),
+                "scores": [{"aspect": "a", "score": 0.9}, {"aspect": "b", "score": 0.4}],
+            },
         ]
 
     def demonstration(i):

@@ -52,7 +52,11 @@ DIRECT_READ_WHEN = (
         lambda m, c: "win_prob" in m.columns,
         "only sppo reads win probabilities; write method=sppo",
     ),
-    (("segment_pairing",), lambda m, c: m.data == "segments", "only 2d_dpo pairs segments; write method=2d_dpo"),
+    (
+        ("segment_pairing", "aspect_weights"),
+        lambda m, c: m.data == "segments",
+        "only 2d_dpo pairs segments; write method=2d_dpo",
+    ),
     (
         ("corruption", "corruption_share"),
         lambda m, c: m.data == "conditions",

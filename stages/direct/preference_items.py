@@ -91,6 +91,16 @@ def rows_as(
     yield from rows
 
 
+def segment_score(scores: list[dict], weights: dict[str, float]) -> float | None:
+    """A segment's score: the mean of its aspects (0 without any), or their weighted sum; None where it lacks an aspect
+    that ``weights`` names (``da.2d_dpo``).
+    """
+    if not weights:
+        return sum(a["score"] for a in scores) / max(len(scores), 1)
+    found = {a["aspect"]: a["score"] for a in scores}
+    return sum(w * found[name] for name, w in weights.items()) if weights.keys() <= found.keys() else None
+
+
 class Encoder:
     """Rows of one dataset to items for one method.
 
@@ -242,13 +252,15 @@ class Encoder:
                 if row["offset_unit"] == "char"
                 else [(s["start"], s["end"]) for s in segments]
             )
+            scores = [segment_score(s["scores"], self.config.aspect_weights) for s in segments]
+            self.dropped["segments_without_an_aspect"] += scores.count(None)
             sides.append(
                 [
-                    (start, min(end, len(ids)), sum(a["score"] for a in s["scores"]) / max(len(s["scores"]), 1))
+                    (start, min(end, len(ids)), score)
                     # no token begins in it, or none that is left and trained
-                    if start < min(end, len(ids)) and any(mask[start:end])
+                    if score is not None and start < min(end, len(ids)) and any(mask[start:end])
                     else None
-                    for (start, end), s in zip(spans, segments)
+                    for (start, end), score in zip(spans, scores)
                 ]
             )
         if self.config.segment_pairing == "top_chosen_vs_bottom_rejected":

@@ -500,6 +500,18 @@ def test_orpos_nll_may_count_the_prompt(tiny, preferences):
     assert abs(found[0] - plain.step()[0]) > 1e-3
 
 
+def test_a_segments_score_is_the_mean_of_its_aspects_or_their_weighted_sum():
+    """da.2d_dpo aspect_weights: one without a weighted aspect has no score."""
+    from stages.direct.preference_items import segment_score
+
+    scores = [{"aspect": "help", "score": 0.9}, {"aspect": "safe", "score": 0.5}]
+    assert segment_score(scores, {}) == pytest.approx(0.7) and segment_score([], {}) == 0.0
+    assert segment_score(scores, {"safe": 0.75, "help": 0.25}) == pytest.approx(0.6)
+    assert segment_score(scores, {"safe": 1.0}) == 0.5 and segment_score(scores[:1], {"safe": 1.0}) is None
+    with pytest.raises(ValueError, match="aspect_weights sum to 1.2; write weights that sum to 1"):
+        Config(method="2d_dpo", aspect_weights={"help": 0.7, "safe": 0.5})
+
+
 def test_a_segment_without_a_token_leaves_its_index_unpaired(tiny, tmp_path):
     """da.2d_dpo pairing=by_index: where no token begins in a segment, those behind it keep their partners."""
     from stages.chat import renderer_for

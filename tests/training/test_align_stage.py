@@ -254,7 +254,13 @@ def test_a_cache_is_for_the_weights_tokens_and_precision_that_it_was_made_with()
             ),
         ),
         (mdpo, ({**mdpo, "corruption": "shuffle"}, {**mdpo, "corruption_share": 0.25}, {**mdpo, "seed": 1})),
-        (pairing, ({**pairing, "segment_pairing": "top_chosen_vs_bottom_rejected"},)),
+        (
+            pairing,
+            (
+                {**pairing, "segment_pairing": "top_chosen_vs_bottom_rejected"},
+                {**pairing, "aspect_weights": {"help": 1.0}},
+            ),
+        ),
     ):
         assert all(prints(**given) != prints(**plain) for given in others)
     for given in (

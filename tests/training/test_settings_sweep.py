@@ -181,6 +181,7 @@ REPLAYED = [
     ("align", {"method": "aot_unpaired", "options": {"label_smoothing": 0.2}}),
     ("align", {"method": "mdpo", "corruption": "shuffle", "max_length": 72}),
     ("align", {"method": "2d_dpo", "segment_pairing": "top_chosen_vs_bottom_rejected"}),
+    ("align", {"method": "2d_dpo", "aspect_weights": {"a": 0.75, "b": 0.25}}),
     ("align", {"method": "pl_dpo", "max_length": 72}),
     ("align", {"method": "sppo", "win_probability": "bradley_terry"}),
     ("align", {"method": "rrhf", "options": {"average": True}}),
