@@ -363,18 +363,21 @@ def schedules() -> Finding:
 def outbox(state: Path, fix: bool) -> Finding:
     from storage import outbox, tracking
 
+    again, error = tracking.compare() if fix else (0, None)
     left = tracking.sync() if fix else {"pending": len(outbox.pending()), "error": None}
-    yield (
-        not left["error"],
-        (
-            "MLflow has everything"
-            if not left["pending"]
-            else (
-                f"{left['pending']} run(s) are not complete in MLflow"
-                + (f": {left['error']}; start it with `posttrain up`" if left["error"] else " (still running)")
-            )
-        ),
-    )
+    error, pending = left["error"] or error, left["pending"]
+    if error:
+        lacks = f"{pending} run(s) are not complete in MLflow" if pending else "MLflow was not told everything"
+        yield False, f"{lacks}: {error}; start it with `posttrain up`"
+    elif pending:
+        yield True, f"{pending} run(s) are not complete in MLflow (still running)"
+    elif again:
+        yield (
+            True,
+            f"MLflow has everything; what it lacked of {again} run(s), as a restored backup does, was sent again",
+        )
+    else:
+        yield True, "MLflow has everything"
 
 
 def stale_runs(state: Path, fix: bool) -> Finding:
