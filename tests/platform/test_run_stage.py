@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -75,6 +76,34 @@ def test_results_of_stages_that_ran_by_themselves_are_listed(state_dir):
         "model:" in listed[0]["outputs"] and "dataset:" in listed[0]["outputs"] and "position" in listed[0]["numbers"]
     )
     assert report.describe(listed[0]["key"])["key"] == second.key
+
+
+def test_a_stage_that_failed_by_itself_is_listed_with_its_error_and_how_to_go_on(state_dir, tmp_path):
+    """It was in no list: its key stood in the terminal where it had failed and nowhere else."""
+    (tmp_path / "raw text.txt").write_text("x")
+    given, config = {"text": str(tmp_path / "raw text.txt")}, {"steps": 9, "fail_at": 7}
+    with pytest.raises(StageError) as caught:
+        run_stage(TOY, given, config, seed=3, name_as="walk")
+    done = run_stage(TOY, {}, {"steps": 3})
+    (listed, text) = looked("ls", "results")
+    assert [(row["key"], row["status"]) for row in listed["results"]] == [
+        (done.key[:12], "finished"),
+        (caught.value.key[:12], "failed"),
+    ]
+    assert listed["results"][1]["numbers"] == "RuntimeError: asked to fail at step 7" and "asked to fail" in text
+    shown, text = looked("show", caught.value.key[:12])
+    assert shown["error"] == "RuntimeError: asked to fail at step 7" and f"go on   {shown['go_on']}" in text
+    program, *command = shlex.split(shown["go_on"])
+    assert program == "posttrain" and command[-4:] == ["--seed", "3", "--name-as", "walk"]
+    plan, _ = looked(*command, "--dry-run")
+    assert (plan["key"], plan["plan"], plan["seed"]) == (caught.value.key, "continue", 3)
+    seen = []
+    look = lambda event: (
+        event["event"] == "progress" and not seen and seen.append(looked("ls", "results")[0]["results"])
+    )
+    with pytest.raises(StageError):
+        run_stage(TOY, given, {**config, "sleep": 0.01}, seed=3, on_event=look)
+    assert seen[0][0]["status"] == "running" and seen[0][0]["key"] == caught.value.key[:12]
 
 
 def test_failure_carries_the_stage_own_words(state_dir):
