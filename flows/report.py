@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -467,16 +468,12 @@ def _print_unfinished(one: dict[str, Any]) -> None:
 def _print_maker(record: dict[str, Any]) -> None:
     for name, one in (record.get("inputs") or {}).items():
         print(f"  from    {name} = {short(one.get('given') or one['ref'])}")
-    from storage.lineage import flat
-
-    defaults, settings = (
-        defaults_of(record["stage"]),
-        {**(record.get("config") or {}), **(record.get("effective") or {})},
-    )
-    for is_default in (False, True):  # what was chosen, or follows from a preset that was, comes first
-        for name in (n for n in settings if (n in defaults and settings[n] == defaults[n]) is is_default):
-            for key, setting in flat({name: settings[name]}):
-                print(f"  {'default' if is_default else 'config '} {key} = {setting}")
+    settings = {**(record.get("config") or {}), **(record.get("effective") or {})}
+    rows = list(settings_of(record["stage"], settings))
+    for default in (False, True):  # what was chosen, or follows from a preset that was, comes first
+        for key, value, is_default in rows:
+            if is_default is default:
+                print(f"  {'default' if default else 'config '} {key} = {value}")
     for key, metric in sorted((record.get("metrics") or {}).items()):
         print(f"  number  {key} = {number(metric)}")
     if (record.get("mlflow") or {}).get("url"):
@@ -485,11 +482,36 @@ def _print_maker(record: dict[str, Any]) -> None:
         print(f"  code    {record['git']}")
 
 
-def defaults_of(stage: str) -> dict[str, Any]:
-    """A stage's settings and their defaults, plain; ``{}`` of a stage that is not in the table."""
+def settings_of(stage: str, settings: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """(name, value, whether it is the default) of a record's settings: `section.key`, `rewards[0].weight`. Of a stage
+    that is not in the table all count as chosen.
+    """
+    from pydantic import ValidationError
+
     from stages.registry import STAGES, get_spec
 
-    return get_spec(stage).config.model_construct().model_dump(mode="json") if stage in STAGES else {}
+    config = get_spec(stage).config if stage in STAGES else None
+    defaults = dict(_leaves(config.model_construct().model_dump(mode="json"))) if config else {}
+    try:  # elements of lists have defaults of their own
+        known = {name: value for name, value in settings.items() if config and name in config.model_fields}
+        whole = config.model_validate(known) if config else None
+    except (ConfigError, ValidationError):  # of another version
+        whole = None
+    chosen = dict(_leaves(whole.model_dump(mode="json", exclude_defaults=True))) if whole else None
+    for name, value in _leaves(settings):
+        inside = "[" in name and chosen is not None and name not in chosen
+        yield name, value, inside or name in defaults and defaults[name] == value
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _leaves(one, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        for at, one in enumerate(value):
+            yield from _leaves(one, f"{name}[{at}]")
+    else:
+        yield name, value
 
 
 # ---------------------------------------------------------------- what a stage would do

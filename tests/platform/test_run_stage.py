@@ -626,6 +626,35 @@ def test_a_run_that_is_underway_says_how_far_it_is_and_what_it_has_cost(state_di
     assert "second.steps: 9 -> 20" in found["config"]
 
 
+def test_of_a_list_of_components_what_differs_is_named_by_its_place(capsys):
+    """The whole list was printed, a hundred settings for one weight."""
+    from flows.compare import differences
+    from flows.report import _print_maker
+    from stages.registry import get_spec
+
+    def config(*rewards):
+        return get_spec("rl").config.model_validate({"rewards": list(rewards)}).resolved()
+
+    known = {"kind": "verifier", "name": "right", "correct_value": 2.0}
+    short = {"kind": "length", "name": "short"}
+    one, two = config(known, short), config({**known, "weight": 0.5}, {**short, "domains": ["maths"]})
+    assert differences(one, two) == ["rewards[0].weight: 1.0 -> 0.5", "rewards[1].domains: [] -> ['maths']"]
+    (more,) = differences(config(known), one)
+    assert more.startswith("rewards[1]: None -> {") and "'kind': 'length'" in more
+    assert differences({"stop": ["a"]}, {"stop": ["b"]}) == ["stop: ['a'] -> ['b']"]
+    _print_maker({"stage": "rl", "config": two})
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith("config")] == [
+        "config  rewards[0].name = right",
+        "config  rewards[0].weight = 0.5",
+        "config  rewards[0].correct_value = 2.0",
+        "config  rewards[1].name = short",
+        "config  rewards[1].kind = length",
+        "config  rewards[1].domains = ['maths']",
+    ]
+    assert "default rewards[1].weight = 1.0" in lines and "default rewards[0].kind = verifier" in lines
+
+
 def test_the_next_steps_of_a_run_are_those_of_its_plan():
     from flows.config import load_preset
     from flows.recipe import Plan, get_recipe, load_config
