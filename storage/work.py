@@ -196,6 +196,28 @@ def clean(days: float) -> tuple[int, int]:
     return removed
 
 
+#: What is written beside its place before it gets its name.
+PARTS = (
+    *(
+        f"{folder}/.*.tmp"
+        for folder in ("leases", "outbox", "outbox/done", "records", "registry", "runs", "datasets/*")
+    ),
+    *("models/.tmp-*", "datasets/*/.tmp-*", "mlartifacts/*/models/.*.tmp"),
+)
+
+
+def parts(days: float = 1.0) -> list[Path]:
+    """What processes that were killed while they published it, or copied a model, have left, so long ago that nobody
+    writes to it.
+    """
+    found = []
+    for path in (path for pattern in PARTS for path in home.home().glob(pattern)):
+        with contextlib.suppress(FileNotFoundError):  # it has just got its name
+            if time.time() - max(path.lstat().st_mtime, _touched(path)) > days * 86400:
+                found.append(path)
+    return found
+
+
 def _touched(directory: Path) -> float:
     return max((stat.st_mtime for stat in _stats(directory)), default=directory.stat().st_mtime)
 
