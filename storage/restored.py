@@ -13,6 +13,7 @@ from storage.outbox import cursors, document_lock, done_files_of, files_of, is_o
 from storage.projector import Projector, rows_of
 
 PAGE = 1000
+OURS = "name LIKE 'posttrain/%'"  # of a server that others use, too
 
 
 def tell_again(projector: Projector) -> int:
@@ -21,6 +22,8 @@ def tell_again(projector: Projector) -> int:
     Of a run that is there in part its curves are compared point by point. Runs that somebody deleted in MLflow stay
     deleted, also after ``mlflow gc``, which removes their artifacts with them.
     """
+    if not any(_here(read_json(path, {})) for path in cursors()):
+        return 0
     projector.connect()
     client = projector.client()
     runs = _runs(client)
@@ -50,11 +53,11 @@ def _here(cursor: dict[str, Any]) -> bool:
 
 
 def _runs(client: Any) -> dict[str, Any]:
-    """Every run of the store by its id, deleted ones too."""
+    """Every run of ours in the store by its id, deleted ones too."""
     from mlflow.entities import ViewType
 
     found: dict[str, Any] = {}
-    for experiment in client.search_experiments(view_type=ViewType.ALL):
+    for experiment in client.search_experiments(view_type=ViewType.ALL, filter_string=OURS):
         token = None
         while True:
             page = client.search_runs(
@@ -168,7 +171,7 @@ def _names_lacking(client: Any) -> bool:
 
 def _rewind_models(client: Any) -> None:
     """Have the registry told from its beginning, and know the models that the store has."""
-    ids = [experiment.experiment_id for experiment in client.search_experiments()]
+    ids = [experiment.experiment_id for experiment in client.search_experiments(filter_string=OURS)]
     models: dict[str, str] = {}
     token = None
     while ids:
