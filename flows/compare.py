@@ -7,6 +7,7 @@ also give their curves in one figure. Answers to the same prompts stand beside e
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -302,12 +303,17 @@ def same_protocol(label: str, one: dict[str, Any], two: dict[str, Any]) -> None:
 
 
 def differences(one: dict[str, Any], two: dict[str, Any], prefix: str = "") -> list[str]:
-    """`key: a -> b` of every setting that differs."""
+    """`key: a -> b` of every setting that differs; of a list of components, `rewards[0].weight: a -> b`."""
     lines = []
     for key in dict.fromkeys([*one, *two]):
-        x, y = one.get(key), two.get(key)
-        if isinstance(x, dict) and isinstance(y, dict):
-            lines += differences(x, y, f"{prefix}{key}.")
-        elif x != y:
-            lines.append(f"{prefix}{key}: {x} -> {y}")
+        lines += _difference(f"{prefix}{key}", one.get(key), two.get(key))
     return lines
+
+
+def _difference(name: str, x: Any, y: Any) -> list[str]:
+    if isinstance(x, dict) and isinstance(y, dict):
+        return differences(x, y, f"{name}.")
+    if isinstance(x, list) and isinstance(y, list) and any(isinstance(one, (dict, list)) for one in x + y):
+        pairs = enumerate(zip_longest(x, y))
+        return [line for at, pair in pairs for line in _difference(f"{name}[{at}]", *pair)]
+    return [f"{name}: {x} -> {y}"] if x != y else []

@@ -220,9 +220,12 @@ def work_directories(state: Path, fix: bool) -> Finding:
     found = work.usage()
     # killed between publishing and tidying
     left = [one for one in found if one["finished"] and one["spare"] and not one["busy"]]
+    parts = work.parts()
     if fix:
         for one in left:
             work.tidy(one["path"])
+        for path in parts:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     idle = [one for one in found if not one["finished"] and not one["busy"]]
     yield (
         True,
@@ -230,6 +233,10 @@ def work_directories(state: Path, fix: bool) -> Finding:
         f" {mib(sum(one['bytes'] for one in found if one['finished']))} of logs, curves and reports"
         + (f"; {len(left)} tidied up" if left and fix else ""),
     )
+    if parts:
+        which = ", ".join(str(path) for path in parts[:5]) + (" ..." if len(parts) > 5 else "")
+        done = "removed" if fix else "run doctor --fix to remove"
+        yield True, f"{done} what killed processes were writing: {which}"
     if idle:
         age = (time.time() - min(one["touched"] for one in idle)) / 86400
         yield (
@@ -363,18 +370,21 @@ def schedules() -> Finding:
 def outbox(state: Path, fix: bool) -> Finding:
     from storage import outbox, tracking
 
+    again, error = tracking.compare() if fix else (0, None)
     left = tracking.sync() if fix else {"pending": len(outbox.pending()), "error": None}
-    yield (
-        not left["error"],
-        (
-            "MLflow has everything"
-            if not left["pending"]
-            else (
-                f"{left['pending']} run(s) are not complete in MLflow"
-                + (f": {left['error']}; start it with `posttrain up`" if left["error"] else " (still running)")
-            )
-        ),
-    )
+    error, pending = left["error"] or error, left["pending"]
+    if error:
+        lacks = f"{pending} run(s) are not complete in MLflow" if pending else "MLflow was not told everything"
+        yield False, f"{lacks}: {error}; start it with `posttrain up`"
+    elif pending:
+        yield True, f"{pending} run(s) are not complete in MLflow (still running)"
+    elif again:
+        yield (
+            True,
+            f"MLflow has everything; what it lacked of {again} run(s), as a restored backup does, was sent again",
+        )
+    else:
+        yield True, "MLflow has everything"
 
 
 def stale_runs(state: Path, fix: bool) -> Finding:

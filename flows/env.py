@@ -15,6 +15,9 @@ from storage.home import home, is_shared
 
 ROOT = Path(__file__).resolve().parent.parent
 HEARTBEAT_SECONDS = 30
+# A run that is cancelled before its process listens stays Cancelling for so long (Prefect: 300). One that listens has
+# ended, or was killed, after 30; and a Cancelled run whose process is yet to start would start all the same.
+CANCELLING_SECONDS = 90
 WORKER_LOG = "POSTTRAIN_WORKER_LOG"  # the file that a worker and its runs write to
 
 # Prefect keeps leases in memory by default and loses slots on a restart; the file system keeps them.
@@ -48,6 +51,7 @@ def defaults(state: Path) -> dict[str, str]:
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
+        "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_CANCELLING_TIMEOUT_SECONDS": str(CANCELLING_SECONDS),
         "PREFECT_CLI_PROMPT": "false",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

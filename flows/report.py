@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flows.config import nearest, parse_sets
+from flows.config import nearest, parse_sets, scalar
 from flows.display import headline, number, table
 from flows.recipe import RECIPES, short
 from stages.spec import ConfigError
@@ -70,19 +72,39 @@ def runs() -> list[dict[str, Any]]:
 
 
 def results() -> list[dict[str, Any]]:
-    """What every finished stage gave, of runs and by itself; `show` takes the key."""
-    return [
-        {
-            "key": one["key"][:12],
-            "stage": one["stage"],
-            "label": one.get("label") or "",
-            "finished": when(one.get("finished")),
-            "seconds": round(one["perf"].get("seconds", 0.0), 1),
-            "outputs": " ".join(short(output["ref"]) for output in one["outputs"].values()),
-            "numbers": headline(one["metrics"], 3),
-        }
-        for one in reversed(list(records.all_records()))
+    """What every stage gave, of runs and by itself, and of what it failed, newest first; `show` takes the key."""
+    rows = [
+        (
+            one.get("finished", 0),
+            {
+                "key": one["key"][:12],
+                "stage": one["stage"],
+                "label": one.get("label") or "",
+                "status": "finished",
+                "finished": when(one.get("finished")),
+                "seconds": round(one["perf"].get("seconds", 0.0), 1),
+                "outputs": " ".join(short(output["ref"]) for output in one["outputs"].values()),
+                "numbers": headline(one["metrics"], 3),
+            },
+        )
+        for one in records.all_records()
+    ] + [
+        (
+            one["started"] + one["seconds"],
+            {
+                "key": one["key"][:12],
+                "stage": one["stage"],
+                "label": "",
+                "status": "failed" if one["error"] else one["status"],
+                "finished": "",
+                "seconds": round(one["seconds"], 1),
+                "outputs": "",
+                "numbers": (one["error"] or progress_of(one)).partition("\n")[0],
+            },
+        )
+        for one in work.without_result()
     ]
+    return [row for _, row in sorted(rows, key=lambda row: -row[0])]
 
 
 def datasets() -> list[dict[str, Any]]:
@@ -192,7 +214,7 @@ def describe(text: str) -> dict[str, Any]:
             if found:
                 return {"what": "stage", **found}
             if len(text) >= 6 and (found := work.match(text)):
-                return {"what": "unfinished stage", **found}
+                return {"what": "unfinished stage", **found, "go_on": go_on(found)}
             raise ConfigError(str(error)) from None
         return {"what": "run", **run.data, "status": run.status, **so_far(run)}
     if Path(text).is_dir() and not (store.is_dataset_dir(text) or store.is_model_dir(text)):
@@ -227,15 +249,48 @@ def describe(text: str) -> dict[str, Any]:
     return value
 
 
+def go_on(one: dict[str, Any]) -> str | None:
+    """The command that goes on with what was stopped (:func:`storage.work.standing`); None of what is not, and of what
+    no command of this checkout makes.
+    """
+    from pydantic import ValidationError
+
+    from stages.registry import get_stage
+    from storage.lineage import flat
+
+    if one["status"] != "stopped":
+        return None
+    if one["run"]:
+        return f"posttrain rerun {one['run'][:8]}"
+    name = one["stage"] if one["module"].startswith("stages.") else one["module"]
+    try:
+        config = get_stage(name).SPEC.config.model_validate(one["config"])
+    except (ConfigError, ValidationError):  # a newer or older version's
+        return None
+    chosen = config.model_dump(mode="json", exclude_defaults=True)
+    words = ["posttrain", "stage", name]
+    for key, given in one["inputs"].items():
+        words += ["--input", f"{key}={given['ref'] if store.is_ref(given['ref']) else given['path']}"]
+    for key, value in flat(chosen):
+        plain = isinstance(value, str) and scalar(value) == value
+        words += ["--set", f"{key}={value if plain else json.dumps(value, ensure_ascii=False)}"]
+    words += ["--seed", str(one["seed"])] if one["seed"] else []
+    words += ["--name-as", one["name_as"]] if one["name_as"] else []
+    return shlex.join(words)
+
+
 def so_far(run: records.RunRecord) -> dict[str, Any]:
     """What is known of a run beside the stages that it has finished: {unfinished: rows {label, stage, key, status,
-    started, seconds, progress, step, metrics, metric_steps, log}, next: the steps after those (None: not known), cost: {item:
+    error, started, seconds, progress, step, metrics, metric_steps, log}, next: the steps after those (None: not known), cost: {item:
     units}}.
     """
     from storage import costs
 
     begun = work.unfinished(run)
-    shown = ("stage", "key", "status", "started", "seconds", "progress", "step", "metrics", "metric_steps", "log")
+    shown = (
+        *("stage", "key", "status", "error", "started", "seconds"),
+        *("progress", "step", "metrics", "metric_steps", "log"),
+    )
     return {
         "unfinished": [
             {"label": label, **{name: one[name] for name in shown if name in one}} for label, one in begun.items()
@@ -334,7 +389,8 @@ def print_description(value: dict[str, Any]) -> None:
         return _print_so_far(value)
     if what == "unfinished stage":
         print(f"stage {value['stage']}  key {value['key']}")
-        return _print_unfinished(value)
+        _print_unfinished(value)
+        return print(f"  go on   {value['go_on']}") if value["go_on"] else None
     if what == "stage":
         print(f"stage {value['stage']}  key {value['key']}")
         return _print_maker(value)
@@ -394,6 +450,8 @@ def _print_unfinished(one: dict[str, Any]) -> None:
         if one["status"] != "stopped"
         else f"  stopped after {one['seconds'] / 60:.1f} minutes, begun {when(one['started'])}"
     )
+    if one.get("error"):
+        print("  error   " + one["error"].replace("\n", "\n          "))
     progress = one.get("progress") or {}
     if progress.get("total"):
         print(f"  at      {progress_of(one)} {progress.get('message') or ''}".rstrip())
@@ -410,16 +468,12 @@ def _print_unfinished(one: dict[str, Any]) -> None:
 def _print_maker(record: dict[str, Any]) -> None:
     for name, one in (record.get("inputs") or {}).items():
         print(f"  from    {name} = {short(one.get('given') or one['ref'])}")
-    from storage.lineage import flat
-
-    defaults, settings = (
-        defaults_of(record["stage"]),
-        {**(record.get("config") or {}), **(record.get("effective") or {})},
-    )
-    for is_default in (False, True):  # what was chosen, or follows from a preset that was, comes first
-        for name in (n for n in settings if (n in defaults and settings[n] == defaults[n]) is is_default):
-            for key, setting in flat({name: settings[name]}):
-                print(f"  {'default' if is_default else 'config '} {key} = {setting}")
+    settings = {**(record.get("config") or {}), **(record.get("effective") or {})}
+    rows = list(settings_of(record["stage"], settings))
+    for default in (False, True):  # what was chosen, or follows from a preset that was, comes first
+        for key, value, is_default in rows:
+            if is_default is default:
+                print(f"  {'default' if default else 'config '} {key} = {value}")
     for key, metric in sorted((record.get("metrics") or {}).items()):
         print(f"  number  {key} = {number(metric)}")
     if (record.get("mlflow") or {}).get("url"):
@@ -428,11 +482,36 @@ def _print_maker(record: dict[str, Any]) -> None:
         print(f"  code    {record['git']}")
 
 
-def defaults_of(stage: str) -> dict[str, Any]:
-    """A stage's settings and their defaults, plain; ``{}`` of a stage that is not in the table."""
+def settings_of(stage: str, settings: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """(name, value, whether it is the default) of a record's settings: `section.key`, `rewards[0].weight`. Of a stage
+    that is not in the table all count as chosen.
+    """
+    from pydantic import ValidationError
+
     from stages.registry import STAGES, get_spec
 
-    return get_spec(stage).config.model_construct().model_dump(mode="json") if stage in STAGES else {}
+    config = get_spec(stage).config if stage in STAGES else None
+    defaults = dict(_leaves(config.model_construct().model_dump(mode="json"))) if config else {}
+    try:  # elements of lists have defaults of their own
+        known = {name: value for name, value in settings.items() if config and name in config.model_fields}
+        whole = config.model_validate(known) if config else None
+    except (ConfigError, ValidationError):  # of another version
+        whole = None
+    chosen = dict(_leaves(whole.model_dump(mode="json", exclude_defaults=True))) if whole else None
+    for name, value in _leaves(settings):
+        inside = "[" in name and chosen is not None and name not in chosen
+        yield name, value, inside or name in defaults and defaults[name] == value
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _leaves(one, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        for at, one in enumerate(value):
+            yield from _leaves(one, f"{name}[{at}]")
+    else:
+        yield name, value
 
 
 # ---------------------------------------------------------------- what a stage would do

@@ -38,6 +38,14 @@ PORTS = {"prefect": 4200, "mlflow": 5000}
 START_SECONDS = 300.0
 RESTARTS = 3  # of an embedded server in one run
 
+#: Prefect's server at the socket that is given to it. uvicorn's own --fd takes it for one of another family, on which
+#: small answers are delayed.
+EMBEDDED = """
+import socket, sys, uvicorn
+config = uvicorn.Config("prefect.server.api.server:create_app", factory=True, log_level="error", lifespan="on")
+uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
+"""
+
 
 class ServiceError(RuntimeError):
     """A server did not start or answer; the message names its log file."""
@@ -295,17 +303,17 @@ def _choosing_ports(say) -> Iterator[None]:
 @contextlib.contextmanager
 def embedded(state: Path) -> Iterator[Callable[[], None]]:
     """A Prefect server for the life of this process only, on a free port; yields a function that waits until it answers
-    (starting takes seconds in which the caller can import what it needs).
+    (starting takes seconds in which the caller can import what it needs). The port is held from here, so that no other
+    process can take it while the server starts, or starts again.
 
     Same database as `up` uses, so that runs made without a server are seen later in the UI. Unlike Prefect's own
     temporary server it dies with its parent even when that is killed, and where it dies itself (the kernel ends one of
     the processes of a machine without memory) it is started again, at the same port: without it a run would be told
     nothing for minutes and then fail.
     """
-    from importlib.util import find_spec
-
-    site = Path(find_spec("prefect").origin).parent.parent  # not imported: it would read its settings too early
-    port = _free("127.0.0.1")
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
     logs = state / "logs"
     logs.mkdir(exist_ok=True)
     api = f"http://127.0.0.1:{port}/api"
@@ -324,23 +332,8 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     def start() -> subprocess.Popen:
         with (logs / "prefect-embedded.log").open("ab") as log:
             return subprocess.Popen(
-                [
-                    env.python(),
-                    "-m",
-                    "uvicorn",
-                    "--app-dir",
-                    str(site),
-                    "--factory",
-                    "prefect.server.api.server:create_app",
-                    "--host",
-                    "127.0.0.1",
-                    "--port",
-                    str(port),
-                    "--log-level",
-                    "error",
-                    "--lifespan",
-                    "on",
-                ],
+                [env.python(), "-P", "-c", EMBEDDED, str(listening.fileno())],
+                pass_fds=[listening.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -371,8 +364,7 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
     _refresh()
 
     def wait() -> None:
-        if not _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log")):
-            raise ServiceError(f"port {port} of the embedded Prefect server was taken meanwhile; run it again")
+        _wait("the embedded Prefect server", process, api + "/health", str(logs / "prefect-embedded.log"))
         held.close()
         threading.Thread(target=keep, name="embedded-prefect", daemon=True).start()
 
@@ -383,6 +375,7 @@ def embedded(state: Path) -> Iterator[Callable[[], None]]:
         _drain()
         stopping.set()
         _stop([process.pid], grace=10)
+        listening.close()
         if previous is None:
             os.environ.pop("PREFECT_API_URL", None)
         else:

@@ -15,14 +15,14 @@ import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-AGAIN = "--again"  # look once more, when heartbeats of the dead are old, and become nothing
+AGAIN = "--again"  # look once more, when heartbeats of the dead are old and what starts has started, and become nothing
 SERVER_SECONDS = 180.0  # a server that starts again, since it died with the worker, answers in less
 PENDING_SECONDS = 30.0  # a run that another worker of this machine is about to start is Pending for less
 
 
 def recover(pool: str) -> tuple[list[str], bool]:
     """Declare Crashed the pool's runs whose process is gone, and start again those that the automation "recover crashed
-    runs" would; returns the ids, and whether there are runs of which only their heartbeat will tell (:func:`unsure`).
+    runs" would; returns the ids, and whether there are runs of which only time will tell (:func:`judged`).
 
     It is not left to the automation, which misses what happens before its server has read it. It sees the new state and
     does nothing.
@@ -50,11 +50,14 @@ def recover(pool: str) -> tuple[list[str], bool]:
 
 
 def judged(found: list[Any], alone: bool) -> tuple[list[Any], bool]:
-    """(those of active flow runs that are :func:`gone`, whether one of the others is :func:`unsure`)."""
+    """(those of active flow runs that are :func:`gone`, whether it is yet to be seen of one of the others: it is
+    :func:`unsure`, or about to start, which one whose worker was killed then looks like and stays).
+    """
     known = run_records() if found else {}
     record = lambda run: known.get(str(run.id))
     dead = [run for run in found if gone(run, record(run), alone)]
-    return dead, any(unsure(record(run)) for run in found if run not in dead)
+    starting = [run for run in found if alone and run.state.is_pending()]
+    return dead, any(unsure(record(run)) or run in starting for run in found if run not in dead)
 
 
 def unsure(record: dict[str, Any] | None) -> bool:

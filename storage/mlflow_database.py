@@ -149,8 +149,10 @@ def prepare_mlflow() -> None:
 
 
 def _hush() -> None:
-    for name in ("alembic", "mlflow", "mlflow.store.db.utils"):
+    for name in ("alembic", "mlflow"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # a traceback with the whole statement, of an error that it raises, too
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 
 
 def _cut_off(file: Path) -> bool:

@@ -397,6 +397,8 @@ class Projector:
             },
         )
         if not d.get("cached"):
+            if cursor.get("compare"):
+                self._lacking(run_id, d, cursor)
             self._metrics(run_id, d, cursor)
             self._perf(run_id, d, cursor)
         if status == "RUNNING":
@@ -503,7 +505,7 @@ class Projector:
         same points."""
         from mlflow.entities import Metric
 
-        path = Path(d.get("metrics_file") or Path(d["workdir"]) / "metrics.jsonl")
+        path = _curve_files(d)[0]
         for lines in _batches(path, cursor.get("lines", 0), cursor.get("sending")):
             start = cursor.get("lines", 0)
             sending = cursor.get("sending")
@@ -521,11 +523,30 @@ class Projector:
             cursor.pop("sending")
             self._keep(d["unit"], cursor)
 
+    def _lacking(self, run_id: str, d: Doc, cursor: dict[str, Any]) -> None:
+        """Send the points of curves of which MLflow has nobody knows how many: it is asked for each curve."""
+        from mlflow.entities import Metric
+
+        lines = _read_lines(_curve_files(d)[0])[1]
+        rows = list(dict.fromkeys(rows_of(d, lines)))
+        there = {key: {one.step for one in self.client().get_metric_history(run_id, key)} for key, _, _ in rows}
+        now, new, last = _ms(time.time()), [], {}
+        for key, value, step in rows:
+            if step not in there[key]:
+                new.append(Metric(key, value, now, step))
+                there[key].add(step)
+            last[key] = max(step, last.get(key, -1))
+        for at in range(0, len(new), BATCH):
+            self.client().log_batch(run_id, metrics=new[at : at + BATCH])
+        cursor |= {"lines": lines, "perf": {key: step for key, step in last.items() if key.startswith("perf/")}}
+        del cursor["compare"]
+        self._keep(d["unit"], cursor)
+
     def _perf(self, run_id: str, d: Doc, cursor: dict[str, Any]) -> None:
         """Wall-clock points: repeated steps of a resumed run were measured already and are left out."""
         from mlflow.entities import Metric
 
-        path = Path(d.get("perf_file") or Path(d["workdir"]) / "perf.jsonl")
+        path = _curve_files(d)[1]
         last: dict[str, int] = cursor.setdefault("perf", {})
         lines, _ = _read_lines(path)
         sending = cursor.get("sending_perf")
@@ -917,6 +938,21 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         except ValueError:
             lines.append({"step": 0, "metrics": {}})
     return lines, len(lines)
+
+
+def _curve_files(d: Doc) -> tuple[Path, Path]:
+    """Where a stage's curves are: those of what it computes, and of the clock."""
+    folder = Path(d["workdir"])
+    return Path(d.get("metrics_file") or folder / "metrics.jsonl"), Path(d.get("perf_file") or folder / "perf.jsonl")
+
+
+def rows_of(d: Doc, lines: int) -> Iterator[tuple[str, float, int]]:
+    """(name in MLflow, value, step) of a stage's curves: the first ``lines`` of what it computed, all of the clock."""
+    metrics, perf = _curve_files(_here(d))
+    for path, prefix, most in ((metrics, "", lines), (perf, "perf/", None)):
+        for line in _read_lines(path)[0][:most]:
+            for name, value in _numbers(line["metrics"]).items():
+                yield _safe(prefix + name), value, int(line["step"])
 
 
 def _batches(path: Path, start: int, sending: dict[str, Any] | None, size: int = 300) -> Iterator[list[dict[str, Any]]]:

@@ -162,6 +162,20 @@ def flush_registry(timeout: float = 30.0) -> None:
         _thread().flush(REGISTRY, timeout)
 
 
+def compare() -> tuple[int, str | None]:
+    """Compare what MLflow was told with what its database has, which may have been brought back from a backup;
+    :func:`sync` then sends what it lacks. (how many runs that is of, an error text).
+    """
+    from storage.restored import tell_again
+
+    if not enabled() or not cursors():
+        return 0, None
+    try:
+        return tell_again(Projector()), None
+    except Exception as error:
+        return 0, refusal(error) or f"{type(error).__name__}: {error}"
+
+
 def sync(timeout: float = 120.0) -> dict[str, Any]:
     """Send everything that is still pending, and close the runs of processes that died. Returns {sent, pending,
     error}.

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from storage import home, leases, records, store
-from storage.files import read_json
+from storage.files import atomic_write_json, read_json
 
 KEPT = ("SPEC.json", "stage.log", "metrics.jsonl", "perf.jsonl", "reports")
 PROGRESS = "progress.json"  # the last progress event of a stage that has not finished
+ATTEMPTS = "attempts.json"  # how often it was begun, for whom last, and of what that attempt failed
 
 
 def tidy(directory: Path) -> None:
@@ -36,6 +37,18 @@ def tidy(directory: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- while a stage runs
 
 
+def begin(directory: Path, run: str | None, name_as: str | None) -> int:
+    """Note an attempt, of the flow run ``run`` or of a stage by itself; how many there were with it."""
+    count = int(read_json(directory / ATTEMPTS, {"count": 0})["count"]) + 1
+    atomic_write_json(directory / ATTEMPTS, {"count": count, "run": run, "name_as": name_as})
+    return count
+
+
+def failed(directory: Path, error: str) -> None:
+    """Note of what the present attempt failed."""
+    atomic_write_json(directory / ATTEMPTS, read_json(directory / ATTEMPTS, {"count": 1}) | {"error": error[:4000]})
+
+
 def note_progress(directory: Path, event: dict[str, Any]) -> None:
     """Keep a stage's last progress event for whoever looks (no fsync: it is for the eye only)."""
     with contextlib.suppress(OSError):
@@ -45,10 +58,13 @@ def note_progress(directory: Path, event: dict[str, Any]) -> None:
 
 
 def standing(key: str) -> dict[str, Any] | None:
-    """How a stage stands that has no result: {stage, key, status, started, seconds, progress, step, metrics,
-    metric_steps, config, seed, inputs, device, devices, workdir, log}; None where no process of it was ever started.
+    """How a stage stands that has no result: {stage, module, key, status, error, run, name_as, started, seconds,
+    progress, step, metrics, metric_steps, config, seed, inputs, device, devices, workdir, log}; None where no process of
+    it was ever started.
 
-    status: ``running``; ``waiting`` (for a GPU slot, or until it is published); ``stopped`` (killed or failed).
+    status: ``running``; ``waiting`` (for a GPU slot, or until it is published); ``stopped`` (killed or failed). error: of
+    what the last attempt failed, None where it was killed. run: the flow run that began it last, None of a stage by
+    itself.
     started, seconds: of its last attempt, until now or until it was last seen doing something. progress: {done, total,
     message} in the stage's own unit, {} before the first. step, metrics, metric_steps: the last step that it logged, the
     newest value of every metric and the step of that.
@@ -63,10 +79,15 @@ def standing(key: str) -> dict[str, Any] | None:
     signs = [directory / name for name in ("SPEC.json", *KEPT[1:4], PROGRESS)]
     times = [path.stat().st_mtime for path in signs if path.exists()]
     rows = metric_rows(directory / "metrics.jsonl")
+    attempt = read_json(directory / ATTEMPTS, {})
     return {
         "stage": spec["stage"].rpartition(".")[2],
+        "module": spec["stage"],
         "key": key,
         "status": status,
+        "error": attempt.get("error") if status == "stopped" else None,
+        "run": attempt.get("run"),
+        "name_as": attempt.get("name_as"),
         "started": times[0],
         "seconds": max(0.0, (max(times) if status == "stopped" else time.time()) - times[0]),
         "progress": read_json(directory / PROGRESS, {}),
@@ -107,13 +128,24 @@ def match(prefix: str) -> dict[str, Any] | None:
     """The one unfinished stage whose key starts with ``prefix``, as :func:`standing`; None for none, StoreError when
     several do.
     """
-    keys = [path.parent.name for path in (home.home() / "work").glob("*/SPEC.json")]
-    found = [key for key in keys if key.startswith(prefix) and records.read(key) is None]
+    found = [key for key in _begun() if key.startswith(prefix)]
     if len(found) > 1:
         raise store.StoreError(
             f"stage key {prefix} is ambiguous; write more digits: {', '.join(key[:16] for key in found[:5])}"
         )
     return standing(found[0]) if found else None
+
+
+def _begun() -> list[str]:
+    """Keys of the stages of which a process was started and that have no result."""
+    keys = (path.parent.name for path in (home.home() / "work").glob("*/SPEC.json"))
+    return [key for key in keys if not records.record_path(key).exists()]
+
+
+def without_result() -> list[dict[str, Any]]:
+    """Every stage that runs, waits, failed or was killed, as :func:`standing`, the newest first."""
+    found = [one for key in _begun() if (one := standing(key))]
+    return sorted(found, key=lambda one: -one["started"])
 
 
 def running() -> list[dict[str, Any]]:
@@ -162,6 +194,28 @@ def clean(days: float) -> tuple[int, int]:
                     shutil.rmtree(one["path"], ignore_errors=True)
                     removed = removed[0] + 1, removed[1] + one["bytes"]
     return removed
+
+
+#: What is written beside its place before it gets its name.
+PARTS = (
+    *(
+        f"{folder}/.*.tmp"
+        for folder in ("leases", "outbox", "outbox/done", "records", "registry", "runs", "datasets/*")
+    ),
+    *("models/.tmp-*", "datasets/*/.tmp-*", "mlartifacts/*/models/.*.tmp"),
+)
+
+
+def parts(days: float = 1.0) -> list[Path]:
+    """What processes that were killed while they published it, or copied a model, have left, so long ago that nobody
+    writes to it.
+    """
+    found = []
+    for path in (path for pattern in PARTS for path in home.home().glob(pattern)):
+        with contextlib.suppress(FileNotFoundError):  # it has just got its name
+            if time.time() - max(path.lstat().st_mtime, _touched(path)) > days * 86400:
+                found.append(path)
+    return found
 
 
 def _touched(directory: Path) -> float:

@@ -416,7 +416,7 @@ def _run(
         atomic_write_json(
             workdir / "forced.json", {"unit": uuid.uuid4().hex[:8]} | read_json(workdir / "forced.json", {})
         )
-    attempt = _attempt(workdir)
+    attempt = work.begin(workdir, (flow_run or {}).get("run_id"), name_as)
     started = time.time()
     unit = outbox.unit_of(flow_run, label, p.key, read_json(workdir / "forced.json", {}).get("unit"))
     document = {
@@ -467,6 +467,8 @@ def _run(
     except BaseException as error:
         status = "FAILED" if isinstance(error, Exception) else "KILLED"
         with contextlib.suppress(OSError):  # on a full disk the error itself is what must be told
+            if status == "FAILED":
+                work.failed(workdir, error.told() if isinstance(error, StageError) else str(error))
             tracking.put(
                 {**document, "status": status, "ended": time.time(), "error": str(error)[:4000] or type(error).__name__}
             )
@@ -494,12 +496,6 @@ def _refuse_changes(p: Prepared, code: bool = False) -> None:
             kind="StageFailure",
             key=p.key,
         )
-
-
-def _attempt(workdir: Path) -> int:
-    count = int(read_json(workdir / "attempts.json", {"count": 0})["count"]) + 1
-    atomic_write_json(workdir / "attempts.json", {"count": count})
-    return count
 
 
 def _finished_result(workdir: Path, p: Prepared) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ class StageError(RuntimeError):
         self.tail = tail
         self.log_path = log_path
         self.key = key
-        text = f"stage {stage} failed: {kind + ': ' if kind and kind not in DELIBERATE else ''}{message}"
+        text = f"stage {stage} failed: {self.told()}"
         if tail.strip():
             text += "\n  last lines of its log:\n    " + "\n    ".join(tail.strip().splitlines()[-15:])
         if log_path:
@@ -34,6 +34,10 @@ class StageError(RuntimeError):
                 else "\n  run the same command again, or retry the run in Prefect, to continue from the last checkpoint"
             )
         super().__init__(text)
+
+    def told(self) -> str:
+        """The message, and of what kind an error that nobody meant is."""
+        return f"{self.kind}: {self.message}" if self.kind and self.kind not in DELIBERATE else self.message
 
     def __reduce__(self):
         return (_rebuild_error, (self.stage, self.message, self.kind, self.tail, self.log_path, self.key))

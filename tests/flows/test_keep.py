@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -208,8 +209,16 @@ def test_a_run_whose_own_prefect_server_is_killed_goes_on(tmp_path):
     ) as run:
         try:
             wait(lambda: list((tmp_path / "home").glob("work/*/SPEC.json")), 240)
-            (server,) = [one for one in psutil.Process(run.pid).children() if "uvicorn" in one.cmdline()]
+            (server,) = [one for one in psutil.Process(run.pid).children() if "uvicorn" in " ".join(one.cmdline())]
+            (port,) = {one.laddr.port for one in server.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
             server.kill()
+            psutil.wait_procs([server])
+            with (
+                socket.socket() as other,
+                pytest.raises(OSError, match="in use"),
+            ):  # else it could not start again there
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.bind(("127.0.0.1", port))
             out, errors = run.communicate(timeout=300)
         finally:
             run.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import yaml
 
+from flows import env
 from flows.services import answers
 from stages.spec import PROJECT_ROOT
 from tests.common import stage_processes
@@ -27,6 +29,23 @@ WORLD = {"text": TINY, "demonstrations": TINY, "comparisons": TINY, "prompts": T
 def test_prefect_server_imports():
     """Fails with the fastapi versions that Prefect's server cannot start with."""
     subprocess.run([sys.executable, "-c", "from prefect.server.api.server import create_app"], check=True, timeout=120)
+
+
+def test_a_run_that_stays_cancelling_is_given_up_before_prefect_would(tmp_path):
+    """One that is cancelled before its process listens stays so until this, which was five minutes."""
+    code = (
+        "from flows import env; env.prepare(quiet=True); from prefect.settings import get_current_settings as settings;"
+        " print(settings().server.services.cancellation_cleanup.cancelling_timeout_seconds)"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+    environment |= {"POSTTRAIN_HOME": str(tmp_path), "PYTHONPATH": str(PROJECT_ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout) == env.CANCELLING_SECONDS < 300
+    name = "PREFECT_SERVER_SERVICES_CANCELLATION_CLEANUP_CANCELLING_TIMEOUT_SECONDS"
+    infra = PROJECT_ROOT / "infra"
+    assert f"{name}={env.CANCELLING_SECONDS}\n" in (infra / "prefect.env").read_text()
+    settings = yaml.safe_load((infra / "kubernetes" / "settings.yaml").read_text())["data"]
+    assert settings[name] == str(env.CANCELLING_SECONDS)
 
 
 def test_ports_of_the_containers_are_chosen_by_the_environment():

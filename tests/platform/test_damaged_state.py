@@ -205,6 +205,67 @@ def test_a_lost_mlflow_database_is_made_anew_and_told_everything_again(state_dir
     assert shown() == before
 
 
+def test_a_database_from_an_older_backup_is_told_what_came_after_it_and_nothing_twice(state_dir, monkeypatch):
+    """The cursors said that it knew all of it: runs, points, models and aliases stayed lost without a word."""
+    from flows import doctor
+
+    monkeypatch.setenv("POSTTRAIN_TRACKING", "on")
+    monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "200")
+    program = (
+        "import contextlib\nfrom tasks.run import StageError, finish_flow, run_stage, start_flow\n"
+        "from storage import registry, tracking\n"
+        f"def walk(steps, **more): return run_stage({TOY!r}, {{}}, {{'steps': steps}}, **more)\n"
+        "def fail():\n"
+        f"    with contextlib.suppress(StageError): run_stage({TOY!r}, {{}}, {{'steps': 20, 'fail_at': 7}})\n"
+        "def flow():\n"
+        "    run = start_flow('demo', {}); walk(6, flow_run=run.as_flow_run('walk')); finish_flow(run.run_id, 'FINISHED')\n"
+    )
+    end = "\nassert tracking.sync()['error'] is None"
+    database, backup = state_dir / "mlflow.db", state_dir / "backup.db"
+
+    def ask(query):
+        with contextlib.closing(sqlite3.connect(database)) as opened:
+            opened.execute("CREATE TEMP VIEW there AS SELECT * FROM runs WHERE lifecycle_stage = 'active'")
+            return sorted(opened.execute(query).fetchall())
+
+    def shown():
+        return [
+            ask("SELECT r.name, r.status, m.key, m.step, m.value FROM there r JOIN metrics m USING (run_uuid)"),
+            ask("SELECT r.name, t.key, t.value FROM there r JOIN tags t USING (run_uuid) WHERE key LIKE 'posttrain.%'"),
+            ask("SELECT r.name, p.key, p.value FROM there r JOIN params p USING (run_uuid)"),
+            ask("SELECT tag_value FROM logged_model_tags WHERE tag_key = 'posttrain.digest'"),
+            ask("SELECT name, version FROM model_versions"),
+            ask("SELECT name, alias, version FROM registered_model_aliases"),
+        ]
+
+    run_apart(program + "walk(3, name_as='kept')\nfail()\nwalk(9)" + end)
+    (removed,) = ask("SELECT run_uuid FROM params WHERE key = 'steps' AND value = '9'")
+    with sqlite3.connect(database) as opened, sqlite3.connect(backup) as copy:
+        opened.backup(copy)
+        # of the failed stage half of its curves, as a copy that was made while they were sent
+        copy.execute("DELETE FROM metrics WHERE step BETWEEN 4 AND 7 AND key = 'position'")
+        copy.execute("UPDATE latest_metrics SET step = 3 WHERE key = 'position' AND step = 6")
+    run_apart(
+        program + "walk(20)\nfail()\nwalk(5, name_as='kept')\nflow()\nregistry.set_alias('kept', 'champion', 2)"
+        "\nfrom mlflow import MlflowClient"
+        f"\nMlflowClient(tracking_uri=tracking.tracking_uri()).delete_run({removed[0]!r})" + end
+    )
+    before = shown()
+    assert ("kept", "champion", 2) in before[5] and len(before[3]) == 5
+    for left in state_dir.glob("mlflow.db*"):
+        left.unlink()
+    with sqlite3.connect(backup) as copy:  # that one run somebody removed for good, with its files
+        for table in ("metrics", "latest_metrics", "tags", "params", "runs"):
+            copy.execute(f"DELETE FROM {table} WHERE run_uuid = ?", removed)
+    (artifacts,) = (state_dir / "mlartifacts").glob(f"*/{removed[0]}/artifacts")
+    shutil.rmtree(artifacts)
+    os.replace(backup, database)
+    ((good, text),) = doctor.outbox(state_dir, True)
+    assert good and "what it lacked of 5 run(s)" in text
+    assert shown() == before
+    assert [*doctor.outbox(state_dir, True)] == [(True, "MLflow has everything")]
+
+
 def test_a_process_that_has_the_lost_database_open_goes_on_with_the_one_that_was_made_meanwhile(
     state_dir, monkeypatch, capfd
 ):

@@ -396,6 +396,35 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(tmp_path, monkeyp
     assert checkpoints.latest().state == {"n": 1}
 
 
+def test_the_doctor_removes_what_killed_processes_were_writing(state_dir):
+    """A copy of a model that was cut off stayed for ever; what may still be written to is left alone."""
+    from flows import doctor
+
+    run_stage(TOY, {}, {"steps": 3}, name_as="kept")
+
+    def parts():
+        cut = state_dir / "models" / ".tmp-0123456789ab"
+        cut.mkdir(exist_ok=True)
+        written = [cut / "weights.bin", state_dir / "datasets" / "kept" / ".latest.json.0123456789ab.tmp"]
+        for path in written:
+            path.write_text("half")
+        return [cut, *written]
+
+    def said(fix):
+        return [text for ok, text in doctor.work_directories(state_dir, fix) if "killed processes" in text and ok]
+
+    before = sorted(path for path in state_dir.rglob("*") if path.is_file())
+    made = parts()
+    assert said(True) == [] and all(path.exists() for path in made)
+    for path in reversed(made):
+        os.utime(path, (time.time() - 2 * 86400,) * 2)
+    assert "--fix" in said(False)[0] and all(path.exists() for path in made)
+    (told,) = said(True)
+    assert str(made[0]) in told and str(made[2]) in told and said(True) == []
+    assert sorted(path for path in state_dir.rglob("*") if path.is_file()) == before
+    assert run_stage(TOY, {}, {"steps": 3}, name_as="kept").cached
+
+
 def test_cleaning_leaves_alone_what_is_started_meanwhile(state_dir, monkeypatch):
     """Between looking and removing a stage may have been started again where it stopped."""
     for key in ("a", "b"):

@@ -77,6 +77,7 @@ def test_arrows(path):
             assert layer in ("flows", "tasks") or name in (
                 "storage.projector",
                 "storage.mlflow_database",
+                "storage.restored",
             ), f"{name} imports mlflow"
         if layer == "stages" and top == "storage" and target != "storage":
             assert ".".join(target.split(".")[:2]) in FOR_STAGES, (

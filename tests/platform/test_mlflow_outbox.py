@@ -1,5 +1,6 @@
 """MLflow shows what is on disk: once, truly, and also after it was away."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -524,6 +525,39 @@ def test_what_a_home_has_still_to_tell_is_told_from_where_it_is_now(state_dir, t
     assert client().get_model_version_by_alias("toy", "candidate").tags["posttrain.key"] == untold.key
     if way is shutil.copytree:
         assert not read_json(state_dir / "records" / f"{untold.key}.json")["mlflow"]
+
+
+def test_a_database_that_can_grow_no_more_is_told_of_in_one_line(state_dir, monkeypatch, capfd):
+    """MLflow logs the whole statement with a traceback besides. Once there is room, the next run sends what is
+    missing.
+    """
+    import sqlite3
+
+    from sqlalchemy import Engine, event
+
+    with sqlite3.connect(state_dir / "mlflow.db") as database:
+        pages = database.execute("PRAGMA page_count").fetchone()[0]
+    limit = lambda connection, _: connection.execute(f"PRAGMA max_page_count = {pages}")
+    monkeypatch.setattr(mlflow_database, "_opened", {})
+    event.listen(Engine, "connect", limit)
+    try:
+        with contextlib.suppress(StageError):
+            result = run_stage(TOY, {}, {"steps": 400, "save_every": 1000})
+    finally:
+        event.remove(Engine, "connect", limit)
+    told = capfd.readouterr().err
+    assert (
+        "MLflow (sqlite:///" in told and "could not be told: the disk is full" in told and "the next run sends" in told
+    )
+    assert "Traceback" not in told and "INSERT" not in told
+    assert outbox.pending()
+    # connections with the limit are closed
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    SqlAlchemyStore._engine_map[outbox.tracking_uri()].dispose()
+    assert tracking.sync() == {"sent": 1, "pending": 0, "error": None}
+    run_id = outbox.run_id_of(outbox.unit_of(None, "toy", result.key))
+    assert points(run_id, "position", "abs") == expected(result.key)
 
 
 def test_killed_after_any_call_of_mlflow_the_next_goes_on(state_dir, monkeypatch):

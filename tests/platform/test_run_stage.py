@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -75,6 +76,34 @@ def test_results_of_stages_that_ran_by_themselves_are_listed(state_dir):
         "model:" in listed[0]["outputs"] and "dataset:" in listed[0]["outputs"] and "position" in listed[0]["numbers"]
     )
     assert report.describe(listed[0]["key"])["key"] == second.key
+
+
+def test_a_stage_that_failed_by_itself_is_listed_with_its_error_and_how_to_go_on(state_dir, tmp_path):
+    """It was in no list: its key stood in the terminal where it had failed and nowhere else."""
+    (tmp_path / "raw text.txt").write_text("x")
+    given, config = {"text": str(tmp_path / "raw text.txt")}, {"steps": 9, "fail_at": 7}
+    with pytest.raises(StageError) as caught:
+        run_stage(TOY, given, config, seed=3, name_as="walk")
+    done = run_stage(TOY, {}, {"steps": 3})
+    (listed, text) = looked("ls", "results")
+    assert [(row["key"], row["status"]) for row in listed["results"]] == [
+        (done.key[:12], "finished"),
+        (caught.value.key[:12], "failed"),
+    ]
+    assert listed["results"][1]["numbers"] == "RuntimeError: asked to fail at step 7" and "asked to fail" in text
+    shown, text = looked("show", caught.value.key[:12])
+    assert shown["error"] == "RuntimeError: asked to fail at step 7" and f"go on   {shown['go_on']}" in text
+    program, *command = shlex.split(shown["go_on"])
+    assert program == "posttrain" and command[-4:] == ["--seed", "3", "--name-as", "walk"]
+    plan, _ = looked(*command, "--dry-run")
+    assert (plan["key"], plan["plan"], plan["seed"]) == (caught.value.key, "continue", 3)
+    seen = []
+    look = lambda event: (
+        event["event"] == "progress" and not seen and seen.append(looked("ls", "results")[0]["results"])
+    )
+    with pytest.raises(StageError):
+        run_stage(TOY, given, {**config, "sleep": 0.01}, seed=3, on_event=look)
+    assert seen[0][0]["status"] == "running" and seen[0][0]["key"] == caught.value.key[:12]
 
 
 def test_failure_carries_the_stage_own_words(state_dir):
@@ -595,6 +624,35 @@ def test_a_run_that_is_underway_says_how_far_it_is_and_what_it_has_cost(state_di
         (name, six[name], points[6]["metrics"][name]) for name in six
     ]
     assert "second.steps: 9 -> 20" in found["config"]
+
+
+def test_of_a_list_of_components_what_differs_is_named_by_its_place(capsys):
+    """The whole list was printed, a hundred settings for one weight."""
+    from flows.compare import differences
+    from flows.report import _print_maker
+    from stages.registry import get_spec
+
+    def config(*rewards):
+        return get_spec("rl").config.model_validate({"rewards": list(rewards)}).resolved()
+
+    known = {"kind": "verifier", "name": "right", "correct_value": 2.0}
+    short = {"kind": "length", "name": "short"}
+    one, two = config(known, short), config({**known, "weight": 0.5}, {**short, "domains": ["maths"]})
+    assert differences(one, two) == ["rewards[0].weight: 1.0 -> 0.5", "rewards[1].domains: [] -> ['maths']"]
+    (more,) = differences(config(known), one)
+    assert more.startswith("rewards[1]: None -> {") and "'kind': 'length'" in more
+    assert differences({"stop": ["a"]}, {"stop": ["b"]}) == ["stop: ['a'] -> ['b']"]
+    _print_maker({"stage": "rl", "config": two})
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.startswith("config")] == [
+        "config  rewards[0].name = right",
+        "config  rewards[0].weight = 0.5",
+        "config  rewards[0].correct_value = 2.0",
+        "config  rewards[1].name = short",
+        "config  rewards[1].kind = length",
+        "config  rewards[1].domains = ['maths']",
+    ]
+    assert "default rewards[1].weight = 1.0" in lines and "default rewards[0].kind = verifier" in lines
 
 
 def test_the_next_steps_of_a_run_are_those_of_its_plan():

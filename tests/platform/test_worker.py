@@ -101,6 +101,8 @@ def test_a_run_that_is_about_to_start_is_left_alone(state_dir, processes):
     run, _, _ = processes
     run.state = Pending()
     assert not gone(run, alone=True)
+    # one whose worker was killed while it started looks the same: it stayed Submitting for ever
+    assert worker.judged([run], alone=True) == ([], True) and worker.judged([run], alone=False) == ([], False)
     run.state = Pending(timestamp=datetime.now(timezone.utc) - timedelta(minutes=2))
     assert gone(run, alone=True) and not gone(run, alone=False)
 
