@@ -14,6 +14,7 @@ import fcntl
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
@@ -412,6 +413,12 @@ def user() -> str:
         return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
     except (KeyError, OSError, ImportError):
         return ""
+
+
+def user_of(record: Mapping[str, Any], runs: Mapping[str, RunRecord]) -> str:
+    """Who made a stage record, by itself or by its run (``runs`` by their id); empty where neither says it."""
+    run = runs.get(record.get("flow_run") or "")
+    return record.get("user") or (run.data.get("user") if run else "") or ""
 
 
 def git_commit(root: Path) -> str:
