@@ -103,6 +103,13 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
     if refused and len(refused) == len(shared):
         raise ConfigError(refused[0])
     notes += refused
+    changed = [label for label in shared if left[label].get("code") != right[label].get("code")]
+    if changed:
+        commits = {tuple((side[label].get("git") or "unknown")[:12] for side in (left, right)) for label in changed}
+        notes.append(
+            f"the code of {', '.join(changed)} is not the same in both: "
+            + "; ".join(f"commit {one} of a, {two} of b" for one, two in sorted(commits))
+        )
     return {"a": a, "b": b, "metrics": rows, "config": settings, **more}
 
 

@@ -360,7 +360,14 @@ def test_runs_of_two_versions_of_the_code_are_compared_without_what_only_one_of_
         graders = [{"kind": "verifier", "timeout_s": 5.0} | ({"as_messages": False} if new else {})]
         shared = {"git": f"commit-of-{name}", "inputs": {}, "outputs": {}}
         return {
-            "sft": {"stage": "ingest", "key": name, "config": {}, "metrics": {"rows": 2 if new else 1}, **shared},
+            "sft": {
+                "stage": "ingest",
+                "key": name,
+                "config": {},
+                "metrics": {"rows": 2 if new else 1},
+                "code": name,
+                **shared,
+            },
             "judged": {
                 "stage": "evaluate",
                 "key": f"e-{name}",
@@ -374,7 +381,8 @@ def test_runs_of_two_versions_of_the_code_are_compared_without_what_only_one_of_
     monkeypatch.setattr(command, "training", lambda *arguments: {})
     found = command.compare("old", "new")
     assert [(row["step"], row["metric"], row["difference"]) for row in found["metrics"]] == [("sft", "rows", 1)]
-    (note,) = found["notes"]
+    note, code = found["notes"]
+    assert code == "the code of sft is not the same in both: commit commit-of-ol of a, commit-of-ne of b"
     assert "step judged was evaluated under different protocols" in note
     assert "rewards.0.as_messages: (not there) -> False; code: commit-of-ol -> commit-of-ne. Evaluate" in note
     monkeypatch.setattr(command, "load", lambda name: {"judged": run(name)["judged"]})
