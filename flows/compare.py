@@ -272,7 +272,7 @@ def samples_of(record: dict[str, Any]) -> tuple[list[dict], list[dict]]:
 def load(text: str) -> dict[str, dict[str, Any]]:
     """label -> stage record, of a run (all its steps) or of one stage result (a ref, a path or a stage key)."""
     if store.is_ref(text):
-        makers = records.makers_of(store.resolve(text).digest)
+        makers = records.makers_of(records.digest_of(text))
         if not makers:
             raise ConfigError(
                 f"{text} was not made by a stage of this store, so it has no numbers; give a run id or the ref of an"

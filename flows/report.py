@@ -204,11 +204,19 @@ def describe(text: str) -> dict[str, Any]:
             f"{text} is a directory without the manifest.json of a dataset and without the config.json of a model; write"
             " a ref (`posttrain ls datasets`, `posttrain ls models`), a run, or the directory of one of them"
         )
-    found = store.resolve(text)
-    makers = records.makers_of(found.digest)
+    try:
+        found, gone = store.resolve(text), False
+        makers = records.makers_of(found.digest)
+    except store.StoreError:
+        if not (makers := records.makers_of_lost(text)):
+            raise
+        digest, gone = records.digest_of(text), True
+        output = next(one for one in makers[0]["outputs"].values() if one["digest"] == digest)
+        found = store.ResolvedInput(output["kind"], output["path"], output["ref"], digest, output["manifest"] or {})
     value = {
         "what": found.kind,
         **found.to_dict(),
+        "gone": gone,
         "manifest": found.manifest,
         "made_by": maker(makers[0]) if makers else None,
         "used_by": [
@@ -216,7 +224,7 @@ def describe(text: str) -> dict[str, Any]:
             for one in records.users_of(found.digest)
         ],
     }
-    if found.manifest.get("kind") == "quarantine/1":
+    if found.manifest.get("kind") == "quarantine/1" and not gone:
         value["quarantined"] = quarantined(found.path)
     if found.kind == "model":
         value["names"] = [
@@ -346,6 +354,8 @@ def print_description(value: dict[str, Any]) -> None:
         print(f"stage {value['stage']}  key {value['key']}")
         return _print_maker(value)
     print(f"{what} {value['ref']}\n  at      {value['path']}\n  digest  {value['digest']}")
+    if value["gone"]:
+        print(f"  gone    its files; from what is known of it: posttrain rerun {value['ref']}")
     for one in value.get("names") or []:
         print(
             f"  named   model:{one['name']}/{one['version']}"

@@ -121,6 +121,19 @@ def makers_of(digest: str) -> list[dict[str, Any]]:
     return [r for r in reversed(list(all_records())) if any(o["digest"] == digest for o in r["outputs"].values())]
 
 
+def makers_of_lost(ref: str) -> list[dict[str, Any]]:
+    """:func:`makers_of` what a reference names, also where its files are gone; empty where no record knows it."""
+    try:
+        return makers_of(digest_of(ref)) if store.is_ref(ref) else []
+    except store.StoreError:
+        return []
+
+
+def there(output: Mapping[str, Any]) -> bool:
+    """Whether the files of an output of a record are still in the store."""
+    return (store.is_dataset_dir if output["kind"] == "dataset" else store.is_model_dir)(output["path"])
+
+
 def digest_of(ref: str) -> str:
     """Digest of a model or dataset, also of one whose files are gone or damaged while a record names them. Raises
     StoreError.
