@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import typer
 
@@ -984,11 +985,15 @@ def show(
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def cost(
     what: Annotated[
-        str,
+        Optional[str],
         typer.Argument(
-            metavar="RUN|REF", help="A run id, or a model or dataset: then everything that it was made by counts."
+            metavar="[RUN|REF]",
+            help=(
+                "A run id, or a model or dataset: then everything that it was made by counts. Without it, everything in"
+                " the state directory."
+            ),
         ),
-    ],
+    ] = None,
     prices: Annotated[
         Optional[Path],
         typer.Option(
@@ -1004,17 +1009,39 @@ def cost(
         typer.Option(metavar="MODEL", help="Also what the gain over this model cost, by their evaluations."),
     ] = None,
     metric: Annotated[str, typer.Option(help="With --against: the metric that gained.")] = "accuracy",
+    by: Annotated[
+        Optional[Literal["user", "recipe", "stage", "month"]],
+        typer.Option(help="Without RUN or REF: what the rows are of.", show_default="user"),
+    ] = None,
+    since: Annotated[
+        Optional[datetime],
+        typer.Option(metavar="DATE", formats=["%Y-%m-%d"], help="Without RUN or REF: what finished from this day on."),
+    ] = None,
+    until: Annotated[
+        Optional[datetime],
+        typer.Option(metavar="DATE", formats=["%Y-%m-%d"], help="Without RUN or REF: what finished before this day."),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """The cost ledger of a run, model or dataset: hours, generated tokens, judge calls and labels by people, with their
-    prices.
+    prices; or of everybody: posttrain cost --by user --since 2026-11-01
 
     Example: posttrain cost model:policy@champion --against model:sft/1 --prices prices.yaml
     """
     from flows import env, report
+    from stages.spec import ConfigError
 
     env.prepare(quiet=True)
-    value = report.cost(what, prices, against, metric)
+    if what is None:
+        if against is not None:
+            raise ConfigError(
+                "--against compares a model with another; write both: posttrain cost MODEL --against MODEL"
+            )
+        value = report.cost_of_all(prices, since, until, by or "user")
+    elif by or since or until:
+        raise ConfigError(f"--by, --since and --until are of everything that was run; leave {what} or them out")
+    else:
+        value = report.cost(what, prices, against, metric)
     if json_:
         return emit(value)
     report.print_cost(value)

@@ -22,7 +22,8 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
     "answers": rows, "figures": files, "notes": what could not be compared and why}. ``out``: where figures go; default
     ``POSTTRAIN_HOME/compare/KEY_A-KEY_B``.
 
-    Raises ConfigError for things that cannot be compared (a run with an evaluation, different protocols).
+    Raises ConfigError for things that cannot be compared (a run with an evaluation; evaluations of different protocols,
+    which are left out with a note where runs have other steps in common).
     """
     left, right = load(a), load(b)
     notes: list[str] = []
@@ -47,7 +48,7 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
         raise ConfigError(
             f"{a} and {b} have no step in common: {' against '.join(names)}; what a run does: posttrain show RUN"
         )
-    rows, settings = [], []
+    rows, settings, refused = [], [], []
     more: dict[str, list] = {"held_out": [], "answers": [], "figures": [], "notes": notes}
     for label in shared:
         one, two = left[label], right[label]
@@ -58,7 +59,9 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
             for name, values in found.items():
                 more[name] += values
             continue
-        same_protocol(label, one, two)
+        if reason := other_protocol(label, one, two):
+            refused.append(reason)
+            continue
         rubrics = (
             len(
                 {
@@ -98,6 +101,16 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
         elif one["key"] != two["key"]:
             for name, found in training(label, one, two, place(one, two, out)).items():
                 more[name] += found
+    if refused and len(refused) == len(shared):
+        raise ConfigError(refused[0])
+    notes += refused
+    changed = [label for label in shared if left[label].get("code") != right[label].get("code")]
+    if changed:
+        commits = {tuple((side[label].get("git") or "unknown")[:12] for side in (left, right)) for label in changed}
+        notes.append(
+            f"the code of {', '.join(changed)} is not the same in both: "
+            + "; ".join(f"commit {one} of a, {two} of b" for one, two in sorted(commits))
+        )
     return {"a": a, "b": b, "metrics": rows, "config": settings, **more}
 
 
@@ -260,7 +273,7 @@ def samples_of(record: dict[str, Any]) -> tuple[list[dict], list[dict]]:
 def load(text: str) -> dict[str, dict[str, Any]]:
     """label -> stage record, of a run (all its steps) or of one stage result (a ref, a path or a stage key)."""
     if store.is_ref(text):
-        makers = records.makers_of(store.resolve(text).digest)
+        makers = records.makers_of(records.digest_of(text))
         if not makers:
             raise ConfigError(
                 f"{text} was not made by a stage of this store, so it has no numbers; give a run id or the ref of an"
@@ -291,22 +304,31 @@ def unfinished(standing: dict[str, Any]) -> dict[str, Any]:
     return {**named, "metrics": {}, "outputs": {}, "metrics_file": metrics_file, UNFINISHED: standing}
 
 
-def same_protocol(label: str, one: dict[str, Any], two: dict[str, Any]) -> None:
-    """Refuse to set numbers side by side that were measured in different ways."""
+def other_protocol(label: str, one: dict[str, Any], two: dict[str, Any]) -> str:
+    """Why the numbers of two steps, which were measured in different ways, are not set side by side; empty where they
+    were not.
+    """
     hashes = [record["metrics"].get("protocol_hash") or record["metrics"].get("protocol") for record in (one, two)]
-    if hashes[0] != hashes[1]:
-        what = "; ".join(differences(one.get("config") or {}, two.get("config") or {})) or "their held-out data or code"
-        raise ConfigError(
-            f"step {label} was evaluated under different protocols ({hashes[0]} against {hashes[1]}), so its numbers "
-            f"cannot be compared. They differ in: {what}. Evaluate both models with the same settings and prompts."
-        )
+    if hashes[0] == hashes[1]:
+        return ""
+    what, commits = differences(one.get("config") or {}, two.get("config") or {}), [one.get("git"), two.get("git")]
+    if commits[0] != commits[1]:
+        what.append(f"code: {' -> '.join((commit or 'unknown')[:12] for commit in commits)}")
+    return (
+        f"step {label} was evaluated under different protocols ({hashes[0]} against {hashes[1]}), so its numbers "
+        f"cannot be compared. They differ in: {'; '.join(what) or 'their held-out data'}. Evaluate both models with the"
+        " same settings and prompts, in one version of the code."
+    )
+
+
+ABSENT = "(not there)"
 
 
 def differences(one: dict[str, Any], two: dict[str, Any], prefix: str = "") -> list[str]:
     """`key: a -> b` of every setting that differs; of a list of components, `rewards[0].weight: a -> b`."""
     lines = []
     for key in dict.fromkeys([*one, *two]):
-        lines += _difference(f"{prefix}{key}", one.get(key), two.get(key))
+        lines += _difference(f"{prefix}{key}", one.get(key, ABSENT), two.get(key, ABSENT))
     return lines
 
 
@@ -314,6 +336,6 @@ def _difference(name: str, x: Any, y: Any) -> list[str]:
     if isinstance(x, dict) and isinstance(y, dict):
         return differences(x, y, f"{name}.")
     if isinstance(x, list) and isinstance(y, list) and any(isinstance(one, (dict, list)) for one in x + y):
-        pairs = enumerate(zip_longest(x, y))
+        pairs = enumerate(zip_longest(x, y, fillvalue=ABSENT))
         return [line for at, pair in pairs for line in _difference(f"{name}[{at}]", *pair)]
     return [f"{name}: {x} -> {y}"] if x != y else []

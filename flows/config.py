@@ -253,24 +253,31 @@ def _paths(name: str, value: Any) -> Iterator[str]:
         yield from _paths(f"{name}.{inner}", below)
 
 
-def _elsewhere(path: str, prefix: str, top: type[BaseModel]) -> str | None:
+def _elsewhere(path: str, prefix: str, top: type[BaseModel], asked: tuple[str, ...] = ()) -> str | None:
     """Where a setting of another project is found here, by the longest end of its dotted name in ELSEWHERE, or by a
-    setting of ours that its last part names; None where neither knows it.
+    setting of ours that its last part names; None where neither knows it. ``asked``: names that led to this one.
     """
-    known, parts = list(keys(top)), path.split(".")
+    known, parts = [*keys(top), *getattr(top, "ALSO", ())], path.split(".")
     ends = [".".join(parts[i:]) for i in range(len(parts))]
-    word = next((ELSEWHERE[end] for end in ends if end in ELSEWHERE), ends[-1] if len(parts) > 1 else None)
+    found = next((end for end in ends if end in ELSEWHERE), None)
+    if len(parts) > 1 and found in (None, ends[-1]) and any(key.rsplit(".", 1)[-1] == ends[-1] for key in known):
+        found = None  # a name of ours
+    word = ELSEWHERE[found] if found else ends[-1] if len(parts) > 1 else None
     if word is None:
         return None
     ours, _, why = word.partition(": ")
     if not ours:
         return why
-    here = next(
-        (key for key in (prefix + ours, *(key for key in known if key.rsplit(".", 1)[-1] == ours)) if key in known),
-        None,
-    )
-    if here is None and ours in ELSEWHERE and ours != path:
-        return _elsewhere(ours, prefix, top)  # what takes its place where a stage has no such setting
+
+    def of_ours(name: str) -> str | None:
+        named = (prefix + name, *(key for key in known if key.rsplit(".", 1)[-1] == name))
+        return next((key for key in named if key in known), None)
+
+    here = of_ours(ours)
+    if here is None and ours in ELSEWHERE and ours not in (path, *asked):
+        # what takes its place where a stage has no such setting
+        if found := _elsewhere(ours, prefix, top, (*asked, path)):
+            return found
     return None if here is None else f"here it is {here!r}" + (f" ({why})" if why else "")
 
 

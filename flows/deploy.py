@@ -84,13 +84,15 @@ def scheduled(
 ) -> str:
     """Register `RECIPE-scheduled` (of a preset `RECIPE-PRESET-scheduled`), which runs with these settings whenever cron
     says so; again, with other settings or another time, replaces it, and :func:`deploy` leaves it alone. Returns its
-    full name; ConfigError where settings, cron expression or time zone are wrong."""
-    from flows.recipe import load_config
+    full name; ConfigError where settings, cron expression or time zone are wrong, or the run would not start now
+    (files and models that are not there), which at night nobody sees."""
+    from flows.recipe import load_config, rehearse
 
     flow, schedule = get_recipe(recipe), cron_schedule(cron, timezone, "cron")
     config = load_config(recipe, found_anywhere(values))
     parameters = {"config": config.model_dump(mode="json")}
     refuse_what_forms_lose(config, parameters["config"])
+    rehearse(recipe, flow.method, config)
     install_pool()
     return apply(
         flow,

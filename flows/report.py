@@ -9,6 +9,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def runs() -> list[dict[str, Any]]:
                 "run": run.run_id,
                 "recipe": data["recipe"],
                 "status": run.status,
+                "user": data.get("user") or "",
                 "started": when(data["started"]),
                 "minutes": (
                     round((ended - data["started"]) / 60, 1) if data.get("finished") or run.status == "RUNNING" else ""
@@ -73,6 +75,7 @@ def runs() -> list[dict[str, Any]]:
 
 def results() -> list[dict[str, Any]]:
     """What every stage gave, of runs and by itself, and of what it failed, newest first; `show` takes the key."""
+    of_runs = {run.run_id: run for run in records.all_runs()}
     rows = [
         (
             one.get("finished", 0),
@@ -80,6 +83,7 @@ def results() -> list[dict[str, Any]]:
                 "key": one["key"][:12],
                 "stage": one["stage"],
                 "label": one.get("label") or "",
+                "user": records.user_of(one, of_runs),
                 "status": "finished",
                 "finished": when(one.get("finished")),
                 "seconds": round(one["perf"].get("seconds", 0.0), 1),
@@ -95,6 +99,7 @@ def results() -> list[dict[str, Any]]:
                 "key": one["key"][:12],
                 "stage": one["stage"],
                 "label": "",
+                "user": records.user_of({"flow_run": one["run"]}, of_runs),
                 "status": "failed" if one["error"] else one["status"],
                 "finished": "",
                 "seconds": round(one["seconds"], 1),
@@ -222,11 +227,19 @@ def describe(text: str) -> dict[str, Any]:
             f"{text} is a directory without the manifest.json of a dataset and without the config.json of a model; write"
             " a ref (`posttrain ls datasets`, `posttrain ls models`), a run, or the directory of one of them"
         )
-    found = store.resolve(text)
-    makers = records.makers_of(found.digest)
+    try:
+        found, gone = store.resolve(text), False
+        makers = records.makers_of(found.digest)
+    except store.StoreError:
+        if not (makers := records.makers_of_lost(text)):
+            raise
+        digest, gone = records.digest_of(text), True
+        output = next(one for one in makers[0]["outputs"].values() if one["digest"] == digest)
+        found = store.ResolvedInput(output["kind"], output["path"], output["ref"], digest, output["manifest"] or {})
     value = {
         "what": found.kind,
         **found.to_dict(),
+        "gone": gone,
         "manifest": found.manifest,
         "made_by": maker(makers[0]) if makers else None,
         "used_by": [
@@ -234,7 +247,7 @@ def describe(text: str) -> dict[str, Any]:
             for one in records.users_of(found.digest)
         ],
     }
-    if found.manifest.get("kind") == "quarantine/1":
+    if found.manifest.get("kind") == "quarantine/1" and not gone:
         value["quarantined"] = quarantined(found.path)
     if found.kind == "model":
         value["names"] = [
@@ -355,6 +368,8 @@ def maker(record: dict[str, Any]) -> dict[str, Any]:
             "metrics",
             "perf",
             "git",
+            "user",
+            "host",
             "versions",
             "mlflow",
             "finished",
@@ -368,6 +383,7 @@ def print_description(value: dict[str, Any]) -> None:
         ended = value.get("finished") or (time.time() if value["status"] == "RUNNING" else None)
         print(
             f"run {value['run_id']}  {value['recipe']}  {value['status']}  begun {when(value['started'])}"
+            + (f" by {value['user']}" if value.get("user") else "")
             + (f", {(ended - value['started']) / 60:.1f} minutes" if ended else "")
             + (f"\n{value['error']}" if value.get("error") else "")
         )
@@ -395,6 +411,8 @@ def print_description(value: dict[str, Any]) -> None:
         print(f"stage {value['stage']}  key {value['key']}")
         return _print_maker(value)
     print(f"{what} {value['ref']}\n  at      {value['path']}\n  digest  {value['digest']}")
+    if value["gone"]:
+        print(f"  gone    its files; from what is known of it: posttrain rerun {value['ref']}")
     for one in value.get("names") or []:
         print(
             f"  named   model:{one['name']}/{one['version']}"
@@ -480,6 +498,8 @@ def _print_maker(record: dict[str, Any]) -> None:
         print(f"  mlflow  {record['mlflow']['url']}")
     if record.get("git"):
         print(f"  code    {record['git']}")
+    if record.get("user"):
+        print(f"  by      {record['user']} on {record['host']}, {when(record.get('finished'))}")
 
 
 def settings_of(stage: str, settings: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
@@ -661,12 +681,52 @@ def cost(what: str, prices_file: Path | None, against: str | None = None, metric
     return value
 
 
+def cost_of_all(
+    prices_file: Path | None, since: datetime | None, until: datetime | None, by: str = "user"
+) -> dict[str, Any]:
+    """The ledger of every stage that finished from ``since`` until before ``until`` (None: open), each once, whoever
+    used it again: a row per item of what ``by`` says, user, recipe, stage or month.
+    """
+    from storage import costs
+
+    of_runs, made = {run.run_id: run for run in records.all_runs()}, list(records.all_records())
+
+    def group(record: dict[str, Any]) -> str:
+        run = of_runs.get(record.get("flow_run") or "")
+        return {
+            "user": lambda: records.user_of(record, of_runs) or "unknown",
+            "recipe": lambda: run.data["recipe"] if run else "single stages",
+            "stage": lambda: record["stage"],
+            "month": lambda: datetime.fromtimestamp(record["finished"]).strftime("%Y-%m"),
+        }[by]()
+
+    summed: dict[str, dict[str, float]] = {}
+    # over all of them, so that a file's labels are paid for when they came
+    for record, (name, counts) in zip(made, costs.counted((group(record), record) for record in made)):
+        finished = datetime.fromtimestamp(record["finished"])
+        if (since is None or finished >= since) and (until is None or finished < until):
+            items = summed.setdefault(name, {})
+            for item, n in counts.items():
+                items[item] = items.get(item, 0.0) + n
+    rows = costs.ledger(sorted(summed.items()), costs.prices_from(prices_file))
+    return {"by": by, "ledger": rows, **costs.totals(rows), "reused": [], "unfinished": [], "without_counts": []}
+
+
 def cost_rows(run: records.RunRecord, prices: dict[str, float]) -> list[dict[str, Any]]:
     """The ledger of a run: of the steps that it paid for, and of those that it has not finished until now."""
     from storage import costs
 
     counts = costs.counted((label, record) for label, record, reused in costs.of_run(run) if not reused)
     return costs.ledger(counts + [(label, costs.so_far(one)) for label, one in work.unfinished(run).items()], prices)
+
+
+def totals_by(value: dict[str, Any]) -> dict[str, float]:
+    """{user, recipe, stage or month: USD}; empty for the ledger of one run, model or dataset, and without prices."""
+    found: dict[str, float] = {}
+    for row in value["ledger"] if "by" in value else ():
+        if row["total"] is not None:
+            found[row["stage"]] = found.get(row["stage"], 0.0) + row["total"]
+    return found
 
 
 def print_cost(value: dict[str, Any]) -> None:
@@ -676,7 +736,7 @@ def print_cost(value: dict[str, Any]) -> None:
         table(
             [
                 {
-                    "step": row["stage"],
+                    value.get("by", "step"): row["stage"],
                     "item": row["item"],
                     "count": row["count"],
                     "unit": ITEMS[row["item"]][0],
@@ -693,6 +753,8 @@ def print_cost(value: dict[str, Any]) -> None:
         )
     else:
         print("nothing was paid for here" + (" yet" if value["unfinished"] else ""))
+    for name, total in totals_by(value).items():
+        print(f"{name}: {number(total)} USD")
     if value["unfinished"]:
         print(
             f"not finished, the hours of the last attempt until now: {', '.join(value['unfinished'])}; generated tokens"

@@ -9,7 +9,7 @@ tasks (or little memory), the GRPO family; rewards at every step, PPO. Every tra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
@@ -51,7 +51,7 @@ SPEC = StageSpec(
 class Facts:
     """What the rules read: kind and number of rows; shares of rows labelled by machines, of doubtful labels (label_prob
     near half, contradicting pairs), of prompts that can be verified; mean word overlap of chosen and rejected;
-    parameters of the model, 0 where unknown."""
+    parameters of the model, 0 where unknown; comparisons whose preferred answers the demonstrations are."""
 
     kind: str
     rows: int
@@ -60,6 +60,7 @@ class Facts:
     overlap: float = 0.0
     verifiable: float = 0.0
     parameters: int = 0
+    preferred: int = 0
 
 
 def facts_of(kind: str, rows: Sequence[Mapping], count: int, parameters: int = 0) -> Facts:
@@ -97,7 +98,20 @@ def facts_of(kind: str, rows: Sequence[Mapping], count: int, parameters: int = 0
 def facts_in(data, split: str | None, parameters: int = 0) -> Facts:
     """Facts of a split of an opened dataset, None: of all of it."""
     rows = [row for _, row in zip(range(READ), data.iter_rows(split=split))]
-    return facts_of(data.kind, rows, data.num_rows if split is None else data.manifest["splits"][split], parameters)
+    facts = facts_of(data.kind, rows, data.num_rows if split is None else data.manifest["splits"][split], parameters)
+    made_of = ((data.manifest.get("counts") or {}).get("conversion") or {}).get("from") or {}
+    compared = sum(made_of.get(kind, 0) for kind in ("pairs/1", "comparisons/1", "rankings/1"))
+    return replace(facts, preferred=compared if data.kind == "demonstrations/1" else 0)
+
+
+def preferred_advice(facts: Facts) -> str | None:
+    """What demonstrations that were made of comparisons leave out."""
+    if not facts.preferred:
+        return None
+    return (
+        f"the demonstrations are the preferred answers of {facts.preferred:,} pairs or rankings; the others are not"
+        " trained on, and become likelier too where they resemble them: align learns from both"
+    )
 
 
 def method_for(facts: Facts) -> tuple[str, str] | None:
@@ -161,7 +175,7 @@ def size_advice(facts: Facts) -> str | None:
 
 def advice(stage: str, config, facts: Facts) -> list[str]:
     """Advice on a training stage with these settings and data; [] where nothing speaks against it."""
-    found = [size] if (size := size_advice(facts)) else []
+    found = [text for text in (preferred_advice(facts), size_advice(facts)) if text]
     wanted = method_for(facts)
     if wanted is None:
         return found
@@ -237,8 +251,9 @@ def run(stage):
         )
     shape = shape_of(stage.path("model")) if stage.has("model") else None
     facts = facts_in(data, stage.config.split, shape.parameters if shape else 0)
-    wanted, size = method_for(facts), size_advice(facts)
-    told = ([f"{wanted[0]}, since {wanted[1]}"] if wanted else []) + ([size] if size else [])
+    wanted, told = method_for(facts), [text for text in (preferred_advice(facts), size_advice(facts)) if text]
+    if wanted:
+        told.insert(0, f"{wanted[0]}, since {wanted[1]}")
     writer = stage.writer("advice", "text/1")
     writer.write(
         complete_row("text/1", {"text": text}, dataset="advice", source=data.name, origin="conversion", split="train")

@@ -1,8 +1,9 @@
 """Where a model or dataset comes from: the tree of stage records behind a reference.
 
 A node is a dictionary {ref, kind, digest, names, stage, key, label, config, seed, code, git, seconds, finished,
-metrics, inputs: {name: node}}. Leaves without ``stage`` are things that were brought from outside. A stage that is
-reached twice is written out once; later mentions carry ``again: true``.
+metrics, gone, inputs: {name: node}}; gone: its files are no longer there, while what made it is known. Leaves without
+``stage`` are things that were brought from outside. A stage that is reached twice is written out once; later mentions
+carry ``again: true``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def tree(ref: str) -> dict[str, Any]:
         record = records.match(ref) if ref and all(c in "0123456789abcdef" for c in ref) else None
         if record is not None:
             return _of_record(record, None, seen)
+        if makers := records.makers_of_lost(ref):
+            return _of_record(makers[0], records.digest_of(ref), seen)
         try:
             run = records.get_run(ref)
         except store.StoreError:
@@ -74,12 +77,13 @@ def _of_record(
         "finished": record["finished"],
         "metrics": record["metrics"],
         "outputs": {n: o["ref"] for n, o in record["outputs"].items()},
+        "gone": bool(output) and not records.there(output),
         "mlflow": record.get("mlflow", {}),
         "inputs": {},
     }
     if record["key"] in seen:
         return {
-            **{k: node[k] for k in ("ref", "kind", "digest", "names", "stage", "label", "key")},
+            **{k: node[k] for k in ("ref", "kind", "digest", "names", "stage", "label", "key", "gone")},
             "again": True,
             "inputs": {},
         }
@@ -121,7 +125,8 @@ def lines(node: dict[str, Any], name: str = "", indent: str = "", last: bool = T
     again = "  (see above)" if node.get("again") else ""
     outside = "  (from outside)" if not node.get("stage") and node.get("kind") != "run" else ""
     branch = "" if top else indent + ("└─ " if last else "├─ ")
-    found = [f"{branch}{name + ': ' if name else ''}{what}{extra}{made}{outside}{again}"]
+    gone = "  (its files are gone)" if node.get("gone") else ""
+    found = [f"{branch}{name + ': ' if name else ''}{what}{extra}{made}{outside}{gone}{again}"]
     children = list(node.get("inputs", {}).items())
     for position, (child_name, child) in enumerate(children):
         found += lines(

@@ -14,6 +14,7 @@ import fcntl
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator
@@ -118,6 +119,19 @@ def match(prefix: str) -> dict[str, Any] | None:
 def makers_of(digest: str) -> list[dict[str, Any]]:
     """Records with an output of this digest, newest first."""
     return [r for r in reversed(list(all_records())) if any(o["digest"] == digest for o in r["outputs"].values())]
+
+
+def makers_of_lost(ref: str) -> list[dict[str, Any]]:
+    """:func:`makers_of` what a reference names, also where its files are gone; empty where no record knows it."""
+    try:
+        return makers_of(digest_of(ref)) if store.is_ref(ref) else []
+    except store.StoreError:
+        return []
+
+
+def there(output: Mapping[str, Any]) -> bool:
+    """Whether the files of an output of a record are still in the store."""
+    return (store.is_dataset_dir if output["kind"] == "dataset" else store.is_model_dir)(output["path"])
 
 
 def digest_of(ref: str) -> str:
@@ -412,6 +426,12 @@ def user() -> str:
         return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
     except (KeyError, OSError, ImportError):
         return ""
+
+
+def user_of(record: Mapping[str, Any], runs: Mapping[str, RunRecord]) -> str:
+    """Who made a stage record, by itself or by its run (``runs`` by their id); empty where neither says it."""
+    run = runs.get(record.get("flow_run") or "")
+    return record.get("user") or (run.data.get("user") if run else "") or ""
 
 
 def git_commit(root: Path) -> str:

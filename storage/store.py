@@ -126,6 +126,21 @@ def wrong_use(path: str, use: str) -> str | None:
     return None
 
 
+def only_adapter(path: Path) -> str | None:
+    """What to do with a directory that peft or TRL wrote an adapter alone to; None where a whole model is there."""
+    if (path / "config.json").is_file() or not (path / "adapter_config.json").is_file():
+        return None
+    told = read_json(path / "adapter_config.json", None) or {}
+    loader = {"SEQ_CLS": "AutoPeftModelForSequenceClassification", "TOKEN_CLS": "AutoPeftModelForTokenClassification"}
+    loader = loader.get(told.get("task_type"), "AutoPeftModelForCausalLM")
+    return (
+        f"is an adapter for {told.get('base_model_name_or_path') or 'another model'} and no whole model; put it into that"
+        f' first: python -c "from peft import {loader} as M; from transformers import AutoTokenizer as T;'
+        f" M.from_pretrained('{path}'{', num_labels=1' if 'Sequence' in loader else ''}).merge_and_unload()"
+        f".save_pretrained('NEW'); T.from_pretrained('{path}').save_pretrained('NEW')\", and give NEW"
+    )
+
+
 def damaged_model(path: Path) -> str | None:
     """What a model directory lacks at first sight, before a stage starts on it: a readable config.json, the shards that
     its index names, the end of a safetensors file (None: nothing)."""
@@ -318,6 +333,8 @@ def _path(text: str, kind: str | None) -> ResolvedInput:
         if path.is_dir() and kind in (None, "model") and is_model_dir(str(path)):
             if (wrong := damaged_model(path)) is not None:
                 raise StoreError(f"{path} is no complete model: {wrong}; copy or download it again")
+            if kind == "model" and (instead := only_adapter(path)) is not None:
+                raise StoreError(f"{path} {instead}")
             return ResolvedInput("model", str(path), str(path), cached_digest(path))
         if kind == "model":
             raise StoreError(f"{path} is not a model directory (no config.json in it); {_example('model')}")
@@ -404,6 +421,8 @@ def _hub(text: str, kind: str | None) -> ResolvedInput:
         )
     if what == "model" and not is_model_dir(local):
         raise StoreError(f"{text} holds no config.json, so it is not a transformers model; {_example('model')}")
+    if kind == "model" and (instead := only_adapter(Path(local))) is not None:
+        raise StoreError(f"{text} {instead}")
     return ResolvedInput(
         "model" if what == "model" else "file", str(local), f"{name}@{commit}", cached_digest(Path(local))
     )

@@ -116,6 +116,7 @@ def publish(
         "resumed_from": result.get("resumed_from"),
         "forced": read_json(workdir / "forced.json", {}).get("unit"),
         "host": leases.this_process()["host"],
+        "user": records.user(),
         "workdir": str(workdir),
         "metrics_file": str(workdir / "metrics.jsonl"),
         "perf_file": str(workdir / "perf.jsonl"),

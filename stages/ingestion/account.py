@@ -105,6 +105,11 @@ def _account(run: Ingestion) -> tuple[dict[str, Any], dict]:
     return account, agreed
 
 
+def _too_damaged(run: Ingestion) -> bool:
+    counts = run.counts
+    return bool(counts.rows_in) and counts.rows_damaged / counts.rows_in > run.config.max_quarantine_fraction
+
+
 def _refuse(run: Ingestion, account: dict[str, Any]) -> None:
     counts, config = run.counts, run.config
     if not counts.rows_in and run.input.files:
@@ -118,7 +123,7 @@ def _refuse(run: Ingestion, account: dict[str, Any]) -> None:
             f"the step labels of {', '.join(unclear[:3])} are 0 and 1 and never -1: write step_labels=zero_one if 0 is"
             " a wrong step, or step_labels=minus_one if 0 is a neutral one"
         )
-    if counts.rows_in and counts.rows_damaged / counts.rows_in > config.max_quarantine_fraction:
+    if _too_damaged(run):
         worst = sorted(account["codes"].items(), key=lambda item: (-item[1], item[0]))[:5]
         hint = " " + run.input.columns_hint() if "missing_column" in account["codes"] and run.input.files else ""
         if worst[0][0] == "invalid_utf8":
@@ -161,10 +166,13 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
     elif not counts.rows_out:
         stage.warn("no_rows", "no row was left; the dataset is empty (see the quarantine codes and dropped reasons)")
     if counts.rows_quarantined:
+        unknown = any(warning["code"] == "unknown_format" for warning in stage.warnings)
         stage.warn(
             "quarantined",
             f"{counts.rows_quarantined} of {counts.rows_in} rows were refused: "
-            + ", ".join(f"{n} {code}" for code, n in account["codes"].items()),
+            + ", ".join(f"{n} {code}" for code, n in account["codes"].items())
+            # where the stage fails, the error says it
+            + (f". {run.input.columns_hint()}" if unknown and not _too_damaged(run) else ""),
         )
     if counts.cut_prompts:
         stage.warn(

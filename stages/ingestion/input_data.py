@@ -99,6 +99,11 @@ _SEVERAL = re.compile(
 _PREFERRED = {"comparisons/1": "pairs/1"}  # what `kind: auto` makes of a kind
 
 
+def _columns(files: list[SourceFile]) -> list[str]:
+    """The columns of their first rows."""
+    return sorted({key for file in files for row in head_rows(file, 8) for key in row})[:40]
+
+
 class InputData:
     """What is read. Either ``dataset`` or ``files`` is given; ``name`` is what the rows' column `dataset` says,
     ``kind`` the kind of rows that is wanted.
@@ -191,8 +196,11 @@ class InputData:
         )
 
     def columns_hint(self) -> str:
-        """The columns that files have, and how to say which is which."""
-        seen = sorted({key for source in self.files[:3] for row in head_rows(source, 8) for key in row})[:40]
+        """The columns that files have, those of no known format first, and how to say which is which."""
+        unknown = itertools.islice(
+            (file for file in self.files if any(head_rows(file)) and adapter_of(file, self.config) is None), 3
+        )
+        seen = _columns(list(unknown) or self.files[:3])
         inside = next(
             (
                 name
@@ -300,7 +308,11 @@ class InputData:
         adapter = adapter_of(source, self.config)
         if adapter is None:
             if any(head_rows(source)):  # else nothing in it could be read, which is told of the rows
-                self.stage.warn("unknown_format", f"{source.name} fits no known format. {self.columns_hint()}")
+                self.stage.warn(
+                    "unknown_format",
+                    f"{source.name} fits no known format, so its rows are refused; its columns are"
+                    f" {', '.join(_columns([source]))}",
+                )
             return None
         counts.formats[source.name] = adapter.name
         self._tell_unread(source, adapter)

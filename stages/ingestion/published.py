@@ -15,7 +15,7 @@ answer is better, which is safer), has to be chosen by a setting.
 | verl and DAPO, DeepMath, Open-Reasoner-Zero, SYNTHETIC-1 and 2, NuminaMath, OpenR1 and OpenMathReasoning (kind=prompts/1), prompts with `solution` or `ground_truth` | prompts with answers or tests |
 | TruthfulQA's questions with correct and incorrect answers | multiple choice |
 | PRM800K, Math-Shepherd | stepwise |
-| Capybara, LIMA, OpenOrca, s1K, xLAM, Glaive's function calls, OpenMathReasoning and OpenMathInstruct, Alpaca with `history`, MBPP (kind=demonstrations/1) | demonstrations |
+| Capybara, LIMA, OpenOrca, s1K, xLAM, Glaive's function calls, OpenMathReasoning and OpenMathInstruct, ProsocialDialog, Alpaca with `history`, MBPP (kind=demonstrations/1) | demonstrations |
 """
 
 from __future__ import annotations
@@ -718,6 +718,29 @@ def _replies(nodes: list[tuple[int, dict]], options) -> Iterator[Record]:
             )
 
 
+def _prosocial(records: Iterator[Record], options) -> Iterator[Record]:
+    """ProsocialDialog (Kim et al. 2022): a row is an utterance (context) and the answer to it (response), those of a
+    dialogue one after the other. Every answer becomes a demonstration behind the turns before it.
+
+    A turn whose dialogue does not lead up to it is `orphan_message`.
+    """
+    dialogue, turn, path = None, 0, []
+    for record in records:
+        row = record.row
+        if record.code is not None:
+            yield record
+            continue
+        if row.get("dialogue_id") != dialogue or row.get("response_id") == 0:
+            dialogue, turn, path = row.get("dialogue_id"), 0, []
+        if row.get("response_id") != turn:
+            yield record._replace(code="orphan_message")
+            continue
+        path, turn = [*path, _said("user", row.get("context")), _said("assistant", row.get("response"))], turn + 1
+        made = _without(row, "context", "response", messages=path, train_turns=[len(path) - 1])
+        raw = record.raw if record.raw is not None else canonical_bytes(row)
+        yield Record(record.line, raw, made, None)
+
+
 def _left_out(row: dict) -> bool:
     return row.get("deleted") is True or row.get("review_result") is False
 
@@ -1363,6 +1386,11 @@ FORMS: tuple[Form, ...] = (
         format=lambda options: "comparisons",
     ),
     Form(("prompt", "response", "is_safe"), _beavertails),
+    Form(
+        ("context", "response", "safety_label", "dialogue_id", "response_id"),
+        stream=_prosocial,
+        format=lambda options: "messages",
+    ),
     Form(("prompt", "answers"), _nectar, lambda row, options: _dicts(row["answers"], "answer", "rank")),
     Form(("question", "answers"), _votes, lambda row, options: _dicts(row["answers"], "text", "pm_score")),
     Form(

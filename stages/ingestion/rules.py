@@ -35,8 +35,8 @@ CODES = {
     ),
     "no_final_answer": "a question without an answer to check: a proof is asked for, or no answer was found",
     "orphan_message": (
-        "a message whose parent is not in its tree (the messages of a tree must follow each other: sort the file by"
-        " message_tree_id)"
+        "a message whose parent is not in its tree or dialogue (its messages must follow each other: sort the file by"
+        " message_tree_id, or by dialogue_id and response_id)"
     ),
     "left_out_message": "a message that was deleted or failed its review, or that follows such a one",
     "ignored_event": "a product signal that event_map gives the weight 0",

@@ -10,6 +10,7 @@ Shapes: ``S`` responses of a batch, ``N`` trained tokens, ``C`` outputs of the h
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from dataclasses import asdict, dataclass, field
@@ -219,12 +220,40 @@ def score_head(model) -> nn.Linear:
     return found[-1]
 
 
+def with_another_pad(tokenizer):
+    """The tokenizer, padding with no token that ends an answer: transformers' sequence classifiers read the last token
+    that is not the pad token, which where the end token serves as both is the one before it. Pads are masked, so any
+    other special token does; the same tokenizer where it has none.
+    """
+    from stages.chat import Renderer, RenderError
+
+    stops = {tokenizer.eos_token_id}
+    if tokenizer.chat_template is not None and tokenizer.eos_token_id is not None:
+        with contextlib.suppress(RenderError):
+            stops |= Renderer(tokenizer).stop_ids
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in stops:
+        return tokenizer
+    special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special} | {
+        str(token): tokenizer.convert_tokens_to_ids(str(token)) for token in tokenizer.all_special_tokens
+    }
+    known = [str(token) for token in (tokenizer.unk_token, tokenizer.bos_token) if token]
+    # the vocabulary's own for it (Llama 3: <|finetune_right_pad_id|>) first
+    order = sorted(special, key=lambda token: ("pad" not in token.lower(), token not in known, special[token]))
+    free = [token for token in order if special[token] not in stops]
+    if not free:
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = free[0]
+    return tokenizer
+
+
 def save_reward_model(
     model, tokenizer, directory: str | Path, card: RewardCard | None = None, dtype: torch.dtype | None = None
 ) -> None:
     """Write weights (a LoRA adapter merged in), tokenizer and card;
     :func:`stages.reward_models.reward_scorers.load_scorer` reads all three.
     """
+    tokenizer = with_another_pad(tokenizer)
     pending.plain(model).config.pad_token_id = tokenizer.pad_token_id
     save_weights(model, directory, dtype)
     if ranks.rank() == 0:

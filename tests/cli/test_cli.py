@@ -535,10 +535,45 @@ def test_a_section_of_another_library_is_not_taken_for_a_setting_that_sounds_ali
     from stages.spec import ConfigError
 
     with pytest.raises(ConfigError) as told:
-        build(get_stage("rl").SPEC.config, {"actor_rollout_ref": {"rollout": {"free_cache_engine": True}}})
+        build(get_stage("rl").SPEC.config, {"actor_rollout_ref": {"rollout": {"profiler_steps": True}}})
     assert str(told.value) == (
-        "unknown key 'actor_rollout_ref.rollout.free_cache_engine'; nothing here has that name, see --keys"
+        "unknown key 'actor_rollout_ref.rollout.profiler_steps'; nothing here has that name, see --keys"
     )
+
+
+@pytest.mark.parametrize(
+    "stage, theirs, told",
+    [
+        ("rl", "data.max_prompt_length=512", "here it is 'max_prompt_length'"),
+        ("rl", "actor_rollout_ref.rollout.val_kwargs.n=32", "answered once, as in training .eval_prompts=N."),
+        ("rl", "actor_rollout_ref.rollout.val_kwargs.temperature=1.0", "answered once, as in training"),
+        ("rl", "actor_rollout_ref.rollout.dtype=bfloat16", "here it is 'sampling_dtype'"),
+        ("rl", "actor_rollout_ref.rollout.free_cache_engine=true", "here it is 'engine_sleep'"),
+        ("rl", "actor_rollout_ref.actor.fsdp_config.param_offload=true", "nothing is moved to the CPU"),
+        ("rl", "eval_temperature=0.6", "answered once, as in training"),
+        ("rl", "ring_attn_size=2", "a sequence is computed on one device"),
+        ("rl", "overlong_penalty_factor=1.0", "it is 1 here"),
+        ("rl", "reward_model.reward_manager=dapo", "here it is 'rewards'"),
+        ("rl", "micro_train_batch_size=8", "here it is 'max_tokens_per_micro_batch'"),
+        ("rl", "max_epochs=2", "here it is 'num_iterations'"),
+        ("sft", "max_epochs=2", "here it is 'num_train_epochs'"),
+        ("sft", "train_batch_size=256", "here it is 'batch_size'"),
+        ("sft", "pretrain=x", "give it as --input model=DIR"),
+        ("sft", "save_path=x", "copied out by `posttrain export`"),
+        ("sft", "load_checkpoint=true", "the same command continues"),
+        ("align", "ipo=true", "here it is 'method' .ipo."),
+        ("align", "max_prompt_length=512", "here it is 'max_length'"),
+        ("reward_model", "num_labels=1", "leave it out"),
+    ],
+)
+def test_settings_of_other_libraries_examples_are_answered_rightly(stage, theirs, told):
+    """These were answered with a setting of ours that is something else but sounds alike, or with none."""
+    from flows.config import build, parse_sets
+    from stages.registry import get_stage
+    from stages.spec import ConfigError
+
+    with pytest.raises(ConfigError, match=told):
+        build(get_stage(stage).SPEC.config, parse_sets([theirs]))
 
 
 def test_words_of_other_libraries_lead_to_settings_that_exist():

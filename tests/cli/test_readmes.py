@@ -70,3 +70,13 @@ def test_commands_name_settings_and_inputs_that_exist(file, words):
     if what == "stage":
         for key in re.findall(r"--input ([\w]+)[./\w]*=", line):
             assert key in get_stage(name).SPEC.inputs, f"{file}: input {key} of {name}"
+
+
+def test_recipes_without_a_demo_are_named():
+    text = TEXTS["flows/README.md"]
+    demo, all_, without = re.search(
+        r"(\d+) of (\d+) recipes run without any.*?`zephyr_demo`\)\.(.*?) ask for", text, re.S
+    ).groups()
+    lacking = set(RECIPES) - {path.name.split(".")[0] for path in (ROOT / "flows/presets").glob("*demo.yaml")}
+    assert set(re.findall(r"`(\w+)`", without)) == lacking
+    assert (int(demo), int(all_)) == (len(RECIPES) - len(lacking), len(RECIPES))

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from stages.harness import StageFailure
 from stages.ingest import matching_kind
 from stages.spec import ConfigError
 
@@ -219,6 +220,20 @@ def test_unknown_columns_say_what_to_write(tmp_path):
         )
     with pytest.raises(ConfigError, match="0.05 and 0.05"):
         ingest(tmp_path / "y.jsonl", tmp_path / "w4", validation_fraction=0.5, test_fraction=0.5)
+    # the formats once, however many files fit none and whether the stage fails of it or goes on
+    (tmp_path / "d").mkdir()
+    for name in "abc":
+        write_lines(tmp_path / "d" / f"{name}.jsonl", [{f"foo_{name}": 1, "bar": 2}])
+    said = []
+    with pytest.raises(StageFailure) as error:
+        ingest(tmp_path / "d", tmp_path / "w5", emit=said.append, kind="pairs/1")
+    assert (
+        "alpaca_eval:" in str(error.value) and "alpaca_eval:" not in str(said) and "a.jsonl fits no known" in str(said)
+    )
+    write_lines(tmp_path / "d" / "A.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
+    got = ingest(tmp_path / "d", tmp_path / "w6", kind="pairs/1", max_quarantine_fraction=1)
+    told = [warning["text"] for warning in got.result["warnings"]]
+    assert str(told).count("alpaca_eval:") == 1 and "Columns found: bar, foo_a, foo_b, foo_c." in str(told)
 
 
 def test_conversions_from_pairs(tmp_path):

@@ -397,6 +397,39 @@ def test_openassistant_messages_become_rankings_or_the_best_replies(tmp_path):
     assert native_kind(str(path)) == native_kind(str(trees)) == "rankings/1"
 
 
+def test_dialogues_of_prosocial_dialog_lead_up_to_every_answer(tmp_path):
+    def turn(dialogue, number, last):
+        return {
+            "context": f"said {dialogue}.{number}",
+            "response": f"answered {dialogue}.{number}",
+            "rots": ["It's wrong to threaten someone."] if number else None,
+            "safety_label": "__needs_caution__" if number else "__casual__",
+            "safety_annotations": ["needs caution"],
+            "safety_annotation_reasons": ["a threat"],
+            "source": "socialchemistry",
+            "etc": None,
+            "dialogue_id": dialogue,
+            "response_id": number,
+            "episode_done": last,
+        }
+
+    rows = [turn(0, 0, False), turn(0, 1, True), turn(1, 0, True), turn(2, 1, True)]
+    result = ingest(
+        write_lines(tmp_path / "x.jsonl", rows), tmp_path / "w", validation_fraction=0.5, max_quarantine_fraction=1
+    )
+    assert result.data.kind == "demonstrations/1" and result.codes() == {4: ["orphan_message"]}
+    assert [(said(row["messages"]), row["train_turns"]) for row in result.rows] == [
+        (["said 0.0", "answered 0.0"], [1]),
+        (["said 0.0", "answered 0.0", "said 0.1", "answered 0.1"], [3]),
+        (["said 1.0", "answered 1.0"], [1]),
+    ]
+    assert result.rows[0]["split"] == result.rows[1]["split"]
+    extra = json.loads(result.rows[1]["extra_json"])
+    assert extra["safety_label"] == "__needs_caution__" and extra["rots"] == ["It's wrong to threaten someone."]
+    prompts = ingest(tmp_path / "x.jsonl", tmp_path / "w2", kind="prompts/1", max_quarantine_fraction=1)
+    assert [said(row["prompt"])[-1] for row in prompts.rows] == ["said 0.0", "said 0.1", "said 1.0"]
+
+
 def test_labelled_answers(tmp_path):
     for index, rows in enumerate(
         [

@@ -350,3 +350,41 @@ def test_models_of_different_stages_are_compared_by_their_newest_evaluations_of_
     assert "s-new and d-h" in found["notes"][0]
     with pytest.raises(ConfigError, match="evaluate both models with the same prompts and settings first"):
         command.compare("sft", "rl")
+
+
+def test_runs_of_two_versions_of_the_code_are_compared_without_what_only_one_of_them_measured_so(monkeypatch):
+    from flows import compare as command
+
+    def run(name):
+        new = name == "new"
+        graders = [{"kind": "verifier", "timeout_s": 5.0} | ({"as_messages": False} if new else {})]
+        shared = {"git": f"commit-of-{name}", "inputs": {}, "outputs": {}}
+        return {
+            "sft": {
+                "stage": "ingest",
+                "key": name,
+                "config": {},
+                "metrics": {"rows": 2 if new else 1},
+                "code": name,
+                **shared,
+            },
+            "judged": {
+                "stage": "evaluate",
+                "key": f"e-{name}",
+                "config": {"target": "policy", "rewards": graders},
+                "metrics": {"accuracy": 0.5, "protocol_hash": name},
+                **shared,
+            },
+        }
+
+    monkeypatch.setattr(command, "load", run)
+    monkeypatch.setattr(command, "training", lambda *arguments: {})
+    found = command.compare("old", "new")
+    assert [(row["step"], row["metric"], row["difference"]) for row in found["metrics"]] == [("sft", "rows", 1)]
+    note, code = found["notes"]
+    assert code == "the code of sft is not the same in both: commit commit-of-ol of a, commit-of-ne of b"
+    assert "step judged was evaluated under different protocols" in note
+    assert "rewards[0].as_messages: (not there) -> False; code: commit-of-ol -> commit-of-ne. Evaluate" in note
+    monkeypatch.setattr(command, "load", lambda name: {"judged": run(name)["judged"]})
+    with pytest.raises(ConfigError, match="step judged was evaluated under different protocols"):
+        command.compare("old", "new")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from flows.config import ConfigError
-from flows.deploy import cron_schedule, found_anywhere, recipe_deployments, stage_deployments
+from flows.deploy import cron_schedule, found_anywhere, recipe_deployments, scheduled, stage_deployments
 from flows.recipe import made_up, reason
 from stages.registry import STAGES, get_stage
 
@@ -106,6 +106,16 @@ def test_a_schedule_finds_files_from_anywhere(tmp_path, monkeypatch):
         "data": {"path": str(tmp_path / "pairs.jsonl")},
         "model": str(tmp_path / "llama"),
     }
+
+
+def test_a_schedule_whose_run_would_not_start_is_refused_when_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
+    given = {"data": {"path": str(tmp_path / "pairs.jsonl")}, "model": "model:never@champion"}
+    with pytest.raises(ConfigError, match="^model: .*never"):
+        scheduled("preference", given, cron="0 2 * * *")
+    with pytest.raises(ConfigError, match="data.path: .*gone.jsonl does not exist"):
+        scheduled("preference", {**given, "data": {"path": str(tmp_path / "gone.jsonl")}}, cron="0 2 * * *")
 
 
 def test_a_run_that_was_ended_from_outside_says_so_in_its_record():

@@ -175,6 +175,32 @@ def test_the_ledger_of_models_and_what_a_gain_cost(tiny, data, home, tmp_path): 
     two_evaluations_are_paired(judged)
 
 
+def test_who_ran_what_and_what_it_cost(home, tmp_path, monkeypatch):
+    """Two people and one file of labels, which were paid for once, by whoever brought them in."""
+    from tests.data.driver import write_lines
+
+    file = write_lines(tmp_path / "p.jsonl", [{"prompt": f"q {i}", "chosen": "a", "rejected": "b"} for i in range(5)])
+    for user, kind in (("ada", "pairs/1"), ("bob", "demonstrations/1")):
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", user)
+        command("stage", "ingest", "--input", f"data={file}", "--set", f"kind={kind}")
+    listed = command("ls", "results")["results"]
+    assert [row["user"] for row in listed] == ["bob", "ada"]
+    assert command("show", listed[0]["key"])["user"] == "bob"
+    found = command("cost")["ledger"]
+    assert {(row["stage"], row["item"]) for row in found} == {
+        ("ada", "cpu_hours"),
+        ("ada", "human_labels"),
+        ("bob", "cpu_hours"),
+    } and [row["count"] for row in found if row["item"] == "human_labels"] == [5]
+    by_stage = command("cost", "--by", "stage", "--until", "2100-01-01")
+    assert {row["stage"] for row in by_stage["ledger"]} == {"ingest"} and by_stage["items"]["human_labels"] == 5
+    assert {row["stage"] for row in command("cost", "--by", "recipe")["ledger"]} == {"single stages"}
+    assert command("cost", "--since", "2100-01-01")["ledger"] == []
+    assert "leave dataset:p-pairs@latest or them out" in str(
+        command("cost", "dataset:p-pairs@latest", "--by", "user", code=2)
+    )
+
+
 def the_card_tells_the_same_story(model, first, judged, policy, directory):
     """An exported model's card: both fine-tunings in their order, the evaluation of this model and no other, and no
     folder of this machine.

@@ -60,6 +60,34 @@ def test_what_was_made_later_is_no_origin(tmp_path, raw):
     assert node["key"] == first.key and lineage.tree(first.outputs["data"])["key"] == later.key
 
 
+def test_what_made_a_dataset_is_known_when_its_files_are_gone(raw):
+    """A month later, with the rows deleted to make room: its own lineage, that of what was made from it, and its
+    settings.
+    """
+    from flows import report
+    from flows.compare import load
+
+    first = run_stage("ingest", {"data": raw}, {"dataset": "pairs", "min_chars": 2})
+    second = run_stage("ingest", {"data": first.outputs["data"]}, {"kind": "unpaired/1", "dataset": "thumbs"})
+    ref = first.outputs["data"]
+    assert not report.describe(ref)["gone"] and not lineage.tree(second.outputs["data"])["inputs"]["data"]["gone"]
+    shutil.rmtree(store.resolve(ref).path)
+    node = lineage.tree(ref)
+    assert node["key"] == first.key and node["gone"] and leaves(node) == [raw]
+    text = lineage.lines(lineage.tree(second.outputs["data"]))
+    assert [line.endswith("(its files are gone)") for line in text] == [False, True, False]
+    shown = report.describe(ref)
+    assert (
+        shown["gone"]
+        and shown["ref"] == ref
+        and shown["made_by"]["config"]["min_chars"] == 2
+        and shown["manifest"]["rows"] == 6
+    )
+    assert load(ref)["ingest"]["key"] == first.key
+    with pytest.raises(store.StoreError):
+        lineage.tree("dataset:never@latest")
+
+
 def test_a_moved_home_is_whole_and_a_copy_stands_by_itself(state_dir, tmp_path, raw, monkeypatch):
     """After ``mv`` and after ``cp -r``: the same tree, cached results, and nothing is read from or written to where it
     was.

@@ -214,6 +214,25 @@ def test_registry_survives_a_torn_line(state_dir):
     assert all(json.dumps(e) for e in registry.log()) and registry.lookup("m").aliases == {"candidate": 2}
 
 
+@pytest.mark.parametrize(
+    "task, loader", [("CAUSAL_LM", "AutoPeftModelForCausalLM"), ("SEQ_CLS", "AutoPeftModelForSequenceClassification")]
+)
+def test_an_adapter_alone_is_refused_with_how_to_put_it_into_its_model(state_dir, tmp_path, task, loader):
+    """peft and TRL write adapters to directories without config.json, which transformers then has no words for."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "task_type": task, "base_model_name_or_path": "the/base"})
+    )
+    with pytest.raises(store.StoreError) as refused:
+        store.resolve(str(folder), "model")
+    said = str(refused.value)
+    assert "is an adapter for the/base and no whole model" in said and f"from peft import {loader} as M" in said
+    compile(said.split('python -c "')[1].split('"')[0], "said", "exec")
+    (folder / "config.json").write_text("{}")  # a whole model beside it
+    assert store.resolve(str(folder), "model").path == str(folder)
+
+
 def test_a_damaged_model_directory_is_refused_before_a_stage_starts(state_dir, tmp_path):
     import torch
     from safetensors.torch import save_file

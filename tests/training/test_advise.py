@@ -8,6 +8,7 @@ from stages.registry import get_spec
 from stages.spec import ConfigError
 from storage.datasets import open_dataset
 from tests.common import assistant, user, written
+from tests.data.driver import ingest, write_lines
 from tests.evaluation.test_stages import spec as plain
 
 FULL = {"rows": 60_000}
@@ -115,3 +116,12 @@ def test_the_stage_and_the_log_of_training_say_the_same(tiny, noisy, tmp_path):
     assert len(said) == 2 and any("would take reward_model, then rl preset=ppo" in text for text in said)
     with pytest.raises(ConfigError, match="write split=NAME"):
         execute(plain("advise", tmp_path / "c", {"data": noisy}, {"split": "test"}))
+
+
+def test_training_on_preferred_answers_alone_is_told(tiny, tmp_path):
+    pairs = [{"prompt": f"q {i}", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(6)]
+    ingest(write_lines(tmp_path / "p.jsonl", pairs), tmp_path / "i", kind="demonstrations/1")
+    events, data = [], str(tmp_path / "i" / "out" / "data")
+    execute(plain("sft", tmp_path / "a", {"model": tiny["policy"], "data": data}, {"max_steps": 1}), events.append)
+    said = [event["text"] for event in events if event["event"] == "log" and event["text"].startswith("advice: ")]
+    assert any("the preferred answers of 6 pairs" in text and "align learns from both" in text for text in said)

@@ -301,6 +301,31 @@ def test_where_no_pass_was_finite_the_last_weights_are_published_and_it_is_said(
         assert "validation/nll" in chosen["summary"]
 
 
+def test_a_reward_model_whose_end_token_pads_is_read_at_it_by_transformers_too(tiny, tmp_path):
+    """Llama's tokenizers have no pad token, so the end token stood in the config as one, and transformers' own forward
+    skips pads: plain transformers, and TRL's trainers with it, gave other scores than the stage.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from stages.reward_models.reward_heads import RewardCard, load_reward_model, save_reward_model
+
+    ours, tokenizer = load_reward_model(tiny["reward"]), AutoTokenizer.from_pretrained(tiny["reward"])
+    tokenizer.pad_token = tokenizer.eos_token
+    save_reward_model(ours, tokenizer, tmp_path / "rm", RewardCard("bt"))
+    assert tokenizer.pad_token == tokenizer.eos_token  # the caller's own stays
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").eval()
+    saved = AutoTokenizer.from_pretrained(tmp_path / "rm")
+    assert saved.pad_token_id == plain.config.pad_token_id != saved.eos_token_id
+    texts = [f"{words}{saved.eos_token}" for words in ("two", "two and then some more of it")]
+    batch = saved(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    with torch.no_grad():
+        scores = plain(**batch).logits[:, 0]
+        for text, score in zip(texts, scores):
+            ids = saved(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+            assert ids[0, -1] == saved.eos_token_id
+            read = plain.score(plain.model(input_ids=ids).last_hidden_state[:, -1])[0, 0]
+            torch.testing.assert_close(score, read, atol=1e-5, rtol=1e-5)
+
+
 def test_of_equal_passes_the_first_is_the_best_whatever_rounding_says(tiny):
     """The same share right, added up over other micro-batches: in the last digit one pass was above the other."""
     config = OptimizerConfig(select_by="token_accuracy", early_stopping_patience=2)
