@@ -309,8 +309,10 @@ def verdict_of(p_a: float) -> str:
 
 
 def both_orders(first: float, second: float) -> float:
-    """P(A) from each order's probability of the answer shown first: (p(AB) + 1 - p(BA)) / 2 (``synth.rlaif``)."""
-    return (first + 1.0 - second) / 2.0
+    """P(A) from each order's probability of the answer shown first: (p(AB) + 1 - p(BA)) / 2 (``synth.rlaif``), exactly
+    one half where they are equal.
+    """
+    return 0.5 + (first - second) / 2.0
 
 
 def opinion_of(calls: Sequence[dict], config: JudgeSettings) -> Opinion:

@@ -484,6 +484,9 @@ def test_a_chain_of_thought_is_read_before_the_label_and_clamped(judge, given):
         assert len(hard) == 4 and all(row["label_prob"] is None for row in hard), "at the clamp is sure enough"
         _, free, _ = judge(at(server, chain_of_thought=True, clamp=[0, 1]), {"data": given("pairs/1", pairs(4))})
         assert all(row["label_prob"] == pytest.approx(0.99) for row in free)
+        server.choice = lambda body: letters(0.01) if body.get("logprobs") else said("the last one")
+        with pytest.raises(StageFailure, match="None of 4 pairs got a label: 4 tie"):  # 0.4 in both orders
+            judge(at(server, chain_of_thought=True), {"data": given("pairs/1", pairs(4))})
     assert (
         len(made) == 5
         and all(row["label_prob"] == pytest.approx(0.6) for row in made)

@@ -341,6 +341,9 @@ def test_both_orders_count_alike_and_a_tournament_says_how_far_one_came():
     scorer = Leaning()
     assert scorer.preferences([(long, short), (short, long)]) == pytest.approx([0.8, 0.2])
     assert scorer.inconsistency == pytest.approx([0.2, 0.2])
+    scorer.one_order = lambda pairs: [0.4] * len(pairs)  # the place alone decides
+    assert scorer.preferences([(long, short), (short, long)]) == [0.5, 0.5]
+    del scorer.one_order
     scorer.ranking = "tournament"
     # who comes to the final without a game has come as far as whom it meets there
     assert scorer.score([long, short, longest]) == [0.5, 0.0, 1.0]
