@@ -574,6 +574,8 @@ def test_candidates_rankings_and_comparisons_give_pairs(judge, given):
                 "label_kind": "choice",
                 "votes": [vote],
                 "ann": {"annotator_type": "human", "annotator_id": str(k)},
+                "license": ("mit", "mit", "cc0-1.0")[k],
+                "batch_id": "week 3",
             }
             for k, vote in enumerate(["B", "A", "B"])
         ]
@@ -595,6 +597,12 @@ def test_candidates_rankings_and_comparisons_give_pairs(judge, given):
             and len(server.seen) - before == 4
             and result["summary"]["agreement"] == 0.5
             and result["summary"]["without_label/the same two answers again"] == 2
+            and [(row["license"], row["batch_id"]) for row in made] == [(None, "week 3"), (None, None)]
+        )
+        unsure = at(server, fallback="given", min_confidence=0.9)
+        _, made, _ = judge(unsure, {"data": given("comparisons/1", votes)})
+        assert made[0]["label_prob"] == pytest.approx(2 / 3) and made[0]["ann"]["annotator_id"] is None, (
+            "the label of three people is none of theirs"
         )
 
 
