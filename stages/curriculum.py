@@ -75,7 +75,7 @@ def run(stage):
         )
         raise ValueError(f"order={config.order} does not fit rows of {data.kind}: give {wanted}.")
     counts, dropped = Counter({0: 0}), Counter()
-    made = ranked(data, config, dropped) if config.order == "rank_gap" else staged(data, config, dropped)
+    made = ranked(data, config, dropped) if config.order == "rank_gap" else staged(stage, data, dropped)
 
     def told(rows):
         for row in rows:
@@ -98,20 +98,24 @@ def run(stage):
     stage.report("summary", markdown=document("Curriculum", facts(summary)))
 
 
-def staged(data, config, dropped: Counter) -> Iterator[dict]:
+def staged(stage, data, dropped: Counter) -> Iterator[dict]:
     """Pairs in equal stages, the remainder to the first; pairs without score gap, margin or strength are dropped for
     order=margin. One stage is in memory at a time."""
     from stages import selection
     from stages.direct.preference_items import score_gap
 
-    def ease(row):
+    config, found, measures = stage.config, [], Counter()
+    for row in data.iter_rows(columns=["chosen_score", "rejected_score", "margin", "strength"], split="train"):
         gap = score_gap(row)
-        return row["strength"] if gap is None else gap
-
-    found = [
-        ease(row)
-        for row in data.iter_rows(columns=["chosen_score", "rejected_score", "margin", "strength"], split="train")
-    ]
+        found.append(row["strength"] if gap is None else gap)
+        scored = row["chosen_score"] is not None and row["rejected_score"] is not None
+        measures["scores" if scored else "a strength" if gap is None else "a margin"] += found[-1] is not None
+    if config.order == "margin" and len(+measures) > 1:
+        stage.warn(
+            "measures_mixed",
+            f"{', '.join(f'{n} pairs are ordered by {name}' for name, n in sorted((+measures).items()))}: numbers of"
+            " different scales. Make a curriculum of each, or write order=given.",
+        )
     if config.order == "margin":
         kept = [i for i, value in enumerate(found) if value is not None]
         if not kept:
@@ -138,6 +142,7 @@ def ranked(data, config, dropped: Counter) -> Iterator[dict]:
     """
     from stages import selection
     from stages.ingestion import pairing
+    from storage.files import canonical_json
 
     def pairs_of(ranks) -> list[tuple[int, int, int]]:
         if config.pairing == "best_vs_k":
@@ -151,6 +156,7 @@ def ranked(data, config, dropped: Counter) -> Iterator[dict]:
         found = pairs_of(row["ranks"])
         dropped["rows"] += not found
         common = {name: row[name] for name in CARRIED}
+        common["extra_json"] = canonical_json({"from": "rankings/1", "row_ids": [row["row_id"]]})
         scores, gens = row.get("scores"), row.get("gens")
         for i, j, gap in found:
             yield {

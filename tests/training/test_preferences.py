@@ -3,8 +3,6 @@
 import json
 import math
 
-import json
-
 import pytest
 
 from stages import rejection
@@ -462,6 +460,13 @@ def test_sdpo_chunks_keep_the_order_and_curry_goes_from_easy_to_hard(tmp_path, b
         {"order": "margin", "stages": 2}, pairs_file(tmp_path / "b", 5, margin=[0.1, 2.0, None, 1.0, 0.5]), "curriculum"
     )
     assert [(r["margin"], r["stage_index"]) for r in rows] == [(2.0, 0), (1.0, 0), (0.5, 1), (0.1, 1)]
+    mixed = {"margin": [0.1, None, None], "strength": [None, 3, None], "chosen_score": [None, None, 9.0]}
+    mixed["rejected_score"] = mixed["chosen_score"]
+    result, _ = build({"order": "margin"}, pairs_file(tmp_path / "m", 3, **mixed), "curriculum")
+    (warning,) = result["warnings"]
+    assert warning["code"] == "measures_mixed" and warning["text"].startswith(
+        "1 pairs are ordered by a margin, 1 pairs are ordered by a strength, 1 pairs are ordered by scores:"
+    )
     rankings = [
         complete_row(
             "rankings/1",
@@ -530,6 +535,10 @@ def test_a_rank_gap_is_one_stage_however_many_answers_a_ranking_has(tmp_path, bu
         (r["chosen_gen"]["model_id"], r["rejected_gen"]["model_id"]) == answers(r, "chosen", "rejected") for r in rows
     )
     assert {(r["ann"]["annotator_id"], r["license"]) for r in rows} == {("w", "mit")}
+    ids = {texts: row["row_id"] for texts, row in zip(("xy", "abcd", "efgh"), rankings)}
+    assert all(
+        json.loads(r["extra_json"]) == {"from": "rankings/1", "row_ids": [ids[r["prompt"][0]["content"]]]} for r in rows
+    )
 
 
 def test_the_pairs_of_a_ranking_weigh_as_it_does(tmp_path, build):
