@@ -43,7 +43,9 @@ class Config(WriterConfig):
         ),
     )
     per_prompt: int = Field(
-        1, ge=1, description="Draws of constraints for each prompt, each of them a prompt of its own."
+        1,
+        ge=1,
+        description="Draws of constraints for each prompt, each of them a prompt of its own; what was drawn before is left out.",
     )
     keywords: list[str] = Field(list(KEYWORD_POOL), min_length=4, description="Words that answers are asked to have.")
     forbidden_words: list[str] = Field(
@@ -249,6 +251,7 @@ def constrained(stage) -> tuple[list[Asked], Counter]:
             left_out[reason] += 1
             continue
         *before, last = row["prompt"]
+        asks = set()
         for k in range(config.per_prompt):
             rng = stage.rng("constraints", row["row_id"], k)
             count = 1 + min(int(np.searchsorted(shares, rng.random(), side="right")), len(shares) - 1)
@@ -256,6 +259,11 @@ def constrained(stage) -> tuple[list[Asked], Counter]:
             if not drawn:
                 left_out["none_fits"] += 1
                 continue
+            text = with_constraints(last["content"], drawn)
+            if text in asks:  # few kinds have few draws
+                left_out["drawn_before"] += 1
+                continue
+            asks.add(text)
             note = json.loads(row["extra_json"] or "{}") | {"of": row["row_id"], "draw": k, "wanted": count}
             found.append(
                 Asked(
@@ -263,7 +271,7 @@ def constrained(stage) -> tuple[list[Asked], Counter]:
                         "prompts/1",
                         {
                             **row,
-                            "prompt": [*before, {**last, "content": with_constraints(last["content"], drawn)}],
+                            "prompt": [*before, {**last, "content": text}],
                             "prompt_id": None,
                             "group_id": row["group_id"],
                             "constraints": [
