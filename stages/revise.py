@@ -23,12 +23,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from stages.decoding.writers import STOP, WriterConfig, Written, check_template
-from stages.settings import PARTED_TRAINING, PROMPT_TEMPLATE, PromptTemplate, refuse_unread
+from stages.settings import PARTED_TRAINING, PROMPT_TEMPLATE, PromptTemplate, ReadWhen, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 SHOWN = "[Question]\n{question}\n[End of question]\n\n[Answer]\n{answer}\n[End of answer]"
@@ -139,6 +139,14 @@ SAMPLES = 8
 
 
 class Config(WriterConfig):
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (
+            ("critique_template", "max_critique_length"),
+            lambda c: not c.direct_revision,
+            "direct_revision=true asks for no critique; write direct_revision=false",
+        ),
+    )
+
     n_rounds: int = Field(
         4,
         ge=1,
@@ -219,7 +227,7 @@ class Config(WriterConfig):
 
     @model_validator(mode="after")
     def _readable(self):
-        refuse_unread(self, PARTED_TRAINING)
+        refuse_unread(self, (*PARTED_TRAINING, *self.READ_WHEN))
         check_template(
             "critique_template", self.critique_template, ("question", "answer", "request"), ("answer", "request")
         )

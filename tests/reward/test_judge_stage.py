@@ -697,6 +697,8 @@ def test_a_judge_that_cannot_be_read_or_asked_is_said_at_once(judge, given, tiny
         ({"template": "{a}{b}", "preamble": "x"}, "template shows no preamble"),
         ({"clamp": [0.6, 0.4]}, "no range"),
         ({"mode": "verdict", "clamp": [0.4, 0.6]}, "has none"),
+        ({"inconsistent": "drop"}, "inconsistent=drop would change nothing.*write mode=verdict"),
+        ({"judge_tokens": 9}, "judge_tokens=9 would change nothing.*write chain_of_thought=true"),
         ({"endpoint": "http://x"}, "endpoint_model"),
         ({"labels": "hard", "tie_policy": "soft"}, "no hard label"),
     ):

@@ -490,6 +490,7 @@ def test_candidates_another_reviser_and_requests_that_do_not_fit(roomy, tiny, sp
     ]
     write_dataset(str(tmp_path / "candidates"), "candidates", "candidates/1", rows)
     config = {**NONSENSE, "direct_revision": True, "logit_bias": {end: 6}, "n_rounds": 1}
+    del config["max_critique_length"]
     result = go(spec, config, {"reviser": path, "data": str(tmp_path / "candidates"), "principles": constitution})
     assert result["summary"]["answers"] == 6 and result["summary"]["dropped/original_cut"] == 1
     pairs = rows_of(result, "pairs")
@@ -584,6 +585,7 @@ def test_worked_examples_stand_in_front_of_plain_text():
         ({"critique_template": "{answer} {criterion}"}, {}, "critique_template cannot be filled"),
         ({"revision_template": "{answer} {request}"}, {}, "revision_template shows no {critique}"),
         ({"revision_pattern": "x+"}, {}, "has no group"),
+        ({"direct_revision": True, "max_critique_length": 9}, {}, "max_critique_length=9 would change nothing"),
         ({"validation_fraction": 0.1, "split": "test"}, {}, "only training prompts are parted; write split=train"),
         ({"examples": [{"question": "q"}]}, {}, "write all of question, answer"),
         ({"endpoint": "http://x", "endpoint_model": "m", "request_format": "text"}, {}, "write request_format=chat"),
