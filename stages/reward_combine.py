@@ -130,6 +130,12 @@ def members_of(stage) -> dict[str, str]:
             f" {', '.join(f'members.{m}=REF' for m in missing) or 'members.LABEL=REF, one per reward model'}; given:"
             f" {', '.join(given) or 'none'}"
         )
+    if config.combine == "safety_gate" and (unread := sorted(set(given) - set(needed))):
+        raise ConfigError(
+            f"reward_combine: combine=safety_gate reads {config.helpful} and {config.safety} alone; leave"
+            f" {', '.join(f'members.{label}' for label in unread)} out, or write helpful={unread[0]} or"
+            f" safety={unread[0]}"
+        )
     if config.combine == "weighted" and set(given) != set(needed):
         raise ConfigError(
             f"reward_combine: weights name {', '.join(needed)}, the members are {', '.join(given)}; give every member a"

@@ -254,7 +254,9 @@ def test_combinations_refuse_what_cannot_be(tiny, train):
     with pytest.raises(Exception, match="sum 1"):
         train("reward_combine", {"combine": "weighted", "weights": {"a": 0.5}}, {"members.a": tiny["reward"]}, "sum")
     both = {"members.a": tiny["reward"], "policy": tiny["policy"], "reference": tiny["policy"]}
+    three = {f"members.{label}": tiny["reward"] for label in ("helpful", "safety", "third")}
     for combine, inputs, text in (
+        ("safety_gate", three, "reads helpful and safety alone; leave members.third out"),
         ("mean", both, "does not read the input policy and reference; write combine=implicit"),
         ("implicit", both, "no members; leave members out"),
     ):
