@@ -21,6 +21,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.decoding.writers import WriterConfig
+from stages.settings import ReadWhen, refuse_unread_in
 from stages.spec import InputSpec, OutputSpec, StageSpec, did_you_mean
 from stages.verification.constraint_pool import FORBIDDEN_POOL, KEYWORD_POOL, LANGUAGE_NAMES
 from stages.verification.ifeval import CHECKERS
@@ -163,6 +164,20 @@ SPEC = StageSpec(
 )
 
 
+#: Settings that are read where somebody answers, as ``READ_WHEN``: of the stage.
+READ_OF_INPUTS: ReadWhen = (
+    (
+        (
+            *("num_generations", "num_plain", "max_pairs_per_prompt", "max_demonstrations", "view", "temperature"),
+            *("max_completion_length", "split", "validation_fraction", "max_prompts"),
+        ),
+        lambda stage: stage.has("model") or bool(stage.config.endpoint),
+        "nobody answers the prompts, all of which get constraints; give model=REF, or endpoint=URL and"
+        " endpoint_model=NAME",
+    ),
+)
+
+
 @dataclass
 class Asked:
     """A prompt with constraints, and its answers: (text, met each constraint, Written), those without the constraints
@@ -181,6 +196,7 @@ def run(stage):
     from stages.spec import ConfigError
 
     config = stage.config
+    refuse_unread_in(stage, READ_OF_INPUTS)
     answered = stage.has("model") or bool(config.endpoint)
     if stage.has("model") and config.endpoint:
         raise ConfigError(

@@ -445,6 +445,7 @@ def test_a_killed_run_ends_with_the_same_bytes(roomy, prompts, spec, forks):  # 
         ({"keywords": ["a", "b", "C", "d"]}, [], "small letters"),
         ({"endpoint": "http://x", "endpoint_model": "m"}, ["model"], "leave one of them out"),
         ({}, ["plain_model"], "give model=REF too"),
+        ({"max_prompts": 5}, [], "max_prompts=5 would change nothing: nobody answers.*give model=REF"),
         ({"split": "validation"}, ["model"], "Write split=train"),
         ({"kinds": ["detectable_format:constrained_response"]}, [], "8 none_fits|6 none_fits"),
         ({"request_format": "text"}, [], "leave it out"),
