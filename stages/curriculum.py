@@ -22,11 +22,11 @@ class Config(StageConfig):
         (("pairing",), lambda c: c.order == "rank_gap", "only rankings are made into pairs; write order=rank_gap"),
     )
 
-    order: Literal["given", "margin", "rank_gap"] = Field(
+    order: Literal["given", "margin", "confidence", "rank_gap"] = Field(
         "margin",
         description=(
-            "given: file order (sDPO); margin: largest score gap, margin or strength first; rank_gap: rankings, the"
-            " largest rank gap first (Curry-DPO)."
+            "given: file order (sDPO); margin: largest score gap, margin or strength first; confidence: largest"
+            " |2 label_prob - 1| first (Curriculum-RLAIF); rank_gap: rankings, the largest rank gap first (Curry-DPO)."
         ),
     )
     stages: int = Field(3, ge=1, description="Stages; for rank_gap the most there can be, later pairs join the last.")
@@ -99,29 +99,32 @@ def run(stage):
 
 
 def staged(stage, data, dropped: Counter) -> Iterator[dict]:
-    """Pairs in equal stages, the remainder to the first; pairs without score gap, margin or strength are dropped for
-    order=margin. One stage is in memory at a time."""
+    """Pairs in equal stages, the remainder to the first; pairs without score gap, margin or strength (order=margin), or
+    without a label's probability (order=confidence), are dropped. One stage is in memory at a time.
+    """
     from stages import selection
-    from stages.direct.preference_items import score_gap
 
     config, found, measures = stage.config, [], Counter()
-    for row in data.iter_rows(columns=["chosen_score", "rejected_score", "margin", "strength"], split="train"):
-        gap = score_gap(row)
-        found.append(row["strength"] if gap is None else gap)
-        scored = row["chosen_score"] is not None and row["rejected_score"] is not None
-        measures["scores" if scored else "a strength" if gap is None else "a margin"] += found[-1] is not None
-    if config.order == "margin" and len(+measures) > 1:
+    columns = ["chosen_score", "rejected_score", "margin", "strength", "label_prob"]
+    for row in data.iter_rows(columns=columns, split="train"):
+        name, value = ease(row, config.order)
+        found.append(value)
+        measures[name] += value is not None
+    if len(+measures) > 1:
         stage.warn(
             "measures_mixed",
             f"{', '.join(f'{n} pairs are ordered by {name}' for name, n in sorted((+measures).items()))}: numbers of"
             " different scales. Make a curriculum of each, or write order=given.",
         )
-    if config.order == "margin":
+    if config.order != "given":
         kept = [i for i, value in enumerate(found) if value is not None]
         if not kept:
             raise ValueError(
-                "order=margin needs scores, margins or strengths and no pair has any; write order=given, or ingest with"
-                " margin_mode=score_diff."
+                "order=margin needs scores, margins or strengths and no pair has any; write order=confidence where"
+                " labels are probabilities (of the stage judge), order=given, or ingest with margin_mode=score_diff."
+                if config.order == "margin"
+                else "order=confidence needs pairs with label_prob, as the stage judge makes them, and none has any;"
+                " write order=margin or order=given."
             )
         order, index = selection.order_by_difficulty([-found[i] for i in kept], config.stages)
     else:
@@ -134,6 +137,19 @@ def staged(stage, data, dropped: Counter) -> Iterator[dict]:
         rows = {i: row for i, row in enumerate(data.iter_rows(split="train")) if i in wanted}
         yield from ({**rows[kept[j]], "stage_index": part} for j in places)
     yield from ({**row, "stage_index": None} for row in data.iter_rows() if row["split"] != "train")
+
+
+def ease(row: dict, order: str) -> tuple[str, float | None]:
+    """(what a pair is ordered by, how much it has of that: much is easy; None without)."""
+    from stages.direct.preference_items import score_gap
+
+    if order != "margin":
+        p = row["label_prob"] if order == "confidence" else None
+        return "confidence", None if p is None else abs(2 * p - 1)
+    gap, scored = score_gap(row), row["chosen_score"] is not None and row["rejected_score"] is not None
+    if gap is None:
+        return "a strength", row["strength"]
+    return "scores" if scored else "a margin", gap
 
 
 def ranked(data, config, dropped: Counter) -> Iterator[dict]:

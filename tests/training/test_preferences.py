@@ -460,6 +460,14 @@ def test_sdpo_chunks_keep_the_order_and_curry_goes_from_easy_to_hard(tmp_path, b
         {"order": "margin", "stages": 2}, pairs_file(tmp_path / "b", 5, margin=[0.1, 2.0, None, 1.0, 0.5]), "curriculum"
     )
     assert [(r["margin"], r["stage_index"]) for r in rows] == [(2.0, 0), (1.0, 0), (0.5, 1), (0.1, 1)]
+    judged = pairs_file(tmp_path / "j", 5, label_prob=[0.6, 0.9, None, 0.5, 0.2])
+    result, rows = build({"order": "confidence", "stages": 2}, judged, "curriculum")
+    assert [(r["label_prob"], r["stage_index"]) for r in rows] == [(0.9, 0), (0.2, 0), (0.6, 1), (0.5, 1)]
+    assert result["summary"]["dropped"] == 1 and not result["warnings"]
+    with pytest.raises(ValueError, match="write order=confidence where labels are probabilities"):
+        build({"order": "margin"}, judged, "curriculum")
+    with pytest.raises(ValueError, match="needs pairs with label_prob"):
+        build({"order": "confidence"}, str(tmp_path / "b"), "curriculum")
     mixed = {"margin": [0.1, None, None], "strength": [None, 3, None], "chosen_score": [None, None, 9.0]}
     mixed["rejected_score"] = mixed["chosen_score"]
     result, _ = build({"order": "margin"}, pairs_file(tmp_path / "m", 3, **mixed), "curriculum")
