@@ -272,4 +272,5 @@ def _rewarded(kind: str, row: dict, scored, components) -> dict:
         **dict.fromkeys(
             ("token_rewards", "advantages", "returns", "values", "bootstrap_value", "shaped_reward", "step_rewards")
         ),
+        "step_values": None,  # VinePPO's, mean rewards of continuations
     }
