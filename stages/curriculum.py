@@ -86,6 +86,13 @@ def run(stage):
 
     writer = stage.writer("data", "pairs/1")
     writer.write(told(made))
+    if not any(n for stage_index, n in counts.items() if stage_index is not None):
+        there = ", ".join(f"{name} ({n})" for name, n in (data.manifest.get("splits") or {}).items()) or "none"
+        raise ValueError(
+            "No pair is in any stage: these are made of the training split, where "
+            + (f"all {dropped['rows']} rankings are ties" if dropped["rows"] else "no row is")
+            + f" (splits: {there}); give other data."
+        )
     writer.close({"rows": sum(counts.values()), "dropped": dropped["rows"]})
     last = max(k for k in counts if k is not None)
     summary = {
@@ -118,7 +125,7 @@ def staged(stage, data, dropped: Counter) -> Iterator[dict]:
         )
     if config.order != "given":
         kept = [i for i, value in enumerate(found) if value is not None]
-        if not kept:
+        if found and not kept:
             raise ValueError(
                 "order=margin needs scores, margins or strengths and no pair has any; write order=confidence where"
                 " labels are probabilities (of the stage judge), order=given, or ingest with margin_mode=score_diff."

@@ -549,6 +549,20 @@ def test_a_rank_gap_is_one_stage_however_many_answers_a_ranking_has(tmp_path, bu
     )
 
 
+@pytest.mark.parametrize("order", ("given", "margin", "confidence", "rank_gap"))
+def test_a_curriculum_of_nothing_is_refused(tmp_path, build, order):
+    if order == "rank_gap":
+        row = {"prompt": user("r"), "completions": [assistant("a"), assistant("b")], "ranks": [1, 1]}
+        tied = complete_row("rankings/1", row, dataset="d", source="s", origin="human")
+        write_dataset(str(tmp_path / "d"), "d", "rankings/1", [tied])
+        told = "all 1 rankings are ties"
+    else:
+        pairs_file(tmp_path / "d", 2, held_out=2, margin=[1.0, 2.0], label_prob=[0.9, 0.8])
+        told = r"no row is \(splits: validation \(2\)\)"
+    with pytest.raises(ValueError, match=f"No pair is in any stage.*{told}"):
+        build({"order": order}, str(tmp_path / "d"), "curriculum")
+
+
 def test_the_pairs_of_a_ranking_weigh_as_it_does(tmp_path, build):
     from stages.curriculum import Config as Curriculum
 
