@@ -634,7 +634,7 @@ def first_answers(stage) -> list[Chain]:
         chain.begin(last["content"] or "", row["gen"])
         if last["role"] != "assistant" or not chain.texts[0] or last.get("function_calls"):
             chain.end("original_empty")
-        elif row["kept"] is False:
+        elif row["kept"] is False and not (candidate and row["drop_reason"] == "unscorable"):  # no reward is needed
             chain.end("original_cut" if candidate and row["drop_reason"] == "truncated" else "original_not_kept")
         chains.append(chain)
     if not chains:

@@ -478,8 +478,8 @@ def test_candidates_another_reviser_and_requests_that_do_not_fit(roomy, tiny, sp
                 "completion_idx": i,
                 "completion": assistant(f"answer {i}"),
                 "scores": [],
-                "kept": i != 3,
-                "drop_reason": "truncated" if i == 3 else None,
+                "kept": i not in (3, 4),
+                "drop_reason": {3: "truncated", 4: "unscorable"}.get(i),
                 "gen": {"model_id": "someone"},
             },
             dataset="c",
@@ -493,6 +493,7 @@ def test_candidates_another_reviser_and_requests_that_do_not_fit(roomy, tiny, sp
     del config["max_critique_length"]
     result = go(spec, config, {"reviser": path, "data": str(tmp_path / "candidates"), "principles": constitution})
     assert result["summary"]["answers"] == 6 and result["summary"]["dropped/original_cut"] == 1
+    assert "dropped/original_not_kept" not in result["summary"]
     pairs = rows_of(result, "pairs")
     assert pairs and all(
         r["rejected_gen"]["model_id"] == "someone" and r["chosen_gen"]["model_id"] == "reviser" for r in pairs
