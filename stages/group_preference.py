@@ -196,8 +196,7 @@ def run(stage):
 
     config = stage.config
     embedder = Embedder(stage.path("model"), stage.device, config.max_length, config.max_tokens_per_micro_batch)
-    points = [point for point in points_of(stage.dataset("data"), split="train") if point.weight > 0]
-    train, held_out, dropped = grouped(stage, points, embedder)
+    train, held_out, dropped = grouped(stage, points_of(stage.dataset("data"), split="train"), embedder)
     stage.log(f"{len(train)} groups to learn from, {len(held_out)} held out{left_out(dropped)}")
     size = train[0].questions[0][0].shape[1]
     with torch.random.fork_rng(devices=[]):

@@ -196,7 +196,7 @@ class Point:
 
 def points_of(dataset, group: str | None = None, split: str | None = None) -> list[Point]:
     """Points of a dataset, or of a split of it, in row order, of one group or all: ratings give their score, pairs 1 and
-    0 (or ``label_prob`` and the rest).
+    0 (or ``label_prob`` and the rest). Rows of weight 0 give none.
 
     A row's group is its column ``group`` (kept in ``extra_json``), else its annotator.
 
@@ -205,6 +205,8 @@ def points_of(dataset, group: str | None = None, split: str | None = None) -> li
     """
     points = []
     for row in dataset.iter_rows(split=split) if split else dataset.iter_rows():
+        if not row["weight"]:
+            continue
         if dataset.kind == "group_preferences/1":
             found = [
                 Point(

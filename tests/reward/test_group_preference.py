@@ -372,11 +372,15 @@ def test_the_published_module_rewards_one_group(spec, tiny, rated):  # noqa: F81
     assert chosen["long1"][1] > chosen["long1"][0] and chosen["short0"][0] > chosen["short0"][1]
 
 
-def test_pairs_become_points_and_what_is_missing_is_said(spec, tiny, rated):  # noqa: F811
+def test_pairs_become_points_and_what_is_missing_is_said(spec, tiny, rated, tmp_path):  # noqa: F811
     points = points_of(open_dataset(rated["pairs"]), "long1")
     assert [p.y for p in points] == [1.0, 0.0] * 6 and all(
         len(a.completion[0]["content"]) > len(b.completion[0]["content"]) for a, b in zip(points[::2], points[1::2])
     )
+    none = [{**row, "weight": float(i > 0)} for i, row in enumerate(open_dataset(rated["pairs"]).iter_rows())]
+    write_dataset(str(tmp_path / "none"), "none", "pairs/1", none)
+    first = json.loads(none[0]["extra_json"])["group"]
+    assert len(points_of(open_dataset(str(tmp_path / "none")), first)) == 2 * 5
     path = trained(spec, tiny, rated, "pairs")["outputs"]["model"]["path"]
     given = {"model": tiny["policy"], "prompts": tiny["prompts"], "group_preference": path}
     for rewards, more, text in (
