@@ -262,6 +262,8 @@ def test_combinations_refuse_what_cannot_be(tiny, train):
     ):
         with pytest.raises(ConfigError, match=text):
             train("reward_combine", {"combine": combine}, inputs, f"unread-{combine}")
+    with pytest.raises(ConfigError, match="probe_pairs=3 would change nothing: no pairs judge.*give pairs=REF"):
+        train("reward_combine", {"probe_pairs": 3}, {"members.a": tiny["reward"]}, "unread-probes")
 
 
 def test_settings_of_another_combination_are_refused():
