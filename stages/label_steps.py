@@ -224,7 +224,7 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     from storage.schema import complete_row, provenance
 
     config = stage.config
-    texts = [row["completion"][-1]["content"] or "" for row, _ in work]
+    texts = [row["completion"][-1].get("content") or "" for row, _ in work]
     whole = [split_steps(text, config.separator) for text in texts]
     steps = [parts[: config.max_steps_per_solution] for parts in whole]
     prefixes, lengths, owners, finished = [], [], [], {}

@@ -631,7 +631,7 @@ def first_answers(stage) -> list[Chain]:
             {**row, "prompt_id": row["prompt_id"] if candidate else prompt_id(prompt)},
             prompt,
         )
-        chain.begin(last["content"] or "", row["gen"])
+        chain.begin(last.get("content") or "", row["gen"])
         if last["role"] != "assistant" or not chain.texts[0] or last.get("function_calls"):
             chain.end("original_empty")
         elif row["kept"] is False and not (candidate and row["drop_reason"] == "unscorable"):  # no reward is needed
@@ -944,5 +944,8 @@ def other_pairs(stage, label: str) -> list[tuple[float, float]]:
     from stages.measures.text import contrastiveness
 
     rows = islice(stage.dataset(f"compare.{label}" if label else "compare").iter_rows(), CONTRAST_ROWS)
-    made = [contrastiveness(row["chosen"][-1]["content"] or "", row["rejected"][-1]["content"] or "") for row in rows]
+    made = [
+        contrastiveness(row["chosen"][-1].get("content") or "", row["rejected"][-1].get("content") or "")
+        for row in rows
+    ]
     return [(one["jaccard"], one["levenshtein_normalised"]) for one in made]

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from stages import rejection
@@ -547,6 +548,36 @@ def test_a_rank_gap_is_one_stage_however_many_answers_a_ranking_has(tmp_path, bu
     assert all(
         json.loads(r["extra_json"]) == {"from": "rankings/1", "row_ids": [ids[r["prompt"][0]["content"]]]} for r in rows
     )
+
+
+def test_an_answer_that_only_calls_a_tool_is_one_without_text(tmp_path, build):
+    calls = [{"role": "assistant", "content": None, "function_calls": "look(x='a')"}]
+    rows = [
+        complete_row(
+            "candidates/1",
+            {
+                "prompt": user("p"),
+                "prompt_idx": 0,
+                "completion_idx": i,
+                "completion": completion,
+                "scores": [],
+                "reward": 1.0 - i,
+                "kept": True,
+            },
+            dataset="made",
+            source="s",
+            origin="ai",
+        )
+        for i, completion in enumerate((calls, assistant("four")))
+    ]
+    write_dataset(str(tmp_path / "calls"), "calls", "candidates/1", rows)
+    result, (pair,) = build({"select": "best_vs_worst"}, str(tmp_path / "calls"))
+    assert pair["chosen"][0]["function_calls"] and pair["rejected"] == assistant("four")
+    assert result["summary"]["length_difference/mean"] == -4
+    called = [{"completion": [{"role": "assistant", "function_calls": f"look(x={x!r})"}]} for x in "aba"]
+    matrix = np.array([[1.0, 0.5, 0.2]])
+    assert rejection.drop_duplicates(matrix, {(0, j): row for j, row in enumerate(called)}) == 1
+    assert np.isnan(matrix).tolist() == [[False, False, True]]
 
 
 @pytest.mark.parametrize("order", ("given", "margin", "confidence", "rank_gap"))

@@ -476,7 +476,11 @@ def test_candidates_another_reviser_and_requests_that_do_not_fit(roomy, tiny, sp
                 "prompt": user(f"q{i % 2}"),
                 "prompt_idx": i % 2,
                 "completion_idx": i,
-                "completion": assistant(f"answer {i}"),
+                "completion": (
+                    assistant(f"answer {i}")
+                    if i < 6
+                    else [{"role": "assistant", "content": None, "function_calls": "look(x='a')"}]
+                ),
                 "scores": [],
                 "kept": i not in (3, 4),
                 "drop_reason": {3: "truncated", 4: "unscorable"}.get(i),
@@ -486,13 +490,14 @@ def test_candidates_another_reviser_and_requests_that_do_not_fit(roomy, tiny, sp
             source="s",
             origin="ai",
         )
-        for i in range(6)
+        for i in range(7)
     ]
     write_dataset(str(tmp_path / "candidates"), "candidates", "candidates/1", rows)
     config = {**NONSENSE, "direct_revision": True, "logit_bias": {end: 6}, "n_rounds": 1}
     del config["max_critique_length"]
     result = go(spec, config, {"reviser": path, "data": str(tmp_path / "candidates"), "principles": constitution})
-    assert result["summary"]["answers"] == 6 and result["summary"]["dropped/original_cut"] == 1
+    assert result["summary"]["answers"] == 7 and result["summary"]["dropped/original_cut"] == 1
+    assert result["summary"]["dropped/original_empty"] == 1, "a call of a tool has no text"
     assert "dropped/original_not_kept" not in result["summary"]
     pairs = rows_of(result, "pairs")
     assert pairs and all(
