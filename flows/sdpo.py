@@ -2,9 +2,9 @@
 
     posttrain run sdpo --set model=path/or/ref --set data.pairs=pairs.jsonl --set curriculum.order=given
 
-Stepwise DPO takes the pairs in the order given, or from easy to hard by their score gap (curriculum.order=margin).
-Curry-DPO is the same on rankings, from the largest rank gap to the smallest: curriculum.order=rank_gap with
-ingest_pairs.kind=rankings/1.
+Stepwise DPO takes the pairs in the order given, or from easy to hard by their score gap (curriculum.order=margin) or by
+how sure a judge was of them (curriculum.order=confidence). Curry-DPO is the same on rankings, from the largest rank gap
+to the smallest: curriculum.order=rank_gap with ingest_pairs.kind=rankings/1.
 """
 
 from __future__ import annotations

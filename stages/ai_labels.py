@@ -157,8 +157,7 @@ def read(stage) -> tuple[list[Item], Counter]:
         key = item.row["prompt_id"], trait, text_of(item.a), text_of(item.b)
         if key in items:  # another annotator of the same comparison: one question, all votes
             left_out["the same two answers again"] += 1
-            for name in ("votes", "row_ids"):
-                items[key].row[name].extend(item.row[name])
+            _merge(items[key].row, item.row)
             continue
         items[key] = item
     found = list(items.values())[: config.limit]
@@ -175,6 +174,18 @@ def read(stage) -> tuple[list[Item], Counter]:
             )
         )
     return found, left_out
+
+
+def _merge(row: dict, other: dict) -> None:
+    """Add another label of the same two answers; of where they are from and who gave it, what both have stays."""
+    for name in ("votes", "row_ids"):
+        row[name].extend(other[name])
+    for name in ("batch_id", "license", "collected_at"):
+        if row[name] != other[name]:
+            row[name] = None
+    who, another = (one["ann"] or {} for one in (row, other))
+    if who.get("annotator_id") != another.get("annotator_id"):
+        row["ann"] = {**who, "annotator_id": None}
 
 
 def item_of(row: dict) -> Item:

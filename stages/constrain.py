@@ -21,6 +21,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.decoding.writers import WriterConfig
+from stages.settings import ReadWhen, refuse_unread_in
 from stages.spec import InputSpec, OutputSpec, StageSpec, did_you_mean
 from stages.verification.constraint_pool import FORBIDDEN_POOL, KEYWORD_POOL, LANGUAGE_NAMES
 from stages.verification.ifeval import CHECKERS
@@ -43,7 +44,9 @@ class Config(WriterConfig):
         ),
     )
     per_prompt: int = Field(
-        1, ge=1, description="Draws of constraints for each prompt, each of them a prompt of its own."
+        1,
+        ge=1,
+        description="Draws of constraints for each prompt, each of them a prompt of its own; what was drawn before is left out.",
     )
     keywords: list[str] = Field(list(KEYWORD_POOL), min_length=4, description="Words that answers are asked to have.")
     forbidden_words: list[str] = Field(
@@ -161,6 +164,20 @@ SPEC = StageSpec(
 )
 
 
+#: Settings that are read where somebody answers, as ``READ_WHEN``: of the stage.
+READ_OF_INPUTS: ReadWhen = (
+    (
+        (
+            *("num_generations", "num_plain", "max_pairs_per_prompt", "max_demonstrations", "view", "temperature"),
+            *("max_completion_length", "split", "validation_fraction", "max_prompts"),
+        ),
+        lambda stage: stage.has("model") or bool(stage.config.endpoint),
+        "nobody answers the prompts, all of which get constraints; give model=REF, or endpoint=URL and"
+        " endpoint_model=NAME",
+    ),
+)
+
+
 @dataclass
 class Asked:
     """A prompt with constraints, and its answers: (text, met each constraint, Written), those without the constraints
@@ -179,6 +196,7 @@ def run(stage):
     from stages.spec import ConfigError
 
     config = stage.config
+    refuse_unread_in(stage, READ_OF_INPUTS)
     answered = stage.has("model") or bool(config.endpoint)
     if stage.has("model") and config.endpoint:
         raise ConfigError(
@@ -249,6 +267,7 @@ def constrained(stage) -> tuple[list[Asked], Counter]:
             left_out[reason] += 1
             continue
         *before, last = row["prompt"]
+        asks = set()
         for k in range(config.per_prompt):
             rng = stage.rng("constraints", row["row_id"], k)
             count = 1 + min(int(np.searchsorted(shares, rng.random(), side="right")), len(shares) - 1)
@@ -256,6 +275,11 @@ def constrained(stage) -> tuple[list[Asked], Counter]:
             if not drawn:
                 left_out["none_fits"] += 1
                 continue
+            text = with_constraints(last["content"], drawn)
+            if text in asks:  # few kinds have few draws
+                left_out["drawn_before"] += 1
+                continue
+            asks.add(text)
             note = json.loads(row["extra_json"] or "{}") | {"of": row["row_id"], "draw": k, "wanted": count}
             found.append(
                 Asked(
@@ -263,7 +287,7 @@ def constrained(stage) -> tuple[list[Asked], Counter]:
                         "prompts/1",
                         {
                             **row,
-                            "prompt": [*before, {**last, "content": with_constraints(last["content"], drawn)}],
+                            "prompt": [*before, {**last, "content": text}],
                             "prompt_id": None,
                             "group_id": row["group_id"],
                             "constraints": [

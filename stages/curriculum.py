@@ -22,11 +22,11 @@ class Config(StageConfig):
         (("pairing",), lambda c: c.order == "rank_gap", "only rankings are made into pairs; write order=rank_gap"),
     )
 
-    order: Literal["given", "margin", "rank_gap"] = Field(
+    order: Literal["given", "margin", "confidence", "rank_gap"] = Field(
         "margin",
         description=(
-            "given: file order (sDPO); margin: largest score gap, margin or strength first; rank_gap: rankings, the"
-            " largest rank gap first (Curry-DPO)."
+            "given: file order (sDPO); margin: largest score gap, margin or strength first; confidence: largest"
+            " |2 label_prob - 1| first (Curriculum-RLAIF); rank_gap: rankings, the largest rank gap first (Curry-DPO)."
         ),
     )
     stages: int = Field(3, ge=1, description="Stages; for rank_gap the most there can be, later pairs join the last.")
@@ -75,7 +75,7 @@ def run(stage):
         )
         raise ValueError(f"order={config.order} does not fit rows of {data.kind}: give {wanted}.")
     counts, dropped = Counter({0: 0}), Counter()
-    made = ranked(data, config, dropped) if config.order == "rank_gap" else staged(data, config, dropped)
+    made = ranked(data, config, dropped) if config.order == "rank_gap" else staged(stage, data, dropped)
 
     def told(rows):
         for row in rows:
@@ -86,6 +86,13 @@ def run(stage):
 
     writer = stage.writer("data", "pairs/1")
     writer.write(told(made))
+    if not any(n for stage_index, n in counts.items() if stage_index is not None):
+        there = ", ".join(f"{name} ({n})" for name, n in (data.manifest.get("splits") or {}).items()) or "none"
+        raise ValueError(
+            "No pair is in any stage: these are made of the training split, where "
+            + (f"all {dropped['rows']} rankings are ties" if dropped["rows"] else "no row is")
+            + f" (splits: {there}); give other data."
+        )
     writer.close({"rows": sum(counts.values()), "dropped": dropped["rows"]})
     last = max(k for k in counts if k is not None)
     summary = {
@@ -98,26 +105,33 @@ def run(stage):
     stage.report("summary", markdown=document("Curriculum", facts(summary)))
 
 
-def staged(data, config, dropped: Counter) -> Iterator[dict]:
-    """Pairs in equal stages, the remainder to the first; pairs without score gap, margin or strength are dropped for
-    order=margin. One stage is in memory at a time."""
+def staged(stage, data, dropped: Counter) -> Iterator[dict]:
+    """Pairs in equal stages, the remainder to the first; pairs without score gap, margin or strength (order=margin), or
+    without a label's probability (order=confidence), are dropped. One stage is in memory at a time.
+    """
     from stages import selection
-    from stages.direct.preference_items import score_gap
 
-    def ease(row):
-        gap = score_gap(row)
-        return row["strength"] if gap is None else gap
-
-    found = [
-        ease(row)
-        for row in data.iter_rows(columns=["chosen_score", "rejected_score", "margin", "strength"], split="train")
-    ]
-    if config.order == "margin":
+    config, found, measures = stage.config, [], Counter()
+    columns = ["chosen_score", "rejected_score", "margin", "strength", "label_prob"]
+    for row in data.iter_rows(columns=columns, split="train"):
+        name, value = ease(row, config.order)
+        found.append(value)
+        measures[name] += value is not None
+    if len(+measures) > 1:
+        stage.warn(
+            "measures_mixed",
+            f"{', '.join(f'{n} pairs are ordered by {name}' for name, n in sorted((+measures).items()))}: numbers of"
+            " different scales. Make a curriculum of each, or write order=given.",
+        )
+    if config.order != "given":
         kept = [i for i, value in enumerate(found) if value is not None]
-        if not kept:
+        if found and not kept:
             raise ValueError(
-                "order=margin needs scores, margins or strengths and no pair has any; write order=given, or ingest with"
-                " margin_mode=score_diff."
+                "order=margin needs scores, margins or strengths and no pair has any; write order=confidence where"
+                " labels are probabilities (of the stage judge), order=given, or ingest with margin_mode=score_diff."
+                if config.order == "margin"
+                else "order=confidence needs pairs with label_prob, as the stage judge makes them, and none has any;"
+                " write order=margin or order=given."
             )
         order, index = selection.order_by_difficulty([-found[i] for i in kept], config.stages)
     else:
@@ -132,12 +146,26 @@ def staged(data, config, dropped: Counter) -> Iterator[dict]:
     yield from ({**row, "stage_index": None} for row in data.iter_rows() if row["split"] != "train")
 
 
+def ease(row: dict, order: str) -> tuple[str, float | None]:
+    """(what a pair is ordered by, how much it has of that: much is easy; None without)."""
+    from stages.direct.preference_items import score_gap
+
+    if order != "margin":
+        p = row["label_prob"] if order == "confidence" else None
+        return "confidence", None if p is None else abs(2 * p - 1)
+    gap, scored = score_gap(row), row["chosen_score"] is not None and row["rejected_score"] is not None
+    if gap is None:
+        return "a strength", row["strength"]
+    return "scores" if scored else "a margin", gap
+
+
 def ranked(data, config, dropped: Counter) -> Iterator[dict]:
     """Pairs of rankings, the largest rank gap in stage 0, whatever else a ranking holds (``data.curriculum``); tied
     responses give no pair. Each weighs as much as its ranking: stages are trained one by one.
     """
     from stages import selection
     from stages.ingestion import pairing
+    from storage.files import canonical_json
 
     def pairs_of(ranks) -> list[tuple[int, int, int]]:
         if config.pairing == "best_vs_k":
@@ -151,6 +179,7 @@ def ranked(data, config, dropped: Counter) -> Iterator[dict]:
         found = pairs_of(row["ranks"])
         dropped["rows"] += not found
         common = {name: row[name] for name in CARRIED}
+        common["extra_json"] = canonical_json({"from": "rankings/1", "row_ids": [row["row_id"]]})
         scores, gens = row.get("scores"), row.get("gens")
         for i, j, gap in found:
             yield {

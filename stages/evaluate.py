@@ -1165,7 +1165,7 @@ class Plan:
                     source,
                     side,
                     index,
-                    source[side][-1]["content"] or "",
+                    source[side][-1].get("content") or "",
                     lengths[index],
                     extra,
                     correct=score["margin"] > 0 if side == "chosen" else None,
@@ -1182,7 +1182,7 @@ class Plan:
         for source in items:
             if source["row_id"] not in probed:
                 continue
-            answers = {side: source[side][-1]["content"] or "" for side in ("chosen", "rejected")}
+            answers = {side: source[side][-1].get("content") or "" for side in ("chosen", "rejected")}
             paraphrases = paraphrases_of(source)
             made = {
                 f"probe:{name}": text

@@ -118,7 +118,9 @@ def prompt_ids(renderer, messages, template: str = "chat") -> list[int]:
             f"prompt_template={template} shows the last message alone, and the prompt has tools; write"
             " prompt_template=chat."
         )
-    return renderer.text_ids(PROMPT_TEMPLATES[template].replace("{question}", messages[-1]["content"] or ""), end=False)
+    return renderer.text_ids(
+        PROMPT_TEMPLATES[template].replace("{question}", messages[-1].get("content") or ""), end=False
+    )
 
 
 def prompt_rows(
@@ -556,7 +558,7 @@ def stored_completion(renderer, row: dict) -> tuple[list[int], str, str | None]:
     from stages.decoding.sampler import text_of
     from stages.pairs import trim
 
-    extra, text = json.loads(row["extra_json"] or "{}"), row["completion"][-1]["content"] or ""
+    extra, text = json.loads(row["extra_json"] or "{}"), row["completion"][-1].get("content") or ""
     lost = row["drop_reason"] if row["kept"] is False and row["drop_reason"] in UNANSWERED else None
     finish = extra.get("finish_reason") or (
         "error" if lost else "length" if row["kept"] is False and row["drop_reason"] == "truncated" else "eos"

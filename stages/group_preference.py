@@ -108,7 +108,7 @@ SPEC = StageSpec(
         "data": InputSpec(
             "dataset",
             kinds=("ratings/1", "pairs/1", "group_preferences/1"),
-            doc="Ratings or pairs of groups, two questions each or more.",
+            doc="Ratings or pairs of groups, two questions each or more, in the split train; those of others are not read.",
         ),
     },
     outputs={"model": OutputSpec("model", role="reward")},
@@ -130,7 +130,11 @@ class Group:
             questions.setdefault(point.question, []).append(point)
         self.name = points[0].group
         self.questions = [
-            (np.stack([p.embedding for p in rated]), np.array([p.y for p in rated], np.float32))
+            (
+                np.stack([p.embedding for p in rated]),
+                np.array([p.y for p in rated], np.float32),
+                np.array([p.weight for p in rated]),
+            )
             for rated in questions.values()
         ]
 
@@ -149,6 +153,7 @@ class Group:
             [[1] * len(y)],
             x=np.concatenate([q[0] for q in chosen]),
             y=y,
+            weights=np.concatenate([q[2] for q in chosen]),
             m=sum(len(q[1]) for q in chosen[:context]),
             borders=np.cumsum([0, *(len(q[1]) for q in chosen[context:])]),
         )
@@ -191,7 +196,7 @@ def run(stage):
 
     config = stage.config
     embedder = Embedder(stage.path("model"), stage.device, config.max_length, config.max_tokens_per_micro_batch)
-    train, held_out, dropped = grouped(stage, points_of(stage.dataset("data")), embedder)
+    train, held_out, dropped = grouped(stage, points_of(stage.dataset("data"), split="train"), embedder)
     stage.log(f"{len(train)} groups to learn from, {len(held_out)} held out{left_out(dropped)}")
     size = train[0].questions[0][0].shape[1]
     with torch.random.fork_rng(devices=[]):
@@ -200,7 +205,7 @@ def run(stage):
             size, config.hidden_size, config.num_layers, config.num_heads, config.likelihood == "learned_variance"
         ).to(stage.device)
     every = [q for group in train for q in group.questions]
-    module.standardise(*(torch.cat([torch.as_tensor(q[k]) for q in every]).to(stage.device) for k in (0, 1)))
+    module.standardise(*(torch.cat([torch.as_tensor(q[k]) for q in every]).to(stage.device) for k in (0, 1, 2)))
     trainer = Trainer(module, ContextLikelihood(), config.optimizer(), config.max_steps, stage.device)
     checks = [episode for _, _, episode in judged_episodes(stage, held_out)]
     fit(

@@ -16,7 +16,14 @@ from pydantic import Field
 
 from stages.generation import NO_ANSWER
 from stages.reward.components import FixedComponent, RewardComponent
-from stages.settings import PROMPT_TEMPLATE, ChatConfig, PromptTemplate, SamplingConfig
+from stages.settings import (
+    PROMPT_TEMPLATE,
+    ChatConfig,
+    PromptTemplate,
+    ReadWhen,
+    SamplingConfig,
+    refuse_unread_inputs,
+)
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
@@ -130,6 +137,16 @@ def solutions(stage) -> list[tuple[dict, dict]]:
     return [(row, prompts[row["prompt_id"]]) for row in rows[: config.max_solutions]]
 
 
+#: Inputs that are read under a condition only (``stages.settings.refuse_unread_inputs``).
+INPUTS_READ_WHEN: ReadWhen = (
+    (
+        ("reward_model",),
+        lambda config, by_rewards: config.active != "none" or "reward_model" in by_rewards,
+        "all solutions are labelled, and none is chosen by its score; write active=uncertain or active=convincing_wrong",
+    ),
+)
+
+
 def run(stage):
     import json
 
@@ -137,10 +154,11 @@ def run(stage):
     from stages.decoding.engines import make_engine
     from stages.generation import sampling_params
     from stages.reporting.reports import document, facts
-    from stages.reward.rewards import build_rewards
+    from stages.reward.rewards import build_rewards, inputs_read
     from storage.datasets import open_dataset
 
     config = stage.config
+    refuse_unread_inputs(SPEC.name, stage.inputs, INPUTS_READ_WHEN, config, inputs_read(config.rewards, stage.inputs))
     renderer = stage_renderer(stage)
     work = solutions(stage)
     writer = stage.writer("steps", "stepwise/1")
@@ -206,7 +224,7 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
     from storage.schema import complete_row, provenance
 
     config = stage.config
-    texts = [row["completion"][-1]["content"] or "" for row, _ in work]
+    texts = [row["completion"][-1].get("content") or "" for row, _ in work]
     whole = [split_steps(text, config.separator) for text in texts]
     steps = [parts[: config.max_steps_per_solution] for parts in whole]
     prefixes, lengths, owners, finished = [], [], [], {}

@@ -360,7 +360,7 @@ def in_format(row: dict, config, counted: Counter) -> dict:
         return row
     messages, changed = list(row["messages"]), set()
     for i in trained_turns(row):
-        found = ending_of(text := messages[i]["content"] or "")
+        found = ending_of(text := messages[i].get("content") or "")
         new = rewritten(text, config.answer_format) if found else None
         counted[
             (

@@ -280,7 +280,7 @@ def publish(stage, summary: dict, gaps: list[float], taken: list[float], lengths
 
 
 def characters(messages: list[dict]) -> int:
-    return sum(len(message["content"] or "") for message in messages)
+    return sum(len(message.get("content") or "") for message in messages)
 
 
 def made_of(*rows: dict) -> str:

@@ -570,7 +570,7 @@ def rescore(stage) -> None:
                 ids,
                 None,
                 finish,
-                row["completion"][-1]["content"] or "",
+                row["completion"][-1].get("content") or "",
                 error=error,
                 opened=opened(before),
             )
@@ -1017,12 +1017,14 @@ def candidate(sample, prompt_idx: int, gen: dict, note: dict) -> dict:
 
 
 def drop_duplicates(matrix, where) -> int:
-    """Later copies of a valid text within one prompt lose their score, so that no selector takes them; returns how
+    """Later copies of a valid answer within one prompt lose their score, so that no selector takes them; returns how
     many.
     """
+    import json
+
     seen, before = set(), int((matrix == matrix).sum())
     for (i, j), row in sorted(where.items()):
-        key = i, row["completion"][0]["content"]
+        key = i, json.dumps(row["completion"], sort_keys=True)
         if key in seen:
             matrix[i, j] = float("nan")
         elif matrix[i, j] == matrix[i, j]:
@@ -1141,7 +1143,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
 
     valid = ~np.isnan(matrix)
     flat = matrix.ravel()
-    lengths = np.array([len(r["completion"][0]["content"]) for r in rows], float)
+    lengths = np.array([len(r["completion"][0].get("content") or "") for r in rows], float)
     picked = set(chosen)
     width = matrix.shape[1]
     is_picked = np.array([r["prompt_idx"] * width + r["completion_idx"] in picked for r in rows])
@@ -1164,7 +1166,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     }
     texts: dict[int, list[list[str]]] = {}
     for row in rows:
-        texts.setdefault(row["prompt_idx"], []).append(words_of(row["completion"][0]["content"]))
+        texts.setdefault(row["prompt_idx"], []).append(words_of(row["completion"][0].get("content") or ""))
     distinct = [value for group in texts.values() if (value := distinct_n(group, 2)) is not None]
     # different word pairs per prompt: falls over rounds that narrow the policy (rs.sft)
     summary["distinct_2"] = float(np.mean(distinct)) if distinct else None
@@ -1229,7 +1231,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     table = [
         {
             "prompt": r["prompt"][-1]["content"],
-            "completion": r["completion"][0]["content"],
+            "completion": r["completion"][0].get("content"),
             "reward": r["reward"],
             "correct": r["correct"],
         }

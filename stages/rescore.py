@@ -198,7 +198,7 @@ def _asked(stage, kind: str, rows, renderer) -> list[dict]:
             lost = lost_to(row, json.loads(row["extra_json"] or "{}"))
             text = text_of(renderer.tokenizer, [t for t in ids if t not in renderer.stop_ids])
         else:
-            (ids, finish, lost), text = stored_completion(renderer, row), row["completion"][-1]["content"] or ""
+            (ids, finish, lost), text = stored_completion(renderer, row), row["completion"][-1].get("content") or ""
         out.append(
             {
                 "row_id": row["row_id"],
@@ -272,4 +272,5 @@ def _rewarded(kind: str, row: dict, scored, components) -> dict:
         **dict.fromkeys(
             ("token_rewards", "advantages", "returns", "values", "bootstrap_value", "shaped_reward", "step_rewards")
         ),
+        "step_values": None,  # VinePPO's, mean rewards of continuations
     }

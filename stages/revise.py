@@ -23,12 +23,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from stages.decoding.writers import STOP, WriterConfig, Written, check_template
-from stages.settings import PARTED_TRAINING, PROMPT_TEMPLATE, PromptTemplate, refuse_unread
+from stages.settings import PARTED_TRAINING, PROMPT_TEMPLATE, PromptTemplate, ReadWhen, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 SHOWN = "[Question]\n{question}\n[End of question]\n\n[Answer]\n{answer}\n[End of answer]"
@@ -139,6 +139,14 @@ SAMPLES = 8
 
 
 class Config(WriterConfig):
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (
+            ("critique_template", "max_critique_length"),
+            lambda c: not c.direct_revision,
+            "direct_revision=true asks for no critique; write direct_revision=false",
+        ),
+    )
+
     n_rounds: int = Field(
         4,
         ge=1,
@@ -219,7 +227,7 @@ class Config(WriterConfig):
 
     @model_validator(mode="after")
     def _readable(self):
-        refuse_unread(self, PARTED_TRAINING)
+        refuse_unread(self, (*PARTED_TRAINING, *self.READ_WHEN))
         check_template(
             "critique_template", self.critique_template, ("question", "answer", "request"), ("answer", "request")
         )
@@ -623,10 +631,10 @@ def first_answers(stage) -> list[Chain]:
             {**row, "prompt_id": row["prompt_id"] if candidate else prompt_id(prompt)},
             prompt,
         )
-        chain.begin(last["content"] or "", row["gen"])
+        chain.begin(last.get("content") or "", row["gen"])
         if last["role"] != "assistant" or not chain.texts[0] or last.get("function_calls"):
             chain.end("original_empty")
-        elif row["kept"] is False:
+        elif row["kept"] is False and not (candidate and row["drop_reason"] == "unscorable"):  # no reward is needed
             chain.end("original_cut" if candidate and row["drop_reason"] == "truncated" else "original_not_kept")
         chains.append(chain)
     if not chains:
@@ -936,5 +944,8 @@ def other_pairs(stage, label: str) -> list[tuple[float, float]]:
     from stages.measures.text import contrastiveness
 
     rows = islice(stage.dataset(f"compare.{label}" if label else "compare").iter_rows(), CONTRAST_ROWS)
-    made = [contrastiveness(row["chosen"][-1]["content"] or "", row["rejected"][-1]["content"] or "") for row in rows]
+    made = [
+        contrastiveness(row["chosen"][-1].get("content") or "", row["rejected"][-1].get("content") or "")
+        for row in rows
+    ]
     return [(one["jaccard"], one["levenshtein_normalised"]) for one in made]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from stages.settings import ReadWhen, refuse_own_variables, refuse_unread
+from stages.settings import ReadWhen, refuse_own_variables, refuse_unread, refuse_unread_in
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
@@ -100,6 +100,16 @@ SPEC = StageSpec(
 )
 
 
+#: Settings that are read where pairs judge the result, as ``READ_WHEN``: of the stage.
+READ_OF_INPUTS: ReadWhen = (
+    (
+        ("split", "limit", "probe_pairs", "max_tokens_per_micro_batch"),
+        lambda stage: stage.has("pairs"),
+        "no pairs judge the result; give pairs=REF",
+    ),
+)
+
+
 def members_of(stage) -> dict[str, str]:
     """{folder name: path} of what the configured combination needs.
 
@@ -130,6 +140,12 @@ def members_of(stage) -> dict[str, str]:
             f" {', '.join(f'members.{m}=REF' for m in missing) or 'members.LABEL=REF, one per reward model'}; given:"
             f" {', '.join(given) or 'none'}"
         )
+    if config.combine == "safety_gate" and (unread := sorted(set(given) - set(needed))):
+        raise ConfigError(
+            f"reward_combine: combine=safety_gate reads {config.helpful} and {config.safety} alone; leave"
+            f" {', '.join(f'members.{label}' for label in unread)} out, or write helpful={unread[0]} or"
+            f" safety={unread[0]}"
+        )
     if config.combine == "weighted" and set(given) != set(needed):
         raise ConfigError(
             f"reward_combine: weights name {', '.join(needed)}, the members are {', '.join(given)}; give every member a"
@@ -148,6 +164,7 @@ def run(stage):
     from stages.reward_models.reward_heads import RewardCard, write_card
     from stages.reward_models.reward_scorers import load_scorer
 
+    refuse_unread_in(stage, READ_OF_INPUTS)
     config, members = stage.config, members_of(stage)
     implicit = config.combine == "implicit"
     options = (

@@ -89,7 +89,7 @@ def solutions(stage) -> tuple[list[dict], int]:
         )
     if data.kind == "candidates/1":
         texts = [
-            (row, row["prompt"], row["completion"][-1]["content"] or "", row["correct"])
+            (row, row["prompt"], row["completion"][-1].get("content") or "", row["correct"])
             for row in rows
             if row["drop_reason"] not in NO_ANSWER
         ]

@@ -43,6 +43,7 @@ from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 ANSWERS = ("demonstrations/1", "eval_samples/1", "candidates/1")
 NEVER_GIVEN = "answers that an engine or server failed to give"
+UNPAIRED = "answers beyond as many as the other model has"
 
 
 class Config(JudgeSettings):
@@ -203,6 +204,7 @@ def matched(stage) -> tuple[list[Item], str, Counter]:
     for key in common[: config.limit]:
         prompt = _prompt(key, prompts, [chosen[name][key][0] for name in sets])
         for model_a, model_b in _meetings(sets, baseline):
+            left_out[UNPAIRED] += abs(len(chosen[model_a][key]) - len(chosen[model_b][key]))
             for k, (one, two) in enumerate(zip(chosen[model_a][key], chosen[model_b][key])):
                 row = {
                     "model_a": model_a,
@@ -216,6 +218,12 @@ def matched(stage) -> tuple[list[Item], str, Counter]:
                     "cut": (one["cut"], two["cut"]),
                 }
                 items.append(Item(f"{model_a}:{model_b}:{key}:{k}", prompt, one["answer"], two["answer"], row))
+    if left_out[UNPAIRED]:
+        stage.warn(
+            "unequal_samples",
+            f"{left_out[UNPAIRED]} answers meet none, since the other model has fewer to their prompts, and are left"
+            " out; sample as many of every model.",
+        )
     return items, baseline, left_out
 
 
@@ -348,7 +356,7 @@ def recorded(stage) -> tuple[list[Item], list[Opinion], str, Counter]:
         name for name in models if all(name in (row["gen_a"]["model_id"], row["gen_b"]["model_id"]) for row in named)
     ]
     baseline = _baseline(stage.config.baseline or (shared[0] if len(shared) == 1 else ""), models)
-    items, votes = {}, {}
+    items, votes, answers = {}, {}, {}
     for row in named:
         sides, p = [(row[f"gen_{side}"]["model_id"], row[f"response_{side}"]) for side in "ab"], comparison_p_a(row)
         if sides[0][0] == sides[1][0] or (baseline and baseline not in (sides[0][0], sides[1][0])):
@@ -366,7 +374,6 @@ def recorded(stage) -> tuple[list[Item], list[Opinion], str, Counter]:
         kept = {
             "model_a": model_a,
             "model_b": model_b,
-            "item": f"{row['prompt_id']}:0",
             "prompt_id": row["prompt_id"],
             "group_id": row["group_id"],
             "split": row["split"],
@@ -376,10 +383,13 @@ def recorded(stage) -> tuple[list[Item], list[Opinion], str, Counter]:
                 (row.get("ann") or {}).get("judge_id") or (row.get("ann") or {}).get("annotator_type") or "recorded"
             ),
         }
-        key = f"{model_a}:{model_b}:{row['prompt_id']}"
+        meeting = f"{model_a}:{model_b}:{row['prompt_id']}"
+        own = answers.setdefault(meeting, {})
+        key = f"{meeting}:{own.setdefault((text_of(a), text_of(b)), len(own))}"
+        kept["item"] = key.removeprefix(f"{model_a}:{model_b}:")
         items.setdefault(key, Item(key, row["prompt"], a, b, kept))
         votes.setdefault(key, []).append(p)
-    left_out["the same two models and prompt again, averaged"] += sum(len(own) - 1 for own in votes.values())
+    left_out["the same two answers again, averaged"] += sum(len(own) - 1 for own in votes.values())
     prompts = list(dict.fromkeys(item.row["prompt_id"] for item in items.values()))[: stage.config.limit]
     found = [item for item in items.values() if item.row["prompt_id"] in set(prompts)]
     return found, [Opinion(sum(votes[item.item_id]) / len(votes[item.item_id])) for item in found], baseline, left_out

@@ -19,11 +19,12 @@ import re
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stages.decoding.writers import STOP, WriterConfig
+from stages.settings import ReadWhen, refuse_unread
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 TRAIT = (
@@ -93,6 +94,29 @@ SALT = "written-prompts"
 
 
 class Config(WriterConfig):
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (
+            ("per_request", "max_rounds", "num_examples"),
+            lambda c: c.method != "rewrite",
+            "method=rewrite makes num_prompts requests about each prompt of the pool; write num_prompts",
+        ),
+        (
+            ("written_examples",),
+            lambda c: c.method == "self_instruct",
+            "only method=self_instruct shows written prompts among those of the pool; write method=self_instruct",
+        ),
+        (
+            ("operations", "check_answerable"),
+            lambda c: c.method == "rewrite",
+            "only method=rewrite changes prompts; write method=rewrite",
+        ),
+        (
+            ("validation_fraction", "test_fraction"),
+            lambda c: c.method != "rewrite",
+            "rewritten prompts stay in the split of the prompt that they are made of; write method=traits",
+        ),
+    )
+
     method: Literal["traits", "self_instruct", "rewrite"] = Field(
         "traits",
         description=(
@@ -163,6 +187,16 @@ class Config(WriterConfig):
         description="Share of the new prompts in the validation split (rewritten ones stay in that of their prompt).",
     )
     test_fraction: float = Field(0.0, ge=0, lt=1, description="Share of the new prompts in the test split.")
+
+    @model_validator(mode="after")
+    def _read(self):
+        refuse_unread(self, self.READ_WHEN)
+        if self.validation_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"validation_fraction={self.validation_fraction:g} and test_fraction={self.test_fraction:g} leave no"
+                " prompt to train on; write smaller ones"
+            )
+        return self
 
 
 SPEC = StageSpec(

@@ -134,7 +134,7 @@ class Shots:
                     {
                         "role": "system",
                         "content": "\n\n".join(
-                            [self.config.system, *(message["content"] or "" for message in opening)]
+                            [self.config.system, *(message.get("content") or "" for message in opening)]
                         ),
                     }
                 ]

@@ -70,7 +70,7 @@ def with_reordered(row: dict, rng) -> tuple[dict, ...]:
         order = order[1:] + order[:1]
     choices = [row["choices"][i] for i in order]
     last, shown = row["prompt"][-1], with_options(question_of(row), row["choices"])
-    text = last["content"] or ""
+    text = last.get("content") or ""
     behind = text[len(shown) :] if text.startswith(shown) else ""  # an instruction to answer by text
     changed = {
         **row,

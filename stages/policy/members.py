@@ -94,7 +94,7 @@ class Members:
             if len(ids) > self.config.longest_completion:
                 long += 1
                 continue
-            found[row["prompt_id"]] = ids, row["messages"][-1]["content"] or ""
+            found[row["prompt_id"]] = ids, row["messages"][-1].get("content") or ""
         if long:
             self.stage.warn(
                 "sft_members_too_long",

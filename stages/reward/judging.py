@@ -27,10 +27,11 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from pydantic import Field, model_validator
 
+from stages.settings import ReadWhen, refuse_unread
 from stages.spec import ConfigError, InputSpec, StageConfig
 
 ITEM = (
@@ -115,6 +116,19 @@ class AskedSettings(StageConfig):
 class JudgeSettings(AskedSettings):
     """Who is asked, what, and how."""
 
+    READ_WHEN: ClassVar[ReadWhen] = (
+        (
+            ("inconsistent", "judge_retries"),
+            lambda c: c.mode != "preference",
+            "mode=preference takes the probabilities of two letters, which can be read and averaged; write mode=verdict",
+        ),
+        (
+            ("judge_tokens",),
+            lambda c: c.mode != "preference" or c.explains,
+            "a probability is read at one token; write chain_of_thought=true",
+        ),
+    )
+
     mode: Literal["preference", "verdict", "five_way"] = Field(
         "preference",
         description=(
@@ -181,6 +195,7 @@ class JudgeSettings(AskedSettings):
 
     @model_validator(mode="after")
     def _possible(self):
+        refuse_unread(self, self.READ_WHEN)
         if self.clamp is not None and not (len(self.clamp) == 2 and 0 <= self.clamp[0] <= 0.5 <= self.clamp[1] <= 1):
             raise ValueError(
                 f"clamp={self.clamp} is no range of probabilities around 0.5; write for example clamp=[0.4,0.6]"
@@ -309,8 +324,10 @@ def verdict_of(p_a: float) -> str:
 
 
 def both_orders(first: float, second: float) -> float:
-    """P(A) from each order's probability of the answer shown first: (p(AB) + 1 - p(BA)) / 2 (``synth.rlaif``)."""
-    return (first + 1.0 - second) / 2.0
+    """P(A) from each order's probability of the answer shown first: (p(AB) + 1 - p(BA)) / 2 (``synth.rlaif``), exactly
+    one half where they are equal.
+    """
+    return 0.5 + (first - second) / 2.0
 
 
 def opinion_of(calls: Sequence[dict], config: JudgeSettings) -> Opinion:

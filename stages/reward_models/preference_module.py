@@ -93,11 +93,16 @@ class PreferenceModule(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, 2 if learned_variance else 1)
 
-    def standardise(self, x_NE, y_N) -> None:
-        """Take mean and standard deviation of these points (those of training)."""
+    def standardise(self, x_NE, y_N, weight_N=None) -> None:
+        """Take mean and standard deviation of these points (those of training), each as often as it weighs."""
         for name, values in (("x", x_NE), ("y", y_N)):
-            getattr(self, f"{name}_mean").copy_(values.mean(0))
-            std = values.std(0, unbiased=False)
+            if weight_N is None or bool((weight_N == weight_N[0]).all()):
+                mean, std = values.mean(0), values.std(0, unbiased=False)
+            else:
+                share = (weight_N / weight_N.sum()).view(-1, *[1] * (values.dim() - 1))
+                mean = (share * values).sum(0)
+                std = (share * (values - mean) ** 2).sum(0).sqrt()
+            getattr(self, f"{name}_mean").copy_(mean)
             getattr(self, f"{name}_std").copy_(torch.where(std > 1e-6, std, torch.ones_like(std)))
 
     def forward(self, x_BPE, y_BP, context_BP):
@@ -119,12 +124,17 @@ class ContextLikelihood:
     """Objective: the targets' negative log-likelihood given the context, per target over the whole step (standardised
     ratings).
 
-    An item's extras are ``x`` [P, E], ``y`` [P] and ``m``: the first m points are the context. Its response stands for
-    the points alone, so that micro-batches are planned by their number.
+    An item's extras are ``x`` [P, E], ``y`` [P], ``m``: the first m points are the context, and the rows' ``weights``
+    [P] (1 where there are none), as often as which a target counts. Its response stands for the points alone, so that
+    micro-batches are planned by their number.
     """
 
     def counts(self, items):
-        return {"targets": float(sum(len(i.extra["y"]) - i.extra["m"] for i in items)), "episodes": float(len(items))}
+        return {
+            "targets": float(sum(weights_of(i)[i.extra["m"] :].sum() for i in items)),
+            "points": float(sum(len(i.extra["y"]) - i.extra["m"] for i in items)),
+            "episodes": float(len(items)),
+        }
 
     def __call__(self, module, batch):
         from stages.training import Sums
@@ -133,11 +143,19 @@ class ContextLikelihood:
         x, y, context, target = padded(batch.items, device)
         mean, log_variance = module(x.to(module.x_mean.dtype), y.to(module.y_mean.dtype), context)
         wanted = (y.to(mean.dtype) - module.y_mean) / module.y_std
-        nll = torch.where(target, gaussian_nll(mean, wanted, log_variance), 0.0).sum()
+        weight = torch.zeros_like(mean)
+        for b, item in enumerate(batch.items):
+            weight[b, : len(item.extra["y"])] = torch.as_tensor(weights_of(item), dtype=mean.dtype)
+        nll = torch.where(target, weight * gaussian_nll(mean, wanted, log_variance), 0.0).sum()
         square = torch.where(target, (mean - wanted) ** 2, 0.0).sum().detach() * module.y_std**2
         return Sums(
-            {"nll": (nll, "targets")}, {"mse": (square, "targets"), "context_size": (context.sum().float(), "episodes")}
+            {"nll": (nll, "targets")}, {"mse": (square, "points"), "context_size": (context.sum().float(), "episodes")}
         )
+
+
+def weights_of(item) -> np.ndarray:
+    """Weights [P] of an episode's points."""
+    return np.asarray(item.extra.get("weights", np.ones(len(item.extra["y"]))), np.float64)
 
 
 def padded(items: Sequence, device: str = "cpu"):
@@ -169,15 +187,16 @@ class Point:
     y: float
     row_id: str
     embedding: np.ndarray | None = None
+    weight: float = 1.0
 
     @property
     def question(self) -> str:
         return json.dumps(self.prompt, sort_keys=True)
 
 
-def points_of(dataset, group: str | None = None) -> list[Point]:
-    """Points of a dataset, in row order, of one group or all: ratings give their score, pairs 1 and 0 (or
-    ``label_prob`` and the rest).
+def points_of(dataset, group: str | None = None, split: str | None = None) -> list[Point]:
+    """Points of a dataset, or of a split of it, in row order, of one group or all: ratings give their score, pairs 1 and
+    0 (or ``label_prob`` and the rest). Rows of weight 0 give none.
 
     A row's group is its column ``group`` (kept in ``extra_json``), else its annotator.
 
@@ -185,7 +204,9 @@ def points_of(dataset, group: str | None = None) -> list[Point]:
         ValueError: a row without either.
     """
     points = []
-    for row in dataset.iter_rows():
+    for row in dataset.iter_rows(split=split) if split else dataset.iter_rows():
+        if not row["weight"]:
+            continue
         if dataset.kind == "group_preferences/1":
             found = [
                 Point(
@@ -195,6 +216,7 @@ def points_of(dataset, group: str | None = None) -> list[Point]:
                     row["y"],
                     row["row_id"],
                     np.array(row["embedding"], np.float32) if row["embedding"] else None,
+                    row["weight"],
                 )
             ]
         else:
@@ -209,7 +231,10 @@ def points_of(dataset, group: str | None = None) -> list[Point]:
             else:
                 p = 1.0 if row.get("label_prob") is None else row["label_prob"]
                 sides = [("chosen", p), ("rejected", 1.0 - p)]
-            found = [Point(str(name), row["prompt"], row[side], float(y), row["row_id"]) for side, y in sides]
+            found = [
+                Point(str(name), row["prompt"], row[side], float(y), row["row_id"], weight=row["weight"])
+                for side, y in sides
+            ]
         points += [p for p in found if group is None or p.group == group]
     return points
 

@@ -297,11 +297,13 @@ class ComparingScorer(Scorer):
     ranking = "round_robin"
 
     def preferences(self, pairs: Sequence[tuple[Response, Response]]) -> list[float]:
-        """P(first is better) of each pair, both presentation orders averaged: (P(i,j) + 1 - P(j,i)) / 2."""
+        """P(first is better) of each pair, both presentation orders averaged: (P(i,j) + 1 - P(j,i)) / 2, exactly one half
+        where they are equal.
+        """
         both = self.one_order([*pairs, *[(b, a) for a, b in pairs]])
         forward, backward = np.asarray(both[: len(pairs)]), np.asarray(both[len(pairs) :])
         self.inconsistency = np.abs(forward + backward - 1).tolist()
-        return ((forward + 1 - backward) / 2).tolist()
+        return (0.5 + (forward - backward) / 2).tolist()
 
     def one_order(self, pairs) -> list[float]:
         """P(first is better) with the first shown first."""

@@ -115,7 +115,7 @@ def completion_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "completions/language_switch": float(
             np.mean(
                 [
-                    bool(scripts(s.text) - scripts("".join(m["content"] or "" for m in s.prompt.get("prompt", ()))))
+                    bool(scripts(s.text) - scripts("".join(m.get("content") or "" for m in s.prompt.get("prompt", ()))))
                     for s in samples
                 ]
             )

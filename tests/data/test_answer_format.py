@@ -229,6 +229,13 @@ def test_one_answer_in_two_styles_is_one_row_once_it_is_in_one_style(tmp_path):
         spec = {"stage": "mix", "key": "t", "config": config, "seed": 0, "device": "cpu", "inputs": inputs}
         return execute({**spec, "workdir": str(tmp_path / name)}, silent)["summary"]
 
+    call = {"role": "assistant", "content": None, "function_calls": "add(a=2, b=1)"}
+    called = {"messages": [*user("2+1?"), call, {"role": "tool", "content": "3"}, *assistant("#### 3")]}
+    path = written(tmp_path / "c", "c", "demonstrations/1", [called | {"train_turns": [1, 3]}])
+    alone = {"stage": "mix", "key": "t", "config": {"answer_format": "boxed"}, "seed": 0, "device": "cpu"}
+    made = execute({**alone, "inputs": {"data": {"path": path}}, "workdir": str(tmp_path / "called")}, silent)
+    (row_of_calls,) = open_dataset(made["outputs"]["data"]["path"]).iter_rows()
+    assert row_of_calls["messages"][1]["function_calls"] and "boxed{3}" in row_of_calls["messages"][-1]["content"]
     assert mix("as_written")["rows"] == 3
     with pytest.raises(ConfigError, match="data.b has no training row.*1 duplicate_row"):
         mix("weighed", answer_format="boxed", weights={"a": 1, "b": 1})

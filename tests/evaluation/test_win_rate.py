@@ -194,6 +194,8 @@ def test_samples_of_evaluate_meet_by_prompt_and_index(rate, tmp_path):
         result, battles, scores = rate(at(server, baseline="b", answers="sample", max_samples=9), inputs)
         values = [0.8, 0.8, 0.2, 0.2, 0.8, 0.8, 0.8, 0.8]
         assert len(battles) == 8 and {row["item_id"].rpartition(":")[2] for row in battles} == {"0", "1"}
+        assert result["summary"]["left_out/answers beyond as many as the other model has"] == 4
+        assert "unequal_samples" in warned(result)
         means = np.array([0.8, 0.8, 0.8, 0.2]) - np.mean(values)
         assert scores["a:b/win_rate"]["se"] == pytest.approx(math.sqrt((4 * means**2).sum()) / 8), (
             "two samples of a prompt are one cluster"
@@ -381,7 +383,7 @@ def test_terciles_keep_equal_differences_together():
 
 
 def test_recorded_comparisons_need_no_judge(rate, tmp_path):
-    """Swapped sides, votes of several annotators of one pair, rows without names, a model against itself."""
+    """Swapped sides, votes of several annotators of one pair, other answers to the same prompt, rows without names."""
     rows = [
         {
             "prompt": f"q{i}",
@@ -412,17 +414,25 @@ def test_recorded_comparisons_need_no_judge(rate, tmp_path):
             "model_b": "m",
             "preference": "A",
         },
+        {
+            "prompt": "swapped",
+            "response_a": "another",
+            "response_b": "y",
+            "model_a": "m",
+            "model_b": "base",
+            "preference": "A",
+        },
         {"prompt": "no names", "response_a": "y", "response_b": "x", "preference": "A"},
     ]
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, rows)))
     result, battles, _ = rate({"baseline": "base"}, {"recorded": tmp_path / "r.jsonl"})
-    values = [0, 1, 1, 0, 1, 1, 2 / 3]
+    values = [0, 1, 1, 0, 1, 1, 2 / 3, 1]
     assert result["summary"]["win_rate"] == pytest.approx(np.mean(values)) and [
         json.loads(row["extra_json"])["p_a"] for row in battles
     ] == pytest.approx(values)
     assert (
         result["summary"]["left_out/recorded judgements without the models' names"] == 1
-        and result["summary"]["left_out/the same two models and prompt again, averaged"] == 2
+        and result["summary"]["left_out/the same two answers again, averaged"] == 2
     )
     for config, message in (({"baseline": "nobody"}, "is none of the models; write one of base, m"),):
         with pytest.raises(ConfigError, match=message):

@@ -217,6 +217,8 @@ def test_steps_are_labelled_by_rollouts(tiny, sums, train):
     assert [r["solution_correct"] for r in open_dataset(chosen["outputs"]["steps"]["path"]).iter_rows()] == [False] * 3
     with pytest.raises(Exception, match="reward_model=REF"):
         train("label_steps", {**config, "active": "uncertain"}, {"model": tiny["policy"], **sums}, "no-model")
+    with pytest.raises(ConfigError, match="reward_model would change nothing.*write active=uncertain"):
+        train("label_steps", config, {"model": tiny["policy"], "reward_model": tiny["reward"], **sums}, "unread")
 
 
 def test_rollouts_are_asked_as_the_solutions_were_and_go_on_with_them(tiny, sums, train, monkeypatch):

@@ -3,6 +3,7 @@ group.
 """
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,6 +118,17 @@ def test_the_loss_equals_an_independent_computation_however_episodes_are_batched
         assert other == pytest.approx(value, rel=1e-12) and torch.allclose(
             ours, whole, rtol=0, atol=1e-12 * float(whole.abs().max()) + 1e-13
         )
+    per_target = []
+    for k, item in enumerate(items):  # a target of weight 2 is two targets
+        m = item.extra["m"]
+        item.extra["weights"] = np.array([1.0 + (k + i) % 3 for i in range(len(item.extra["y"]))])
+        mean = attended(made, item.extra["x"], item.extra["y"], m)[m:]
+        wanted = ((torch.tensor(item.extra["y"]) - made.y_mean) / made.y_std)[m:]
+        nll = 0.5 * np.log(2 * np.pi) + 0.5 * (mean - wanted) ** 2
+        per_target += [float(v) for v, n in zip(nll, item.extra["weights"][m:]) for _ in range(int(n))]
+    assert gradient(made, objective, items, 10**6)[0] == pytest.approx(np.mean(per_target), rel=1e-5)
+    for item in items:
+        del item.extra["weights"]
     made.zero_grad()
     objective(made, collate(items)).loss["nll"][0].backward()
     step = 1e-5
@@ -193,6 +205,36 @@ def test_more_context_predicts_unseen_groups_better(groups, tiny, spec):  # noqa
     ] < again["summary"]["held_out/mse_at_0"]
 
 
+def test_what_is_held_out_or_weighs_nothing_is_not_learned_from(groups, tiny, spec, tmp_path):  # noqa: F811
+    rows = [row for row in open_dataset(groups).iter_rows() if row["group"] in ("g0", "g1", "g2")]
+    other = [
+        {**row, "y": 9.0, "response": f"{row['response']} {k}", **({"weight": 0.0} if k else {"split": "test"})}
+        for row in rows[::3]
+        for k in (0, 1)
+    ]
+    config = {"max_steps": 2, "batch_size": 4, "hidden_size": 8, "num_layers": 1, "held_out_share": 0.3}
+    made = []
+    for name, content in (
+        ("some", rows),
+        ("more", [row for pair in zip(rows, other) for row in pair] + rows[len(other) :]),
+    ):
+        write_dataset(str(tmp_path / name), name, "group_preferences/1", content)
+        inputs = {"model": tiny["policy"], "data": str(tmp_path / name)}
+        result = execute(spec("group_preference", {**config, "eval_context_sizes": [2]}, inputs, f"{name}-run"), silent)
+        path = Path(result["outputs"]["model"]["path"], "group_preference.safetensors")
+        made.append((path.read_bytes(), result["summary"]))
+    assert made[0] == made[1] and made[0][1]["points"] == 2 * len(rows) / 3
+
+
+def test_ratings_are_standardised_by_weight():
+    x, y, weight = torch.randn(5, 6), torch.randn(5), torch.tensor([2.0, 1.0, 3.0, 1.0, 1.0])
+    weighted, repeated = PreferenceModule(6, 16, 1), PreferenceModule(6, 16, 1)
+    weighted.standardise(x, y, weight)
+    repeated.standardise(*(v.repeat_interleave(weight.long(), 0) for v in (x, y)))
+    for name in ("x_mean", "x_std", "y_mean", "y_std"):
+        assert torch.allclose(getattr(weighted, name), getattr(repeated, name))
+
+
 def test_a_context_is_held_against_the_mean_rating_of_the_same_questions():
     """A calm group with two questions is in no context of three, so it says nothing of whether that helps."""
     from types import SimpleNamespace
@@ -207,7 +249,7 @@ def test_a_context_is_held_against_the_mean_rating_of_the_same_questions():
     )
     make = lambda name, y: Group(
         [
-            SimpleNamespace(group=name, question=f"q{k}", embedding=np.full(6, k, np.float32), y=value)
+            SimpleNamespace(group=name, question=f"q{k}", embedding=np.full(6, k, np.float32), y=value, weight=1.0)
             for k, value in enumerate(y)
         ]
     )
@@ -330,11 +372,15 @@ def test_the_published_module_rewards_one_group(spec, tiny, rated):  # noqa: F81
     assert chosen["long1"][1] > chosen["long1"][0] and chosen["short0"][0] > chosen["short0"][1]
 
 
-def test_pairs_become_points_and_what_is_missing_is_said(spec, tiny, rated):  # noqa: F811
+def test_pairs_become_points_and_what_is_missing_is_said(spec, tiny, rated, tmp_path):  # noqa: F811
     points = points_of(open_dataset(rated["pairs"]), "long1")
     assert [p.y for p in points] == [1.0, 0.0] * 6 and all(
         len(a.completion[0]["content"]) > len(b.completion[0]["content"]) for a, b in zip(points[::2], points[1::2])
     )
+    none = [{**row, "weight": float(i > 0)} for i, row in enumerate(open_dataset(rated["pairs"]).iter_rows())]
+    write_dataset(str(tmp_path / "none"), "none", "pairs/1", none)
+    first = json.loads(none[0]["extra_json"])["group"]
+    assert len(points_of(open_dataset(str(tmp_path / "none")), first)) == 2 * 5
     path = trained(spec, tiny, rated, "pairs")["outputs"]["model"]["path"]
     given = {"model": tiny["policy"], "prompts": tiny["prompts"], "group_preference": path}
     for rewards, more, text in (

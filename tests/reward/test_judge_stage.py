@@ -484,6 +484,9 @@ def test_a_chain_of_thought_is_read_before_the_label_and_clamped(judge, given):
         assert len(hard) == 4 and all(row["label_prob"] is None for row in hard), "at the clamp is sure enough"
         _, free, _ = judge(at(server, chain_of_thought=True, clamp=[0, 1]), {"data": given("pairs/1", pairs(4))})
         assert all(row["label_prob"] == pytest.approx(0.99) for row in free)
+        server.choice = lambda body: letters(0.01) if body.get("logprobs") else said("the last one")
+        with pytest.raises(StageFailure, match="None of 4 pairs got a label: 4 tie"):  # 0.4 in both orders
+            judge(at(server, chain_of_thought=True), {"data": given("pairs/1", pairs(4))})
     assert (
         len(made) == 5
         and all(row["label_prob"] == pytest.approx(0.6) for row in made)
@@ -571,6 +574,8 @@ def test_candidates_rankings_and_comparisons_give_pairs(judge, given):
                 "label_kind": "choice",
                 "votes": [vote],
                 "ann": {"annotator_type": "human", "annotator_id": str(k)},
+                "license": ("mit", "mit", "cc0-1.0")[k],
+                "batch_id": "week 3",
             }
             for k, vote in enumerate(["B", "A", "B"])
         ]
@@ -592,6 +597,12 @@ def test_candidates_rankings_and_comparisons_give_pairs(judge, given):
             and len(server.seen) - before == 4
             and result["summary"]["agreement"] == 0.5
             and result["summary"]["without_label/the same two answers again"] == 2
+            and [(row["license"], row["batch_id"]) for row in made] == [(None, "week 3"), (None, None)]
+        )
+        unsure = at(server, fallback="given", min_confidence=0.9)
+        _, made, _ = judge(unsure, {"data": given("comparisons/1", votes)})
+        assert made[0]["label_prob"] == pytest.approx(2 / 3) and made[0]["ann"]["annotator_id"] is None, (
+            "the label of three people is none of theirs"
         )
 
 
@@ -686,6 +697,8 @@ def test_a_judge_that_cannot_be_read_or_asked_is_said_at_once(judge, given, tiny
         ({"template": "{a}{b}", "preamble": "x"}, "template shows no preamble"),
         ({"clamp": [0.6, 0.4]}, "no range"),
         ({"mode": "verdict", "clamp": [0.4, 0.6]}, "has none"),
+        ({"inconsistent": "drop"}, "inconsistent=drop would change nothing.*write mode=verdict"),
+        ({"judge_tokens": 9}, "judge_tokens=9 would change nothing.*write chain_of_thought=true"),
         ({"endpoint": "http://x"}, "endpoint_model"),
         ({"labels": "hard", "tie_policy": "soft"}, "no hard label"),
     ):

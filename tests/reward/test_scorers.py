@@ -254,12 +254,16 @@ def test_combinations_refuse_what_cannot_be(tiny, train):
     with pytest.raises(Exception, match="sum 1"):
         train("reward_combine", {"combine": "weighted", "weights": {"a": 0.5}}, {"members.a": tiny["reward"]}, "sum")
     both = {"members.a": tiny["reward"], "policy": tiny["policy"], "reference": tiny["policy"]}
+    three = {f"members.{label}": tiny["reward"] for label in ("helpful", "safety", "third")}
     for combine, inputs, text in (
+        ("safety_gate", three, "reads helpful and safety alone; leave members.third out"),
         ("mean", both, "does not read the input policy and reference; write combine=implicit"),
         ("implicit", both, "no members; leave members out"),
     ):
         with pytest.raises(ConfigError, match=text):
             train("reward_combine", {"combine": combine}, inputs, f"unread-{combine}")
+    with pytest.raises(ConfigError, match="probe_pairs=3 would change nothing: no pairs judge.*give pairs=REF"):
+        train("reward_combine", {"probe_pairs": 3}, {"members.a": tiny["reward"]}, "unread-probes")
 
 
 def test_settings_of_another_combination_are_refused():
@@ -341,6 +345,9 @@ def test_both_orders_count_alike_and_a_tournament_says_how_far_one_came():
     scorer = Leaning()
     assert scorer.preferences([(long, short), (short, long)]) == pytest.approx([0.8, 0.2])
     assert scorer.inconsistency == pytest.approx([0.2, 0.2])
+    scorer.one_order = lambda pairs: [0.4] * len(pairs)  # the place alone decides
+    assert scorer.preferences([(long, short), (short, long)]) == [0.5, 0.5]
+    del scorer.one_order
     scorer.ranking = "tournament"
     # who comes to the final without a game has come as far as whom it meets there
     assert scorer.score([long, short, longest]) == [0.5, 0.0, 1.0]

@@ -385,12 +385,15 @@ def test_more_draws_and_two_models(roomy, tiny, prompts, spec):  # noqa: F811
     assert (
         len(made) == 18
         and Counter(r["group_id"] for r in made) == {f"g{i}": 3 for i in range(6)}
-        and len({r["prompt_id"] for r in made}) > 15
+        and len({r["prompt_id"] for r in made}) == 18
     )
     assert len({c["prompt_id"] for c in candidates}) == 6 and Counter(c["gen"]["model_id"] for c in candidates) == {
         "model": 12,
         "plain_model": 12,
     }
+    few = go(spec, {"per_prompt": 9, "kinds": ["punctuation"]}, {"prompts": prompts}, "few")
+    different = [r["prompt_id"] for r in rows_of(few, "prompts")]
+    assert len(set(different)) == len(different) == 9 * 6 - few["summary"]["left_out/drawn_before"] < 9 * 6
     alone = go(spec, {"per_prompt": 3}, {"prompts": prompts}, "alone")
     assert [r["row_id"] for r in rows_of(alone, "prompts")] == [r["row_id"] for r in made] and set(
         alone["outputs"]
@@ -442,6 +445,7 @@ def test_a_killed_run_ends_with_the_same_bytes(roomy, prompts, spec, forks):  # 
         ({"keywords": ["a", "b", "C", "d"]}, [], "small letters"),
         ({"endpoint": "http://x", "endpoint_model": "m"}, ["model"], "leave one of them out"),
         ({}, ["plain_model"], "give model=REF too"),
+        ({"max_prompts": 5}, [], "max_prompts=5 would change nothing: nobody answers.*give model=REF"),
         ({"split": "validation"}, ["model"], "Write split=train"),
         ({"kinds": ["detectable_format:constrained_response"]}, [], "8 none_fits|6 none_fits"),
         ({"request_format": "text"}, [], "leave it out"),

@@ -13,7 +13,7 @@ from stages.reward import grape, rubrics
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
 from stages.spec import ConfigError
-from storage.datasets import open_dataset
+from storage.datasets import open_dataset, write_dataset
 from tests.chat_server import chat_server
 from tests.common import silent, user, written
 from tests.vector_adapters.grape import advantages
@@ -1126,7 +1126,7 @@ def test_clauses_that_are_violated_by_hand():
     )
 
 
-def test_rollouts_are_scored_again_and_trained_on(tiny, prompts, rubric, spec):
+def test_rollouts_are_scored_again_and_trained_on(tiny, prompts, rubric, spec, tmp_path):
     inputs = {"model": tiny["policy"], "data": prompts, "rubric": rubric(), "reward_model": tiny["reward"]}
     first = execute(spec("rl", {**GRAPE, "max_steps": 1}, inputs, "rl"), silent)
     given = {
@@ -1141,6 +1141,13 @@ def test_rollouts_are_scored_again_and_trained_on(tiny, prompts, rubric, spec):
     assert [r["reward"] for r in rows_of(again, "data")] == pytest.approx(
         [r["reward"] for r in rows_of(first, "rollouts")]
     ), "decoded, scored and averaged as in the run"
+    # nothing that was computed from the old rewards stays, VinePPO's values of the steps neither
+    valued = [{**row, "step_values": [0.5], "step_rewards": [1.0]} for row in rows_of(first, "rollouts")]
+    write_dataset(str(tmp_path / "valued"), "valued", "rollouts/1", valued)
+    anew = execute(spec("rescore", {}, {**given, "data": str(tmp_path / "valued")}, "anew"), silent)
+    assert rows_of(anew, "data") == rows_of(again, "data") and all(
+        row[name] is None for row in rows_of(again, "data") for name in ("step_values", "step_rewards", "advantages")
+    )
     with pytest.raises(ConfigError, match="model=MODEL_REF"):
         execute(spec("rescore", {}, {k: v for k, v in given.items() if k != "model"}, "nomodel"), silent)
     stored = spec("rl", {**GRAPE, "preset": "topr", "max_steps": 1}, inputs, "stored")

@@ -3,8 +3,7 @@
 import json
 import math
 
-import json
-
+import numpy as np
 import pytest
 
 from stages import rejection
@@ -462,6 +461,21 @@ def test_sdpo_chunks_keep_the_order_and_curry_goes_from_easy_to_hard(tmp_path, b
         {"order": "margin", "stages": 2}, pairs_file(tmp_path / "b", 5, margin=[0.1, 2.0, None, 1.0, 0.5]), "curriculum"
     )
     assert [(r["margin"], r["stage_index"]) for r in rows] == [(2.0, 0), (1.0, 0), (0.5, 1), (0.1, 1)]
+    judged = pairs_file(tmp_path / "j", 5, label_prob=[0.6, 0.9, None, 0.5, 0.2])
+    result, rows = build({"order": "confidence", "stages": 2}, judged, "curriculum")
+    assert [(r["label_prob"], r["stage_index"]) for r in rows] == [(0.9, 0), (0.2, 0), (0.6, 1), (0.5, 1)]
+    assert result["summary"]["dropped"] == 1 and not result["warnings"]
+    with pytest.raises(ValueError, match="write order=confidence where labels are probabilities"):
+        build({"order": "margin"}, judged, "curriculum")
+    with pytest.raises(ValueError, match="needs pairs with label_prob"):
+        build({"order": "confidence"}, str(tmp_path / "b"), "curriculum")
+    mixed = {"margin": [0.1, None, None], "strength": [None, 3, None], "chosen_score": [None, None, 9.0]}
+    mixed["rejected_score"] = mixed["chosen_score"]
+    result, _ = build({"order": "margin"}, pairs_file(tmp_path / "m", 3, **mixed), "curriculum")
+    (warning,) = result["warnings"]
+    assert warning["code"] == "measures_mixed" and warning["text"].startswith(
+        "1 pairs are ordered by a margin, 1 pairs are ordered by a strength, 1 pairs are ordered by scores:"
+    )
     rankings = [
         complete_row(
             "rankings/1",
@@ -530,6 +544,54 @@ def test_a_rank_gap_is_one_stage_however_many_answers_a_ranking_has(tmp_path, bu
         (r["chosen_gen"]["model_id"], r["rejected_gen"]["model_id"]) == answers(r, "chosen", "rejected") for r in rows
     )
     assert {(r["ann"]["annotator_id"], r["license"]) for r in rows} == {("w", "mit")}
+    ids = {texts: row["row_id"] for texts, row in zip(("xy", "abcd", "efgh"), rankings)}
+    assert all(
+        json.loads(r["extra_json"]) == {"from": "rankings/1", "row_ids": [ids[r["prompt"][0]["content"]]]} for r in rows
+    )
+
+
+def test_an_answer_that_only_calls_a_tool_is_one_without_text(tmp_path, build):
+    calls = [{"role": "assistant", "content": None, "function_calls": "look(x='a')"}]
+    rows = [
+        complete_row(
+            "candidates/1",
+            {
+                "prompt": user("p"),
+                "prompt_idx": 0,
+                "completion_idx": i,
+                "completion": completion,
+                "scores": [],
+                "reward": 1.0 - i,
+                "kept": True,
+            },
+            dataset="made",
+            source="s",
+            origin="ai",
+        )
+        for i, completion in enumerate((calls, assistant("four")))
+    ]
+    write_dataset(str(tmp_path / "calls"), "calls", "candidates/1", rows)
+    result, (pair,) = build({"select": "best_vs_worst"}, str(tmp_path / "calls"))
+    assert pair["chosen"][0]["function_calls"] and pair["rejected"] == assistant("four")
+    assert result["summary"]["length_difference/mean"] == -4
+    called = [{"completion": [{"role": "assistant", "function_calls": f"look(x={x!r})"}]} for x in "aba"]
+    matrix = np.array([[1.0, 0.5, 0.2]])
+    assert rejection.drop_duplicates(matrix, {(0, j): row for j, row in enumerate(called)}) == 1
+    assert np.isnan(matrix).tolist() == [[False, False, True]]
+
+
+@pytest.mark.parametrize("order", ("given", "margin", "confidence", "rank_gap"))
+def test_a_curriculum_of_nothing_is_refused(tmp_path, build, order):
+    if order == "rank_gap":
+        row = {"prompt": user("r"), "completions": [assistant("a"), assistant("b")], "ranks": [1, 1]}
+        tied = complete_row("rankings/1", row, dataset="d", source="s", origin="human")
+        write_dataset(str(tmp_path / "d"), "d", "rankings/1", [tied])
+        told = "all 1 rankings are ties"
+    else:
+        pairs_file(tmp_path / "d", 2, held_out=2, margin=[1.0, 2.0], label_prob=[0.9, 0.8])
+        told = r"no row is \(splits: validation \(2\)\)"
+    with pytest.raises(ValueError, match=f"No pair is in any stage.*{told}"):
+        build({"order": order}, str(tmp_path / "d"), "curriculum")
 
 
 def test_the_pairs_of_a_ranking_weigh_as_it_does(tmp_path, build):

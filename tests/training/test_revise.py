@@ -476,22 +476,29 @@ def test_candidates_another_reviser_and_requests_that_do_not_fit(roomy, tiny, sp
                 "prompt": user(f"q{i % 2}"),
                 "prompt_idx": i % 2,
                 "completion_idx": i,
-                "completion": assistant(f"answer {i}"),
+                "completion": (
+                    assistant(f"answer {i}")
+                    if i < 6
+                    else [{"role": "assistant", "content": None, "function_calls": "look(x='a')"}]
+                ),
                 "scores": [],
-                "kept": i != 3,
-                "drop_reason": "truncated" if i == 3 else None,
+                "kept": i not in (3, 4),
+                "drop_reason": {3: "truncated", 4: "unscorable"}.get(i),
                 "gen": {"model_id": "someone"},
             },
             dataset="c",
             source="s",
             origin="ai",
         )
-        for i in range(6)
+        for i in range(7)
     ]
     write_dataset(str(tmp_path / "candidates"), "candidates", "candidates/1", rows)
     config = {**NONSENSE, "direct_revision": True, "logit_bias": {end: 6}, "n_rounds": 1}
+    del config["max_critique_length"]
     result = go(spec, config, {"reviser": path, "data": str(tmp_path / "candidates"), "principles": constitution})
-    assert result["summary"]["answers"] == 6 and result["summary"]["dropped/original_cut"] == 1
+    assert result["summary"]["answers"] == 7 and result["summary"]["dropped/original_cut"] == 1
+    assert result["summary"]["dropped/original_empty"] == 1, "a call of a tool has no text"
+    assert "dropped/original_not_kept" not in result["summary"]
     pairs = rows_of(result, "pairs")
     assert pairs and all(
         r["rejected_gen"]["model_id"] == "someone" and r["chosen_gen"]["model_id"] == "reviser" for r in pairs
@@ -584,6 +591,7 @@ def test_worked_examples_stand_in_front_of_plain_text():
         ({"critique_template": "{answer} {criterion}"}, {}, "critique_template cannot be filled"),
         ({"revision_template": "{answer} {request}"}, {}, "revision_template shows no {critique}"),
         ({"revision_pattern": "x+"}, {}, "has no group"),
+        ({"direct_revision": True, "max_critique_length": 9}, {}, "max_critique_length=9 would change nothing"),
         ({"validation_fraction": 0.1, "split": "test"}, {}, "only training prompts are parted; write split=train"),
         ({"examples": [{"question": "q"}]}, {}, "write all of question, answer"),
         ({"endpoint": "http://x", "endpoint_model": "m", "request_format": "text"}, {}, "write request_format=chat"),

@@ -268,9 +268,9 @@ def test_a_follow_up_is_rewritten_in_its_conversation_and_what_is_thought_is_no_
         return said(thought + "In which years did he write it?")
 
     with chat_server(choice) as server:
-        config = {"endpoint": server.url, "endpoint_model": "m", "num_prompts": 1, "max_rounds": 1}
+        config = {"endpoint": server.url, "endpoint_model": "m", "num_prompts": 1}
         made = rows_of(go(spec, {**config, "method": "rewrite"}, {"pool": str(tmp_path / "talk")}, "re"), "prompts")
-        listed = go(spec, config, {"principles": traits}, "listed")
+        listed = go(spec, {**config, "max_rounds": 1}, {"principles": traits}, "listed")
     assert [(r["prompt"][:2], r["prompt"][-1]["content"], r["weight"]) for r in made] == [
         (prompt[:2], "In which years did he write it?", 3.0)
     ]
@@ -319,6 +319,13 @@ def test_a_tiny_model_writes_and_a_killed_run_ends_with_the_same_bytes(roomy, tr
         ({"method": "rewrite"}, ["traits"], "method=traits and the input principles"),
         ({"min_words": 9, "max_words": 8}, ["traits"], "smaller min_words"),
         ({}, ["traits"], "nobody writes"),
+        ({"validation_fraction": 0.6, "test_fraction": 0.4}, ["traits"], "leave no prompt to train on"),
+        ({"operations": ["deepen"]}, ["traits"], "operations=.*would change nothing.*write method=rewrite"),
+        (
+            {"method": "rewrite", "test_fraction": 0.5, "max_rounds": 2},
+            ["pool"],
+            "(?s)max_rounds=2 would change.*write num_prompts.*test_fraction=0.5 would.*stay in the split",
+        ),
         ({"method": "rewrite", "split": "validation"}, ["pool"], "no prompts in split"),
     ],
 )
