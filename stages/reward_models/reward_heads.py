@@ -59,6 +59,11 @@ def read_card(path: str | Path) -> RewardCard:
     return RewardCard(**json.loads(file.read_text())) if file.exists() else RewardCard()
 
 
+def has_card(path: str | Path) -> bool:
+    """Whether a reward model says how it is read, as those of this project do."""
+    return Path(path, CALIBRATION_FILE).exists()
+
+
 def write_card(directory: str | Path, card: RewardCard) -> None:
     if ranks.rank() != 0:
         return
@@ -383,6 +388,27 @@ class ChatReader:
         if self.merged:
             return [], [*prompt, *response], [0] * len(prompt) + list(mask), len(prompt)
         return prompt, response, mask, len(prompt)
+
+
+class PlainReader(ChatReader):
+    """Decoders without a card, which somebody else trained: conversations as the template writes them to their end, and
+    the score at the last token that is not the pad token, where transformers' own forward reads it, and TRL's trainers
+    with it.
+    """
+
+    def __init__(self, renderer, max_length: int, pad: int | None):
+        super().__init__(renderer, max_length)
+        self.pad = pad
+
+    def parts(self, prompt, completions):
+        made = [self.renderer.completion_ids(prompt, completion) for completion in completions]
+        return made[0][0], [self._read(list(ids), list(mask)) for _, ids, mask in made]
+
+    def _read(self, ids, mask):
+        end = len(ids)
+        while end > 1 and ids[end - 1] == self.pad:
+            end -= 1
+        return ids[:end], mask[:end]
 
 
 class EncoderReader:

@@ -24,7 +24,9 @@ from stages.models.modeling import ModelError
 from stages.pairs import cut
 from stages.reward_models.reward_heads import (
     ChatReader,
+    PlainReader,
     RewardCard,
+    has_card,
     load_frozen_reward,
     read_card,
     reader_for,
@@ -123,6 +125,11 @@ class Scorer:
 
 class ScalarScorer(Scorer):
     """``rm.head``: the score is the head's output plus the calibration bias."""
+
+    def load(self) -> None:
+        super().load()
+        if type(self.reader) is ChatReader and not has_card(self.path):
+            self.reader = PlainReader(self.reader.renderer, self.reader.max_length, self.model.config.pad_token_id)
 
     def score(self, responses):
         same = [r.ids is not None for r in responses]
