@@ -44,10 +44,11 @@ def environment(**more: str) -> dict[str, str]:
         "HF_DATASETS_OFFLINE": "1",
         "DO_NOT_TRACK": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
         **more,
         "PYTHONHASHSEED": "0",
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "POSTTRAIN_PARENT_PID": str(os.getpid()),
     }
 

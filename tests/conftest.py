@@ -19,7 +19,20 @@ ALONE = (
     "training/test_rank_kill.py",
     "training/test_options.py::test_compiled_forward_trains_alike",
 )
-LONG = ("/training/", "/platform/", "/reward/")
+LONG = (
+    "evaluation/test_benchmarks",
+    "evaluation/test_contamination",
+    "evaluation/test_stages",
+    "flows/test_every_recipe",
+    "flows/test_keep",
+    "flows/test_names",
+    "flows/test_published",
+    "flows/test_together",
+    "sampler/test_engine",
+    "/platform/",
+    "/reward/",
+    "/training/",
+)
 #: Files whose tests are (also) about charts: of reports themselves, and of each kind of stage that has its own.
 DRAWN = (
     "evaluation/test_arms",

@@ -146,6 +146,18 @@ class Forks:
         self.start(*arguments, **options).finish()
 
 
+def share() -> None:
+    """In a command that a test has started: its stages are forked from the same processes as the test's. What such
+    tests are about begins when the stage has started.
+    """
+    import functools
+
+    from tasks import processes
+
+    os.environ.setdefault(NUMBER, "0")
+    processes.Parent = functools.partial(Parent, module="tests.processes")
+
+
 # ------------------------------------------------------------------------------------------------------- the parent's side
 
 
@@ -167,18 +179,20 @@ def modules() -> list[str]:
     ]
 
 
-def undrawn(spec: str) -> int:
-    """A stage whose charts are not drawn."""
+def undrawn(*specs: str) -> int:
+    """Stages one after the other, until one fails, whose charts are not drawn."""
     from stages.reporting import reports
     from stages.running.process import main
     from tests.common import not_drawn
 
     reports._png = not_drawn
-    return main(spec)
+    return next((code for spec in specs if (code := main(spec))), 0)
 
 
 def work(request: dict) -> int:
     """The forked process, to its end."""
+    if "spec" in request:
+        return warm.run_stage(request)
     module, _, name = request["target"].partition(":")
     return getattr(importlib.import_module(module), name)(*request["arguments"]) or 0
 
@@ -199,6 +213,7 @@ def hand_over(channel: int) -> None:
                     [sys.executable, "-m", "tests.processes", str(where), str(listener.fileno())],
                     pass_fds=[listener.fileno()],
                     cwd=str(PROJECT_ROOT),
+                    env={**os.environ, "PYTHONHASHSEED": "random"},
                     start_new_session=True,
                 )
             there.connect(where.name)
@@ -243,6 +258,9 @@ def held(where: Path):
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        hand_over(int(sys.argv[1]))
+        hand_over(channel := int(sys.argv[1]))
+        owner = select.poll()
+        owner.register(channel, 0)
+        owner.poll()  # as a parent that serves itself, this process ends with its owner and not before
     else:
         warm.leave(serve_all(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))))

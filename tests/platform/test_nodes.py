@@ -92,6 +92,17 @@ QUICK = {
 }
 
 
+#: The command line, with one more recipe.
+PROGRAM = """
+from tests.processes import share
+share()
+from flows import recipe
+recipe.RECIPES.own["two_and_merged"] = "tests.platform.two_and_merged"
+from flows.cli import main
+main()
+"""
+
+
 def said(process):
     """(exit code, the JSON object of the last line, what it wrote on stderr) of a command, once it has ended."""
     out, err = process.communicate(timeout=900)
@@ -108,8 +119,8 @@ def test_two_nodes_compute_what_one_does_and_one_that_dies_ends_the_other(tiny, 
     environment |= {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "3"}
     command = [
         sys.executable,
-        "-m",
-        "flows.cli",
+        "-c",
+        PROGRAM,
         "stage",
         "sft",
         "--input",
@@ -286,15 +297,6 @@ def test_a_follower_refuses_what_is_another_stage_on_its_machine(tiny, data, tmp
     ):
         with pytest.raises(ConfigError, match=f"stage sft is another one on this machine than on {why}"):
             _take_turn({**told, "key": told["key"] if "seed" in change else "0", **change}, None, print)
-
-
-PROGRAM = """
-import sys
-from flows import recipe
-recipe.RECIPES.own["two_and_merged"] = "tests.platform.two_and_merged"
-from flows.cli import main
-main()
-"""
 
 
 def test_a_recipe_on_two_nodes_gives_what_one_does_whichever_of_them_is_killed(tiny, prefect, tmp_path, monkeypatch):  # noqa: F811

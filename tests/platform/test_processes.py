@@ -15,6 +15,7 @@ import threading
 import psutil
 import pytest
 
+from flows import env
 from stages.spec import PROJECT_ROOT
 from tasks import processes
 from tasks.run import StageError, run_stage
@@ -54,8 +55,12 @@ def started(config, on_start=lambda process: None, seed=0):
 
 @FORKS
 def test_a_forked_stage_does_what_a_started_one_does(state_dir, tmp_path, trains, fresh, monkeypatch):
+    for name in {*env.defaults(state_dir), "PYTHONPATH"} - {"POSTTRAIN_HOME"}:  # and put back behind the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     forked, (command, parent, leads) = started({"steps": 9})
     assert "stages.running.warm" in command and parent == processes._running.process.pid and leads
+    env.prepare()  # as a command or a recipe in the same process does; libraries read nothing else than before
     again, (_, same, _) = started({"steps": 9}, seed=1)
     assert same == parent and again.outputs != forked.outputs
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "other"))

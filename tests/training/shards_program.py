@@ -2,6 +2,7 @@
 test module.
 
 ``everything DIR OUT``: one of each kind in DIR. ``peak MODEL OUT``: how much a process grows at most, in MiB.
+``saved STATE GROWN``: by how much, where it saves 128 MiB.
 """
 
 import gc
@@ -15,6 +16,7 @@ from stages.chat import load_tokenizer
 from stages.models import pending, sharding
 from stages.models.adapters import add_lora
 from stages.models.modeling import load_policy, save_policy
+from stages.models.tensor_files import TensorFiles, writer_of
 from stages.reward_models.reward_heads import (
     RewardCard,
     load_reward_model,
@@ -89,12 +91,23 @@ def everything(root: str, out: str) -> None:
         model.save_pretrained(target, max_shard_size="40KB")
 
 
-def peak(path: str, out: str) -> None:
-    def highest() -> float:
-        # getrusage would count the process that this one was forked from
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+def highest() -> float:
+    """The most that this process has held, MiB (getrusage would count the process that this one was forked from)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
+
+def saved(state: str, out: str) -> None:
+    tensors = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(32)}
+    tensors |= {"step": torch.tensor(7.0), "half": torch.ones(3, 5, dtype=torch.bfloat16)}
+    before = highest()
+    writer_of(tensors)(Path(state))
+    Path(out).write_text(str(highest() - before))
+    stored = TensorFiles([Path(state)])
+    assert all(torch.equal(stored.into(n, torch.empty_like(t)), t) for n, t in tensors.items())
+
+
+def peak(path: str, out: str) -> None:
     tokenizer = load_tokenizer(path)
     small = AutoConfig.from_pretrained(path)
     small.num_hidden_layers = 1
@@ -119,4 +132,4 @@ def peak(path: str, out: str) -> None:
 
 def main(what: str, *paths: str) -> None:
     torch.set_num_threads(1)
-    {"everything": everything, "peak": peak}[what](*paths)
+    {"everything": everything, "peak": peak, "saved": saved}[what](*paths)

@@ -44,16 +44,18 @@ def test_every_objectives_gradient_is_the_single_process_one(tiny, tmp_path, sha
         ), name
 
 
+#: The checkpoint behind which a run is killed that is to be resumed.
+KILLED_BEHIND = 2
 LENGTH = [{"name": "length", "kind": "length", "max_length": 10, "cache_length": 10}]
 RL = {
-    "max_steps": 6,
+    "max_steps": 4,
     "prompts_per_step": 4,
     "num_generations": 4,
     "max_completion_length": 10,
     "learning_rate": 1e-3,
     "rewards": LENGTH,
 }
-ROWS = {"max_steps": 6, "batch_size": 8, "learning_rate": 1e-3, "eval_rows": 4}
+ROWS = {"max_steps": 4, "batch_size": 8, "learning_rate": 1e-3, "eval_rows": 4}
 FULL = {"sharding": "full", "forward": "model"}  # one process computes the layers as the ranks do
 TURNS = {
     "preset": "agent",
@@ -61,9 +63,8 @@ TURNS = {
     "rewards": [{"kind": "environment"}],
     "max_completion_length": 90,
     "max_turn_length": 6,
-    "max_steps": 4,
 }
-TRUST = {"preset": "trpo", "truncation_policy": "score", "max_steps": 4, "cg_iters": 3}
+TRUST = {"preset": "trpo", "truncation_policy": "score", "cg_iters": 3}
 CASES = {  # name: (stage, settings, rows)
     "sft": ("sft", {**ROWS, "ema_decay": 0.5}, "demonstrations"),
     "align": ("align", ROWS, "pairs"),
@@ -226,7 +227,8 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
     sharded = config.get("sharding") == "full"
     start = launched(*LAUNCHED.get(case, (None, None)), otherwise=forked(forks))
     one, _ = trained(spec, stage, config, inputs, "one", [1], start)
-    two, result = trained(spec, stage, config, inputs, "two", [2], start)
+    together = "changed" if case not in LAUNCHED else None
+    two, result = trained(spec, stage, config, inputs, "two", [2], start, killed=together)
     before = {
         k.removeprefix("bert."): v for k, v in load_file(os.path.join(inputs["model"], "model.safetensors")).items()
     }
@@ -236,7 +238,8 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
         if k in before
     ]
     assert max(moved) > 1e-4, "nothing was learned, so nothing was compared"
-    changed, again = trained(spec, stage, config, inputs, "changed", [2, 2] if sharded else [2, 1], start)
+    plan = [2, 2 if sharded else 1][bool(together) :]
+    changed, again = trained(spec, stage, config, inputs, "changed", plan, start)
     assert again["resumed_from"]
     assert one.keys() == two.keys() == changed.keys()
     for key, value in one.items():
@@ -306,21 +309,12 @@ def test_sharded_checkpoints_resume_on_any_number_of_ranks(tiny, data, spec, tmp
         assert len(sizes) == plan[-1] and max(sizes) < 1.2 * min(sizes), sizes
 
 
-def test_saving_a_state_takes_no_memory(tmp_path):
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak from /proc")
+def test_saving_a_state_takes_no_memory(tmp_path, forks):
     """Tensors go to the file one by one: the process does not grow while it saves 128 MiB, and gets every byte back."""
-    program = f"""
-import resource, torch
-from pathlib import Path
-from stages.models.tensor_files import TensorFiles, writer_of
-tensors = {{f"t{{i}}": torch.full((1 << 20,), float(i)) for i in range(32)}} | {{"step": torch.tensor(7.0), "half": torch.ones(3, 5, dtype=torch.bfloat16)}}
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-writer_of(tensors)(Path({str(tmp_path / "state")!r}))
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-stored = TensorFiles([Path({str(tmp_path / "state")!r})])
-assert all(torch.equal(stored.into(n, torch.empty_like(t)), t) for n, t in tensors.items())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 16, f"grew by {done.stdout} MiB"
+    forks.run("saved", tmp_path / "state", tmp_path / "grown", target="tests.training.shards_program:main")
+    grown = float((tmp_path / "grown").read_text())
+    assert grown < 16, f"grew by {grown} MiB"
 
 
 # --- sharding=full reads and publishes shard by shard -----------------------------------------------------------------
@@ -403,18 +397,24 @@ def test_a_rank_holds_its_shard_and_little_more_than_a_layer(tiny, tmp_path, for
     assert files_of(tmp_path / "two/model") == files_of(tmp_path / "model")
 
 
-def trained(spec, stage, config, inputs, name, devices, start):
-    """(weights, result) of a stage run on these numbers of ranks one after the other, killed behind later and later
-    checkpoints between.
+def trained(spec, stage, config, inputs, name, devices, start, killed=None):
+    """(weights, result) of a stage run on these numbers of ranks one after the other, killed behind a checkpoint
+    between. killed: the name of the same run once more, which the ranks begin behind this one's end and are killed in.
     """
     built = spec(stage, config, inputs, name)
     work = Path(built["workdir"])
     if devices == [1]:
         execute(built, lambda event: None)
     for i, count in enumerate(devices if devices != [1] else ()):
-        path = work.parent / f"{name}-{i}.json"
-        path.write_text(json.dumps({**built, "devices": count}))
-        start(path, count, killed_behind=work / "checkpoints" if i + 1 < len(devices) else None)
+        files = [work.parent / f"{name}-{i}.json"]
+        files[0].write_text(json.dumps({**built, "devices": count}))
+        behind = work if i + 1 < len(devices) else None
+        if killed:
+            once_more = spec(stage, config, inputs, killed)
+            files.append(Path(spec.path(killed)))
+            files[1].write_text(json.dumps({**once_more, "devices": count}))
+            behind = Path(once_more["workdir"])
+        start(files, count, killed_behind=behind and behind / "checkpoints")
     return load_file(work / "out" / "model" / "model.safetensors"), json.loads((work / "result.json").read_text())
 
 
@@ -430,9 +430,9 @@ def newest(checkpoints: Path) -> int:
 
 
 def forked(forks):
-    def start(path, count, killed_behind):
-        group = forks.start(path, target=UNDRAWN, ranks=count, POSTTRAIN_CHECKPOINT_SECONDS="0")
-        group.kill_when(lambda: newest(killed_behind) >= 3) if killed_behind else group.finish()
+    def start(files, count, killed_behind):
+        group = forks.start(*files, target=UNDRAWN, ranks=count, POSTTRAIN_CHECKPOINT_SECONDS="0")
+        group.kill_when(lambda: newest(killed_behind) >= KILLED_BEHIND) if killed_behind else group.finish()
 
     return start
 
@@ -440,12 +440,12 @@ def forked(forks):
 def launched(whole, killed, otherwise):
     """A stage's own start of its ranks, on two of them. SIGKILL goes to the launcher: its ranks notice and end."""
 
-    def start(path, count, killed_behind):
+    def start(files, count, killed_behind):
         fork = killed if killed_behind else whole if count > 1 else None
         if fork is None:
-            return otherwise(path, count, killed_behind)
+            return otherwise(files, count, killed_behind)
         process = subprocess.Popen(
-            [sys.executable, "-m", "stages", str(path)],
+            [sys.executable, "-m", "stages", *map(str, files)],
             env={
                 **ENVIRONMENT,
                 "POSTTRAIN_CHECKPOINT_SECONDS": "0",
@@ -461,7 +461,7 @@ def launched(whole, killed, otherwise):
             assert process.returncode == 0, said[-4000:]
             return
         deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and process.poll() is None and newest(killed_behind) < 3:
+        while time.monotonic() < deadline and process.poll() is None and newest(killed_behind) < KILLED_BEHIND:
             time.sleep(0.02)
         ranks = psutil.Process(process.pid).children(recursive=True)
         process.kill()

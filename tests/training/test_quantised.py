@@ -5,8 +5,8 @@ eighth of the memory.
 import copy
 import gc
 import json
-import subprocess
-import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +17,12 @@ pytest.importorskip("bitsandbytes", reason="the extra `qlora` is not installed")
 
 from stages.models import frozen, memory, pending, quantised  # noqa: E402
 from stages.models.adapters import AdapterOff  # noqa: E402
-from stages.batching import collate  # noqa: E402
+from stages.batching import collate, make_item  # noqa: E402
 from stages.chat import load_tokenizer  # noqa: E402
 from stages.harness import execute  # noqa: E402
-from stages.models.modeling import load_frozen, load_policy, save_policy, save_weights, target_logps  # noqa: E402
+from stages.models.modeling import load_frozen, load_policy, policy_to_train, save_policy, save_weights, target_logps  # noqa: E402
 from stages.registry import get_spec  # noqa: E402
+from stages.running import allocator  # noqa: E402
 from stages.decoding.sampler import Sampler  # noqa: E402
 from stages.decoding.sampling import SamplingParams  # noqa: E402
 from stages.settings import OptimizerConfig  # noqa: E402
@@ -357,44 +358,41 @@ def test_the_plan_of_memory_is_what_is_held(stage, rows, tiny, data, spec, monke
     assert f"frozen_dtype=nf4 (needs {memory.shown(found.states)})" in refused
 
 
-LARGE = """
-import sys, threading, time
-from stages.running.allocator import return_freed_memory
-from stages.batching import collate, make_item
-from stages.models.modeling import policy_to_train, target_logps
-from stages.settings import OptimizerConfig
+def grown(small: str, large: str, how: str, out: str) -> None:
+    """In a process of its own: by how much it grows at most, in bytes, while ``large`` is loaded under an adapter, and
+    by the end of two passes over it.
+    """
+    allocator.return_freed_memory()  # so that what was freed does not count
 
-return_freed_memory()  # so that what was freed does not count
+    def step(path):
+        class Stage:
+            config = OptimizerConfig(lora_rank=4, frozen_dtype=how)
+            device = "cpu"
+            warn = log = staticmethod(lambda *a: None)
+            seed_for = staticmethod(lambda *a: 7)
 
-def step(path):
-    class Stage:
-        config = OptimizerConfig(lora_rank=4, frozen_dtype=sys.argv[3])
-        device = "cpu"
-        warn = log = staticmethod(lambda *a: None)
-        seed_for = staticmethod(lambda *a: 7)
-    Stage.path = staticmethod(lambda name: path)
-    model = policy_to_train(Stage)
-    yield
-    for _ in range(2):
-        target_logps(model.train(), collate([make_item("a", [1, 2, 3], [[4, 5]], [[1, 1]])]))[0].sum().backward()
-    yield
+        Stage.path = staticmethod(lambda name: path)
+        model = policy_to_train(Stage)
+        yield
+        for _ in range(2):
+            target_logps(model.train(), collate([make_item("a", [1, 2, 3], [[4, 5]], [[1, 1]])]))[0].sum().backward()
+        yield
 
-def held():  # that is in no file
-    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) * 1024
+    def held():  # that is in no file
+        return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) * 1024
 
-def watch():
-    while True:
-        most[0] = max(most[0], held())
-        time.sleep(0.002)
+    def watch():
+        while True:
+            most[0] = max(most[0], held())
+            time.sleep(0.002)
 
-list(step(sys.argv[1]))  # whatever is imported and made once
-start, most = held(), [0]
-threading.Thread(target=watch, daemon=True).start()
-print(*(most[0] - start for _ in step(sys.argv[2])))
-"""
+    list(step(small))  # whatever is imported and made once
+    start, most = held(), [0]
+    threading.Thread(target=watch, daemon=True).start()
+    Path(out).write_text(json.dumps([most[0] - start for _ in step(large)]))
 
 
-def test_the_peak_of_memory_falls(tmp_path):
+def test_the_peak_of_memory_falls(tmp_path, forks):
     """A model of 216 MiB in float32, loaded under an adapter and taken through a step, in processes of their own:
     nothing of it is ever whole in memory.
     """
@@ -412,10 +410,8 @@ def test_the_peak_of_memory_falls(tmp_path):
     build("llama").save_pretrained(small := tmp_path / "small")
     shape, found = memory.shape_of(large), {}
     for how in ("bfloat16", "nf4"):
-        done = subprocess.run(
-            [sys.executable, "-c", LARGE, str(small), str(large), how], capture_output=True, text=True, check=True
-        )
-        found[how] = tuple(map(int, done.stdout.split()))
+        forks.run(small, large, how, tmp_path / how, target="tests.training.test_quantised:grown")
+        found[how] = json.loads((tmp_path / how).read_text())
     planned = {how: shape.frozen_bytes(how) for how in found}
     assert planned["nf4"] < 0.3 * planned["bfloat16"]
     for at in (0, 1):
