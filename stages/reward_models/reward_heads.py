@@ -55,8 +55,7 @@ def read_card(path: str | Path) -> RewardCard:
     """The card of a model directory; a plain sequence classifier without one is a scalar reward model without
     calibration.
     """
-    file = Path(path, CALIBRATION_FILE)
-    return RewardCard(**json.loads(file.read_text())) if file.exists() else RewardCard()
+    return RewardCard(**json.loads(Path(path, CALIBRATION_FILE).read_text())) if has_card(path) else RewardCard()
 
 
 def has_card(path: str | Path) -> bool:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from stages.reward import judge as judging
 from stages.chat import renderer_for
@@ -82,6 +83,38 @@ def test_text_and_ids_give_the_same_score_and_another_template_renders_again(tin
     last = max(i for i, m in enumerate(own.mask) if m)
     assert other.score([response])[0] == pytest.approx(other.score_ids([own.ids[: last + 1]])[0], abs=1e-5)
     assert other.score([response])[0] != same.score([response])[0]
+
+
+@pytest.mark.parametrize("pad", ("own", "end", "none"))
+@pytest.mark.parametrize("behind", ("", "\\n"))
+def test_a_model_without_a_card_is_read_where_transformers_reads_it(tiny, tmp_path, pad, behind):
+    """rm.head of somebody else's: at the last token that is not the pad token, also where the end token is one, and
+    where the template writes something behind it.
+    """
+    from stages.chat import load_tokenizer
+    from stages.reward_models.reward_heads import CALIBRATION_FILE
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = load_tokenizer(tiny["policy"])
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}{{- m['role'] + '> ' + m['content'] + eos_token + '"
+        + behind
+        + "' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- 'assistant> ' -}}{%- endif -%}"
+    )
+    model = load_reward_model(tiny["reward"])
+    save_reward_model(model, tokenizer, tmp_path, RewardCard())
+    (tmp_path / CALIBRATION_FILE).unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["pad_token_id"] = {"own": tokenizer.pad_token_id, "end": tokenizer.eos_token_id, "none": None}[pad]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    scorer, plain = load_scorer(str(tmp_path)), AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    asked = [Response(user("what is 2 plus 2?"), assistant(text)) for text in ("It is 4.", "Five, or so I think.")]
+    for response, score in zip(asked, scorer.score(asked)):
+        ids = saved.apply_chat_template([*response.prompt, *response.completion], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            assert score == pytest.approx(plain(input_ids=ids).logits[0, 0].item(), abs=1e-5)
+    assert not scorer.reads_ids_of(renderer_for(str(tmp_path)))  # a policy's ids end with the stop token
 
 
 def test_ids_are_cut_like_the_text_that_they_are(tiny, tmp_path):
