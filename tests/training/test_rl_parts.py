@@ -1,6 +1,7 @@
 """Parts of the RL stage on their own: critics, exact KL, filters, schedules, off-policy data, degenerate batches."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -586,6 +587,24 @@ def test_equal_rewards_of_a_single_group_train_without_noise(rl, preset):
     assert all(np.isfinite(v) for v in metrics[0].values())
     if preset == "grpo":
         assert all(a == 0 for r in rows_of(result) for a in r["advantages"]) and metrics[0]["reward/frac_zero_std"] == 1
+
+
+def test_what_trl_logs_is_logged_by_the_names_that_the_page_gives(rl):
+    """stages/FROM_TRL.md, where TRL is installed its own names too."""
+    import importlib.util
+
+    from tests.peers.page import PAGE
+
+    table = PAGE.partition("### What GRPOTrainer logs")[2].partition("## RLOOTrainer")[0]
+    names = re.findall(r"^\| `(.+)` \| `(.+)` \|$", table, re.M)
+    _, (row,) = rl(
+        "names", {"preset": "grpo", "beta": 0.04, "max_steps": 1, "rewards": [{"name": "NAME", "kind": "length"}]}
+    )
+    assert len(names) == 9 and {ours for _, ours in names} <= row.keys()
+    assert {"completions/mean_length", "completions/clipped_ratio"} <= row.keys()
+    if found := importlib.util.find_spec("trl"):
+        source = Path(found.origin).with_name("trainer").joinpath("grpo_trainer.py").read_text()
+        assert not [theirs for theirs, _ in names if f'"{theirs.replace("NAME", "{reward_func_name}")}"' not in source]
 
 
 def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(rl):
