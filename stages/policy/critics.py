@@ -96,7 +96,10 @@ def why_no_start(path: str, renderer) -> str | None:
     from stages.chat import load_tokenizer
 
     card = read_card(path)
-    if card.objective in ("combined", "implicit", "pairwise", "t2t_point", "t2t_pair") or card.pooling != "last":
+    if (
+        card.objective in ("combined", "implicit", "pairwise", "t2t_point", "t2t_pair", "control_tokens")
+        or card.pooling != "last"
+    ):
         return f"objective {card.objective} with pooling {card.pooling} gives no value per token"
     config = AutoConfig.from_pretrained(path)
     if (
