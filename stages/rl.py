@@ -519,6 +519,13 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     baseline_samples: int = Field(
         8, ge=1, description="Completions of the starting policy per prompt behind baseline=table and v_star (A*-PO 8)."
     )
+    baseline_missing: Literal["error", "batch_mean"] = Field(
+        "error",
+        description=(
+            "baseline=table: prompts that the input baselines lacks are refused, and ones that could not be scored"
+            " before training left out; or their baseline is the mean reward of the batch."
+        ),
+    )
     v_star_beta: float = Field(0.5, gt=0, description="Temperature of V* = beta log mean exp(r/beta) (A*-PO 0.5).")
 
     # Off-policy data, opponents, pretraining mix, trust region, prompt order.
