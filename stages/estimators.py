@@ -398,8 +398,8 @@ def fill_informative(
         if batch is None:
             raise DynamicSamplingExhausted(
                 f"{len(kept)} groups with a signal of {wanted} after {batches} generation batches"
-                f" ({len(drawn)} groups): raise max_num_gen_batches or num_generations, use easier or"
-                " harder prompts, or write dynamic_sampling=false with zero_advantage=mask"
+                f" ({len(drawn)} groups): raise {'max_num_gen_batches or ' if max_num_gen_batches else ''}num_generations,"
+                " use easier or harder prompts, or write dynamic_sampling=false with zero_advantage=mask"
             )
         batches += 1
         drawn += batch

@@ -490,7 +490,11 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     gen_batch_size: int | None = Field(
         None, ge=1, title="Generation batch", description="Prompts per refill round; default prompts_per_step."
     )
-    max_num_gen_batches: int = Field(10, ge=1, description="Refill rounds before the stage fails.")
+    max_num_gen_batches: int = Field(
+        10,
+        ge=0,
+        description="Rounds of prompts before the stage fails; 0 = no limit but that a step draws every prompt once.",
+    )
     zero_advantage: Literal["keep", "mask"] = Field(
         "keep", description="Groups without signal count in the denominators, or leave the step."
     )

@@ -474,7 +474,16 @@ class Rollouts:
         return out
 
     def _fill(self, wanted: int, iteration: int, version: int) -> tuple:
-        return self.groups.fill(lambda n: self.order.take(n, version), wanted, iteration, version)
+        drawn = 0
+
+        def take(n: int) -> list:
+            nonlocal drawn
+            if drawn >= len(self.order.prompts) and not self.config.max_num_gen_batches:
+                return []
+            drawn += n
+            return self.order.take(n, version)
+
+        return self.groups.fill(take, wanted, iteration, version)
 
     def _sample_ahead(self) -> None:
         """Begin to sample the next iteration's groups from the weights as they are now, where there is a next

@@ -572,6 +572,24 @@ def test_refilling_that_ends_says_where_rewards_differ_between_answers_that_are_
         rl("wrong", {**graded, "rewards": graded["rewards"][:1]})
 
 
+def test_refilling_without_a_limit_of_rounds_ends_with_the_prompts(rl):
+    """DYN-SAMPLING, max_num_gen_batches=0: only with a limit of passes over the prompts, here one in a step."""
+    config = {
+        "preset": "dapo",
+        "reward_override": "none",
+        "max_num_gen_batches": 0,
+        "max_steps": 1,
+        "gen_batch_size": 1,
+    }
+    source = rl.source("known", config)
+    n = len(source.order.prompts)
+    with pytest.raises(
+        DynamicSamplingExhausted,
+        match=rf"0 groups .* after {n} generation batches \({n} groups\): raise num_generations",
+    ):
+        rl("endless", config)
+
+
 # --- completions that the engine lost ---------------------------------------------------------------------------------
 
 
