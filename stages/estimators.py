@@ -398,8 +398,8 @@ def fill_informative(
         if batch is None:
             raise DynamicSamplingExhausted(
                 f"{len(kept)} groups with a signal of {wanted} after {batches} generation batches"
-                f" ({len(drawn)} groups): raise max_num_gen_batches or num_generations, use easier or"
-                " harder prompts, or write dynamic_sampling=false with zero_advantage=mask"
+                f" ({len(drawn)} groups): raise {'max_num_gen_batches or ' if max_num_gen_batches else ''}num_generations,"
+                " use easier or harder prompts, or write dynamic_sampling=false with zero_advantage=mask"
             )
         batches += 1
         drawn += batch
@@ -562,12 +562,14 @@ class Multipliers:
         self.values = dict(state)
 
 
-def table_baseline(prompt_ids, table: dict):
-    """Baseline [B] looked up by prompt id; a missing id is an error that names it (BASELINE)."""
-    missing = sorted({p for p in prompt_ids if p not in table})
-    if missing:
-        raise KeyError(f"no baseline for prompt ids {missing[:5]}: add them to the table or use baseline='batch_mean'")
-    return _f64([table[p] for p in prompt_ids])
+def table_baseline(prompt_ids, table: dict, missing: float | None = None):
+    """Baseline [B] looked up by prompt id; of an id that the table lacks it is ``missing``, where None an error that
+    names it (BASELINE).
+    """
+    unknown = sorted({p for p in prompt_ids if p not in table})
+    if unknown and missing is None:
+        raise KeyError(f"no baseline for prompt ids {unknown[:5]}: add them to the table, or give missing=")
+    return _f64([table.get(p, missing) for p in prompt_ids])
 
 
 def v_star(reference_rewards, beta: float) -> float:

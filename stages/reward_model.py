@@ -1,10 +1,11 @@
 """reward_model: a reward model from labelled answers, in any form that labels come in.
 
-    pairs/1      bt, margin, soft_label (ranking losses), pairwise (both answers in one context), t2t_point, t2t_pair (label words)
+    pairs/1      bt, margin, soft_label (ranking losses), pairwise (both answers in one context), t2t_point, t2t_pair (label words),
+                 control_tokens (each answer behind GOOD: against itself behind BAD:)
     rankings/1   kwise_pairs, plackett_luce
     ratings/1    regression, value
     trajectories/1   regression: every step's observation, action and next observation (``rm.agentic``; ranked trajectories are pairs/1)
-    unpaired/1   pointwise_bce, orm (every token of an answer), value
+    unpaired/1   pointwise_bce, control_tokens, orm (every token of an answer), value
     stepwise/1   prm (every step of a solution)
 
 ``objective=auto`` takes the natural one of the data. The backbone may be any decoder or encoder, with its own tokenizer
@@ -57,6 +58,7 @@ class Config(OptimizerConfig, ChatConfig):
         "kwise_pairs",
         "plackett_luce",
         "pointwise_bce",
+        "control_tokens",
         "regression",
         "orm",
         "value",
@@ -171,7 +173,11 @@ class Config(OptimizerConfig, ChatConfig):
         "auto", description="Score of a solution from its steps (prm: prod) or tokens (orm: last)."
     )
     label_words: list[str] = Field(
-        default_factory=list, description="t2t_point: good and bad word (Good, Bad); t2t_pair: the letters (A, B)."
+        default_factory=list,
+        description=(
+            "t2t_point: good and bad word (Good, Bad); t2t_pair: the letters (A, B); control_tokens: the words before an"
+            " answer (GOOD, BAD)."
+        ),
     )
     label_request: Literal["sections", "slic"] = Field(
         "sections",
@@ -463,6 +469,8 @@ class Setup:
             }
         elif name == "orm":
             options |= {"offset": offset, "aggregation": "last" if config.aggregation == "auto" else config.aggregation}
+        elif name == "control_tokens":
+            options |= {"label_words": config.label_words or None}
         elif self.row.reads == "labels":
             options |= {
                 "label_words": config.label_words or None,

@@ -490,7 +490,11 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     gen_batch_size: int | None = Field(
         None, ge=1, title="Generation batch", description="Prompts per refill round; default prompts_per_step."
     )
-    max_num_gen_batches: int = Field(10, ge=1, description="Refill rounds before the stage fails.")
+    max_num_gen_batches: int = Field(
+        10,
+        ge=0,
+        description="Rounds of prompts before the stage fails; 0 = no limit but that a step draws every prompt once.",
+    )
     zero_advantage: Literal["keep", "mask"] = Field(
         "keep", description="Groups without signal count in the denominators, or leave the step."
     )
@@ -518,6 +522,13 @@ class Config(OptimizerConfig, SamplingConfig, AgentConfig, ChatConfig):
     baseline_decay: float = Field(0.9, ge=0, lt=1, description="Moving-average baseline of reinforce.")
     baseline_samples: int = Field(
         8, ge=1, description="Completions of the starting policy per prompt behind baseline=table and v_star (A*-PO 8)."
+    )
+    baseline_missing: Literal["error", "batch_mean"] = Field(
+        "error",
+        description=(
+            "baseline=table: prompts that the input baselines lacks are refused, and ones that could not be scored"
+            " before training left out; or their baseline is the mean reward of the batch."
+        ),
     )
     v_star_beta: float = Field(0.5, gt=0, description="Temperature of V* = beta log mean exp(r/beta) (A*-PO 0.5).")
 
@@ -1013,7 +1024,12 @@ SPEC = StageSpec(
         ),
         "reference": InputSpec("model", required=False, use="words", doc="KL reference; default: the starting policy."),
         "critic": InputSpec(
-            "model", required=False, doc="Value model to start the critic from, instead of the reward model."
+            "model",
+            required=False,
+            doc=(
+                "Model to start the critic from, instead of the reward model: a value or reward model, or a language"
+                " model (base, SFT), whose values begin at 0."
+            ),
         ),
         "ptx": InputSpec(
             "dataset", kinds=("text/1", "demonstrations/1"), required=False, doc="Pretraining text mixed in (ptx_coef)."
@@ -1241,7 +1257,7 @@ def _reference(stage, row, renderer, model):
 
 def _critic(stage, row, renderer, model):
     """The value function: from the input critic, else the reward model (critic_init), else the policy."""
-    from stages.policy.critics import Critic, why_no_start
+    from stages.policy.critics import Critic, is_language_model, why_no_start
 
     config = stage.config
     start = (
@@ -1256,13 +1272,16 @@ def _critic(stage, row, renderer, model):
             "critic_init=reward_model needs the input reward_model; give reward_model=MODEL_REF, or write"
             " critic_init=policy."
         )
+    if start == "critic" and config.critic_mode == "separate" and is_language_model(stage.path(start)):
+        _same_vocabulary(renderer, stage.path(start), start)
+        return Critic(stage, row, stage.path(start), False, model)
     reason = (
         why_no_start(stage.path(start), renderer) if start != "model" and config.critic_mode == "separate" else None
     )
     if reason and (start == "critic" or config.critic_init == "reward_model"):
         raise ValueError(
-            f"the critic cannot start from the input {start}: {reason}. Give a scalar reward model on a decoder, or"
-            " write critic_init=policy."
+            f"the critic cannot start from the input {start}: {reason}. Give a scalar reward model on a decoder,"
+            + (" a language model, or leave the input out." if start == "critic" else " or write critic_init=policy.")
         )
     if reason:
         stage.warn("critic_start", f"The critic starts from the policy, not from the reward model: {reason}.")

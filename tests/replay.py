@@ -812,7 +812,7 @@ class Reward:
         first = [rendered.tokenizer.convert_tokens_to_ids("<|endoftext|>"), *start, end]
         return [*first, *ids, end], [0] * len(first) + mask + [0], len(first)
 
-    def encoded(self, rendered, prompt, completions, distinct: bool):
+    def encoded(self, rendered, prompt, completions, distinct: bool, words=()):
         config, prompt = self.config, self.prompted(prompt)
         if self.encoder:
             start = self.start(rendered, prompt)
@@ -824,6 +824,10 @@ class Reward:
         else:
             start, found, longest = rendered.answers(prompt, [clean(c) for c in completions], config.max_length)
             room = config.max_length
+        for k, word in enumerate(self.plain(rendered, f"{w}:") for w in words):
+            ids, mask, end = found[k]
+            found[k] = (word + ids, [0] * len(word) + mask, len(word) + end)
+        longest = max(len(ids) for ids, _, _ in found)
         sequences, texts, before = cut(start, found, longest, room, True)
         was_cut = len(start) + max(end for _, _, end in found) > room
         if (
@@ -911,6 +915,15 @@ class Reward:
                 Row([self.request(rendered, one.format(prompt, side), label)], weight, more)
                 for side, label in zip(sides, ("Good", "Bad"))
             ]
+        if kind == "control_tokens":
+            if row["label_prob"] == 0.5:
+                return []
+            sides, words = [row["chosen"], row["rejected"]], config.label_words or ["GOOD", "BAD"]
+            found = self.encoded(
+                rendered, row["prompt"], [*sides[:1] * 2, *sides[1:] * 2], True, [*words, *reversed(words)]
+            )
+            same = found is not None and found[0] == found[3]
+            return [] if found is None or same else [Row(found, weight, {"pairs": [(0, 1), (2, 3)]})]
         if kind in ("kwise_pairs", "plackett_luce"):
             order = sorted(range(len(row["ranks"])), key=lambda i: (row["ranks"][i], i))
             ranks, top = [row["ranks"][i] for i in order], config.top_ranks or len(order)
@@ -1107,16 +1120,16 @@ class Reward:
                 )
                 by = 1.0
                 right, decided = right + float(a > b), decided + 1
-            elif kind in ("kwise_pairs", "plackett_luce"):
+            elif kind in ("kwise_pairs", "plackett_luce", "control_tokens"):
                 each = [F.softplus(s[j] - s[i]) for i, j in row.more["pairs"]]
                 right, decided = right + float(sum(s[i] > s[j] for i, j in row.more["pairs"])), decided + len(each)
-                if row.more["listwise"]:
+                if row.more.get("listwise"):
                     factors = [
                         torch.logsumexp(torch.stack(s[k:]), 0) - s[k]
                         for k in range(min(config.top_ranks or len(s), len(s) - 1))
                     ]
                     loss, by = sum(factors) / (len(s) - 1 if config.normalise_by_k else 1), 1.0
-                elif kind == "plackett_luce" or config.pair_weighting == "per_prompt":
+                elif kind == "plackett_luce" or kind == "kwise_pairs" and config.pair_weighting == "per_prompt":
                     loss, by = sum(each) / len(each), 1.0
                 else:
                     loss, by = sum(each), float(len(each))

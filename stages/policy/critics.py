@@ -2,7 +2,7 @@
 ``tests/methods.yaml``).
 
 ``separate``: its own network and optimizer, started as a copy of the reward model (backbone, head and calibration) or
-from the policy's backbone with a head of zeros; it takes one step on the items of every policy step. ``shared``: a head
+from the backbone of the policy, or of another language model, with a head of zeros; it takes one step on the items of every policy step. ``shared``: a head
 on the policy's trunk, trained by the policy's step. The values that advantages are made of are fixed when a rollout is
 scored.
 
@@ -24,6 +24,7 @@ from stages.models.sharding import asked
 from stages.policy.policy_update import counted_sequences, group_means, over_groups
 from stages.reward_models.reward_heads import (
     RewardCard,
+    has_card,
     load_reward_model,
     new_reward_model,
     read_card,
@@ -89,6 +90,13 @@ def new_value_head(hidden_size: int) -> nn.Linear:
     return head
 
 
+def is_language_model(path: str) -> bool:
+    """Whether the model in ``path`` has no head for values, so that a critic takes its backbone alone."""
+    from transformers import AutoConfig
+
+    return not has_card(path) and any("CausalLM" in n for n in AutoConfig.from_pretrained(path).architectures or [])
+
+
 def why_no_start(path: str, renderer) -> str | None:
     """None when a critic can start from the reward (or value) model in ``path``, else the reason it cannot."""
     from transformers import AutoConfig
@@ -96,7 +104,10 @@ def why_no_start(path: str, renderer) -> str | None:
     from stages.chat import load_tokenizer
 
     card = read_card(path)
-    if card.objective in ("combined", "implicit", "pairwise", "t2t_point", "t2t_pair") or card.pooling != "last":
+    if (
+        card.objective in ("combined", "implicit", "pairwise", "t2t_point", "t2t_pair", "control_tokens")
+        or card.pooling != "last"
+    ):
         return f"objective {card.objective} with pooling {card.pooling} gives no value per token"
     config = AutoConfig.from_pretrained(path)
     if (

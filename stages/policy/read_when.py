@@ -144,6 +144,11 @@ RL_READ_WHEN = (
         "only baseline=table and v_star sample before training; write one of them",
     ),
     (
+        ("baseline_missing",),
+        lambda r, c: r.read_baseline == "table",
+        "only baseline=table looks baselines up and takes another in place of one; write that",
+    ),
+    (
         ("v_star_beta",),
         lambda r, c: r.read_baseline == "v_star",
         "it is the temperature of baseline=v_star; write that",

@@ -26,6 +26,8 @@ LABEL_REQUESTS = {
     "slic": ("[Context] {context} [Summary] {a}", "[Context] {context} [Summary A] {a} [Summary B] {b}"),
 }
 NO_FACTS = "none"
+#: What a control word looks like in front of an answer, and the words (good, bad) (rm.pmp).
+CONTROL, CONTROL_WORDS = "{word}:", ("GOOD", "BAD")
 
 
 class Drop(Exception):
@@ -95,9 +97,20 @@ def with_facts(row: dict, prompt: list[dict], facts: bool) -> list[dict]:
 
 
 def build(
-    reader, row: dict, prompt, completions, dropped: Counter, *, counts: dict, distinct: bool = False, **extra
+    reader,
+    row: dict,
+    prompt,
+    completions,
+    dropped: Counter,
+    *,
+    counts: dict,
+    distinct: bool = False,
+    words: list[str] | None = None,
+    **extra,
 ) -> Item:
     """Item of one prompt with its responses, cut to the reader's room.
+
+    words: a text in front of each response, which the template does not see (:data:`CONTROL`).
 
     Raises:
         Drop: a response without a scored token, or (``distinct``) responses that the template or the cut made equal;
@@ -105,6 +118,9 @@ def build(
     """
     with rendering(row):
         ids, responses = reader.parts(prompt, completions)
+    if words:
+        before = [reader.plain(CONTROL.format(word=word)) for word in words]
+        responses = [([*word, *r], [0] * len(word) + list(m)) for word, (r, m) in zip(before, responses, strict=True)]
     if any(not sum(mask) for _, mask in responses):
         raise Drop("no_target")
     ids, responses, was_cut = cut(ids, responses, reader.room)
@@ -266,6 +282,35 @@ def labelled_items(row, reader, config, dropped) -> list[Item]:
         difficulty=0.0,
     )
     item.extra["counts"] |= {"tokens": float(item.n_targets) * weight, "chosen_tokens": float(item.n_targets) * weight}
+    return [item]
+
+
+def control_items(row, reader, config, dropped) -> list[Item]:
+    """One item per pair A > B, with the responses GOOD:A, BAD:A, BAD:B, GOOD:B, or per labelled answer, with the first
+    two of them if it is good and the last two if not: the right word first (``rm.pmp``). The words are
+    ``label_words``.
+    """
+    if is_tie(row):
+        raise Drop("tie")
+    good, bad = config.label_words or CONTROL_WORDS
+    answers = (
+        [(row["completion"], row["label"])]
+        if "completion" in row
+        else [(row["chosen"], True), (row["rejected"], False)]
+    )
+    item = build(
+        reader,
+        row,
+        with_facts(row, row["prompt"], config.facts),
+        [answer for answer, _ in answers for _ in range(2)],
+        dropped,
+        distinct=True,
+        words=[word for _, label in answers for word in ((good, bad) if label else (bad, good))],
+        counts={"weight": row_weight(row) * len(answers), "pairs": float(len(answers))},
+        difficulty=0.0,
+    )
+    if len({r.tobytes() for r in item.responses}) < len(item.responses):
+        raise Drop("identical_after_tokenisation")
     return [item]
 
 

@@ -124,6 +124,24 @@ def pointwise_bce(scores_SC, batch, config) -> Sums:
     )
 
 
+def control_tokens(scores_SC, batch, config) -> Sums:
+    """``rm.pmp`` by control tokens: responses alternate the right word and the wrong one before one answer, and each two
+    are a Bradley-Terry pair; the mean is over these pairs.
+    """
+    right, wrong = scores_SC[0::2, 0], scores_SC[1::2, 0]
+    weight = torch.tensor([i.extra["weight"] for i in batch.items for _ in i.responses[0::2]]).to(scores_SC)
+    gap = (right - wrong).detach()
+    return Sums(
+        {"ranking": ((losses.bradley_terry_loss(right, wrong) * weight).sum(), "weight")},
+        {
+            "accuracy": ((gap > 0).float().sum(), "pairs"),
+            "margin": (gap.sum(), "pairs"),
+            **spread(scores_SC),
+            "no_eos_fraction": no_eos(batch),
+        },
+    )
+
+
 def regression(scores_SC, batch, config) -> Sums:
     """``rm.regression``: squared (or Huber) error against standardised ratings, the mean over the attributes a row
     has.

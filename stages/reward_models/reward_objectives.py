@@ -83,6 +83,14 @@ _ROWS = (
         source="rm.pmp, binary discrimination (Askell et al. 2021)",
     ),
     RewardObjective(
+        "control_tokens",
+        ("pairs/1", "unpaired/1"),
+        "stages.reward_models.reward_data:control_items",
+        "stages.reward_models.reward_losses:control_tokens",
+        score="stages.reward_models.reward_scorers:ControlScorer",
+        source="rm.pmp, binary discrimination by control tokens (Askell et al. 2021)",
+    ),
+    RewardObjective(
         "regression",
         ("ratings/1", "trajectories/1"),
         "stages.reward_models.reward_data:rating_items",
@@ -170,7 +178,8 @@ READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("balance", "outcome_head", "outcome_token"), ("orm",)),
     "aggregation": ("orm", "prm"),
     **dict.fromkeys(("step_classes", "step_separator", "after_first_error", "hard_labels", "neutral_as"), ("prm",)),
-    **dict.fromkeys(("label_words", "label_request"), ("t2t_point", "t2t_pair")),
+    "label_words": ("t2t_point", "t2t_pair", "control_tokens"),
+    "label_request": ("t2t_point", "t2t_pair"),
     "normalise_over_labels": ("t2t_point",),
     **dict.fromkeys(("init_head", "pooling"), tuple(row.name for row in _ROWS if row.reads != "labels")),
 }

@@ -175,6 +175,34 @@ def _cut_ids(row: list[int], start: int, room: int) -> list[int]:
     return [*prompt, *response]
 
 
+class ControlScorer(Scorer):
+    """``rm.pmp`` by control tokens: r(GOOD:x) - r(BAD:x), the log-odds that the answer x is a good one."""
+
+    def _item(self, response):
+        from collections import Counter
+
+        from stages.reward_models.reward_data import CONTROL_WORDS, Drop, build
+
+        words = list(self.card.options.get("label_words") or CONTROL_WORDS)
+        answers = [response.completion] * 2
+        try:
+            return build(
+                self.reader, {"row_id": "scored"}, self._prompt(response), answers, Counter(), counts={}, words=words
+            )
+        except Drop:
+            return None
+
+    def score(self, responses):
+        return [v + self.bias for v in self._over_items(responses, self._read)]
+
+    def _read(self, batch) -> list[float]:
+        return response_outputs(self.model, batch, self.card.pooling)[:, 0].tolist()
+
+    def _outputs(self, items, read):
+        both = per_response(items, self.max_tokens, self.device, read, self.model)
+        return [good - bad for good, bad in both]
+
+
 class RatingScorer(ScalarScorer):
     """``rm.regression``: outputs back on the rating scale, then their weighted sum over attributes."""
 

@@ -402,7 +402,10 @@ class Crediting:
             found = {id(g): self.earned([g.greedy_sample], g.version)[0] for g in group_at}
             return np.array([found[id(g)] for g in group_at])
         if kind in ("table", "v_star"):
-            return table_baseline([g.prompt["prompt_id"] for g in group_at], self.table)
+            ids = [g.prompt["prompt_id"] for g in group_at]
+            if self.config.baseline_missing == "batch_mean" and not self.table.keys() >= set(ids):
+                return lambda rewards: table_baseline(ids, self.table, float(rewards.mean()) if len(rewards) else 0.0)
+            return table_baseline(ids, self.table)
         return 0.0
 
     def _compare(self, batch: Batch, samples, group_at, iteration: int, version: int) -> None:

@@ -148,7 +148,7 @@ class GroupSampler:
         """Groups of ``wanted`` prompts, with ``dynamic_sampling`` only ones with a signal (DYN-SAMPLING).
 
         Args:
-            take: gives the next n prompts.
+            take: gives the next n prompts, none where no more may be drawn.
 
         Returns:
             (groups, [(dropped group, reason)], metrics).
@@ -158,8 +158,11 @@ class GroupSampler:
         rounds = itertools.count()  # groups that the engine lost count as drawn: seeds are of prompts, not of groups
         seen: list[Group] = []
 
-        def draw(_) -> list[Group]:
-            found = self.sample(take(n), iteration, version, n * next(rounds))
+        def draw(_) -> list[Group] | None:
+            prompts = take(n)
+            if not prompts:
+                return None
+            found = self.sample(prompts, iteration, version, n * next(rounds))
             if seen and self.config.reward_override == "none":
                 # by the same confidences, before it is asked who teaches something; what they are compared with too
                 regrade(

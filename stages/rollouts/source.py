@@ -361,7 +361,7 @@ class Rollouts:
             load_weights(model, read.path(f"{name}.safetensors"))
         if self.critic is not None:
             self.critic.restore(state["critic"], read)
-        if self.stored is not None and self.crediting.table:
+        if self.stored is not None and self.crediting.table and self.config.baseline_missing == "error":
             self.stored.keep(self.crediting.table)
 
     def _moving(self) -> dict:
@@ -474,7 +474,16 @@ class Rollouts:
         return out
 
     def _fill(self, wanted: int, iteration: int, version: int) -> tuple:
-        return self.groups.fill(lambda n: self.order.take(n, version), wanted, iteration, version)
+        drawn = 0
+
+        def take(n: int) -> list:
+            nonlocal drawn
+            if drawn >= len(self.order.prompts) and not self.config.max_num_gen_batches:
+                return []
+            drawn += n
+            return self.order.take(n, version)
+
+        return self.groups.fill(take, wanted, iteration, version)
 
     def _sample_ahead(self) -> None:
         """Begin to sample the next iteration's groups from the weights as they are now, where there is a next
@@ -555,16 +564,19 @@ class Rollouts:
 
     def _measure_baselines(self) -> None:
         """The baseline of every prompt: from the input ``baselines``, else from completions of the starting policy
-        (v_star: of the reference). Prompts without one, and for v_star those that were never answered right, which have
-        no V* to speak of, are left out (ASTAR-PO)."""
+        (v_star: of the reference). Prompts without one stay with ``baseline_missing=batch_mean``, and else are left out,
+        and for v_star those that were never answered right, which have no V* to speak of (ASTAR-PO)."""
         prompts, v_star = self.order.prompts, self.row.baseline == "v_star"
+        replaced = self.config.baseline_missing == "batch_mean"
         if self.stage.has("baselines"):
             rows = {r["prompt_id"]: r for r in self.stage.dataset("baselines").iter_rows()}
             known = {prompt_id: float(r["b"]) for prompt_id, r in rows.items()}
-            if missing := [row["prompt_id"] for row, _ in prompts if row["prompt_id"] not in known]:
+            missing = [row["prompt_id"] for row, _ in prompts if row["prompt_id"] not in known]
+            if missing and not replaced:
                 raise ConfigError(
                     f"the input baselines has none for prompt {missing[0]} and {len(missing) - 1} more; give the"
-                    " baselines of these prompts, or leave the input out so that they are sampled before training."
+                    " baselines of these prompts, leave the input out so that they are sampled before training"
+                    + ("." if v_star else ", or write baseline_missing=batch_mean.")
                 )
             # that an rl stage wrote says them
             judged = {prompt_id: json.loads(r["extra_json"] or "{}").get("verdicts") for prompt_id, r in rows.items()}
@@ -586,14 +598,15 @@ class Rollouts:
                     f"None of the completions behind baseline={self.row.baseline} could be scored. Mend the reward"
                     " component, or give the input baselines."
                 )
-            if unknown := {row["row_id"] for row, _ in prompts if row["prompt_id"] not in known}:
+            unknown = {row["row_id"] for row, _ in prompts if row["prompt_id"] not in known}
+            if unknown and not replaced:
                 self.order.leave_out(unknown)
                 self.stage.warn(
                     "baselines_unknown",
                     f"{len(unknown)} of {len(prompts)} prompts have no completion that could be scored, so their"
                     " baseline is unknown, and are left out.",
                 )
-        if self.stored is not None:
+        if self.stored is not None and not replaced:
             outside = sorted(
                 {g.prompt["prompt_id"] for g in self.stored.groups}
                 - {row["prompt_id"] for row, _ in prompts}
@@ -619,8 +632,10 @@ class Rollouts:
             self.order.leave_out(set(hopeless))
             known = {prompt_id: b for prompt_id, b in known.items() if prompt_id not in hopeless.values()}
             self.stage.log(f"{len(hopeless)} prompts were never answered right by the starting policy and are left out")
+        if absent := len([1 for row, _ in self.order.prompts if row["prompt_id"] not in known]):
+            self.stage.log(f"{absent} of {len(prompts)} prompts have no baseline: the mean reward of their batch")
         self.crediting.table = known
-        if self.stored is not None:
+        if self.stored is not None and not replaced:
             self.stored.keep(known)
 
     def _reference_engine(self):

@@ -15,6 +15,7 @@ from stages.reward_models.reward_data import (
     Drop,
     annotator_shifts,
     balanced,
+    control_items,
     encode,
     pair_difficulty,
     pair_items,
@@ -192,6 +193,15 @@ def label_words(model, items, config):
     return sum(values) / len(values)
 
 
+def control_words(model, items, config):
+    values = [
+        softplus(last_score(model, item, k + 1)[0] - last_score(model, item, k)[0])
+        for item in items
+        for k in range(0, len(item.responses), 2)
+    ]
+    return sum(values) / len(values)
+
+
 CASES = {
     "bt": ("pairs", "bt", {}, bt()),
     "margin": ("pairs", "margin", {}, bt(margin=True)),
@@ -221,6 +231,8 @@ CASES = {
     "prm 3": ("steps", "prm", {"step_classes": 3}, steps),
     "pairwise": ("pairs", "pairwise", {}, pairwise),
     "pairwise soft, smoothed": ("pairs", "pairwise", {"use_soft_labels": True, "label_smoothing": 0.2}, pairwise),
+    "control tokens of pairs": ("pairs", "control_tokens", {}, control_words),
+    "control tokens of labels": ("labels", "control_tokens", {"label_words": ["yes", "no"]}, control_words),
     "t2t_point": ("pairs", "t2t_point", {}, label_words),
     "t2t_pair": ("pairs", "t2t_pair", {}, label_words),
 }
@@ -262,6 +274,7 @@ def test_a_step_equals_an_independent_computation(tiny, rows, name):
         "value",
         "prm 2",
         "pairwise",
+        "control tokens of pairs",
         "t2t_pair",
     ],
 )
@@ -539,6 +552,9 @@ class Characters:
     def parts(self, prompt, completions):
         return [ord(c) for c in prompt[0]["content"]], [([ord(c) for c in m[0]["content"]],) * 2 for m in completions]
 
+    def plain(self, text):
+        return [ord(c) for c in text]
+
     def wrap(self, prompt, response, mask):
         return prompt, response, [1] * len(response), 0
 
@@ -567,6 +583,30 @@ def test_rankings_without_signal_are_dropped_and_counted():
     )
     with pytest.raises(Drop, match="identical_after_truncation"):
         ranking([1, 2], ["x" * 60 + "a", "x" * 60 + "b"], objective="kwise_pairs")
+
+
+def controlled(chosen, rejected, **more):
+    row = {
+        "row_id": "r",
+        "prompt": [{"role": "user", "content": "q"}],
+        "chosen": [{"role": "assistant", "content": chosen}],
+        "rejected": [{"role": "assistant", "content": rejected}],
+        **more,
+    }
+    return control_items(row, Characters(), Config(objective="control_tokens"), Counter())
+
+
+def test_pairs_behind_control_words_that_teach_nothing_are_dropped():
+    """rm.pmp: an answer that is both sides of a pair would be good and bad at once; also after the cut."""
+    for chosen, rejected, more, reason in (
+        ("a", "b", {"label_prob": 0.5}, "tie"),
+        ("a", "a", {}, "identical_after_tokenisation"),
+        ("x" * 60 + "a", "x" * 60 + "b", {}, "identical_after_truncation"),
+    ):
+        with pytest.raises(Drop, match=reason):
+            controlled(chosen, rejected, **more)
+    (item,) = controlled("a", "b", weight=0.5)
+    assert len(item.responses) == 4 and item.extra["counts"] == {"weight": 1.0, "pairs": 2.0}
 
 
 def test_ties_under_plackett_luce():
@@ -861,6 +901,7 @@ UNREAD = [
     ("t2t_point", {"use_soft_labels": True}),
     ("bt", {"top_ranks": 1}),
     ("bt", {"attributes": ["a"]}),
+    ("control_tokens", {"use_margin": True}),
     ("t2t_pair", {"init_head": "keep"}),
     ("t2t_point", {"pooling": "mean"}),
     ("margin", {"hard_labels": True}),

@@ -25,6 +25,7 @@ CASES = {
     "plackett_luce": ("rankings", {}),
     "regression": ("ratings", {"attributes": ["help", "truth"], "attribute_weights": [0.75, 0.25]}),
     "pointwise_bce": ("labels", {}),
+    "control_tokens": ("pairs", {}),
     "orm": ("labels", {}),
     "value": ("labels", {}),
     "prm": ("steps", {"step_classes": 3}),
@@ -35,6 +36,7 @@ from stages.reward_models.reward_scorers import Response, load_scorer
 rows = [Response(p, c) for p, c in json.load(open(sys.argv[1]))]
 print(json.dumps([load_scorer(path).score(rows) for path in sys.argv[2:]]))
 """
+WORDS = ("Good:", "Bad:")
 #: Two answers each to two prompts.
 ASKED = [(user(f"which, number {i}?"), assistant(text)) for i in (3, 50) for text in (better(i), worse(i))]
 ENCODER = [
@@ -126,6 +128,33 @@ def test_a_kept_head_keeps_the_constant_of_gain_and_bias(tiny, rows, train):
     assert two.card.options["offset"] == one.card.options["offset"]
     assert two.score(responses) == pytest.approx(one.score(responses), abs=1e-6)
     assert again["summary"]["train/final_loss"] == pytest.approx(first["summary"]["train/final_loss"], rel=1e-4)
+
+
+def test_a_preference_model_of_control_words_is_asked_with_both_and_fine_tuned_without(tiny, rows, train):
+    """rm.pmp: from good and bad answers; the score of an answer x is r(GOOD:x) - r(BAD:x), by transformers' own
+    forward. A ranked preference model goes on from its head.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from stages.policy.critics import why_no_start
+
+    config = {**COMMON, "objective": "control_tokens", "label_words": ["Good", "Bad"], "batch_size": 4}
+    path, summary = check(
+        train("reward_model", config, {"model": tiny["policy"], "data": rows["labels"]}), "control_tokens"
+    )
+    assert summary["calibration_bias"] == 0.0 and summary["test/auc"] > 0.9
+    scorer, model = load_scorer(path), AutoModelForSequenceClassification.from_pretrained(path).eval()
+    assert not scorer.reads_ids_of(scorer.reader.renderer) and "control_tokens" in why_no_start(path, None)
+    for (prompt, answer), score in zip(ASKED, TRAINED[path]):
+        start, [(ids, _)] = scorer.reader.parts(prompt, [answer])
+        sides = [[*start, *scorer.reader.tokenizer.encode(word, add_special_tokens=False), *ids] for word in WORDS]
+        with torch.no_grad():
+            good, bad = (float(model(input_ids=torch.tensor([side])).logits[0, 0]) for side in sides)
+        assert score == pytest.approx(good - bad, abs=1e-4) and abs(score) > 0.01
+    tuned = {**COMMON, "objective": "bt", "init_head": "keep", "max_steps": 2}
+    again = train("reward_model", tuned, {"model": path, "data": rows["pairs"]}, "tuned")
+    assert load_scorer(again["outputs"]["model"]["path"]).card.objective == "bt"
 
 
 @pytest.mark.parametrize("objective", ("t2t_point", "t2t_pair"))

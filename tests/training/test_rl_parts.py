@@ -197,6 +197,29 @@ def test_a_critic_that_knows_nothing_says_nothing(rl, mode):
     assert metrics[0]["critic/explained_variance"] == 0.0
 
 
+def test_a_critic_may_start_from_another_language_model(tiny, rl, tmp_path):
+    """ACTOR-CRITIC, critic.init base or sft: its backbone, and values of 0; one with other tokens is refused."""
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    from stages.reward_models.reward_heads import load_reward_model, new_reward_model
+
+    config = {"preset": "ppo", "max_steps": 1, "critic_learning_rate": 1e-12, "critic_mode": "separate"}
+    result, _ = rl("base", config, critic=tiny["other"])
+    assert all(v == 0.0 for row in rows_of(result) for v in row["values"])
+    found = load_reward_model(result["outputs"]["critic"]["path"]).base_model.state_dict()
+    other, policy = (new_reward_model(tiny[name]).base_model.state_dict() for name in ("other", "policy"))
+    assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in other.items())
+    assert any(not torch.allclose(found[name], value, atol=1e-3) for name, value in policy.items())
+    shutil.copytree(tiny["other"], tmp_path / "foreign")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "foreign")
+    tokenizer.add_tokens(["<foreign>"])
+    tokenizer.save_pretrained(tmp_path / "foreign")
+    with pytest.raises(ValueError, match="input critic .* has another tokenizer than the policy"):
+        rl("foreign", config, critic=str(tmp_path / "foreign"))
+
+
 def test_a_shared_trunk_sums_policy_and_value_loss(tiny, rl):
     """PPO-FULL: one loss, one backward; the exported model is the policy alone."""
     result, metrics = rl(

@@ -212,6 +212,29 @@ def test_baselines_that_are_missing_are_told_before_training(rl, tmp_path):
         rl.source("missing", {**PAID, "preset": "a_lol"}, baselines=path)._prepare()
 
 
+def test_a_prompt_without_a_baseline_may_take_the_mean_of_its_batch(rl, tmp_path):
+    """BASELINE, a missing id: the mean of the rewards that count, of known prompts their own; also of prompts that were
+    not sampled from before.
+    """
+    config = {**PAID, "preset": "a_lol", "baseline_missing": "batch_mean"}
+    ids = [row["prompt_id"] for row, _ in rl.source("known", config).order.prompts]
+    source = rl.source("some", config, baselines=table_of(tmp_path, [(ids[0], 0.25, None)]))
+    source._prepare()
+    assert len(source.order.prompts) == len(ids)
+    known, unknown = (
+        completions(source, [(1.0, "eos"), (3.0, "eos")]),
+        completions(source, [(5.0, "eos"), (0.0, "eos")]),
+    )
+    known.prompt, unknown.prompt = source.order.prompts[0][0], source.order.prompts[1][0]
+    unknown.samples[1].total = float("nan")
+    found = source.crediting([known, unknown], 0, 0).credit.advantages_BT
+    assert found[:3, 0] == pytest.approx([1.0 - 0.25, 3.0 - 0.25, 5.0 - (1.0 + 3.0 + 5.0) / 3]) and not found[3].any()
+    with pytest.raises(ConfigError, match="write baseline_missing=batch_mean"):
+        rl.source("refused", {**config, "baseline_missing": "error"}, baselines=str(tmp_path / "baselines"))._prepare()
+    with pytest.raises(ConfigError, match="(?s)baseline_missing.*baseline=table"):
+        rl.source("unread", {**PAID, "preset": "astar_po", "baseline_missing": "batch_mean"})
+
+
 def test_prompts_that_were_never_answered_right_are_left_out_whoever_measured(rl, tmp_path):
     """ASTAR-PO: the baselines that a stage writes say how many verdicts there were, so a run that is given them leaves
     out the same prompts.
@@ -547,6 +570,24 @@ def test_refilling_that_ends_says_where_rewards_differ_between_answers_that_are_
         rl("graded", graded)
     with pytest.raises(DynamicSamplingExhausted, match="zero_advantage=mask$"):
         rl("wrong", {**graded, "rewards": graded["rewards"][:1]})
+
+
+def test_refilling_without_a_limit_of_rounds_ends_with_the_prompts(rl):
+    """DYN-SAMPLING, max_num_gen_batches=0: only with a limit of passes over the prompts, here one in a step."""
+    config = {
+        "preset": "dapo",
+        "reward_override": "none",
+        "max_num_gen_batches": 0,
+        "max_steps": 1,
+        "gen_batch_size": 1,
+    }
+    source = rl.source("known", config)
+    n = len(source.order.prompts)
+    with pytest.raises(
+        DynamicSamplingExhausted,
+        match=rf"0 groups .* after {n} generation batches \({n} groups\): raise num_generations",
+    ):
+        rl("endless", config)
 
 
 # --- completions that the engine lost ---------------------------------------------------------------------------------

@@ -198,6 +198,7 @@ REPLAYED = [
     ("reward_model", {"objective": "plackett_luce", "tie_policy": "use_pairs", "top_ranks": 2}),
     ("reward_model", {"objective": "pairwise", "use_soft_labels": True}),
     ("reward_model", {"objective": "t2t_pair"}),
+    ("reward_model", {"objective": "control_tokens", "max_length": 72}),
     ("reward_model", {"objective": "orm", "outcome_head": "gain_bias", "lm_loss_weight": 0.3}),
     ("reward_model", {"curriculum": "stage_index", "lm_loss_weight": 0.3}),
     ("reward_model", {"objective": "regression", "attributes": ["help", "truth"], "centre_annotators": True}),

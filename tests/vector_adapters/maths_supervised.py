@@ -5,6 +5,7 @@ statistics.py, direct_losses.py.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from itertools import permutations
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from stages.models.divergence import topk_divergence
 from stages.models.modeling import Head, token_logps
 from stages.reward.judge import soft_label
 from stages.reward.judging import both_orders
+from stages.reward_model import Config as RewardConfig
 from stages.reward_models import preference_module, reward_data, reward_losses
 from stages.reward_models.reward_heads import RewardCard, own_positions
 from stages.reward_models.reward_scorers import ComparingScorer, Response, drawn_by_text
@@ -393,9 +395,30 @@ def rm_pmp(i, p):
 
 
 def rm_pmp_control(i, p):
-    return {
-        "loss": losses.bradley_terry_loss(T([i["r_GOOD_A"], i["r_BAD_B"]]), T([i["r_BAD_A"], i["r_GOOD_B"]])).mean()
-    }
+    """The scores by their names in the order in which the item of a pair holds its responses."""
+
+    class Reader:
+        """Text is its characters."""
+
+        room = 100
+
+        def parts(self, prompt, completions):
+            return [], [(self.plain(c), [1] * len(c)) for c in completions]
+
+        def plain(self, text):
+            return list(map(ord, text))
+
+        def wrap(self, prompt, response, mask):
+            return prompt, response, mask, len(prompt)
+
+        def ended(self, ids):
+            return True
+
+    row = {"row_id": "r", "prompt": [], "chosen": "A", "rejected": "B"}
+    items = reward_data.control_items(row, Reader(), RewardConfig(objective="control_tokens"), Counter())
+    names = ["r_" + "".join(map(chr, r)).replace(":", "_") for item in items for r in item.responses]
+    sums = reward_losses.control_tokens(T([i[name] for name in names])[:, None], collate(items), None)
+    return {"loss": Sums({"ranking": sums.loss["ranking"]}).divided({"weight": items[0].extra["counts"]["weight"]})}
 
 
 def rm_bias_anchor(i, p):
