@@ -13,7 +13,7 @@ import numpy as np
 
 from stages.batching import Item, make_item, row_weight
 from stages.chat import rendering
-from stages.pairs import cut, identical, is_tie
+from stages.pairs import cut, ended_of, identical, is_tie
 from stages.running.parallel import items_of
 
 CONTEXT = "[CONTEXT]\n{context}"
@@ -95,16 +95,26 @@ def with_facts(row: dict, prompt: list[dict], facts: bool) -> list[dict]:
 
 
 def build(
-    reader, row: dict, prompt, completions, dropped: Counter, *, counts: dict, distinct: bool = False, **extra
+    reader,
+    row: dict,
+    prompt,
+    completions,
+    dropped: Counter,
+    *,
+    counts: dict,
+    distinct: bool = False,
+    ends: list[bool] | tuple[()] = (),
+    **extra,
 ) -> Item:
-    """Item of one prompt with its responses, cut to the reader's room.
+    """Item of one prompt with its responses, cut to the reader's room; ``ends``: whether each response came to its end
+    when it was sampled (without them all did).
 
     Raises:
         Drop: a response without a scored token, or (``distinct``) responses that the template or the cut made equal;
             rankings may repeat a text.
     """
     with rendering(row):
-        ids, responses = reader.parts(prompt, completions)
+        ids, responses = reader.parts(prompt, completions, ends)
     if any(not sum(mask) for _, mask in responses):
         raise Drop("no_target")
     ids, responses, was_cut = cut(ids, responses, reader.room)
@@ -155,6 +165,7 @@ def pair_items(row, reader, config, dropped) -> list[Item]:
         [row["chosen"], row["rejected"]],
         dropped,
         distinct=True,
+        ends=ended_of(row, "chosen", "rejected"),
         counts={"weight": weight, "pairs": 1.0},
         margin=float(row.get("margin") or 0.0),
         label_prob=1.0 if probability is None else float(probability),
@@ -261,6 +272,7 @@ def labelled_items(row, reader, config, dropped) -> list[Item]:
         with_facts(row, row["prompt"], config.facts),
         [row["completion"]],
         dropped,
+        ends=ended_of(row, "completion"),
         counts={"weight": weight, "rows": 1.0},
         target=target,
         difficulty=0.0,
