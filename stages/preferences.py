@@ -245,7 +245,7 @@ def why_none(config, groups: dict[str, list[dict]], counts: dict, unusable: Coun
     why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
     advice = [
         "raise num_generations or temperature of the sampling",
-        *(["its max_completion_length"] if unusable["truncated"] else []),
+        *(["its max_completion_length"] if unusable["truncated"] or counts.get("truncated") else []),
         *(
             []
             if config.kind != "pairs/1" or config.select in ("best_vs_worst", "best_vs_random", "all")
@@ -262,6 +262,8 @@ def why_none(config, groups: dict[str, list[dict]], counts: dict, unusable: Coun
     lack = (
         "none is left"
         if not counts["candidates"]
+        else "all of them were cut, and a cut one is never chosen"
+        if counts["candidates"] == counts.get("truncated")
         else (
             f"{counts['too_few']} prompts have fewer than rso_accept={config.rso_accept} of them"
             if counts.get("too_few")

@@ -152,6 +152,13 @@ def test_a_cut_answer_may_be_labelled_bad_and_is_never_good(cut, build):
         Config(kind="rankings/1", allow_truncated_rejected=True)
 
 
+def test_nothing_but_cut_answers_gives_no_pair_and_says_so(cut, build):
+    rows = [row for row in open_dataset(cut).iter_rows() if row["drop_reason"]]
+    write_dataset(cut + "-only", "cut", "candidates/1", rows)
+    with pytest.raises(ValueError, match="all of them were cut, and a cut one is never chosen.*max_completion_length"):
+        build({"select": "all", "allow_truncated_rejected": True}, cut + "-only")
+
+
 def test_rso_never_prefers_a_cut_answer(candidates, build):
     path = candidates([[0.1, 0.2, 0.3, 0.4]] * 20, kept=[[True, False, True, False]] * 20)
     rows = [{**r, "drop_reason": None if r["kept"] else "truncated"} for r in open_dataset(path).iter_rows()]
