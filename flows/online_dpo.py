@@ -12,7 +12,8 @@ from them and aligns on the pairs. With other settings it is
     BPO               reference=previous  rounds=F  total_steps=T
     Online IPO        align.method=ipo
     IPO-MD            align.method=ipo  sample.mixture_coef=0.25   answers from the mixture of policy and starting policy
-    self-rewarding    sample.rewards=[{kind: judge}]        the policy of each round judges its own answers (judge=REF: another model does)
+    self-rewarding    --preset self_rewarding: the policy of each round reviews its own answers by the additive 5-point prompt (judge=REF: another model does);
+                      sample.rewards=[{kind: judge}] rates 1 to 10 without a review
     online KTO        pairs.kind=unpaired/1  align.method=kto
     SPPO              --preset sppo: win probabilities among five answers by a preference model, best and worst of them, an equal part of the prompts per round
     SLiC-HF           --preset slic: one round, answers of the SFT model ranked in a knock-out, calibrated with a hinge

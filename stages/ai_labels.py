@@ -232,7 +232,12 @@ def _common(row: dict) -> dict:
 
 
 def _of_pairs(rows: Iterable[dict], left_out: Counter, config: Config):
+    from stages.pairs import ended_of
+
     for row in rows:
+        if not all(ended_of(row, "chosen", "rejected")):  # as of candidates: it could be preferred
+            left_out["pairs with a cut answer"] += 1
+            continue
         p = 1.0 if row["label_prob"] is None else row["label_prob"]
         yield {
             **_common(row),

@@ -237,14 +237,20 @@ class Renderer:
         written, more = self._hide(text)
         return self._tokenise(shown, hidden), self._tokenise(shown + written, hidden | more)
 
-    def completion_ids(self, prompt_messages, completion_messages) -> tuple[list[int], list[int], list[int]]:
+    def completion_ids(
+        self, prompt_messages, completion_messages, ended: bool = True
+    ) -> tuple[list[int], list[int], list[int]]:
         """Split form for preference rows: (prompt ids, completion ids, completion mask).
 
         ``prompt ids`` equal :meth:`prompt_ids` of the prompt, so both responses of a pair share them exactly.
+        ``ended``: as for :meth:`conversation`.
         """
         prompt = self.prompt_ids(prompt_messages)
         row = self.conversation(
-            list(prompt_messages) + list(completion_messages), train="completion", n_prompt=len(prompt_messages)
+            list(prompt_messages) + list(completion_messages),
+            train="completion",
+            n_prompt=len(prompt_messages),
+            ended=ended,
         )
         if row.ids[: len(prompt)] != prompt:
             raise RenderError(
@@ -290,6 +296,7 @@ class Renderer:
         n_prompt: int | None = None,
         train_turns=None,
         max_length: int | None = None,
+        ended: bool = True,
     ) -> Encoded:
         """Ids and target mask of a whole conversation (catalogue ``sft.mask``).
 
@@ -301,6 +308,8 @@ class Renderer:
             train_turns: explicit message indices (the ``train_turns`` column of ``demonstrations/1``); overrides
                 ``train``.
             max_length: keep the first ``max_length`` tokens; no end token is invented for a cut row.
+            ended: False for a last turn that was cut when it was sampled: ids and mask stop with its text, and it gets
+                no end token.
 
         Raises:
             RenderError: unknown policy, or a template that does not keep earlier turns as they are.
@@ -314,7 +323,7 @@ class Renderer:
             ids = self._tokenise(full, specials)
             mask = [0] + [1] * (len(ids) - 1)
         else:
-            ids, mask = self._masked(messages, full, specials, turns)
+            ids, mask = self._masked(messages, full, specials, turns, ended)
         truncated = max_length is not None and len(ids) > max_length
         if truncated:
             ids, mask = ids[:max_length], mask[:max_length]
@@ -632,7 +641,7 @@ class Renderer:
             return [i for i in assistant if i > (users[-1] if users else -1)]
         return assistant
 
-    def _masked(self, messages, full: str, hidden, turns):
+    def _masked(self, messages, full: str, hidden, turns, ended: bool = True):
         """Tokenise piecewise at the trained spans' borders; every piece border is a border of generation too."""
         pieces: list[tuple[str, int]] = []  # (text, trained)
         cursor = 0
@@ -652,6 +661,9 @@ class Renderer:
             span = closed[len(start_text) :]
             stop = self._span_end(span, content, calls)
             self._check_header(span, content, calls, start_text, messages[:turn])
+            if last and not ended:
+                stop = self._text_end(span, content, calls, messages[turn])
+                full = full[: len(start_text) + stop]
             pieces.append((full[cursor : len(start_text)], 0))
             pieces.append((span[:stop], 1))
             cursor = len(start_text) + stop
@@ -768,6 +780,15 @@ class Renderer:
         return place[1] + (
             match.start() + len(self._closing(tail[match.start() :])) if match else len(tail.rstrip("\n"))
         )
+
+    def _text_end(self, span: str, content: str, calls, message) -> int:
+        """Offset just after the text (and calls) of a turn that was cut, with the white space that it ends in."""
+        end = _place(span, content)[1]
+        if calls:
+            end = max(end, _end_of_calls(span, calls, 0) or 0)
+        text = message.get("content") or ""
+        space = text[len(text.rstrip()) :]
+        return end + len(space) * span.startswith(space, end)
 
     def _closing(self, tail: str) -> str:
         """What closes a turn at the start of ``tail``: a control token, and those right behind it up to the end token

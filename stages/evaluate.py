@@ -1094,14 +1094,10 @@ class Plan:
                 for item, score in zip(items, self._likelihoods(items))
                 for row in self._pair_rows(self.texts[item.row_id], score, [len(r) for r in item.responses])
             ]
-        from stages.reward_models.reward_eval import log_odds, margins_of
-        from stages.reward_models.reward_scorers import Response
+        from stages.reward_models.reward_eval import answers_of, log_odds, margins_of
 
         scorer = self.scorer("model")
-        pairs = [
-            (Response(row["prompt"], row["chosen"], row=row), Response(row["prompt"], row["rejected"], row=row))
-            for row in items
-        ]
+        pairs = [answers_of(row) for row in items]
         margins, scores = margins_of(scorer, pairs)
         compared = scores is None
         odds = margins if compared else log_odds(scorer, margins, scores)

@@ -59,6 +59,7 @@ def comparisons(stage, rows: list[dict], kind: str) -> list[tuple[str, dict]]:
     """(item id, {prompt, answers, rows}) of each pair, or of each prompt with two different candidates; in the order
     shown.
     """
+    from stages.pairs import ended_of
     from storage.schema import provenance
 
     if kind == "pairs/1":
@@ -70,6 +71,7 @@ def comparisons(stage, rows: list[dict], kind: str) -> list[tuple[str, dict]]:
                 (row,),
             )
             for row in rows
+            if all(ended_of(row, "chosen", "rejected"))  # as of candidates: it could be preferred
         ]
     elif kind == "candidates/1":
         groups: dict[str, list[dict]] = {}

@@ -6,6 +6,18 @@ without a trained token, never reach a loss and are counted.
 
 from __future__ import annotations
 
+#: Entry of ``extra_json``: the columns whose answer was cut when it was sampled (``["rejected"]``), so it has no end.
+CUT_ANSWERS = "cut_answers"
+
+
+def ended_of(row: dict, *columns: str) -> list[bool]:
+    """Whether the answer in each of ``columns`` came to its end: False where :data:`CUT_ANSWERS` names the column."""
+    import json
+
+    said = row.get("extra_json") or ""
+    cut = json.loads(said).get(CUT_ANSWERS) if f'"{CUT_ANSWERS}"' in said else None
+    return [column not in cut if isinstance(cut, list) else True for column in columns]
+
 
 def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | None = None):
     """Items of a ``pairs/1`` split and counts of dropped rows by reason.
@@ -21,8 +33,9 @@ def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | No
         if limit is not None and len(items) >= limit:
             break
         with rendering(row):
-            prompt, chosen, chosen_mask = renderer.completion_ids(row["prompt"], row["chosen"])
-            _, rejected, rejected_mask = renderer.completion_ids(row["prompt"], row["rejected"])
+            ends = ended_of(row, "chosen", "rejected")
+            prompt, chosen, chosen_mask = renderer.completion_ids(row["prompt"], row["chosen"], ends[0])
+            _, rejected, rejected_mask = renderer.completion_ids(row["prompt"], row["rejected"], ends[1])
         prompt, ((chosen, chosen_mask), (rejected, rejected_mask)), was_cut = cut(
             prompt, [(chosen, chosen_mask), (rejected, rejected_mask)], max_length
         )

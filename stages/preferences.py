@@ -3,7 +3,8 @@
 Pair building is a selector on each prompt's rewards: best against worst (catalogue ``da.online_dpo``, ``rs.triplet``)
 or a random other, every pair with a large enough gap (``rs.rs_dpo``), pairs of statistically accepted candidates
 (``rs.rso``), correct against incorrect (``da.dpo_nll``), or all. Candidates that were cut by the length limit or could
-not be scored are in no pair; prompts that give none are counted. Rows stay in the split of their prompt; a validation
+not be scored are in no pair; with ``allow_truncated_rejected`` a cut one may be the rejected answer, and the row says
+that it has no end. Prompts that give none are counted. Rows stay in the split of their prompt; a validation
 split is cut from the training prompts where the candidates have none.
 """
 
@@ -50,6 +51,12 @@ class Config(StageConfig):
             lambda c: c.kind == "unpaired/1",
             "only single responses get a label from it; write kind=unpaired/1",
         ),
+        (
+            ("allow_truncated_rejected",),
+            lambda c: c.kind != "rankings/1",
+            "a ranking has no rejected side, and would prefer a cut answer to those below it; write kind=pairs/1 or"
+            " unpaired/1",
+        ),
     )
 
     kind: Literal["pairs/1", "rankings/1", "unpaired/1"] = Field(
@@ -93,6 +100,14 @@ class Config(StageConfig):
         None, title="Threshold", description="unpaired: label = reward above this; empty = the verifier's verdict."
     )
     dedupe: bool = Field(True, description="Identical texts of one prompt count once (the first).")
+    allow_truncated_rejected: bool = Field(
+        False,
+        title="Allow truncated rejected",
+        description=(
+            "Answers cut by the length limit may be rejected (never chosen, or labelled good), and are trained without"
+            " an end token; false = they are in no pair."
+        ),
+    )
     validation_fraction: float = Field(
         0.05,
         ge=0,
@@ -133,6 +148,7 @@ SPEC = StageSpec(
 
 def run(stage):
     from stages.ingestion import curation
+    from stages.pairs import CUT_ANSWERS
     from storage.schema import complete_row
 
     config = stage.config
@@ -147,6 +163,11 @@ def run(stage):
     }
     if uses_rso(config):
         counts |= {"draws": 0, "passes": 0, "too_few": 0}
+    if config.allow_truncated_rejected:
+        counts |= {
+            "truncated": sum(map(is_cut, (r for rows in groups.values() for r in rows))),
+            "truncated_rejected": 0,
+        }
     gaps, taken, lengths = [], [], []
     writer = stage.writer("data", config.kind)
     splits = curation.generated_splits((row for rows in groups.values() for row in rows), config.validation_fraction)
@@ -159,6 +180,8 @@ def run(stage):
         counts["prompts_without"] += not made
         counts["rows"] += len(made)
         for row in made:
+            if config.allow_truncated_rejected:
+                counts["truncated_rejected"] += CUT_ANSWERS in row["extra_json"]
             if config.kind == "pairs/1":
                 gaps.append(row["chosen_score"] - row["rejected_score"])
                 taken += [row["chosen_score"], row["rejected_score"]]
@@ -202,9 +225,10 @@ def usable(stage) -> tuple[dict[str, list[dict]], list[float], Counter]:
     for name in stage.many("candidates"):
         for row in stage.dataset(f"candidates.{name}" if name else "candidates").iter_rows():
             group = groups.setdefault(row["prompt_id"], [])
-            key = row["prompt_id"], canonical_json(clean_messages(row["completion"]))
+            cut = stage.config.allow_truncated_rejected and is_cut(row)
+            key = row["prompt_id"], canonical_json(clean_messages(row["completion"])), cut
             repeated = stage.config.dedupe and key in seen
-            if row["kept"] is False or row["reward"] is None or repeated:
+            if (row["kept"] is False and not cut) or row["reward"] is None or repeated:
                 unusable[
                     row.get("drop_reason")
                     or ("repeated" if repeated else "without a reward" if row["reward"] is None else "not kept")
@@ -221,7 +245,7 @@ def why_none(config, groups: dict[str, list[dict]], counts: dict, unusable: Coun
     why = ", ".join(f"{n} {reason}" for reason, n in unusable.most_common())
     advice = [
         "raise num_generations or temperature of the sampling",
-        *(["its max_completion_length"] if unusable["truncated"] else []),
+        *(["its max_completion_length"] if unusable["truncated"] or counts.get("truncated") else []),
         *(
             []
             if config.kind != "pairs/1" or config.select in ("best_vs_worst", "best_vs_random", "all")
@@ -238,6 +262,8 @@ def why_none(config, groups: dict[str, list[dict]], counts: dict, unusable: Coun
     lack = (
         "none is left"
         if not counts["candidates"]
+        else "all of them were cut, and a cut one is never chosen"
+        if counts["candidates"] == counts.get("truncated")
         else (
             f"{counts['too_few']} prompts have fewer than rso_accept={config.rso_accept} of them"
             if counts.get("too_few")
@@ -283,11 +309,29 @@ def characters(messages: list[dict]) -> int:
     return sum(len(message.get("content") or "") for message in messages)
 
 
-def made_of(*rows: dict) -> str:
+def is_cut(row: dict) -> bool:
+    """Whether a candidate is the beginning of an answer that the length limit cut."""
+    return row["kept"] is False and row.get("drop_reason") == "truncated" and characters(row["completion"]) > 0
+
+
+def without_best_cut(rows: list[dict], by_rewards: bool) -> list[dict]:
+    """The candidates without the cut ones that are no worse than every whole one: these can only be preferred."""
+    best = max((r["reward"] for r in rows if not is_cut(r)), default=None)
+    return [r for r in rows if not is_cut(r) or (best is not None and (not by_rewards or r["reward"] < best))]
+
+
+def made_of(*rows: dict, **more) -> str:
     """``extra_json`` of a row that was made of candidates."""
     from storage.files import canonical_json
 
-    return canonical_json({"from": "candidates/1", "row_ids": [row["row_id"] for row in rows]})
+    return canonical_json({"from": "candidates/1", "row_ids": [row["row_id"] for row in rows], **more})
+
+
+def cut_answers(row: dict, column: str) -> dict:
+    """What ``extra_json`` says where ``row``, which goes to ``column``, was cut."""
+    from stages.pairs import CUT_ANSWERS
+
+    return {CUT_ANSWERS: [column]} if is_cut(row) else {}
 
 
 def uses_rso(config: Config) -> bool:
@@ -309,7 +353,9 @@ def pairs_of(stage, rows, counts) -> list[dict]:
     from stages import selection
     from storage.schema import provenance
 
-    config, rewards = stage.config, [r["reward"] for r in rows]
+    config, by_reward = stage.config, stage.config.select != "correct_vs_incorrect"
+    rows = without_best_cut(rows, by_reward)
+    rewards = [r["reward"] for r in rows]
     if config.select == "best_vs_worst":
         pair = selection.best_vs_worst(rewards)
         found = [] if pair is None else [pair]
@@ -321,14 +367,14 @@ def pairs_of(stage, rows, counts) -> list[dict]:
     elif config.select == "gap":
         found = [(i, j) for i, j, _ in selection.gap_pairs(rewards, config.tau, config.eta)]
     elif config.select == "rso":
-        found = rso_pairs(stage, rows[0]["prompt_id"], rewards, counts)
+        found = rso_pairs(stage, rows[0]["prompt_id"], rewards, counts) if rows else []
     elif config.select == "correct_vs_incorrect":
         from stages.ingestion.pairing import correctness_pairs
 
         found, _ = correctness_pairs([row["correct"] for row in rows])
     else:
         found = [(i, j) for i in range(len(rows)) for j in range(len(rows)) if rewards[i] > rewards[j]]
-    found, by_reward = found[: config.max_pairs_per_prompt], config.select != "correct_vs_incorrect"
+    found = [(i, j) for i, j in found if not is_cut(rows[i])][: config.max_pairs_per_prompt]
     return [
         {
             "chosen": rows[i]["completion"],
@@ -344,7 +390,7 @@ def pairs_of(stage, rows, counts) -> list[dict]:
             "label_prob": (
                 0.5 * (1.0 + math.tanh((rewards[i] - rewards[j]) / (2.0 * config.tau))) if config.soft_labels else None
             ),
-            "extra_json": made_of(rows[i], rows[j]),
+            "extra_json": made_of(rows[i], rows[j], **cut_answers(rows[j], "rejected")),
         }
         for i, j in found
     ]
@@ -416,8 +462,9 @@ def labelled_of(stage, rows, counts) -> list[dict]:
             "label_kind": "correctness" if threshold is None else "threshold",
             "gen": r["gen"],
             **provenance(r),
-            "extra_json": made_of(r),
+            "extra_json": made_of(r, **cut_answers(r, "completion")),
         }
         for r in rows
-        if threshold is not None or r["correct"] is not None
+        if (threshold is not None or r["correct"] is not None)
+        and not (is_cut(r) and (r["correct"] if threshold is None else r["reward"] > threshold))
     ]

@@ -152,11 +152,13 @@ class Encoder:
     def _drop(self, reason: str) -> None:
         self.dropped[reason] += 1
 
-    def _encode(self, prompt_messages, completions):
-        """(prompt, [(ids, mask)]) cut to max_length and trimmed, or None when a response has no trained token."""
-        from stages.pairs import cut, identical, trim
+    def _encode(self, row, completions, *columns):
+        """(prompt, [(ids, mask)]) cut to max_length and trimmed, or None when a response has no trained token;
+        ``columns``: where the first of the completions are from, which may have no end."""
+        from stages.pairs import cut, ended_of, identical, trim
 
-        encoded = [self.renderer.completion_ids(prompt_messages, c) for c in completions]
+        ends = ended_of(row, *columns) + [True] * (len(completions) - len(columns))
+        encoded = [self.renderer.completion_ids(row["prompt"], c, ended) for c, ended in zip(completions, ends)]
         prompt, responses, was_cut = cut(
             encoded[0][0], [(ids, mask) for _, ids, mask in encoded], self.config.max_length
         )
@@ -203,7 +205,7 @@ class Encoder:
             if row["prompt_id"] not in self.targets:
                 return self._drop("no_target_answer")
             completions.append(self.targets[row["prompt_id"]])
-        encoded = self._encode(row["prompt"], completions)
+        encoded = self._encode(row, completions, "chosen", "rejected")
         if encoded is None:
             return None
         # a third response: prompt and chosen answer, every token of it a target
@@ -215,7 +217,7 @@ class Encoder:
         return self._item(row, *encoded, label_prob=1.0 if probability is None else float(probability), score_gap=gap)
 
     def _unpaired(self, row):
-        encoded = self._encode(row["prompt"], [row["completion"]])
+        encoded = self._encode(row, [row["completion"]], "completion")
         return None if encoded is None else self._item(row, *encoded, label=bool(row["label"]))
 
     def _rankings(self, row):
@@ -230,7 +232,7 @@ class Encoder:
             return self._drop("no_order")
         if self.config.win_probability != "ranks" and "win_prob" in self.method.columns and scores is None:
             return self._drop("no_score")
-        encoded = self._encode(row["prompt"], [row["completions"][i] for i in order])
+        encoded = self._encode(row, [row["completions"][i] for i in order])
         if encoded is None:
             return None
         rewards = [float(-ranks[i]) if scores is None else float(scores[i]) for i in order]
@@ -242,7 +244,7 @@ class Encoder:
         )
 
     def _segments(self, row):
-        encoded = self._encode(row["prompt"], [row["chosen"], row["rejected"]])
+        encoded = self._encode(row, [row["chosen"], row["rejected"]], "chosen", "rejected")
         if encoded is None:
             return None
         sides = []
@@ -281,7 +283,7 @@ class Encoder:
 
     def _conditions(self, row):
         """Three conversations in one item: chosen, rejected, and chosen behind the corrupted prompt."""
-        encoded = self._encode(row["prompt"], [row["chosen"], row["rejected"]])
+        encoded = self._encode(row, [row["chosen"], row["rejected"]], "chosen", "rejected")
         if encoded is None:
             return None
         prompt, responses = encoded

@@ -15,7 +15,7 @@ from typing import Any, Callable
 from stages.ingestion import pairing
 from stages.ingestion.rules import Bad, same_completion
 from stages.ingestion.sources import canonical_bytes
-from stages.pairs import is_tie
+from stages.pairs import CUT_ANSWERS, ended_of, is_tie
 from storage.schema import prompt_id, row_id
 
 ROWWISE = {
@@ -87,6 +87,11 @@ def _derived(kind: str, row: dict, new: dict, sources: list[tuple[str, dict]] | 
     ids = [item.get("row_id") or row_id(k, item) for k, item in sources or [(kind, row)]]
     extra = {"from": kind, "row_ids": ids, **new.pop("_kept", {})}
     return {**carried, "origin": "conversion", "extra_json": canonical_bytes(extra).decode(), **new}
+
+
+def _cut(column: str, ended: list[bool]) -> dict:
+    """What says that the answer which goes to ``column`` was cut."""
+    return {} if all(ended) else {"_kept": {CUT_ANSWERS: [column]}}
 
 
 def comparison_to_pair(row: dict, options) -> dict:
@@ -490,6 +495,7 @@ def _unpaired_to_pairs(have, rows, options, draw):
                 "weight": _weight([a, b]) / len(pairs),
                 "chosen_gen": a.get("gen"),
                 "rejected_gen": b.get("gen"),
+                **_cut("rejected", ended_of(b, "completion")),
             },
             [(have, a), (have, b)],
         )
@@ -524,6 +530,7 @@ def _pairs_to_unpaired(have, rows, options, draw):
                 "label_kind": "converted",
                 "gen": behind[0].get(f"{side}_gen"),
                 "weight": _weight(behind),
+                **_cut("completion", ended_of(behind[0], side)),
             },
             [(have, row) for row in behind],
         )
@@ -535,10 +542,14 @@ def _pairs_to_unpaired(have, rows, options, draw):
 
 def _pairs_to_ranking(have, rows, options, draw):
     """Topological order if the wins are acyclic (one level per depth), else Bradley-Terry scores, l2 0.1. Tied answers
-    have one rank.
+    have one rank. Pairs with a cut answer stay out: a ranking would prefer it to those below it.
     """
     from stages.ingestion.curation import bradley_terry
 
+    cut = {i: "cut_answer" for i, row in enumerate(rows) if not all(ended_of(row, "chosen", "rejected"))}
+    rows = [row for i, row in enumerate(rows) if i not in cut]
+    if not rows:
+        return [], {}, cut
     items: list[list[dict]] = []
     index: dict[str, int] = {}
     wins, ties = [], []
@@ -550,7 +561,7 @@ def _pairs_to_ranking(have, rows, options, draw):
                 items.append(row[side])
         (ties if is_tie(row) else wins).append((index[_key(row["chosen"])], index[_key(row["rejected"])]))
     if not wins:
-        return [], {"all_tied": 1}, dict.fromkeys(range(len(rows)), "all_tied")
+        return [], {"all_tied": 1}, dict.fromkeys(range(len(rows) + len(cut)), "all_tied") | cut
     same = list(range(len(items)))  # the first of the answers that are tied with each
     for a, b in ties:
         same = [same[a] if other == same[b] else other for other in same]
@@ -563,7 +574,7 @@ def _pairs_to_ranking(have, rows, options, draw):
         depth, dropped = pairing.ranks_from_scores([round(score, 9) for score in scores]), {"cycle": 1}
     new = {"prompt": rows[0]["prompt"], "completions": items, "ranks": depth, "scores": scores}
     new["weight"] = _weight(rows)
-    return [_derived(have, rows[0], new, [(have, row) for row in rows])], dropped, {}
+    return [_derived(have, rows[0], new, [(have, row) for row in rows])], dropped, cut
 
 
 def _depths(n: int, wins: list[tuple[int, int]]) -> list[int] | None:

@@ -63,6 +63,7 @@ CODES = {
     "too_short": "a completion with fewer characters than min_chars",
     "no_pair": "a ranking or rating group that yields no pair",
     "all_tied": "a tie, which tie_policy drops",
+    "cut_answer": "a pair whose rejected answer was cut when it was sampled, which a ranking would prefer to others",
     "verifier_spec_invalid": (
         "its own verifier does not mark the answer right (write answer_type=text, or repair it), tests or constraints"
         " are empty, a constraint has an unknown id or wrong arguments, reward_route names no reward component, or a"
@@ -105,6 +106,7 @@ CONTENT = {
 POLICY_CODES = frozenset(
     (
         "all_tied",
+        "cut_answer",
         "no_pair",
         "contaminated",
         "near_duplicate",

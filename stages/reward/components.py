@@ -84,6 +84,7 @@ OF_KINDS: dict[str, tuple[str, ...]] = {
     "ranking": ("model", "judge"),
     "step_credit": ("model",),
     **dict.fromkeys(("judge_mode", "judge_prompt"), ("judge", "debate")),
+    "judge_samples": ("judge",),
     "endpoint": _ASKED,
     **dict.fromkeys(("endpoint_model", "key_variable", "concurrency"), (*_ASKED, "remote")),
     **dict.fromkeys(("judge_tokens", "judge_retries"), _ASKED),
@@ -321,12 +322,18 @@ class RewardComponent(StageConfig):
             " knock-out (rm.t2t_pair), or the logit of winning against one of them, drawn (rs.rso)."
         ),
     )
-    judge_mode: Literal["score", "reference", "preference", "verdict"] = Field(
+    judge_mode: Literal["score", "reference", "additive", "preference", "verdict"] = Field(
         "score",
         description=(
-            "judge: expected score 1..10 as [-1, 1], the same with the reference answer shown, letter probabilities, or"
-            " written verdicts."
+            "judge: expected score 1..10 as [-1, 1], the same with the reference answer shown, points 0..5 of written"
+            " reviews (self-rewarding), letter probabilities, or written verdicts."
         ),
+    )
+    judge_samples: int = Field(
+        3,
+        ge=1,
+        title="Judge samples",
+        description="judge_mode=additive: reviews of each answer, at temperature 0.7; their mean counts.",
     )
     judge_prompt: str = Field(
         "",
@@ -377,7 +384,7 @@ class RewardComponent(StageConfig):
         2048,
         ge=1,
         description=(
-            "judge, verdict and rubric: tokens of an answer (explanation and verdict, or critique) at most, and what a"
+            "judge, verdict, additive and rubric: tokens of an answer (explanation and verdict, or critique) at most, and what a"
             " local judge has positions for (MT-Bench 2048)."
         ),
     )
@@ -385,7 +392,7 @@ class RewardComponent(StageConfig):
         3,
         ge=0,
         description=(
-            "judge, verdict and rubric: times an unreadable answer is asked for again, with what is wrong with it (3 is"
+            "judge, verdict, additive and rubric: times an unreadable answer is asked for again, with what is wrong with it (3 is"
             " ours)."
         ),
     )
@@ -739,6 +746,13 @@ def _judge_refusals(c: RewardComponent) -> Iterator[str]:
         yield (
             f"ranking={c.ranking} is made of probabilities of winning, which judge_mode={c.judge_mode} does not give;"
             " write judge_mode=preference, or leave ranking out"
+        )
+    if c.kind == "debate" and c.judge_mode == "additive":
+        yield "a debate's judge compares two cases, and judge_mode=additive reviews one; write preference or verdict"
+    if c.kind == "judge" and c.judge_samples != 3 and c.judge_mode != "additive":
+        yield (
+            f"judge_samples={c.judge_samples} is of written reviews, which judge_mode={c.judge_mode} does not ask for;"
+            " write judge_mode=additive, or leave judge_samples out"
         )
     if not c.judge_prompt:
         return

@@ -3,6 +3,7 @@
 ``score``        the expectation over the score words 1..10, rescaled to [-1, 1]: one forward pass, no sampling (d-RLAIF)
 ``reference``    the same, with the reference answer shown
 ``preference``   the probability of the letters A and B, both orders averaged: mean win probability among the answers of a prompt
+``additive``     points for each of five criteria that build on one another, at the end of a written review: the mean of several reviews, 0 to 5 (self-rewarding, ``synth.self_reward``)
 ``verdict``      a short explanation ending in [[A]], [[B]] or [[C]], in both orders, temperature 0
 
 The judge is a local causal LM, or any server with the OpenAI chat interface. What cannot be parsed is unscorable after
@@ -25,7 +26,7 @@ from stages.running import usage
 from stages.running.http_json import ChatServer, ServerError, said
 from stages.verification.responses import view
 
-MODES = ("score", "reference", "preference", "verdict")
+MODES = ("score", "reference", "additive", "preference", "verdict")
 SCORES = tuple(str(i) for i in range(1, 11))
 IMPARTIAL = (
     "Act as an impartial judge. Consider helpfulness, relevance, accuracy, depth, creativity and level of detail. The"
@@ -42,6 +43,27 @@ PROMPTS = {
         + ONE
         + "\n\nRate how well the answer agrees with the reference answer, with one whole number from 1 to 10. Rating:"
     ),
+    # criteria and closing of Yuan et al. 2024 ("Self-Rewarding Language Models", figure 2), the parts marked as above
+    "additive": (
+        "Review the user's question and the corresponding response using the additive 5-point scoring system described"
+        " below. Points are accumulated based on the satisfaction of each criterion:\n\n"
+        "- Add 1 point if the response is relevant and provides some information related to the user's inquiry, even if"
+        " it is incomplete or contains some irrelevant content.\n"
+        "- Add another point if the response addresses a substantial portion of the user's question, but does not"
+        " completely resolve the query or provide a direct answer.\n"
+        "- Award a third point if the response answers the basic elements of the user's question in a useful way,"
+        " regardless of whether it seems to have been written by an AI Assistant or if it has elements typically found"
+        " in blogs or search results.\n"
+        "- Grant a fourth point if the response is clearly written from an AI Assistant's perspective, addressing the"
+        " user's question directly and comprehensively, and is well-organized and helpful, even if there is slight room"
+        " for improvement in clarity, conciseness or focus.\n"
+        "- Bestow a fifth point for a response that is impeccably tailored to the user's question by an AI Assistant,"
+        " without extraneous information, reflecting expert knowledge, and demonstrating a high-quality, engaging, and"
+        " insightful answer.\n\n[Question]\n{context}\n[End of question]"
+        + ONE
+        + "\n\nAfter examining the user's question and the response:\n\n- Briefly justify your total score, up to 100"
+        ' words.\n- Conclude with the score using the format: "Score: <total points>"'
+    ),
     "preference": QUESTION + TWO + "\n\nWhich answer is better? Reply with the letter A or B only.",
     "verdict": (
         QUESTION + TWO + "\n\nCompare the two answers in a short explanation, then give your verdict "
@@ -54,6 +76,7 @@ _MARK = re.compile(
     re.IGNORECASE,
 )
 _VERDICT = re.compile(r"\[\[([ABC])\]\]")
+_POINTS = re.compile(r"\bscore\W{0,4}:[^\w-]{0,4}(\d+(?:\.\d+)?)", re.IGNORECASE)
 _FIVE_WAY = re.compile(r"\[\[(A>>B|A>B|A=B|B>A|B>>A)\]\]")
 
 
@@ -98,6 +121,13 @@ def parse_rating(text: str, low: float = 1.0, high: float = 10.0) -> float | Non
         if found:
             return found.pop() if len(found) == 1 and low <= min(found) <= high else None
     return None
+
+
+def parse_points(text: str) -> float | None:
+    """The points of an additive review, ``Score: 4`` (also ``4/5``); None when there are none from 0 to 5, or two
+    different ones (``synth.self_reward``)."""
+    found = set(map(float, _POINTS.findall(spoken(text))))
+    return found.pop() if len(found) == 1 and max(found) <= 5 else None
 
 
 def two_orders(first: str | None, second: str | None) -> float | None:
@@ -456,11 +486,13 @@ class Judge(ComparingScorer):
         prompt: str = "",
         max_tokens: int = 2048,
         retries: int = 3,
+        samples: int = 3,
         principles: Mapping[str, str] | None = None,
     ):
         if mode not in MODES:
             raise JudgeError(f"judge_mode={mode!r} is unknown; write one of: {', '.join(MODES)}")
         self.asked, self.mode, self.limit, self.retries = asked, mode, max_tokens, retries
+        self.samples = samples
         self.prompt, self.principles = prompt or PROMPTS[mode], principles or {}
         self.relative = mode in ("preference", "verdict")
         self.disagreement, self.bias = None, 0.0
@@ -471,9 +503,34 @@ class Judge(ComparingScorer):
         """One number per response: NaN where the judge's answer could not be read."""
         if self.mode in ("score", "reference"):
             return [self._rating(row) for row in self._words([self._request(r) for r in responses], SCORES)]
+        if self.mode == "additive":
+            return self._by_points([self._request(r) for r in responses])
         if self.mode == "preference":
             return super().score(responses)
         return self._by_verdicts(responses)
+
+    def _by_points(self, texts: Sequence[str]) -> list[float]:
+        """Mean points of ``samples`` reviews of each request, each sampled at temperature 0.7; an unreadable one is
+        sampled again ``retries`` times, then left out; NaN where none could be read."""
+        found = self._known(texts)
+        wanted = [t for t in dict.fromkeys(texts) if t not in found]
+        points: dict[str, list[float]] = {t: [] for t in wanted}
+        for sample in range(self.samples):
+            open_ = wanted
+            for again in range(self.retries + 1):
+                if not open_:
+                    break
+                read = [
+                    None if reply.cut else parse_points(reply.text)
+                    for reply in self.asked.replies(open_, self.limit, 1 + sample + self.samples * again)
+                ]
+                for text, value in zip(open_, read):
+                    points[text] += [] if value is None else [value]
+                open_ = [text for text, value in zip(open_, read) if value is None]
+            self.unparsed += len(open_)
+        found |= {t: float(np.mean(own)) for t, own in points.items() if own}
+        self._keep(found)
+        return [found.get(t, math.nan) for t in texts]
 
     def _by_verdicts(self, responses) -> list[float]:
         """Mean verdict score against the other answers of the prompt; pairs with an unreadable verdict are left out."""

@@ -223,6 +223,7 @@ def _scorer(component: RewardComponent, inputs: dict, device: str, frozen: str):
         prompt=prompt,
         max_tokens=component.judge_tokens,
         retries=component.judge_retries,
+        samples=component.judge_samples,
         principles=_principles(component, inputs),
     )
     judge.ranking = component.ranking

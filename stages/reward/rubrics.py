@@ -49,7 +49,15 @@ CRITICS = {
 }
 # compare answers, or need more than the answer and its prompt
 NO_SCORERS = ("rubric", "majority", "debate", "group_preference", "icdpo")
-NOT_OF_ITEMS = ("weight", "tier", "blend", "on_missing", "judge_mode", "judge_prompt")  # settings of whole rewards
+NOT_OF_ITEMS = (
+    "weight",
+    "tier",
+    "blend",
+    "on_missing",
+    "judge_mode",
+    "judge_prompt",
+    "judge_samples",
+)  # settings of whole rewards
 _KEYS = (
     "id",
     "item_id",

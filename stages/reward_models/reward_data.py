@@ -13,7 +13,7 @@ import numpy as np
 
 from stages.batching import Item, make_item, row_weight
 from stages.chat import rendering
-from stages.pairs import cut, identical, is_tie
+from stages.pairs import cut, ended_of, identical, is_tie
 from stages.running.parallel import items_of
 
 CONTEXT = "[CONTEXT]\n{context}"
@@ -106,9 +106,11 @@ def build(
     counts: dict,
     distinct: bool = False,
     words: list[str] | None = None,
+    ends: list[bool] | tuple[()] = (),
     **extra,
 ) -> Item:
-    """Item of one prompt with its responses, cut to the reader's room.
+    """Item of one prompt with its responses, cut to the reader's room; ``ends``: whether each response came to its end
+    when it was sampled (without them all did).
 
     words: a text in front of each response, which the template does not see (:data:`CONTROL`).
 
@@ -117,7 +119,7 @@ def build(
             rankings may repeat a text.
     """
     with rendering(row):
-        ids, responses = reader.parts(prompt, completions)
+        ids, responses = reader.parts(prompt, completions, ends)
     if words:
         before = [reader.plain(CONTROL.format(word=word)) for word in words]
         responses = [([*word, *r], [0] * len(word) + list(m)) for word, (r, m) in zip(before, responses, strict=True)]
@@ -171,6 +173,7 @@ def pair_items(row, reader, config, dropped) -> list[Item]:
         [row["chosen"], row["rejected"]],
         dropped,
         distinct=True,
+        ends=ended_of(row, "chosen", "rejected"),
         counts={"weight": weight, "pairs": 1.0},
         margin=float(row.get("margin") or 0.0),
         label_prob=1.0 if probability is None else float(probability),
@@ -277,6 +280,7 @@ def labelled_items(row, reader, config, dropped) -> list[Item]:
         with_facts(row, row["prompt"], config.facts),
         [row["completion"]],
         dropped,
+        ends=ended_of(row, "completion"),
         counts={"weight": weight, "rows": 1.0},
         target=target,
         difficulty=0.0,
@@ -293,18 +297,16 @@ def control_items(row, reader, config, dropped) -> list[Item]:
     if is_tie(row):
         raise Drop("tie")
     good, bad = config.label_words or CONTROL_WORDS
-    answers = (
-        [(row["completion"], row["label"])]
-        if "completion" in row
-        else [(row["chosen"], True), (row["rejected"], False)]
-    )
+    answers = [("completion", row["label"])] if "completion" in row else [("chosen", True), ("rejected", False)]
+    twice = [name for name, _ in answers for _ in range(2)]
     item = build(
         reader,
         row,
         with_facts(row, row["prompt"], config.facts),
-        [answer for answer, _ in answers for _ in range(2)],
+        [row[name] for name in twice],
         dropped,
         distinct=True,
+        ends=ended_of(row, *twice),
         words=[word for _, label in answers for word in ((good, bad) if label else (bad, good))],
         counts={"weight": row_weight(row) * len(answers), "pairs": float(len(answers))},
         difficulty=0.0,

@@ -13,7 +13,7 @@ import numpy as np
 
 from stages.generation import UNANSWERED
 from stages.measures import statistics
-from stages.pairs import is_tie
+from stages.pairs import ended_of, is_tie
 from stages.reward_models.reward_data import attribute_scores, transition
 from stages.reward_models.reward_objectives import READ_BY
 from stages.reward_models.reward_scorers import Response, Scorer, positive, split_steps
@@ -46,6 +46,15 @@ def anchor_responses(data, split: str | None, limit: int) -> list[Response]:
         elif row.get("drop_reason") not in ("truncated", *UNANSWERED) and (data.kind != "unpaired/1" or row["label"]):
             found.append(Response(row["prompt"], row["completion"], row=row))
     return found
+
+
+def answers_of(row: dict) -> tuple[Response, Response]:
+    """The chosen and the rejected answer of a ``pairs/1`` row; one that was cut has no end."""
+    chosen, rejected = ended_of(row, "chosen", "rejected")
+    return (
+        Response(row["prompt"], row["chosen"], row=row, ended=chosen),
+        Response(row["prompt"], row["rejected"], row=row, ended=rejected),
+    )
 
 
 #: Held-out rows below which accuracies, correlations and calibration are noise, and no reason to warn of the model
@@ -128,7 +137,7 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     rows = [r for r in rows if not is_tie(r)]  # nobody can be right about them
     if not rows:
         return {}
-    pairs = [(Response(r["prompt"], r["chosen"], row=r), Response(r["prompt"], r["rejected"], row=r)) for r in rows]
+    pairs = [answers_of(r) for r in rows]
     margin, scores = margins_of(scorer, pairs)
     keep = ~np.isnan(margin)
     rows, pairs, margin = [r for r, k in zip(rows, keep) if k], [p for p, k in zip(pairs, keep) if k], margin[keep]

@@ -360,14 +360,18 @@ class ChatReader:
         self.renderer, self.tokenizer, self.max_length, self.merged = renderer, renderer.tokenizer, max_length, merged
         self.room = max_length
 
-    def parts(self, prompt, completions):
+    def parts(self, prompt, completions, ends=()):
         """(prompt ids, [(ids, mask)]) before any cut; trailing template text behind the last trained token is
-        dropped.
+        dropped. ``ends``: whether each completion came to its end; without them all did.
         """
         from stages.pairs import trim
 
-        made = [self.renderer.completion_ids(prompt, completion) for completion in completions]
-        return made[0][0], [trim(ids, mask) for _, ids, mask in made]
+        return self._made(prompt, completions, ends, trim)
+
+    def _made(self, prompt, completions, ends, read):
+        ends = ends or [True] * len(completions)
+        made = [self.renderer.completion_ids(prompt, c, ended) for c, ended in zip(completions, ends, strict=True)]
+        return made[0][0], [read(list(ids), list(mask)) for _, ids, mask in made]
 
     def instruction(self, text: str) -> list[int]:
         """Ids of a request to the model, up to where its answer starts."""
@@ -399,9 +403,8 @@ class PlainReader(ChatReader):
         super().__init__(renderer, max_length)
         self.pad = pad
 
-    def parts(self, prompt, completions):
-        made = [self.renderer.completion_ids(prompt, completion) for completion in completions]
-        return made[0][0], [self._read(list(ids), list(mask)) for _, ids, mask in made]
+    def parts(self, prompt, completions, ends=()):
+        return self._made(prompt, completions, ends, self._read)
 
     def _read(self, ids, mask):
         end = len(ids)
@@ -431,7 +434,7 @@ class EncoderReader:
         self.lead, self.middle, self.tail = ids[: words[0]], ids[gap:second], ids[words[-1] + 1 :]
         self.room = max_length - len(self.lead) - len(self.middle) - len(self.tail)
 
-    def parts(self, prompt, completions):
+    def parts(self, prompt, completions, ends=()):
         return self.prompt(prompt), [(ids, [1] * len(ids)) for ids in (self.plain(transcript(c)) for c in completions)]
 
     def instruction(self, text: str) -> list[int]:

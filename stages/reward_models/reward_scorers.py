@@ -39,7 +39,8 @@ from stages.reward_models.reward_heads import (
 class Response:
     """What is scored. prompt, completion: messages; ids: prompt and completion ids of the policy that wrote it, where
     known; start: how many of these ids are the prompt; row: the prompt row, for facts and safety tags; group: what it
-    is compared within by models that compare, its prompt where None (two draws of a prompt are two groups)."""
+    is compared within by models that compare, its prompt where None (two draws of a prompt are two groups); ended:
+    False for an answer that was cut, which gets no end token."""
 
     prompt: list[dict]
     completion: list[dict]
@@ -47,6 +48,7 @@ class Response:
     row: dict | None = None
     group: Hashable = None
     start: int = 0
+    ended: bool = True
 
     @property
     def text(self) -> str:
@@ -108,7 +110,13 @@ class Scorer:
 
         try:
             return build(
-                self.reader, {"row_id": "scored"}, self._prompt(response), [response.completion], Counter(), counts={}
+                self.reader,
+                {"row_id": "scored"},
+                self._prompt(response),
+                [response.completion],
+                Counter(),
+                counts={},
+                ends=[response.ended],
             )
         except Drop:
             return None
@@ -187,7 +195,14 @@ class ControlScorer(Scorer):
         answers = [response.completion] * 2
         try:
             return build(
-                self.reader, {"row_id": "scored"}, self._prompt(response), answers, Counter(), counts={}, words=words
+                self.reader,
+                {"row_id": "scored"},
+                self._prompt(response),
+                answers,
+                Counter(),
+                counts={},
+                words=words,
+                ends=[response.ended] * 2,
             )
         except Drop:
             return None

@@ -76,6 +76,17 @@ def test_nobody_can_tell_the_chosen_answer_from_its_place(tmp_path, pairs):
     assert len(list(open_dataset(asked(tmp_path / "few", pairs, limit=5, split="train")).iter_rows())) == 5
 
 
+def test_people_are_not_asked_about_a_cut_answer(tmp_path, pairs):
+    """As of candidates: they could prefer it, and it has no end that could be trained."""
+    rows = [
+        {**row, "extra_json": '{"cut_answers":["rejected"]}' if i < 2 else None}
+        for i, row in enumerate(open_dataset(pairs).iter_rows())
+    ]
+    write_dataset(pairs + "-cut", "made", "pairs/1", rows)
+    tasks = list(open_dataset(asked(tmp_path, pairs + "-cut")).iter_rows())
+    assert {row["item_id"] for row in tasks} == {row["row_id"] for row in rows[2:]}
+
+
 def test_people_turn_labels_around_and_votes_are_shares(tmp_path, pairs):
     """Two of three want the bad answer of every item; ties and skips are counted and no label."""
     tasks = asked(tmp_path, pairs)

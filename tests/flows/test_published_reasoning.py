@@ -632,6 +632,20 @@ def test_sppo_takes_a_third_of_the_prompts_per_round_and_the_policy_before_as_re
     ) and 1 / align.beta == pytest.approx(1e3)
 
 
+def test_self_rewarding_is_reviewed_by_the_policy_of_the_round(monkeypatch):
+    """Four answers, three reviews each, best against worst, and DPO from the policy that wrote and reviewed them."""
+    steps = preset_plan("online_dpo", "self_rewarding", monkeypatch)
+    for k, policy in ((1, steps["sample_1"][1]["model"]), (2, "(align_1.model)")):
+        assert steps[f"sample_{k}"][1]["model"] == steps[f"sample_{k}"][1]["judge"] == policy
+        assert steps[f"align_{k}"][1]["model"] == policy and "reference" not in steps[f"align_{k}"][1]
+        sample = steps[f"sample_{k}"][2]
+        assert (sample.num_generations, sample.temperature, sample.top_p) == (4, 0.7, 0.9)
+        (reward,) = sample.rewards
+        assert (reward.kind, reward.judge_mode, reward.judge_samples) == ("judge", "additive", 3)
+        assert steps[f"pairs_{k}"][2].select == "best_vs_worst"
+    assert "sample_3" not in steps
+
+
 def test_slic_starling_one_shot_and_distillation_are_presets(monkeypatch):
     slic = preset_plan("online_dpo", "slic", monkeypatch)
     assert (

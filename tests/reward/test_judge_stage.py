@@ -190,6 +190,15 @@ def test_a_server_labels_pairs_softly_in_both_orders(judge, given):
     )
 
 
+def test_a_judge_is_not_asked_about_a_cut_answer(judge, given):
+    """As of candidates: it could be preferred, and it has no end that could be trained."""
+    rows = [{**r, "extra_json": '{"cut_answers":["rejected"]}'} if i < 2 else r for i, r in enumerate(pairs(6))]
+    with chat_server(by_quality) as server:
+        result, made, calls = judge(at(server), {"data": given("pairs/1", rows)})
+    assert {text(r["prompt"]) for r in made} == {text(r["prompt"]) for r in rows[2:]} and len(calls) == 8
+    assert result["summary"]["without_label/pairs with a cut answer"] == 2
+
+
 def test_a_spent_budget_leaves_the_rest_unlabelled(judge, given):
     """Four tokens a call, a dollar each: two blocks of two pairs cost 16 and 32 dollars, and the third is not asked.
     Judgements given again cost nothing, so the rest is asked then.

@@ -549,7 +549,7 @@ class Characters:
 
     room, merged, both_ways = 40, False, False
 
-    def parts(self, prompt, completions):
+    def parts(self, prompt, completions, ends=()):
         return [ord(c) for c in prompt[0]["content"]], [([ord(c) for c in m[0]["content"]],) * 2 for m in completions]
 
     def plain(self, text):

@@ -595,6 +595,56 @@ def test_verdicts_are_asked_in_both_orders_and_again_when_unreadable():
     assert cut.verdicts(pairs[:1]) == [1.0], "what is said of a verdict in a reply that was cut is none"
 
 
+def test_additive_points_are_the_mean_of_several_reviews():
+    """synth.self_reward: three sampled reviews of each answer, equal answers reviewed once; what cannot be read is
+    sampled again, then left out, and no readable review is no score."""
+    judge = judging.Judge(Scripted(), "additive", retries=1)
+    judge.asked.said = [
+        *("Good.\nScore: 4", "**Score:** 2/5"),
+        *("Score: 5", judging.Reply("It is fine. Score: 1", cut=True), "Score: 3"),
+        *("Score: 3", "no idea", "Score: 9"),
+    ]
+    assert judge.score([ASKED[0], ASKED[1], ASKED[0]]) == [4.0, 2.5, 4.0] and judge.unparsed == 1
+    attempts, texts = zip(*judge.asked.asked)
+    assert len(set(attempts)) == 5 and 0 not in attempts, "five draws, each of its own"
+    assert [len(t) for t in texts] == [2, 2, 1, 2, 1]
+    assert judge.score(ASKED[:2]) == [4.0, 2.5] and len(judge.asked.asked) == 5, "what was reviewed is kept"
+    (none,) = judging.Judge(Scripted(["Score: 3 or Score: 4", "Score: -1"]), "additive", retries=0, samples=2).score(
+        ASKED[:1]
+    )
+    assert math.isnan(none)
+    assert [
+        judging.parse_points(t) for t in ("<think>Score: 1</think>Score: 0", "Total score: 3.5", "4", "Score: 55")
+    ] == [
+        0.0,
+        3.5,
+        None,
+        None,
+    ]
+    with pytest.raises(ValueError, match="judge_samples=5 is of written reviews.*write judge_mode=additive"):
+        RewardComponent(kind="judge", judge_samples=5)
+    with pytest.raises(ValueError, match="reviews one; write preference or verdict"):
+        RewardComponent(kind="debate", judge_mode="additive")
+
+
+def test_a_policy_reviews_answers_by_the_additive_prompt(tiny, monkeypatch):
+    """The component, its number of reviews and its prompt, on a local model."""
+    asked = []
+    said = iter(("Score: 1", "Score: 4"))
+
+    def replies(self, texts, max_tokens, attempt=0):
+        asked.append((texts, max_tokens))
+        return [judging.Reply(next(said))]
+
+    monkeypatch.setattr(judging.LocalJudge, "replies", replies)
+    renderer = renderer_for(tiny["policy"])
+    component = RewardComponent(kind="judge", judge_mode="additive", judge_samples=2)
+    row = sampled(renderer, user("what is 2 plus 2?"), "4")
+    (found,) = build_rewards([component], {"judge": tiny["policy"]}, renderer=renderer).score([row])
+    assert found.total == 2.5 and len(asked) == 2 and asked[0][1] == 2048
+    assert "additive 5-point scoring system" in asked[0][0][0] and "what is 2 plus 2?" in asked[0][0][0]
+
+
 @pytest.mark.parametrize(
     "text, rating",
     [
@@ -620,7 +670,7 @@ def test_an_answer_cannot_pose_as_another_part_of_the_request(mode):
     judge = judging.Judge(None, mode)
     asked = judge._compare(sly, plain) if judge.relative else judge._request(sly)
     marks = [line for line in asked.splitlines() if line.startswith("[")]
-    assert "worse [[A]]" in asked and len(marks) == (4 if mode == "score" else 6)
+    assert "worse [[A]]" in asked and len(marks) == (4 if mode in ("score", "additive") else 6)
     assert [f"[End of {a[1].lower()}{a[2:]}" for a in marks[::2]] == marks[1::2]
 
 

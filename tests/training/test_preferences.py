@@ -101,6 +101,149 @@ def test_best_vs_worst_and_what_gives_no_pair(candidates, build):
     assert "label_prob" in rows[0] and rows[0]["label_prob"] is None
 
 
+@pytest.fixture()
+def cut(candidates):
+    """Three prompts of four answers whose second was cut: it has the worst, the best and a middle reward. One more was
+    cut before its first word."""
+    path = candidates(
+        [[0.5, 0.1, 0.9, 0.3], [0.5, 0.9, 0.2, 0.3], [0.6, 0.4, 0.6, 0.2, 0.0]],
+        correct=[[True, False, True, False], [True, True, False, False], [True, None, True, False, False]],
+        kept=[[True, False, True, True], [True, False, True, True], [True, False, True, True, False]],
+        texts=[["answer 0", "answer 1", "answer 2", "answer 3", ""]] * 3,
+    )
+    rows = [{**r, "drop_reason": None if r["kept"] else "truncated"} for r in open_dataset(path).iter_rows()]
+    write_dataset(path + "-cut", "cut", "candidates/1", rows)
+    return path + "-cut"
+
+
+@pytest.mark.parametrize(
+    "config,pairs",
+    [
+        ({}, "21 02 03"),
+        ({"select": "all"}, "01 03 20 21 23 31 02 03 32 01 03 21 23"),
+        ({"select": "gap", "eta": 0.6}, "21 23"),
+        ({"select": "correct_vs_incorrect"}, "01 03 21 23 02 03 03 23"),
+        ({"select": "correct_vs_incorrect", "max_pairs_per_prompt": 1}, "01 02 03"),
+    ],
+)
+def test_a_cut_answer_may_be_rejected_and_is_never_chosen(cut, build, config, pairs):
+    """Only where it is asked for; the row says so, and the counts how often."""
+    result, rows = build({**config, "allow_truncated_rejected": True}, cut)
+    assert " ".join("".join(a[-1] for a in answers(r, "chosen", "rejected")) for r in rows) == pairs
+    said = [json.loads(r["extra_json"]).get("cut_answers") for r in rows]
+    assert said == [["rejected"] if pair[1] == "1" else None for pair in pairs.split()]
+    summary = result["summary"]
+    assert (summary["truncated"], summary["truncated_rejected"]) == (3, said.count(["rejected"]))
+    without, plain = build(config, cut)
+    assert all("1" not in a for r in plain for a in answers(r, "chosen", "rejected"))
+    assert not any("truncated" in name for name in without["summary"]) and without["summary"]["unusable"] == 4
+
+
+def test_a_cut_answer_may_be_labelled_bad_and_is_never_good(cut, build):
+    for config, labels in (
+        ({"threshold": 0.45}, "0T 1F 2T 3F 0T 2F 3F 0T 1F 2T 3F"),
+        ({}, "0T 1F 2T 3F 0T 2F 3F 0T 2T 3F"),
+    ):
+        _, rows = build({"kind": "unpaired/1", "allow_truncated_rejected": True, **config}, cut)
+        assert " ".join(answers(r, "completion")[0][-1] + "FT"[r["label"]] for r in rows) == labels
+        said = [json.loads(r["extra_json"]).get("cut_answers") for r in rows]
+        assert said == [["completion"] if label[0] == "1" else None for label in labels.split()]
+    with pytest.raises(ValueError, match="a ranking has no rejected side.*write kind=pairs/1"):
+        Config(kind="rankings/1", allow_truncated_rejected=True)
+
+
+def test_nothing_but_cut_answers_gives_no_pair_and_says_so(cut, build):
+    rows = [row for row in open_dataset(cut).iter_rows() if row["drop_reason"]]
+    write_dataset(cut + "-only", "cut", "candidates/1", rows)
+    with pytest.raises(ValueError, match="all of them were cut, and a cut one is never chosen.*max_completion_length"):
+        build({"select": "all", "allow_truncated_rejected": True}, cut + "-only")
+
+
+def test_rso_never_prefers_a_cut_answer(candidates, build):
+    path = candidates([[0.1, 0.2, 0.3, 0.4]] * 20, kept=[[True, False, True, False]] * 20)
+    rows = [{**r, "drop_reason": None if r["kept"] else "truncated"} for r in open_dataset(path).iter_rows()]
+    write_dataset(path + "-cut", "cut", "candidates/1", rows)
+    config = {"select": "rso", "rso_accept": 3, "rso_pairs": "tournament", "rso_beta": 10.0}
+    _, rows = build({**config, "allow_truncated_rejected": True}, path + "-cut")
+    assert {answers(r, "chosen")[0] for r in rows} == {"answer 2"}
+    assert {answers(r, "rejected")[0] for r in rows} == {"answer 0", "answer 1"}
+
+
+def test_a_cut_answer_is_trained_without_an_end_token(tiny, cut, build, spec):
+    """By every stage that reads pairs or labels, and where rows are converted on the way; the other rows are the same to
+    the bit, and both stages train."""
+    from collections import Counter
+
+    from stages.align import Config as AlignConfig
+    from stages.algorithms import DIRECT_METHODS
+    from stages.chat import renderer_for
+    from stages.direct.preference_items import Encoder, rows_as
+    from stages.pairs import encode_pairs, ended_of
+    from stages.reward_model import Config as RewardConfig
+    from stages.reward_models.reward_data import encode
+    from stages.reward_models.reward_eval import answers_of
+    from stages.reward_models.reward_heads import ChatReader
+    from stages.reward_models.reward_objectives import REWARD_OBJECTIVES
+    from stages.reward_models.reward_scorers import load_scorer
+
+    renderer, lost, found = renderer_for(tiny["policy"]), Counter(), {}
+    for kind, methods, objective in (("pairs/1", ("dpo", "kto"), "bt"), ("unpaired/1", ("kto",), "pointwise_bce")):
+        more = {"threshold": 0.45} if kind == "unpaired/1" else {"select": "all"}
+        result, rows = build({"kind": kind, "allow_truncated_rejected": True, **more}, cut)
+        path = result["outputs"]["data"]["path"]
+        # the same rows as if no answer had been cut
+        whole = path + "-whole"
+        write_dataset(whole, "whole", kind, [{**r, "extra_json": "{}"} for r in rows])
+        ends = {r["row_id"]: r["extra_json"].count("cut_answers") == 0 for r in rows}
+        assert 0 < sum(ends.values()) < len(ends)
+        for method in methods:
+            config = AlignConfig(method=method, max_length=96)
+            found[kind, method] = [
+                Encoder(renderer, DIRECT_METHODS[method], config, lambda *_: np.random.default_rng(0))(data, "train")
+                for data in map(open_dataset, (path, whole))
+            ]
+        reader = ChatReader(renderer, 96)
+        found[kind, objective] = [
+            encode(REWARD_OBJECTIVES[objective], data, "train", reader, RewardConfig(objective=objective), lost)
+            for data in map(open_dataset, (path, whole))
+        ]
+        if kind == "pairs/1":
+            found[kind, "read"] = [encode_pairs(open_dataset(p), "train", renderer, 96)[0] for p in (path, whole)]
+            ranked = list(rows_as(open_dataset(path), "train", "rankings/1", lost))
+            assert lost["cut_answer"] == len(ends) - sum(ends.values())
+            assert ranked and not any(assistant("answer 1") in r["completions"] for r in ranked)
+        else:
+            paired = list(rows_as(open_dataset(path), "train", "pairs/1"))
+            assert [ended_of(r, "chosen", "rejected") for r in paired] == [
+                [True, answers(r, "rejected") != ("answer 1",)] for r in paired
+            ]
+            assert not all(all(ended_of(r, "rejected")) for r in paired)
+        for stage, config in (("align", {"method": methods[-1]}), ("reward_model", {"objective": objective})):
+            given = {"model": tiny["policy"], "data": path}
+            made = execute(
+                spec(stage, {"max_steps": 1, "max_length": 96, **config}, given, f"{stage}-{kind[:4]}"), silent
+            )
+            assert made["summary"]["skipped_steps"] == 0
+        if kind == "pairs/1":
+            read = load_scorer(made["outputs"]["model"]["path"])._item
+            both = [answers_of(row) for row in rows]
+            assert [[read(a).responses[0][-1] in renderer.stop_ids for a in pair] for pair in both] == [
+                [True, ends[row["row_id"]]] for row in rows
+            ]
+    for items, before in found.values():
+        assert len(items) == len(before)
+        cut_short = 0
+        for item, other in zip(items, before):
+            for ids, mask, own, own_mask in zip(item.responses, item.masks, other.responses, other.masks):
+                assert own[-1] in renderer.stop_ids
+                if len(ids) == len(own):
+                    assert list(ids) == list(own) and list(mask) == list(own_mask)
+                    continue
+                assert renderer.decode(ids) == "answer 1" and list(ids) == list(own[:-1]) and all(mask)
+                cut_short += 1
+        assert cut_short and len(items) > 1
+
+
 def test_best_against_a_random_lower_one(candidates, build):
     """synth.onpolicy_pairs: chosen is the best; rejected is drawn among the lower ones, the same in every run; equal
     rewards give no pair.
