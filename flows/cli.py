@@ -584,7 +584,8 @@ def stage(
             "--input",
             "-i",
             metavar="NAME=REF_OR_PATH",
-            help="An input: a ref, a model directory, a data file or a hub id. Repeatable.",
+            help="An input: a ref, a model directory, a data file, a hub id or the key of the stage that made it."
+            " Repeatable.",
         ),
     ] = None,
     set_: Sets = None,
