@@ -366,7 +366,11 @@ def _output_of(key: str, kind: str) -> ResolvedInput | None:
     if record is None:
         return None
     kind = "model" if kind == "model" else "dataset"
-    refs = [one["ref"] for one in record["outputs"].values() if one["kind"] == kind]
+    refs = [
+        one["ref"]
+        for one in record["outputs"].values()
+        if one["kind"] == kind and (one.get("manifest") or {}).get("kind") != "quarantine/1"  # which no stage reads
+    ]
     if len(refs) != 1:
         outputs = ", ".join(f"{one['ref']} ({name})" for name, one in record["outputs"].items())
         raise StoreError(

@@ -44,6 +44,7 @@ def test_a_stage_key_names_the_one_output_of_the_kind_that_is_needed(state_dir):
         store.resolve(made.key[:5], "model")
     read = run_stage("ingest", {"data": made.key[:8]}, {})
     assert read.key == run_stage("ingest", {"data": made.outputs["data"]}, {}).key
+    assert "quarantine" in read.outputs and store.resolve(read.key, "dataset") == store.resolve(read.outputs["data"])
     refused = rf"stage ingest with key {read.key[:12]} made no models; write .*: {read.outputs['data']} \(data\)"
     with pytest.raises(store.StoreError, match=refused):
         store.resolve(read.key, "model")
