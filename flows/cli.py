@@ -584,7 +584,8 @@ def stage(
             "--input",
             "-i",
             metavar="NAME=REF_OR_PATH",
-            help="An input: a ref, a model directory, a data file or a hub id. Repeatable.",
+            help="An input: a ref, a model directory, a data file, a hub id or the key of the stage that made it."
+            " Repeatable.",
         ),
     ] = None,
     set_: Sets = None,
@@ -853,7 +854,8 @@ def deploy(
 
     Uses the server of `posttrain up`, or the one PREFECT_API_URL names. Deploying again updates in place.
     With a recipe and --cron, registers only a deployment RECIPE-scheduled that runs with the settings given here; the
-    same command with another time moves it, pausing or deleting it in Prefect's UI ends it.
+    same command with another time moves it, pausing or deleting it in Prefect's UI ends it; what is paused there stays
+    so until it is switched on there.
 
     Example: posttrain deploy preference --set data.path=pairs.jsonl --set model=DIR --cron "0 2 * * *" --timezone
     Europe/Berlin
@@ -875,8 +877,15 @@ def deploy(
 
     if recipe is not None:
         values = with_settings(load_preset(recipe_name(recipe), preset) if preset else {}, config, set_, given)
-        name = scheduled(recipe_name(recipe), values, cron=cron, timezone=timezone, preset=preset)
-        return emit({"deployments": [name]}) if json_ else print(f"{name} runs at '{cron}' {timezone}")
+        name, paused = scheduled(recipe_name(recipe), values, cron=cron, timezone=timezone, preset=preset)
+        if json_:
+            return emit({"deployments": [name], "paused": [name] if paused else []})
+        if paused:
+            return print(
+                f"{name} would run at '{cron}' {timezone}, but its schedule was paused in Prefect's UI and stays so; to"
+                f" make it active, switch it on there, under Deployments, {name.partition('/')[2]}"
+            )
+        return print(f"{name} runs at '{cron}' {timezone}")
     options = {"gpu_slots": gpu_slots, "trigger_model": trigger_model, "nightly": nightly, "timezone": timezone}
     if json_:
         return emit(register(**options))

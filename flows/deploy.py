@@ -81,11 +81,13 @@ def recipe_deployments(nightly: str = NIGHTLY, timezone: str = "UTC"):
 
 def scheduled(
     recipe: str, values: dict[str, Any], *, cron: str, timezone: str = "UTC", preset: str | None = None
-) -> str:
+) -> tuple[str, bool]:
     """Register `RECIPE-scheduled` (of a preset `RECIPE-PRESET-scheduled`), which runs with these settings whenever cron
-    says so; again, with other settings or another time, replaces it, and :func:`deploy` leaves it alone. Returns its
-    full name; ConfigError where settings, cron expression or time zone are wrong, or the run would not start now
-    (files and models that are not there), which at night nobody sees."""
+    says so; again, with other settings or another time, replaces it, and :func:`deploy` leaves it alone. What was paused
+    stays so. Returns its full name and whether it is paused; ConfigError where settings, cron expression or time zone
+    are wrong, or the run would not start now (files and models that are not there), which at night nobody sees."""
+    from prefect.client.orchestration import get_client
+
     from flows.recipe import load_config, rehearse
 
     flow, schedule = get_recipe(recipe), cron_schedule(cron, timezone, "cron")
@@ -94,11 +96,12 @@ def scheduled(
     refuse_what_forms_lose(config, parameters["config"])
     rehearse(recipe, flow.method, config)
     install_pool()
-    return apply(
-        flow,
-        "-".join([recipe, *([preset] if preset else []), "scheduled"]),
-        {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule},
-    )
+    name = "-".join([recipe, *([preset] if preset else []), "scheduled"])
+    options = {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule, "stays_paused": True}
+    with get_client(sync_client=True) as client:
+        full_name = apply(flow, name, options, client=client)
+        row = client.read_deployment_by_name(full_name)
+    return full_name, row.paused or not any(one.active for one in row.schedules)
 
 
 def refuse_what_forms_lose(config, form: dict[str, Any]) -> None:
@@ -198,7 +201,8 @@ def entrypoint(flow) -> str:
 
 
 def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
-    """Register one deployment unless the server has it as it is; returns its full name.
+    """Register one deployment unless the server has it as it is; returns its full name. What was paused in the UI comes
+    back unless the options say ``stays_paused``.
 
     Enforcing the form is left to the server's default: where a request states it, the server checks the whole schema,
     answers nobody meanwhile, and needs most of a minute for all deployments on a small machine.
@@ -226,6 +230,10 @@ def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
             existing = client.read_deployment_by_name(full_name)
         except ObjectNotFound:
             existing = None
+        if existing and options.get("stays_paused"):
+            wanted["paused"] = existing.paused
+            for one in schedules:
+                one.active = not existing.schedules or any(row.active for row in existing.schedules)
         if existing and registered_as(existing, wanted, schedules):
             return full_name
         registered = client.create_deployment(  # or updates
@@ -251,7 +259,7 @@ def registered_as(existing, wanted: dict[str, Any], schedules: list) -> bool:
         existing.enforce_parameter_schema
         and all((there[field] or None) == (value or None) for field, value in wanted.items())
         and [(row["schedule"], row["active"]) for row in there["schedules"]]
-        == [(row.schedule.model_dump(mode="json"), True) for row in schedules]
+        == [(row.schedule.model_dump(mode="json"), row.active) for row in schedules]
     )
 
 

@@ -155,12 +155,19 @@ def run(stage):
     from stages.generation import sampling_params
     from stages.reporting.reports import document, facts
     from stages.reward.rewards import build_rewards, inputs_read
+    from stages.reward_models.reward_scorers import split_steps
     from storage.datasets import open_dataset
 
     config = stage.config
     refuse_unread_inputs(SPEC.name, stage.inputs, INPUTS_READ_WHEN, config, inputs_read(config.rewards, stage.inputs))
     renderer = stage_renderer(stage)
     work = solutions(stage)
+    blank = sum(not split_steps(row["completion"][-1].get("content") or "", config.separator) for row, _ in work)
+    if blank == len(work):
+        raise ValueError(
+            f"All {blank} solutions are blank, so there is no step to label. Look at the candidates (posttrain show REF"
+            " --rows 5), and sample them again with another chat template or prompt_template."
+        )
     writer = stage.writer("steps", "stepwise/1")
     done = stage.units_done
     if done * config.block < len(work):
@@ -182,7 +189,7 @@ def run(stage):
     soft = [s for r in rows for s in r["soft_labels"]]
     notes = [json.loads(r["extra_json"]) for r in rows]
     lost = {
-        "solutions_without_labels": len(work) - len(rows),
+        "solutions_without_labels": len(work) - blank - len(rows),
         **{name: sum(note[name] for note in notes) for name in ("steps_without_verdict", "unscorable_rollouts")},
     }
     if any(lost.values()):
@@ -192,8 +199,11 @@ def run(stage):
             f" {lost['steps_without_verdict']} steps: their rollouts could not be checked (nor could"
             f" {lost['unscorable_rollouts']} in all).",
         )
+    if blank:
+        stage.warn("blank_solutions", f"{blank} of {len(work)} solutions are blank: they have no steps, and no rows.")
     summary = {
         "solutions": len(rows),
+        "blank_solutions": blank,
         "steps": len(soft),
         "rollouts": sum(note["rollouts"] for note in notes),
         **lost,

@@ -15,6 +15,7 @@ import json
 from pydantic import Field
 
 from stages.reward.components import FixedComponent, RewardComponent
+from stages.settings import ReadWhen, refuse_unread_inputs
 from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
 
 
@@ -57,9 +58,20 @@ SPEC = StageSpec(
 )
 
 
+#: Inputs that are read under a condition only (``stages.settings.refuse_unread_inputs``).
+INPUTS_READ_WHEN: ReadWhen = (
+    (("judge",), lambda read: "judge" in read, "no item of the rubric asks it; write scorer: {kind: judge} in one"),
+    (
+        ("reward_model",),
+        lambda read: "reward_model" in read,
+        "no item of the rubric asks it; write scorer: {kind: model} in one",
+    ),
+)
+
+
 def run(stage):
     from stages.reporting.reports import document, facts
-    from stages.reward.rewards import Rewards, concerns, placed
+    from stages.reward.rewards import Rewards, concerns, inputs_read, placed
     from stages.reward.rubric_reward import RubricScorer, rubric_metrics, score_rows, unscored, write_review
     from stages.reward.rubrics import load
     from stages.spec import ConfigError
@@ -91,6 +103,7 @@ def run(stage):
     renderer = _renderer(stage, data.kind)
     asked = _asked(stage, data.kind, rows, renderer)
     scorer = RubricScorer(component, load(stage), stage.inputs, renderer, stage.device, known)
+    refuse_unread_inputs(SPEC.name, stage.inputs, INPUTS_READ_WHEN, inputs_read(scorer.readers, stage.inputs))
     writer = stage.writer("rubric_scores", "rubric_scores/1")
     # as in the run that made them, what was lost and what is routed to other components is not shown to the rubric
     at = [i for i, row in enumerate(asked) if not row["lost"] and concerns(component, row["prompt_row"])]

@@ -28,7 +28,14 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from stages.decoding.writers import STOP, WriterConfig, Written, check_template
-from stages.settings import PARTED_TRAINING, PROMPT_TEMPLATE, PromptTemplate, ReadWhen, refuse_unread
+from stages.settings import (
+    PARTED_TRAINING,
+    PROMPT_TEMPLATE,
+    PromptTemplate,
+    ReadWhen,
+    refuse_unread,
+    refuse_unread_in,
+)
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 SHOWN = "[Question]\n{question}\n[End of question]\n\n[Answer]\n{answer}\n[End of answer]"
@@ -313,6 +320,21 @@ SPEC = StageSpec(
 )
 
 
+#: Settings that are read where first answers are written, as ``READ_WHEN``: of the stage.
+READ_OF_INPUTS: ReadWhen = (
+    (
+        ("prompt_template", "max_prompt_length"),
+        lambda stage: stage.has("prompts"),
+        "data has the first answers, and none is written; give prompts=REF with model=REF instead of data",
+    ),
+    (
+        ("temperature",),
+        lambda stage: stage.has("prompts"),
+        "data has the first answers, and none is written; write revision_temperature, that of critiques and revisions",
+    ),
+)
+
+
 # -- one chain ---------------------------------------------------------------------------------------------------------
 
 
@@ -532,6 +554,7 @@ def run(stage):
             "revise: by what? Give principles=FILE with one principle per line, or write template=minimal, which"
             " improves an answer without"
         )
+    refuse_unread_in(stage, READ_OF_INPUTS)
     principles = load(stage) if stage.has("principles") else [IMPROVE]
     chains = first_answers(stage) if stage.has("data") else unanswered(stage)
     splits = generated_splits([c.row for c in chains], config.validation_fraction)

@@ -178,8 +178,8 @@ def damaged_model(path: Path) -> str | None:
 
 
 def resolve(text: str, kind: str | None = None) -> ResolvedInput:
-    """Resolve a reference, path, URL or hub id. ``kind`` is what the caller needs; it decides what a bare directory or
-    id is.
+    """Resolve a reference, path, URL, hub id or, for a ``kind``, the key (6 digits at least) of a stage that made one
+    such thing. ``kind`` is what the caller needs; it decides what a bare directory or id is.
 
     Raises StoreError. A raw data file for a dataset input comes back with kind ``file``: it has to be ingested.
     """
@@ -244,6 +244,7 @@ def _names_in(where: str) -> list[str]:
 
 
 DATASET_REF = re.compile(r"dataset:(?P<name>[^@/]+)(?:@(?P<selector>[\w.-]+))?")
+STAGE_KEY = re.compile(r"[0-9a-f]{6,64}")  # or its beginning
 MODEL_REF = re.compile(
     r"model:(?:m-(?P<digest>[0-9a-f]{8,64})|(?P<name>[^@/]+)(?:@(?P<alias>[\w.-]+)|/(?P<version>\d+))?)"
 )
@@ -341,6 +342,8 @@ def _path(text: str, kind: str | None) -> ResolvedInput:
         if path.is_dir() and not any(path.iterdir()):
             raise StoreError(f"the directory {path} is empty; give a directory with data files, or a file")
         return ResolvedInput("file", str(path), str(path), cached_digest(path))
+    if kind and STAGE_KEY.fullmatch(text) and (found := _output_of(text, kind)) is not None:
+        return found
     if (
         HUB_ID.match(text)
         and not text.startswith(".")
@@ -351,6 +354,30 @@ def _path(text: str, kind: str | None) -> ResolvedInput:
         f"{text} does not exist;"
         f" {_example(kind) if kind else 'write a reference (dataset:..., model:...) or an existing path'}"
     )
+
+
+def _output_of(key: str, kind: str) -> ResolvedInput | None:
+    """The output that can be given as ``kind`` of the finished stage whose key begins so; None where there is no such
+    stage, StoreError where it has several such outputs or none.
+    """
+    from storage import records
+
+    record = records.match(key)
+    if record is None:
+        return None
+    kind = "model" if kind == "model" else "dataset"
+    refs = [
+        one["ref"]
+        for one in record["outputs"].values()
+        if one["kind"] == kind and (one.get("manifest") or {}).get("kind") != "quarantine/1"  # which no stage reads
+    ]
+    if len(refs) != 1:
+        outputs = ", ".join(f"{one['ref']} ({name})" for name, one in record["outputs"].items())
+        raise StoreError(
+            f"stage {record['stage']} with key {record['key'][:12]} made {'several' if refs else 'no'} {kind}s; write"
+            f" which of its outputs is meant: {outputs or 'none'}"
+        )
+    return resolve(refs[0], kind)
 
 
 def _dataset_dir(path: str) -> ResolvedInput:

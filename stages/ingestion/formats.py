@@ -6,6 +6,7 @@ as that format (`adapters.FORMATS`).
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import Counter
 from typing import Any, Callable
@@ -434,6 +435,15 @@ def _with_question(row: dict) -> dict:
         used.add("input")
         question = f"{question}\n\n{given}" if given.strip() else question
     return {key: value for key, value in row.items() if key not in used} | {"prompt": question}
+
+
+def misspelt(columns: list[str]) -> dict[str, str]:
+    """{column: known name} of columns that no format reads and whose names are nearly one that names a format."""
+    required = {column for _, columns, _ in FORMATS.values() for column in columns}
+    named = required.union(*(SYNONYMS.get(column, ()) for column in required))
+    known = {*_ASKED, *_COMMON}.union(*(further for _, _, further in FORMATS.values()), *SYNONYMS.values(), required)
+    near = {name: difflib.get_close_matches(name, sorted(named), 1, 0.8) for name in columns if name not in known}
+    return {name: found[0] for name, found in near.items() if found and found[0] not in columns}
 
 
 def known_columns() -> str:

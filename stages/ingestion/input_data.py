@@ -11,7 +11,7 @@ from typing import Iterator
 
 from stages.ingest import native_kind
 from stages.ingestion.counts import Counts
-from stages.ingestion.formats import Adapter, empty_answers, known_columns, rename
+from stages.ingestion.formats import Adapter, empty_answers, known_columns, misspelt, rename
 from stages.ingestion.published import adapter_of
 from stages.ingestion.rules import Bad
 from stages.ingestion.sources import (
@@ -102,6 +102,11 @@ _PREFERRED = {"comparisons/1": "pairs/1"}  # what `kind: auto` makes of a kind
 def _columns(files: list[SourceFile]) -> list[str]:
     """The columns of their first rows."""
     return sorted({key for file in files for row in head_rows(file, 8) for key in row})[:40]
+
+
+def _listed(columns: list[str]) -> str:
+    near = misspelt(columns)
+    return ", ".join(f"{name} (did you mean {near[name]!r}?)" if name in near else name for name in columns) or "none"
 
 
 class InputData:
@@ -195,6 +200,11 @@ class InputData:
             f" not there: {', '.join(found[:10])}; fill them in, or name the columns that have the values. "
         )
 
+    def columns_of(self, name: str) -> str:
+        """``Columns found: a, b`` of the file of that name, with what a misspelt one may be; empty for a dataset."""
+        files = [file for file in self.files if file.name == name]
+        return f"Columns found: {_listed(_columns(files))}" if files else ""
+
     def columns_hint(self) -> str:
         """The columns that files have, those of no known format first, and how to say which is which."""
         unknown = itertools.islice(
@@ -226,7 +236,7 @@ class InputData:
                 " prompt_column=problem completion_column=solution. "
             )
         return (
-            f"Columns found: {', '.join(seen) or 'none'}. {self.empty_hint()}{inside}Name them with column_map={{our column: source"
+            f"Columns found: {_listed(seen)}. {self.empty_hint()}{inside}Name them with column_map={{our column: source"
             " column} (or prompt_column, chosen_column ...) or set format. Formats and their columns:"
             f" {known_columns()}"
         )

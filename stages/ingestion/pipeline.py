@@ -231,7 +231,7 @@ class Ingestion:
             f"stage ingest: {name or 'the data'} holds {kind} rows, which cannot become {self.kind}; set kind to one of"
             f" {', '.join(conversions.reachable(kind))}, or give other data"
             + (f" (files='...' reads some of the files, without {name})" if name else "")
-            + (f". {empty}" if (empty := self.input.empty_hint().strip()) else "")
+            + "".join(f". {hint}" for hint in (self.input.columns_of(source), self.input.empty_hint().strip()) if hint)
         )
 
     def _place(self, seq: int, source: str, line: int, kind: str, row: dict, path: list[str]) -> None:

@@ -66,6 +66,7 @@ class RubricScorer:
         self.answers: dict[tuple[str, str], str] = {}
         self._loaded: dict[str, object] = {}
         self.settings, self.scorer_ids, scorers = {}, {}, {}
+        self.readers: list = []  # settings of all that scores or criticises
         for item in (item for items in rubric.items.values() for item in items):
             key = f"{item.category}/{item.item_id}"
             inherited = (
@@ -82,6 +83,7 @@ class RubricScorer:
                 )
             self.settings[key] = own
             criticised = own.kind == "judge" and item.kind != "verifiable"
+            self.readers += [own, *([self._critic(item, own)] if criticised else [])]
             self.scorer_ids[key] = (
                 self._name(own)
                 + (f" after {self._name(self._critic(item, own))}" if criticised else "")

@@ -553,6 +553,8 @@ def test_a_section_of_another_library_is_not_taken_for_a_setting_that_sounds_ali
         ("rl", "eval_temperature=0.6", "answered once, as in training"),
         ("rl", "ring_attn_size=2", "a sequence is computed on one device"),
         ("rl", "overlong_penalty_factor=1.0", "it is 1 here"),
+        ("rl", "algo.advantage.no_std_norm=true", "here it is 'whiten' .true for false; true, the mean alone, is not"),
+        ("rl", "no_advantage_std_norm=true", "here it is 'whiten' .true for false; true, the mean alone, is not"),
         ("rl", "reward_model.reward_manager=dapo", "here it is 'rewards'"),
         ("rl", "micro_train_batch_size=8", "here it is 'max_tokens_per_micro_batch'"),
         ("rl", "max_epochs=2", "here it is 'num_iterations'"),

@@ -207,6 +207,24 @@ def test_column_map_extra_and_common_columns(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "row, kind, said",
+    [
+        ({"prompt": "p", "respons": "a"}, "demonstrations/1", r"prompt, respons \(did you mean 'response'\?\)$"),
+        (
+            {"prompt": "p", "Chosen": "a", "rejectd": "b", "id": 1},
+            "pairs/1",
+            r"Chosen \(.*'chosen'\?\), id, prompt, rej",
+        ),
+        ({"promt": "p", "answers_of": "a"}, "auto", r"answers_of, promt \(did you mean 'prompt'\?\)\. "),
+        ({"prompt": "p", "responses": "a", "response": "b"}, "pairs/1", r"prompt, response, responses$"),
+    ],
+)
+def test_a_misspelt_column_is_named_with_what_it_may_be(tmp_path, row, kind, said):
+    with pytest.raises(ConfigError, match=f"Columns found: {said}"):
+        ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", kind=kind)
+
+
 def test_unknown_columns_say_what_to_write(tmp_path):
     with pytest.raises(ConfigError, match="column_map"):
         ingest(write_lines(tmp_path / "x.jsonl", [{"foo": 1, "bar": 2}]), tmp_path / "w")

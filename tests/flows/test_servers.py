@@ -109,6 +109,20 @@ WORLD_STAGE = "stage-world/stage-world"
 MIX_STAGE = "stage-mix/stage-mix"
 
 
+def pause_by_schedule_and_by_deployment(servers, name: str, command: tuple[str, ...]) -> list[tuple]:
+    """Pause one in the UI's two ways, registering it again after each, and make it active again: of each what the
+    command printed, whether the deployment is paused and whether its schedule is active."""
+    found = []
+    for deployment, active in ((False, False), (True, True), (False, True)):
+        row = servers.deployment(name)
+        servers.api(f"/deployments/{row['id']}", {"paused": deployment}, method="PATCH")
+        one = f"/deployments/{row['id']}/schedules/{row['schedules'][0]['id']}"
+        servers.api(one, {"active": active}, method="PATCH")
+        said, row = servers.cli(*command).stdout, servers.deployment(name)
+        found.append((said, row["paused"], [schedule["active"] for schedule in row["schedules"]]))
+    return found
+
+
 @pytest.fixture(scope="module")
 def again(servers):
     """Everything was deployed once more, which takes a while, so it is done for several tests: {"said": what the
@@ -128,10 +142,9 @@ def again(servers):
         )
 
     command = ("deploy", "post_training", "--preset", "demo", "seed=5", "--timezone", "Europe/Berlin")
-    assert servers.json(*command, "--cron", "0 1 * * *") == {
-        "deployments": ["post_training/post_training-demo-scheduled"]
-    }
-    servers.json(*command, "--cron", "0 2 * * *")
+    name = "post_training/post_training-demo-scheduled"
+    assert servers.json(*command, "--cron", "0 1 * * *") == {"deployments": [name], "paused": []}
+    paused = pause_by_schedule_and_by_deployment(servers, name, (*command, "--cron", "0 2 * * *"))
     apply = (
         "from flows.deploy import apply; from flows.post_training import post_training; from flows.single import"
         " stage_flow\nfor flow, name in ({}): apply(flow, name, {{'queue': 'cpu'}})"
@@ -147,7 +160,7 @@ def again(servers):
         method="PATCH",
     )
     servers.api(f"/deployments/{rows[WORLD_STAGE]['id']}", {"description": "edited"}, method="PATCH")
-    found = {"said": servers.json(*DEPLOY), "before": before, "after": registered(), "rows": rows}
+    found = {"said": servers.json(*DEPLOY), "before": before, "after": registered(), "rows": rows, "paused": paused}
     servers.api(f"/deployments/{servers.deployment('post_training/mine')['id']}", method="DELETE")
     return found
 
@@ -168,6 +181,14 @@ def test_a_recipe_runs_by_the_clocks_of_a_time_zone(servers, again):
         local = datetime.fromisoformat(run["expected_start_time"]).astimezone(ZoneInfo("Europe/Berlin"))
         assert (local.hour, local.minute) == (2, 0)
     servers.api(f"/deployments/{row['id']}", method="DELETE")
+
+
+def test_a_schedule_that_was_paused_stays_so_when_its_recipe_is_deployed_again(again):
+    by_schedule, by_deployment, resumed = again["paused"]
+    assert by_schedule[1:] == (False, [False]) and by_deployment[1:] == (True, [True])
+    for said, *_ in (by_schedule, by_deployment):
+        assert "was paused in Prefect's UI and stays so; to make it active, switch it on there" in said
+    assert resumed == ("post_training/post_training-demo-scheduled runs at '0 2 * * *' Europe/Berlin\n", False, [True])
 
 
 def test_deploy_is_idempotent(servers, again):

@@ -35,6 +35,26 @@ def events(into, stop=None):
     return listen
 
 
+def test_a_stage_key_names_the_one_output_of_the_kind_that_is_needed(state_dir):
+    made = run_stage(TOY, {}, {"steps": 6})
+    for text in (made.key, made.key[:6]):
+        for name, kind in (("model", "model"), ("data", "dataset"), ("data", "file")):
+            assert store.resolve(text, kind) == store.resolve(made.outputs[name])
+    with pytest.raises(store.StoreError, match=f"there is no model '{made.key[:5]}'"):
+        store.resolve(made.key[:5], "model")
+    read = run_stage("ingest", {"data": made.key[:8]}, {})
+    assert read.key == run_stage("ingest", {"data": made.outputs["data"]}, {}).key
+    assert "quarantine" in read.outputs and store.resolve(read.key, "dataset") == store.resolve(read.outputs["data"])
+    refused = rf"stage ingest with key {read.key[:12]} made no models; write .*: {read.outputs['data']} \(data\)"
+    with pytest.raises(store.StoreError, match=refused):
+        store.resolve(read.key, "model")
+    few = {"train": 8, "validation": 2, "test": 2}
+    world = run_stage("world", {}, {one: few for one in ("text", "demonstrations", "comparisons", "prompts")})
+    refused = rf"made several datasets; write .*: .*{world.outputs['pairs']} \(pairs\), {world.outputs['prompts']} "
+    with pytest.raises(store.StoreError, match=refused):
+        store.resolve(world.key, "dataset")
+
+
 def test_second_run_is_cached_and_outputs_are_checked(state_dir):
     seen = []
     first = run_stage(TOY, {}, {"steps": 6}, on_event=events(seen))

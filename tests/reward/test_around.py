@@ -267,6 +267,26 @@ def test_a_finished_solution_is_its_own_rollout(tiny, sums, train, tmp_path):
     assert cut["summary"]["steps"] == 12 and cut["summary"]["rollouts"] == 24, "of a solution that goes on"
 
 
+def test_blank_solutions_are_not_counted_as_ones_that_could_not_be_checked(tiny, sums, train, tmp_path):
+    found = list(open_dataset(sums["candidates"]).iter_rows())
+    unsure = "def score(prompt, completion, answer):\n    return None if answer == '2' else True"
+    config = {"rollouts": 1, "max_completion_length": 4, "rewards": [{"kind": "python", "source": unsure}]}
+
+    def label(blanks: int):
+        blank = [row | {"completion": [row["completion"][0] | {"content": " \n\n "}]} for row in found[:blanks]]
+        write_dataset(str(tmp_path / str(blanks)), "c", "candidates/1", blank + found[blanks:])
+        inputs = {"model": tiny["policy"], **sums, "candidates": str(tmp_path / str(blanks))}
+        return train("label_steps", config, inputs, f"blank-{blanks}")
+
+    result = label(4)
+    counts = ("solutions", "blank_solutions", "solutions_without_labels")
+    assert [result["summary"][one] for one in counts] == [8, 4, 4]
+    for said in ("4 of 16 solutions are blank", "Of 16 solutions 4 have no label"):
+        assert said in str(result["warnings"])
+    with pytest.raises(Exception, match="All 16 solutions are blank"):
+        label(16)
+
+
 def test_a_proxy_that_likes_wrong_answers_is_found_out(sums, train):
     """The stored reward grows as the verdict falls: best-of-n raises the proxy and ruins the gold score."""
     result = train("overoptimisation", {}, {"candidates": sums["candidates"]})

@@ -1006,6 +1006,15 @@ def test_candidates_are_scored_again_without_sampling(tiny, prompts, rubric, spe
     same = execute(spec("rescore", {}, given, "same"), silent)
     assert [r["reward"] for r in rows_of(same, "data")] == [r["reward"] for r in before]
     assert same["summary"]["items_reused"] == 8 * 2 + 8 and same["summary"]["reward/changed"] == 0
+    rules = json.loads(json.dumps(RUBRIC))
+    for category in rules["categories"].values():
+        category["items"] = [{**category["items"][0], "weight": 1.0}]
+    for more, told in (
+        ({"judge": tiny["policy"]}, "the input judge would change nothing: no item .* write scorer: {kind: judge}"),
+        ({"rubric": rubric(rules, "rules")}, "the input reward_model would .* write scorer: {kind: model}"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            execute(spec("rescore", {}, {**given, **more}, "unread"), silent)
     changed = json.loads(json.dumps(RUBRIC))
     changed["version"] = 2
     changed["categories"]["double"]["items"][0]["scorer"]["pattern"] = "z"

@@ -592,13 +592,18 @@ def test_worked_examples_stand_in_front_of_plain_text():
         ({"revision_template": "{answer} {request}"}, {}, "revision_template shows no {critique}"),
         ({"revision_pattern": "x+"}, {}, "has no group"),
         ({"direct_revision": True, "max_critique_length": 9}, {}, "max_critique_length=9 would change nothing"),
+        (
+            {"template": "minimal", "temperature": 0.5, "max_prompt_length": 99, "prompt_template": "none"},
+            {"model": "m", "data": "d"},
+            "prompt_template=none would .* give prompts=REF .*\n  max_prompt_length=99 .*\n  temperature=0.5 .*; write rev",
+        ),
         ({"validation_fraction": 0.1, "split": "test"}, {}, "only training prompts are parted; write split=train"),
         ({"examples": [{"question": "q"}]}, {}, "write all of question, answer"),
         ({"endpoint": "http://x", "endpoint_model": "m", "request_format": "text"}, {}, "write request_format=chat"),
     ],
 )
 def test_refused_settings(config, inputs, message, spec, data, roomy):
-    known = {"p": data["prompts"], "m": roomy[0]}
+    known = {"p": data["prompts"], "d": data["demonstrations"], "m": roomy[0]}
     with pytest.raises(Exception, match=message.replace("{", r"\{")):
         go(spec, config, {name: known[which] for name, which in inputs.items()})
 
