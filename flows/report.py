@@ -141,6 +141,7 @@ def models() -> list[dict[str, Any]]:
             "stage": entry.get("stage", ""),
             "digest": "m-" + entry["digest"][:12],
             "registered": when(entry.get("time")),
+            "files": "" if store.model_path(entry["digest"]).is_dir() else "gone",
         }
         for name in registry.models().values()
         for version, entry in sorted(name.versions.items(), reverse=True)

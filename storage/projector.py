@@ -635,7 +635,7 @@ class Projector:
         return found
 
     def _logged_model(self, client: Any, experiment: str, run_id: str, d: Doc, output: dict[str, Any]) -> str:
-        from storage.store import link_tree
+        from storage.store import link_tree, removed
 
         digest = output["digest"]
         known_models = client.search_logged_models(
@@ -660,6 +660,9 @@ class Projector:
             )
         )
         if str(model.status) not in ("READY", "LoggedModelStatus.READY"):
+            if removed("model", "", digest):
+                client.finalize_logged_model(model.model_id, "READY")
+                return model.model_id
             target = local_path(model.artifact_location)
             if target is not None and _writable(target):
                 if not target.exists() or not any(target.iterdir()):
