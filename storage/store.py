@@ -262,6 +262,8 @@ def latest_of(name: str) -> str | None:
     known = dataset_versions(name)
     if pointer and pointer["digest"] in known:
         return pointer["digest"]
+    if pointer and removed("dataset", name, pointer["digest"]):
+        return None
     return known[-1] if len(known) == 1 else None
 
 
@@ -534,6 +536,7 @@ def publish_dataset(source: Path, name: str, digest: str | None = None) -> Resol
         data.verify()
         digest, target = data.digest, dataset_path(name, data.digest)
         if is_url(target):
+            mark_of("dataset", name, digest).unlink(missing_ok=True)  # else the doctor would delete it as a rest
             _upload(source, target)
         else:
             _move_in(source, Path(target), lambda path: open_dataset(path).verify())
@@ -619,6 +622,7 @@ def also_as(path: str, digest: str, name: str) -> ResolvedInput:
 
     target = dataset_path(name, digest)
     if is_url(target):
+        mark_of("dataset", name, digest).unlink(missing_ok=True)
         if digest not in dataset_versions(name):
             import fsspec
 
