@@ -146,6 +146,7 @@ def print_removed(value: dict[str, Any]) -> None:
     """What went, or would go, what stays, and what there is to know of it."""
     from flows.display import table
     from flows.doctor import mib
+    from storage.outbox import tracking_uri
 
     if value["removed"]:
         table(
@@ -172,6 +173,7 @@ def print_removed(value: dict[str, Any]) -> None:
     print(f"{mib(value['freed'])} {verb} by {len(value['removed'])} model(s) and dataset(s){again}")
     if value["mlflow"]:
         print(
-            f"{mib(value['mlflow'])} stay on the disk: MLflow's copies of these models (delete them there, then `mlflow"
-            " gc`), or datasets of other names with the same rows"
+            f"{mib(value['mlflow'])} stay on the disk: MLflow's copies of these models (delete them in its UI, then mlflow"
+            f" gc --backend-store-uri {tracking_uri()} --tracking-uri {tracking_uri()}), or datasets of other names with"
+            " the same rows"
         )
