@@ -66,6 +66,7 @@ def test_a_removal_on_s3_is_finished_after_a_kill(bucket, tmp_path, monkeypatch)
     """The manifest goes first: what is left of the parts is no dataset, and the doctor deletes it."""
     import fsspec
 
+    from flows import report
     from storage import removal, store
     from storage.datasets import write_dataset
 
@@ -85,6 +86,7 @@ def test_a_removal_on_s3_is_finished_after_a_kill(bucket, tmp_path, monkeypatch)
     assert store.dataset_versions("lines") == [found.digest] and store.removed("dataset", "lines", found.digest)
     with pytest.raises(store.StoreError):
         store.resolve("dataset:lines@latest")
+    assert report.datasets() == []
     assert removal.finish() == 1 and store.dataset_versions("lines") == [] and removal.finish() == 0
     assert published().digest == found.digest and store.resolve("dataset:lines@latest").path == found.path
     removal.remove(result)
