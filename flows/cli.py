@@ -992,6 +992,44 @@ def show(
 
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def rm(
+    what: Annotated[
+        Optional[list[str]],
+        typer.Argument(metavar="REF|RUN|KEY", help="Models and datasets, or runs and stages: what those gave."),
+    ] = None,
+    before: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="AGE",
+            help="Everything that was made, and last used, before this: 30d, 2w, 12h or a date. What has an alias stays.",
+        ),
+    ] = None,
+    unalias: Annotated[
+        bool, typer.Option("--unalias", help="Also a model that has aliases (candidate, champion), which it loses.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would go, and how much room that makes.")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Remove the files of models and datasets; the records of what made them stay, and a rerun makes them again.
+
+    Refused is what an alias points at, what a running or waiting run or stage reads, and what a schedule names. Of a
+    run, and by age, such results stay and the others go, as do results that another run has, too.
+
+    Example: posttrain rm 20261001-1203 --dry-run
+    Example: posttrain rm model:policy/3 dataset:rollouts@latest
+    """
+    from flows import env
+
+    env.prepare(quiet=True)
+    from flows.remove import print_removed, remove
+
+    value = remove(what or [], before=before, unalias=unalias, dry_run=dry_run)
+    return emit(value) if json_ else print_removed(value)
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def cost(
     what: Annotated[
         Optional[str],

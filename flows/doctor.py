@@ -124,8 +124,10 @@ def contents(state: Path, fix: bool) -> Finding:
     """Whether what has a name, or a record, still has its files as they were published. Contents are read where sizes
     or times are others.
     """
-    from storage import records, registry, store
+    from storage import records, registry, removal, store
 
+    if fix and (left := removal.finish()):
+        yield True, f"deleted what `posttrain rm` had left of {left} model(s) or dataset(s) when it was killed"
     named = [
         (f"model:{name.name}/{version}", "model", entry["digest"])
         for name in registry.models().values()
@@ -138,6 +140,8 @@ def contents(state: Path, fix: bool) -> Finding:
     ]
     lost: dict[str, str] = {}  # digest -> what is wrong
     for ref, kind, digest in named:
+        if store.removed(kind, ref[8:].partition("@")[0], digest):
+            continue
         try:
             found = store.resolve(ref, kind)
             for part in found.manifest.get("parts", ()):
@@ -146,14 +150,20 @@ def contents(state: Path, fix: bool) -> Finding:
         except (store.StoreError, OSError, ValueError) as error:
             lost.setdefault(digest, str(error))
     made = list(records.all_records())
-    lost = {digest: text for record in made for digest, text in records.damaged(record).items()} | lost
+    lost = {digest: text for record in made for digest, text in records.damaged(record, removed=False).items()} | lost
+    places = {(one["kind"], one["name"], one["digest"]) for record in made for one in record["outputs"].values()}
+    gone = {digest for kind, name, digest in places if store.removed(kind, name, digest)}
     for text in [*lost.values()][:10]:
         yield False, text
     if len(lost) > 10:
         yield False, f"{len(lost) - 10} more models and datasets lack files"
     if not lost:
-        outputs = {output["digest"] for record in made for output in record["outputs"].values()}
-        yield True, f"the files of {len(outputs.union(digest for *_, digest in named))} models and datasets are there"
+        count = len({digest for *_, digest in [*places, *named]} - gone)
+        yield (
+            True,
+            f"the files of {count} models and datasets are there"
+            + (f"; those of {len(gone)} were removed with `posttrain rm`" if gone else ""),
+        )
 
 
 def bookkeeping(state: Path, fix: bool) -> Finding:

@@ -119,6 +119,8 @@ def datasets() -> list[dict[str, Any]]:
     for name in store.dataset_names():
         latest = store.latest_of(name)
         for digest in store.dataset_versions(name):
+            if store.removed("dataset", name, digest):  # by a process that was killed before it had finished
+                continue
             manifest = open_dataset(store.dataset_path(name, digest)).manifest
             rows.append(
                 {
@@ -141,6 +143,7 @@ def models() -> list[dict[str, Any]]:
             "stage": entry.get("stage", ""),
             "digest": "m-" + entry["digest"][:12],
             "registered": when(entry.get("time")),
+            "files": "" if store.model_path(entry["digest"]).is_dir() else "gone",
         }
         for name in registry.models().values()
         for version, entry in sorted(name.versions.items(), reverse=True)

@@ -5,7 +5,7 @@
     work/<stage key>/             a stage's scratch directory    leases/                locks and GPU slots
     registry/                     model names, versions, aliases outbox/                what MLflow has still to be told
     mlflow.db, mlartifacts/       the default MLflow store       cache/                 digests of files already read
-    nodes/<rendezvous>/           machines that run one recipe
+    nodes/<rendezvous>/           machines that run one recipe   removed/               which results were removed on purpose
 
 A directory that its group may write to and that hands its group on (``chmod g+ws``) is that group's: what is made in it
 can be read and written by all of them, whatever the umask of who made it.

@@ -587,6 +587,8 @@ class Projector:
         sent = cursor.setdefault("finals", {})
         stamp = cursor.setdefault("final_time", _ms(time.time()))
         metrics = []
+        deleted = {model for model in {about[0] for about in (judged or {}).values()} if model}
+        deleted = {model for model in deleted if not self._has_model(model)}
         for key, value in values.items():
             name = _safe(prefix + key)
             if sent.get(name) in (True, repr(value)):  # a run that is continued with other code may say something else
@@ -598,7 +600,7 @@ class Projector:
                     value,
                     _ms(time.time()) if name in sent else stamp,
                     0,
-                    model_id=model or None,
+                    model_id=None if model in deleted else model or None,
                     dataset_name=dataset or None,
                     dataset_digest=digest[:36] or None,
                 )
@@ -620,6 +622,9 @@ class Projector:
             digest = output["digest"]
             with unit_lock("model " + digest, wait=True):
                 model_id = _models_state()["models"].get(digest)
+                if model_id and not self._has_model(model_id):  # deleted there, to make room
+                    model_id = None
+                    cursor["models"] = [one for one in cursor.get("models", ()) if one != digest]
                 if model_id is None:
                     model_id = self._logged_model(client, experiment, run_id, d, output)
                     state = _models_state()
@@ -634,8 +639,19 @@ class Projector:
                 cursor["models"].append(digest)
         return found
 
+    def _has_model(self, model_id: str) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client().get_logged_model(model_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+        return True
+
     def _logged_model(self, client: Any, experiment: str, run_id: str, d: Doc, output: dict[str, Any]) -> str:
-        from storage.store import link_tree
+        from storage.store import link_tree, removed
 
         digest = output["digest"]
         known_models = client.search_logged_models(
@@ -660,6 +676,9 @@ class Projector:
             )
         )
         if str(model.status) not in ("READY", "LoggedModelStatus.READY"):
+            if removed("model", "", digest):
+                client.finalize_logged_model(model.model_id, "READY")
+                return model.model_id
             target = local_path(model.artifact_location)
             if target is not None and _writable(target):
                 if not target.exists() or not any(target.iterdir()):

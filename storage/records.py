@@ -72,11 +72,13 @@ def problems(record: dict[str, Any], *, full: bool = False) -> list[str]:
     return list(damaged(record, full=full).values())
 
 
-def damaged(record: dict[str, Any], *, full: bool = False) -> dict[str, str]:
-    """As :func:`problems`, by the digest of the output."""
+def damaged(record: dict[str, Any], *, full: bool = False, removed: bool = True) -> dict[str, str]:
+    """As :func:`problems`, by the digest of the output. removed: also of what was removed on purpose."""
     found, changed = {}, False
     for name, output in record["outputs"].items():
         path = output["path"]
+        if not removed and store.removed(output["kind"], output["name"], output["digest"]):
+            continue
         good, stat = store.check_output(output["kind"], path, output["digest"], output.get("stat"), full=full)
         if not good:
             found[output["digest"]] = (

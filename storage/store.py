@@ -95,6 +95,35 @@ def model_path(digest: str) -> Path:
     return home.models_dir() / digest
 
 
+def mark_of(kind: str, name: str, digest: str) -> Path:
+    """File that says that a model or dataset was removed on purpose (`posttrain rm`)."""
+    return home.home() / "removed" / f"{name + '@' if kind == 'dataset' else ''}{digest}.json"
+
+
+def removed(kind: str, name: str, digest: str) -> dict[str, Any] | None:
+    """{ref, path, time, user} of the removal of a model or dataset; None where it is there or was not removed."""
+    path = dataset_path(name, digest) if kind == "dataset" else str(model_path(digest))
+    if is_dataset_dir(path) if is_url(path) else Path(path).is_dir():
+        return None
+    return read_json(mark_of(kind, name, digest), None)
+
+
+def _refuse_removed(text: str, kind: str, name: str, prefix: str, known: list[str]) -> None:
+    """Raise StoreError where ``prefix`` is the beginning of the digest of what was removed, and of nothing else."""
+    if not prefix or any(digest.startswith(prefix) for digest in known):
+        return
+    for file in (home.home() / "removed").glob("*.json"):
+        was, _, digest = file.stem.rpartition("@")
+        if was == (name if kind == "dataset" else "") and digest.startswith(prefix):
+            if (mark := removed(kind, name, digest)) is not None:
+                when = time.strftime("%Y-%m-%d", time.localtime(mark["time"]))
+                others = f"; still there: {', '.join(f'dataset:{name}@{d[:12]}' for d in known[:5])}" if name else ""
+                raise StoreError(
+                    f"the files of {text} were removed with `posttrain rm` on {when}; `posttrain rerun {mark['ref']}`"
+                    f" makes them again{others if known else ''}"
+                )
+
+
 def is_ref(text: str) -> bool:
     """Whether a text is a store reference rather than a path."""
     return text.startswith(("dataset:", "model:"))
@@ -223,12 +252,18 @@ def dataset_versions(name: str) -> list[str]:
     return sorted(n for n in _names_in(f"{datasets_root().rstrip('/')}/{name}") if re.fullmatch(r"[0-9a-f]{64}", n))
 
 
+def _latest_file(name: str) -> Path:
+    return home.datasets_dir() / name / "latest.json"
+
+
 def latest_of(name: str) -> str | None:
     """Digest that ``dataset:NAME@latest`` means."""
-    pointer = read_json(home.datasets_dir() / name / "latest.json", None)
+    pointer = read_json(_latest_file(name), None)
     known = dataset_versions(name)
     if pointer and pointer["digest"] in known:
         return pointer["digest"]
+    if pointer and removed("dataset", name, pointer["digest"]):
+        return None
     return known[-1] if len(known) == 1 else None
 
 
@@ -258,6 +293,8 @@ def _dataset_ref(text: str) -> ResolvedInput:
         raise StoreError(f"{text!r} is not a dataset reference; write dataset:NAME@latest or dataset:NAME@DIGEST")
     name, selector = match["name"], match["selector"] or "latest"
     known = dataset_versions(name)
+    wanted = selector if selector != "latest" else (read_json(_latest_file(name), None) or {}).get("digest", "")
+    _refuse_removed(text, "dataset", name, wanted, known)
     if not known:
         names = dataset_names()
         raise StoreError(f"there is no dataset named {name!r}; the names are: {', '.join(names) or 'none yet'}")
@@ -285,7 +322,9 @@ def _model_ref(text: str) -> ResolvedInput:
             f"{text!r} is not a model reference; write model:NAME@ALIAS, model:NAME/VERSION or model:m-DIGEST"
         )
     if match["digest"]:
-        digest = _only(match["digest"], sorted(_names_in(str(home.models_dir()))), "the model store", "model:m-")
+        known = sorted(_names_in(str(home.models_dir())))
+        _refuse_removed(text, "model", "", match["digest"], known)
+        digest = _only(match["digest"], known, "the model store", "model:m-")
     else:
         try:
             digest, _ = registry.digest_of(match["name"], match["alias"] or match["version"] or "latest")
@@ -293,6 +332,7 @@ def _model_ref(text: str) -> ResolvedInput:
             raise StoreError(str(error)) from None
     path = model_path(digest)
     if not path.is_dir():
+        _refuse_removed(text, "model", "", digest, [])
         raise StoreError(
             f"the files of {text} ({digest[:12]}) are gone from {home.models_dir()}; `posttrain rerun {text}` makes"
             " them again"
@@ -523,18 +563,20 @@ def publish_dataset(source: Path, name: str, digest: str | None = None) -> Resol
         data.verify()
         digest, target = data.digest, dataset_path(name, data.digest)
         if is_url(target):
+            mark_of("dataset", name, digest).unlink(missing_ok=True)  # else the doctor would delete it as a rest
             _upload(source, target)
         else:
             _move_in(source, Path(target), lambda path: open_dataset(path).verify())
     shutil.rmtree(source, ignore_errors=True)
     set_latest(name, digest)
+    mark_of("dataset", name, digest).unlink(missing_ok=True)
     data = open_dataset(dataset_path(name, digest))
     return ResolvedInput("dataset", data.path, f"dataset:{name}@{digest}", digest, data.manifest)
 
 
 def set_latest(name: str, digest: str) -> None:
     """Make ``dataset:NAME@latest`` mean this digest."""
-    atomic_write_json(home.datasets_dir() / name / "latest.json", {"digest": digest, "time": time.time()})
+    atomic_write_json(_latest_file(name), {"digest": digest, "time": time.time()})
 
 
 def publish_model(source: Path, digest: str | None = None) -> ResolvedInput:
@@ -546,6 +588,7 @@ def publish_model(source: Path, digest: str | None = None) -> ResolvedInput:
             raise StoreError(f"{path} was changed after it was published")
 
     _move_in(source, model_path(digest), check)
+    mark_of("model", "", digest).unlink(missing_ok=True)
     return ResolvedInput("model", str(model_path(digest)), f"model:m-{digest[:12]}", digest)
 
 
@@ -606,6 +649,7 @@ def also_as(path: str, digest: str, name: str) -> ResolvedInput:
 
     target = dataset_path(name, digest)
     if is_url(target):
+        mark_of("dataset", name, digest).unlink(missing_ok=True)
         if digest not in dataset_versions(name):
             import fsspec
 
@@ -625,6 +669,7 @@ def also_as(path: str, digest: str, name: str) -> ResolvedInput:
         finally:
             shutil.rmtree(tmp, ignore_errors=True)
     set_latest(name, digest)
+    mark_of("dataset", name, digest).unlink(missing_ok=True)
     return ResolvedInput("dataset", target, f"dataset:{name}@{digest}", digest, open_dataset(target).manifest)
 
 

@@ -20,7 +20,7 @@ from tests.serving import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    "run stage rerun answer up down status deploy ls show cost lineage compare promote export chat doctor".split()
+    "run stage rerun answer up down status deploy ls show rm cost lineage compare promote export chat doctor".split()
 )
 TINY = [
     part
@@ -162,6 +162,9 @@ WRONG = [
     (["stage", "sft", "--input", "model=nowhere/there.jsonl", "--input", "data=x"], "does not exist"),
     (["ls", "run"], "did you mean 'runs'"),
     (["show", "dataset:nothing@latest"], "nothing"),
+    (["rm"], "posttrain rm --before 30d"),
+    (["rm", "--before", "soon"], "write 30d, 12h, 2w or 2026-10-01"),
+    (["rm", "dataset:nothing@latest"], "there is no dataset named"),
     (["deploy"], "posttrain up"),
     (["deploy", "preference"], "--cron '0 2 * * *'"),
     (["deploy", "--cron", "0 2 * * *"], "names a recipe"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stages.spec import PROJECT_ROOT
-from storage import outbox, records, registry, store, tracking
+from storage import outbox, records, registry, removal, store, tracking
 from storage.files import database_damage
 from storage.outbox import tracking_uri
 from tasks.run import run_stage
@@ -196,6 +196,8 @@ def test_a_lost_mlflow_database_is_made_anew_and_told_everything_again(state_dir
     run_apart(program)
     before = shown()
     assert len(before[0]) > 8 and before[1] and before[2]
+    removal.remove(removal.Shelf().named("model:kept/1")[0])  # what was removed on purpose is told of without files
+    shutil.rmtree(state_dir / "mlartifacts")
     for left in state_dir.glob("mlflow.db*"):
         left.unlink()
     for cursor in outbox.cursors():  # as of a home that was somewhere else when it was told

@@ -347,6 +347,24 @@ def test_a_run_that_was_deleted_in_mlflow_holds_up_no_other_and_is_there_again_w
     assert (found.lifecycle_stage, found.status) == ("active", "FINISHED") and not outbox.pending()
 
 
+def test_a_model_that_was_deleted_in_mlflow_is_there_again_when_it_is_made_again(state_dir):
+    """To make room, with `mlflow gc`: MLflow refused its metrics then, and the run was never complete."""
+    from click.testing import CliRunner
+    from mlflow.cli import gc
+
+    first = run_stage(TOY, {}, {"steps": 3}, name_as="kept")
+    (experiment,) = {one.experiment_id for one in client().search_experiments()} - {"0"}
+    (model,) = client().search_logged_models([experiment])
+    client().delete_logged_model(model.model_id)
+    uri = outbox.tracking_uri()
+    assert CliRunner().invoke(gc, ["--backend-store-uri", uri, "--tracking-uri", uri]).exit_code == 0
+    assert not list((state_dir / "mlartifacts").rglob("weights.bin"))
+    assert run_stage(TOY, {}, {"steps": 3}, name_as="kept", force=True).outputs == first.outputs
+    assert tracking.sync()["error"] is None and not outbox.pending()
+    (again,) = client().search_logged_models([experiment])
+    assert again.model_id != model.model_id and len(list((state_dir / "mlartifacts").rglob("weights.bin"))) == 1
+
+
 def test_a_unit_that_another_process_completes_meanwhile_is_not_pending(state_dir, monkeypatch):
     """It was listed and then gone, which ended the run that looked."""
     monkeypatch.setattr(tracking, "poke", lambda unit: None)

@@ -60,3 +60,35 @@ def test_the_dataset_store_can_live_on_s3(bucket, tmp_path, monkeypatch):
     resolved = store.resolve("dataset:lines@latest")
     assert resolved.digest == manifest["digest"] and str(resolved.path).startswith("s3://")
     assert open_dataset(str(resolved.path)).num_rows == 100, ref
+
+
+def test_a_removal_on_s3_is_finished_after_a_kill(bucket, tmp_path, monkeypatch):
+    """The manifest goes first: what is left of the parts is no dataset, and the doctor deletes it."""
+    import fsspec
+
+    from flows import report
+    from storage import removal, store
+    from storage.datasets import write_dataset
+
+    monkeypatch.setenv("POSTTRAIN_DATASETS", f"{bucket}/removed")
+
+    def published():
+        write_dataset(str(tmp_path / "lines"), "lines", "text/1", rows())
+        return store.publish_dataset(tmp_path / "lines", "lines")
+
+    found = published()
+    result = removal.Shelf().named("dataset:lines@latest")[0]
+    assert result.there and removal.sizes([result])[1] > 0
+    with monkeypatch.context() as patched:
+        patched.setattr(fsspec.core.url_to_fs(bucket)[0], "rm", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            removal.remove(result)
+    assert store.dataset_versions("lines") == [found.digest] and store.removed("dataset", "lines", found.digest)
+    with pytest.raises(store.StoreError):
+        store.resolve("dataset:lines@latest")
+    assert report.datasets() == []
+    assert removal.finish() == 1 and store.dataset_versions("lines") == [] and removal.finish() == 0
+    assert published().digest == found.digest and store.resolve("dataset:lines@latest").path == found.path
+    removal.remove(result)
+    with pytest.raises(store.StoreError, match="removed with `posttrain rm`"):
+        store.resolve("dataset:lines@latest")
