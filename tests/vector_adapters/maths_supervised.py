@@ -402,7 +402,7 @@ def rm_pmp_control(i, p):
 
         room = 100
 
-        def parts(self, prompt, completions):
+        def parts(self, prompt, completions, ends):
             return [], [(self.plain(c), [1] * len(c)) for c in completions]
 
         def plain(self, text):
