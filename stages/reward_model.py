@@ -252,7 +252,7 @@ class Config(OptimizerConfig, ChatConfig):
             raise ValueError("label_words are two different words; write for example label_words=[Good,Bad]")
         if self.aggregation == "prod" and self.objective == "orm":
             raise ValueError(
-                "aggregation=prod multiplies the steps of a prm; the tokens of an orm are read by last, mean or min"
+                "aggregation=prod multiplies the steps of a prm; for the tokens of an orm write aggregation=last, mean or min"
             )
         if self.spoiled_by:
             from stages.measures.reward_model import PROBES

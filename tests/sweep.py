@@ -103,6 +103,7 @@ VALUES: dict[tuple[str, str], list] = {
         {"momentum": 0.5},
         {"average": True},
     ],
+    ("align", "aspect_weights"): [{}, {"a": 0.75, "b": 0.25}],
     ("align", "reference_interval"): [512, 2],
     ("align", "ld_alpha"): [None, 0.4],
     ("align", "nll_coef"): [None, 0.5],

@@ -660,7 +660,7 @@ def test_of_a_list_of_components_what_differs_is_named_by_its_place(capsys):
     one, two = config(known, short), config({**known, "weight": 0.5}, {**short, "domains": ["maths"]})
     assert differences(one, two) == ["rewards[0].weight: 1.0 -> 0.5", "rewards[1].domains: [] -> ['maths']"]
     (more,) = differences(config(known), one)
-    assert more.startswith("rewards[1]: None -> {") and "'kind': 'length'" in more
+    assert more.startswith("rewards[1]: (not there) -> {") and "'kind': 'length'" in more
     assert differences({"stop": ["a"]}, {"stop": ["b"]}) == ["stop: ['a'] -> ['b']"]
     _print_maker({"stage": "rl", "config": two})
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
