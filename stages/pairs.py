@@ -19,6 +19,13 @@ def ended_of(row: dict, *columns: str) -> list[bool]:
     return [column not in cut if isinstance(cut, list) else True for column in columns]
 
 
+def both_orders(first, second):
+    """P(A) from each order's probability of the answer shown first, numbers or arrays: (p(AB) + 1 - p(BA)) / 2
+    (``synth.rlaif``, ``rm.pairwise``), exactly one half where they are equal.
+    """
+    return 0.5 + (first - second) / 2.0
+
+
 def encode_pairs(dataset, split: str, renderer, max_length: int, limit: int | None = None):
     """Items of a ``pairs/1`` split and counts of dropped rows by reason.
 

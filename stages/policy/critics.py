@@ -2,9 +2,9 @@
 ``tests/methods.yaml``).
 
 ``separate``: its own network and optimizer, started as a copy of the reward model (backbone, head and calibration) or
-from the backbone of the policy, or of another language model, with a head of zeros; it takes one step on the items of every policy step. ``shared``: a head
-on the policy's trunk, trained by the policy's step. The values that advantages are made of are fixed when a rollout is
-scored.
+from the backbone of the policy, or of another language model, with a head of zeros; it takes one step on the items of
+every policy step. ``shared``: a head on the policy's trunk, trained by the policy's step. The values that advantages
+are made of are fixed when a rollout is scored.
 
 ``values[t]`` is read at the token BEFORE completion token t (the prompt's last for t = 0), ``bootstrap`` after the last
 one.

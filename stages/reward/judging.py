@@ -31,6 +31,7 @@ from typing import ClassVar, Literal, Optional
 
 from pydantic import Field, model_validator
 
+from stages.pairs import both_orders
 from stages.settings import ReadWhen, refuse_unread
 from stages.spec import ConfigError, InputSpec, StageConfig
 
@@ -321,13 +322,6 @@ THREE = {"A>>B": "A", "A>B": "A", "A=B": "tie", "B>A": "B", "B>>A": "B"}
 def verdict_of(p_a: float) -> str:
     """The answer that a probability prefers; exactly one half is a tie."""
     return "A" if p_a > 0.5 else "B" if p_a < 0.5 else "tie"
-
-
-def both_orders(first: float, second: float) -> float:
-    """P(A) from each order's probability of the answer shown first: (p(AB) + 1 - p(BA)) / 2 (``synth.rlaif``), exactly
-    one half where they are equal.
-    """
-    return 0.5 + (first - second) / 2.0
 
 
 def opinion_of(calls: Sequence[dict], config: JudgeSettings) -> Opinion:

@@ -21,7 +21,7 @@ import torch
 
 from stages.batching import make_item, per_response
 from stages.models.modeling import ModelError
-from stages.pairs import cut
+from stages.pairs import both_orders, cut
 from stages.reward_models.reward_heads import (
     ChatReader,
     PlainReader,
@@ -102,21 +102,23 @@ class Scorer:
 
         return with_facts(response.row or {}, response.prompt, bool(self.card.options.get("facts")))
 
-    def _item(self, response: Response):
-        """The response as training read it, cut the same way."""
+    def _item(self, response: Response, words: list[str] | None = None):
+        """The response as training read it, cut the same way; with ``words`` once behind each of them."""
         from collections import Counter
 
         from stages.reward_models.reward_data import Drop, build
 
+        times = len(words) if words else 1
         try:
             return build(
                 self.reader,
                 {"row_id": "scored"},
                 self._prompt(response),
-                [response.completion],
+                [response.completion] * times,
                 Counter(),
                 counts={},
-                ends=[response.ended],
+                words=words,
+                ends=[response.ended] * times,
             )
         except Drop:
             return None
@@ -187,25 +189,9 @@ class ControlScorer(Scorer):
     """``rm.pmp`` by control tokens: r(GOOD:x) - r(BAD:x), the log-odds that the answer x is a good one."""
 
     def _item(self, response):
-        from collections import Counter
+        from stages.reward_models.reward_data import CONTROL_WORDS
 
-        from stages.reward_models.reward_data import CONTROL_WORDS, Drop, build
-
-        words = list(self.card.options.get("label_words") or CONTROL_WORDS)
-        answers = [response.completion] * 2
-        try:
-            return build(
-                self.reader,
-                {"row_id": "scored"},
-                self._prompt(response),
-                answers,
-                Counter(),
-                counts={},
-                words=words,
-                ends=[response.ended] * 2,
-            )
-        except Drop:
-            return None
+        return super()._item(response, list(self.card.options.get("label_words") or CONTROL_WORDS))
 
     def score(self, responses):
         return [v + self.bias for v in self._over_items(responses, self._read)]
@@ -347,13 +333,11 @@ class ComparingScorer(Scorer):
     ranking = "round_robin"
 
     def preferences(self, pairs: Sequence[tuple[Response, Response]]) -> list[float]:
-        """P(first is better) of each pair, both presentation orders averaged: (P(i,j) + 1 - P(j,i)) / 2, exactly one half
-        where they are equal.
-        """
+        """P(first is better) of each pair, both presentation orders averaged (:func:`stages.pairs.both_orders`)."""
         both = self.one_order([*pairs, *[(b, a) for a, b in pairs]])
         forward, backward = np.asarray(both[: len(pairs)]), np.asarray(both[len(pairs) :])
         self.inconsistency = np.abs(forward + backward - 1).tolist()
-        return (0.5 + (forward - backward) / 2).tolist()
+        return both_orders(forward, backward).tolist()
 
     def one_order(self, pairs) -> list[float]:
         """P(first is better) with the first shown first."""
