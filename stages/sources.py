@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,6 +113,20 @@ def imports_in(name: str, tree: ast.AST, is_package: bool) -> tuple[list[str], l
             elif computed is None:
                 computed = node.lineno
     return sorted(found), sorted(tables), computed
+
+
+def drop_stale_bytecode(files: Iterable[Path]) -> None:
+    """Remove the compiled code of these sources where it was written before the source was last touched.
+
+    Python takes it for that of any text of the same size and the same second, so a module that is written twice within
+    a second, or put back by a tool that keeps times, would run as what it was before, under the key of what it is. The
+    time of a file's status (``st_ctime``) cannot be set back, whatever is written.
+    """
+    for file in files:
+        with contextlib.suppress(OSError):  # there is none, or nobody may write there
+            compiled = Path(importlib.util.cache_from_source(str(file)))
+            if compiled.stat().st_mtime_ns <= file.stat().st_ctime_ns:
+                compiled.unlink()
 
 
 def _call_name(node: ast.Call) -> str:

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, get_args
 
+from stages import sources
 from stages.registry import get_stage, stage_module_name
 from stages.spec import (
     PROJECT_ROOT,
@@ -35,6 +36,7 @@ from stages.spec import (
     StageConfig,
     StageSpec,
     closure_digest,
+    import_closure,
     library_versions,
     parse_config,
     stage_key,
@@ -482,11 +484,14 @@ def _run(
 
 def _refuse_changes(p: Prepared, code: bool = False) -> None:
     """Raise StageError where an input that lies outside the state directory is another one than the key says, since
-    somebody wrote to it meanwhile; ``code``: or the stage's code (before it is started: while it waited for its turn).
+    somebody wrote to it meanwhile; ``code``: or the stage's code (before it is started: while it waited for its turn),
+    which is then what will run.
     """
     changed = [f"input {name} at {found.path}" for name, found in p.inputs.items() if not store.unchanged(found)]
-    if code and closure_digest(p.module, p.spec.resources) != p.code:
-        changed.append("its code")
+    if code:
+        sources.drop_stale_bytecode(import_closure(p.module)[0].values())
+        if closure_digest(p.module, p.spec.resources) != p.code:
+            changed.append("its code")
     if changed:
         raise StageError(
             p.spec.name,
