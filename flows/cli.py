@@ -250,6 +250,13 @@ def rerun(
     rendezvous: Rendezvous = None,
     json_: Json = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which steps would run.")] = False,
+    recorded: Annotated[
+        bool,
+        typer.Option(
+            "--recorded",
+            help="Of a model of the rl stage: from its own rollouts, without sampling, everything in them checked.",
+        ),
+    ] = False,
 ) -> None:
     """Repeat a run with one step changed; everything above it is reused.
 
@@ -257,10 +264,12 @@ def rerun(
     failed or was killed goes on when nothing is said.
 
     A model or dataset is made again from the same inputs and settings, by the one stage that made it, and compared: the
-    exit code is 1 where its bytes are others although nothing was changed.
+    exit code is 1 where its bytes are others although nothing was changed. With --recorded an RL run is computed again
+    from its own rollouts: rewards, log-probs, advantages and every step, held against what it recorded.
 
     Example: posttrain rerun latest --stage rl --set kl_coef=0.02
     Example: posttrain rerun model:policy@champion
+    Example: posttrain rerun model:policy@champion --recorded
     """
     from flows import env
     from flows.config import ConfigError, merge, parse_sets, section
@@ -276,7 +285,12 @@ def rerun(
                 f"{run_id} was made by one stage, which is what is repeated; leave out"
                 f" {'--stage' if stage is not None else '--dry-run' if dry_run else '--nodes'}"
             )
-        return remake(run_id, parse_sets([*(set_ or []), *(more or [])]), seed, json_)
+        return remake(run_id, parse_sets([*(set_ or []), *(more or [])]), seed, json_, recorded)
+    if recorded:
+        raise ConfigError(
+            f"--recorded computes one model again; write posttrain rerun model:NAME@latest --recorded (posttrain show {run_id}"
+            " has the models of the run)"
+        )
     run = records.get_run(run_id)
     record, recipe = run.data, run.data["recipe"]
     if recipe.startswith("stage:"):
@@ -306,9 +320,9 @@ def rerun(
     execute(recipe, values, again, json_, dry_run, machines)
 
 
-def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool) -> None:
+def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool, recorded: bool = False) -> None:
     """Run the stage that made a model or dataset again, with ``changes`` to its settings, and say whether the same
-    bytes came out.
+    bytes came out; ``recorded``: an RL run, from its own rollouts.
     """
     from flows.config import ConfigError, build, merge
     from flows.display import table
@@ -322,14 +336,20 @@ def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool) -
             f"{ref} was brought from outside, so there is nothing to repeat; what is known of it: posttrain show {ref}"
         )
     record, changed = makers[0], bool(changes) or seed is not None
-    settings = build(get_stage(record["module"]).SPEC.config, merge(record["config"], changes))
+    spec, inputs = get_stage(record["module"]).SPEC, {name: one["ref"] for name, one in record["inputs"].items()}
+    if recorded and "recorded" not in spec.inputs:
+        raise ConfigError(
+            f"{ref} was made by the stage {record['stage']}, which records no rollouts; leave out --recorded"
+        )
+    if recorded:
+        inputs |= {"recorded": record["outputs"]["rollouts"]["ref"]}
     value = run_one(
         record["module"],
-        {name: one["ref"] for name, one in record["inputs"].items()},
-        settings,
+        inputs,
+        build(spec.config, merge(record["config"], changes)),
         record["seed"] if seed is None else seed,
         record["name_as"],
-        not changed,
+        not changed and not recorded,
     )
     rows = [
         {
@@ -339,20 +359,35 @@ def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool) -
             "same": one["ref"] == value["outputs"].get(name),
         }
         for name, one in record["outputs"].items()
+        if not recorded or name in value["outputs"]
     ]
+    odd = value["metrics"].get("recorded/differing", 0)
+    held = {"held": held_against(value["key"])} if recorded else {}
     other_code = record["code"] != records.read(value["key"])["code"]
     if as_json:
-        emit({"status": "finished", **value, "compared": rows, "code_changed": other_code})
+        emit({"status": "finished", **value, "compared": rows, "code_changed": other_code, **held})
     else:
+        if recorded:
+            table(held["held"], "held against the record")
         table(rows, "made again")
-    if not changed and not all(row["same"] for row in rows):
+    if not changed and (odd or not all(row["same"] for row in rows)):
         why = (
             "the code has changed since"
             if other_code
             else f"libraries or the machine may be others (`versions` in {value['record_path']})"
         )
-        print(f"The bytes are not those of then; {why}.", file=sys.stderr)
+        what = f"{odd:.0f} things that were recorded are others now" if odd else "The bytes are not those of then"
+        print(f"{what}; {why}.", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def held_against(key: str) -> list[dict[str, Any]]:
+    """The table of a run that was computed again from its rollouts."""
+    from storage import records
+    from storage.files import read_json
+
+    found = next((one for one in records.read(key)["reports"] if one["name"] == "recorded"), {})
+    return read_json(found.get("table", ""), [])
 
 
 def steps_of(run: Any, config_type: Any, name: str) -> list[str]:

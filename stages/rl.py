@@ -934,6 +934,10 @@ def check(config: Config, given: Collection[str]) -> None:
 
     row, _ = resolve_preset(config)
     check_inputs(config.rewards, given)
+    if "recorded" in given:
+        from stages.rollouts.recorded import check_recorded
+
+        check_recorded(config, row, given)
     refuse_unread_inputs(SPEC.name, given, RL_INPUTS_READ_WHEN, row, config, inputs_read(config.rewards, given))
     if row.ptx_coef and "ptx" not in given:
         raise ValueError(
@@ -1054,6 +1058,15 @@ SPEC = StageSpec(
             kinds=("rollouts/1",),
             required=False,
             doc="Train on these rollouts instead of sampling (off-policy presets).",
+        ),
+        "recorded": InputSpec(
+            "dataset",
+            kinds=("rollouts/1",),
+            required=False,
+            doc=(
+                "The rollouts of a run with these very settings and inputs: it is computed again from them without"
+                " sampling, and everything in them held against what comes out now."
+            ),
         ),
     },
     outputs={
@@ -1183,6 +1196,7 @@ def run(stage):
         "iterations": source.iteration + 1,
         "skipped_steps": trainer.skipped,
         **{f"last/{k}": v for k, v in source.metrics.items()},
+        **(source.recorded.tell() if source.recorded is not None else {}),
     }
     stage.summary(summary)
     rl_report(stage, f"RL ({config.preset})", summary, renderer.tokenizer.decode)

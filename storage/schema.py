@@ -85,6 +85,9 @@ _COMMON: list[tuple[str, pa.DataType, bool]] = [
     ("extra_json", STR, True),
 ]
 
+#: Columns that every kind has: where a row is from.
+PROVENANCE = tuple(name for name, _, _ in _COMMON)
+
 # Column lists of each kind; a trailing "?" marks a nullable column.
 _M, _S = MESSAGES, pa.list_(STR)
 _KINDS: dict[str, dict[str, pa.DataType]] = {

@@ -41,9 +41,9 @@ class Records:
         self.policy = policy
         self.decode = policy.renderer.tokenizer.decode
         self.shown = -math.inf  # when samples were shown last
-        wanted = {"rollouts": "rollouts/1", "prompt_stats": "prompt_stats/1"}
+        wanted = {"rollouts": "rollouts/1"} | ({} if stage.has("recorded") else {"prompt_stats": "prompt_stats/1"})
         wanted |= ({"trajectories": "trajectories/1"} if policy.agent is not None else {}) | (
-            {"rubric_scores": "rubric_scores/1"} if members.component else {}
+            {"rubric_scores": "rubric_scores/1"} if members.component and not stage.has("recorded") else {}
         )
         wanted |= {"validation": "eval_samples/1"} if self.config.eval_prompts else {}
         how = {} if stage.has("stored") else {"rollouts": {"meta": {"sampling": sampling_record(policy)}}}
@@ -53,9 +53,9 @@ class Records:
         self.writers[name].write(rows)
         self.writers[name].flush()
 
-    def rollouts(self, scored: Scored, iteration: int, version: int) -> None:
+    def rollouts(self, scored: Scored, iteration: int, version: int) -> list[dict]:
         """``rollouts/1`` of one iteration, the turns of its completions and the rubric items of those that were not
-        replayed, whose items are there already. A completion that could
+        replayed, whose items are there already; the rows. A completion that could
         not be scored has reward_tier=unscorable, no shaped_reward, and each component's reason in
         ``extra_json.unscorable``; its ``reward`` is 0 because the column has to have a number."""
         draws, times = {}, {}  # which draw of its prompt in this iteration a group is
@@ -94,6 +94,7 @@ class Records:
                     for made in score_rows(one, s.items, iteration)
                 ],
             )
+        return rows
 
     def _rollout(self, scored: Scored, i: int, iteration: int, version: int, draw: int) -> dict:
         s, group, batch, credit = scored.samples[i], scored.group_at[i], scored.batch, scored.credit

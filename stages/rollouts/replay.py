@@ -137,8 +137,7 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
     groups: dict[tuple, Group] = {}
     for row in rows:
         prompt = by_id.get(row["prompt_id"]) or {k: row[k] for k in ("row_id", "prompt_id", "group_id", "dataset")}
-        paid = [c for c in row["reward_components"] if c["name"] != "overlong"]
-        total = sum(c["weight"] * c["value"] for c in paid if c["value"] is not None)
+        parts, weights, total = components_of(row)
         extra = json.loads(row["extra_json"] or "{}")
         draw = extra.get("draw", 0)
         group = groups.setdefault(
@@ -154,15 +153,15 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
                 [float(v) for v in row["logp_rollout"] or row["logp_old"]],
                 row.get("finish_reason") or ("eos" if row["terminated"] else "length"),
                 "",
-                float("nan") if row["reward_tier"] == "unscorable" else total,
-                {c["name"]: c["value"] for c in paid},
+                total,
+                parts,
                 {},
                 row["is_correct"],
                 tool_mask=row["tool_mask"],
                 mode=extra.get("mode", "fresh"),
                 parent=extra.get("parent_sample_id"),
                 failure=lost_to(row, extra),
-                weights={c["name"]: c["weight"] for c in paid},
+                weights=weights,
                 step_rewards=(
                     (list(row["step_ends"]), list(row["step_rewards"]))
                     if extra.get("steps_paid") and row["step_rewards"] is not None
@@ -175,6 +174,21 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
             "the input stored has no rows; give a rollouts/1 dataset, for example the rollouts output of an rl stage."
         )
     return list(groups.values())
+
+
+def components_of(row: dict, first: Collection[str] = ()) -> tuple[dict, dict, float]:
+    """(value by component, weight by component, their weighted sum, NaN of an unscorable one) of a stored row; ``first``:
+    components that are added up before the others (those of a blend)."""
+    paid = sorted(
+        (c for c in row["reward_components"] if c["name"] != "overlong"), key=lambda c: c["name"] not in first
+    )
+    total = sum(c["weight"] * c["value"] for c in paid if c["value"] is not None)
+    unscorable = row["reward_tier"] == "unscorable"
+    return (
+        {c["name"]: c["value"] for c in row["reward_components"] if c["name"] != "overlong"},
+        {c["name"]: c["weight"] for c in paid},
+        float("nan") if unscorable else total,
+    )
 
 
 def lost_to(row: dict, extra: dict) -> str | None:

@@ -32,11 +32,12 @@ from stages.rollouts.comparisons import (
     preferences_by,
 )
 from stages.rollouts.crediting import Crediting, trajectory_metrics
-from stages.rollouts.groups import Group, GroupSampler
+from stages.rollouts.groups import Group, GroupSampler, item_of
 from stages.rollouts.metrics import rollout_metrics
 from stages.rollouts.minibatches import minibatch
 from stages.rollouts.policy import PolicySampler, agent_for, opponent_for
 from stages.rollouts.prompts import PromptOrder, counts_of, verdict_counts, verdicts_on
+from stages.rollouts.recorded import Recorded
 from stages.rollouts.records import Records
 from stages.rollouts.replay import ReplayWindow, StoredGroups, full_group, plain_group
 from stages.rollouts.steps import StepRewards
@@ -111,7 +112,13 @@ class Rollouts:
                     f" preset={config.preset} compares two by two, so that one of each is not trained on (metric"
                     " groups/unpaired_sequences). Store rollouts of an even num_generations, or write preset=topr.",
                 )
-        self.ahead = Ahead(stage.device) if config.async_rollouts else None
+        self.recorded = Recorded(stage, prompts, self.policy, rewards) if stage.has("recorded") else None
+        if self.recorded is not None and members.active:
+            raise ConfigError(
+                "the input recorded cannot repeat a run whose rubric has generation prompts, which are not in its"
+                " rollouts; leave recorded out, and the run is sampled again (posttrain rerun MODEL)."
+            )
+        self.ahead = Ahead(stage.device) if config.async_rollouts and self.recorded is None else None
         if self.ahead is not None and stage.device.startswith("cuda"):
             stage.log(
                 "async_rollouts: attention's backward is not deterministic on a GPU while a thread samples, so a run"
@@ -276,7 +283,7 @@ class Rollouts:
         on_policy = (
             first
             and not self.config.lora_dropout
-            and (self.ahead is None or self.iteration == 0)
+            and (not self.config.async_rollouts or self.iteration == 0)
             and self.stored is None
             and self.window is None
             and (self.policy.exact_logps or not self.row.behaviour_ratio)
@@ -296,6 +303,7 @@ class Rollouts:
             "crediting": self.crediting,
             "members": self.members,
             "stored": self.stored,
+            "recorded": self.recorded,
             "multipliers": self.multipliers if self.multipliers.bounds else None,
         }
         return {name: part for name, part in found.items() if part is not None}
@@ -405,7 +413,9 @@ class Rollouts:
         self._sample_ahead()
         self.policy.rest()
         scored = self.crediting(groups, self.iteration, self.version)
-        self.records.rollouts(scored, self.iteration, self.version)
+        rows = self.records.rollouts(scored, self.iteration, self.version)
+        if self.recorded is not None:
+            metrics |= self.recorded.hold_rows(rows)
         self._note_unscorable(scored.samples)
         self.batch, self.metrics = scored.items, scored.metrics | metrics
         if self.policy.agent and (measured := self.policy.agent.latency()):
@@ -438,6 +448,8 @@ class Rollouts:
 
     def _groups(self) -> tuple[list[Group], dict[str, float]]:
         """The groups of one iteration, stored ones or fresh ones and replayed ones, and metrics."""
+        if self.recorded is not None:
+            return self._recorded_groups(), {"completions/generated_tokens": 0.0}
         wanted, replayed, metrics = self.config.prompts_per_step, [], {}
         if self.stored is not None:
             return self.stored.take(wanted), {"replay/share": 1.0, "completions/generated_tokens": 0.0}
@@ -460,6 +472,21 @@ class Rollouts:
             self.window.add(self.iteration, fresh)
         metrics |= self._hold_constraints([s for g in (*fresh, *(g for g, _ in dropped)) for s in g.samples])
         return fresh + replayed, metrics | more | self.order.metrics(fresh)
+
+    def _recorded_groups(self) -> list[Group]:
+        """The groups of this iteration in the input ``recorded``, their rewards and log-probs held against those of
+        now."""
+        groups = self.recorded.take(self.iteration, self.version)
+        self.recorded.hold_rewards(groups)
+        fresh = [g for g in groups if g.fresh and g.version == self.version]
+        if self.policy.exact_logps and fresh:
+            items = [item_of(g, g.ids, g.samples) for g in fresh]
+            self.recorded.hold_logps(
+                [s for g in fresh for s in g.samples],
+                self.crediting.logprobs.of(self.policy.model, items),
+                self.iteration,
+            )
+        return groups
 
     def _hold_constraints(self, samples) -> dict[str, float]:
         """Move the multipliers by the means over all that was sampled, dropped groups too, for the batches that are
@@ -511,7 +538,7 @@ class Rollouts:
         """
         if self.row.read_baseline in ("table", "v_star") and not self.crediting.table:
             self._measure_baselines()
-        if self.order.wants_counts:
+        if self.order.wants_counts and self.recorded is None:
             prompts = self.order.prompts
             if self.stage.has("prompt_stats"):
                 counts = counts_of(prompts, self.stage.dataset("prompt_stats").iter_rows())

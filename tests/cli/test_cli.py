@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.common import stage_processes
+from tests.evaluation.conftest import tiny_policy
 from tests.serving import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,6 +227,31 @@ def test_a_dataset_is_made_again_and_compared(posttrain):
     path.write_text(json.dumps(record))
     said = posttrain("rerun", ref, code=1)
     assert "The bytes are not those of then" in said.stderr
+
+
+def test_an_rl_run_is_computed_again_from_its_rollouts(posttrain, tmp_path):
+    tiny_policy(tmp_path / "policy", 0)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i} plus {i}?", "answer": str(2 * i)}) + "\n" for i in range(8)))
+    settings = ["preset=rloo", "max_steps=2", "num_generations=2", "prompts_per_step=2", "max_completion_length=4"]
+    first = last_line(
+        posttrain(
+            *("stage", "rl", "--input", f"model={tmp_path / 'policy'}", "--input", f"data={prompts}", *settings),
+            *("rewards=[{kind: length, weight: -1}]", "learning_rate=0.01", "--json"),
+        )
+    )
+    ref = first["outputs"]["model"]
+    again = last_line(posttrain("rerun", ref, "--recorded", "--json"))
+    assert [row["output"] for row in again["compared"] if row["same"]] == ["model", "rollouts"]
+    held = {row["what"]: row for row in again["held"]}
+    assert {"reward length, scored again", "logp under the weights of then", "advantages"} <= held.keys()
+    assert all(row["held"] and not row["differ"] for row in held.values())
+    # a faster one does not sample what was recorded
+    said = posttrain("rerun", ref, "--recorded", "--set", "learning_rate=0.5", code=1).stderr
+    assert "not sampled from these weights" in said
+    shown = last_line(posttrain("show", ref, "--json"))
+    said = posttrain("rerun", shown["made_by"]["inputs"]["data"]["ref"], "--recorded", code=2).stderr
+    assert "made by the stage ingest, which records no rollouts" in said
 
 
 def test_failed_stage_exits_1_with_its_own_message(posttrain):

@@ -363,7 +363,7 @@ class World:
             "workdir": str(self.folder / name),
             "inputs": {
                 k: {
-                    "kind": "dataset" if k in ("data", "ptx", "stored") else "model",
+                    "kind": "dataset" if k in ("data", "ptx", "stored", "recorded") else "model",
                     "path": v,
                     "ref": k,
                     "digest": f"digest-{k}",
@@ -387,7 +387,7 @@ class World:
 
     def audit(self, config: dict, more: bool = False, **given: str) -> tuple[str, list[str]]:
         """("refused", why) or ("ran", what is wrong): one run computed again; with ``more`` also in smaller
-        micro-batches, and killed and gone on with. ``given``: further inputs.
+        micro-batches, killed and gone on with, and from its own rollouts. ``given``: further inputs.
         """
         from stages.spec import ConfigError
         from tests.training.rl_audit import Watch, audit
@@ -414,6 +414,7 @@ class World:
         ]
         if more:
             problems += self.otherwise(config, name, inputs, rows, metrics, watch) + self.killed(config, name, inputs)
+            problems += self.from_rollouts(config, name, inputs)
         shutil.rmtree(self.folder / name, ignore_errors=True)
         return "ran", problems
 
@@ -505,6 +506,34 @@ class World:
             del os.environ["POSTTRAIN_CHECKPOINT_SECONDS"]
             shutil.rmtree(self.folder / f"{name}-killed", ignore_errors=True)
         return [f"killed and gone on with, {k} has other bytes" for k in whole if whole[k] != found.get(k)]
+
+    def from_rollouts(self, config, name, inputs) -> list[str]:
+        """Computed again from its own rollouts where they hold all that it read: the same rollouts and weights."""
+        from stages.harness import execute
+        from stages.rl import Config
+        from stages.rollouts.recorded import check_recorded
+        from stages.policy.presets import resolve_preset
+        from storage.datasets import open_dataset
+        from storage.files import tree_digest
+
+        whole = self.folder / name / "out"
+        settings = Config(**config)
+        try:
+            check_recorded(settings, resolve_preset(settings)[0], inputs)
+        except ValueError:
+            return []
+        spec = self.spec(config, name, {**inputs, "recorded": str(whole / "rollouts")})
+        spec["workdir"] = str(self.folder / f"{name}-again")
+        result = execute(spec, lambda event: None)
+        again = Path(spec["workdir"], "out")
+        found = [w["text"] for w in result["warnings"] if w["code"] == "recorded_differs"]
+        found += [
+            f"computed again from its rollouts, {part} has other bytes"
+            for part, digest in (("model", tree_digest), ("rollouts", lambda path: open_dataset(path).digest))
+            if digest(whole / part) != digest(again / part)
+        ]
+        shutil.rmtree(spec["workdir"], ignore_errors=True)
+        return found
 
 
 def main(folder: str, count: str, seed: str, more: str = "") -> None:

@@ -58,7 +58,7 @@ def rl(tiny, data, spec):
             name,
         )
         for key, path in inputs.items():
-            kind = "dataset" if key in ("ptx", "stored", "baselines", "sft") else "model"
+            kind = "dataset" if key in ("ptx", "stored", "recorded", "baselines", "sft") else "model"
             out["inputs"][key] = {"kind": kind, "path": path, "ref": key, "digest": f"digest-{path}"}
         return out
 
@@ -93,7 +93,7 @@ def rl(tiny, data, spec):
             reference=reference,
         )
 
-    build.source, build.tiny = source, tiny
+    build.source, build.made, build.tiny = source, made, tiny
     return build
 
 
