@@ -471,8 +471,8 @@ def test_every_setting_says_when_it_is_read():
 
 def test_every_optional_input_and_alarm_says_when_it_is_read():
     named = {name for names, _, _ in RL_INPUTS_READ_WHEN for name in names}
-    # check_stored refuses what it replaces
-    assert named == {name for name, spec in SPEC.inputs.items() if not spec.required} - {"stored"}
+    # check_stored and check_recorded refuse what they replace
+    assert named == {name for name, spec in SPEC.inputs.items() if not spec.required} - {"stored", "recorded"}
     assert {name for names, _, _ in RL_READ_OF_INPUTS for name in names} <= set(Config.model_fields)
     assert set(get_args(AlarmName)) - set(RL_ALARMS_WATCH) == {
         "reward_collapse",
