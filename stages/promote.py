@@ -153,6 +153,12 @@ def run(stage):
     candidate, other, baseline = (e and e.on(stage.config.prompts) for e in (candidate, other, baseline))
     decision = decide(stage.config, candidate, champion=other, baseline=baseline)
     decision |= {"candidate": model_ref(candidate.model), "champion": model_ref(other.model) if other else None}
+    if unread := [item.metric for item in stage.config.non_regression if other is None]:
+        stage.warn(
+            "non_regression_unread",
+            f"There is no champion that {', '.join(unread)} could fall behind, so non_regression decided nothing;"
+            " a bound that holds for the first model, too, is a gate (gates=[{metric: ..., max: ...}]).",
+        )
     write_decision(stage, decision, candidate)
     numbers = {
         name: value

@@ -562,7 +562,9 @@ def test_promotion_without_champion_needs_a_gate(tiny, evaluations, tmp_path):
     inputs = promotion_inputs(tiny, evaluations, champion=None)
     with pytest.raises(ConfigError, match="nothing is promoted without evidence"):
         execute(spec("promote", tmp_path / "a", inputs, {}))
-    result = execute(spec("promote", tmp_path / "b", inputs, {"gates": [{"metric": "length_mean", "max": 8}]}))
+    config = {"gates": [{"metric": "length_mean", "max": 8}], "non_regression": [{"metric": "accuracy"}]}
+    result = execute(spec("promote", tmp_path / "b", inputs, config))
+    assert ["no champion that accuracy could fall behind" in w["text"] for w in result["warnings"]] == [True]
     assert result["summary"]["promote"] == 1 and result["summary"]["champion"] == "none"
 
 
