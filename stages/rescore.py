@@ -167,8 +167,8 @@ def run(stage):
     }
     if pairs:
         summary |= {
-            "reward/mean_before": sum(b for b, _ in pairs) / len(pairs),
-            "reward/mean": sum(a for _, a in pairs) / len(pairs),
+            "reward/before": sum(b for b, _ in pairs) / len(pairs),
+            "reward": sum(a for _, a in pairs) / len(pairs),
             "reward/changed": sum(abs(a - b) > 1e-12 for b, a in pairs) / len(pairs),
         }
     summary |= rubric_metrics([items_of[row["row_id"]] for row in rows], values, component.flag_below)

@@ -173,7 +173,7 @@ class Crediting:
         self._compare(batch, samples, all_B.group_at, iteration, version)
         # equal win rates inside the group say nothing of those that are learned from
         if self.asked and not inside(row):
-            metrics.pop("reward/frac_zero_std", None)
+            metrics.pop("frac_reward_zero_std", None)
         metrics |= self._comparison_metrics(batch)
 
         credit, trained, preferred, found = self._assigned(all_B, batch)

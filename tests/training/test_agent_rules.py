@@ -418,7 +418,7 @@ def test_tool_tokens_are_in_no_statistic_of_log_probs():
         tool_mask=[0, 1, 1, 1, 1, 0],
     )
     found = mismatch_metrics([sample], [[-1.2, 0.0, 0.0, 0.0, 0.0, -2.4]])
-    assert found["sampling/logp_difference/mean"] == pytest.approx(0.3) and found[
+    assert found["sampling/sampling_logp_difference/mean"] == pytest.approx(0.3) and found[
         "sampling/importance_sampling_ratio/max"
     ] == pytest.approx(math.exp(-0.2))
     assert mismatch_metrics([replace(sample, tool_mask=[1] * 6)], [[0.0] * 6]) == {}
@@ -495,7 +495,7 @@ def test_only_groups_of_two_verdicts_are_all_correct_or_all_wrong():
     found = rollout_metrics(samples, np.zeros(len(samples)), of)
     assert found["groups/all_correct_fraction"] == 0.5 and found["groups/all_wrong_fraction"] == 0.0
     alone = rollout_metrics(samples[:3:2], np.zeros(2), np.arange(2))
-    assert "groups/all_correct_fraction" not in alone and alone["train/correct"] == 0.5
+    assert "groups/all_correct_fraction" not in alone and alone["completions/correct_fraction"] == 0.5
 
 
 def test_a_stored_trajectory_that_its_environment_lost_stays_lost():

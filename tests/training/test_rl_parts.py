@@ -236,10 +236,8 @@ def test_a_shared_trunk_sums_policy_and_value_loss(tiny, rl):
     found = metrics[0]
     rows = rows_of(result)
     error = np.mean([(v - g) ** 2 for r in rows for v, g in zip(r["values"], r["returns"])])
-    assert found["train/value"] == pytest.approx(0.5 * error, rel=1e-4) and found["train/entropy_bonus"] < 0
-    assert found["train/loss"] == pytest.approx(
-        found["train/policy"] + found["train/value"] + found["train/entropy_bonus"], rel=1e-5
-    )
+    assert found["value_loss"] == pytest.approx(0.5 * error, rel=1e-4) and found["entropy_bonus"] < 0
+    assert found["loss"] == pytest.approx(found["policy_loss"] + found["value_loss"] + found["entropy_bonus"], rel=1e-5)
     assert "critic" not in result["outputs"]
     names = {n for n, _ in load_policy(result["outputs"]["model"]["path"]).named_parameters()}
     assert names == {n for n, _ in load_policy(tiny["policy"]).named_parameters()} and not any(
@@ -609,7 +607,7 @@ def test_equal_rewards_of_a_single_group_train_without_noise(rl, preset):
     )
     assert all(np.isfinite(v) for v in metrics[0].values())
     if preset == "grpo":
-        assert all(a == 0 for r in rows_of(result) for a in r["advantages"]) and metrics[0]["reward/frac_zero_std"] == 1
+        assert all(a == 0 for r in rows_of(result) for a in r["advantages"]) and metrics[0]["frac_reward_zero_std"] == 1
 
 
 def test_what_trl_logs_is_logged_by_the_names_that_the_page_gives(rl):
@@ -655,7 +653,7 @@ def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(rl):
     assert source.crediting([Group(prompt, ids, made, 0)], 0, 0).items[0].extra["advantages"] == [0.0, 0.0]
     result, metrics = rl("all-cut", {"preset": "grpo_plus", "max_steps": 1})
     if all(r["truncated"] for r in rows_of(result)):
-        assert metrics[0]["train/empty_step"] == 1 and metrics[0]["train/grad_norm"] == 0
+        assert metrics[0]["empty_step"] == 1 and metrics[0]["grad_norm"] == 0
 
 
 def test_the_length_limit_follows_the_context_schedule(rl):
@@ -810,7 +808,7 @@ def test_stored_rollouts_are_trained_on_without_sampling(rl):
         assert r["advantages"][0] == pytest.approx(r["reward"] + 0.5)
     assert (
         metrics[0]["replay/share"] == 1
-        and metrics[0]["train/grad_norm"] > 0
+        and metrics[0]["grad_norm"] > 0
         and metrics[0]["completions/generated_tokens"] == 0
     )
     sampled, stored = (open_dataset(r["outputs"]["rollouts"]["path"]).manifest["meta"] for r in (first, second))
@@ -848,7 +846,7 @@ def test_replayed_groups_keep_the_log_probs_they_were_sampled_with(rl):
     assert len(replayed) == 3 * 2 * 2 and metrics[1]["replay/share"] == 0.5 and metrics[3]["staleness/max"] >= 1
     for i, m in enumerate(metrics):  # what was sampled in an iteration, not what was trained on
         own = [r for r in rows if r["iteration"] == i == r["policy_version"]]
-        assert m["completions/generated_tokens"] == sum(r["length"] for r in own) and m["reward/mean"] == pytest.approx(
+        assert m["completions/generated_tokens"] == sum(r["length"] for r in own) and m["reward"] == pytest.approx(
             np.mean([r["reward"] for r in own])
         )
     for r in replayed:
@@ -935,7 +933,7 @@ def test_self_play_with_a_mixture_opponent(rl):
     for dtype in ("float32", "bfloat16"):
         config = {"preset": "nash_md", "opponent": "mixture", "max_steps": 1, "sampling_dtype": dtype}
         result, metrics = rl(f"mixture-{dtype}", config)
-        assert np.isfinite(metrics[0]["train/loss"]) and any(a != 0 for r in rows_of(result) for a in r["advantages"])
+        assert np.isfinite(metrics[0]["loss"]) and any(a != 0 for r in rows_of(result) for a in r["advantages"])
         told = [w["text"] for w in result["warnings"] if "opponent=mixture reads policy and reference" in w["text"]]
         assert len(told) == (dtype != "float32")
 
@@ -1117,7 +1115,7 @@ def test_a_difficulty_band_holds_for_every_order(curriculum):
 def test_an_adapter_trains_with_a_critic(rl):
     result, metrics = rl("lora", {"preset": "ppo", "lora_rank": 2, "num_iterations": 2, "truncation_policy": "score"})
     assert (
-        metrics[-1]["train/grad_norm"] > 0
+        metrics[-1]["grad_norm"] > 0
         and metrics[-1]["critic/grad_norm"] > 0
         and set(result["outputs"]) >= {"model", "critic"}
     )
@@ -1144,9 +1142,7 @@ def test_an_adapter_and_a_shared_value_head_train_together(tiny, rl, monkeypatch
     }
     result, metrics = rl("lora-shared", config)
     assert (
-        metrics[-1]["train/grad_norm"] > 0
-        and all(m["train/value"] > 0 for m in metrics)
-        and "critic" not in result["outputs"]
+        metrics[-1]["grad_norm"] > 0 and all(m["value_loss"] > 0 for m in metrics) and "critic" not in result["outputs"]
     )
     assert not torch.equal(heads[0].weight, heads[1].weight)
     after, before = (
@@ -1340,6 +1336,6 @@ def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, refer
     )
     loss.backward()
     norm = torch.sqrt(sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None))
-    step = next(m for m in metrics if "train/loss" in m)
-    assert step["train/loss"] == pytest.approx(float(loss.detach()), abs=2e-6) and norm > 1e-3
-    assert step["train/grad_norm"] == pytest.approx(float(norm), rel=2e-3)
+    step = next(m for m in metrics if "loss" in m)
+    assert step["loss"] == pytest.approx(float(loss.detach()), abs=2e-6) and norm > 1e-3
+    assert step["grad_norm"] == pytest.approx(float(norm), rel=2e-3)
