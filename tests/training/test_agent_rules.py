@@ -471,6 +471,9 @@ def test_what_an_environment_lost_is_neither_cut_nor_an_attempt():
     }
     assert both["agent/success"] == both["agent/milestones"] == 1.0 and both["agent/turns"] == 2.0
     assert both["agent/finish_goal"] == both["agent/finish_failure"] == 0.5
+    failing = agent_metrics([done, replace(done, turns=[{"events": ["error:failed", "found", "error:time-out"]}])])
+    assert (failing["tools/call_frequency"], failing["tools/failure_frequency"]) == (1.5, 2 / 3), "as TRL counts"
+    assert (failing["agent/calls"], failing["agent/errors"]) == (0.5, 1.0)
     assert set(agent_metrics([lost])) == {
         f"agent/finish_{reason}" for reason in ("goal", "stop", "turn_limit", "length", "failure")
     }

@@ -1,6 +1,7 @@
 """Metrics have TRL's names: runs of before are read under them, and who writes a former name is told the new one."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -130,3 +131,23 @@ def test_what_an_update_logs_is_what_its_rollouts_give(rl):  # noqa: F811
     assert whole[0]["kl"] == pytest.approx((np.expm1(d) - d).mean(), rel=1e-4) and whole[0]["kl"] > 1e-4
     assert whole[0]["entropy_coef"] == 0.5
     assert whole[0]["loss"] == pytest.approx(whole[0]["policy_loss"] + whole[0]["entropy_bonus"], rel=1e-5)
+
+
+def test_what_judges_have_cost_so_far_is_logged_by_iteration(rl):  # noqa: F811
+    from tests.chat_server import chat_server
+
+    likely = {"token": "7", "top_logprobs": [{"token": "7", "logprob": -0.1}, {"token": "3", "logprob": -3.0}]}
+    with chat_server(
+        lambda body: {"message": {"content": "7"}, "finish_reason": "stop", "logprobs": {"content": [likely]}}
+    ) as server:
+        server.usage = {"prompt_tokens": 7, "completion_tokens": 2}
+        judged = {"kind": "judge", "endpoint": server.url, "endpoint_model": "m"}
+        result, metrics = rl("judged", {"preset": "grpo", "beta": 0, "reward_override": "none", "rewards": [judged]})
+        asked = len(server.seen)
+    folder = Path(result["outputs"]["rollouts"]["path"]).parents[1]
+    lines = [json.loads(line)["metrics"] for line in (folder / "perf.jsonl").read_text().splitlines()]
+    seen = [line for line in lines if "judge_calls" in line]
+    assert len(seen) == 2 and 0 < seen[0]["judge_calls"] <= seen[1]["judge_calls"] == asked
+    assert all(
+        m["judge_tokens_in"] == 7 * m["judge_calls"] and m["judge_tokens_out"] == 2 * m["judge_calls"] for m in seen
+    )

@@ -1,7 +1,6 @@
 """Parts of the RL stage on their own: critics, exact KL, filters, schedules, off-policy data, degenerate batches."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -272,11 +271,12 @@ def test_dual_and_value_clipping_reach_the_steps_loss(tiny):
     )
     terms = PolicyGradient(resolve_preset(config)[0], config, value_head=head)(model, collate([item])).loss
     assert (
-        float(terms["policy"][0]) == pytest.approx(3.0 + 3.0 - 1.2 * 2.0, rel=1e-5) and terms["policy"][1] == "tokens"
+        float(terms["policy_loss"][0]) == pytest.approx(3.0 + 3.0 - 1.2 * 2.0, rel=1e-5)
+        and terms["policy_loss"][1] == "tokens"
     )
     clipped = [old + np.clip(v - old, -0.2, 0.2) for v, old in zip(values.tolist(), old_values)]
     errors = [max((v - g) ** 2, (c - g) ** 2) for v, c, g in zip(values.tolist(), clipped, returns)]
-    assert errors[1] > (float(values[1]) - returns[1]) ** 2 and float(terms["value"][0]) == pytest.approx(
+    assert errors[1] > (float(values[1]) - returns[1]) ** 2 and float(terms["value_loss"][0]) == pytest.approx(
         config.vf_coef * sum(errors), rel=1e-5
     )
 
@@ -489,7 +489,7 @@ def test_pretraining_rows_add_their_nll_and_touch_nothing_else(tiny):
         model, PolicyGradient(rl_preset("grpo", kl_loss_coef=0.0, ptx_coef=3.0), config), items + ptx
     )
     assert (
-        mixed["policy"].item() == pytest.approx(alone["policy"].item(), rel=1e-9)
+        mixed["policy_loss"].item() == pytest.approx(alone["policy_loss"].item(), rel=1e-9)
         and counts["tokens"] == mixed_counts["tokens"]
     )
     nll = 0.0
@@ -497,7 +497,7 @@ def test_pretraining_rows_add_their_nll_and_touch_nothing_else(tiny):
         logits = model(input_ids=torch.tensor([t]), use_cache=False).logits[0, :-1]
         nll = nll - torch.log_softmax(logits, -1).gather(1, torch.tensor(t)[1:, None]).sum()
     nll = nll / (3 + 8)
-    assert mixed["ptx"].item() == pytest.approx(3.0 * nll.item(), rel=1e-6)
+    assert mixed["ptx_loss"].item() == pytest.approx(3.0 * nll.item(), rel=1e-6)
     model.zero_grad()
     nll.backward()
     only = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -509,10 +509,10 @@ def test_importance_weights_multiply_the_loss(tiny, rl):
     model = load_policy(tiny["policy"]).double()
     items = items_of(np.random.default_rng(2))
     row, config = rl_preset("dapo"), Config(preset="dapo", num_generations=2)
-    plain = loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy"]
+    plain = loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy_loss"]
     for item in items:
         item.extra["weights"] = [[2.0] * len(r) for r in item.responses]
-    assert loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy"].item() == pytest.approx(
+    assert loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy_loss"].item() == pytest.approx(
         2 * plain.item(), rel=1e-9
     )
     result, _ = rl("tis", {"preset": "dr_grpo", "importance_correction": "token_truncate", "max_steps": 1})
@@ -524,9 +524,11 @@ def test_group_scope_divides_by_the_tokens_of_each_prompt(tiny):
     model = load_policy(tiny["policy"]).double()
     items = items_of(np.random.default_rng(3))
     config = Config(preset="dapo", num_generations=2, token_norm_scope="group")
-    whole = loss_and_gradient(model, PolicyGradient(rl_preset("dapo"), config), items)[0]["policy"].item()
+    whole = loss_and_gradient(model, PolicyGradient(rl_preset("dapo"), config), items)[0]["policy_loss"].item()
     batch = Config(preset="dapo", num_generations=2)
-    each = [loss_and_gradient(model, PolicyGradient(rl_preset("dapo"), batch), [i])[0]["policy"].item() for i in items]
+    each = [
+        loss_and_gradient(model, PolicyGradient(rl_preset("dapo"), batch), [i])[0]["policy_loss"].item() for i in items
+    ]
     assert whole == pytest.approx(np.mean(each), rel=1e-9)
 
 
@@ -610,22 +612,20 @@ def test_equal_rewards_of_a_single_group_train_without_noise(rl, preset):
         assert all(a == 0 for r in rows_of(result) for a in r["advantages"]) and metrics[0]["frac_reward_zero_std"] == 1
 
 
-def test_what_trl_logs_is_logged_by_the_names_that_the_page_gives(rl):
-    """stages/FROM_TRL.md, where TRL is installed its own names too."""
-    import importlib.util
+def test_what_trl_logs_is_logged_under_its_name_or_the_one_that_the_page_gives(rl):
+    from stages.acting.agents import agent_metrics
+    from tests.peers.page import logged_by_trl, not_logged_as
 
-    from tests.peers.page import PAGE
-
-    table = PAGE.partition("### What GRPOTrainer logs")[2].partition("## RLOOTrainer")[0]
-    names = re.findall(r"^\| `(.+)` \| `(.+)` \|$", table, re.M)
-    _, (row,) = rl(
-        "names", {"preset": "grpo", "beta": 0.04, "max_steps": 1, "rewards": [{"name": "NAME", "kind": "length"}]}
-    )
-    assert len(names) == 9 and {ours for _, ours in names} <= row.keys()
-    assert {"completions/mean_length", "completions/clipped_ratio"} <= row.keys()
-    if found := importlib.util.find_spec("trl"):
-        source = Path(found.origin).with_name("trainer").joinpath("grpo_trainer.py").read_text()
-        assert not [theirs for theirs, _ in names if f'"{theirs.replace("NAME", "{reward_func_name}")}"' not in source]
+    prompt, ids = {"prompt_id": "p"}, [1]
+    acted = Sample(prompt, ids, 0, [5], [-1.0], "stop", "", 1.0, {}, {}, tool_mask=[0], turns=[{"events": []}])
+    settings = {"beta": 0.04, "entropy_coef": 0.1, "max_steps": 1, "stop_strings": ["e", "a", "o"], "top_k": 100}
+    rewards = [{"name": "NAME", "kind": "length"}]
+    _, (row,) = rl("names", {"preset": "grpo", **settings, "max_completion_length": 12, "rewards": rewards})
+    elsewhere = not_logged_as("rl")
+    assert {"reward/NAME", "reward/NAME/std"} <= row.keys() and len(elsewhere) > 5
+    found = row.keys() | agent_metrics([acted]).keys() | {"aux_loss"}  # of mixtures: test_balance
+    assert not [name for name in logged_by_trl("grpo") + logged_by_trl("rloo") if name not in found | elsewhere]
+    assert not elsewhere & found, "and what the page says is not logged so is not"
 
 
 def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(rl):

@@ -1833,7 +1833,7 @@ def test_a_shared_critic_of_one_value_per_prompt_learns_at_the_first_token(tiny)
             values=[values],
             returns=[[1.0 if t == at else 99.0 for t in range(3)]],
         )
-        value, unit = objective(load_policy(tiny["policy"]), collate([item])).loss["value"]
+        value, unit = objective(load_policy(tiny["policy"]), collate([item])).loss["value_loss"]
         assert unit == "sequences" and 0 < value.item() < 0.5 * 2**2
 
 
