@@ -279,6 +279,7 @@ def _rewarded(kind: str, row: dict, scored, components) -> dict:
         **row,
         "reward_components": [{"name": k, "value": v, "weight": weights.get(k, 0.0)} for k, v in scored.parts.items()]
         + kept,
+        "score": total,
         "reward": 0.0 if total is None else total + sum(c["value"] for c in kept),
         "reward_tier": "unscorable" if total is None else scored.tier,
         "extra_json": json.dumps(extra) if extra else None,

@@ -56,9 +56,9 @@ def under_current_names(metrics: Mapping[str, Any], stage: str) -> dict[str, Any
 
 
 def renamed(name: str, known: Mapping[str, Any]) -> str:
-    """``NAME is called NEW now. `` where ``name`` is a former name, or the name in TRL's evaluations (``eval_NAME``), of
+    """``NAME is called NEW here; `` where ``name`` is a former name, or the name in TRL's evaluations (``eval_NAME``), of
     one of ``known``; else the empty string.
     """
     new = current_name(re.sub(r"^(eval_|validation/)(?=.)", "", name))
     new = new if new in known else current_name(name)
-    return f"{name} is called {new} here. " if new != name and new in known else ""
+    return f"{name} is called {new} here; " if new != name and new in known else ""

@@ -219,6 +219,8 @@ class Crediting:
         metrics = rollout_metrics(drawn, rewards[shown], all_B.group_of_B[shown], self.row.std_ddof) | scorer_accuracy(
             drawn, all_B.group_of_B[shown], self.config.rewards
         )
+        if self.stage.has("stored"):  # whose rows do not say what ended a completion
+            metrics.pop("completions/eos_missing_fraction", None)
         if self.members.component:
             metrics |= rubric_metrics(
                 [s.items for s in drawn],

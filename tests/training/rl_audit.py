@@ -461,6 +461,9 @@ class Iteration:
         self.totals = totals
         if totals is not None:
             self.say("scorable", self.scorable, np.isfinite(totals))
+            self.say(
+                "score", [0.0 if r["score"] is None else r["score"] for r in self.rows], np.nan_to_num(totals), 1e-5
+            )
             earned = totals + overlong
             rewards = np.where(
                 self.ended,
@@ -881,7 +884,9 @@ class Iteration:
         self.log("completions/max_length", lengths.max())
         self.log("completions/min_length", lengths.min())
         self.log("completions/clipped_ratio", np.mean(~self.ended[at]))
-        self.log("completions/mean_terminated_length", lengths[self.ended[at]].mean() if self.ended[at].any() else None)
+        for name, of in (("mean", np.mean), ("min", np.min), ("max", np.max)):
+            ended = lengths[self.ended[at]]
+            self.log(f"completions/{name}_terminated_length", of(ended) if len(ended) else None)
         if not row.dynamic_sampling:
             self.log(
                 "completions/generated_tokens",

@@ -36,7 +36,7 @@ def test_a_former_name_is_answered_with_the_new_one(tiny):
         trainer = Trainer(load_policy(tiny["policy"]), NextToken("token-mean"), OptimizerConfig(select_by=name), 3)
         trainer.consider(found)
 
-    with pytest.raises(TrainingError, match="reward/mean is called reward here. write one of: entropy, reward"):
+    with pytest.raises(TrainingError, match="reward/mean is called reward here; write one of: entropy, reward"):
         selected("reward/mean", {"reward": 0.5, "entropy": 1.0})
     with pytest.raises(TrainingError, match="eval_loss is called loss here"):  # TRL's metric_for_best_model
         selected("eval_loss", {"loss": 0.5})
