@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from storage import home, records, store, work
+from stages.reporting.former_names import under_current_names
 from stages.spec import ConfigError
 
 UNFINISHED = "unfinished"  # key under which what stands for the record of a stage without one says how it stands
@@ -25,7 +26,10 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
     Raises ConfigError for things that cannot be compared (a run with an evaluation; evaluations of different protocols,
     which are left out with a note where runs have other steps in common).
     """
-    left, right = load(a), load(b)
+    left, right = (
+        {label: {**r, "metrics": under_current_names(r["metrics"], r["stage"])} for label, r in load(one).items()}
+        for one in (a, b)
+    )
     notes: list[str] = []
     if alike := evaluated_alike(left, right):
         left, right = ({"evaluate": record} for record in alike)
@@ -87,7 +91,7 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
         for metric in dict.fromkeys([*one["metrics"], *two["metrics"]]):
             if re.sub("_(low|high|se)$", "", metric) in apart:
                 continue
-            if rubrics and metric.removeprefix("last/").startswith(("reward", "rubric/")):
+            if rubrics and metric.removeprefix("last/").startswith(("reward", "frac_reward", "rubric/")):
                 continue
             x, y = one["metrics"].get(metric), two["metrics"].get(metric)
             if not any(isinstance(value, (int, float)) for value in (x, y)):
@@ -216,9 +220,7 @@ def curves(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) -> l
     from storage.files import atomic_write_bytes
 
     runs = {
-        f"{which} {record['key'][:6]}": [
-            {"step": row["step"], **row["metrics"]} for row in work.metric_rows(Path(record["metrics_file"]))
-        ]
+        f"{which} {record['key'][:6]}": [{"step": row["step"], **row["metrics"]} for row in logged(record)]
         for which, record in (("a", one), ("b", two))
     }
     png = run_comparison.curves(runs) if all(runs.values()) else None
@@ -229,19 +231,27 @@ def curves(label: str, one: dict[str, Any], two: dict[str, Any], out: Path) -> l
     return [str(out / f"{label}-curves.png")]
 
 
+def logged(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows {step, metrics} of what a stage logged, under the names that metrics have now."""
+    return [
+        {**row, "metrics": under_current_names(row["metrics"], record["stage"])}
+        for row in work.metric_rows(Path(record["metrics_file"]))
+    ]
+
+
 def underway(label: str, one: dict[str, Any], two: dict[str, Any], out: Path | None) -> dict[str, list]:
     """Two stages of which one at least has not finished: what they logged until the last step that both have come to,
     and their curves.
     """
-    logged = [work.metric_rows(Path(record["metrics_file"])) for record in (one, two)]
-    last = min((rows[-1]["step"] for rows in logged if rows), default=0) if all(logged) else None
+    rows_of = [logged(record) for record in (one, two)]
+    last = min((rows[-1]["step"] for rows in rows_of if rows), default=0) if all(rows_of) else None
     found: dict[str, list] = {"metrics": [], "config": [], "figures": [], "notes": []}
     for which, record in (("a", one), ("b", two)):
         if standing := record.get(UNFINISHED):
             at = "has logged nothing yet" if standing["step"] is None else f"is at step {standing['step']}"
             found["notes"].append(f"{label} of {which} has not finished ({standing['status']}) and {at}")
     if last is not None:
-        x, y = ({n: v for row in rows if row["step"] <= last for n, v in row["metrics"].items()} for rows in logged)
+        x, y = ({n: v for row in rows if row["step"] <= last for n, v in row["metrics"].items()} for rows in rows_of)
         found["metrics"] = [
             {"step": label, "metric": metric, "a": x[metric], "b": y[metric], "difference": y[metric] - x[metric]}
             for metric in x

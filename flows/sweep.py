@@ -3,7 +3,7 @@
     posttrain sweep sft --input model=DIR --input data=FILE --over learning_rate=1e-5,3e-5,1e-4 --seeds 0,1 --metric
     validation/nll --goal min posttrain sweep preference --set data.path=pairs.jsonl --set model=DIR --over
     dpo.beta=0.05,0.1,0.3 --metric evaluate_dpo.pair_accuracy posttrain sweep rl --input model=REF --input data=REF
-    --over kl_coef=0,0.02,0.1 --over preset=grpo,rloo --trials 4 --metric last/reward/mean
+    --over kl_coef=0,0.02,0.1 --over preset=grpo,rloo --trials 4 --metric last/reward
 
 A trial is one combination of the settings, run once per seed; what trials share (ingestion, or a whole recipe above the
 setting that differs) is computed once, and a finished trial is reused by any later sweep, recipe or stage run that asks
@@ -26,6 +26,7 @@ from pydantic import Field, field_validator
 from flows.config import ConfigError, build, field_at, load_preset, merge, nearest, scalar
 from flows.recipe import RECIPES, Outputs, RecipeConfig, Run, get_recipe, recipe, unread, value_at
 from stages.registry import STAGES, get_stage
+from stages.reporting.former_names import renamed
 
 
 class Config(RecipeConfig):
@@ -278,10 +279,12 @@ def measured(kind: str, trial: Trial, metric: str) -> float | None:
     if not numbers:
         return None
     if metric not in numbers:
+        step, dot, name = metric.rpartition(".")
+        of_step = {key.removeprefix(step + dot) for key in numbers if key.startswith(step + dot)}
         near = nearest(metric, list(numbers))
         raise ConfigError(
             f"trial {trial.name} has no metric {metric!r}; "
-            + (f"did you mean {near!r}? " if near else "")
+            + (renamed(name, of_step) or (f"did you mean {near!r}? " if near else ""))
             + "it has: "
             + ", ".join(sorted(numbers))
         )

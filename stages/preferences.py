@@ -207,7 +207,7 @@ def run(stage):
         {
             **counts,
             "rows_per_prompt": counts["rows"] / len(groups),
-            "reward/mean": sum(everything) / len(everything),
+            "reward": sum(everything) / len(everything),
         },
         gaps,
         taken,

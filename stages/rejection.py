@@ -1158,7 +1158,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
         "empty": sum(r["drop_reason"] == "empty" for r in rows),
         "duplicates": duplicates,
         "prompts_covered": len({i // width for i in chosen}),
-        "reward/mean": float(np.nanmean(flat)) if valid.any() else None,
+        "reward": float(np.nanmean(flat)) if valid.any() else None,
         "reward/best": float(np.nanmax(matrix[valid.any(axis=1)], axis=1).mean()) if valid.any() else None,
         "reward/selected": float(np.mean([flat[i] for i in chosen])) if chosen else None,
         "characters/mean": float(lengths.mean()),

@@ -167,8 +167,8 @@ def run(stage):
     }
     if pairs:
         summary |= {
-            "reward/mean_before": sum(b for b, _ in pairs) / len(pairs),
-            "reward/mean": sum(a for _, a in pairs) / len(pairs),
+            "reward/before": sum(b for b, _ in pairs) / len(pairs),
+            "reward": sum(a for _, a in pairs) / len(pairs),
             "reward/changed": sum(abs(a - b) > 1e-12 for b, a in pairs) / len(pairs),
         }
     summary |= rubric_metrics([items_of[row["row_id"]] for row in rows], values, component.flag_below)
@@ -279,6 +279,7 @@ def _rewarded(kind: str, row: dict, scored, components) -> dict:
         **row,
         "reward_components": [{"name": k, "value": v, "weight": weights.get(k, 0.0)} for k, v in scored.parts.items()]
         + kept,
+        "score": total,
         "reward": 0.0 if total is None else total + sum(c["value"] for c in kept),
         "reward_tier": "unscorable" if total is None else scored.tier,
         "extra_json": json.dumps(extra) if extra else None,

@@ -207,10 +207,10 @@ def run(stage):
                 alone = held_out(stage, member, stage.dataset("pairs"), config.split, config.limit)
                 summary |= {
                     f"member/{name}/{k}": alone[k]
-                    for k in ("accuracy", "log_loss", "ece", "score_mean", "score_std")
+                    for k in ("accuracy", "log_loss", "ece", "mean_reward", "std_reward")
                     if k in alone
                 }
-        scales = [summary[f"member/{n}/score_std"] for n in members if f"member/{n}/score_std" in summary]
+        scales = [summary[f"member/{n}/std_reward"] for n in members if f"member/{n}/std_reward" in summary]
         if (
             config.combine in ("mean", "min", "uwo", "weighted")
             and scales

@@ -575,9 +575,9 @@ class WithSpread:
 
 
 def spread(metrics: dict[str, float]) -> dict[str, float]:
-    """``score_std`` of a step or pass, for the mean squared score that leaves its metrics."""
+    """``std_reward`` of a step or pass, for the mean squared score that leaves its metrics."""
     square = metrics.pop("score_square_mean", None)
-    return {} if square is None else {"score_std": max(square - metrics["score_mean"] ** 2, 0.0) ** 0.5}
+    return {} if square is None else {"std_reward": max(square - metrics["mean_reward"] ** 2, 0.0) ** 0.5}
 
 
 def run(stage):

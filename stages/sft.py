@@ -341,7 +341,7 @@ class NextToken:
             **(
                 {"repeat_probability": (repeated, "targets")}
                 if self.coef
-                else {"token_accuracy": (hits.sum().float(), "targets")}
+                else {"mean_token_accuracy": (hits.sum().float(), "targets")}
             ),
         }
         if self.threshold is not None:
@@ -463,7 +463,7 @@ class SelfPaced:
             self._stage.warn(
                 "self_paced_nothing",
                 "In some steps no row was easier than self_paced_threshold, so they trained nothing (metric "
-                "train/admitted). "
+                "admitted). "
                 "Write a higher self_paced_threshold; the first validation loss is a good start.",
             )
         return {**self._source.after_step(step, metrics), "self_paced_threshold": self._objective.threshold}

@@ -31,6 +31,7 @@ from stages.models import balance, dropout, lean, optimizers, sharding
 from stages.models.modeling import head_of, hidden_states, tokens_together
 from stages.models.tensor_files import TensorFiles, writer_of
 from stages.reporting.curves import logged_metrics
+from stages.reporting.former_names import renamed
 from stages.running import cuda, ranks
 from stages.running.stopping import Terminated, stopping
 from stages.settings import OptimizerConfig, whole_part
@@ -145,6 +146,7 @@ LESS_IS_BETTER = (
     "repeat_probability",
     "inconsistency",
     "no_eos_fraction",
+    "eos_missing_fraction",
     "displaced_fraction",
     "both_fell_fraction",
     "gradient_weight",
@@ -439,7 +441,7 @@ class Trainer:
             return False
         if name not in metrics:
             raise TrainingError(
-                f"select_by={name}: validation gives no such metric; write one of:"
+                f"select_by={name}: validation gives no such metric; {renamed(name, metrics)}write one of:"
                 f" {', '.join(sorted(metrics)) or 'none (there are no validation rows)'}"
             )
         value = metrics[name] * (-1.0 if less_is_better(name) else 1.0)
@@ -571,7 +573,6 @@ def fit(
     *,
     evaluate: Callable[[], dict[str, float]] | None = None,
     eval_every: int = 0,
-    label: str = "train",
     again: bool = True,
     falls: bool = True,
 ) -> tuple[dict[str, float], dict[str, float]]:
@@ -595,7 +596,7 @@ def fit(
         stage.warn("no_validation_rows", f"There are no validation rows, so eval_every validates nothing; {HOLD_OUT}.")
     found = stage.checkpoints.latest()
     initial = None
-    if found is not None and found.state.get("phase") == label:
+    if found is not None and found.state.get("phase") == "train":
         initial = found.state["initial"]
         trainer.restore(found.state["trainer"], Files(found))
         source.restore(found.state["source"], Files(found))
@@ -637,7 +638,7 @@ def fit(
                         else f"{trainer.config.select_by} was not finite in any validation pass"
                     )
                 )
-        stage.metric(step, {f"{label}/{k}" if "/" not in k else k: v for k, v in metrics.items()})
+        stage.metric(step, metrics)
         if step > first + 1:
             counted = getattr(source, "step_tokens", None)
             tokens += counted if counted is not None else sum(i.n_tokens for i in items)
@@ -646,7 +647,7 @@ def fit(
             step,
             trainer.total_steps,
             f"loss {metrics.get('loss', float('nan')):.4f}"
-            + (f"  reward {metrics['reward/mean']:.4g}" if "reward/mean" in metrics else ""),
+            + (f"  reward {metrics['reward']:.4g}" if "reward" in metrics else ""),
         )
         if seconds and (step == trainer.total_steps or step % 10 == 0):
             stage.perf(
@@ -654,7 +655,7 @@ def fit(
                 {
                     "tokens_per_second": tokens / seconds,
                     "steps_per_second": (step - first - 1) / seconds,
-                    "step_seconds": elapsed,
+                    "step_time": elapsed,
                 },
             )
         # Ranks must agree on when to save, and their clocks do not.
@@ -662,7 +663,7 @@ def fit(
         due, ending = ranks.gather((due, stopping.asked))[0]
         if (due or ending) and not stop:
             began, stopping.saving = time.monotonic(), ending
-            save(stage, trainer, source, label, initial)
+            save(stage, trainer, source, initial)
             last_save = time.monotonic()
             save_took = last_save - began
         if ending:
@@ -677,9 +678,9 @@ def fit(
             stage.metric(trainer.step_index, {f"validation/{k}": v for k, v in final.items()})
     trainer.settle()
     # others are texts: "nan"
-    rows = [row for row in logged_metrics(stage) if isinstance(row.get(f"{label}/loss"), (int, float))]
-    losses = [row[f"{label}/loss"] for row in rows]
-    if rows and all(row.get(f"{label}/empty_step") for row in rows):
+    rows = [row for row in logged_metrics(stage) if isinstance(row.get("loss"), (int, float))]
+    losses = [row["loss"] for row in rows]
+    if rows and all(row.get("empty_step") for row in rows):
         stage.warn(
             "nothing_trained",
             f"None of {len(rows)} steps held anything that can move a weight (no target, or every advantage is 0), so what"
@@ -689,7 +690,7 @@ def fit(
     if losses:  # the last tenth of the steps; read from what was logged, so a resumed run says the same
         late = losses[-max(1, len(losses) // 10) :]
         ended = math.fsum(late) / len(late)
-        stage.summary({f"{label}/loss": ended})
+        stage.summary({"loss": ended})
         if falls and 0 < DIVERGED * losses[0] < ended:
             stage.warn(
                 "diverged",
@@ -710,7 +711,7 @@ def fit(
     return initial, final
 
 
-def save(stage, trainer: Trainer, source: Source, label: str, initial: dict[str, float]) -> None:
+def save(stage, trainer: Trainer, source: Source, initial: dict[str, float]) -> None:
     """Write one checkpoint: trainer and source together, by rank 0 (the others' states are the same), or by every rank
     its own shards.
     """
@@ -721,7 +722,7 @@ def save(stage, trainer: Trainer, source: Source, label: str, initial: dict[str,
     source_state, source_files = source.state()
     stage.save_checkpoint(
         trainer.step_index,
-        {"phase": label, "initial": initial, "trainer": trainer_state, "source": source_state},
+        {"phase": "train", "initial": initial, "trainer": trainer_state, "source": source_state},
         {**files, **source_files},
         together,
     )

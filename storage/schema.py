@@ -258,6 +258,7 @@ _KINDS: dict[str, dict[str, pa.DataType]] = {
         "is_weights?": pa.list_(F32),
         "returns?": pa.list_(F32),
         "bootstrap_value?": F64,
+        "score?": F64,  # sum of the components, before the rules for cut and long completions that make it the reward
         "shaped_reward?": F64,
         "step_ends?": pa.list_(I32),
         "step_rewards?": pa.list_(F64),

@@ -471,7 +471,7 @@ class Sft:
         found |= (
             {"repeat_probability": repeats / sum(map(len, seen))}
             if config.unlikelihood_coef
-            else {"token_accuracy": right / sum(map(len, seen))}
+            else {"mean_token_accuracy": right / sum(map(len, seen))}
         )
         return total, {
             **found,
@@ -587,7 +587,7 @@ class Align:
         if good.any():
             metrics["displacement/displaced_fraction"] = (ratio[good] < -1e-9).double().mean()
         if name == "kto":
-            metrics["z0"] = torch.tensor(self.z0)
+            metrics["kl"] = torch.tensor(self.z0)
         if name == "bco":
             metrics["delta"] = torch.tensor(delta)
         seen = {}
@@ -1169,7 +1169,7 @@ class Reward:
         if router:
             total = total + config.router_aux_loss_coef * balance(router, model.config)
         return total, {
-            **({"score_mean": torch.stack(scores_seen).mean()} if scores_seen and kind != "pairwise" else {}),
+            **({"mean_reward": torch.stack(scores_seen).mean()} if scores_seen and kind != "pairwise" else {}),
             **({"label_probability" if self.labels else "accuracy": right / decided} if decided else {}),
         }
 
@@ -1532,17 +1532,16 @@ def differences(stage: str, c: dict, run: Path, plain: dict, tolerance: float = 
     if loose:
         tolerance = 1e-3
     rows = sweep.metrics(run)
-    steps = [r for r in rows if "train/loss" in r]
+    steps = [r for r in rows if "loss" in r]
     if len(steps) != len(plain["steps"]):
         return [f"{len(steps)} steps for {len(plain['steps'])}"]
     of_held_out_rows = stage == "align" and not DIRECT_METHODS[c["method"]].needs_reference
     for ours, theirs in zip(steps, plain["steps"]):
         for name, value in theirs.items():
-            key = name if "/" in name else f"train/{name}"
-            if key in ours:
-                differ(f"step {ours['step']} {name}", ours[key], value)
+            if name in ours:
+                differ(f"step {ours['step']} {name}", ours[name], value)
             elif not (of_held_out_rows and name.startswith("displacement/")):
-                said.append(f"step {ours['step']}: no {key}")
+                said.append(f"step {ours['step']}: no {name}")
     judged = [(r["step"], r) for r in rows if "validation/loss" in r]
     if [s for s, _ in judged] != [s for s, *_ in plain["validation"]]:
         said.append(f"validated at {[s for s, _ in judged]} for {[s for s, *_ in plain['validation']]}")

@@ -328,6 +328,7 @@ def agent_metrics(samples: Sequence[Sample], components: Sequence = ()) -> dict[
         return out
     turns = [t for s in samples for t in s.turns or []]
     calls = [e for t in turns for e in t["events"] if e.startswith(("tool:", "error:"))]
+    failed = sum(e.startswith("error:") for e in calls)
     n = len(samples)
     paid = [r for s in samples for r in s.turn_rewards or ()]
     if paid:
@@ -349,7 +350,9 @@ def agent_metrics(samples: Sequence[Sample], components: Sequence = ()) -> dict[
         "agent/success": sum(succeeded(s) for s in samples) / n,
         "agent/turns": len(turns) / n,
         "agent/calls": sum(e.startswith("tool:") for e in calls) / n,
-        "agent/errors": sum(e.startswith("error:") for e in calls) / n,
+        "agent/errors": failed / n,
+        "tools/call_frequency": len(calls) / n,
+        "tools/failure_frequency": failed / max(len(calls), 1),
         "agent/tool_token_share": sum(sum(s.tool_mask) for s in samples) / max(sum(len(s.ids) for s in samples), 1),
     }
 

@@ -44,7 +44,7 @@ from stages.training import ShuffledRows, Sums, products, was_skipped
 UNIT = {"pairs": "pairs", "conditions": "pairs", "segments": "pairs", "unpaired": "rows", "rankings": "prompts"}
 #: First parts of the names of validation metrics that are measured from the reference; under a moving one no two passes
 #: can be compared by them.
-FROM_REFERENCE = ("loss", "preference", "rewards", "displacement", "gradient_weight", "z0", "delta")
+FROM_REFERENCE = ("loss", "preference", "rewards", "displacement", "gradient_weight", "kl", "delta")
 
 
 @dataclass(frozen=True)
@@ -451,7 +451,7 @@ class DirectAlignment:
                     if ratios
                     else 0.0
                 )
-            return {"z0": self.z0}
+            return {"kl": self.z0}
         if self.method.statistic in ("mean", "sorted", "sorted_pairs"):
             policy, ref = (
                 self.compared(torch.tensor(v, dtype=torch.float64))

@@ -13,22 +13,22 @@ from stages.settings import CHANGES_OF_LOGITS
 
 #: Panels, in this order, where both runs logged the metric; reward components follow.
 PANELS = (
-    "reward/mean",
-    "validation/reward/mean",
-    "train/correct",
+    "reward",
+    "validation/reward",
+    "completions/correct_fraction",
     "kl/sequence_sum",
-    "train/entropy",
+    "entropy",
     "policy/outside_range",
     "completions/mean_length",
     "completions/clipped_ratio",
-    "reward/frac_zero_std",
-    "sampling/logp_difference/mean",
-    "train/loss",
+    "frac_reward_zero_std",
+    "sampling/sampling_logp_difference/mean",
+    "loss",
     "validation/loss",
-    "train/accuracy",
+    "accuracy",
     "validation/accuracy",
     "rewards/margins",
-    "train/grad_norm",
+    "grad_norm",
 )
 #: Settings and inputs that change what a held-out score measures.
 HELD_OUT_SETTINGS = (
@@ -63,8 +63,7 @@ def curves(runs: Mapping[str, Sequence[dict]]) -> bytes | None:
     logged = [{key for row in rows for key, value in row.items() if value is not None} for rows in runs.values()]
     shared = set.intersection(*logged) - {"step"}
     names = [name for name in PANELS if name in shared]
-    statistics = ("reward/group_std", "reward/frac_zero_std", "reward/unscorable_fraction")
-    names += sorted(name for name in shared - set(names) if name.startswith("reward/") and name not in statistics)
+    names += sorted(name for name in shared - {*names, "reward/unscorable_fraction"} if name.startswith("reward/"))
     panels = {
         name: {
             run: tuple(zip(*[(row["step"], row[name]) for row in rows if row.get(name) is not None]))

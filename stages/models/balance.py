@@ -163,7 +163,7 @@ class Balanced:
         shares = counts.sum(0) / (layers * tokens) if self.shares is None else self.shares
         total = load_balancing_loss(shares, probabilities.sum(0) / layers)
         sums.loss["router_aux"] = (self.coefficient * total, "router_tokens")
-        sums.metrics["router/aux_loss"] = (total.detach(), "router_tokens")
+        sums.metrics["aux_loss"] = (total.detach(), "router_tokens")
         return sums
 
     def know(self, loads: torch.Tensor | None) -> None:

@@ -19,7 +19,7 @@ from stages.measures.overopt import divergence
 
 
 class History:
-    """Metric rows ``[{"step": 3, "reward/mean": 0.2, ...}, ...]`` in the order of their steps; ``target_kl`` as
+    """Metric rows ``[{"step": 3, "reward": 0.2, ...}, ...]`` in the order of their steps; ``target_kl`` as
     configured, in ``kl_unit``.
     """
 
@@ -54,7 +54,7 @@ class History:
 
 def _collapsed(h: History) -> bool:
     """The reward is more than three standard deviations below its mean so far (late collapse)."""
-    found = h.values("reward/mean")
+    found = h.values("reward")
     if len(found) < 13:
         return False
     before, now = found[:-3], fmean(found[-3:])
@@ -93,11 +93,14 @@ def _overoptimised(h: History) -> bool:
     Of the reward, a fall counts from a quarter of the training reward's spread on: less is noise."""
     if h.gain("kl/sequence_sum") < 0:
         return False
-    noise = {"validation/reward/mean": 0.25 * pstdev(h.values("reward/mean") or [0.0]), "validation/train/correct": 0.0}
+    noise = {
+        "validation/reward": 0.25 * pstdev(h.values("reward") or [0.0]),
+        "validation/completions/correct_fraction": 0.0,
+    }
     for name, spread in noise.items():
         train, held_out, last = [], [], None
         for row in h.rows:
-            last = row.get("reward/mean", last)
+            last = row.get("reward", last)
             if row.get(name) is not None and last is not None:
                 train.append(last)
                 held_out.append(row[name])
@@ -152,7 +155,7 @@ ALARMS: dict[str, Alarm] = {
         " sample size below 30%). Lower learning_rate, or sample more often (num_iterations=1, num_minibatches=1).",
     ),
     "dead_groups": Alarm(
-        lambda h: h.above("reward/frac_zero_std", 0.5),
+        lambda h: h.above("frac_reward_zero_std", 0.5),
         "More than half of the groups have equal rewards and teach nothing. Use prompts of medium difficulty,"
         " dynamic_sampling=true, more num_generations, or a graded reward.",
     ),
@@ -171,7 +174,7 @@ ALARMS: dict[str, Alarm] = {
     "length_growth": Alarm(
         lambda h: (
             h.grew("completions/mean_length", 2.0)
-            and h.gain("reward/mean") <= 0.02 * max(1e-9, abs(h.start("reward/mean") or 0.0))
+            and h.gain("reward") <= 0.02 * max(1e-9, abs(h.start("reward") or 0.0))
         ),
         "Completions are twice as long as at the start while the reward is not higher. Use preset=dr_grpo or dapo,"
         " soft_punish_cache, or a length reward.",
@@ -213,11 +216,11 @@ ALARMS: dict[str, Alarm] = {
     "over_optimisation": Alarm(
         _overoptimised,
         "The training reward holds while the held-out reward or the share of right held-out answers has fallen: the"
-        " policy learns the reward's mistakes. Stop at the held-out peak (select_by=reward/mean, or train/correct),"
+        " policy learns the reward's mistakes. Stop at the held-out peak (select_by=reward, or completions/correct_fraction),"
         " raise kl_coef or beta, or use an ensemble of reward models.",
     ),
     "engine_mismatch": Alarm(
-        lambda h: h.above("sampling/logp_difference/mean", 0.05),
+        lambda h: h.above("sampling/sampling_logp_difference/mean", 0.05),
         "The sampler's log-probs are more than 0.05 nats per token from the trainer's. Set"
         " importance_correction=token_truncate (TIS), or sample in the trainer's precision and without top_p, top_k and"
         " penalties.",
@@ -234,11 +237,11 @@ def alarms(rows: Sequence[dict], target_kl: float | None = None, kl_unit: str = 
 #: The metrics that alarms read, beside the accuracies of reward models: all that a run has to remember of its past.
 WATCHED = (
     "step",
-    "reward/mean",
-    "validation/reward/mean",
-    "validation/train/correct",
+    "reward",
+    "validation/reward",
+    "validation/completions/correct_fraction",
     "reward/unscorable_fraction",
-    "reward/frac_zero_std",
+    "frac_reward_zero_std",
     "kl/sequence_sum",
     "kl/sequence_mean",
     "kl/token_mean",
@@ -254,7 +257,7 @@ WATCHED = (
     "completions/format_valid",
     "critic/explained_variance",
     "critic/td_error",
-    "sampling/logp_difference/mean",
+    "sampling/sampling_logp_difference/mean",
 )
 
 

@@ -20,6 +20,16 @@ from stages.training import Sums
 #: moved (1.4, run-time invariants).
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}
 
+#: What sums of :func:`stages.losses.policy_loss` are called in the log, where it is not ``policy/NAME`` (TRL's names).
+LOGGED = {
+    "clip_low": "clip_ratio/low_mean",
+    "clip_high": "clip_ratio/high_mean",
+    "region": "clip_ratio/region_mean",
+    "ratio": "policy/ratio",
+    "ratio_max": "policy/ratio_max",
+    **{k: f"approx_kl/{k}" for k in ("k1", "k2", "k3")},
+}
+
 
 def pairs_of(items, trained_S) -> list[tuple[int, int]]:
     """Disjoint pairs of consecutive trained responses of each prompt, as positions among all responses; an odd one is
@@ -132,22 +142,24 @@ class PolicyGradient:
         losses, sums = self._token_losses(batch, logps_SL, old_SL, advantages, mask, column)
         if self.objective:
             terms, own = self._responses(batch, mask, logps_SL, old_SL, ref_SL, advantages, per_response, column)
-            metrics = {
-                f"policy/{k}": (sums[k].float(), "forwarded") for k in ("ratio", "ratio_max", "k1", "k2", "k3")
-            } | {f"policy/{k}": (v, "trained") for k, v in own.items()}
+            metrics = {LOGGED[k]: (sums[k].float(), "forwarded") for k in ("ratio", "ratio_max", "k1", "k2", "k3")}
+            metrics |= {f"policy/{k}": (v, "trained") for k, v in own.items()}
         else:
-            terms = {"policy": (self.aggregate(losses, mask, batch.items), self.count)}
-            metrics = {f"policy/{k}": (v.float(), "forwarded") for k, v in sums.items() if k != "tokens"}
+            terms = {"policy_loss": (self.aggregate(losses, mask, batch.items), self.count)}
+            sums["region"] = sums["clip_low"] + sums["clip_high"]
+            metrics = {LOGGED.get(k, f"policy/{k}"): (v.float(), "forwarded") for k, v in sums.items() if k != "tokens"}
         # whatever the surrogate makes of the ratio
         off = torch.expm1(masked(logps_SL.detach() - old_SL, mask).clamp(-20, 20)).abs()
         metrics["policy/ratio_deviation"] = (off.sum().float(), "forwarded")
         if row.kl_loss_coef:
             kl_SL = self._kl(batch, head, hidden, logps_SL, old_SL, ref_SL, mask)
-            terms["kl"] = (self.kl_coef() * self.aggregate(kl_SL, mask, batch.items), self.count)
+            terms["kl_loss"] = (self.kl_coef() * self.aggregate(kl_SL, mask, batch.items), self.count)
             if row.kl_loss_estimator == "full":
                 metrics[f"kl/full_{row.kl_target}"] = (masked(kl_SL.detach(), mask).sum(), "forwarded")
+        if ref_SL is None and config.monitor_kl and any("ref_logps" in i.extra for i in batch.items):
+            ref_SL = column("ref_logps")  # to be logged only
         if ref_SL is not None:
-            metrics["kl/reference"] = (kl_estimate(logps_SL.detach(), ref_SL, "k3", mask).sum(), "forwarded")
+            metrics["kl"] = (kl_estimate(logps_SL.detach(), ref_SL, "k3", mask).sum(), "forwarded")
         if want_entropy:
             entropy_SL = batch.padded(entropy)
             metrics["entropy"] = (masked(entropy_SL.detach(), mask).sum(), "forwarded")
@@ -160,12 +172,15 @@ class PolicyGradient:
             right = mask & (per_response("correct") > 0)[:, None]
             terms["positive_nll"] = (row.positive_nll_coef * masked(-logps_SL, right).sum(), "correct_tokens")
         if self.value_head is not None:
-            terms["value"], found = self._value(batch, hidden, mask, column)
+            terms["value_loss"], found = self._value(batch, hidden, mask, column)
             metrics |= found
         if row.ptx_coef:
             nll, by = self._ptx(batch, head, hidden, logps_SL, is_ptx)
-            terms["ptx"] = (row.ptx_coef * nll, by)
+            terms["ptx_loss"] = (row.ptx_coef * nll, by)
             metrics["ptx/nll"] = (nll.detach(), "ptx_tokens")
+        if len(terms) == 1:  # which the trainer shows as the loss only
+            (loss, by), *_ = terms.values()
+            metrics["policy_loss"] = (loss.detach(), by)
         return Sums(terms, metrics)
 
     def _token_losses(self, batch, logps_SL, old_SL, advantages, mask, column):
@@ -264,7 +279,7 @@ class PolicyGradient:
         advantages_SL = advantages if advantages.dim() == 2 else advantages[:, None].expand_as(logps_SL)
         pairs = pairs_of(batch.items, mask.any(-1).tolist())
         if self.row.unit == "pairs" and not pairs:
-            return {"policy": (0.0 * logps_SL.sum(), "pairs")}, {}
+            return {"policy_loss": (0.0 * logps_SL.sum(), "pairs")}, {}
         seen = Responses(
             masked(logps_SL, mask),
             masked(old_SL, mask),
@@ -279,6 +294,6 @@ class PolicyGradient:
         values = self.objective(seen, **self.row.options)
         logged = resolve(self.row.objective_log)(seen, **self.row.options) if self.row.objective_log else {}
         if self.row.unit == "tokens":
-            return {"policy": (self.aggregate(values, mask, batch.items), self.count)}, logged
+            return {"policy_loss": (self.aggregate(values, mask, batch.items), self.count)}, logged
         values = masked(values, mask.any(-1)) if self.row.unit == "sequences" else values
-        return {"policy": (values.sum(), self.row.unit)}, logged
+        return {"policy_loss": (values.sum(), self.row.unit)}, logged

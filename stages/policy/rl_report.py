@@ -139,11 +139,11 @@ def figures(rows: Sequence[dict], components: Sequence[str], title: str) -> dict
     parts = [name for name in (f"reward/{c}" for c in components) if name in names]
     if parts:
         found["curve-reward-components"] = metric_curves(
-            rows, ["reward/mean", *parts], title=f"{title}: reward by component"
+            rows, ["reward", *parts], title=f"{title}: reward by component"
         )
     paths = {
         name: along(rows, "kl/sequence_sum", metric)
-        for name, metric in (("train", "reward/mean"), ("held out", "validation/reward/mean"))
+        for name, metric in (("train", "reward"), ("held out", "validation/reward"))
     }
     paths = {name: path for name, path in paths.items() if len(path[0]) > 1}
     if paths:
@@ -153,7 +153,7 @@ def figures(rows: Sequence[dict], components: Sequence[str], title: str) -> dict
             xlabel="KL(policy || reference) per completion, nats",
             ylabel="reward",
         )
-    proxy = along(rows, "reward/mean", "validation/reward/mean")
+    proxy = along(rows, "reward", "validation/reward")
     if len(proxy[0]) > 1:
         found["proxy-against-held-out"] = path_chart(
             {"by step": proxy},
@@ -163,7 +163,7 @@ def figures(rows: Sequence[dict], components: Sequence[str], title: str) -> dict
             diagonal=True,
         )
         found["curve-held-out"] = metric_curves(
-            rows, ["reward/mean", "validation/reward/mean"], title=f"{title}: training and held-out reward"
+            rows, ["reward", "validation/reward"], title=f"{title}: training and held-out reward"
         )
     return found
 

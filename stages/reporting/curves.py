@@ -6,21 +6,21 @@ import json
 
 #: Metric groups drawn as figures, in this order, where the stage logged them.
 FIGURES = {
-    "loss": ("train/loss", "validation/loss"),
-    "accuracy": ("train/accuracy", "validation/accuracy", "rewards/accuracies", "validation/rewards/accuracies"),
+    "loss": ("loss", "validation/loss"),
+    "accuracy": ("accuracy", "validation/accuracy", "rewards/accuracies", "validation/rewards/accuracies"),
     "rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins"),
     "logps": ("logps/chosen", "logps/rejected"),
-    "reward": ("reward/mean", "reward/shaped", "validation/reward/mean", "train/correct"),
-    "kl": ("kl/reference", "kl/sequence_sum", "policy/k3"),
+    "reward": ("reward", "reward/shaped", "validation/reward", "completions/correct_fraction"),
+    "kl": ("kl", "kl/sequence_sum", "approx_kl/k3"),
     "kl_coef": ("kl/coef",),
-    "clip": ("policy/clip_low", "policy/clip_high", "policy/outside_range"),
+    "clip": ("clip_ratio/low_mean", "clip_ratio/high_mean", "policy/outside_range"),
     "ratio": (
         "policy/ratio",
         "policy/ess_fraction",
         "sampling/importance_sampling_ratio/mean",
         "sampling/importance_sampling_ratio/max",
     ),
-    "engine_mismatch": ("sampling/logp_difference/mean", "sampling/mismatch_kl"),
+    "engine_mismatch": ("sampling/sampling_logp_difference/mean", "sampling/mismatch_kl"),
     "advantage": ("advantage/std", "advantage/mean"),
     "critic": ("critic/explained_variance",),
     "critic_loss": ("critic/loss",),
@@ -36,10 +36,10 @@ FIGURES = {
         "completions/empty_fraction",
         "reward/unscorable_fraction",
     ),
-    "groups": ("reward/frac_zero_std", "groups/informative_fraction", "groups/filter_rate"),
-    "entropy": ("train/entropy",),
-    "learning_rate": ("train/learning_rate",),
-    "grad_norm": ("train/grad_norm",),
+    "groups": ("frac_reward_zero_std", "groups/informative_fraction", "groups/filter_rate"),
+    "entropy": ("entropy",),
+    "learning_rate": ("learning_rate",),
+    "grad_norm": ("grad_norm",),
 }
 
 

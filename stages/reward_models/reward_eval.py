@@ -172,7 +172,7 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
         )
         residual, _ = length_residual(scores.ravel(), lengths.ravel())
         found["length_residual_accuracy"] = float((np.diff(-residual.reshape(-1, 2), axis=1) > 0).mean())
-        found |= {"score_mean": float(scores.mean()), "score_std": float(scores.std())}
+        found |= {"mean_reward": float(scores.mean()), "std_reward": float(scores.std())}
     matched = length_matched(margin, lengths[:, 0], lengths[:, 1])
     if matched["n"] >= 20:
         found["length_matched_accuracy"] = matched["accuracy"]

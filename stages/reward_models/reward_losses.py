@@ -49,7 +49,7 @@ def bradley_terry(scores_SC, batch, config) -> Sums:
 def spread(scores_SC) -> dict:
     """Mean score and mean squared score of the responses; their difference shows a drifting or collapsing scale."""
     flat = scores_SC.detach()[:, 0]
-    return {"score_mean": (flat.sum(), "responses"), "score_square_mean": ((flat**2).sum(), "responses")}
+    return {"mean_reward": (flat.sum(), "responses"), "score_square_mean": ((flat**2).sum(), "responses")}
 
 
 def _decided_pairs(batch, device):

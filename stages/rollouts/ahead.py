@@ -33,7 +33,8 @@ class Ahead:
 
     def __init__(self, device: str):
         self._device, self._queue, self._future, self._group = torch.device(device), queue.SimpleQueue(), None, None
-        self.waited, self.worked = 0.0, 0.0  # seconds, of the result that was taken last
+        # seconds, of the result that was taken last: waited for it, worked on it, from its beginning until it was taken
+        self.waited = self.worked = self.took = self._began = 0.0
         if self._device.type == "cuda":
             cuda.share()
         threading.Thread(target=self._work, name="rollouts-ahead", daemon=True).start()
@@ -60,7 +61,7 @@ class Ahead:
         """Begin ``call()``; there must be none at work, and no result that was not taken. Every rank must call."""
         assert self._future is None, "one piece of work at a time"
         self._group = self._group or ranks.beside()
-        self._future = Future()
+        self._future, self._began = Future(), time.monotonic()
         self._queue.put((self._future, call, self._group))
 
     def take(self) -> Any:
@@ -71,4 +72,5 @@ class Ahead:
         try:
             return future.result()
         finally:
-            self.waited = time.monotonic() - started
+            now = time.monotonic()
+            self.waited, self.took = now - started, now - self._began

@@ -23,7 +23,7 @@ _OF_A_SCORE = {
 }
 
 #: Metrics of validation answers that say nothing where every reward that counts was left out.
-NOTHING_COUNTED = ("reward/mean", "reward/raw", "reward/group_std", "reward/unscorable_fraction")
+NOTHING_COUNTED = ("reward", "reward/raw", "reward_std", "reward/unscorable_fraction")
 
 
 def counted(rewards: Rewards) -> list[RewardComponent]:
@@ -151,7 +151,7 @@ def held_out(stage, rewards: Rewards) -> Rewards:
     if stage.config.select_by in gone:
         raise ConfigError(
             f"select_by={stage.config.select_by}: validation draws one answer per prompt, which {', '.join(names)}"
-            " cannot compare with another; write select_by=train/correct with a reward of kind verifier (weight: 0"
+            " cannot compare with another; write select_by=completions/correct_fraction with a reward of kind verifier (weight: 0"
             " watches it), or leave select_by out."
         )
     stage.warn(

@@ -173,7 +173,7 @@ class Crediting:
         self._compare(batch, samples, all_B.group_at, iteration, version)
         # equal win rates inside the group say nothing of those that are learned from
         if self.asked and not inside(row):
-            metrics.pop("reward/frac_zero_std", None)
+            metrics.pop("frac_reward_zero_std", None)
         metrics |= self._comparison_metrics(batch)
 
         credit, trained, preferred, found = self._assigned(all_B, batch)
@@ -219,6 +219,8 @@ class Crediting:
         metrics = rollout_metrics(drawn, rewards[shown], all_B.group_of_B[shown], self.row.std_ddof) | scorer_accuracy(
             drawn, all_B.group_of_B[shown], self.config.rewards
         )
+        if self.stage.has("stored"):  # whose rows do not say what ended a completion
+            metrics.pop("completions/eos_missing_fraction", None)
         if self.members.component:
             metrics |= rubric_metrics(
                 [s.items for s in drawn],

@@ -222,10 +222,10 @@ class LogProbs:
 
     def _mismatch(self, samples, old) -> dict[str, float]:
         found, engine, limit = mismatch_metrics(samples, old), self.policy.engine, self.config.engine_max_mismatch
-        if found and limit and not engine.exact_logps and found["sampling/logp_difference/mean"] > limit:
+        if found and limit and not engine.exact_logps and found["sampling/sampling_logp_difference/mean"] > limit:
             raise TrainingError(
                 f"The log-probs of {engine.name} differ from the trainer's by"
-                f" {found['sampling/logp_difference/mean']:.3f} nats per token, over engine_max_mismatch={limit}: it"
+                f" {found['sampling/sampling_logp_difference/mean']:.3f} nats per token, over engine_max_mismatch={limit}: it"
                 " does not sample from the policy's weights, or with other settings. Check that it serves the"
                 " directory it is given, with its tokenizer and without a sampling default of its own."
             )

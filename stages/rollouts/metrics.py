@@ -18,7 +18,7 @@ from stages.reward.verdicts import failures
 
 def rollout_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int = 1) -> dict[str, float]:
     """Rewards by component, lengths, truncation, groups without signal. ``rewards [B]``: NaN = unscorable; ``group_of
-    [B]``: group number. ``std_ddof``: of the groups' stds in ``reward/group_std``, that of the run's advantages (TRL's
+    [B]``: group number. ``std_ddof``: of the groups' stds in ``reward_std``, that of the run's advantages (TRL's
     ``reward_std`` too is the sample std); 0 for a group of one. What an environment lost says nothing of the policy's
     completions: it counts as unscorable, and among the generated tokens. SFT answers, which nobody sampled, are in what is
     said of whole groups, and their mean reward is ``members/sft_reward``."""
@@ -37,7 +37,7 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int 
         **completion_metrics([s for s in samples if not s.lost]),
     }
     if ok.any():
-        out["reward/mean"] = float(rewards[ok].mean())
+        out["reward"] = float(rewards[ok].mean())
     totals = [s.total for s in samples if np.isfinite(s.total)]
     if totals:
         out["reward/raw"] = float(np.mean(totals))
@@ -65,7 +65,7 @@ def rollout_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int 
                     out[f"reward/{name}/length_correlation"] = float(np.corrcoef(values, longer)[0, 1])
     verdicts = [s.correct for s in samples if s.correct is not None]
     if verdicts:
-        out["train/correct"] = float(np.mean(verdicts))
+        out["completions/correct_fraction"] = float(np.mean(verdicts))
         for name, wanted in (("correct", True), ("incorrect", False)):
             chosen = [len(s.ids) for s in samples if s.correct is wanted]
             if chosen:
@@ -80,9 +80,9 @@ def _group_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int) 
     ok, out = np.isfinite(rewards), {}
     by_group = [r for g in np.unique(group_of) if len(r := rewards[(group_of == g) & ok])]
     if by_group:
-        out["reward/group_std"] = float(np.mean([np.std(r, ddof=min(std_ddof, len(r) - 1)) for r in by_group]))
+        out["reward_std"] = float(np.mean([np.std(r, ddof=min(std_ddof, len(r) - 1)) for r in by_group]))
     if compared := [is_constant(r) for r in by_group if len(r) > 1]:
-        out["reward/frac_zero_std"] = float(np.mean(compared))
+        out["frac_reward_zero_std"] = float(np.mean(compared))
     verdicts = [
         [s.correct for s, of in zip(samples, group_of) if of == g and s.correct is not None]
         for g in np.unique(group_of)
@@ -121,8 +121,13 @@ def completion_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             )
         ),
     }
+    if all(s.turns is None for s in samples):  # of turns each has an end of its own
+        out["completions/eos_missing_fraction"] = float(np.mean([s.finish_reason != "eos" for s in samples]))
     if ended.any():
-        out["completions/mean_terminated_length"] = float(lengths[ended].mean())
+        out |= {
+            f"completions/{name}_terminated_length": float(of(lengths[ended]))
+            for name, of in (("mean", np.mean), ("min", np.min), ("max", np.max))
+        }
     return out
 
 
@@ -172,7 +177,7 @@ def step_metrics(batch: Batch) -> dict[str, float]:
     everyone = [r for rewards in groups for r in rewards]
     compared = [is_constant(rewards) for rewards in groups if len(rewards) > 1]
     return {
-        **({"reward/frac_zero_std": float(np.mean(compared))} if compared else {}),
+        **({"frac_reward_zero_std": float(np.mean(compared))} if compared else {}),
         **({"reward/step_mean": float(np.mean(everyone))} if everyone else {}),
     }
 
@@ -283,8 +288,8 @@ def mismatch_metrics(samples: Sequence[Sample], old) -> dict[str, float]:
         return {}
     d = np.concatenate(apart).clip(-20, 20)
     return {
-        "sampling/logp_difference/mean": float(np.abs(d).mean()),
-        "sampling/logp_difference/max": float(np.abs(d).max()),
+        "sampling/sampling_logp_difference/mean": float(np.abs(d).mean()),
+        "sampling/sampling_logp_difference/max": float(np.abs(d).max()),
         "sampling/mismatch_kl": float((np.expm1(d) - d).mean()),
         **{
             f"sampling/importance_sampling_ratio/{name}": float(of(np.exp(d)))

@@ -57,7 +57,12 @@ class Records:
         """``rollouts/1`` of one iteration, the turns of its completions and the rubric items of those that were not
         replayed, whose items are there already; the rows. A completion that could
         not be scored has reward_tier=unscorable, no shaped_reward, and each component's reason in
-        ``extra_json.unscorable``; its ``reward`` is 0 because the column has to have a number."""
+        ``extra_json.unscorable``; its ``reward`` is 0 because the column has to have a number.
+
+        Columns have the names of the catalogue's dataset kinds; what its section on RL calls prompt_token_ids and
+        completion_token_ids is ``prompt_ids`` and ``completion_ids`` there, rollout_logprobs, old_logprobs and
+        ref_logprobs are ``logp_rollout`` (None: the old ones), ``logp_old`` and ``logp_ref``. Its response mask is the
+        whole completion without ``tool_mask``, sampling parameters and the generator's checkpoint are in ``gen``."""
         draws, times = {}, {}  # which draw of its prompt in this iteration a group is
         for group in scored.group_at:
             if id(group) not in draws:
@@ -164,6 +169,7 @@ class Records:
             ),
             "turns": turns,
             "finish_reason": s.finish_reason if turns is not None else None,
+            "score": float(s.total) if np.isfinite(s.total) else None,
             "reward": float(batch.rewards_B[i]) if ok else 0.0,
             "shaped_reward": float(credit.rewards_B[i]) if ok else None,
             "reward_tier": s.tier if ok else "unscorable",

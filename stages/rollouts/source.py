@@ -41,6 +41,7 @@ from stages.rollouts.recorded import Recorded
 from stages.rollouts.records import Records
 from stages.rollouts.replay import ReplayWindow, StoredGroups, full_group, plain_group
 from stages.rollouts.steps import StepRewards
+from stages.running import usage
 from stages.running.blocks import in_blocks
 from stages.spec import ConfigError
 from stages.training import TrainingError, was_skipped
@@ -229,6 +230,10 @@ class Rollouts:
             extra["kl/reference_version"] = float(
                 {"ema": taken, "refresh": taken // every, "previous": self.iteration}.get(mode, 0) - self.moves_due
             )
+        if self.row.num_iterations > 1:  # which pass over the batch the ratios and approx_kl of the step are of
+            extra["policy/epoch"] = float((self.inner - 1) // self.config.num_minibatches + 1)
+        if self.config.entropy_coef:
+            extra["entropy_coef"] = self.config.entropy_coef
         # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
         if metrics.get("policy/ratio_sq"):
             extra["policy/ess_fraction"] = metrics["policy/ratio"] ** 2 / metrics["policy/ratio_sq"]
@@ -251,7 +256,7 @@ class Rollouts:
         """Take note of a step's metrics, and warn of the alarms that are on now (each once)."""
         # a group of equal rewards is dead only where its completions are compared, and an outcome is only watched where
         # steps are paid
-        off = {"reward/frac_zero_std": not self.row.compares, "reward/unscorable_fraction": self.steps is not None}
+        off = {"frac_reward_zero_std": not self.row.compares, "reward/unscorable_fraction": self.steps is not None}
         self.history.append({name: value for name, value in values.items() if watched(name) and not off.get(name)})
         target = (
             self.row.target_kl
@@ -420,6 +425,8 @@ class Rollouts:
         self.batch, self.metrics = scored.items, scored.metrics | metrics
         if self.policy.agent and (measured := self.policy.agent.latency()):
             self.stage.perf(step, measured)
+        if asked := {name: n for name, n in usage.so_far().items() if "judge" in name}:
+            self.stage.perf(step, asked)  # of the stage so far
         self.on_new_batch()
 
     def _note_unscorable(self, samples: list) -> None:
@@ -529,7 +536,12 @@ class Rollouts:
             return
         self.sampled_ahead = found
         self.stage.perf(
-            self.version, {"async/waited_seconds": self.ahead.waited, "async/sampling_seconds": self.ahead.worked}
+            self.version,
+            {
+                "async/waited_seconds": self.ahead.waited,
+                "async/sampling_seconds": self.ahead.worked,
+                "async/idle_fraction": self.ahead.waited / max(self.ahead.took, 1e-9),
+            },
         )
 
     def _prepare(self) -> None:

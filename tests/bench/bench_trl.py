@@ -408,8 +408,8 @@ def told(metrics: dict) -> dict:
     """What says whether both sides did the same work in GRPO: completions' mean length in tokens, mean reward, and share
     of groups that agree, whose advantages are 0.
     """
-    names = {"reward/mean": "reward", "reward": "reward", "completions/mean_length": "length"}
-    names |= {"reward/frac_zero_std": "agree", "frac_reward_zero_std": "agree"}
+    names = {"reward": "reward", "completions/mean_length": "length"}
+    names |= {"frac_reward_zero_std": "agree"}
     found = {names.get(name.removeprefix("last/")): value for name, value in metrics.items()}
     return {name: value for name, value in found.items() if name}
 

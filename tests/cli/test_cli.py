@@ -720,10 +720,7 @@ def test_the_line_of_a_step_shows_results_and_no_bounds():
         "length_mean": 61.3,
     }
     assert headline(found) == "reward=-0.14  pair_accuracy=0.575  length_mean=61.3  pair_length_matched_accuracy=0.4"
-    assert (
-        headline({"dropped/no_target": 0, "rows": 399, "steps": 3, "train/loss": 7.6}, 3)
-        == "train/loss=7.6  rows=399  steps=3"
-    )
+    assert headline({"dropped/no_target": 0, "rows": 399, "steps": 3, "loss": 7.6}, 3) == "loss=7.6  rows=399  steps=3"
 
 
 def test_a_metric_stands_with_its_interval_and_error_in_one_row():

@@ -47,7 +47,7 @@ RUNS = {
             "max_steps=4",
             "batch_size=4",
             "--metric",
-            "train/loss",
+            "loss",
             "--goal",
             "min",
             "--over",

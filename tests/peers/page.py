@@ -70,3 +70,28 @@ def names_of(page: str) -> list[tuple[list[str], list[str], str]]:
 ROWS = rows_of(PAGE)
 #: (TRL's trainer, setting, default, stage or preset here, setting, default) of the table of defaults.
 DEFAULTS = re.findall(r"^\| `(\w+)Config\.(\w+)=(\S+)` \| `(?:preset )?(\w+)[.:] ?(\w+)=(\S+)` \|$", PAGE, re.M)
+
+LOGGED = PAGE.partition("## What is logged")[2].partition("\n## ")[0]
+
+
+def not_logged_as(stage: str) -> set[str]:
+    """What TRL logs and this stage does not under that name, by the first table of the page's section on logs."""
+    table = LOGGED.partition("| logged by TRL |")[2].partition("\n\n")[0]
+    cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    found = set()
+    for cell in cells:
+        everywhere, _, rest = cell.partition(";")
+        found |= set(re.findall(r"`([\w/]+)`", everywhere if stage == "rl" else cell))
+    return found
+
+
+def logged_by_trl(trainer: str) -> list[str]:
+    """The names in the metrics of TRL's trainer (``grpo``); none where TRL is not installed."""
+    import importlib.util
+
+    if not (found := importlib.util.find_spec("trl")):
+        return []
+    source = Path(found.origin).with_name("trainer").joinpath(f"{trainer}_trainer.py").read_text(encoding="utf-8")
+    names = re.findall(r"""self\._metrics\[(?:mode|"train")\]\[f?"([^"]+)"\]""", source)
+    assert len(names) > 3
+    return sorted({name.replace("{reward_func_name}", "NAME") for name in names})

@@ -12,7 +12,18 @@ from stages.policy.presets import RL_AXES
 from stages.direct.direct_alignment import DirectAlignment
 from stages.registry import get_stage
 from stages.rl import resolve_preset
-from tests.peers.page import DEFAULTS, OPENRLHF, PAGE, ROWS, VERL, names_of, rows_of
+from tests.peers.page import (
+    DEFAULTS,
+    LOGGED,
+    OPENRLHF,
+    PAGE,
+    ROWS,
+    VERL,
+    logged_by_trl,
+    names_of,
+    not_logged_as,
+    rows_of,
+)
 
 
 @pytest.mark.parametrize("row", [*ROWS, *rows_of(VERL), *rows_of(OPENRLHF)], ids=lambda row: f"{row.stage}: {row.ours}")
@@ -82,3 +93,11 @@ def test_a_name_of_theirs_leads_to_ours(theirs, ours):
     with pytest.raises(ConfigError) as told:
         build(config, given)
     assert any(f"here it is {name!r}" in str(told.value) for name in ours), str(told.value)
+
+
+@pytest.mark.parametrize("trainer", ["sft", "reward", "dpo", "kto", "grpo", "rloo"])
+def test_the_page_says_of_every_metric_of_trls_what_it_is_here(trainer):
+    said = re.findall(r"`([\w/…]+)`", LOGGED)
+    patterns = [re.escape(name).replace("…", ".+") for name in said]
+    assert not [name for name in logged_by_trl(trainer) if not any(re.fullmatch(one, name) for one in patterns)]
+    assert {"num_tokens", "eval_NAME"} <= not_logged_as("rl") < not_logged_as("align")

@@ -74,7 +74,10 @@ def test_a_curriculum_and_a_pretrained_head_run_through_the_stage(tiny, rows, tr
     start = json.loads(
         Path(again["outputs"]["model"]["path"]).parents[1].joinpath("metrics.jsonl").read_text().splitlines()[0]
     )
-    assert {name for name in start["metrics"] if "score" in name} == {"validation/score_mean", "validation/score_std"}
+    assert {name for name in start["metrics"] if "reward" in name} == {
+        "validation/mean_reward",
+        "validation/std_reward",
+    }
     fresh = train("reward_model", {**config, "max_steps": 1}, {"model": tiny["policy"], "data": rows["pairs"]}, "fresh")
     cold = json.loads(
         Path(fresh["outputs"]["model"]["path"]).parents[1].joinpath("metrics.jsonl").read_text().splitlines()[0]

@@ -337,7 +337,7 @@ def test_metrics_equal_an_independent_computation(tiny, rows):
             lambda s: {
                 "accuracy": mean(a > b for a, b in s),
                 "margin": mean(a - b for a, b in s),
-                "score_mean": mean(x for one in s for x in one),
+                "mean_reward": mean(x for one in s for x in one),
                 "score_square_mean": mean(x * x for one in s for x in one),
             }
         )([[last_score(m, i, k)[0] for k in (0, 1)] for i in items]),

@@ -68,7 +68,7 @@ def test_rl_pushes_every_step_to_vllm_and_trains_on_its_own_log_probs(tiny, data
         assert r["logp_rollout"] == pytest.approx(r["logp_old"], abs=1e-4)
     for m in metrics_of(made):
         assert m["policy/ratio"] == pytest.approx(1.0, abs=1e-3)
-        assert m["sampling/logp_difference/max"] < 1e-4 and m[
+        assert m["sampling/sampling_logp_difference/max"] < 1e-4 and m[
             "sampling/importance_sampling_ratio/mean"
         ] == pytest.approx(1.0, abs=1e-4)
     assert not (Path(made["workdir"]) / "engine").exists()

@@ -147,7 +147,7 @@ def test_rl_trains_on_vllms_log_probs(made, data, spec, request, kind):  # noqa:
     for m in (
         json.loads(line)["metrics"] for line in Path(made_spec["workdir"], "metrics.jsonl").read_text().splitlines()
     ):
-        assert m["sampling/logp_difference/max"] < 1e-4
+        assert m["sampling/sampling_logp_difference/max"] < 1e-4
 
 
 def test_what_does_not_start_or_dies_says_what_to_write(made):

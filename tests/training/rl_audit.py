@@ -461,6 +461,9 @@ class Iteration:
         self.totals = totals
         if totals is not None:
             self.say("scorable", self.scorable, np.isfinite(totals))
+            self.say(
+                "score", [0.0 if r["score"] is None else r["score"] for r in self.rows], np.nan_to_num(totals), 1e-5
+            )
             earned = totals + overlong
             rewards = np.where(
                 self.ended,
@@ -881,7 +884,9 @@ class Iteration:
         self.log("completions/max_length", lengths.max())
         self.log("completions/min_length", lengths.min())
         self.log("completions/clipped_ratio", np.mean(~self.ended[at]))
-        self.log("completions/mean_terminated_length", lengths[self.ended[at]].mean() if self.ended[at].any() else None)
+        for name, of in (("mean", np.mean), ("min", np.min), ("max", np.max)):
+            ended = lengths[self.ended[at]]
+            self.log(f"completions/{name}_terminated_length", of(ended) if len(ended) else None)
         if not row.dynamic_sampling:
             self.log(
                 "completions/generated_tokens",
@@ -891,13 +896,13 @@ class Iteration:
         if self.plain is not None and np.isfinite(self.plain[at]).any():
             x = self.plain[at]
             ok = np.isfinite(x)
-            self.log("reward/mean", x[ok].mean())
+            self.log("reward", x[ok].mean())
             if row.advantage != "process":
                 groups = [x[(self.group[at] == g) & ok] for g in np.unique(self.group[at])]
                 groups = [g for g in groups if len(g)]
-                self.log("reward/group_std", np.mean([std(g, row.std_ddof) for g in groups]))
+                self.log("reward_std", np.mean([std(g, row.std_ddof) for g in groups]))
                 self.log(
-                    "reward/frac_zero_std",
+                    "frac_reward_zero_std",
                     np.mean([equal(g) for g in groups if len(g) > 1]) if any(len(g) > 1 for g in groups) else None,
                 )
         if self.totals is not None and np.isfinite(self.totals[at]).any():
@@ -908,7 +913,7 @@ class Iteration:
                 self.log(f"reward/{comp.name}", np.mean(values))
                 self.log(f"reward/{comp.name}/std", np.std(values))
         verdicts = [rows[i]["is_correct"] for i in at if rows[i]["is_correct"] is not None]
-        self.log("train/correct", np.mean(verdicts) if verdicts else None)
+        self.log("completions/correct_fraction", np.mean(verdicts) if verdicts else None)
         if self.ref is not None:
             self.log("kl/sequence_sum", np.mean([(self.old[i] - self.ref[i]).sum() for i in at]), 1e-3)
         if self.cache:
@@ -1308,7 +1313,8 @@ class Step:
                 ("k3", lambda x: x.exp() - 1 - x),
                 ("ratio", lambda x: x.exp()),
             ):
-                differ(f"policy/{k}", logged[f"policy/{k}"], mean([f(x) for x in self.d]), loose)
+                name = "policy/ratio" if k == "ratio" else f"approx_kl/{k}"
+                differ(name, logged[name], mean([f(x) for x in self.d]), loose)
             high = self.row.epsilon if self.row.epsilon_high is None else self.row.epsilon_high
             if not rough:
                 if self.row.surrogate in ("clip", "cispo"):
@@ -1322,14 +1328,14 @@ class Step:
                 if self.row.surrogate == "clip":
                     A = [torch.tensor(a) for a in self.it.A]
                     differ(
-                        "policy/clip_low",
-                        logged["policy/clip_low"],
+                        "clip_ratio/low_mean",
+                        logged["clip_ratio/low_mean"],
                         mean([((x.exp() < 1 - self.row.epsilon) & (a < 0)).double() for x, a in zip(self.d, A)]),
                         1e-6,
                     )
                     differ(
-                        "policy/clip_high",
-                        logged["policy/clip_high"],
+                        "clip_ratio/high_mean",
+                        logged["clip_ratio/high_mean"],
                         mean([((x.exp() > 1 + high) & (a > 0)).double() for x, a in zip(self.d, A)]),
                         1e-6,
                     )
@@ -1345,7 +1351,7 @@ class Step:
             run.problems.append(f"step {self.number}: ratios are {off} off 1 where nothing has moved")
         if self.row.needs_reference and it.ref is not None:
             x = [a - torch.tensor(b) for a, b in zip(self.new, it.ref)]
-            differ("kl/reference", logged["kl/reference"], mean([(-y).exp() - 1 + y for y in x]), loose)
+            differ("kl", logged["kl"], mean([(-y).exp() - 1 + y for y in x]), loose)
 
     def check_critic(self, differ, tolerance):
         """The separate critic's loss: squared errors of today's values, aggregated as the policy's loss (a constant

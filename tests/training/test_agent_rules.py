@@ -418,7 +418,7 @@ def test_tool_tokens_are_in_no_statistic_of_log_probs():
         tool_mask=[0, 1, 1, 1, 1, 0],
     )
     found = mismatch_metrics([sample], [[-1.2, 0.0, 0.0, 0.0, 0.0, -2.4]])
-    assert found["sampling/logp_difference/mean"] == pytest.approx(0.3) and found[
+    assert found["sampling/sampling_logp_difference/mean"] == pytest.approx(0.3) and found[
         "sampling/importance_sampling_ratio/max"
     ] == pytest.approx(math.exp(-0.2))
     assert mismatch_metrics([replace(sample, tool_mask=[1] * 6)], [[0.0] * 6]) == {}
@@ -471,6 +471,9 @@ def test_what_an_environment_lost_is_neither_cut_nor_an_attempt():
     }
     assert both["agent/success"] == both["agent/milestones"] == 1.0 and both["agent/turns"] == 2.0
     assert both["agent/finish_goal"] == both["agent/finish_failure"] == 0.5
+    failing = agent_metrics([done, replace(done, turns=[{"events": ["error:failed", "found", "error:time-out"]}])])
+    assert (failing["tools/call_frequency"], failing["tools/failure_frequency"]) == (1.5, 2 / 3), "as TRL counts"
+    assert (failing["agent/calls"], failing["agent/errors"]) == (0.5, 1.0)
     assert set(agent_metrics([lost])) == {
         f"agent/finish_{reason}" for reason in ("goal", "stop", "turn_limit", "length", "failure")
     }
@@ -495,7 +498,7 @@ def test_only_groups_of_two_verdicts_are_all_correct_or_all_wrong():
     found = rollout_metrics(samples, np.zeros(len(samples)), of)
     assert found["groups/all_correct_fraction"] == 0.5 and found["groups/all_wrong_fraction"] == 0.0
     alone = rollout_metrics(samples[:3:2], np.zeros(2), np.arange(2))
-    assert "groups/all_correct_fraction" not in alone and alone["train/correct"] == 0.5
+    assert "groups/all_correct_fraction" not in alone and alone["completions/correct_fraction"] == 0.5
 
 
 def test_a_stored_trajectory_that_its_environment_lost_stays_lost():

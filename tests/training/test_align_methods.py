@@ -423,7 +423,7 @@ def test_a_row_counts_by_its_weight_in_every_number_of_a_step(tiny, preferences,
         world.objective.after_step(found)
         assert not any(name.startswith("weighted/") for name in found)
         return {
-            name: found[name] for name in ("loss", "grad_norm", "z0", "mean_h") if name in found
+            name: found[name] for name in ("loss", "grad_norm", "kl", "mean_h") if name in found
         } | world.objective.means
 
     twice = replace(second, extra=dict(second.extra))
@@ -431,7 +431,7 @@ def test_a_row_counts_by_its_weight_in_every_number_of_a_step(tiny, preferences,
     weighted = numbers((first, 0.0), (second, 2.0), *((item, 1.0) for item in others))
     assert weighted == pytest.approx(plain, rel=1e-4)  # norms inside the model are float32
     assert numbers(*((item, 1.0) for item in world.items)) != pytest.approx(plain, rel=1e-3)
-    assert method != "kto" or plain["z0"] > 0
+    assert method != "kto" or plain["kl"] > 0
     assert all(math.isfinite(value) for value in numbers(*((item, 0.0) for item in world.items)).values())
 
 

@@ -488,11 +488,11 @@ def test_z0_is_of_mismatched_prompts_mean_first_clamp_after(tiny, preferences):
                 - item.extra["mismatched"].extra["ref"][0]
             )
     alone = next(item for item, ratio in zip(world.items, ratios) if ratio > 0.0)
-    assert world.objective.prepare(world.policy, [alone], "cpu")["z0"] == 0.0
+    assert world.objective.prepare(world.policy, [alone], "cpu")["kl"] == 0.0
     for shift in (0.0, 1e4):
         for item, ratio in zip(world.items, ratios):
             item.extra["mismatched"].extra["ref"][0] += shift
-        z0 = world.objective.prepare(world.policy, world.items, "cpu")["z0"]
+        z0 = world.objective.prepare(world.policy, world.items, "cpu")["kl"]
         assert z0 == pytest.approx(max(0.0, sum(ratios) / len(ratios) - shift), rel=1e-5)
     assert DirectAlignment(Config(method="kto", z_ref_mode="zero")).prepare(world.policy, world.items, "cpu") == {}
 
@@ -517,7 +517,7 @@ def test_a_held_out_z0_needs_validation_passes_while_it_trains(tiny, preferences
     execute(made, silent)
     used, held_out = (
         {step["step"]: step["metrics"][name] for step in steps_of(made) if name in step["metrics"]}
-        for name in ("train/z0", "validation/z0")
+        for name in ("kl", "validation/kl")
     )
     assert [used[k + 1] for k in range(3)] == [held_out[k] for k in range(3)], (
         "each step under the estimate of the validation pass before it"
@@ -808,7 +808,7 @@ def test_the_displacement_alarm_needs_three_falls_in_a_row():
 
 def test_more_than_99_percent_of_training_rows_with_no_gain_on_held_out_ones_is_an_alarm():
     def rows(train, held_out):
-        return [{"train/loss": 0.1, "rewards/accuracies": a} for a in train] + [
+        return [{"loss": 0.1, "rewards/accuracies": a} for a in train] + [
             {"validation/rewards/accuracies": a} for a in held_out
         ]
 
@@ -982,7 +982,7 @@ def test_dpo_loss_is_ln2_again_right_after_the_reference_is_copied(tiny, prefere
         "moving",
     )
     result = execute(made, silent)
-    losses = {s["step"]: s["metrics"]["train/loss"] for s in steps_of(made) if "train/loss" in s["metrics"]}
+    losses = {s["step"]: s["metrics"]["loss"] for s in steps_of(made) if "loss" in s["metrics"]}
     assert [abs(losses[k] - math.log(2)) < 1e-5 for k in range(1, 6)] == [True, False, True, False, True]
     assert "ref_logps" not in result["outputs"]
 

@@ -298,7 +298,7 @@ def test_the_stage_trains_with_a_moving_reference_and_another_divergence(tiny, p
     assert math.isfinite(execute(made, silent)["summary"]["validation/loss"])
     steps = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
     # f'(1) is 0 on both sides
-    assert [m["train/loss"] for m in steps if "train/loss" in m][0] == pytest.approx(math.log(2), rel=1e-4)
+    assert [m["loss"] for m in steps if "loss" in m][0] == pytest.approx(math.log(2), rel=1e-4)
 
 
 # -- aot's names -------------------------------------------------------------------------------------------------------
@@ -447,8 +447,7 @@ def test_the_stage_trains_on_a_sum(tiny, preferences, spec):
         "validation/bco_pair_preference"
     ] == pytest.approx(0.4 * math.log(2), rel=1e-4)
     assert (
-        np.isfinite([result["summary"]["validation/loss"], steps[1]["train/nll"]]).all()
-        and "ref_logps" in result["outputs"]
+        np.isfinite([result["summary"]["validation/loss"], steps[1]["nll"]]).all() and "ref_logps" in result["outputs"]
     )
 
 

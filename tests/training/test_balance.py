@@ -101,7 +101,7 @@ def test_value_and_gradient_are_those_of_transformers_however_a_step_is_cut(name
         for budget, more in ((10**6, {}), (60, {}), (1, {}), (60, {"activation_checkpointing": True})):
             other = build(name, torch.float64)
             metrics, found, _ = trained(other, items, budget, forward=forward, **more)
-            assert metrics["router/aux_loss"] == pytest.approx(float(wanted), rel=1e-12) and metrics["loss"] == metrics[
+            assert metrics["aux_loss"] == pytest.approx(float(wanted), rel=1e-12) and metrics["loss"] == metrics[
                 "router_aux"
             ] == pytest.approx(0.3 * float(wanted), rel=1e-12)
             for n, g in gradient.items():
@@ -153,7 +153,7 @@ def test_validation_and_zero_have_no_such_loss():
     _, _, trainer = trained(model, items, 60)
     assert "router_aux" not in trainer.evaluate(items) and trainer.evaluate(items)["loss"] == 0
     plain = Trainer(model, Nothing(), OptimizerConfig(), 1)
-    assert not isinstance(plain.objective, Balanced) and "router/aux_loss" not in plain.step(items)
+    assert not isinstance(plain.objective, Balanced) and "aux_loss" not in plain.step(items)
 
 
 def test_who_has_such_a_loss():
@@ -176,7 +176,7 @@ def test_other_mixtures_go_through_their_own_code(name):
         model = build(name, torch.float64)
         metrics, gradient, _ = trained(model, items, 70)
         wanted, _ = theirs(build(name, torch.float64), items)
-    assert metrics["router/aux_loss"] == pytest.approx(float(wanted), rel=1e-9) and ranks.world_size() == 1
+    assert metrics["aux_loss"] == pytest.approx(float(wanted), rel=1e-9) and ranks.world_size() == 1
 
 
 def on_ranks(out, sharding):
@@ -304,4 +304,4 @@ def test_sft_and_rl_train_mixtures_with_it(tmp_path, tiny, data, spec):
             )
             execute(made, silent)
             text = open(made["workdir"] + "/metrics.jsonl").read()
-            assert ("router/aux_loss" in text) == (stage == "sft" or coefficient is not None)
+            assert ("aux_loss" in text) == (stage == "sft" or coefficient is not None)

@@ -50,7 +50,7 @@ def pair(i, **more):
 
 def metrics_of(made):
     rows = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "train/loss" in row], rows
+    return [row for row in rows if "loss" in row], rows
 
 
 def warnings_of(stage_made):
@@ -74,7 +74,7 @@ def test_the_reference_is_computed_in_the_precision_of_training(tiny, data, spec
     )
     execute(made, silent)
     first = metrics_of(made)[0][0]
-    assert first["train/loss"] == pytest.approx(expected, rel=1e-3) and abs(first["displacement/chosen_shift"]) < 1e-2
+    assert first["loss"] == pytest.approx(expected, rel=1e-3) and abs(first["displacement/chosen_shift"]) < 1e-2
 
 
 def test_a_cache_whose_values_are_not_the_references_is_not_used(tiny, data, spec, tmp_path):
@@ -183,7 +183,7 @@ def test_a_weight_of_zero_counts_nothing(tiny, data, spec, tmp_path, stage, data
         path = write(tmp_path / name, rows[0]["schema"], [{**r, "split": "train"} for r in weighted])
         made = spec(stage, {**BASE, "batch_size": 8}, {"model": tiny["policy"], "data": path}, name)
         execute(made, silent)
-        losses.append(metrics_of(made)[0][0]["train/loss"])
+        losses.append(metrics_of(made)[0][0]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -370,7 +370,7 @@ def test_a_constant_divides_token_sums(tiny, data, spec):
             "sft", {**BASE, **config, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, name
         )
         execute(made, silent)
-        losses[name] = metrics_of(made)[0][0]["train/loss"]
+        losses[name] = metrics_of(made)[0][0]["loss"]
     assert losses["norm"] == pytest.approx(losses["sum"] / 96) and losses["given"] == pytest.approx(losses["sum"] / 7)
 
 
@@ -404,8 +404,8 @@ def test_sft_logs_accuracy_tokens_and_cut_rows(tiny, data, spec):
         cut = cut + found.truncated
         rows = rows + 1
     assert 0 < cut < rows
-    assert logged["train/token_accuracy"] == pytest.approx(right / total) and logged["train/trained_tokens"] == total
-    assert logged["train/truncated_fraction"] == pytest.approx(cut / rows)
+    assert logged["mean_token_accuracy"] == pytest.approx(right / total) and logged["trained_tokens"] == total
+    assert logged["truncated_fraction"] == pytest.approx(cut / rows)
 
 
 def test_sft_says_what_becomes_of_held_out_pairs(tiny, data, spec, tmp_path):

@@ -110,7 +110,7 @@ def test_an_opponents_answers_are_compared_with_not_pooled(rl, pairwise):
     np.testing.assert_allclose(scored.credit.advantages_BT[:, 0], expected.mean(1) - 0.5, atol=1e-12)
     assert (
         scored.metrics["preference/win_rate"] == pytest.approx(expected.mean())
-        and "reward/frac_zero_std" not in scored.metrics
+        and "frac_reward_zero_std" not in scored.metrics
     )
 
 
@@ -236,7 +236,7 @@ def test_a_run_with_a_preference_model(rl, tiny, data, pairwise, preset, options
                 assert json.loads(rows[i]["extra_json"])["pair_preference"] == pytest.approx(
                     p(i, i + 1 - 2 * (i % 2)), abs=1e-5
                 )
-    assert np.isfinite(metrics[0]["train/loss"])
+    assert np.isfinite(metrics[0]["loss"])
 
 
 @pytest.mark.parametrize(
@@ -345,21 +345,21 @@ def test_validation_leaves_out_what_compares_answers(rl, tiny, pairwise):
     )
     found = watched.evaluate(watched.order.prompts[:3], 0)
     assert (
-        "reward/mean" not in found
-        and found["train/correct"] == 0.0
+        "reward" not in found
+        and found["completions/correct_fraction"] == 0.0
         and found["reward/verdict"] == 0.0
-        and "validation/reward/mean" not in watched.history[-1]
+        and "validation/reward" not in watched.history[-1]
     )
     mixed = rl.source(
         "mixed", {**config, "rewards": [MODEL, {"name": "short", "kind": "length_penalty"}]}, reward_model=pairwise
     )
     found = mixed.evaluate(mixed.order.prompts[:3], 0)
-    assert found["reward/mean"] == pytest.approx(found["reward/short"]) and found["reward/unscorable_fraction"] == 0.0
+    assert found["reward"] == pytest.approx(found["reward/short"]) and found["reward/unscorable_fraction"] == 0.0
     scores = rl.source("scores", {**config, "rewards": [MODEL]}, reward_model=tiny["reward"])
-    assert scores.held_out is scores.rewards and "reward/mean" in scores.evaluate(scores.order.prompts[:3], 0)
-    with pytest.raises(ConfigError, match="train/correct"):
+    assert scores.held_out is scores.rewards and "reward" in scores.evaluate(scores.order.prompts[:3], 0)
+    with pytest.raises(ConfigError, match="completions/correct_fraction"):
         rl.source(
-            "select", {**config, "eval_every": 1, "select_by": "reward/mean", "rewards": [MODEL]}, reward_model=pairwise
+            "select", {**config, "eval_every": 1, "select_by": "reward", "rewards": [MODEL]}, reward_model=pairwise
         )
 
 

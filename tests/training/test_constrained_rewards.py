@@ -58,7 +58,7 @@ def test_rollouts_say_the_multiplier_they_were_paid_by_and_it_follows_the_mean(r
             "eval_every": 2,
         },
     )
-    rows, metrics = rows_of(result), [one for one in metrics if "reward/mean" in one]
+    rows, metrics = rows_of(result), [one for one in metrics if "reward" in one]
     lambdas, means = [], []
     for k in range(5):
         own = [{c["name"]: c for c in row["reward_components"]} for row in rows if row["iteration"] == k]

@@ -247,8 +247,8 @@ def test_metrics_are_of_the_fresh_completions_where_there_are_any(rl):  # noqa: 
     ids = [50, 60]
     new = group(source, [(ids, 1.0, "eos", {}), (ids, 0.0, "eos", {})])
     old = group(source, [(ids, 9.0, "eos", {}), (ids, 7.0, "eos", {})], 1, fresh=False)
-    assert source.crediting([new, old], 0, 0).metrics["reward/mean"] == 0.5
-    assert source.crediting([old], 0, 0).metrics["reward/mean"] == 8.0
+    assert source.crediting([new, old], 0, 0).metrics["reward"] == 0.5
+    assert source.crediting([old], 0, 0).metrics["reward"] == 8.0
 
 
 def test_what_is_kept_of_groups(rl):  # noqa: F811

@@ -102,13 +102,11 @@ def test_codistillation_mixes_both_losses_with_a_scheduled_weight(spec, tiny, da
         teacher=teacher,
     )
     rows = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
-    steps = [r for r in rows if "train/loss" in r]
+    steps = [r for r in rows if "loss" in r]
     assert len(steps) == len(weights)
     for soft, row in zip(weights, steps):
-        assert row.get("train/divergence", row["train/loss"]) == pytest.approx(
-            soft * row["train/kl"], rel=1e-4, abs=1e-6
-        )
-    assert steps[-1]["train/nll"] == pytest.approx(steps[-1]["train/loss"], rel=1e-5)
+        assert row.get("divergence", row["loss"]) == pytest.approx(soft * row["kl"], rel=1e-4, abs=1e-6)
+    assert steps[-1]["nll"] == pytest.approx(steps[-1]["loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("soft,end", ((1.0, 0.0), (0.3, 0.8)))

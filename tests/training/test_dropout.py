@@ -292,7 +292,7 @@ def test_stages_train_with_it(stage, tiny, data, spec):
         )
         execute(made, silent)
         losses[name] = [
-            json.loads(line)["metrics"].get("train/grad_norm") for line in open(made["workdir"] + "/metrics.jsonl")
+            json.loads(line)["metrics"].get("grad_norm") for line in open(made["workdir"] + "/metrics.jsonl")
         ]
         losses[name] = [x for x in losses[name] if x is not None]
     assert losses["none"] != losses["dropped"] and losses["dropped"] == pytest.approx(losses["again"], rel=1e-3)

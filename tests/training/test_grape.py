@@ -602,7 +602,7 @@ def test_rewards_of_different_rubrics_are_not_compared(monkeypatch):
                 "key": "k",
                 "config": {},
                 "inputs": own,
-                "metrics": {"last/reward/mean": 1.0, "last/rubric/c/mean": 1.0, "last/kl/sequence_sum": 2.0},
+                "metrics": {"last/reward": 1.0, "last/rubric/c/mean": 1.0, "last/kl/sequence_sum": 2.0},
             }
         }
         for name, own in zip("ab", given)
@@ -828,11 +828,11 @@ def test_improved_and_sft_answers_join_the_groups(tiny, prompts, rubric, spec, t
         part = [r for r in rollouts if r["iteration"] == k and r["reward_tier"] != "unscorable"]
         said, given = ([r for r in part if (r["mode"] == "sft") == sft] for sft in (False, True))
         mean = lambda name, rows: pytest.approx(np.mean([r[name] for r in rows]))
-        assert logged["reward/mean"] == mean("reward", said) and logged["members/sft_reward"] == mean("reward", given)
+        assert logged["reward"] == mean("reward", said) and logged["members/sft_reward"] == mean("reward", given)
         assert logged["completions/mean_length"] == mean("length", said)
         assert logged["completions/generated_tokens"] == sum(r["length"] for r in said)
         by_group = [[r["reward"] for r in part if r["prompt_id"] == p] for p in {r["prompt_id"] for r in part}]
-        assert logged["reward/group_std"] == pytest.approx(np.mean([np.std(r, ddof=1) for r in by_group]))
+        assert logged["reward_std"] == pytest.approx(np.mean([np.std(r, ddof=1) for r in by_group]))
         assert logged["rubric/add/mean"] == mean("reward", [r for r in said if category[r["prompt_id"]] == "add"])
     model = load_policy(tiny["policy"], "cpu").eval().requires_grad_(False)
     for r in (r for r in rollouts if r["iteration"] == 0):

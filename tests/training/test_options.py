@@ -229,9 +229,9 @@ def test_the_summarys_loss_is_the_mean_of_the_last_tenth_of_the_steps_and_the_av
     )
     result = execute(made, silent)
     rows = [json.loads(line) for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
-    losses = [r["metrics"]["train/loss"] for r in rows if "train/loss" in r["metrics"]]
+    losses = [r["metrics"]["loss"] for r in rows if "loss" in r["metrics"]]
     assert len(losses) == 29 and losses[-1] != pytest.approx(losses[-2], rel=1e-6)
-    assert result["summary"]["train/loss"] == pytest.approx(sum(losses[-2:]) / 2, rel=1e-12)
+    assert result["summary"]["loss"] == pytest.approx(sum(losses[-2:]) / 2, rel=1e-12)
     passes = {r["step"]: r["metrics"]["validation/loss"] for r in rows if "validation/loss" in r["metrics"]}
     assert list(passes) == [0, *range(4, 29, 4), 29] and result["summary"]["selected_step"] == min(
         passes, key=passes.get
@@ -328,12 +328,12 @@ def test_a_reward_model_whose_end_token_pads_is_read_at_it_by_transformers_too(t
 
 def test_of_equal_passes_the_first_is_the_best_whatever_rounding_says(tiny):
     """The same share right, added up over other micro-batches: in the last digit one pass was above the other."""
-    config = OptimizerConfig(select_by="token_accuracy", early_stopping_patience=2)
+    config = OptimizerConfig(select_by="mean_token_accuracy", early_stopping_patience=2)
     trainer = Trainer(load_policy(tiny["policy"]), NextToken("token-mean"), config, 3)
     assert 0.1 + 0.2 > 0.3
     for step, (value, best, stops) in enumerate([(0.3, 0, False), (0.1 + 0.2, 0, False), (0.31, 2, False)]):
         trainer.step_index = step
-        assert trainer.consider({"token_accuracy": value}) is stops and trainer.best["step"] == best
+        assert trainer.consider({"mean_token_accuracy": value}) is stops and trainer.best["step"] == best
 
 
 def test_a_model_that_compares_answers_cannot_choose_the_best_pass(tiny, data, spec, tmp_path):
@@ -416,7 +416,7 @@ def test_a_curriculum_goes_from_short_to_long(tiny, data, spec):
     "metric,best",
     [
         ("loss", 1),
-        ("reward/mean", 2),
+        ("reward", 2),
         ("rewards/margins", 2),
         ("accuracy", 2),
         ("kl/start_sequence_sum", 1),
@@ -481,7 +481,7 @@ def test_align_selects_by_any_metric_of_its_validation_passes(tiny, data, spec, 
     plain = execute(spec("align", config, inputs, "plain"), silent)["summary"]
     found = {name.partition("/")[2]: value for name, value in plain.items() if name.startswith("validation/")}
     chosen = execute(spec("align", {**config, "select_by": "logps/chosen"}, inputs, "logps"), silent)["summary"]
-    assert chosen["train/loss"] == plain["train/loss"] and "selected_step" in chosen
+    assert chosen["loss"] == plain["loss"] and "selected_step" in chosen
     for name in found.keys() - {"logps/chosen"}:
         execute(spec("align", {**config, "max_steps": 1, "select_by": name}, inputs, name.replace("/", "-")), silent)
 

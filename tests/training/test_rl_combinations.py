@@ -285,8 +285,8 @@ def test_the_audit_finds_what_is_wrong(world):
     ):
         assert column in find(rows=[{**rows[0], column: change(rows[0][column])}, *rows[1:]]), column
     for name in (
-        "reward/mean",
-        "reward/group_std",
+        "reward",
+        "reward_std",
         "kl/sequence_sum",
         "completions/clipped_ratio",
         "critic/explained_variance",

@@ -281,11 +281,11 @@ def test_every_validation_pass_is_in_the_dataset_once(rl):  # noqa: F811
         "max_steps": 5,
         "eval_prompts": 3,
         "eval_every": 1,
-        "select_by": "reward/mean",
+        "select_by": "reward",
         "early_stopping_patience": 1,
     }
     result, metrics = rl("selected", config)
-    passes = [m["validation/reward/mean"] for m in metrics if "validation/reward/mean" in m]
+    passes = [m["validation/reward"] for m in metrics if "validation/reward" in m]
     assert np.argmax(passes) < len(passes) - 1
     seen = [json.loads(r["extra_json"])["step"] for r in rows_of(result, "validation")]
     assert seen == [step for step in range(len(passes)) for _ in range(3)]

@@ -1,7 +1,6 @@
 """Parts of the RL stage on their own: critics, exact KL, filters, schedules, off-policy data, degenerate batches."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,10 +235,8 @@ def test_a_shared_trunk_sums_policy_and_value_loss(tiny, rl):
     found = metrics[0]
     rows = rows_of(result)
     error = np.mean([(v - g) ** 2 for r in rows for v, g in zip(r["values"], r["returns"])])
-    assert found["train/value"] == pytest.approx(0.5 * error, rel=1e-4) and found["train/entropy_bonus"] < 0
-    assert found["train/loss"] == pytest.approx(
-        found["train/policy"] + found["train/value"] + found["train/entropy_bonus"], rel=1e-5
-    )
+    assert found["value_loss"] == pytest.approx(0.5 * error, rel=1e-4) and found["entropy_bonus"] < 0
+    assert found["loss"] == pytest.approx(found["policy_loss"] + found["value_loss"] + found["entropy_bonus"], rel=1e-5)
     assert "critic" not in result["outputs"]
     names = {n for n, _ in load_policy(result["outputs"]["model"]["path"]).named_parameters()}
     assert names == {n for n, _ in load_policy(tiny["policy"]).named_parameters()} and not any(
@@ -274,11 +271,12 @@ def test_dual_and_value_clipping_reach_the_steps_loss(tiny):
     )
     terms = PolicyGradient(resolve_preset(config)[0], config, value_head=head)(model, collate([item])).loss
     assert (
-        float(terms["policy"][0]) == pytest.approx(3.0 + 3.0 - 1.2 * 2.0, rel=1e-5) and terms["policy"][1] == "tokens"
+        float(terms["policy_loss"][0]) == pytest.approx(3.0 + 3.0 - 1.2 * 2.0, rel=1e-5)
+        and terms["policy_loss"][1] == "tokens"
     )
     clipped = [old + np.clip(v - old, -0.2, 0.2) for v, old in zip(values.tolist(), old_values)]
     errors = [max((v - g) ** 2, (c - g) ** 2) for v, c, g in zip(values.tolist(), clipped, returns)]
-    assert errors[1] > (float(values[1]) - returns[1]) ** 2 and float(terms["value"][0]) == pytest.approx(
+    assert errors[1] > (float(values[1]) - returns[1]) ** 2 and float(terms["value_loss"][0]) == pytest.approx(
         config.vf_coef * sum(errors), rel=1e-5
     )
 
@@ -491,7 +489,7 @@ def test_pretraining_rows_add_their_nll_and_touch_nothing_else(tiny):
         model, PolicyGradient(rl_preset("grpo", kl_loss_coef=0.0, ptx_coef=3.0), config), items + ptx
     )
     assert (
-        mixed["policy"].item() == pytest.approx(alone["policy"].item(), rel=1e-9)
+        mixed["policy_loss"].item() == pytest.approx(alone["policy_loss"].item(), rel=1e-9)
         and counts["tokens"] == mixed_counts["tokens"]
     )
     nll = 0.0
@@ -499,7 +497,7 @@ def test_pretraining_rows_add_their_nll_and_touch_nothing_else(tiny):
         logits = model(input_ids=torch.tensor([t]), use_cache=False).logits[0, :-1]
         nll = nll - torch.log_softmax(logits, -1).gather(1, torch.tensor(t)[1:, None]).sum()
     nll = nll / (3 + 8)
-    assert mixed["ptx"].item() == pytest.approx(3.0 * nll.item(), rel=1e-6)
+    assert mixed["ptx_loss"].item() == pytest.approx(3.0 * nll.item(), rel=1e-6)
     model.zero_grad()
     nll.backward()
     only = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -511,10 +509,10 @@ def test_importance_weights_multiply_the_loss(tiny, rl):
     model = load_policy(tiny["policy"]).double()
     items = items_of(np.random.default_rng(2))
     row, config = rl_preset("dapo"), Config(preset="dapo", num_generations=2)
-    plain = loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy"]
+    plain = loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy_loss"]
     for item in items:
         item.extra["weights"] = [[2.0] * len(r) for r in item.responses]
-    assert loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy"].item() == pytest.approx(
+    assert loss_and_gradient(model, PolicyGradient(row, config), items)[0]["policy_loss"].item() == pytest.approx(
         2 * plain.item(), rel=1e-9
     )
     result, _ = rl("tis", {"preset": "dr_grpo", "importance_correction": "token_truncate", "max_steps": 1})
@@ -526,9 +524,11 @@ def test_group_scope_divides_by_the_tokens_of_each_prompt(tiny):
     model = load_policy(tiny["policy"]).double()
     items = items_of(np.random.default_rng(3))
     config = Config(preset="dapo", num_generations=2, token_norm_scope="group")
-    whole = loss_and_gradient(model, PolicyGradient(rl_preset("dapo"), config), items)[0]["policy"].item()
+    whole = loss_and_gradient(model, PolicyGradient(rl_preset("dapo"), config), items)[0]["policy_loss"].item()
     batch = Config(preset="dapo", num_generations=2)
-    each = [loss_and_gradient(model, PolicyGradient(rl_preset("dapo"), batch), [i])[0]["policy"].item() for i in items]
+    each = [
+        loss_and_gradient(model, PolicyGradient(rl_preset("dapo"), batch), [i])[0]["policy_loss"].item() for i in items
+    ]
     assert whole == pytest.approx(np.mean(each), rel=1e-9)
 
 
@@ -609,25 +609,23 @@ def test_equal_rewards_of_a_single_group_train_without_noise(rl, preset):
     )
     assert all(np.isfinite(v) for v in metrics[0].values())
     if preset == "grpo":
-        assert all(a == 0 for r in rows_of(result) for a in r["advantages"]) and metrics[0]["reward/frac_zero_std"] == 1
+        assert all(a == 0 for r in rows_of(result) for a in r["advantages"]) and metrics[0]["frac_reward_zero_std"] == 1
 
 
-def test_what_trl_logs_is_logged_by_the_names_that_the_page_gives(rl):
-    """stages/FROM_TRL.md, where TRL is installed its own names too."""
-    import importlib.util
+def test_what_trl_logs_is_logged_under_its_name_or_the_one_that_the_page_gives(rl):
+    from stages.acting.agents import agent_metrics
+    from tests.peers.page import logged_by_trl, not_logged_as
 
-    from tests.peers.page import PAGE
-
-    table = PAGE.partition("### What GRPOTrainer logs")[2].partition("## RLOOTrainer")[0]
-    names = re.findall(r"^\| `(.+)` \| `(.+)` \|$", table, re.M)
-    _, (row,) = rl(
-        "names", {"preset": "grpo", "beta": 0.04, "max_steps": 1, "rewards": [{"name": "NAME", "kind": "length"}]}
-    )
-    assert len(names) == 9 and {ours for _, ours in names} <= row.keys()
-    assert {"completions/mean_length", "completions/clipped_ratio"} <= row.keys()
-    if found := importlib.util.find_spec("trl"):
-        source = Path(found.origin).with_name("trainer").joinpath("grpo_trainer.py").read_text()
-        assert not [theirs for theirs, _ in names if f'"{theirs.replace("NAME", "{reward_func_name}")}"' not in source]
+    prompt, ids = {"prompt_id": "p"}, [1]
+    acted = Sample(prompt, ids, 0, [5], [-1.0], "stop", "", 1.0, {}, {}, tool_mask=[0], turns=[{"events": []}])
+    settings = {"beta": 0.04, "entropy_coef": 0.1, "max_steps": 1, "stop_strings": ["e", "a", "o"], "top_k": 100}
+    rewards = [{"name": "NAME", "kind": "length"}]
+    _, (row,) = rl("names", {"preset": "grpo", **settings, "max_completion_length": 12, "rewards": rewards})
+    elsewhere = not_logged_as("rl")
+    assert {"reward/NAME", "reward/NAME/std"} <= row.keys() and len(elsewhere) > 5
+    found = row.keys() | agent_metrics([acted]).keys() | {"aux_loss"}  # of mixtures: test_balance
+    assert not [name for name in logged_by_trl("grpo") + logged_by_trl("rloo") if name not in found | elsewhere]
+    assert not elsewhere & found, "and what the page says is not logged so is not"
 
 
 def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(rl):
@@ -655,7 +653,7 @@ def test_cut_completions_stay_in_the_statistics_and_leave_the_loss(rl):
     assert source.crediting([Group(prompt, ids, made, 0)], 0, 0).items[0].extra["advantages"] == [0.0, 0.0]
     result, metrics = rl("all-cut", {"preset": "grpo_plus", "max_steps": 1})
     if all(r["truncated"] for r in rows_of(result)):
-        assert metrics[0]["train/empty_step"] == 1 and metrics[0]["train/grad_norm"] == 0
+        assert metrics[0]["empty_step"] == 1 and metrics[0]["grad_norm"] == 0
 
 
 def test_the_length_limit_follows_the_context_schedule(rl):
@@ -810,7 +808,7 @@ def test_stored_rollouts_are_trained_on_without_sampling(rl):
         assert r["advantages"][0] == pytest.approx(r["reward"] + 0.5)
     assert (
         metrics[0]["replay/share"] == 1
-        and metrics[0]["train/grad_norm"] > 0
+        and metrics[0]["grad_norm"] > 0
         and metrics[0]["completions/generated_tokens"] == 0
     )
     sampled, stored = (open_dataset(r["outputs"]["rollouts"]["path"]).manifest["meta"] for r in (first, second))
@@ -848,7 +846,7 @@ def test_replayed_groups_keep_the_log_probs_they_were_sampled_with(rl):
     assert len(replayed) == 3 * 2 * 2 and metrics[1]["replay/share"] == 0.5 and metrics[3]["staleness/max"] >= 1
     for i, m in enumerate(metrics):  # what was sampled in an iteration, not what was trained on
         own = [r for r in rows if r["iteration"] == i == r["policy_version"]]
-        assert m["completions/generated_tokens"] == sum(r["length"] for r in own) and m["reward/mean"] == pytest.approx(
+        assert m["completions/generated_tokens"] == sum(r["length"] for r in own) and m["reward"] == pytest.approx(
             np.mean([r["reward"] for r in own])
         )
     for r in replayed:
@@ -935,7 +933,7 @@ def test_self_play_with_a_mixture_opponent(rl):
     for dtype in ("float32", "bfloat16"):
         config = {"preset": "nash_md", "opponent": "mixture", "max_steps": 1, "sampling_dtype": dtype}
         result, metrics = rl(f"mixture-{dtype}", config)
-        assert np.isfinite(metrics[0]["train/loss"]) and any(a != 0 for r in rows_of(result) for a in r["advantages"])
+        assert np.isfinite(metrics[0]["loss"]) and any(a != 0 for r in rows_of(result) for a in r["advantages"])
         told = [w["text"] for w in result["warnings"] if "opponent=mixture reads policy and reference" in w["text"]]
         assert len(told) == (dtype != "float32")
 
@@ -1117,7 +1115,7 @@ def test_a_difficulty_band_holds_for_every_order(curriculum):
 def test_an_adapter_trains_with_a_critic(rl):
     result, metrics = rl("lora", {"preset": "ppo", "lora_rank": 2, "num_iterations": 2, "truncation_policy": "score"})
     assert (
-        metrics[-1]["train/grad_norm"] > 0
+        metrics[-1]["grad_norm"] > 0
         and metrics[-1]["critic/grad_norm"] > 0
         and set(result["outputs"]) >= {"model", "critic"}
     )
@@ -1144,9 +1142,7 @@ def test_an_adapter_and_a_shared_value_head_train_together(tiny, rl, monkeypatch
     }
     result, metrics = rl("lora-shared", config)
     assert (
-        metrics[-1]["train/grad_norm"] > 0
-        and all(m["train/value"] > 0 for m in metrics)
-        and "critic" not in result["outputs"]
+        metrics[-1]["grad_norm"] > 0 and all(m["value_loss"] > 0 for m in metrics) and "critic" not in result["outputs"]
     )
     assert not torch.equal(heads[0].weight, heads[1].weight)
     after, before = (
@@ -1340,6 +1336,6 @@ def test_an_update_is_recomputed_from_the_rollouts_alone(tiny, rl, preset, refer
     )
     loss.backward()
     norm = torch.sqrt(sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None))
-    step = next(m for m in metrics if "train/loss" in m)
-    assert step["train/loss"] == pytest.approx(float(loss.detach()), abs=2e-6) and norm > 1e-3
-    assert step["train/grad_norm"] == pytest.approx(float(norm), rel=2e-3)
+    step = next(m for m in metrics if "loss" in m)
+    assert step["loss"] == pytest.approx(float(loss.detach()), abs=2e-6) and norm > 1e-3
+    assert step["grad_norm"] == pytest.approx(float(norm), rel=2e-3)

@@ -41,8 +41,8 @@ def rows(n=12, **columns):
 WILD = {  # rows that set an alarm off, and rows that must not
     "unscorable_rewards": (rows(reward__unscorable_fraction=0.03), rows(reward__unscorable_fraction=0.01)),
     "reward_collapse": (
-        rows(20, reward__mean=lambda k: 0.5 + 0.02 * (k % 3) if k < 17 else 0.1),
-        rows(20, reward__mean=lambda k: 0.5 + 0.02 * (k % 3)),
+        rows(20, reward=lambda k: 0.5 + 0.02 * (k % 3) if k < 17 else 0.1),
+        rows(20, reward=lambda k: 0.5 + 0.02 * (k % 3)),
     ),
     "kl_over_target": (rows(kl__sequence_sum=4.0), rows(kl__sequence_sum=2.9)),
     "entropy_collapse": (rows(entropy=lambda k: 2.0 / (k + 1)), rows(entropy=lambda k: 2.0 - 0.1 * k)),
@@ -52,15 +52,15 @@ WILD = {  # rows that set an alarm off, and rows that must not
         rows(policy__outside_range=lambda k: 0.9 if k == 5 else 0.1),
     ),
     "ratio_off": (rows(policy__ratio=1.2), rows(policy__ratio=1.05)),
-    "dead_groups": (rows(reward__frac_zero_std=0.6), rows(reward__frac_zero_std=0.4)),
+    "dead_groups": (rows(frac_reward_zero_std=0.6), rows(frac_reward_zero_std=0.4)),
     "completions_truncated": (rows(completions__clipped_ratio=0.2), rows(completions__clipped_ratio=0.05)),
     "cut_completions_earn_more": (
         rows(completions__clipped_ratio=0.1, reward__cut_gain=2.0),
         rows(completions__clipped_ratio=0.1, reward__cut_gain=-0.5),
     ),
     "length_growth": (
-        rows(completions__mean_length=lambda k: 10.0 + 3 * k, reward__mean=0.5),
-        rows(completions__mean_length=lambda k: 10.0 + 3 * k, reward__mean=lambda k: 0.1 * k),
+        rows(completions__mean_length=lambda k: 10.0 + 3 * k, reward=0.5),
+        rows(completions__mean_length=lambda k: 10.0 + 3 * k, reward=lambda k: 0.1 * k),
     ),
     "repetition": (
         rows(completions__repetition=lambda k: 0.04 + 0.02 * k),
@@ -85,17 +85,20 @@ WILD = {  # rows that set an alarm off, and rows that must not
     ),
     "over_optimisation": (
         rows(
-            reward__mean=lambda k: 0.1 * k,
-            validation__reward__mean=lambda k: 1.0 - 0.2 * abs(k - 5),
+            reward=lambda k: 0.1 * k,
+            validation__reward=lambda k: 1.0 - 0.2 * abs(k - 5),
             kl__sequence_sum=lambda k: 0.3 * k,
         ),
         rows(
-            reward__mean=lambda k: 0.1 * k,
-            validation__reward__mean=lambda k: 0.1 * k,
+            reward=lambda k: 0.1 * k,
+            validation__reward=lambda k: 0.1 * k,
             kl__sequence_sum=lambda k: 0.3 * k,
         ),
     ),
-    "engine_mismatch": (rows(sampling__logp_difference__mean=0.08), rows(sampling__logp_difference__mean=0.01)),
+    "engine_mismatch": (
+        rows(sampling__sampling_logp_difference__mean=0.08),
+        rows(sampling__sampling_logp_difference__mean=0.01),
+    ),
 }
 
 
@@ -187,9 +190,9 @@ def test_alarms_can_end_the_stage(tiny, data, spec):
 
 def test_a_proxy_that_grows_while_held_out_answers_get_worse_is_over_optimised():
     hacked = rows(
-        reward__mean=lambda k: 0.1 * k,
-        validation__reward__mean=lambda k: 0.1 * k,
-        validation__train__correct=lambda k: 0.5 - 0.03 * k,
+        reward=lambda k: 0.1 * k,
+        validation__reward=lambda k: 0.1 * k,
+        validation__completions__correct_fraction=lambda k: 0.5 - 0.03 * k,
         kl__sequence_sum=1.0,
     )
     assert "over_optimisation" in alarms(hacked) and "over_optimisation" not in alarms(hacked[:4])
@@ -335,11 +338,8 @@ def test_comparison_of_two_runs_pairs_prompts_and_refuses_other_protocols():
         "b": "0.05 0",
         "reward_b": 0.5,
     }
-    assert curves({"a": rows(reward__mean=1.0), "b": rows(entropy=1.0)}) is None
-    assert (
-        curves({"a": rows(reward__mean=1.0, reward__x=2.0), "b": rows(3, reward__mean=0.5, reward__x=1.0)})[:4]
-        == b"\x89PNG"
-    )
+    assert curves({"a": rows(reward=1.0), "b": rows(entropy=1.0)}) is None
+    assert curves({"a": rows(reward=1.0, reward__x=2.0), "b": rows(3, reward=0.5, reward__x=1.0)})[:4] == b"\x89PNG"
 
 
 def test_posttrain_compare_of_two_rl_stages(tiny, data, tmp_path, monkeypatch):

@@ -119,7 +119,7 @@ def test_a_step_without_trained_tokens_moves_no_weight(tiny, rl, preset):
         "masked", {**preset, "truncation_policy": "mask", "min_tokens": 6, "weight_decay": 0.5, "num_iterations": 1}
     )
     assert all(r["truncated"] for r in rows_of(result)) and all(
-        m["train/empty_step"] == 1 and m["train/grad_norm"] == 0 for m in metrics
+        m["empty_step"] == 1 and m["grad_norm"] == 0 for m in metrics
     )
     before, after = (load_policy(p).state_dict() for p in (tiny["policy"], result["outputs"]["model"]["path"]))
     assert all(torch.equal(p, after[n]) for n, p in before.items())
@@ -158,7 +158,7 @@ def test_groups_of_equal_rewards_are_counted_although_their_mean_rounds():
     samples = [Sample({}, [1], g, [2], [0.0], "eos", "x", 0.1, {}, {}) for g in range(3)]
     assert np.std([0.1] * 3) > 0
     found = rollout_metrics(samples, np.array([0.1] * 3), np.zeros(3, int))
-    assert found["reward/frac_zero_std"] == 1.0
+    assert found["frac_reward_zero_std"] == 1.0
 
 
 def test_the_std_of_a_group_that_is_logged_is_the_one_that_advantages_are_divided_by():
@@ -174,12 +174,12 @@ def test_the_std_of_a_group_that_is_logged_is_the_one_that_advantages_are_divide
         0.0,
     ).advantages_BT[:, 0]
     assert (
-        rollout_metrics(samples[:2], rewards[:2], of[:2])["reward/group_std"]
+        rollout_metrics(samples[:2], rewards[:2], of[:2])["reward_std"]
         == pytest.approx(0.5 / advantages[0])
         == pytest.approx(np.sqrt(0.5))
     )
-    assert rollout_metrics(samples, rewards, of)["reward/group_std"] == pytest.approx(np.sqrt(0.5) / 2)
-    assert rollout_metrics(samples, rewards, of, 0)["reward/group_std"] == pytest.approx(0.25)
+    assert rollout_metrics(samples, rewards, of)["reward_std"] == pytest.approx(np.sqrt(0.5) / 2)
+    assert rollout_metrics(samples, rewards, of, 0)["reward_std"] == pytest.approx(0.25)
 
 
 def test_what_a_cut_completion_earns_beside_one_that_ends():
@@ -1231,12 +1231,12 @@ def test_solved_prompts_are_not_sampled_again(rl):
 
 LOGGED = {
     "reward": [
-        "reward/mean",
+        "reward",
         "reward/raw",
         "reward/length",
-        "reward/group_std",
+        "reward_std",
         "reward/unscorable_fraction",
-        "reward/frac_zero_std",
+        "frac_reward_zero_std",
     ],
     "groups": ["groups/informative_fraction", "groups/trained_sequences", "groups/trained_tokens"],
     "advantage": [
@@ -1255,28 +1255,18 @@ LOGGED = {
         )
     ],
     "update": [
-        "train/loss",
-        "train/grad_norm",
-        "train/learning_rate",
-        "train/skipped_steps",
-        "train/entropy",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "skipped_steps",
+        "entropy",
         "policy/ess_fraction",
-        *(
-            f"policy/{name}"
-            for name in (
-                "clip_low",
-                "clip_high",
-                "outside_range",
-                "ratio",
-                "ratio_max",
-                "log_ratio_clamped",
-                "k1",
-                "k2",
-                "k3",
-            )
-        ),
+        "policy_loss",
+        *(f"clip_ratio/{name}_mean" for name in ("low", "high", "region")),
+        *(f"policy/{name}" for name in ("outside_range", "ratio", "ratio_max", "log_ratio_clamped")),
+        *(f"approx_kl/{k}" for k in ("k1", "k2", "k3")),
     ],
-    "anchor": ["kl/reference", "kl/sequence_sum", "kl/coef", "kl/reference_version"],
+    "anchor": ["kl", "kl/sequence_sum", "kl/coef", "kl/reference_version"],
     "critic": [
         "critic/loss",
         "critic/explained_variance",
@@ -1339,7 +1329,7 @@ LOGGED = {
             {"preset": "grpo", "reward_override": "none", "rewards": [{"kind": "verifier"}]},
             {"reward"},
             [
-                "train/correct",
+                "completions/correct_fraction",
                 "groups/all_correct_fraction",
                 "groups/all_wrong_fraction",
                 "completions/mean_incorrect_length",
@@ -1585,7 +1575,7 @@ def test_sampling_in_bfloat16_leaves_old_logps_to_the_trainer(rl):
     )
     assert result["summary"]["old_logps"] == "trainer" and result["summary"]["engine"] == "built-in in bfloat16"
     assert all(m["policy/ratio"] == pytest.approx(1.0, abs=1e-5) for m in metrics)
-    assert all(0 < m["sampling/logp_difference/mean"] < 0.1 for m in metrics)
+    assert all(0 < m["sampling/sampling_logp_difference/mean"] < 0.1 for m in metrics)
     with pytest.raises(ConfigError, match="engine_options"):
         rl("elsewhere", {"sampling_dtype": "bfloat16", "engine": "vllm"})
 
@@ -1797,7 +1787,7 @@ def test_a_reference_copied_in_every_iteration_is_told_to_be_the_previous_policy
         other = {name: value for name, value in config.items() if not name.startswith("ref_sync")}
         _, copies = rl("copies", {**config, **run})
         _, previous = rl("is-previous", {**other, **run, "ref_mode": "previous"})
-        names = ("train/loss", "train/kl", "train/grad_norm", "kl/sequence_sum")
+        names = ("loss", "kl_loss", "grad_norm", "kl/sequence_sum")
         for one, two in zip(copies, previous, strict=True):
             assert {n: one[n] for n in names if n in one} == pytest.approx(
                 {n: two[n] for n in names if n in two}, rel=1e-4, abs=1e-5
@@ -1843,7 +1833,7 @@ def test_a_shared_critic_of_one_value_per_prompt_learns_at_the_first_token(tiny)
             values=[values],
             returns=[[1.0 if t == at else 99.0 for t in range(3)]],
         )
-        value, unit = objective(load_policy(tiny["policy"]), collate([item])).loss["value"]
+        value, unit = objective(load_policy(tiny["policy"]), collate([item])).loss["value_loss"]
         assert unit == "sequences" and 0 < value.item() < 0.5 * 2**2
 
 
@@ -1862,13 +1852,13 @@ def test_start_up_and_validation_completions_are_as_long_as_the_run_allows(rl):
 
 def test_a_group_of_one_is_not_dead(rl):
     samples = [Sample({}, [1], g, [2], [0.0], "eos", "x", 0.1, {}, {}) for g in range(3)]
-    assert "reward/frac_zero_std" not in rollout_metrics(samples, np.array([0.1, 0.2, 0.3]), np.arange(3))
-    assert rollout_metrics(samples, np.array([0.1, 0.1, 0.3]), np.array([0, 0, 1]))["reward/frac_zero_std"] == 1.0
+    assert "frac_reward_zero_std" not in rollout_metrics(samples, np.array([0.1, 0.2, 0.3]), np.arange(3))
+    assert rollout_metrics(samples, np.array([0.1, 0.1, 0.3]), np.array([0, 0, 1]))["frac_reward_zero_std"] == 1.0
     for preset, watched in (("reinforce", False), ("dr_grpo", True)):
         source = rl.source(f"dead-{preset}", {"preset": preset})
         for step in range(4):
-            source.watch({"step": step, "reward/frac_zero_std": 1.0})
-        assert all(("reward/frac_zero_std" in row) == watched for row in source.history) and (
+            source.watch({"step": step, "frac_reward_zero_std": 1.0})
+        assert all(("frac_reward_zero_std" in row) == watched for row in source.history) and (
             not source.stage.warnings
         ) == (not watched)
 

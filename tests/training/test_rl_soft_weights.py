@@ -227,7 +227,7 @@ def test_the_stage_trains_on_high_entropy_tokens_and_drops_far_responses(rl):  #
     threshold = float(torch.quantile(torch.cat(entropies), 0.7))
     assert metrics[0]["entropy/threshold"] == pytest.approx(threshold, abs=1e-4)
     kept = -sum(row["advantages"][0] * float((e >= threshold).sum()) for row, e in zip(rows, entropies)) / len(rows) / 6
-    assert metrics[0]["train/loss"] == pytest.approx(kept, abs=1e-5) and abs(kept) > 1e-3
+    assert metrics[0]["loss"] == pytest.approx(kept, abs=1e-5) and abs(kept) > 1e-3
 
     result, metrics = rl("far", {**settings, "off_policy_mask_threshold": 0.02})
     rows = rows_of(result)
@@ -241,7 +241,7 @@ def test_the_stage_trains_on_high_entropy_tokens_and_drops_far_responses(rl):  #
             dropped += row["length"]
             continue
         loss -= float(torch.minimum(d.exp() * A, d.exp().clamp(0.8, 1.2) * A).sum()) / 8 / 6
-    assert dropped and metrics[1]["train/loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
+    assert dropped and metrics[1]["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-5)
     groups = [rows[i : i + 4] for i in range(0, len(rows), 4)]
     # groups of equal rewards do not go through the model
     forwarded = sum(row["length"] for group in groups if any(any(row["advantages"]) for row in group) for row in group)
@@ -489,8 +489,8 @@ def test_the_stage_drops_rejected_tokens_or_gives_them_no_weight(rl):  # noqa: F
     assert 0 < left < all_tokens
     assert found["drop"]["sampling/rejected_fraction"] == pytest.approx(1 - left / all_tokens, abs=1e-6)
     assert found["drop"]["groups/trained_tokens"] == left and found["zero"]["groups/trained_tokens"] == all_tokens
-    assert found["drop"]["train/loss"] == pytest.approx(-kept / left, rel=5e-3, abs=1e-3) and found["zero"][
-        "train/loss"
+    assert found["drop"]["loss"] == pytest.approx(-kept / left, rel=5e-3, abs=1e-3) and found["zero"][
+        "loss"
     ] == pytest.approx(-kept / all_tokens, rel=5e-3, abs=1e-3)
 
 
@@ -590,7 +590,7 @@ def test_the_stage_leaves_tokens_out_or_keeps_them_close_by_their_covariance(rl)
     kept = sum(row["advantages"][0] * float((c <= 0.05).sum()) for row, c in zip(rows, found))
     left_out = sum(float((c > 0.05).sum()) for c in found)
     assert metrics[0]["covariance/clip_fraction"] == pytest.approx(left_out / tokens) and 0 < left_out < tokens
-    assert metrics[0]["train/loss"] == pytest.approx(-kept / tokens, abs=1e-5) and abs(kept) > 1e-2
+    assert metrics[0]["loss"] == pytest.approx(-kept / tokens, abs=1e-5) and abs(kept) > 1e-2
 
     settings = {**settings, "surrogate": "none", "covariance_kl": 0.3, "covariance_kl_coef": 2.0}
     result, metrics = rl("kl-cov", {**settings, "max_steps": 2})
@@ -604,7 +604,7 @@ def test_the_stage_leaves_tokens_out_or_keeps_them_close_by_their_covariance(rl)
             d = logps_of(after, row)[0] - torch.tensor(row["logp_old"], dtype=torch.float64)
         loss -= row["advantages"][0] * float(d.exp().sum())
         penalty += 2.0 * float(d.abs()[torch.tensor(c >= bound)].sum())
-    assert metrics[1]["train/loss"] == pytest.approx((loss + penalty) / tokens, rel=1e-3, abs=1e-5) and penalty > 1e-2
+    assert metrics[1]["loss"] == pytest.approx((loss + penalty) / tokens, rel=1e-3, abs=1e-5) and penalty > 1e-2
 
 
 def test_a_group_without_advantage_is_forwarded_where_its_tokens_are_kept_close(rl):  # noqa: F811

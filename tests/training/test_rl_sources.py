@@ -376,17 +376,14 @@ def test_an_outcome_that_cannot_be_scored_vetoes_no_step(rl, tiny):
     config = {"preset": "grpo_process", "reward_override": "none", "max_steps": 1, "step_separator": "e"}
     result, metrics = rl("never", {**config, "rewards": [NEVER]}, reward_model=tiny["reward"])
     scored, with_outcome = rl("scored", {**config, "rewards": [SPREAD]}, reward_model=tiny["reward"])
-    assert (
-        metrics[0]["train/loss"] == with_outcome[0]["train/loss"]
-        and metrics[0]["train/grad_norm"] == with_outcome[0]["train/grad_norm"] > 0
-    )
+    assert metrics[0]["loss"] == with_outcome[0]["loss"] and metrics[0]["grad_norm"] == with_outcome[0]["grad_norm"] > 0
     assert [r["advantages"] for r in rows_of(result)] == [r["advantages"] for r in rows_of(scored)] and any(
         any(r["loss_mask"]) for r in rows_of(result)
     )
     codes = {w["code"] for w in result["warnings"]}
     assert "rewards_watched" in codes and not codes & {"nothing_scored", "unscorable_rewards"}
     steps = [r for row in rows_of(result) for r in row["step_rewards"]]
-    assert metrics[0]["reward/step_mean"] == pytest.approx(np.mean(steps)) and metrics[0]["reward/frac_zero_std"] == 0.0
+    assert metrics[0]["reward/step_mean"] == pytest.approx(np.mean(steps)) and metrics[0]["frac_reward_zero_std"] == 0.0
 
 
 def test_groups_are_judged_by_the_rewards_of_their_steps(rl, tiny):
@@ -403,14 +400,14 @@ def test_groups_are_judged_by_the_rewards_of_their_steps(rl, tiny):
     assert source.groups.no_signal(dead) == "equal_rewards" and source.groups.no_signal(alive) is None
     scored = source.crediting([dead, alive], 0, 0)
     assert (
-        scored.metrics["reward/frac_zero_std"] == 0.5
+        scored.metrics["frac_reward_zero_std"] == 0.5
         and not scored.credit.advantages_BT[:2].any()
         and scored.credit.advantages_BT[2:].any()
     )
     assert scored.metrics["reward/step_mean"] == pytest.approx(np.mean([0.5, 0.5, 0.5, 0.1, 0.9, 0.4]))
     for step in range(4):
-        source.watch({"step": step, "reward/frac_zero_std": 1.0, "reward/unscorable_fraction": 1.0})
-    assert all("reward/frac_zero_std" in row and "reward/unscorable_fraction" not in row for row in source.history)
+        source.watch({"step": step, "frac_reward_zero_std": 1.0, "reward/unscorable_fraction": 1.0})
+    assert all("frac_reward_zero_std" in row and "reward/unscorable_fraction" not in row for row in source.history)
 
 
 def test_the_separator_of_a_process_reward_model_is_its_own(rl, tiny, tmp_path, stored):
@@ -455,7 +452,7 @@ def test_intervals_and_forms_reach_the_loss(rl):
     """
     config = {"max_steps": 1, "rewards": [SPREAD], "reward_override": "random"}
     plain, half = (
-        rl(name, {**config, "preset": "offline_is", "options": options})[1][0]["train/loss"]
+        rl(name, {**config, "preset": "offline_is", "options": options})[1][0]["loss"]
         for name, options in (("plain", {}), ("half", {"clip_pos": [0.0, 0.5]}))
     )
     assert half == pytest.approx(plain / 2, rel=1e-6) and plain != 0
@@ -478,9 +475,9 @@ def test_intervals_and_forms_reach_the_loss(rl):
         )[1]
         for form in ("separate", "joint")
     ]
-    assert forms[0][0]["train/grad_norm"] == pytest.approx(forms[1][0]["train/grad_norm"], rel=1e-4)
+    assert forms[0][0]["grad_norm"] == pytest.approx(forms[1][0]["grad_norm"], rel=1e-4)
     # unclipped: D (rho1 rho2 - rho2 rho1) = 0, and rho1 rho2 D (h1 - h2)
-    assert abs(forms[0][1]["train/loss"]) < 1e-6 < abs(forms[1][1]["train/loss"])
+    assert abs(forms[0][1]["loss"]) < 1e-6 < abs(forms[1][1]["loss"])
 
 
 def test_a_format_that_is_not_asked_of_a_prompt_pays_nothing(rl):

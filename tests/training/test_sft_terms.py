@@ -199,7 +199,7 @@ def test_the_stage_unlearns_repetition(tiny, data, spec):
             sums = NextToken("token-mean", 1.0)(model, collate(items))
         mass[coef] = float(sums.metrics["repeat_probability"][0]) / sum(i.n_targets for i in items)
         rows = metrics_of(made)
-        assert all(("train/unlikelihood" in r) == bool(coef) for r in rows if "train/loss" in r)
+        assert all(("unlikelihood" in r) == bool(coef) for r in rows if "loss" in r)
     assert mass[5.0] < 0.8 * mass[0.0]
 
 
@@ -217,14 +217,14 @@ def test_the_stage_lets_harder_rows_in(tiny, data, spec):
         "paced",
     )
     result = execute(made, silent)
-    steps = [r for r in metrics_of(made) if "train/loss" in r]
-    thresholds = [r["train/self_paced_threshold"] for r in steps]
+    steps = [r for r in metrics_of(made) if "loss" in r]
+    thresholds = [r["self_paced_threshold"] for r in steps]
     assert (
         thresholds[0] == 5.0
         and thresholds[-1] == pytest.approx(20.0)
         and np.allclose(np.diff(np.log(thresholds)), np.log(4) / (len(steps) - 1))
     )
-    assert steps[0]["train/admitted"] < 0.5 and steps[-1]["train/admitted"] == 1.0
+    assert steps[0]["admitted"] < 0.5 and steps[-1]["admitted"] == 1.0
     assert result["summary"]["validation/nll"] > 5.0  # validation counts rows that training has not let in
     plain = execute(
         spec("sft", {**SFT, "max_steps": 1}, {"model": tiny["policy"], "data": data["demonstrations"]}, "plain"), silent

@@ -329,7 +329,7 @@ def signals(inputs, params):
     ]
     logged = rollout_metrics(samples, np.array([float(reward) for _, reward in flat]), np.array([k for k, _ in flat]))
     return {
-        "zero_advantage_fraction": logged["reward/frac_zero_std"],
+        "zero_advantage_fraction": logged["frac_reward_zero_std"],
         "all_correct": logged["groups/all_correct_fraction"],
         "none_correct": logged["groups/all_wrong_fraction"],
     }
