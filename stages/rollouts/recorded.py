@@ -50,8 +50,6 @@ def check_recorded(config, row: RLPreset, given: Iterable[str]) -> None:
         and row.opponent != "self",
         f"mode_mix={config.mode_mix}, whose answers build on texts of other rows": config.mode_mix != "fresh",
         f"sft_member={config.sft_member}, whose answers nobody sampled": config.sft_member != "none",
-        f"reward_override={config.reward_override}, which pays what no component says": config.reward_override
-        != "none",
         "the input stored, whose rollouts are another run's": "stored" in given,
     }
     for text in (text for text, on in refused.items() if on):
@@ -124,7 +122,7 @@ class Recorded:
 
     def _sample(self, prompt: dict, row: dict, extra: dict, index: int) -> Sample:
         ids = list(row["completion_ids"])
-        parts, weights, total = components_of(row, [c.name for c in self.rewards.components if c.blend])
+        parts, weights, total = components_of(row)
         ended = "eos" if ids and ids[-1] in self.policy.params.stop_ids else "stop"
         return Sample(
             prompt,
@@ -134,7 +132,7 @@ class Recorded:
             list(row["logp_rollout"] or row["logp_old"]),
             ended if row["terminated"] else "length",
             self.text.of(ids),
-            total,
+            total if row["score"] is None else row["score"],
             parts,
             extra.get("unscorable", {}),
             row["is_correct"],

@@ -176,18 +176,14 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
     return list(groups.values())
 
 
-def components_of(row: dict, first: Collection[str] = ()) -> tuple[dict, dict, float]:
-    """(value by component, weight by component, their weighted sum, NaN of an unscorable one) of a stored row; ``first``:
-    components that are added up before the others (those of a blend)."""
-    paid = sorted(
-        (c for c in row["reward_components"] if c["name"] != "overlong"), key=lambda c: c["name"] not in first
-    )
+def components_of(row: dict) -> tuple[dict, dict, float]:
+    """(value by component, weight by component, their weighted sum, NaN of an unscorable one) of a stored row."""
+    paid = [c for c in row["reward_components"] if c["name"] != "overlong"]
     total = sum(c["weight"] * c["value"] for c in paid if c["value"] is not None)
-    unscorable = row["reward_tier"] == "unscorable"
     return (
-        {c["name"]: c["value"] for c in row["reward_components"] if c["name"] != "overlong"},
+        {c["name"]: c["value"] for c in paid},
         {c["name"]: c["weight"] for c in paid},
-        float("nan") if unscorable else total,
+        float("nan") if row["reward_tier"] == "unscorable" else total,
     )
 
 

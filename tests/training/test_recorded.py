@@ -29,6 +29,7 @@ CASES = {
     "replayed": {"preset": "topr", "replay_fraction": 0.5, "replay_window": 2, "max_steps": 5},
     "sampled ahead": {"preset": "topr", "async_rollouts": True},
     "filters, so that log-probs are the trainer's": {"preset": "rloo", "top_k": 5},
+    "a control experiment": {"preset": "grpo", "reward_override": "random"},
     "moving reference": {"preset": "grpo", "beta": 0.1, "ref_mode": "ema"},
     "components in the group, long ones pay": {
         "preset": "grpo",
@@ -55,11 +56,11 @@ def test_a_run_is_computed_again_from_its_rollouts(rl, tiny, case):  # noqa: F81
     assert weights(result) == weights(first) != Path(tiny["policy"], "model.safetensors").read_bytes()
     assert rows_of(result) == rows_of(first)
     assert result["summary"]["recorded/differing"] == 0 and result["summary"]["recorded/held"] > 100
-    trained = [{k: v for k, v in one.items() if k.startswith(("train/", "policy/", "reward/"))} for one in then]
+    trained = [{k: v for k, v in one.items() if k.startswith(("loss", "policy", "reward"))} for one in then]
     # what dropped groups say is not in the rollouts
     for one, other in zip(trained, now):
         assert {k: other[k] for k in one if k in other} == {k: v for k, v in one.items() if k in other}
-        assert {"train/loss", "reward/mean"} <= one.keys() & other.keys() or "reward/mean" not in one
+        assert {"loss", "reward"} <= one.keys() & other.keys() or "reward" not in one
     assert not [w for w in result["warnings"] if w["code"] == "recorded_differs"]
 
 
@@ -138,12 +139,15 @@ def test_it_goes_on_where_it_was_stopped(rl, monkeypatch):  # noqa: F811
         ({"preset": "remax", "kl_coef": 0.0}, "baseline=greedy"),
         ({"preset": "vineppo"}, "advantage=vine"),
         ({"preset": "nash_md"}, "opponent=mixture"),
-        ({"reward_override": "random"}, "reward_override=random"),
+        ({"mode_mix": "share", "rewards": [{"kind": "rubric", "name": "r"}]}, "mode_mix=share.*texts of other rows"),
     ],
 )
 def test_what_rollouts_do_not_hold_is_refused(config, says):
     with pytest.raises(ValueError, match=f"(?s){says}.*leave recorded out"):
-        check(Config.model_validate({**PAID, **config}), ["model", "data", "recorded"])
+        check(
+            Config.model_validate({**PAID, **config}),
+            ["model", "data", "recorded", *(["rubric"] * ("mode_mix" in says))],
+        )
 
 
 def test_differences_of_columns():
