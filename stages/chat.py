@@ -58,6 +58,10 @@ _PROBE = "zxqvprobe"
 _SENTINEL_BASE = 0xF0000
 
 
+#: Renderings and tokenisations of a row's parts that are kept while the next rows are read.
+ASKED_AGAIN = 16
+
+
 class RenderError(ValueError):
     """A conversation cannot be rendered; the message says what to write instead."""
 
@@ -185,6 +189,10 @@ class Renderer:
         self._trailing_special = re.compile(rf"(?:{self._special_pattern.pattern})\s*\Z") if specials else None
         self._unprefixed = _without_leading_space(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        # what one row asks for several times: its prompt, with each of its answers and alone
+        self._rendered = lru_cache(ASKED_AGAIN)(self._render_plain)
+        self._tokenised = lru_cache(ASKED_AGAIN)(self._ids_of_pieces)
+        self._special_ids = lru_cache(ASKED_AGAIN)(lambda text: tuple(self._ids(text)))
         self.template_hash = hashlib.sha256(
             (template + (json.dumps(self.template_kwargs, sort_keys=True) if self.template_kwargs else "")).encode()
         ).hexdigest()[:16]
@@ -361,6 +369,9 @@ class Renderer:
                 f"{advice} or use a template that knows these roles."
             ) from error
 
+    def _render_plain(self, said: tuple[tuple[str, str], ...], generation: bool) -> str:
+        return self._render([{"role": role, "content": content} for role, content in said], generation)
+
     def _render_safely(self, messages, generation: bool):
         """(text, {sentinel: special string}): special-token strings in content are hidden from the template."""
         hidden: dict[str, str] = {}
@@ -376,7 +387,9 @@ class Renderer:
             plain = plain and len(message) == 2 and message["role"] != "tool"
             cleaned.append(message)
         if plain:
-            text = self._render(cleaned, generation)
+            said = tuple((m["role"], m.get("content")) for m in cleaned)
+            known = all(isinstance(content, str) for _, content in said)
+            text = self._rendered(said, generation) if known else self._render(cleaned, generation)
             _check_systems_shown(cleaned, text)
             return text, hidden
         shown, tools, calls = self._with_tools(cleaned, hidden)
@@ -603,21 +616,24 @@ class Renderer:
         """Ids of rendered text that stands behind ``before``: the template's own special tokens are control tokens,
         hidden ones are ordinary text.
         """
-        ids: list[int] = []
+        return list(self._tokenised(text, tuple(hidden.items()), before))
+
+    def _ids_of_pieces(self, text: str, specials: tuple[tuple[str, str], ...], before: str) -> tuple[int, ...]:
+        hidden, ids = dict(specials), []
         for piece in re.split("([" + "".join(map(re.escape, hidden)) + "])", text) if hidden else [text]:
             if piece in hidden:
                 ids += self._plain_ids(hidden[piece], inside=bool(before))
             elif piece:
                 ids += self._piece_ids(piece, before)
             before = piece or before
-        return ids
+        return tuple(ids)
 
     def _piece_ids(self, text: str, before: str) -> list[int]:
         """Ids of ``text`` as they are in ``before + text``, where its start is a border of tokens."""
         special = self._trailing_special.search(before) if self._trailing_special is not None else None
         if special:  # whether it swallows spaces, or a space is written behind it, is the tokenizer's own rule
-            lead, ids = self._ids(special.group()), self._ids(special.group() + text)
-            if ids[: len(lead)] == lead:
+            lead, ids = self._special_ids(special.group()), self._ids(special.group() + text)
+            if tuple(ids[: len(lead)]) == lead:
                 return ids[len(lead) :]
         if not before or self._unprefixed is None:
             return self._ids(text)
