@@ -216,8 +216,8 @@ ALARMS: dict[str, Alarm] = {
     "over_optimisation": Alarm(
         _overoptimised,
         "The training reward holds while the held-out reward or the share of right held-out answers has fallen: the"
-        " policy learns the reward's mistakes. Stop at the held-out peak (select_by=reward, or completions/correct_fraction),"
-        " raise kl_coef or beta, or use an ensemble of reward models.",
+        " policy learns the reward's mistakes. Stop at the held-out peak (select_by=reward, or"
+        " completions/correct_fraction), raise kl_coef or beta, or use an ensemble of reward models.",
     ),
     "engine_mismatch": Alarm(
         lambda h: h.above("sampling/sampling_logp_difference/mean", 0.05),

@@ -151,8 +151,8 @@ def held_out(stage, rewards: Rewards) -> Rewards:
     if stage.config.select_by in gone:
         raise ConfigError(
             f"select_by={stage.config.select_by}: validation draws one answer per prompt, which {', '.join(names)}"
-            " cannot compare with another; write select_by=completions/correct_fraction with a reward of kind verifier (weight: 0"
-            " watches it), or leave select_by out."
+            " cannot compare with another; write select_by=completions/correct_fraction with a reward of kind verifier"
+            " (weight: 0 watches it), or leave select_by out."
         )
     stage.warn(
         "validation_rewards",
