@@ -752,6 +752,7 @@ def test_rlaif_labels_its_own_answers_and_runs_its_arms_from_one_start(monkeypat
     assert several["combine"][1] == {
         "members.kind": "(reward_model_kind.model)",
         "members.true": "(reward_model_true.model)",
+        "anchor": "(sample.candidates)",
     }
     for values, message in (
         ({"labels": False}, "no arm to run"),
