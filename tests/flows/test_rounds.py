@@ -6,16 +6,17 @@ import functools
 import json
 import math
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from flows.recipe import get_recipe, load_config
 from stages.models.adapters import ADAPTER_FOLDER
 from storage.files import tree_digest
-from tests.common import assistant, user, written
+from tests.common import assistant, not_drawn, user, written
 from tests.evaluation.conftest import tiny_policy
 from tests.flows.test_published_reasoning import Direct
 
@@ -53,10 +54,12 @@ class Digested(Direct):
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """{"policy", "prompts", "pairs", "rankings"}: paths. Pairs have a margin each, rankings four answers."""
+    """{"policy", "prompts", "pairs", "rankings"}: paths. Pairs have a margin each (11 to train on, 2 to validate, 3 to
+    test), rankings four answers.
+    """
     root = tmp_path_factory.mktemp("given")
     tiny_policy(str(root / "policy"), 0)
-    split = lambda i, n: "train" if i < n else "validation"
+    split = lambda i, n: "train" if i < n else "validation" if i < n + 2 else "test"
     prompts = [
         {"prompt": user(f"say {i}"), "answer": str(i), "split": "train" if i < 12 else "test"} for i in range(13)
     ]
@@ -68,7 +71,7 @@ def given(tmp_path_factory):
             "margin": float((5 * i) % 11),
             "split": split(i, 11),
         }
-        for i in range(13)
+        for i in range(16)
     ]
     rankings = [
         {
@@ -92,7 +95,9 @@ def ran(recipe: str, root, given: dict, of_pairs: str | None = None, **values) -
     given data are data.pairs.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"flows.{recipe}.conclusion", lambda run, source, config, models, *_: {"models": models})
+        patch.setattr(
+            f"flows.{recipe}.conclusion", lambda run, source, config, models, *_: {"models": models}, raising=False
+        )
         run = Digested(recipe, 3, root)
         data = {"prompts": given["prompts"], **({"pairs": given[of_pairs]} if of_pairs else {})}
         config = load_config(recipe, {"model": given["policy"], "seed": 3, "data": data, **values})
@@ -100,16 +105,37 @@ def ran(recipe: str, root, given: dict, of_pairs: str | None = None, **values) -
     return run
 
 
-def answer_log_prob(model: str, prompt: list[dict], answer: list[dict]) -> float:
-    """Sum of log-probabilities of an answer and its end of turn, by transformers alone."""
+def token_ids(model: str, prompt: list[dict], answer: list[dict]) -> tuple[list[int], list[int]]:
+    """(ids of a prompt, ids of its answer and end of turn)."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    before = tokenizer(text, add_special_tokens=False)["input_ids"]
-    said = tokenizer(answer[-1]["content"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    return tuple(
+        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, answer[-1]["content"] + "<|im_end|>")
+    )
+
+
+def next_logits(model: str, before: list[int], said: list[int]) -> torch.Tensor:
+    """Logits ``[len(said), vocabulary]`` of every token of an answer, by transformers alone."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
-        logits = policy(torch.tensor([before + said])).logits[0, len(before) - 1 : -1]
-    return torch.log_softmax(logits.double(), -1)[range(len(said)), said].sum().item()
+        return policy(torch.tensor([before + said])).logits[0, len(before) - 1 : -1].double()
+
+
+def answer_log_prob(model: str, prompt: list[dict], answer: list[dict]) -> float:
+    """Sum of log-probabilities of an answer and its end of turn."""
+    before, said = token_ids(model, prompt, answer)
+    return torch.log_softmax(next_logits(model, before, said), -1)[range(len(said)), said].sum().item()
+
+
+def reward(model: str, row: dict, side: str = "completion") -> float:
+    """Calibrated score of a row's answer by a reward model, by transformers alone; of a candidate as it was sampled."""
+    scorer = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
+    card = json.loads((Path(model) / "reward_calibration.json").read_text())
+    before, said = token_ids(model, row["prompt"], row[side])
+    if side == "completion":
+        said = json.loads(row["extra_json"])["completion_ids"]
+    with torch.no_grad():
+        return scorer(torch.tensor([before + said])).logits.item() + card["bias"]
 
 
 def margin(row: dict, policy: str, reference: str) -> float:
@@ -277,6 +303,135 @@ def test_rs_dpo_takes_every_pair_above_the_gap_and_rso_pairs_of_what_was_accepte
     used = [row[f"{side}_score"] for row in made for side in ("chosen", "rejected")]
     assert found["reward/used"] == pytest.approx(np.mean(used)) and found["reward/used"] > found["reward/mean"]
     assert all(row["pairs_in_group"] <= 2 for row in made)
+
+
+def test_ipo_md_answers_from_the_mixture_with_the_first_policy(given, tmp_path):
+    """What is stored of an answer is its log-probability under softmax((1 - c) log pi + c log ref)."""
+    coef, temperature = 0.25, 0.9
+    run = ran(
+        "online_dpo",
+        tmp_path,
+        given,
+        rounds=2,
+        sample={
+            "mixture_coef": coef,
+            "temperature": temperature,
+            "num_generations": 8,
+            "max_completion_length": 60,
+            "max_prompts": 6,
+            "rewards": LEVELS,
+        },
+        pairs={**PAIRS, "dedupe": False},
+        align={**ALIGN, "method": "ipo"},
+    )
+    assert run.given["sample_2"]["model"] == run.of("align_1") and run.given["sample_2"]["reference"] == tree_digest(
+        given["policy"]
+    )
+    whole = [row for row in run.rows("sample_2", "candidates") if row["kept"]]
+    assert len(whole) > 3
+    for row in whole[:4]:
+        extra = json.loads(row["extra_json"])
+        before, said = token_ids(given["policy"], row["prompt"], row["completion"])[0], extra["completion_ids"]
+        policy, first = (
+            torch.log_softmax(next_logits(path, before, said), -1) for path in (run.out("align_1"), given["policy"])
+        )
+        mixed = torch.log_softmax(((1 - coef) * policy + coef * first) / temperature, -1)
+        assert extra["logp_sum"] == pytest.approx(mixed[range(len(said)), said].sum().item(), abs=1e-2)
+        alone = torch.log_softmax(policy / temperature, -1)[range(len(said)), said].sum().item()
+        assert abs(extra["logp_sum"] - alone) > 0.1
+
+
+# ---------------------------------------------------------------- ensembles of reward models, D2PO
+
+
+def test_what_an_ensemble_of_reward_models_says_follows_from_its_members(given, tmp_path):
+    """The reward of best of n is the mean less the members' variance; their disagreement and what another judge thinks
+    of what is selected are logged beside it.
+    """
+    learn = {"learning_rate": 1e-2, "batch_size": 8, "max_length": 128, "num_train_epochs": 3.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stages.reporting.reports._png", not_drawn)
+        trained = Digested("reward", 3, tmp_path / "reward")
+        config = load_config(
+            "reward",
+            {
+                "model": given["policy"],
+                "data": {"path": given["pairs"]},
+                "members": 2,
+                "reward_model": learn,
+                "combine": {"combine": "uwo", "uncertainty_coef": 0.5, "probe_pairs": 0},
+                "seed": 3,
+            },
+        )
+        result = get_recipe("reward").method(trained, config)
+        members = [trained.out(f"reward_{k}") for k in (0, 1)]
+        assert trained.of("reward_0") != trained.of("reward_1")
+        rows = [row for row in trained.rows("ingest", "data") if row["split"] == "test"]
+        table = np.array(
+            [[reward(path, row, side) for row in rows for side in ("chosen", "rejected")] for path in members]
+        )
+        scores = (table.mean(0) - 0.5 * table.var(0)).reshape(-1, 2)
+        found = trained.found["reward_combine"]["metrics"]
+        assert len(rows) == 3 and found["accuracy"] == pytest.approx((scores[:, 0] > scores[:, 1]).mean())
+        assert found["disagreement"] == pytest.approx(table.std(0).mean(), rel=1e-3)
+        assert result["reward_model"]["disagreement"] == found["disagreement"]
+
+        run = ran(
+            "rest",
+            tmp_path / "rest",
+            given,
+            rounds=1,
+            thresholds=[],
+            reward_model=trained.out("reward_combine"),
+            sample={**SAMPLE, "rewards": [{"name": "ensemble", "kind": "model"}, {**LEVELS[0], "weight": 0.0}]},
+            improve={"max_steps": 1, "batch_size": 4, "max_length": 128},
+        )
+    known, best, spreads, levels = [], {}, [], {}
+    for row in run.rows("grow_1", "candidates"):
+        if row["kept"]:
+            parts = {part["source"]: part["value"] for part in row["scores"]}
+            one = np.array([reward(path, row) for path in members])
+            assert row["reward"] == pytest.approx(one.mean() - 0.5 * one.var(), abs=1e-3)
+            assert [parts["ensemble/member_m0"], parts["ensemble/member_m1"]] == pytest.approx(one, abs=1e-3)
+            known.append(row["reward"])
+            spreads.append(one.std())
+            if row["reward"] > best.get(row["prompt_id"], -math.inf):
+                best[row["prompt_id"]], levels[row["prompt_id"]] = row["reward"], parts["signs"]
+    found = run.found["grow_1"]["metrics"]
+    assert found["duplicates"] == 0 and found["reward/mean"] == pytest.approx(np.mean(known))
+    assert found["reward/ensemble/disagreement"] == pytest.approx(np.mean(spreads), rel=1e-2)
+    assert found["reward/selected"] == pytest.approx(np.mean(list(best.values())))
+    assert found["reward/signs/selected"] == pytest.approx(np.mean(list(levels.values())))
+
+
+def test_d2po_buys_few_labels_a_round_and_the_reward_model_gives_the_others(given, tmp_path):
+    run = ran(
+        "d2po",
+        tmp_path,
+        given,
+        rounds=2,
+        gold={**SAMPLE, "max_prompts": 5},
+        gold_pairs={"select": "all", "validation_fraction": 0.4},
+        train_reward_model={"learning_rate": 1e-2, "batch_size": 8, "max_length": 128},
+        sample={**ENDS, "num_generations": 4, "max_prompts": 6},
+        pairs=PAIRS,
+        align=ALIGN,
+    )
+    start = tree_digest(given["policy"])
+    for k, policy in ((1, start), (2, run.of("align_1"))):
+        assert answered_by(run, f"gold_{k}") == answered_by(run, f"sample_{k}") == {policy}
+        for row in [row for row in run.rows(f"sample_{k}", "candidates") if row["kept"]][:4]:
+            assert row["reward"] == pytest.approx(reward(run.out(f"discriminator_{k}"), row), abs=1e-3)
+        assert references(run, f"align_{k}") == {start}
+    assert [row["gold_labels"] for row in run.result["rounds"]] == [20, 20] and [
+        row["silver_labels"] for row in run.result["rounds"]
+    ] == [24, 24]
+    asked = [{row["prompt_id"] for row in run.rows(f"gold_{k}", "candidates")} for k in (1, 2)]
+    assert not asked[0] & asked[1]
+    before = run.out("discriminator_1")  # what the model of round 1 is worth on the fresh labels of round 2
+    rows = held_out(run.rows("gold_pairs_2", "data"))
+    right = [reward(before, row, "chosen") > reward(before, row, "rejected") for row in rows]
+    assert rows and run.result["rounds"][1]["accuracy_before"] == pytest.approx(np.mean(right), abs=1e-4)
 
 
 # ---------------------------------------------------------------- sDPO, Curry-DPO
