@@ -60,9 +60,7 @@ def given(tmp_path_factory):
     root = tmp_path_factory.mktemp("given")
     tiny_policy(str(root / "policy"), 0)
     split = lambda i, n: "train" if i < n else "validation" if i < n + 2 else "test"
-    prompts = [
-        {"prompt": user(f"say {i}"), "answer": str(i), "split": "train" if i < 12 else "test"} for i in range(13)
-    ]
+    prompts = [{"prompt": user(f"say {i}"), "answer": str(i), "split": split(i, 12)} for i in range(15)]
     pairs = [
         {
             "prompt": user(f"say {i}"),
@@ -585,3 +583,22 @@ def test_rest_em_starts_anew_and_expert_iteration_goes_on(given, tmp_path):
         )
         seen.append(set(best))
     assert len(seen[0]) == len(seen[1]) == 6 and not seen[0] & seen[1]  # RAFT: every round a batch of its own
+
+
+def test_rounds_that_gain_nothing_are_the_last(given, tmp_path):
+    """Nothing that the model writes is right, before or after."""
+    run = ran(
+        "rest",
+        tmp_path,
+        given,
+        rounds=3,
+        stop_when_flat=True,
+        thresholds=[],
+        sample={**SAMPLE, "max_prompts": 4},
+        improve={"max_steps": 1, "batch_size": 4, "max_length": 128},
+        evaluate={**ENDS, "num_samples": 1, "greedy": False},
+    )
+    assert run.given["validate_1"]["model"] == run.of("improve_1_1") and "grow_2" not in run.found
+    assert run.result["validation"] == [{"round": k, "accuracy": 0.0} for k in (0, 1)]
+    held = {row["prompt_id"] for row in held_out(run.rows("ingest_prompts", "data"))}
+    assert len(held) == 2 and {row["prompt_id"] for row in run.rows("validate_1", "samples")} == held
