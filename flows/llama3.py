@@ -28,10 +28,9 @@ from pydantic import Field, model_validator
 
 from flows.d2po import UNSEEN, GoldConfig, Labels, refreshed
 from flows.recipe import Run, recipe
-from flows.start import conclusion, next_prompts, pretrained, reward_inputs
+from flows.start import averaged, conclusion, next_prompts, pretrained, reward_inputs
 from flows.steps import Source, ingest
 from stages.align import Config as AlignConfig
-from stages.merge import Config as MergeConfig
 from stages.mix import Config as MixConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
@@ -139,11 +138,12 @@ def llama3(run: Run, config: Config) -> dict:
         )["data"]
         instructed = averaged(
             run,
-            config,
-            "sft",
-            k,
-            lambda label, seed: run(
-                "sft", label, model=base, data=data, config=config.sft, seed=seed, name_as=f"llama3-sft-{k}"
+            config.average,
+            f"sft_{k}",
+            run.seed + k,
+            f"llama3-sft-{k}",
+            lambda label, seed, name: run(
+                "sft", label, model=base, data=data, config=config.sft, seed=seed, name_as=name
             )["model"],
         )
         clear = run(
@@ -155,30 +155,14 @@ def llama3(run: Run, config: Config) -> dict:
         )["data"]
         policy = averaged(
             run,
-            config,
-            "dpo",
-            k,
-            lambda label, seed: run(
-                "align", label, model=instructed, data=clear, config=config.dpo, seed=seed, name_as=f"llama3-dpo-{k}"
+            config.average,
+            f"dpo_{k}",
+            run.seed + k,
+            f"llama3-dpo-{k}",
+            lambda label, seed, name: run(
+                "align", label, model=instructed, data=clear, config=config.dpo, seed=seed, name_as=name
             )["model"],
         )
         models |= {f"sft_{k}": instructed, f"round_{k}": policy}
         history.append(happened)
     return {**conclusion(run, source, config, models, prompts, judge), "rounds": history}
-
-
-def averaged(run: Run, config: Config, what: str, k: int, train) -> str:
-    """One training of round ``k``, or the average of several that differ by their seed; ``train(label, seed)`` ->
-    model.
-    """
-    seeds = [run.seed + k + 1000 * i for i in range(config.average)]
-    if config.average == 1:
-        return train(f"{what}_{k}", seeds[0])
-    found = run.together([lambda i=i, seed=seed: train(f"{what}_{k}_{i}", seed) for i, seed in enumerate(seeds, 1)])
-    return run(
-        "merge",
-        f"average_{what}_{k}",
-        models={f"seed_{i}": model for i, model in enumerate(found, 1)},
-        config=MergeConfig(),
-        name_as=f"llama3-{what}-{k}",
-    )["model"]

@@ -9,7 +9,7 @@ step to step, at a falling learning rate, each time on the same samples. With ot
     ReST-EM           sample.select=all_correct  sample.max_per_prompt=10  improve_from=start  thresholds=[]
     STaR              the same with sample.rationalise=4: answers given away as a hint where no sample was right, trained on without it
     expert iteration  sample.select=top_per_prompt  thresholds=[]
-    RAFT              expert iteration with small sample.max_prompts and many rounds
+    RAFT              expert iteration with small sample.max_prompts and many rounds; stop_when_flat=true ends them once a round gains nothing on the validation prompts
     distillation      --preset distill_small --set teacher=MODEL: a larger model's right answers, learned by a small one; rl_after=true goes on with RL
 """
 
@@ -25,6 +25,7 @@ from flows.steps import Source, ingest
 from stages.rejection import Config as RejectionConfig, selecting
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
+from stages.spec import ConfigError
 
 
 class Config(IteratedConfig):
@@ -55,6 +56,13 @@ class Config(IteratedConfig):
         True, description="With sample.max_prompts, every round takes the next prompts instead of the same ones."
     )
     improve: SFTConfig = Field(SFTConfig(), description="Fine-tuning of each Improve step.")
+    stop_when_flat: bool = Field(
+        False,
+        description=(
+            "End after the first round that gains less than a standard error on the validation prompts over the round"
+            " before (ours; ReST-EM: gains diminish after a few rounds), by promote.metric; rounds is then the most."
+        ),
+    )
     rl_after: bool = Field(False, description="RL from the last policy, with the settings of rl, as one more model.")
     rl: RLConfig = Field(RLConfig(), description="rl_after: reinforcement learning at the end.")
 
@@ -94,8 +102,39 @@ def rest(run: Run, config: Config) -> dict:
         run, source, config, [*config.sample.rewards, *(config.rl.rewards if config.rl_after else ())], start
     )
 
-    models = {"start": start}
+    models, held_out = {"start": start}, []
+
+    def gains(number: int) -> bool:
+        """Whether the policy of a round is a standard error better on the validation prompts than that of the round
+        before; 0 is the start.
+        """
+        validation = config.evaluate.model_copy(update={"split": "validation"})
+        found = run(
+            "evaluate",
+            f"validate_{number}",
+            model=policy,
+            prompts=prompts,
+            reward_model=judge,
+            reference=start,
+            config=validation,
+            **reward_inputs(source, config, validation.rewards, start),
+        ).metrics
+        metric = config.promote.metric
+        if found and f"{metric}_se" not in found:  # a plan has none
+            raise ConfigError(
+                f"stop_when_flat=true goes by promote.metric={metric}, which the evaluation does not have with a"
+                " standard error; write promote.metric=accuracy and give at least two validation prompts with answers, or"
+                " write stop_when_flat=false"
+            )
+        held_out.append({"round": number, metric: found.get(metric)})
+        if len(held_out) < 2 or not found:
+            return True
+        gain = found[metric] - held_out[-2][metric]
+        return gain > 0 and gain >= found[f"{metric}_se"]
+
     policy = start
+    if config.stop_when_flat:
+        gains(0)
     for number in range(1, config.rounds + 1):
         sampling = next_prompts(config.sample, number if config.fresh_prompts else 1).model_copy(
             update={"allow_empty": True}
@@ -144,6 +183,8 @@ def rest(run: Run, config: Config) -> dict:
                 seed=run.seed + number,
             )["model"]
             models[f"round_{label}"] = policy
+        if config.stop_when_flat and not gains(number):
+            break
     if config.rl_after:
         models["rl"] = run(
             "rl",
@@ -153,4 +194,5 @@ def rest(run: Run, config: Config) -> dict:
             name_as="rest-rl",
             **rl_inputs(source, config, config.rl, policy, judge),
         )["model"]
-    return conclusion(run, source, config, models, prompts, judge)
+    found = conclusion(run, source, config, models, prompts, judge)
+    return {**found, "validation": held_out} if held_out else found

@@ -210,7 +210,14 @@ def ai_reward_model(run: Run, source: Source, config: Config, start: str, judge:
     members = dict(
         zip(names, run.together([lambda name=name: learned(f"_{name}", config.objectives[name]) for name in names]))
     )
-    return run("reward_combine", "combine", members=members, config=config.combine, name_as="ai-reward")["model"]
+    return run(
+        "reward_combine",
+        "combine",
+        members=members,
+        anchor=sampled if config.combine.combine == "weighted" else None,
+        config=config.combine,
+        name_as="ai-reward",
+    )["model"]
 
 
 def directly(config: Config) -> RLConfig:

@@ -4,6 +4,7 @@ end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Optional
 
 from pydantic import Field, model_validator
@@ -13,6 +14,7 @@ from flows.steps import HELD_OUT, Evaluations, Source, evaluate_all, ingest, pro
 from stages.base_model import Config as BaseModelConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
+from stages.merge import Config as MergeConfig
 from stages.promote import Config as GateConfig
 from stages.reward_model import Config as RewardModelConfig
 from stages.rl import Config as RLConfig, reads_input
@@ -188,6 +190,24 @@ def trained_scorer(run: Run, source: Source, config: Any, start: str, pairs: str
         )["model"],
         pairs,
     )
+
+
+def averaged(run: Run, members: int, label: str, seed: int, name: str, train: Callable[[str, int, str], str]) -> str:
+    """One training, or the average of several that differ by their seed (``ops.merge``; of LoRA adapters the average of
+    their products, ``peft.lora``): ``train(label, seed, name)`` -> model; ``name``: what it is published as.
+    """
+    if members == 1:
+        return train(label, seed, name)
+    found = run.together(
+        [lambda i=i: train(f"{label}_{i}", seed + 1000 * (i - 1), name) for i in range(1, members + 1)]
+    )
+    return run(
+        "merge",
+        f"average_{label}",
+        models={f"seed_{i}": model for i, model in enumerate(found, 1)},
+        config=MergeConfig(),
+        name_as=name,
+    )["model"]
 
 
 def accuracies(learned: Outputs) -> dict[str, float]:

@@ -49,6 +49,15 @@ class Config(SamplingConfig, ChatConfig):
     )
     max_solutions: int | None = Field(None, ge=1, title="Max solutions", description="Solutions labelled at most.")
     solution_split: str = Field("train", description="Split of the candidates.")
+    validation_fraction: float = Field(
+        0.05,
+        ge=0,
+        lt=1,
+        description=(
+            "Share of the training prompts whose solutions become the validation split, which a reward model on the steps"
+            " is judged by."
+        ),
+    )
     block: int = Field(16, ge=1, description="Solutions rolled out as one resumable unit.")
 
 
@@ -153,6 +162,7 @@ def run(stage):
     from stages.chat import stage_renderer
     from stages.decoding.engines import make_engine
     from stages.generation import sampling_params
+    from stages.ingestion.curation import generated_splits
     from stages.reporting.reports import document, facts
     from stages.reward.rewards import build_rewards, inputs_read
     from stages.reward_models.reward_scorers import split_steps
@@ -162,6 +172,7 @@ def run(stage):
     refuse_unread_inputs(SPEC.name, stage.inputs, INPUTS_READ_WHEN, config, inputs_read(config.rewards, stage.inputs))
     renderer = stage_renderer(stage)
     work = solutions(stage)
+    splits = generated_splits((prompt for _, prompt in work), config.validation_fraction)
     blank = sum(not split_steps(row["completion"][-1].get("content") or "", config.separator) for row, _ in work)
     if blank == len(work):
         raise ValueError(
@@ -175,7 +186,7 @@ def run(stage):
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
         params = sampling_params(config, renderer)
     for start in range(done * config.block, len(work), config.block):
-        writer.write(label_block(stage, work[start : start + config.block], sampler, rewards, params, renderer))
+        writer.write(label_block(stage, work[start : start + config.block], splits, sampler, rewards, params, renderer))
         writer.flush()
         stage.save_checkpoint(start // config.block + 1, {}, {})
         stage.progress(min(start + config.block, len(work)), len(work), "solutions")
@@ -222,7 +233,7 @@ def run(stage):
     stage.report("summary", markdown=document("Step labels by rollouts", facts(summary)))
 
 
-def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
+def label_block(stage, work, splits, sampler, rewards, params, renderer) -> list[dict]:
     """Finished ``stepwise/1`` rows of one block: prefix ids are the prompt's and the steps' own, so a rollout continues
     in mid-solution. One from behind the last step is the solution as it is.
     """
@@ -310,7 +321,7 @@ def label_block(stage, work, sampler, rewards, params, renderer) -> list[dict]:
                 dataset="steps",
                 source=candidate["source"],
                 origin="verifier",
-                split=prompt["split"],
+                split=splits[prompt["prompt_id"]],
             )
         )
     return rows

@@ -1111,6 +1111,16 @@ def write_selected(stage, rows, candidates=()) -> None:
         ]
     )
     writer.close({"selected": len(rows)})
+    asked = stage.config.select == "all_correct" or stage.config.threshold is not None
+    if not rows and stage.config.allow_empty and asked:  # elsewhere the candidates alone may be what is wanted
+        stage.warn(
+            "nothing_selected",
+            "No completion is "
+            + ("right" if stage.config.threshold is None else f"above threshold={stage.config.threshold:g}")
+            + ", so there is nothing to train on. "
+            + ("Sample" if stage.config.threshold is None else "Lower the threshold, or sample")
+            + " more (num_generations); the candidates dataset shows each row's reward and drop_reason.",
+        )
     if not rows and not stage.config.allow_empty:
         lost = [
             failures(dict.fromkeys(why), why)
@@ -1129,6 +1139,28 @@ def write_selected(stage, rows, candidates=()) -> None:
             " max_completion_length or num_generations, or lower threshold; the candidates dataset shows each row's"
             f" drop_reason.{why}"
         )
+
+
+def component_means(rows, valid, is_picked) -> dict[str, float]:
+    """Means of what several components, or an ensemble's members, say of the valid candidates, and of the selected ones
+    (``rm.multi``, ``rm.ensemble``): of a component of weight 0 how far what is selected by another pleases it.
+    """
+    import numpy as np
+
+    found: dict[str, list[tuple[float, bool]]] = {}
+    for row, picked in zip(rows, is_picked):
+        if valid[row["prompt_idx"], row["completion_idx"]]:
+            for part in row["scores"] or ():
+                if part["value"] is not None:
+                    found.setdefault(part["source"], []).append((part["value"], bool(picked)))
+    if len(found) < 2:
+        return {}
+    means = {f"reward/{name}": float(np.mean([v for v, _ in own])) for name, own in found.items()}
+    return means | {
+        f"reward/{name}/selected": float(np.mean([v for v, picked in own if picked]))
+        for name, own in found.items()
+        if any(picked for _, picked in own)
+    }
 
 
 def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
@@ -1170,6 +1202,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     distinct = [value for group in texts.values() if (value := distinct_n(group, 2)) is not None]
     # different word pairs per prompt: falls over rounds that narrow the policy (rs.sft)
     summary["distinct_2"] = float(np.mean(distinct)) if distinct else None
+    summary = component_means(rows, valid, is_picked) | summary
     hinted = np.array([rationalised_row(r) for r in rows], bool)
     if any(r["correct"] is not None for r in rows):
         # no verdict is no wrong answer

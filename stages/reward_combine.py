@@ -3,7 +3,8 @@
 ``mean``, ``min``, ``uwo``     an ensemble: members trained from different seeds (``--seed``); uwo subtracts uncertainty_coef times the
                           members' variance, and their spread is logged as an out-of-distribution signal
                           (``rm.ensemble``)
-``weighted``              one model per principle or objective, fixed weights (``rm.multi``)
+``weighted``              one model per principle or objective, fixed weights (``rm.multi``); given ``anchor``, of scores that have mean 0
+                          and standard deviation 1 on its answers (``reward.multi_objective``)
 ``safety_gate``           the safety model decides on safety prompts and where it is alarmed, else the helpfulness model (``rm.multi``, Llama 2)
 ``implicit``              a tuned policy against its reference (``rm.implicit``)
 
@@ -95,6 +96,12 @@ SPEC = StageSpec(
         "pairs": InputSpec(
             "dataset", kinds=("pairs/1",), required=False, held_out=True, doc="Held-out pairs that judge the result."
         ),
+        "anchor": InputSpec(
+            "dataset",
+            kinds=("demonstrations/1", "candidates/1"),
+            required=False,
+            doc="weighted: answers on which every member's scores get mean 0 and standard deviation 1 before they are weighed.",
+        ),
     },
     outputs={"model": OutputSpec("model", role="reward")},
 )
@@ -103,9 +110,14 @@ SPEC = StageSpec(
 #: Settings that are read where pairs judge the result, as ``READ_WHEN``: of the stage.
 READ_OF_INPUTS: ReadWhen = (
     (
-        ("split", "limit", "probe_pairs", "max_tokens_per_micro_batch"),
+        ("split", "limit", "probe_pairs"),
         lambda stage: stage.has("pairs"),
         "no pairs judge the result; give pairs=REF",
+    ),
+    (
+        ("max_tokens_per_micro_batch",),
+        lambda stage: stage.has("pairs") or stage.has("anchor"),
+        "nothing is scored here; give pairs=REF",
     ),
 )
 
@@ -163,9 +175,15 @@ def run(stage):
     from stages.reward_models.reward_eval import held_out, warn_about
     from stages.reward_models.reward_heads import RewardCard, write_card
     from stages.reward_models.reward_scorers import load_scorer
+    from stages.spec import ConfigError
 
     refuse_unread_in(stage, READ_OF_INPUTS)
     config, members = stage.config, members_of(stage)
+    if stage.has("anchor") and config.combine != "weighted":
+        raise ConfigError(
+            f"reward_combine: combine={config.combine} does not read the input anchor, whose answers are for the scales"
+            " of weighed members; leave anchor out, or write combine=weighted"
+        )
     implicit = config.combine == "implicit"
     options = (
         {"beta": config.beta}
@@ -180,6 +198,7 @@ def run(stage):
             "safety": config.safety,
             "safety_threshold": config.safety_threshold,
         }
+        | ({"standard": standards(stage, members)} if stage.has("anchor") else {})
     )
     card = RewardCard(
         "implicit" if implicit else "combined", max_length=config.max_length if implicit else None, options=options
@@ -196,6 +215,8 @@ def run(stage):
             "A combination of one reward model is that model; give more members, trained from other seeds or data.",
         )
     summary = {"members": len(members)}
+    for name, (mean, deviation) in options.get("standard", {}).items():
+        summary |= {f"member/{name}/anchor_mean": mean, f"member/{name}/anchor_std": deviation}
     if stage.has("pairs"):
         scorer = load_scorer(str(stage.workdir / "out" / "model"), stage.device, config.max_tokens_per_micro_batch)
         found = held_out(stage, scorer, stage.dataset("pairs"), config.split, config.limit, config.probe_pairs)
@@ -213,13 +234,43 @@ def run(stage):
         scales = [summary[f"member/{n}/std_reward"] for n in members if f"member/{n}/std_reward" in summary]
         if (
             config.combine in ("mean", "min", "uwo", "weighted")
+            and not stage.has("anchor")
             and scales
             and max(scales) > 10 * max(min(scales), 1e-12)
         ):
             stage.warn(
                 "scales_differ",
                 "The members' scores have standard deviations that differ more than tenfold, so the widest decides"
-                " alone. Train them alike, or give the narrow one a larger weight.",
+                " alone. Train them alike, or give the narrow one a larger weight; combine=weighted with the input anchor"
+                " puts all on one scale.",
             )
     stage.summary(summary)
     stage.report("summary", markdown=document(f"Combined reward model ({config.combine})", facts(summary)))
+
+
+def standards(stage, members: dict[str, str]) -> dict[str, list[float]]:
+    """{member: [mean, standard deviation]} of its scores of the anchor's answers (population).
+
+    Raises:
+        ConfigError: a member gives them one score.
+    """
+    import numpy as np
+
+    from stages.reward_model import ANCHOR_ROWS
+    from stages.reward_models.reward_eval import anchor_responses
+    from stages.reward_models.reward_scorers import load_scorer
+    from stages.spec import ConfigError
+
+    answers, found = anchor_responses(stage.dataset("anchor"), None, ANCHOR_ROWS), {}
+    for name, path in members.items():
+        scores = np.array(
+            load_scorer(path, stage.device, stage.config.max_tokens_per_micro_batch).score(answers), float
+        )
+        scores = scores[~np.isnan(scores)]
+        if not len(scores) or scores.std() <= 1e-9 * max(1.0, abs(scores.mean())):
+            raise ConfigError(
+                f"reward_combine: member {name} gives the {len(answers)} answers of the anchor one score or none, so that"
+                " they say nothing of its scale; give other answers as anchor, or leave anchor out"
+            )
+        found[name] = [float(scores.mean()), float(scores.std())]
+    return found

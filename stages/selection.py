@@ -261,6 +261,17 @@ def round_robin(win_probabilities) -> tuple[np.ndarray, list[int]]:
     return mean, [int(i) for i in np.argsort(-np.round(mean, 12), kind="stable")]
 
 
+def intransitive(win_probabilities) -> float | None:
+    """Share of triples in which each beats one and loses to another (``reward.pairwise_rank``); triples with a missing
+    probability count for nothing, None without any.
+    """
+    p = np.array(win_probabilities, dtype=np.float64)
+    np.fill_diagonal(p, np.nan)
+    beats, known = (matrix.astype(np.float64) for matrix in (p > 0.5, ~np.isnan(p)))
+    triples = np.trace(known @ known @ known) / 6  # each is walked around from three places in two directions
+    return float(np.trace(beats @ beats @ beats) / 3 / triples) if triples else None
+
+
 def majority(answers, weights=None):
     """(winning answer, score per answer); None answers do not vote, ties go to the first occurrence (rs.majority)."""
     scores: dict = {}

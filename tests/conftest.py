@@ -27,6 +27,7 @@ LONG = (
     "flows/test_keep",
     "flows/test_names",
     "flows/test_published",
+    "flows/test_rounds",
     "flows/test_together",
     "sampler/test_engine",
     "/platform/",

@@ -107,7 +107,10 @@ def _model(rewards: Rewards, component: RewardComponent, rows) -> list:
     spread = scorer.disagreement if responses else None
     for k, (i, score) in enumerate(zip(positions, _scaled(component, scores))):
         verdict = Unscorable(scorer.why_not) if math.isnan(score) else value_of(float(score))
-        out[i] = replace(verdict, spread=spread[k]) if spread and isinstance(verdict, Verdict) else verdict
+        if isinstance(verdict, Verdict):
+            beside = {name: v[k] for name, v in scorer.beside.items() if v[k] is not None and not math.isnan(v[k])}
+            verdict = replace(verdict, spread=spread[k] if spread else None, metrics=beside or None)
+        out[i] = verdict
     return out
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,12 +57,13 @@ class Response:
 
 class Scorer:
     """A frozen reward model. ``disagreement`` holds one spread per response after :meth:`score`, None where there is
-    one model.
+    one model, ``beside`` other numbers per response, by name.
     """
 
     relative = False  # True: a score compares the responses of one prompt with each other
     needs_group = False  # True: it scores in the context of a group (stages/reward_models/preference_module.py)
     why_not = "the reward model reads no token of it"
+    beside: Mapping[str, list[float | None]] = {}
 
     def __init__(
         self,
@@ -344,8 +345,10 @@ class ComparingScorer(Scorer):
         raise NotImplementedError
 
     def score(self, responses):
-        from stages.selection import round_robin
+        from stages.selection import intransitive, round_robin
 
+        cycles: list[float | None] = [None] * len(responses)
+        self.beside = {"intransitive": cycles}
         scores = [0.0 if self.ranking == "baseline" else 0.5] * len(responses)
         for members in same_prompt(responses):
             if self.ranking == "baseline":
@@ -375,8 +378,9 @@ class ComparingScorer(Scorer):
             ):
                 table[i, j], table[j, i] = p, 1 - p
             mean, _ = round_robin(table)
+            cyclic = intransitive(table)  # what no score per response can say
             for member, value in zip(members, mean):
-                scores[member] = float(value) if len(members) > 1 else 0.5
+                scores[member], cycles[member] = float(value) if len(members) > 1 else 0.5, cyclic
         return scores
 
     def best(self, responses: Sequence[Response]) -> tuple[list[tuple[int, int]], int | None]:
@@ -591,6 +595,7 @@ class CombinedScorer(Scorer):
     def score(self, responses):
         table = {name: member.score(responses) for name, member in self.members.items()}
         self.table = table
+        self.beside = {f"member_{name}": scores for name, scores in table.items()}
         self.disagreement = np.std(list(table.values()), axis=0).tolist() if responses else []
         return [v + self.bias for v in combine_members(table, self.card.options, [r.row for r in responses])]
 
@@ -598,8 +603,8 @@ class CombinedScorer(Scorer):
 def combine_members(table: dict[str, list[float]], options: dict, rows: Sequence[dict | None]) -> list[float]:
     """One score per response from the calibrated scores of several models.
 
-    ``mean``, ``min``, ``uwo`` (mean - uncertainty_coef * population variance), ``weighted`` (weights sum to 1),
-    ``safety_gate`` (Llama 2).
+    ``mean``, ``min``, ``uwo`` (mean - uncertainty_coef * population variance), ``weighted`` (weights sum to 1; of scores
+    with mean 0 and standard deviation 1 on the anchor's answers where ``standard`` has both), ``safety_gate`` (Llama 2).
     """
     from stages.selection import combine_scores, weighted_score
 
@@ -607,7 +612,10 @@ def combine_members(table: dict[str, list[float]], options: dict, rows: Sequence
     if how in ("mean", "min", "uwo"):
         return combine_scores(list(table.values()), options.get("uncertainty_coef", 0.1))[how].tolist()
     if how == "weighted":
-        names = list(options["weights"])
+        names, standard = list(options["weights"]), options.get("standard", {})
+        table = {
+            n: [(s - standard[n][0]) / standard[n][1] for s in v] if n in standard else v for n, v in table.items()
+        }
         return [
             weighted_score([table[n][i] for n in names], [options["weights"][n] for n in names])
             for i in range(len(rows))

@@ -67,6 +67,7 @@ BRANCHES = {
         {"sample": {**JUDGED, "max_prompts": 5}},
         {"sample": {**SCORED, "mixture_coef": 0.2}, **MINE, "data": {**GIVEN, **PAIRS}},
         {"split_prompts": True},
+        {"reference": "previous", "members": 2, "control": True},
     ],
     "d2po": [{"gold": JUDGED}, {"gold_memory": "replay", "discriminator": "restart", **MINE, "data": GIVEN}],
     "rlaif": [
@@ -75,7 +76,7 @@ BRANCHES = {
         {"objectives": {"kind": "(a)", "honest": "(b)"}},
     ],
     "rest": [
-        {"thresholds": [0.5, 0.8], "sample": {"max_prompts": 5, **JUDGED}},
+        {"thresholds": [0.5, 0.8], "sample": {"max_prompts": 5, **JUDGED}, "stop_when_flat": True},
         {"thresholds": [], "rl_after": True, "sample": SCORED, "rl": SCORED, **MINE, "data": {**GIVEN, **PAIRS}},
     ],
     "sdpo": [{"evaluate": JUDGED}, {**MINE, "data": {**GIVEN, **PAIRS}, "evaluate": SCORED}, {"evaluate": SCORED}],

@@ -7,14 +7,15 @@ from stages.spec import ConfigError
 
 
 def planned(recipe, monkeypatch, metrics=None, **values):
-    """{label: (stage, inputs, config, seed)} of a plan; `metrics` are given to the steps by stage name."""
+    """{label: (stage, inputs, config, seed)} of a plan; `metrics` are given to the steps by label or stage name."""
     steps = {}
 
     class Recorder(Plan):
         def execute(self, stage, label, inputs, config, name_as, seed):
             value = super().execute(stage, label, inputs, config, name_as, seed)
             steps[label] = (stage, inputs, config, seed)
-            return {**value, "metrics": (metrics or {}).get(stage, {})}
+            told = metrics or {}
+            return {**value, "metrics": told.get(label, told.get(stage, {}))}
 
     flow = get_recipe(recipe)
     unread = {key.removeprefix("data.") for key in flow.config_type.NOT_READ}
@@ -752,6 +753,7 @@ def test_rlaif_labels_its_own_answers_and_runs_its_arms_from_one_start(monkeypat
     assert several["combine"][1] == {
         "members.kind": "(reward_model_kind.model)",
         "members.true": "(reward_model_true.model)",
+        "anchor": "(sample.candidates)",
     }
     for values, message in (
         ({"labels": False}, "no arm to run"),
@@ -763,6 +765,29 @@ def test_rlaif_labels_its_own_answers_and_runs_its_arms_from_one_start(monkeypat
     ):
         with pytest.raises(Exception, match=message):
             planned("rlaif", monkeypatch, **values)
+
+
+def test_rest_ends_where_a_round_gains_less_than_a_standard_error(monkeypatch):
+    """recipe.rejection_sampling: on the validation prompts, which the choice at the end does not read."""
+
+    def rounds(*accuracies, **more):
+        told = {f"validate_{k}": {"accuracy": value, "accuracy_se": 0.1} for k, value in enumerate(accuracies)}
+        steps = planned("rest", monkeypatch, metrics=told | more, rounds=4, thresholds=[], stop_when_flat=True)
+        asked = {label: step for label, step in steps.items() if label.startswith("validate")}
+        assert {config.split for _, _, config, _ in asked.values()} == {"validation"}
+        assert (
+            asked["validate_1"][1]["model"] == "(improve_1_1.model)"
+            and asked["validate_0"][1]["model"] == "(given.model)"
+        )
+        return sum(label.startswith("improve") for label in steps)
+
+    assert rounds(0.2, 0.4, 0.45, 0.9) == 2 and rounds(0.2, 0.1) == 1 and rounds(0.2, 0.35, 0.5, 0.65, 0.8) == 4
+    assert rounds(0.0, 0.0) == 1 and rounds() == 4  # a plan knows no numbers
+    assert not [
+        label for label in planned("rest", monkeypatch, rounds=2, thresholds=[]) if label.startswith("validate")
+    ]
+    with pytest.raises(ConfigError, match="promote.metric=accuracy, which the evaluation does not have.*write"):
+        rounds(validate_0={"length_mean": 3.0})
 
 
 def test_thresholds_that_do_not_rise_are_refused():

@@ -17,23 +17,35 @@ from storage.files import tree_digest
 from tests.common import assistant, user
 from tests.evaluation.conftest import tiny_policy
 
+ROUNDS = [
+    "rounds=2",
+    "ingest_prompts.test_fraction=0.4",
+    "sample.max_prompts=6",
+    "sample.num_generations=4",
+    "sample.max_completion_length=60",
+    "evaluate.max_completion_length=24",
+    "data.prompts={data}/prompts.jsonl",
+    "model={model}",
+    "sample.rewards=[{kind: regex, name: letters, pattern: '[0-9A-M]'}]",
+    "sample.stop_strings=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s,t,u,v,w,x,y,z]",
+]
 RUNS = {
-    "rounds of online DPO": (
+    "rounds of online DPO": (["run", "online_dpo", *ROUNDS, "align.batch_size=2", "align.num_train_epochs=2"], 8),
+    "an ensemble of adapters in rounds": (
         [
             "run",
             "online_dpo",
-            "rounds=2",
-            "ingest_prompts.test_fraction=0.4",
-            "sample.max_prompts=6",
-            "sample.num_generations=4",
-            "sample.max_completion_length=60",
+            *ROUNDS,
+            "reference=previous",
+            "members=2",
+            "total_steps=4",
+            "align.lora_rank=4",
             "align.batch_size=2",
-            "align.num_train_epochs=2",
-            "data.prompts={data}/prompts.jsonl",
-            "model={model}",
-            "sample.rewards=[{kind: regex, name: letters, pattern: '[0-9A-M]'}]",
-            "sample.stop_strings=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q,r,s,t,u,v,w,x,y,z]",
         ],
+        8,
+    ),
+    "rounds of ReST": (
+        ["run", "rest", *ROUNDS, "thresholds=[-0.5,0.5]", "improve.max_steps=3", "improve.batch_size=4"],
         8,
     ),
     "a sweep": (

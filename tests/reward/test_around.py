@@ -211,6 +211,19 @@ def test_steps_are_labelled_by_rollouts(tiny, sums, train):
         {"model": tiny["policy"], "data": result["outputs"]["steps"]["path"]},
         "prm",
     )
+    held = train("label_steps", {**config, "validation_fraction": 0.4}, {"model": tiny["policy"], **sums}, "held-out")
+    parts = {"train": set(), "validation": set()}
+    for row in open_dataset(held["outputs"]["steps"]["path"]).iter_rows():
+        parts[row["split"]].add(row["prompt_id"])
+    assert all(parts.values()) and not parts["train"] & parts["validation"]
+    judged = train(
+        "reward_model",
+        {"learning_rate": 1e-3, "max_length": 96, "batch_size": 4},
+        {"model": tiny["policy"], "data": held["outputs"]["steps"]["path"]},
+        "judged-prm",
+    )
+    wanted = {"accuracy", "step_auc", "first_error_accuracy"}
+    assert {f"validation/{name}" for name in wanted} <= set(judged["summary"]), judged["summary"]
     chosen = train(
         "label_steps",
         {**config, "active": "convincing_wrong", "max_solutions": 3},

@@ -29,10 +29,10 @@ from stages.reward_models.reward_scorers import (
 )
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
-from stages.selection import convincing_wrong, uncertain
+from stages.selection import convincing_wrong, intransitive, uncertain
 from stages.spec import ConfigError
 from tests.chat_server import chat_server
-from tests.common import assistant, user
+from tests.common import assistant, user, written
 from tests.reward.conftest import better, worse
 
 ASKED = [Response(user(f"which, number {i}?"), assistant(text)) for i in (3, 50) for text in (better(i), worse(i))]
@@ -228,9 +228,46 @@ def test_an_ensemble_combines_calibrated_members_and_logs_their_spread(tiny, row
     assert [s.parts["model/disagreement"] for s in scored] == [pytest.approx(v, abs=1e-5) for v in table.std(0)] + [
         None
     ]
+    for k in range(3):
+        assert [s.parts[f"model/member_m{k}"] for s in scored] == [pytest.approx(v, abs=1e-5) for v in table[k]] + [
+            None
+        ]
     assert [s.total for s in scored[:4]] == [pytest.approx(s.parts["model"]) for s in scored[:4]], (
         "the spread is shown, not rewarded"
     )
+
+
+def test_weighed_members_are_on_the_anchors_scale(tiny, rows, train, tmp_path):
+    """reward.multi_objective: else the member with the widest scores decides, whatever the weights say."""
+    from safetensors.torch import load_file, save_file
+
+    paths = {f"members.m{k}": member(tiny, tmp_path / f"m{k}", k, bias) for k, bias in enumerate((0.5, -1.0))}
+    wide = tmp_path / "m1" / "model.safetensors"
+    save_file(
+        {n: w * (30.0 if n == "score.weight" else 1.0) for n, w in load_file(wide).items()}, wide, {"format": "pt"}
+    )
+    answers = [r.prompt + r.completion for r in ASKED]
+    anchor = written(
+        tmp_path / "anchor",
+        "anchor",
+        "demonstrations/1",
+        [{"messages": messages, "train_turns": [len(messages) - 1]} for messages in answers],
+    )
+    settings = {"combine": "weighted", "weights": {"m0": 0.7, "m1": 0.3}}
+    result = train("reward_combine", settings, {**paths, "anchor": anchor})
+    table = np.array([load_scorer(p).score(ASKED) for p in paths.values()])
+    assert table[1].std() > 5 * table[0].std()
+    scaled = (table - table.mean(1, keepdims=True)) / table.std(1, keepdims=True)
+    scores = load_scorer(result["outputs"]["model"]["path"]).score(ASKED)
+    assert scores == pytest.approx((0.7 * scaled[0] + 0.3 * scaled[1]).tolist(), abs=1e-5)
+    assert result["summary"]["member/m1/anchor_std"] == pytest.approx(table[1].std(), rel=1e-5)
+    with pytest.raises(ConfigError, match="combine=mean does not read the input anchor.*leave anchor out, or write"):
+        train("reward_combine", {"combine": "mean"}, {**paths, "anchor": anchor})
+    one = written(
+        tmp_path / "one", "one", "demonstrations/1", [{"messages": answers[0], "train_turns": [len(answers[0]) - 1]}]
+    )
+    with pytest.raises(ConfigError, match="member m0 gives the 1 answers of the anchor one score.*give other answers"):
+        train("reward_combine", settings, {**paths, "anchor": one})
 
 
 def test_an_implicit_reward_is_beta_times_the_log_ratio(tiny, train):
@@ -367,6 +404,30 @@ def test_comparisons_become_scores_by_round_robin_or_tournament():
     assert scorer.calls == 2 * 4 and scores[1] == 1.0 and max(scores[0], *scores[2:5]) < 1.0, (
         "m - 1 comparisons, one champion"
     )
+
+
+def test_the_share_of_cycles_stands_beside_round_robin_scores(tiny):
+    """reward.pairwise_rank: no score per answer says that a beats b beats c beats a."""
+
+    class Wheel(ByLength):  # of lengths 1, 2, 3 each beats the next one round the wheel; 9 loses to all
+        def one_order(self, pairs):
+            beats = lambda a, b: b == 9 or (a != 9 and (b - a) % 3 == 1)
+            return [0.9 if beats(len(a.text), len(b.text)) else 0.1 for a, b in pairs]
+
+    answers = lambda prompt, sizes: [Response(user(prompt), assistant("x" * n)) for n in sizes]
+    scorer = Wheel()
+    scorer.score([*answers("p", (1, 2, 3, 9)), *answers("q", (1, 2, 9)), *answers("r", (1, 2))])
+    assert scorer.beside["intransitive"] == [0.25] * 4 + [0.0] * 3 + [None] * 2
+    rewards = build_rewards(
+        [RewardComponent(kind="judge")], {"judge": tiny["policy"]}, renderer=renderer_for(tiny["policy"])
+    )
+    rewards.scorers["judge"] = scorer
+    rows = [sampled(rewards.renderer, r.prompt, r.text) for r in answers("p", (1, 2, 3, 9))]
+    assert [one.parts["judge/intransitive"] for one in rewards.score(rows)] == [0.25] * 4
+    table = np.array([[0.5, 0.9, 0.5], [0.1, 0.5, 0.9], [0.5, 0.1, 0.5]])
+    assert intransitive(table) == 0.0, "a tie closes no wheel"
+    table[0, 2] = table[2, 0] = math.nan
+    assert intransitive(table) is None
 
 
 def test_both_orders_count_alike_and_a_tournament_says_how_far_one_came():
