@@ -167,13 +167,22 @@ def check(expected: dict, got: dict, tolerance: float) -> str | None:
         candidates = (
             {same: got[same]} if same in got else {k: v for k, v in got.items() if k in right and not is_trap(k)}
         )
+        compared = 0
         for name, value in candidates.items():
             value = value[0] if key == "must_not_equal_first" and isinstance(value, list) else value
             if name in right and difference(right[name], bad, tolerance) is None:
                 continue  # the vector itself gives this number a right name as well
             if difference(value, bad, tolerance) is None:
                 return f"{name} equals the known mistake {key} = {short(bad)}"
+            compared += shape(value) == shape(bad)
+        if not compared:
+            return f"nothing was computed that could be the known mistake {key} = {short(bad)}"
     return None
+
+
+def shape(value):
+    """Of nested lists, () of a number."""
+    return (len(value), *(shape(value[0]) if value else ())) if isinstance(value, list) else ()
 
 
 def candidates(name, vector, named, by_method):

@@ -115,6 +115,38 @@ def test_vectors_run_the_functions_that_their_methods_are_said_to_live_in(runs):
     assert sorted(by_method) == sorted(m for m, row in table.items() if "vectors" in row["tests"])
 
 
+#: Where a step's loss, or the step itself, is computed.
+LOSSES = (
+    "stages.losses:",
+    "stages.direct.direct_losses:",
+    "stages.policy.policy_update:",
+    "stages.policy.sequence_losses:",
+    "stages.reward_models.reward_losses:",
+    "stages.models.divergence:",
+    "stages.models.modeling:token_logps",
+)
+
+
+def gradients(expected) -> list[str]:
+    """Names of gradients among expected values, at any depth."""
+    if isinstance(expected, list):
+        return [name for one in expected for name in gradients(one)]
+    if not isinstance(expected, dict):
+        return []
+    return [k for k in expected if "grad" in k or k.startswith("d_")] + gradients(list(expected.values()))
+
+
+def test_gradients_are_those_of_losses_that_stages_train_on(runs):
+    without, found = [], 0
+    for path in FILES:
+        _, reached, _ = runs(path)
+        for name, vector in vectors.read_vectors(path).items():
+            if gradients(vector["expected"]) and vector["method"] != "eval.over_optimisation":  # d_peak is a distance
+                found += 1
+                without += [name] * (not any(of.startswith(LOSSES) for of in reached[name]))
+    assert found > 70 and without == []
+
+
 def test_functions_that_run_are_recorded_by_name():
     def inside():
         return losses.aggregate(torch.ones(1, 2), torch.ones(1, 2), "token-mean")
@@ -171,5 +203,7 @@ def test_runner_reports_failures_traps_and_unmapped(tmp_path, capsys):
     assert any(line.startswith("failed rs.best_of_n/kl_wrong") for line in out)
     assert vectors.check({"loss": 1.0, "wrong_loss": 2.0}, {"loss": 1.0}, 1e-6) is None
     assert vectors.check({"wrong_sum": 2.0}, {"sum": 2.0}, 1e-6)
+    nothing = vectors.check({"loss": 1.0, "wrong_sums": [2.0, 3.0]}, {"loss": 1.0}, 1e-6)
+    assert "nothing was computed" in nothing  # a number is no list of two
     assert vectors.check({"loss": "NaN"}, {"loss": 1.0}, 1e-6)
     assert vectors.main([str(tmp_path / "missing.json")]) == 2

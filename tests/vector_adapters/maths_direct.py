@@ -269,18 +269,24 @@ def kto_balance(i, p):
 
 
 def orpo(i, p):
-    c, r = T(i["mean_logp_chosen"], True), T(i["mean_logp_rejected"], True)
-    unit = direct.orpo_loss(c, r, beta=1.0)
-    gc, gr = grads(unit, c, r)
-    weighted = direct.orpo_loss(c, r, beta=p["lambda"])
+    """Responses of one token, whose NLL is what their mean says."""
+    c, r = T([i["mean_logp_chosen"]], True), T([i["mean_logp_rejected"]], True)
+    assert i.get("nll_chosen", -i["mean_logp_chosen"]) == -i["mean_logp_chosen"]
+
+    def step(beta):
+        sums, loss = production.aligned(Config(method="orpo", beta=beta), [[c, r]])
+        return sums.loss["preference"][0], loss
+
+    unit, loss = step(1.0)[0], step(p["lambda"])[1]
+    gc, gr = torch.autograd.grad(unit, (c, r))
     return {
-        "log_odds_ratio": direct.log_odds(c) - direct.log_odds(r),
+        "log_odds_ratio": (direct.log_odds(c) - direct.log_odds(r))[0],
         "loss_or": unit,
-        "log_odds_chosen": direct.log_odds(c),
-        "loss": i.get("nll_chosen", -i["mean_logp_chosen"]) + weighted,
-        "grad_or_mean_logp_chosen": gc,
-        "grad_or_mean_logp_rejected": gr,
-        "finite": bool(torch.isfinite(weighted) & torch.isfinite(gc)),
+        "log_odds_chosen": direct.log_odds(c)[0],
+        "loss": loss,
+        "grad_or_mean_logp_chosen": gc[0],
+        "grad_or_mean_logp_rejected": gr[0],
+        "finite": bool(torch.isfinite(loss) & torch.isfinite(gc[0])),
     }
 
 
@@ -297,12 +303,19 @@ def simpo(i, p):
 
 
 def cpo(i, p):
-    c, r = T(i["logp_chosen"]), T(i["logp_rejected"])
-    prefer = direct.reference_free_loss(c, r, beta=p["beta"])
-    out = {"prefer": prefer, "loss_nll_seq_sum": prefer - p["cpo_alpha"] * c}
-    if "len_chosen" in i:
-        out["loss_nll_seq_mean"] = prefer - p["cpo_alpha"] * c / i["len_chosen"]
-    return out
+    n = i.get("len_chosen", 1)
+    pair = [T(i["logp_chosen"]).expand(n) / n, T([i["logp_rejected"]])]
+
+    def step(reduction):
+        config = Config(method="cpo", beta=p["beta"], nll_coef=p["cpo_alpha"], nll_reduction=reduction)
+        return production.aligned(config, [pair])
+
+    sums, loss = step("seq-sum")
+    return {
+        "prefer": sums.loss["preference"][0],
+        "loss_nll_seq_sum": loss,
+        "loss_nll_seq_mean": step("seq-mean")[1],
+    }
 
 
 def cpo_bound(i, p):
@@ -424,12 +437,19 @@ def diffusion_dpo(i, p):
 
 
 def dpo_nll(i, p):
-    four = [T(i[k], True) for k in SIDES]
-    dpo = losses.dpo_loss(*four, beta=p["beta"])
-    nll = -four[0] / i["len_chosen"]
-    loss = dpo + p["nll_coef"] * nll
-    g = grads(loss, *four)
-    return {"dpo": dpo, "nll": nll, "loss": loss, "grad_logp_chosen": g[0]}
+    c, n = T(i["logp_chosen"], True), i["len_chosen"]
+    sums, loss = production.aligned(
+        Config(method="dpo_nll", beta=p["beta"], nll_coef=p["nll_coef"]),
+        [[c.expand(n) / n, T([i["logp_rejected"]])]],
+        ref=[[i["ref_logp_chosen"], i["ref_logp_rejected"]]],
+    )
+    (g,) = grads(loss, c)
+    return {
+        "dpo": sums.loss["preference"][0],
+        "nll": sums.loss["nll"][0] / p["nll_coef"],
+        "loss": loss,
+        "grad_logp_chosen": g,
+    }
 
 
 def aot(i, p):

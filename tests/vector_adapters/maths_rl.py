@@ -476,23 +476,26 @@ def early_stop(i, p):
 
 
 def offline_weights(i, p):
-    logp, mu = T(i["logp_seq"], True), T(i["logp_behaviour_seq"])[:, None]  # sequences of one token
-    mask = torch.ones_like(mu)
-    w = losses.truncated_importance_weights(logp[:, None], mu, mask, "sequence_truncate", p["clip_max"])
-    loss = losses.policy_loss(logp[:, None], mu, T(i["reward"]), mask, surrogate="logp", weights_BT=w)[0].mean()
-    (g,) = grads(loss, logp)
-    return {"weights": w[:, 0], "loss": loss, "grad_logp_seq": g}
+    return topr(i, {"baseline": 0.0, "clip_pos": (0.0, p["clip_max"]), "clip_neg": (0.0, p["clip_max"])})
 
 
 def topr(i, p):
-    r = T(i["reward"]) - p.get("baseline", 0.0)
-    logp, mu = T(i["logp_seq"], True), T(i["logp_behaviour_seq"])
-    w = losses.tapered_weights(logp, mu, r, p.get("clip_pos", (1, 1)), p.get("clip_neg", (0, 1)))
-    loss = -(w * r * logp).mean()
+    """Responses of one token each; what a gradient is of -A log pi, over their number, is its weight."""
+    logp, mu, n = T(i["logp_seq"], True), T(i["logp_behaviour_seq"]), len(i["reward"])
+    row = rl_preset("topr", baseline="constant")
+    clips = {k: p[k] for k in ("clip_pos", "clip_neg") if k in p}
+    r = credited(row, n, rewards=i["reward"], baseline=p["baseline"])
+    _, loss = updated(
+        replace(row, options={**row.options, **clips}),
+        logp[:, None],
+        mu[:, None],
+        torch.ones(n, 1, dtype=torch.int),
+        advantages=r,
+    )
     (g,) = grads(loss, logp)
     return {
         "ratio": torch.exp(logp.detach() - mu),
-        "weights": w,
+        "weights": -g * n / T(r.tolist()),
         "loss": loss,
         "grad_logp_seq": g,
         "effective_reward": r,
@@ -594,11 +597,9 @@ def critic(i, p):
         "grad_values_token_mean": g,
     }
     if clip is not None:
-        clipped = old + (values.detach() - old).clamp(-clip, clip)
-        unclipped = (values.detach() - returns) ** 2
         out |= {
-            "values_clipped": clipped,
-            "clip_fraction": float((((clipped - returns) ** 2 > unclipped) & mask.bool()).sum() / mask.sum()),
+            "values_clipped": losses.clipped_values(values.detach(), old, clip),
+            "clip_fraction": sums.metrics["clip_fraction"][0] / mask.sum(),
         }
     return out
 
@@ -778,9 +779,8 @@ def trpo_penalty(i, p):
 
 def trust_region(i, p):
     """A step on a table of logits, which is the hidden state under a head that changes nothing."""
-    logits, adv = T(i["logits"], True), T(i.get("advantages", i.get("advantages_centred")))
-    (g,) = torch.autograd.grad(torch.softmax(logits, -1) @ adv, logits)
-    logits = logits.detach()
+    logits, adv = T(i["logits"]), T(i.get("advantages", i.get("advantages_centred")))
+    g = production.expected_gradient(logits, adv)
     head = production.head(logits)
 
     def fisher(v):
@@ -930,7 +930,7 @@ def whiten(i, p):
             "whitened": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"]),
             "minmax_0_1": estimators.minmax(r),
             "whiten_without_shift": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"], shift_mean=False),
-            "clip_to_2.5": np.clip(r, -2.5, 2.5),
+            "clip_to_2.5": estimators.normalise_rewards(r, "none", clip=2.5),
         }
     picked = arr(i["advantages"])[arr(i["mask"]) > 0]
     return {
