@@ -576,6 +576,15 @@ def stored_completion(renderer, row: dict) -> tuple[list[int], str, str | None]:
     return ids, finish, extra.get("error") or lost
 
 
+def geometric_mixture(logits, other_logits, coef: float):
+    """(1 - coef) log pi + coef log other ``[..., V]``, float32: logits of pi^(1-c) other^c, whose softmax renormalises
+    it (NASH, IPO-MD). ``coef`` weighs the other policy.
+    """
+    import torch
+
+    return (1.0 - coef) * torch.log_softmax(logits.float(), -1) + coef * torch.log_softmax(other_logits.float(), -1)
+
+
 class MixtureSampler:
     """Samples from the token-level geometric mixture pi^(1-c) ref^c, renormalised (NASH, IPO-MD); same interface as
     ``Sampler``.
@@ -617,12 +626,12 @@ class MixtureSampler:
         u = torch.as_tensor(uniforms(seeds, params.max_new_tokens)).to(device)
         ids, logps, done = [[] for _ in seeds], [[] for _ in seeds], [None] * len(seeds)
         for t in range(params.max_new_tokens):
-            mixed = 0.0
-            for k, (model, share) in enumerate(zip(models, (1.0 - self.coef, self.coef))):
+            last = []
+            for k, model in enumerate(models):
                 out = model(input_ids=tokens, past_key_values=caches[k], use_cache=True)
                 caches[k] = out.past_key_values
-                mixed = mixed + share * torch.log_softmax(out.logits[:, -1].float(), -1)
-            token, logp = sample_step(mixed, u[:, t], params)
+                last.append(out.logits[:, -1])
+            token, logp = sample_step(geometric_mixture(*last, self.coef), u[:, t], params)
             for i, (drawn, its_logp) in enumerate(zip(token.tolist(), logp.tolist())):
                 if done[i] is None:
                     ids[i].append(drawn)

@@ -530,6 +530,20 @@ def kl_estimate(
     return masked(kl, mask)
 
 
+def clipped_values(values_BT, old_values_BT, cliprange_value: float):
+    """Values held within ``cliprange_value`` of what was predicted when the rollout was scored [B, T] (VALUE-CLIP)."""
+    return old_values_BT + (values_BT - old_values_BT).clamp(-cliprange_value, cliprange_value)
+
+
+def value_clips(values_BT, targets_BT, mask_BT, old_values_BT, cliprange_value: float):
+    """Tokens [B, T] of the mask whose clipped error is the larger one, so that they have no gradient; bool, detached
+    (VALUE-CLIP).
+    """
+    mask = mask_BT.bool()
+    values, targets, old = (masked(x.detach(), mask) for x in (values_BT, targets_BT, old_values_BT))
+    return (clipped_values(values, old, cliprange_value) - targets) ** 2 > (values - targets) ** 2
+
+
 def value_loss(
     values_BT, targets_BT, mask_BT, old_values_BT=None, cliprange_value: float | None = None, half: bool = False
 ):
@@ -542,8 +556,7 @@ def value_loss(
     if cliprange_value is not None:
         if old_values_BT is None:
             raise ValueError("cliprange_value needs old_values_BT, the values predicted when the rollout was scored")
-        old = masked(old_values_BT, mask).detach()
-        clipped = old + (values - old).clamp(-cliprange_value, cliprange_value)
+        clipped = clipped_values(values, masked(old_values_BT, mask).detach(), cliprange_value)
         clipped_loss = (clipped - targets) ** 2
         loss = torch.where(clipped_loss > loss, clipped_loss, loss)
     return masked(loss * (0.5 if half else 1.0), mask)

@@ -62,17 +62,6 @@ def _log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def dpo_gradient(h, beta: float):
-    """d/dh of -log sigma(beta h) = -beta sigma(-beta h) (da.dpo)."""
-    return -beta / (1 + np.exp(beta * h))
-
-
-def policy_value(tree_probs, leaf_rewards):
-    """Exact E[R] of a tree of softmax choices given as nested probabilities and rewards (VALUE)."""
-    p, r = _f64(tree_probs), _f64(leaf_rewards)
-    return (p * r).sum(-1)
-
-
 def softmax_policy_gradient(probs, action_values):
     """Exact gradient of sum_a pi(a) q(a) wrt the logits of a softmax: pi (q - sum pi q), last axis (PG)."""
     p, q = _f64(probs), _f64(action_values)

@@ -7,14 +7,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages import align
+from stages import align, distill, losses
 from stages.algorithms import rl_preset
 from stages.batching import collate, make_item
 from stages.chat import Renderer
 from stages.direct import direct_alignment
-from stages.models import divergence
+from stages.models import divergence, modeling
 from stages.models.modeling import Head, move_towards, token_logps
-from stages.policy import policy_update
+from stages.policy import critics, policy_update
 from stages.policy.policy_update import PolicyGradient
 from stages.reward_models import reward_heads
 from stages.rl import Config
@@ -213,15 +213,17 @@ def step_mean(
     )
 
 
-def rl_update(row, config: dict, items, logps_N, entropy_N=None, values_N=None):
-    """(sums, loss) of an RL update; log-probs, entropies and values of the trained tokens are given in place of a
-    network's.
+def rl_update(row, config: dict, items, logps_N, entropy_N=None, values_N=None, kl_N=None):
+    """(sums, loss) of an RL update; log-probs, entropies, values and exact KLs of the trained tokens are given in place
+    of a network's.
     """
     hidden = torch.zeros_like(logps_N) if values_N is None else values_N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_update, "hidden_states", lambda model, batch, at: hidden[:, None])
         patch.setattr(policy_update, "head_of", lambda model: None)
         patch.setattr(policy_update, "token_logps", lambda *given: (logps_N, entropy_N))
+        if kl_N is not None:
+            patch.setattr(policy_update, "exact_kl", lambda *given: kl_N)
         objective = PolicyGradient(
             row,
             Config(preset=row.name, log_entropy=entropy_N is not None, **config),
@@ -231,15 +233,112 @@ def rl_update(row, config: dict, items, logps_N, entropy_N=None, values_N=None):
     return sums, sums.divided(objective.counts(items))
 
 
-def response_logps(objective, logps, mask):
-    """What each response is to a method of direct alignment: its summed target log-probs [B], and how many they are
-    [B].
+def updated(row, logps, old, mask, prompts=None, config=(), kl=None, **columns):
+    """(sums, loss) of :func:`rl_update` on rows of token log-probs [B, T] with the columns of rollouts, numbers or
+    lists by row.
     """
-    items = [make_item(str(k), [0], [[0] * mask.shape[1]], [row.int().tolist()]) for k, row in enumerate(mask)]
-    batch = collate(items)
+    listed = {name: values.tolist() if hasattr(values, "tolist") else values for name, values in columns.items()}
+    items, order = rows_of(mask, prompts, old_logps=old.tolist(), **listed)
+    trained = mask[order].bool()
+    return rl_update(row, dict(config), items, logps[order][trained], kl_N=None if kl is None else kl[order][trained])
+
+
+def update_at(row, logits, anchor, action: int, advantage: float, config=()):
+    """Loss of an RL update on one token whose distribution is known: ``anchor`` [V], the logits of the policy that
+    sampled it, are those of the exact KL too.
+    """
+    old = float(logps_at(anchor, torch.tensor(action)))
+    items = [make_item("one", [0], [[action]], [[1]], old_logps=[[old]], advantages=[advantage])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct_alignment, "target_logps", lambda model, batch: (logps[mask.bool()], None))
-        return torch.stack(objective.values(None, batch)), direct_alignment.target_lengths(batch, logps)[:, 0]
+        patch.setattr(
+            policy_update, "hidden_states", lambda model, batch, at: (logits if model is None else model)[None]
+        )
+        patch.setattr(policy_update, "head_of", lambda model: head(logits))
+        objective = PolicyGradient(row, Config(preset=row.name, **dict(config)), anchor=anchor)
+        sums = objective(None, collate(items))
+    return sums.divided(objective.counts(items))
+
+
+def critic_update(row, values, returns, old, mask, config=()):
+    """(each token's error where the mean is over tokens, loss) of a step of the separate critic on values [B, T]."""
+    items, _ = rows_of(mask, returns=returns.tolist(), values=old.tolist())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(critics, "hidden_states", lambda model, batch, at: values[mask.bool()][:, None])
+        patch.setattr(critics, "score_head", lambda model: torch.nn.Identity())
+        objective = critics.ValueRegression(row, Config(preset=row.name, **dict(config)), 0.0)
+        sums = objective(None, collate(items))
+    return sums, sums.divided(objective.counts(items))
+
+
+def sampled_gradients(logits, advantages):
+    """[actions, V]: what an update on that action alone would have as gradient of its objective by the logits [V], for
+    the policy that drew it (surrogate ``logp``)."""
+    leaf = logits.detach().clone().requires_grad_()
+    n = len(leaf)
+    logp = logps_at(leaf.expand(n, n), torch.arange(n))[:, None]
+    one = torch.ones(n, 1, dtype=torch.int)
+    loss, _ = losses.policy_loss(logp, logp, torch.as_tensor(advantages, dtype=leaf.dtype), one, surrogate="logp")
+    return -torch.stack([torch.autograd.grad(each, leaf, retain_graph=True)[0] for each in loss[:, 0]])
+
+
+def expected_gradient(logits, advantages):
+    """Expectation of :func:`sampled_gradients` under the policy [V]."""
+    return torch.softmax(logits.detach(), -1) @ sampled_gradients(logits, advantages)
+
+
+def aligned(config, responses, **extra):
+    """(sums, loss) of a step of direct alignment on items of responses, each given as its token log-probs; ``extra`` by
+    item.
+    """
+    items = [
+        make_item(
+            str(k),
+            [0],
+            [[0] * len(r) for r in of],
+            [[1] * len(r) for r in of],
+            weight=1.0,
+            **{name: values[k] for name, values in extra.items()},
+        )
+        for k, of in enumerate(responses)
+    ]
+    logps = torch.cat([r for of in responses for r in of])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_alignment, "hidden_states", lambda model, batch, at: logps)
+        patch.setattr(direct_alignment, "head_of", lambda model: None)
+        patch.setattr(direct_alignment, "token_logps", lambda *given: (logps, None))
+        objective = direct_alignment.DirectAlignment(config)
+        sums = objective(None, collate(items))
+    return sums, sums.divided(objective.counts(items))
+
+
+def distilled(student, teacher, config: dict, targets=None):
+    """Sums of a step of distillation on logits [N, V] of both, of one response whose tokens are ``targets``."""
+    n = len(student)
+    item = make_item("one", [0], [[0] * n if targets is None else targets], [[1] * n], weight=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling, "hidden_states", lambda model, batch, at: student if model is None else teacher)
+        patch.setattr(modeling, "head_of", lambda model: head(student))
+        return distill.Distillation(distill.Config(**config), teacher)(None, collate([item]))
+
+
+def response_values(objective, logps, masks=None, **extra):
+    """What each response, given as its token log-probs, is to a method of direct alignment; ``extra`` by response."""
+    masks = [[1] * len(row) for row in logps] if masks is None else masks
+    more = [{name: [values[k]] for name, values in extra.items()} for k in range(len(logps))]
+    items = [make_item(str(k), [0], [[0] * len(m)], [m], **more[k]) for k, m in enumerate(masks)]
+    flat = torch.cat([row[torch.tensor(m).bool()] for row, m in zip(logps, masks)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_alignment, "target_logps", lambda model, batch: (flat, None))
+        return objective.values(None, collate(items))
+
+
+def response_logps(objective, logps, mask):
+    """The summed target log-probs [B] of each response to a method of direct alignment, and how many they are [B]."""
+    masks = mask.int().tolist()
+    items = [make_item(str(k), [0], [[0] * mask.shape[1]], [row]) for k, row in enumerate(masks)]
+    return torch.stack(response_values(objective, logps, masks)), direct_alignment.target_lengths(
+        collate(items), logps
+    )[:, 0]
 
 
 # --- reward heads -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from stages.batching import per_response
-from stages.losses import aggregate, denominator_of, masked, value_loss
+from stages.losses import aggregate, denominator_of, masked, value_clips, value_loss
 from stages.models.modeling import hidden_states, precise
 from stages.models.sharding import asked
 from stages.policy.policy_update import counted_sequences, group_means, over_groups
@@ -65,8 +65,8 @@ class ValueRegression:
             "return_mean": (masked(targets, batch.mask_SL).sum(), "tokens"),
         }
         if self.config.cliprange_value is not None:
-            moved = (values_SL.detach() - old).abs() > self.config.cliprange_value
-            metrics["clip_fraction"] = ((moved & batch.mask_SL).float().sum(), "tokens")
+            clips = value_clips(values_SL, targets, batch.mask_SL, old, self.config.cliprange_value)
+            metrics["clip_fraction"] = (clips.float().sum(), "tokens")
         total = (
             group_means(error, batch.mask_SL, batch.items)
             if self.by_group

@@ -11,7 +11,16 @@ from __future__ import annotations
 import torch
 
 from stages.algorithms import resolve
-from stages.losses import aggregate, denominator_of, kl_estimate, masked, off_policy_keep, policy_loss, value_loss
+from stages.losses import (
+    aggregate,
+    denominator_of,
+    kl_estimate,
+    masked,
+    off_policy_keep,
+    policy_loss,
+    value_clips,
+    value_loss,
+)
 from stages.models.divergence import exact_kl
 from stages.models.modeling import head_of, hidden_states, precise, token_logps
 from stages.training import Sums
@@ -241,10 +250,8 @@ class PolicyGradient:
             "critic/return_mean": (masked(column("returns"), at).sum(), seen),
         }
         if config.cliprange_value is not None:
-            metrics["critic/clip_fraction"] = (
-                (((values_SL.detach() - column("values")).abs() > config.cliprange_value) & at).float().sum(),
-                seen,
-            )
+            clips = value_clips(values_SL, column("returns"), at, column("values"), config.cliprange_value)
+            metrics["critic/clip_fraction"] = (clips.float().sum(), seen)
         return (config.vf_coef * total, by), metrics
 
     def _ptx(self, batch, head, hidden, logps_SL, is_ptx):

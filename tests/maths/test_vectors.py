@@ -1,11 +1,17 @@
 """The catalogue's exact vectors hold for this project's functions."""
 
+import contextlib
+import functools
+import io
 import json
 import math
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
+from stages import estimators, losses
 from tests import vectors
 
 FILES = sorted((Path(__file__).parents[1] / "vectors_data").glob("*.json"))
@@ -60,11 +66,98 @@ def adapters():
     return named, by_method + vectors.known_shapes(named)
 
 
+@pytest.fixture(scope="module")
+def runs(adapters):
+    """Of a file: (results, functions that each of its vectors ran, what was printed), computed once."""
+
+    @functools.cache
+    def run(path):
+        reached, printed = {}, io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            results = vectors.run_file(path, *adapters, reached=reached)
+        return results, reached, printed.getvalue()
+
+    return run
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_no_vector_fails(path, adapters, capsys):
-    results = vectors.run_file(path, *adapters)
-    assert not results["failed"], capsys.readouterr().out
+def test_no_vector_fails(path, runs):
+    results, _, printed = runs(path)
+    assert not results["failed"], printed
     assert results["passed"] and not results["unmapped"]
+
+
+def test_vectors_run_the_functions_that_their_methods_are_said_to_live_in(runs):
+    """Each vector a function that its row of tests/methods.yaml names, and each row with vectors one that is no oracle,
+    unless the row has oracles only."""
+    table = yaml.safe_load((vectors.ROOT / "tests" / "methods.yaml").read_text(encoding="utf-8"))
+
+    def hits(names, where):
+        return any(name == one or name.startswith(one + ".") for one in where for name in names)
+
+    elsewhere, by_method = [], {}
+    for path in FILES:
+        results, reached, _ = runs(path)
+        for name, vector in vectors.read_vectors(path).items():
+            found = by_method.setdefault(vector["method"], set())
+            if name in results["skipped"]:
+                found.add("skipped")
+                continue
+            found |= reached[name]
+            if not hits(reached[name], table[vector["method"]]["where"]):
+                elsewhere.append(f"{name} ({vector['method']})")
+    assert elsewhere == []
+    project = {m: [w for w in table[m]["where"] if not w.startswith("tests.")] for m in by_method}
+    assert [
+        m for m, found in by_method.items() if found != {"skipped"} and project[m] and not hits(found, project[m])
+    ] == []
+    assert [m for m in by_method if not project[m]] == ["da.halo"]
+    assert sorted(by_method) == sorted(m for m, row in table.items() if "vectors" in row["tests"])
+
+
+#: Where a step's loss, or the step itself, is computed.
+LOSSES = (
+    "stages.losses:",
+    "stages.direct.direct_losses:",
+    "stages.policy.policy_update:",
+    "stages.policy.sequence_losses:",
+    "stages.reward_models.reward_losses:",
+    "stages.models.divergence:",
+    "stages.models.modeling:token_logps",
+)
+
+
+def gradients(expected) -> list[str]:
+    """Names of gradients among expected values, at any depth."""
+    if isinstance(expected, list):
+        return [name for one in expected for name in gradients(one)]
+    if not isinstance(expected, dict):
+        return []
+    return [k for k in expected if "grad" in k or k.startswith("d_")] + gradients(list(expected.values()))
+
+
+def test_gradients_are_those_of_losses_that_stages_train_on(runs):
+    without, found = [], 0
+    for path in FILES:
+        _, reached, _ = runs(path)
+        for name, vector in vectors.read_vectors(path).items():
+            if gradients(vector["expected"]) and vector["method"] != "eval.over_optimisation":  # d_peak is a distance
+                found += 1
+                without += [name] * (not any(of.startswith(LOSSES) for of in reached[name]))
+    assert found > 70 and without == []
+
+
+def test_functions_that_run_are_recorded_by_name():
+    def inside():
+        return losses.aggregate(torch.ones(1, 2), torch.ones(1, 2), "token-mean")
+
+    with vectors.recorded() as outer:
+        with vectors.recorded() as found:
+            inside()
+        estimators.whiten([1.0, 2.0])
+    assert {"stages.losses:aggregate", "stages.losses:masked"} <= found
+    assert "stages.estimators:whiten" not in found and "stages.estimators:whiten" in outer
+    assert all(name.partition(".")[0] in vectors.PROJECT for name in found)
 
 
 def test_every_vector_of_the_issues_methods_is_mapped(adapters):
@@ -110,5 +203,7 @@ def test_runner_reports_failures_traps_and_unmapped(tmp_path, capsys):
     assert any(line.startswith("failed rs.best_of_n/kl_wrong") for line in out)
     assert vectors.check({"loss": 1.0, "wrong_loss": 2.0}, {"loss": 1.0}, 1e-6) is None
     assert vectors.check({"wrong_sum": 2.0}, {"sum": 2.0}, 1e-6)
+    nothing = vectors.check({"loss": 1.0, "wrong_sums": [2.0, 3.0]}, {"loss": 1.0}, 1e-6)
+    assert "nothing was computed" in nothing  # a number is no list of two
     assert vectors.check({"loss": "NaN"}, {"loss": 1.0}, 1e-6)
     assert vectors.main([str(tmp_path / "missing.json")]) == 2

@@ -35,8 +35,8 @@ def test_returns_and_the_clip_of_a_shared_critic(rl):  # noqa: F811
     assert metrics[0]["return/mean"] == pytest.approx(flat.mean(), abs=1e-5) and metrics[0][
         "return/std"
     ] == pytest.approx(flat.std(), abs=1e-5)
-    # the second step on the same rollouts has moved the values
-    assert metrics[0]["critic/clip_fraction"] == 0.0 and metrics[1]["critic/clip_fraction"] > 0.5
+    # the second step on the same rollouts has moved all values, half of them towards their returns: those are held
+    assert metrics[0]["critic/clip_fraction"] == 0.0 and 0.25 < metrics[1]["critic/clip_fraction"] < 0.75
     returns = np.concatenate([r["returns"] for r in rows_of(result)])
     assert metrics[0]["critic/return_mean"] == pytest.approx(returns.mean(), abs=1e-5)
     assert "return/mean" not in rl("whole", {"preset": "dr_grpo", "max_steps": 1})[1][0]

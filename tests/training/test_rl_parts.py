@@ -269,16 +269,19 @@ def test_dual_and_value_clipping_reach_the_steps_loss(tiny):
         values=[old_values],
         returns=[returns],
     )
-    terms = PolicyGradient(resolve_preset(config)[0], config, value_head=head)(model, collate([item])).loss
+    sums = PolicyGradient(resolve_preset(config)[0], config, value_head=head)(model, collate([item]))
+    terms = sums.loss
     assert (
-        float(terms["policy_loss"][0]) == pytest.approx(3.0 + 3.0 - 1.2 * 2.0, rel=1e-5)
+        float(terms["policy_loss"][0].detach()) == pytest.approx(3.0 + 3.0 - 1.2 * 2.0, rel=1e-5)
         and terms["policy_loss"][1] == "tokens"
     )
     clipped = [old + np.clip(v - old, -0.2, 0.2) for v, old in zip(values.tolist(), old_values)]
     errors = [max((v - g) ** 2, (c - g) ** 2) for v, c, g in zip(values.tolist(), clipped, returns)]
-    assert errors[1] > (float(values[1]) - returns[1]) ** 2 and float(terms["value_loss"][0]) == pytest.approx(
+    assert errors[1] > (float(values[1]) - returns[1]) ** 2 and float(terms["value_loss"][0].detach()) == pytest.approx(
         config.vf_coef * sum(errors), rel=1e-5
     )
+    # the first value moved too far as well, but away from its return, and is drawn back
+    assert float(sums.metrics["critic/clip_fraction"][0]) == 1.0
 
 
 def batch_of(**changes):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import torch
 
-from stages import estimators, losses, selection
+from stages import estimators, selection
 from stages.batching import collate, make_item
 from stages.ingest import Config
 from stages.ingestion import curation, fields, formats, pairing, rules
@@ -74,11 +74,6 @@ def _margin_scores(inputs, params):
         for a, b in zip(inputs["chosen_score"], inputs["rejected_score"])
     ]
     return {"margin": gaps, "kept": [gap > 0 for gap in gaps]}
-
-
-def _margin_loss(inputs, params):
-    gap = torch.tensor(float(inputs["reward_diff"]), dtype=torch.float64)
-    return {"loss": [losses.bradley_terry_loss(gap, torch.zeros_like(gap), margin=m) for m in inputs["margins"]]}
 
 
 # -- rankings and ratings -----------------------------------------------------------------------------
@@ -667,7 +662,6 @@ ADAPTERS = {
     "pair_from_soft_label": _soft_label,
     "margin_llama2_tables": _margin_tables,
     "margin_from_scores": _margin_scores,
-    "margin_loss_values": _margin_loss,
     "ranking_to_pairs_ties": _ranking,
     "ranking_to_pairs_modes": _ranking,
     "ranking_pair_counts": _ranking_counts,
@@ -739,7 +733,6 @@ METHOD_ADAPTERS = {
     "data.margin": [
         ({"labels"}, _margin_tables),
         ({"chosen_score", "rejected_score"}, _margin_scores),
-        ({"reward_diff", "margins"}, _margin_loss),
     ],
     "data.ranking": [
         ({"ranks"}, _ranking),

@@ -12,14 +12,14 @@ from stages import losses, selection
 from stages.align import displaced
 from stages.batching import make_item
 from stages.decoding import likelihood
-from stages.evaluation import held_out_text, scores
+from stages.evaluation import grading, held_out_text, mt_bench, scores
+from stages.ingest import Config
+from stages.ingestion import formats
 from stages.measures import overopt, preference, reward_model, sampling, statistics, suites, text
 from stages.models import modeling
 from stages.reward import debate
-from stages.verification.extraction import extract_mc_letter
 from tests.evaluation.test_metrics import answers
 from tests.production import head
-from tests.vector_adapters.maths_supervised import log_loss
 
 
 def _pass_at_k(inputs, params):
@@ -75,27 +75,6 @@ def _overopt_divergence(inputs, params):
     return overopt.divergence(
         inputs["train_rm"], inputs["test_rm"], min_drop=params["delta"], patience=params["patience"]
     )
-
-
-def _rm_accuracy(inputs, params):
-    result = statistics.pairwise_accuracy(inputs["chosen"], inputs["rejected"])
-    return {
-        "accuracy_strict": result["strict"],
-        "accuracy_ties_half": result["half_credit"],
-        "log_loss": result["log_loss"],
-        "mean_margin": result["mean_margin"],
-        "tie_rate": result["ties"],
-    }
-
-
-def _calibration(inputs, params):
-    low, high = params["range"]
-    c, y = inputs["confidence"], inputs["correct"]
-    return {
-        "ece": statistics.calibration_error(c, y, params["bins"], low, high),
-        "brier": statistics.brier(c, y),
-        "nll": log_loss(c, y),
-    }
 
 
 def _wilson(inputs, params):
@@ -230,8 +209,10 @@ def _length_correlation(inputs, params):
     return {"pearson": statistics.pearson(*pair), "spearman": reward_model.spearman(*pair)}
 
 
-def _shared_lines(name):
-    """Rows of a public data file kept beside the project; the vector is skipped where it is absent."""
+def _ingested(name):
+    """Rows of a public data file kept beside the project, as ingest reads them; the vector is skipped where it is
+    absent.
+    """
     import json
     from pathlib import Path
 
@@ -240,24 +221,26 @@ def _shared_lines(name):
     file = Path(__file__).resolve().parents[2].parent / "shared" / "data" / name
     if not file.exists():
         raise Skip(f"needs the data file {name}")
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    read = formats.Adapter(formats.detect(rows), Config())
+    return [read(row)[1] for row in rows]
 
 
 def _mt_bench_counts(inputs, params):
-    rows = _shared_lines("mt_bench_question.jsonl")
+    rows = _ingested("mt_bench_question.jsonl")
     return {
         "questions": len(rows),
-        "turns": max(len(row["turns"]) for row in rows),
+        "turns": max(len(mt_bench.questions_of(row)[0]) for row in rows),
         "per_category": dict(Counter(row["category"] for row in rows)),
     }
 
 
 def _ifeval_counts(inputs, params):
-    rows = _shared_lines("ifeval_input_data.jsonl")
-    kinds = Counter(kind for row in rows for kind in row["instruction_id_list"])
+    rows = _ingested("ifeval_input_data.jsonl")
+    kinds = Counter(one["id"] for row in rows for one in row["constraints"])
     return {
         "prompts": len(rows),
-        "instructions": sum(kinds.values()),
+        "instructions": sum(len(grading.constraint_verdicts(row, "An answer.")["strict"]) for row in rows),
         "instruction_types": len(kinds),
         "no_comma": kinds["punctuation:no_comma"],
         "number_words": kinds["length_constraints:number_words"],
@@ -279,7 +262,6 @@ ADAPTERS = {
     "bon_kl": lambda i, p: {"kl_upper": [selection.best_of_n_kl(n) for n in i["n"]]},
     "mc_answer_text": _mc_answer_text,
     "mc_letter": lambda i, p: suites.mc_letter(i["letter_loglik"], i["gold"]),
-    "extract_mc_letter": lambda i, p: {"letters": [extract_mc_letter(t) for t in i["texts"]]},
     "ifeval_accuracies": lambda i, p: suites.ifeval_accuracies(i["strict"], i["loose"]),
     "ifeval_loose_variants": lambda i, p: {"variants": suites.ifeval_loose_variants(i["response"])},
     "winrate_ties_half": lambda i, p: preference.win_rate(i["verdicts"]),
@@ -330,8 +312,6 @@ ADAPTERS = {
             [float(v == "A") for v in i["verdict"]], [side == "A" for side in i["correct_side"]]
         )
     },
-    "rm_pairwise_accuracy": _rm_accuracy,
-    "calibration_rm": _calibration,
     "wilson_interval": _wilson,
     "paired_difference": _paired,
     "clustered_se": _clustered,

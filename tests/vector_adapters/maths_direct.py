@@ -7,10 +7,11 @@ import math
 import numpy as np
 import torch
 
-from stages import losses, selection
+from stages import estimators, losses, selection
 from stages.align import Config
 from stages.direct import direct_losses as direct
 from stages.direct.direct_alignment import DirectAlignment
+from stages.generation import geometric_mixture
 from tests import oracles, production
 from tests.production import response_logps
 from tests.vector_adapters.maths_supervised import T, grads
@@ -146,28 +147,26 @@ def ipo_soft(i, p):
     return {"loss": soft, "expected_symmetric_minus_soft": averaged - soft}
 
 
-def ipo_online(i, p):
-    tau, h, q = p["tau"], T(i["h"], True), T(i["p_first_preferred"])
-    soft = direct.ipo_loss(h, ZERO, ZERO, ZERO, beta=tau, label_prob=q)
-    (g,) = torch.autograd.grad(soft.sum(), h)
-    hard = [direct.ipo_loss(s * h.detach(), ZERO, ZERO, ZERO, beta=tau) for s in (1, -1)]
-    expected = q * hard[0] + (1 - q) * hard[1]
-    sure = [k for k, x in enumerate(i["p_first_preferred"]) if x == 1.0]
-    return {
-        "loss_hard": hard[0][sure],
-        "soft_target": (q - 0.5) / tau,
-        "loss_soft": soft,
-        "expected_hard_loss_second": expected[1],
-        "grad_h_second": g[1],
-    }
+def still(pi, ref, reward, beta: float) -> None:
+    """RL with the KL in the loss, and with it in the reward, moves nothing at the optimum: an exact policy, on all its
+    actions.
+    """
+    logits, ref = T(pi).log().requires_grad_(), T(ref).log()
+    (pull,) = torch.autograd.grad(production.full_kl(logits, ref), logits)
+    push = production.expected_gradient(logits, reward)
+    kl = losses.kl_estimate(logits.detach(), ref, "k1", torch.ones_like(ref))
+    shaped = estimators.shape_rewards(reward, kl[:, None], np.ones((len(pi), 1)), beta)
+    assert (push - beta * pull).abs().max() < 1e-9
+    assert production.expected_gradient(logits, shaped).abs().max() < 1e-9
 
 
 def kl_optimum(i, p):
     rows = []
-    reward = i.get("rewards", i.get("reward"))
+    ref, reward = i.get("pi_ref", i.get("ref")), i.get("rewards", i.get("reward"))
     betas = p.get("betas", p.get("beta"))
     for beta in betas if isinstance(betas, list) else [betas]:
-        found = oracles.kl_optimum(i.get("pi_ref", i.get("ref")), reward, beta)
+        found = oracles.kl_optimum(ref, reward, beta)
+        still(found["pi"].tolist(), ref, reward, beta)
         rows.append({**found, "beta": beta, "pi_star": found["pi"]})
     return {
         "results": rows,
@@ -202,8 +201,24 @@ def population(i, p):
     return {"pi_star": out}
 
 
+def of_all_pairs(loss, pi, ref, preference, beta: float):
+    """Largest gradient by the policy's log-probs of a loss with preference probabilities, the mean over all ordered
+    pairs of actions.
+    """
+    n, logits = len(pi), T(pi).log().requires_grad_()
+    logp, ref = torch.log_softmax(logits, 0), T(ref).log()
+    first, second = (x.flatten() for x in torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij"))
+    of = T(preference)[first, second]
+    each = loss(logp[first], logp[second], ref[first], ref[second], beta=beta, label_prob=of)
+    (g,) = grads(each.mean(), logits)
+    return float(g.abs().max())
+
+
 def psipo_identity(i, p):
+    """IPO with preference probabilities moves nothing at the optimum."""
     rows = [oracles.psi_po_optimum(i["pi_ref"], i["pref"], tau) for tau in p["taus"]]
+    for row, tau in zip(rows, p["taus"]):
+        assert of_all_pairs(direct.ipo_loss, row["pi"].tolist(), i["pi_ref"], i["pref"], tau) < 1e-9
     return {
         "p_beats_mu": rows[0]["psi_mean"],
         "pi_star": [r["pi"] for r in rows],
@@ -212,8 +227,11 @@ def psipo_identity(i, p):
 
 
 def psipo_logit(i, p):
+    """DPO with the preference probabilities of Bradley-Terry moves nothing at the optimum."""
     r = np.asarray(i["rewards"])
-    found = oracles.psi_po_optimum(i["pi_ref"], 1 / (1 + np.exp(-(r[:, None] - r[None, :]))), p["tau"], psi="logit")
+    preference = (1 / (1 + np.exp(-(r[:, None] - r[None, :])))).tolist()
+    found = oracles.psi_po_optimum(i["pi_ref"], preference, p["tau"], psi="logit")
+    assert of_all_pairs(losses.dpo_loss, found["pi"].tolist(), i["pi_ref"], preference, p["tau"]) < 1e-9
     return {"psi_mean": found["psi_mean"], "pi_star": found["pi"]}
 
 
@@ -251,18 +269,24 @@ def kto_balance(i, p):
 
 
 def orpo(i, p):
-    c, r = T(i["mean_logp_chosen"], True), T(i["mean_logp_rejected"], True)
-    unit = direct.orpo_loss(c, r, beta=1.0)
-    gc, gr = grads(unit, c, r)
-    weighted = direct.orpo_loss(c, r, beta=p["lambda"])
+    """Responses of one token, whose NLL is what their mean says."""
+    c, r = T([i["mean_logp_chosen"]], True), T([i["mean_logp_rejected"]], True)
+    assert i.get("nll_chosen", -i["mean_logp_chosen"]) == -i["mean_logp_chosen"]
+
+    def step(beta):
+        sums, loss = production.aligned(Config(method="orpo", beta=beta), [[c, r]])
+        return sums.loss["preference"][0], loss
+
+    unit, loss = step(1.0)[0], step(p["lambda"])[1]
+    gc, gr = torch.autograd.grad(unit, (c, r))
     return {
-        "log_odds_ratio": direct.log_odds(c) - direct.log_odds(r),
+        "log_odds_ratio": (direct.log_odds(c) - direct.log_odds(r))[0],
         "loss_or": unit,
-        "log_odds_chosen": direct.log_odds(c),
-        "loss": i.get("nll_chosen", -i["mean_logp_chosen"]) + weighted,
-        "grad_or_mean_logp_chosen": gc,
-        "grad_or_mean_logp_rejected": gr,
-        "finite": bool(torch.isfinite(weighted) & torch.isfinite(gc)),
+        "log_odds_chosen": direct.log_odds(c)[0],
+        "loss": loss,
+        "grad_or_mean_logp_chosen": gc[0],
+        "grad_or_mean_logp_rejected": gr[0],
+        "finite": bool(torch.isfinite(loss) & torch.isfinite(gc[0])),
     }
 
 
@@ -279,12 +303,19 @@ def simpo(i, p):
 
 
 def cpo(i, p):
-    c, r = T(i["logp_chosen"]), T(i["logp_rejected"])
-    prefer = direct.reference_free_loss(c, r, beta=p["beta"])
-    out = {"prefer": prefer, "loss_nll_seq_sum": prefer - p["cpo_alpha"] * c}
-    if "len_chosen" in i:
-        out["loss_nll_seq_mean"] = prefer - p["cpo_alpha"] * c / i["len_chosen"]
-    return out
+    n = i.get("len_chosen", 1)
+    pair = [T(i["logp_chosen"]).expand(n) / n, T([i["logp_rejected"]])]
+
+    def step(reduction):
+        config = Config(method="cpo", beta=p["beta"], nll_coef=p["cpo_alpha"], nll_reduction=reduction)
+        return production.aligned(config, [pair])
+
+    sums, loss = step("seq-sum")
+    return {
+        "prefer": sums.loss["preference"][0],
+        "loss_nll_seq_sum": loss,
+        "loss_nll_seq_mean": step("seq-mean")[1],
+    }
 
 
 def cpo_bound(i, p):
@@ -310,9 +341,17 @@ def slic(i, p):
 
 
 def rrhf(i, p):
-    rank = direct.rrhf_rank_loss(T(i["mean_logp"]), T(i["rewards"]))
-    best = selection.top_k_per_prompt([i["rewards"]], 1)[0][0]
-    return {"rank": rank, "ft": -i["seq_logp_best"], "loss": rank - i["seq_logp_best"], "best": best}
+    """The responses of one prompt; the best one is as long as its sum and its mean say, the others have one token."""
+    mean, rewards = T(i["mean_logp"]), T(i["rewards"])
+    lengths = [1] * len(mean)
+    best = int(torch.argmax(rewards))
+    lengths[best] = round(i["seq_logp_best"] / i["mean_logp"][best])
+    leaf = mean.clone().requires_grad_()
+    responses = [leaf[k].expand(n) for k, n in enumerate(lengths)]
+    _, loss = production.aligned(Config(method="rrhf"), [responses], rewards=[i["rewards"]])
+    rank = direct.rrhf_rank_loss(leaf, rewards)
+    (g,) = grads(loss - rank, leaf)  # of the best response's likelihood alone
+    return {"rank": rank, "ft": loss - rank, "loss": loss, "best": int(g.abs().argmax())}
 
 
 def odpo(i, p):
@@ -352,19 +391,26 @@ def discopop(i, p):
     }
 
 
-def two_d(i, p):
-    a = direct.two_d_dpo_arguments(
-        T(i["segment_logratio_chosen"]),
-        T(i["segment_logratio_rejected"]),
-        T(i["weight_chosen"]),
-        T(i["weight_rejected"]),
-        beta=p["beta"],
+def segments(i, p):
+    """A pair whose segments are one token each."""
+    sides = (i["segment_logratio_chosen"], i["segment_logratio_rejected"])
+    weights = (i["weight_chosen"], i["weight_rejected"])
+    _, loss = production.aligned(
+        Config(method="2d_dpo", beta=p["beta"]),
+        [[T(side) for side in sides]],
+        segments=[[[(k, k + 1) for k in range(len(side))] for side in sides]],
+        segment_weights=[weights],
+        ref=[[[0.0] * len(side) for side in sides]],
     )
-    return {"arguments": a, "loss": on_u(a).sum()}
+    return {"arguments": direct.two_d_dpo_arguments(*map(T, sides), *map(T, weights), beta=p["beta"]), "loss": loss}
 
 
 def spans(i, p):
-    return {"segment_sums": direct.segment_sums(T(i["token_logratios"]), i["start"], i["length"])}
+    """Of one response, as align sums them."""
+    logps = T(i["token_logratios"])
+    objective = DirectAlignment(Config(method="2d_dpo"))
+    of = [[(start, start + length) for start, length in zip(i["start"], i["length"])], [(0, 1)]]
+    return {"segment_sums": production.response_values(objective, [logps, logps[:1]], segments=of)[0]}
 
 
 def mdpo(i, p):
@@ -391,12 +437,19 @@ def diffusion_dpo(i, p):
 
 
 def dpo_nll(i, p):
-    four = [T(i[k], True) for k in SIDES]
-    dpo = losses.dpo_loss(*four, beta=p["beta"])
-    nll = -four[0] / i["len_chosen"]
-    loss = dpo + p["nll_coef"] * nll
-    g = grads(loss, *four)
-    return {"dpo": dpo, "nll": nll, "loss": loss, "grad_logp_chosen": g[0]}
+    c, n = T(i["logp_chosen"], True), i["len_chosen"]
+    sums, loss = production.aligned(
+        Config(method="dpo_nll", beta=p["beta"], nll_coef=p["nll_coef"]),
+        [[c.expand(n) / n, T([i["logp_rejected"]])]],
+        ref=[[i["ref_logp_chosen"], i["ref_logp_rejected"]]],
+    )
+    (g,) = grads(loss, c)
+    return {
+        "dpo": sums.loss["preference"][0],
+        "nll": sums.loss["nll"][0] / p["nll_coef"],
+        "loss": loss,
+        "grad_logp_chosen": g,
+    }
 
 
 def aot(i, p):
@@ -459,40 +512,44 @@ def bco(i, p):
 
 
 def pl_dpo(i, p):
-    h = p["beta"] * T(i["logratios_best_to_worst"])
+    h = i["logratios_best_to_worst"]
+
+    def loss(n):
+        return production.aligned(Config(method="pl_dpo", beta=p["beta"]), [[T([x]) for x in h[:n]]], ref=[[0.0] * n])[
+            1
+        ]
+
     return {
-        "loss": losses.plackett_luce_loss(h),
-        "loss_k2": losses.plackett_luce_loss(h[:2]),
-        "dpo_k2": losses.dpo_loss(
-            T(i["logratios_best_to_worst"])[0], T(i["logratios_best_to_worst"])[1], ZERO, ZERO, beta=p["beta"]
-        ),
+        "loss": loss(len(h)),
+        "loss_k2": loss(2),
+        "dpo_k2": losses.dpo_loss(T(h)[0], T(h)[1], ZERO, ZERO, beta=p["beta"]),
     }
 
 
 def sppo_hard(i, p):
-    w = T(i.get("h_chosen", i.get("log_ratio_chosen")), True)
-    l = T(i.get("h_rejected", i.get("log_ratio_rejected")), True)
-    loss = direct.sppo_hard_loss(w, l, ZERO, ZERO, beta=p["beta"])
+    w, l = T([i["h_chosen"]], True), T([i["h_rejected"]], True)
+    _, loss = production.aligned(Config(method="sppo_hard", beta=p["beta"]), [[w, l]], ref=[[0.0, 0.0]])
     gw, gl = grads(loss, w, l)
+    # the loss is the square of what each side misses
     return {
         "loss": loss,
-        "target_chosen": 0.5 / p["beta"],
-        "target_rejected": -0.5 / p["beta"],
-        "grad_log_ratio_chosen": gw,
-        "grad_log_ratio_rejected": gl,
+        "target_chosen": (w.detach() - gw / 2)[0],
+        "target_rejected": (l.detach() - gl / 2)[0],
     }
 
 
 def sppo_soft(i, p):
-    h, win = T(i.get("h", i.get("log_ratio_to_prev"))), T(i.get("p_win", i.get("win_prob")))
-    return {"loss": direct.sppo_soft_loss(h, ZERO, win, eta=p["eta"]).mean(), "targets": p["eta"] * (win - 0.5)}
+    _, loss = production.aligned(
+        Config(method="sppo", beta=1 / p["eta"]), [[T([i["h"]])]], ref=[[0.0]], win_prob=[[i["p_win"]]]
+    )
+    return {"loss": loss}
 
 
 def ipo_md(i, p):
-    policy = T(i.get("policy_logits", i.get("logits")))
+    policy, ref = T(i.get("policy_logits", i.get("logits"))), T(i["ref_logits"])
     mixes = p.get("mix", p.get("mixture_coef"))
     probs = [
-        oracles.geometric_mixture(policy, i["ref_logits"], m) for m in (mixes if isinstance(mixes, list) else [mixes])
+        torch.softmax(geometric_mixture(policy, ref, m), -1) for m in (mixes if isinstance(mixes, list) else [mixes])
     ]
     return {"probs": probs, "sampling_probs": probs[0]}
 
@@ -522,18 +579,19 @@ def relatives(i, p):
 
 
 def descend(i, p):
-    """Plain gradient descent on the two logits of one always-preferred pair, uniform reference."""
-    out = []
-    for beta in p["betas"]:
-        theta, row = [float(i["init_h"]), 0.0], []
-        for step in range(1, max(p["steps"]) + 1):
-            # the loss depends on h = theta_0 - theta_1 alone, so its gradient is (g, -g)
-            g = float(oracles.dpo_gradient(theta[0] - theta[1], beta))
-            theta = [theta[0] - i["lr"] * g, theta[1] + i["lr"] * g]
-            if step in p["steps"]:
-                row.append(theta[0] - theta[1])
-        out.append(row)
-    return {"h": out}
+    """Plain gradient descent on the two logits of one always-preferred pair, uniform reference, for all betas at once:
+    with logits in units of 1/beta the loss has none.
+    """
+    beta, out = T(p["betas"]), []
+    theta = (beta * T([[i["init_h"]], [0.0]])).requires_grad_()
+    for step in range(1, max(p["steps"]) + 1):
+        # both log-probs have the same normaliser
+        (g,) = torch.autograd.grad(losses.dpo_loss(theta[0], theta[1], ZERO, ZERO, beta=1.0).sum(), theta)
+        with torch.no_grad():
+            theta -= i["lr"] * beta**2 * g
+        if step in p["steps"]:
+            out.append(((theta[0] - theta[1]) / beta).detach())
+    return {"h": torch.stack(out, 1)}
 
 
 def ipo_limit(i, p):
@@ -577,7 +635,6 @@ ADAPTERS = {
     "da.ipo/targets": ipo_targets,
     "da.ipo/soft": ipo_soft,
     "da.ipo/deterministic_limit": ipo_limit,
-    "online_ipo_loss": ipo_online,
     "da.psipo/identity_tabular": psipo_identity,
     "da.psipo/logit_equals_rlhf": psipo_logit,
     "da.kl_optimum/r_1_0_m1": kl_optimum,
@@ -607,8 +664,8 @@ ADAPTERS = {
     "da.apo_down/cases": on_ratios(direct.apo_down_loss),
     "da.discopop/lrml": discopop,
     "da.discopop/family": discopop,
-    "da.2d_dpo/two_segments": two_d,
-    "da.2d_dpo/reduces_to_dpo": two_d,
+    "da.2d_dpo/two_segments": segments,
+    "da.2d_dpo/reduces_to_dpo": segments,
     "da.2d_dpo/half_open_span": spans,
     "da.mdpo/three_terms": mdpo,
     "da.dpo_nll/irpo": dpo_nll,
@@ -620,8 +677,6 @@ ADAPTERS = {
     "da.pl_dpo/k3": pl_dpo,
     "da.sppo/hard": sppo_hard,
     "da.sppo/soft": sppo_soft,
-    "sppo_loss": sppo_soft,
-    "sppo_pair_hard_labels": sppo_hard,
     "da.ipo_md/mixture": ipo_md,
     "ipo_md_mixture_logits": ipo_md,
     "da.reference/ema": reference,

@@ -5,6 +5,7 @@ of small games by tests/oracles.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -14,13 +15,13 @@ import torch
 from stages import estimators, losses, selection
 from stages.algorithms import RL_PRESETS, rl_preset
 from stages.batching import make_item
-from stages.generation import Sample
+from stages.generation import Sample, geometric_mixture
 from stages.measures import sampling
 from stages.policy import credit, schedules, sequence_losses
 from stages.policy.trust_region import backtrack, conjugate_gradient, head_fisher
 from stages.rollouts.metrics import weight_metrics
 from tests import oracles, production
-from tests.production import rl_update, rows_of, step_mean
+from tests.production import rl_update, rows_of, step_mean, updated
 from tests.vector_adapters.maths_supervised import T, grads, ragged
 
 MODES = losses.LOSS_AGG_MODES
@@ -86,53 +87,61 @@ def psi(i, p):
 
 
 def value_oracle(i, p):
+    """All sequences of two tokens: values are means of returns, advantages TD errors of exact values."""
     first, second, R = arr(i["pi_first"]), arr(i["pi_second_given_first"]), arr(i["reward_of_sequence"])
-    v1 = oracles.policy_value(second, R) * p["gamma"]
-    v0 = oracles.policy_value(first, v1)
+    ones, gamma = np.ones((R.size, 2)), p["gamma"]
+    tokens = estimators.place_terminal(R.ravel(), ones)
+    returns = estimators.reward_to_go(tokens, ones, gamma).reshape(*R.shape, 2)
+    v1 = (second * returns[..., 1]).sum(1)
+    v0 = (first[:, None] * second * returns[..., 0]).sum()
+    values = np.stack([np.full(R.size, v0), np.repeat(v1, R.shape[1])], 1)
+    delta = estimators.td_errors(tokens, values, ones, 0.0, gamma).reshape(*R.shape, 2)
     return {
-        "V_s1": v1,
+        "V_s1": v1 * gamma,
         "V_s0": v0,
-        "A_first": v1 - v0,
-        "A_second": R - v1[:, None],
-        "grad_logits_first": oracles.softmax_policy_gradient(first, v1),
-        "grad_logits_second": first[:, None] * oracles.softmax_policy_gradient(second, R),
+        "A_first": delta[:, 0, 0],
+        "A_second": delta[..., 1],
+        "grad_logits_first": production.expected_gradient(T(first.tolist()).log(), delta[:, 0, 0]),
+        "grad_logits_second": [
+            share * production.expected_gradient(T(row.tolist()).log(), adv)
+            for share, row, adv in zip(first, second, delta[..., 1])
+        ],
     }
 
 
 def bandit(i, p):
     return {
         "J": float(arr(i["pi"]) @ arr(i["reward"])),
-        "grad_logits": oracles.softmax_policy_gradient(i["pi"], i["reward"]),
+        "grad_logits": production.expected_gradient(T(i["pi"]).log(), i["reward"]),
     }
 
 
+def moments(pi, reward, b):
+    """Mean and variance of each coordinate of a single sample's gradient under a constant baseline."""
+    rewards, n = arr(reward), len(reward)
+    row = rl_preset("reinforce", baseline="constant", kl_reward_coef=0.0)
+    g = production.sampled_gradients(T(pi).log(), credited(row, n, rewards=rewards, baseline=b)).numpy()
+    mean = arr(pi) @ g
+    return mean, arr(pi) @ (g - mean) ** 2
+
+
 def baseline_variance(i, p):
-    pi, r, k = arr(i["pi"]), arr(i["reward"]), p["coordinate"]
-
-    def moments(reward, b):
-        g = (reward - b) * ((np.arange(len(pi)) == k) - pi[k])
-        mean = pi @ g
-        return mean, pi @ (g - mean) ** 2
-
+    pi, r, k = i["pi"], arr(i["reward"]), p["coordinate"]
     shifted = r + p["reward_shift"]
     return {
-        "mean_b0": moments(r, 0)[0],
-        "var_b0": moments(r, 0)[1],
-        "var_b_mean": moments(r, pi @ r)[1],
-        "shifted_var_b0": moments(shifted, 0)[1],
-        "shifted_var_b_mean": moments(shifted, pi @ shifted)[1],
+        "mean_b0": moments(pi, r, 0.0)[0][k],
+        "var_b0": moments(pi, r, 0.0)[1][k],
+        "var_b_mean": moments(pi, r, arr(pi) @ r)[1][k],
+        "shifted_var_b0": moments(pi, shifted, 0.0)[1][k],
+        "shifted_var_b_mean": moments(pi, shifted, arr(pi) @ shifted)[1][k],
     }
 
 
 def total_variance(i, p):
-    pi, r = arr(i["pi"]), arr(i["reward"])
-    score = np.eye(len(pi)) - pi
-    out = []
-    for b in p["b"]:
-        g = (r - b)[:, None] * score
-        mean = pi @ g
-        out.append(float((pi[:, None] * (g - mean) ** 2).sum()))
-    return {"grad_logits": oracles.softmax_policy_gradient(pi, r), "total_variance": out}
+    return {
+        "grad_logits": moments(i["pi"], i["reward"], 0.0)[0],
+        "total_variance": [float(moments(i["pi"], i["reward"], b)[1].sum()) for b in p["b"]],
+    }
 
 
 @lru_cache(maxsize=64)
@@ -147,13 +156,13 @@ def expected_group_gradient(pi, reward, k, mode):
     """Exact expectation of the REINFORCE gradient over all groups of k actions, with group advantages of `mode`."""
     pi = arr(pi)
     groups, adv = all_groups(tuple(float(r) for r in reward), k, mode)
-    score = np.eye(len(pi))[groups] - pi
+    score = production.sampled_gradients(T(pi.tolist()).log(), np.ones(len(pi))).numpy()[groups]
     return (pi[groups].prod(1)[:, None] * (adv[:, :, None] * score).mean(1)).sum(0)
 
 
 def inbatch_bias(i, p):
     return {
-        "exact": oracles.softmax_policy_gradient(i["pi"], i["reward"]),
+        "exact": production.expected_gradient(T(i["pi"]).log(), i["reward"]),
         "expected_grad_group_mean": [expected_group_gradient(i["pi"], i["reward"], k, "mean") for k in p["k"]],
         "expected_grad_leave_one_out": [
             expected_group_gradient(i["pi"], i["reward"], k, "leave_one_out") for k in p["k"]
@@ -171,7 +180,8 @@ def moving_average(i, p):
 
 def v_star_baseline(i, p):
     b = [estimators.v_star(r, p["beta"]) for r in i["reference_rewards"]]
-    return {"baseline": b, "advantages": arr(i["reward"]) - b}
+    row = rl_preset("reinforce", baseline="v_star", kl_reward_coef=0.0)
+    return {"baseline": b, "advantages": credited(row, len(b), rewards=i["reward"], baseline=arr(b))}
 
 
 # --- policy losses -----------------------------------------------------------------------------------------
@@ -208,9 +218,9 @@ def process_reward(i, p):
     }
 
 
-def shares(sums):
-    """The sums of `policy_loss` per trained token."""
-    share = {k: float(v) / max(float(sums["tokens"]), 1.0) for k, v in sums.items() if k not in ("tokens", "ratio_max")}
+def shares(sums, tokens: float):
+    """What an update logs of its ratios, per trained token."""
+    share = {k.removeprefix("policy/"): float(v) / max(tokens, 1.0) for k, (v, _) in sums.metrics.items()}
     return {
         "clip_fraction": share["clip_low"] + share["clip_high"] + share.get("clip_dual", 0.0),
         "clip_fraction_low": share["clip_low"],
@@ -221,104 +231,115 @@ def shares(sums):
         "approx_kl_k3": share["k3"],
         "ratio_mean": share["ratio"],
         "log_ratio_clamped_fraction": share["log_ratio_clamped"],
+        "ratio_max": float(sums.metrics["policy/ratio_max"][0]),
     }
 
 
-def ratio_options(p):
-    return {
-        "epsilon": p.get("epsilon", 0.2),
-        "epsilon_high": p.get("epsilon_high"),
-        "ratio_level": p.get("ratio_level", "token"),
-        "clip_ratio_c": p.get("clip_ratio_c"),
-    }
+def preset_of(preset: str, p, **axes):
+    """The preset with the clip range that the vector states; its KL in the reward is no matter of the loss."""
+    stated = {k: p[k] for k in ("epsilon", "epsilon_high", "ratio_level", "clip_ratio_c") if p.get(k) is not None}
+    return rl_preset(preset, **{"kl_reward_coef": 0.0, "kl_loss_coef": 0.0, **stated, **axes})
 
 
-def default_mode(p):
-    level = p.get("ratio_level", "token")
-    return p.get("loss_agg_mode", "seq-mean-token-mean" if level != "token" else "seq-mean-token-mean")
-
-
-def clip_grid(i, p):
+def clip_grid(preset: str):
     """Objective and its slope at single (ratio, A) points."""
-    out = []
-    for A in i["A"]:
-        for ratio in i["ratios"]:
-            logp = T([[math.log(ratio)]], True)
-            loss, _ = losses.policy_loss(logp, T([[0.0]]), T([float(A)]), M([[1]]), **ratio_options(p))
-            (g,) = grads(loss.sum(), logp)
-            slope = -float(g) / ratio
-            out.append(
-                {
-                    "ratio": ratio,
-                    "A": float(A),
-                    "objective": -float(loss.detach()),
-                    "d_objective_d_ratio": slope,
-                    "clipped": slope == 0.0,
-                }
+
+    def adapter(i, p):
+        out, row = [], preset_of(preset, p)
+        for A in i["A"]:
+            for ratio in i["ratios"]:
+                logp = T([[math.log(ratio)]], True)
+                _, loss = updated(row, logp, T([[0.0]]), M([[1]]), advantages=[float(A)])
+                (g,) = grads(loss, logp)
+                slope = -float(g) / ratio
+                out.append(
+                    {
+                        "ratio": ratio,
+                        "A": float(A),
+                        "objective": -float(loss.detach()),
+                        "d_objective_d_ratio": slope,
+                        "clipped": slope == 0.0,
+                    }
+                )
+        return {"rows": out}
+
+    return adapter
+
+
+def policy(preset: str, **axes):
+    """Losses, gradients and diagnostics of an update of a preset on a batch of token log-probs, under every
+    aggregation.
+    """
+
+    def adapter(i, p):
+        new, old, mask, out = i["logp_new"], T(i["logp_old"]), M(i["mask"]), {}
+        more = {} if "beta" not in p else {"kl_loss_coef": p["beta"]}
+        more |= {} if "kl_estimator" not in p else {"kl_loss_estimator": p["kl_estimator"]}
+        row = preset_of(preset, p, **more, **axes)
+        if "rewards" in i and "advantages" not in i:
+            n = len(i["rewards"])
+            out["advantages"], _ = estimators.group_advantage(
+                i["rewards"], ["q"] * n, row.group_mode, row.std_ddof, row.std_eps
             )
-    return {"rows": out}
+        advantages = out.get("advantages", i.get("advantages", i.get("reward_or_advantage")))
+        if "truncated" in i and p.get("mask_truncated_completions"):
+            kept = estimators.apply_truncation([0.0] * len(mask), [not cut for cut in i["truncated"]], "mask")[2]
+            mask = mask * torch.as_tensor(kept).int()[:, None]
+            out["effective_mask"] = mask
+        columns = {"advantages": advantages, **({"ref_logps": i["logp_ref"]} if row.needs_reference else {})}
+        config = {k: p[k] for k in ("loss_scale_factor", "seq_denominator") if k in p}
+
+        def run(mode):
+            logp = T(new, True)
+            sums, loss = updated(replace(row, aggregation=mode), logp, old, mask, config=config, **columns)
+            (g,) = grads(loss, logp) if loss.requires_grad else (torch.zeros_like(logp),)
+            return {"loss": loss.detach(), "grad_logp_new": g}, sums
+
+        for mode in MODES[:3]:
+            out[mode], _ = run(mode)
+        main, sums = run(p.get("loss_agg_mode", "seq-mean-token-mean"))
+        log_ratio, _ = losses.log_ratios(T(new), old, mask, row.ratio_level)
+        ratio = log_ratio.exp()
+        return {
+            **out,
+            **main,
+            **shares(sums, float(mask.sum())),
+            "ratio": ratio,
+            "sequence_ratio": ratio[:, 0],
+            "ratio_is_one": bool((ratio == 1).all()),
+            "skip_optimizer_step": not bool(mask.any()),
+        }
+
+    return adapter
 
 
-def policy(i, p, surrogate="clip"):
-    """Losses, gradients and diagnostics of a batch of token log-probs under every aggregation."""
-    new, old, mask = i["logp_new"], i["logp_old"], M(i["mask"])
-    out = {}
-    if "rewards" in i and "advantages" not in i:
-        out["advantages"], _ = estimators.group_advantage(i["rewards"], ["q"] * len(i["rewards"]), "mean")
-        adv = T(out["advantages"].tolist())
-    else:
-        adv = T(i.get("advantages", i.get("reward_or_advantage")))
-    if "truncated" in i and p.get("mask_truncated_completions"):
-        mask = mask * (1 - M(i["truncated"])).unsqueeze(1)
-        out["effective_mask"] = mask
-    beta, kind = p.get("beta", 0.0), p.get("kl_estimator", "k3")
-
-    def run(mode):
-        logp = T(new, True)
-        per_token, metrics = losses.policy_loss(logp, T(old), adv, mask, surrogate=surrogate, **ratio_options(p))
-        if beta:
-            per_token = per_token + beta * losses.kl_estimate(logp, T(i["logp_ref"]), kind, mask)
-        loss = step_mean(per_token, mask, mode, p.get("loss_scale_factor"), p.get("seq_denominator", "nonempty"))
-        (g,) = grads(loss, logp)
-        return {"loss": loss.detach(), "grad_logp_new": g}, metrics, per_token.detach()
-
-    for mode in MODES[:3]:
-        out[mode] = run(mode)[0]
-    main, metrics, per_token = run(default_mode(p))
-    log_ratio, _ = losses.log_ratios(T(new), T(old), mask, p.get("ratio_level", "token"))
-    ratio = log_ratio.exp()
-    named = shares(metrics)
-    out |= {
-        **main,
-        **named,
-        "ratio": ratio,
-        "ratio_max": losses.masked(ratio, mask).max(),
-        "sequence_ratio": ratio[:, 0],
-        "terms": -per_token[:, 0],
-        "ratio_is_one": bool((ratio == 1).all()),
-        "skip_optimizer_step": not bool(mask.any()),
-        "weights": losses.masked(ratio, mask),
-    }
-    return out
+def grape_alt(i, p):
+    """With each sequence's term by itself."""
+    terms = []
+    for k, mask in enumerate(i["mask"]):
+        new, old = T([i["logp_new"][k]]), T([i["logp_old"][k]])
+        _, loss = updated(preset_of("grape_alt", p), new, old, M([mask]), advantages=[i["advantages"][k]])
+        terms.append(-loss)
+    return {**policy("grape_alt")(i, p), "terms": terms}
 
 
 def cispo(i, p):
-    high = p.get("epsilon_high", 0.28)
-    out = policy(i, {**p, "epsilon": 0.2, "epsilon_high": high}, "cispo")
-    out["weights"] = out["ratio"].clamp(max=1 + high)
-    return out
+    out = policy("cispo")(i, p)
+    # what is left of -A log pi: the weight of the gradient per token
+    weights = -out["grad_logp_new"] * M(i["mask"]).sum() / T(i["advantages"])[:, None]
+    return {**out, "weights": torch.where(M(i["mask"]).bool(), weights, 1.0)}
 
 
 def cpi(i, p):
-    out = policy(i, p, "none")
+    out = policy("ppo", surrogate="none")(i, p)
     return {"ratio": out["ratio"], **out[p["loss_agg_mode"]]}
 
 
 def ppo_sequence(i, p):
-    out = policy(i, p)
+    out = policy("grape_alt")(i, p)
     out["scalar_cases"] = [
         {k: row[k] for k in ("ratio", "A", "objective")}
-        for row in clip_grid({"ratios": [1.5, 0.5], "A": [1.0, -1.0]}, {"epsilon": p["epsilon"]})["rows"]
+        for row in clip_grid("grape_alt")({"ratios": [1.5, 0.5], "A": [1.0, -1.0]}, p)["rows"]
     ]
     out["scalar_cases"] = [out["scalar_cases"][k] for k in (0, 2, 1, 3)]
     return out
@@ -328,14 +349,39 @@ def ratio_inputs(i, p):
     """Ratios given directly, ragged lists (objective to maximise)."""
     ratio, mask = ragged(i["ratio"])
     ref, _ = ragged(i["ref_over_pi"])
-    logp = ratio.log()
-    loss, _ = losses.policy_loss(logp, torch.zeros_like(logp), T(i["advantages"]), mask, **ratio_options(p))
-    kl = losses.kl_estimate(torch.zeros_like(logp), ref.log(), "k3", mask)
-    per_token = -(loss + p["beta"] * kl)
+    logp, row = ratio.log(), preset_of("grpo", p, kl_loss_coef=p["beta"])
+
+    def objective(mode, leaf, rows):
+        return -updated(
+            replace(row, aggregation=mode),
+            leaf[rows],
+            torch.zeros_like(leaf[rows]),
+            mask[rows],
+            advantages=[i["advantages"][k] for k in rows],
+            ref_logps=(logp + ref.log())[rows],
+        )[1]
+
+    every = list(range(len(ratio)))
+    per_token = []
+    for k in every:  # a token alone is a sequence by itself
+        of = []
+        for t in range(int(mask[k].sum())):
+            one = torch.zeros_like(mask[[k]])
+            one[0, t] = 1
+            _, loss = updated(
+                row,
+                logp[[k]],
+                torch.zeros_like(logp[[k]]),
+                one,
+                advantages=[i["advantages"][k]],
+                ref_logps=(logp + ref.log())[[k]],
+            )
+            of.append(-loss)
+        per_token.append(of)
     return {
-        "per_token": [row[m.bool()] for row, m in zip(per_token, mask)],
-        "objective": step_mean(per_token, mask, "seq-mean-token-mean"),
-        "objective_token_mean": step_mean(per_token, mask, "token-mean"),
+        "per_token": per_token,
+        "objective": objective("seq-mean-token-mean", logp, every),
+        "objective_token_mean": objective("token-mean", logp, every),
     }
 
 
@@ -363,10 +409,10 @@ def clamp_cases(i, p):
 
 
 def one_step(i, p):
-    logp = T(i["logp"], True)
-    loss, _ = losses.policy_loss(logp, logp, T(i["advantages"]), M(i["mask"]), surrogate="stopgrad_ratio")
-    (g,) = grads(loss.sum(), logp)
-    return {"objective": -loss.detach().sum(), "d_objective_d_logp": -g}
+    logp, row = T(i["logp"], True), preset_of("ppo", p, surrogate="stopgrad_ratio")
+    _, loss = updated(row, logp, logp.detach(), M(i["mask"]), advantages=i["advantages"])
+    (g,) = grads(loss, logp)
+    return {"objective": -loss.detach(), "d_objective_d_logp": -g}
 
 
 def rollout_loop(i, p):
@@ -430,23 +476,26 @@ def early_stop(i, p):
 
 
 def offline_weights(i, p):
-    logp, mu = T(i["logp_seq"], True), T(i["logp_behaviour_seq"])[:, None]  # sequences of one token
-    mask = torch.ones_like(mu)
-    w = losses.truncated_importance_weights(logp[:, None], mu, mask, "sequence_truncate", p["clip_max"])
-    loss = losses.policy_loss(logp[:, None], mu, T(i["reward"]), mask, surrogate="logp", weights_BT=w)[0].mean()
-    (g,) = grads(loss, logp)
-    return {"weights": w[:, 0], "loss": loss, "grad_logp_seq": g}
+    return topr(i, {"baseline": 0.0, "clip_pos": (0.0, p["clip_max"]), "clip_neg": (0.0, p["clip_max"])})
 
 
 def topr(i, p):
-    r = T(i["reward"]) - p.get("baseline", 0.0)
-    logp, mu = T(i["logp_seq"], True), T(i["logp_behaviour_seq"])
-    w = losses.tapered_weights(logp, mu, r, p.get("clip_pos", (1, 1)), p.get("clip_neg", (0, 1)))
-    loss = -(w * r * logp).mean()
+    """Responses of one token each; what a gradient is of -A log pi, over their number, is its weight."""
+    logp, mu, n = T(i["logp_seq"], True), T(i["logp_behaviour_seq"]), len(i["reward"])
+    row = rl_preset("topr", baseline="constant")
+    clips = {k: p[k] for k in ("clip_pos", "clip_neg") if k in p}
+    r = credited(row, n, rewards=i["reward"], baseline=p["baseline"])
+    _, loss = updated(
+        replace(row, options={**row.options, **clips}),
+        logp[:, None],
+        mu[:, None],
+        torch.ones(n, 1, dtype=torch.int),
+        advantages=r,
+    )
     (g,) = grads(loss, logp)
     return {
         "ratio": torch.exp(logp.detach() - mu),
-        "weights": w,
+        "weights": -g * n / T(r.tolist()),
         "loss": loss,
         "grad_logp_seq": g,
         "effective_reward": r,
@@ -506,35 +555,51 @@ def objective_scalars(i, p):
 
 
 def critic(i, p):
+    """A step of the separate critic on given values; targets that are no returns come from the rewards."""
     if "values_prompt" in i:
-        v, r = T([[x] for x in i["values_prompt"]]), T([[x] for x in i["reward"]])
-        return {
-            "advantages": (r - v)[:, 0],
-            "loss": step_mean(losses.value_loss(v, r, torch.ones_like(v)), torch.ones_like(v), "token-mean"),
-        }
-    values, mask = T(i.get("values", i.get("values_new")), True), M(i["mask"])
-    target = T(i["returns"]) if "returns" in i else T(i["reward"]).unsqueeze(1).expand_as(values)
-    old, clip = (T(i["values_old"]) if "values_old" in i else None), p.get("cliprange_value")
-    per = losses.value_loss(values, target, mask, old, clip)
-    mean = step_mean(per, mask, "token-mean")
-    loss = step_mean(per, mask, p.get("loss_agg_mode", "token-mean"))
-    half = step_mean(losses.value_loss(values, target, mask, old, clip, half=True), mask, "token-mean")
+        values, mask = T([[x] for x in i["values_prompt"]], True), torch.ones(len(i["reward"]), 1, dtype=torch.int)
+    else:
+        values, mask = T(i.get("values", i.get("values_new")), True), M(i["mask"])
+    old, clip = T(i["values_old"]) if "values_old" in i else values.detach(), p.get("cliprange_value")
+    target, n = p.get("target", "terminal" if "reward" in i else "lambda_return"), len(values)
+    row = rl_preset("ppo_outcome", critic_target=target, kl_reward_coef=0.0, whiten=False, aggregation="token-mean")
+    out = {}
+    if "returns" in i:
+        returns = T(i["returns"])
+    else:
+        on = mask.bool().numpy()
+        batch = credit.Batch(
+            arr(i["reward"]), np.arange(n), on, np.ones(n, bool), np.ones(n, bool), values_BT=old.numpy()
+        )
+        found = credit.assign(row, batch, 0.0)
+        returns, out["advantages"] = T(found.returns_BT.tolist()), found.advantages_BT[:, 0]
+
+    def step(mode, **config):
+        return production.critic_update(
+            replace(row, aggregation=mode), values, returns, old, mask, {"cliprange_value": clip, **config}
+        )
+
+    sums, mean = step("token-mean")
     (g,) = torch.autograd.grad(mean, values)
-    out = {
-        "per_token": per,
-        "loss": loss,
-        "loss_sum": per.sum(),
-        "loss_token_mean": mean,
-        "loss_half_token_mean": half,
+    each = []
+    for at in mask.nonzero().tolist():
+        one = torch.zeros_like(mask)
+        one[tuple(at)] = 1
+        each.append(production.critic_update(row, values, returns, old, one, {"cliprange_value": clip})[1].detach())
+    per_token = torch.zeros_like(values.detach()).masked_scatter(mask.bool(), torch.stack(each))
+    out |= {
+        "per_token": per_token,
+        "loss": step(p.get("loss_agg_mode", "token-mean"))[1].detach(),
+        "loss_sum": sums.loss["value"][0].detach(),
+        "loss_token_mean": mean.detach(),
+        "loss_half_token_mean": step("token-mean", value_loss_half=True)[1].detach(),
         "grad_values": g,
         "grad_values_token_mean": g,
     }
     if clip is not None:
-        clipped = old + (values.detach() - old).clamp(-clip, clip)
-        unclipped = (values.detach() - target) ** 2
         out |= {
-            "values_clipped": clipped,
-            "clip_fraction": float((((clipped - target) ** 2 > unclipped) & mask.bool()).sum() / mask.sum()),
+            "values_clipped": losses.clipped_values(values.detach(), old, clip),
+            "clip_fraction": sums.metrics["clip_fraction"][0] / mask.sum(),
         }
     return out
 
@@ -587,16 +652,19 @@ def kl_gradients(i, p):
 
 def kl_in_reward(i, p):
     pi, ref = T(i["pi"]), T(i["ref"])
-    penalty = {
-        k: losses.kl_estimate(pi.log(), ref.log(), k, torch.ones_like(pi)).numpy() * p["kl_coef"] for k in ("k1", "k3")
-    }
+    one = torch.ones_like(pi)
     theta = pi.log().clone().requires_grad_()
     (exact,) = torch.autograd.grad(production.full_kl(theta, ref.log()), theta)
-    flat = np.full(len(pi), float(production.full_kl(pi.log(), ref.log())))
+
+    def gradient(penalty):
+        """Of the penalty alone, as a reward of single actions."""
+        rewards = estimators.shape_rewards(np.zeros(len(pi)), arr(penalty)[:, None], arr(one)[:, None], p["kl_coef"])
+        return -production.expected_gradient(pi.log(), rewards)
+
     return {
-        "minus_policy_gradient_of_minus_log_ratio": oracles.softmax_policy_gradient(pi, penalty["k1"]),
-        "gradient_from_k3_as_detached_penalty": oracles.softmax_policy_gradient(pi, penalty["k3"]),
-        "gradient_from_full_kl_as_detached_penalty": oracles.softmax_policy_gradient(pi, flat),
+        "minus_policy_gradient_of_minus_log_ratio": gradient(losses.kl_estimate(pi.log(), ref.log(), "k1", one)),
+        "gradient_from_k3_as_detached_penalty": gradient(losses.kl_estimate(pi.log(), ref.log(), "k3", one)),
+        "gradient_from_full_kl_as_detached_penalty": gradient(production.full_kl(pi.log(), ref.log()).expand(len(pi))),
         "exact_reverse_kl_gradient": exact,
     }
 
@@ -640,12 +708,16 @@ def kl_reward(i, p):
 
 
 def reinforce_pp(i, p):
-    tokens = estimators.shape_rewards(i["score"], i["kl_per_token"], i["mask"], p["kl_coef"], "token_terminal")
-    back = estimators.reward_to_go(tokens, i["mask"], p["gamma"])
+    mask, n = arr(i["mask"]) > 0, len(i["score"])
+    row = rl_preset("reinforce_pp", gamma=p["gamma"], adv_norm_ddof=p["ddof"])
+    batch = credit.Batch(
+        arr(i["score"]), np.arange(n), mask, np.ones(n, bool), np.ones(n, bool), kl_BT=arr(i["kl_per_token"])
+    )
+    found = credit.assign(row, batch, p["kl_coef"])
     return {
-        "token_rewards": tokens,
-        "returns": back,
-        "advantages": estimators.whiten(back, i["mask"], p["ddof"], p["eps"]),
+        "token_rewards": found.token_rewards_BT,
+        "returns": found.raw_BT,
+        "advantages": found.advantages_BT,
     }
 
 
@@ -677,45 +749,38 @@ def kl_direction(i, p):
     return {"kl_old_new": production.full_kl(old, new), "kl_new_old": production.full_kl(new, old)}
 
 
-def klpen(i, p):
+def klpen(preset: str):
     """Objectives at a state: surrogate of an action minus coef KL(old||new), plus entropy."""
-    old, new, A = T(i["pi_old"]), T(i["pi_new"]), i["A"]
-    kl = production.full_kl(old.log(), new.log())
-    H = production.entropy(new.log())
 
-    def surrogate(action, kind, epsilon=0.2):
-        loss, _ = losses.policy_loss(
-            new.log()[action].reshape(1, 1),
-            old.log()[action].reshape(1, 1),
-            T([A]),
-            M([[1]]),
-            epsilon=epsilon,
-            surrogate=kind,
-        )
-        return -loss[0, 0]
+    def adapter(i, p):
+        old, new = T(i["pi_old"]).log(), T(i["pi_new"]).log()
 
-    out = {"kl_old_new": kl, "entropy": H}
-    for a in range(len(old)):
-        out[f"objective_action{a}"] = surrogate(a, "none") - p["kl_coef"] * kl
-    if "action" in i:
-        bonus = p.get("entropy_coef", 0.0) * H - p["kl_coef"] * kl
-        out["objective"] = surrogate(i["action"], "clip", p["epsilon"]) + bonus
-        out["objective_eps_0.1"] = surrogate(i["action"], "clip", 0.1) + bonus
-    return out
+        def objective(action, **clip):
+            row = preset_of(preset, {**p, **clip}, kl_loss_coef=p["kl_coef"])
+            return -production.update_at(row, new, old, action, i["A"], {"entropy_coef": p.get("entropy_coef", 0.0)})
+
+        out = {"kl_old_new": production.full_kl(old, new), "entropy": production.entropy(new)}
+        out |= {f"objective_action{a}": objective(a) for a in range(len(old))}
+        if "action" in i:
+            out["objective"] = objective(i["action"])
+            out["objective_eps_0.1"] = objective(i["action"], epsilon=0.1)
+        return out
+
+    return adapter
 
 
 def trpo_penalty(i, p):
     mask = M(i["mask"])
     logp = T(i["ratio"]).log()
-    per, _ = losses.policy_loss(logp, torch.zeros_like(logp), T(i["advantages"]), mask, surrogate="none")
-    return {"loss": step_mean(per + p["kl_coef"] * T(i["kl_old_new"]), mask, p["loss_agg_mode"])}
+    row = preset_of("trpo_penalty", p, kl_loss_coef=p["kl_coef"], aggregation=p["loss_agg_mode"])
+    _, loss = updated(row, logp, torch.zeros_like(logp), mask, advantages=i["advantages"], kl=T(i["kl_old_new"]))
+    return {"loss": loss}
 
 
 def trust_region(i, p):
     """A step on a table of logits, which is the hidden state under a head that changes nothing."""
-    logits, adv = T(i["logits"], True), T(i.get("advantages", i.get("advantages_centred")))
-    (g,) = torch.autograd.grad(torch.softmax(logits, -1) @ adv, logits)
-    logits = logits.detach()
+    logits, adv = T(i["logits"]), T(i.get("advantages", i.get("advantages_centred")))
+    g = production.expected_gradient(logits, adv)
     head = production.head(logits)
 
     def fisher(v):
@@ -865,7 +930,7 @@ def whiten(i, p):
             "whitened": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"]),
             "minmax_0_1": estimators.minmax(r),
             "whiten_without_shift": estimators.whiten(r, ddof=p["ddof"], eps=p["eps"], shift_mean=False),
-            "clip_to_2.5": np.clip(r, -2.5, 2.5),
+            "clip_to_2.5": estimators.normalise_rewards(r, "none", clip=2.5),
         }
     picked = arr(i["advantages"])[arr(i["mask"]) > 0]
     return {
@@ -1077,17 +1142,6 @@ def termination(i, p):
     return out
 
 
-def eos_gate(i, p):
-    reward, _, _ = estimators.apply_truncation(
-        i["rm_score"],
-        i["ended_with_eos"],
-        p["truncation_policy"],
-        p["missing_eos_penalty"],
-        p.get("missing_eos_mode", "replace"),
-    )
-    return {"reward": reward, "truncated_fraction": 1 - float(np.mean(i["ended_with_eos"]))}
-
-
 def group_mean_optimum(i, p):
     """Stationary point of the group-mean gradient (k samples) plus the exact KL gradient; leave-one-out for
     comparison.
@@ -1171,8 +1225,9 @@ def ess(i, p):
 
 def clip_fractions(i, p):
     logp, n = T([i["ratio"]]).log(), len(i["ratio"])
-    _, m = losses.policy_loss(logp, torch.zeros_like(logp), T([i["advantage"]]), torch.ones(1, n), epsilon=p["epsilon"])
-    s = shares(m)
+    mask = torch.ones(1, n, dtype=torch.int)
+    sums, _ = updated(preset_of("ppo", p), logp, torch.zeros_like(logp), mask, advantages=[i["advantage"]])
+    s = shares(sums, float(n))
     return {
         "ratio_outside": s["outside_range_fraction"],
         "gradient_zeroed": s["clip_fraction"],
@@ -1196,12 +1251,12 @@ def astar(i, p):
     return {"v_star": v, "residual": residual, "loss": loss, "grad_logp_seq": g}
 
 
-def credited(preset, n: int, **batch):
+def credited(preset, n: int, kl_coef: float = 0.0, **batch):
     """Advantages [n] that a preset's row gives one-token completions of prompts of their own."""
     one = credit.Batch(
         arr(batch.pop("rewards")), np.arange(n), np.ones((n, 1), bool), np.ones(n, bool), np.ones(n, bool), **batch
     )
-    return credit.assign(preset, one, 0.0).advantages_BT[:, 0]
+    return credit.assign(preset, one, kl_coef).advantages_BT[:, 0]
 
 
 def reward_minus(i, p):
@@ -1214,6 +1269,56 @@ def win_rates(i, p):
     """The rates whose distance from 1/2 is the advantage of SPPO."""
     won, n = arr(i["pairwise"]), len(i["pairwise"])
     return {"win_rate": credited(rl_preset("sppo"), n, rewards=np.zeros(n), preference_BO=won) + 0.5}
+
+
+def sppo(i, p):
+    """The update of responses that are one token each; a pair with a label is two that win for sure and never."""
+    if "win_prob" in i:
+        h, win, eta = T(i["log_ratio_to_prev"], True), arr(i["win_prob"]), p["eta"]
+    else:
+        h, win, eta = T([i["log_ratio_chosen"], i["log_ratio_rejected"]], True), arr([1.0, 0.0]), 1 / p["beta"]
+    row, n = rl_preset("sppo", options={"eta": eta}), len(win)
+    wins = credited(row, n, rewards=np.zeros(n), preference_BO=win[:, None])
+    _, loss = updated(row, h[:, None], torch.zeros(n, 1), torch.ones(n, 1, dtype=torch.int), advantages=wins)
+    loss = loss if "win_prob" in i else n * loss  # the vector's pair is a sum
+    (g,) = grads(loss, h)
+    return {
+        "targets": eta * wins,
+        "loss": loss,
+        "grad_log_ratio_chosen": g[0],
+        "grad_log_ratio_rejected": g[1],
+    }
+
+
+def online_ipo(i, p):
+    """Pairs of one prompt each, whose second response is as likely as under the reference."""
+    row, n = rl_preset("online_ipo", options={"tau": p["tau"]}), len(i["h"])
+
+    def update(k, prefers):
+        h = T(i["h"][k], True)
+        logp, zeros = torch.stack([h, T(0.0)])[:, None], torch.zeros(2, 1)
+        _, loss = updated(
+            row,
+            logp,
+            zeros,
+            torch.ones(2, 1, dtype=torch.int),
+            ["q", "q"],
+            advantages=[0.0, 0.0],
+            ref_logps=zeros,
+            preferences=[prefers, 1 - prefers],
+        )
+        return loss.detach(), *grads(loss, h)
+
+    soft = [update(k, q) for k, q in enumerate(i["p_first_preferred"])]
+    hard = [[update(k, label)[0] for label in (1.0, 0.0)] for k in range(n)]
+    q = i["p_first_preferred"][1]
+    return {
+        "loss_hard": [hard[k][0] for k in range(n) if i["p_first_preferred"][k] == 1.0],
+        "soft_target": [h - g / 2 for h, (_, g) in zip(i["h"], soft)],  # the loss is the square of what h misses
+        "loss_soft": [loss for loss, _ in soft],
+        "expected_hard_loss_second": q * hard[1][0] + (1 - q) * hard[1][1],
+        "grad_h_second": soft[1][1],
+    }
 
 
 def agent(i, p):
@@ -1286,12 +1391,15 @@ def nash(i, p):
             steps.append({"mixture": mixture, "pi_next": pi})
         return {"steps": steps}
     if "pi" in i:
-        pi, mixture = arr(i["pi"]), oracles.geometric_mixture(np.log(arr(i["pi"])), np.log(arr(ref)), p["mixture_coef"])
-        signal = arr(P) @ mixture - 0.5 - p["tau"] * (np.log(pi) - np.log(arr(ref)))
+        logp, log_ref, n = T(i["pi"]).log(), T(ref).log(), len(ref)
+        mixture = torch.softmax(geometric_mixture(logp, log_ref, p["mixture_coef"]), -1).double()
+        wins = (T(P) @ mixture).numpy()[:, None]
+        kl = losses.kl_estimate(logp, log_ref, "k1", torch.ones(n)).numpy()[:, None]
+        signal = credited(rl_preset("nash_md"), n, p["tau"], rewards=np.zeros(n), preference_BO=wins, kl_BT=kl)
         return {
             "mixture": mixture,
             "per_action_signal": signal,
-            "grad_logits": oracles.softmax_policy_gradient(pi, signal),
+            "grad_logits": production.expected_gradient(logp, signal),
         }
     star, pi = oracles.nash_equilibrium(ref, P, p["tau"]), arr(ref)
     for k in range(20_000):
@@ -1300,15 +1408,19 @@ def nash(i, p):
 
 
 def importance(i, p):
+    """Weights that no clip of the preset cuts, on single actions."""
+
+    def weights(pi, mu):
+        return losses.tapered_weights(T(pi).log(), T(mu).log(), torch.ones(len(pi)), *[(0.0, math.inf)] * 2).numpy()
+
     if "counts" in i:
-        w, n = arr(i["P"]) / arr(i["Q"]), arr(i["counts"])
+        w, n = weights(i["P"], i["Q"]), arr(i["counts"])
         return {
             "weights": w,
             "estimate": float((n * w * arr(i["value"])).sum() / n.sum()),
             "naive_mean": float((n * arr(i["value"])).sum() / n.sum()),
         }
-    mu, pi, r = arr(i["behaviour"]), arr(i["pi"]), arr(i["reward"])
-    w = np.exp(np.log(pi) - np.log(mu))
+    mu, pi, r, w = arr(i["behaviour"]), arr(i["pi"]), arr(i["reward"]), weights(i["pi"], i["behaviour"])
     return {"E_behaviour_ratio_R": float(mu @ (w * r)), "E_pi_R": float(pi @ r), "E_behaviour_ratio": float(mu @ w)}
 
 
@@ -1540,6 +1652,9 @@ ADAPTERS = {
     "ref_mixup_refresh": refresh,
     "weight_ema": lambda i, p: {"ema_new": production.averaged(i["ema"], i["theta"], p["decay"])},
     "sppo_win_rates": win_rates,
+    "sppo_loss": sppo,
+    "sppo_pair_hard_labels": sppo,
+    "online_ipo_loss": online_ipo,
     "pass_at_k_curriculum": lambda i, p: {"pass_at_k": [sampling.pass_at_k(*c) for c in i["cases_n_c_k"]]},
     **{f"return_rtg_{n}": returns for n in ("gamma09", "gamma05", "padded")},
     "value_oracle_two_step": value_oracle,
@@ -1562,7 +1677,6 @@ ADAPTERS = {
         )
     },
     "term_modes": termination,
-    "eos_gate": eos_gate,
     "pg_exact_bandit": bandit,
     "pg_psi_choices": psi,
     "pg_baseline_variance": baseline_variance,
@@ -1592,25 +1706,22 @@ ADAPTERS = {
     "npg_two_arm": trust_region,
     "trpo_damped_three_arm": trust_region,
     "trpo_backtracking": trust_region,
-    **{n: clip_grid for n in ("ppo_clip_grid", "ppo_clip_higher_grid", "grpo_plus_clip_grid", "dual_clip_grid")},
+    "ppo_clip_grid": clip_grid("ppo"),
+    "dual_clip_grid": clip_grid("ppo"),
+    "ppo_clip_higher_grid": clip_grid("dapo"),
+    "grpo_plus_clip_grid": clip_grid("grpo_plus"),
     **{
-        n: policy
-        for n in (
-            "ppo_clip_batch",
-            "ppo_first_minibatch_is_pg",
-            "ppo_one_token",
-            "ppo_all_masked",
-            "ppo_diagnostics",
-            "grpo_loss_with_kl",
-            "dr_grpo_loss",
-            "dapo_loss",
-            "overlong_filter_loss",
-            "gspo_loss",
-            "gspo_loss_paper_eps",
-            "grape_alt_loss",
-            "grpo_empty_completion",
-        )
+        f"ppo_{n}": policy("ppo")
+        for n in ("clip_batch", "first_minibatch_is_pg", "one_token", "all_masked", "diagnostics")
     },
+    "grpo_loss_with_kl": policy("grpo"),
+    "dr_grpo_loss": policy("dr_grpo"),
+    "grpo_empty_completion": policy("dr_grpo"),
+    "dapo_loss": policy("dapo"),
+    "overlong_filter_loss": policy("dapo"),
+    "gspo_loss": policy("gspo"),
+    "gspo_loss_paper_eps": policy("gspo"),
+    "grape_alt_loss": grape_alt,
     "cispo_loss": cispo,
     "ppo_sequence_level": ppo_sequence,
     "grpo_objective_ratios": ratio_inputs,
@@ -1619,9 +1730,9 @@ ADAPTERS = {
     "ppo_rollout_loop": rollout_loop,
     "ppo_kl_early_stop": early_stop,
     "clip_fraction_two_definitions": clip_fractions,
-    "ppo_kl_penalty": klpen,
-    "ppo_clip_plus_kl": klpen,
-    "ppo_full_objective": klpen,
+    "ppo_kl_penalty": klpen("ppo_penalty_adaptive"),
+    "ppo_clip_plus_kl": klpen("ppo_clip_kl"),
+    "ppo_full_objective": klpen("ppo_clip_kl"),
     "ppo_ptx_total": ptx,
     "ppo_ptx_nll": ptx,
     "grpo_sequence_form_entropy_sign": objective_scalars,
@@ -1686,8 +1797,6 @@ ADAPTERS = {
     "grpo_process_tail_tokens": process,
     "reinforce_pp_advantage": reinforce_pp,
     "dapo_soft_overlong": overlong,
-    "soft_overlong": overlong,
-    "soft_overlong_no_cache": overlong,
     "dapo_total_reward": dapo_reward,
     "overlong_filter_group_stats": overlong_stats,
     "dapo_filter_on_correctness": filter_correctness,

@@ -18,6 +18,7 @@ from stages.chat import RenderError
 from stages.direct import direct_losses as direct
 from stages.ingestion import curation, pairing
 from stages.measures import overopt, preference, statistics
+from stages.models import adapters, lean
 from stages.models.divergence import topk_divergence
 from stages.models.modeling import Head, token_logps
 from stages.reward.judge import soft_label
@@ -26,6 +27,7 @@ from stages.reward_model import Config as RewardConfig
 from stages.reward_models import preference_module, reward_data, reward_losses
 from stages.reward_models.reward_heads import RewardCard, own_positions
 from stages.reward_models.reward_scorers import ComparingScorer, Response, drawn_by_text
+from stages.settings import OptimizerConfig
 from stages.training import Sums, Trainer
 from tests import production
 from tests.production import distillation, logps_at, step_mean
@@ -181,7 +183,7 @@ def kd_probs(i, p):
     teacher = T(i.get("teacher_probs", i.get("teacher", i.get("teacher_with_context"))))
     student = T(i.get("student_probs", i.get("student", i.get("student_without_context"))))
     s = student.log().requires_grad_()
-    kl = distillation(s, teacher.log())
+    kl = production.distilled(s[None], teacher.log()[None], {}).divided({"tokens": 1.0})
     entropy = production.entropy(teacher.log())
     (g,) = grads(kl, s)
     out = {
@@ -216,21 +218,20 @@ def kd_probs(i, p):
 
 
 def kd_logits(i, p):
-    t = p.get("temperature", 1.0)
-    student = T(i["student_logits"], True)
-    kl = distillation(student, T(i["teacher_logits"]), t)
+    t, w = p.get("temperature", 1.0), p.get("soft_weight", 1.0)
+    student, teacher = T(i["student_logits"], True), T(i["teacher_logits"])
+    config = {"distillation_temperature": t, "soft_weight": w}
     if "loss_mask" in i:
-        mask = torch.tensor(i["loss_mask"])
-        return {
-            "per_token_kl": losses.masked(kl, mask),
-            "loss": step_mean(kl.unsqueeze(0), mask.unsqueeze(0), "token-mean"),
-        }
-    (g,) = grads(kl, student)
-    out = {"loss": kl, "kl_without_T2": kl / t**2, "grad_student_logits": g}
-    if "hard_label" in i:
-        hard = -logps_at(student.detach(), torch.tensor(i["hard_label"]))
-        w = p["soft_weight"]
-        out = {"soft": kl, "hard": hard, "loss": w * kl + (1 - w) * hard}
+        kl, mask = distillation(student.detach(), teacher, t), torch.tensor(i["loss_mask"])
+        on = mask.bool()
+        sums = production.distilled(student[on], teacher[on], config)
+        return {"per_token_kl": losses.masked(kl, mask), "loss": sums.divided({"tokens": float(on.sum())})}
+    sums = production.distilled(student[None], teacher[None], config, [i.get("hard_label", 0)])
+    loss = sums.divided({"tokens": 1.0})
+    (g,) = grads(loss, student)
+    out = {"loss": loss, "kl_without_T2": sums.metrics["kl"][0], "grad_student_logits": g}
+    if w < 1:
+        out |= {"soft": sums.loss["divergence"][0] / w, "hard": sums.loss["nll"][0] / (1 - w)}
     return out
 
 
@@ -274,10 +275,18 @@ def rm_bt(i, p):
 
 
 def rm_margin(i, p):
+    """Each margin's loss, as the mean over one pair."""
     d = i["reward_diff"] if "reward_diff" in i else i["r_chosen"]
-    w, l = T(d), T(i.get("r_rejected", 0.0))
-    margins = i.get("margins", i.get("margin"))
-    return {"loss": losses.bradley_terry_loss(w, l, margin=T(margins))}
+    margins = np.atleast_1d(i.get("margins", i.get("margin"))).tolist()
+    gaps = np.broadcast_to(d, len(margins)).tolist()
+    config = RewardConfig(objective="bt", use_margin=True)
+
+    def loss(gap, margin):
+        scores = T([[gap], [0.0]]) + i.get("r_rejected", 0.0)
+        item = make_item("pair", [0], [[0], [0]], [[1], [1]], weight=1.0, margin=margin, ended=[True, True])
+        return reward_losses.bradley_terry(scores, collate([item]), config).loss["ranking"][0]
+
+    return {"loss": [loss(gap - i.get("r_rejected", 0.0), margin) for gap, margin in zip(gaps, margins)]}
 
 
 def likert_map(i, p):
@@ -351,12 +360,27 @@ def position_debias(i, p):
 
 
 def rm_pairwise(i, p):
-    logit = torch.logit(T(i["p_i"]))
-    return {"loss": losses.soft_bce(logit, T(i["hp"]))}
+    """Each pair by itself, as sure of either order."""
+
+    def loss(probability, label):
+        logit = torch.logit(T(probability))
+        item = make_item("pair", [0], [[0], [0]], [[1], [1]], weight=1.0, label_prob=float(label))
+        sums = reward_losses.pairwise(
+            torch.stack([logit, -logit])[:, None], collate([item]), RewardConfig(objective="pairwise")
+        )
+        return sums.loss["bce"][0]
+
+    return {"loss": [loss(*pair) for pair in zip(i["p_i"], i["hp"])]}
 
 
 def rm_orm(i, p):
-    return {"loss": losses.soft_bce(torch.logit(T(i["p"])), T(i["label"]))}
+    """Completions of one token, each by itself."""
+
+    def loss(probability, label):
+        item = make_item("one", [0], [[0]], [[1]], target=float(label), weight=1.0, ended=[True])
+        return reward_losses.outcome(torch.logit(T([[probability]])), collate([item]), None).loss["bce"][0]
+
+    return {"loss": [loss(*one) for one in zip(i["p"], i["label"])]}
 
 
 def rm_orm_gain_bias(i, p):
@@ -701,18 +725,36 @@ def star(i, p):
 
 
 def lora(i, p):
-    """Through peft's own layer, which is what is trained: its base output plus scaling B A x."""
-    from peft import LoraConfig, inject_adapter_in_model
+    """Of a model that is one linear layer: trained as peft's layer computes it, and as the fast forward does."""
 
-    base = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False)).double()
-    base[0].weight.data = T(i["W0"])
-    model = inject_adapter_in_model(LoraConfig(r=p["r"], lora_alpha=p["lora_alpha"], target_modules=["0"]), base)
-    layer, x = model[0], T(i["x"])
-    out = {"y_at_init_B_zero": layer(x)}
+    class OneLayer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.embedding = torch.nn.Linear(2, 2, bias=False), torch.nn.Embedding(1, 2)
+
+        def get_input_embeddings(self):
+            return self.embedding
+
+        def get_output_embeddings(self):
+            return None
+
+        def forward(self, x):
+            return self.layer(x)
+
+    base = OneLayer().double()
+    base.layer.weight.data = T(i["W0"])
+    settings = OptimizerConfig(lora_rank=p["r"], lora_alpha=p["lora_alpha"], lora_targets="layer")
+    layer = adapters.add_lora(base, settings, 0, task=None).base_model.model.layer
+    x = T(i["x"])[None]
+
+    def product():
+        y = lean._linear(x, lean.product(layer), x.dtype)
+        assert torch.allclose(y, layer(x))
+        return y[0]
+
+    out = {"y_at_init_B_zero": product()}
     layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data = T(i["A"]), T(i["B"])
-    out["y_alpha_over_r"] = layer(x)
-    layer.merge()
-    return {**out, "merged_W": layer.base_layer.weight}
+    return {**out, "y_alpha_over_r": product(), "merged_W": adapters.merged(layer, layer.base_layer.weight)}
 
 
 def lora_ensemble(i, p):
