@@ -7,6 +7,7 @@ from typing import Any
 
 from stages.spec import ConfigError
 from storage import store
+from tasks.run import whole_model
 
 
 def converse(
@@ -26,7 +27,10 @@ def converse(
     Raises:
         ConfigError: no language model, or a prompt that leaves no room for an answer.
     """
-    found = store.resolve(model, "model")  # before the imports that take seconds: a mistyped name is told of at once
+    try:
+        found = store.resolve(model, "model")  # before the imports that take seconds: a mistyped name is told at once
+    except store.OnlyAdapter as adapter:
+        found = whole_model(adapter, model, "chat")
     if wrong := store.wrong_use(found.path, "words"):
         raise ConfigError(f"{model} {wrong}")
     talk = Conversation(str(found.path), system, temperature, top_p, max_tokens, seed)

@@ -397,7 +397,8 @@ def steps_of(run: Any, config_type: Any, name: str) -> list[str]:
     from flows.config import ConfigError
     from flows.report import sections
 
-    steps, others = [label for label in run.stages() if ".ingest-" not in label], set(sections(config_type)) - {name}
+    steps = [label for label in run.stages() if ".ingest-" not in label and ".merge-" not in label]
+    others = set(sections(config_type)) - {name}
     found = [step for step in steps if step == name] or [
         step for step in steps if step.startswith(f"{name}_") and step not in others
     ]

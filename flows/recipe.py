@@ -273,13 +273,13 @@ class Plan(Run):
 
     def execute(self, stage, label, inputs, config, name_as, seed):
         from storage import records
-        from tasks.run import NotIngested, prepare
+        from tasks.run import NotMadeYet, prepare
 
         spec = get_stage(stage).SPEC
         spec.check_inputs(inputs, config)
         found = None
         if label not in self.force and not any(ref.startswith("(") for ref in inputs.values()):
-            with contextlib.suppress(NotIngested):
+            with contextlib.suppress(NotMadeYet):
                 found = records.find(prepare(stage, inputs, config, seed=seed, dry=True).key)
         row = {
             "step": label,
@@ -318,7 +318,10 @@ class Plan(Run):
         def shape(ref: str):
             if ref.startswith("(") or not (store.is_ref(ref) or os.path.isdir(ref)):  # not there yet, or on the hub
                 return self.shapes.get(ref)
-            return memory.shape_of(store.resolve(ref, "model").path)
+            try:
+                return memory.shape_of(store.resolve(ref, "model").path)
+            except store.OnlyAdapter as adapter:  # the whole has its base's shape
+                return shape(adapter.base)
 
         known = {name: shape(ref) for name, ref in inputs.items() if spec.input_spec(name).kind == "model"}
         if (start := known.get("model")) is not None:  # what it publishes has its shape, in the type that it publishes
@@ -533,7 +536,11 @@ def look(ref: str, wanted: InputSpec) -> None:
     kind = wanted.kind
     if kind != "model" and not store.is_ref(ref) and (store.is_url(ref) or os.path.exists(os.path.expanduser(ref))):
         return
-    found = store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None)
+    try:
+        found = store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None)
+    except store.OnlyAdapter as adapter:  # put into it before the step runs
+        store.resolve(adapter.base or ref, kind)
+        return
     if wanted.use and (wrong := store.wrong_use(found.path, wanted.use)):
         raise store.StoreError(f"{ref} {wrong}")
 

@@ -547,7 +547,7 @@ def stage_plan(name: str, inputs: dict[str, str], config: Any, seed: int, force:
     """
     from flows.recipe import Plan
     from stages.registry import get_stage
-    from tasks.run import NotIngested, prepare
+    from tasks.run import NotMadeYet, prepare
 
     spec = get_stage(name).SPEC
     plan = Plan(f"stage:{name}", seed, [name] if force else [])
@@ -556,8 +556,8 @@ def stage_plan(name: str, inputs: dict[str, str], config: Any, seed: int, force:
     try:
         prepared = prepare(name, inputs, config, seed=seed, dry=True)
         given, key, config = prepared.inputs, prepared.key, prepared.config
-    except NotIngested:
-        given = {one: store.resolve(text, spec.input_spec(one).kind) for one, text in inputs.items()}
+    except NotMadeYet:
+        given = {one: _as_given(text, spec.input_spec(one).kind) for one, text in inputs.items()}
     begun = work.standing(key) if key and not planned["cached"] and not force else None
     shown = ("status", "seconds", "progress", "step", "log")
     return {
@@ -584,6 +584,15 @@ def stage_plan(name: str, inputs: dict[str, str], config: Any, seed: int, force:
         "advice": plan.advice,
         "refused": plan.refused,
     }
+
+
+def _as_given(text: str, kind: str) -> store.ResolvedInput:
+    """What an input is before anything is made of it."""
+    try:
+        return store.resolve(text, kind)
+    except store.OnlyAdapter as adapter:
+        digest = store.cached_digest(Path(adapter.path))
+        return store.ResolvedInput(f"adapter, put into {adapter.base} first", adapter.path, text, digest)
 
 
 def print_stage_plan(value: dict[str, Any], settings: Any) -> None:
@@ -617,7 +626,9 @@ def print_stage_plan(value: dict[str, Any], settings: Any) -> None:
         what = "continue what was stopped" if begun["status"] == "stopped" else "wait for the process that runs it"
         print(f"plan    {what}, at {progress_of(begun) or 'its beginning'}")
     else:
-        print("plan    run" + ("" if value["key"] else ", once its raw data has been ingested"))
+        raw = any(one["kind"].startswith("raw data") for one in value["inputs"])
+        first = ", once " + ("its raw data has been ingested" if raw else "its adapter has been put into the model")
+        print("plan    run" + ("" if value["key"] else first))
     if value["key"]:
         print(f"key     {value['key'][:12]}")
     for name, ref in value["outputs"].items():

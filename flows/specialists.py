@@ -71,6 +71,11 @@ class Config(WorldRecipeConfig):
             raise ValueError(
                 "each of the specialists has demonstrations of its own; leave data.demonstrations out, or specialists"
             )
+        if self.merge.method == "adapter":
+            raise ValueError(
+                "merge.method=adapter puts one adapter into one model, and specialists are several; write"
+                " merge.method=linear, slerp, task_arithmetic or ties"
+            )
         if len(self.specialists) == 1:
             raise ValueError("one specialist alone is merged with nothing; write two or more, or none and copies=3")
         if taken := {"base", "merged", "champion", "prompts"} & set(self.specialists):

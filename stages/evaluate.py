@@ -677,7 +677,7 @@ class Plan:
                 "stop_strings": list(config.stop_strings),
                 "seed": stage.seed,
                 "graders": [component.identity() for component in config.rewards],
-                "grader_version": grader_version(),
+                "grader_version": grader_version(config, [row for row, _ in self.prompts]),
             } | ({"logits": canonical_json(changed)} if changed else {})
             if config.prompt_template != "chat":
                 protocol["prompt_template"] = config.prompt_template
@@ -713,9 +713,7 @@ class Plan:
                 "few_shot": self.shots.facts,
                 "multiple_choice": {
                     "readings": config.multiple_choice,
-                    "forms": source_of(
-                        "stages.verification.choices", "stages.evaluation.few_shot", "stages.evaluation.multiple_choice"
-                    ),
+                    "forms": source_of("stages.evaluation.few_shot:Shots", "stages.evaluation.multiple_choice:read"),
                 },
             }
         if self.plain:

@@ -5,26 +5,35 @@
 ``task_arithmetic``  base + sum_i c_i (w_i - base) (Ilharco et al. 2023)
 ``ties``             as task_arithmetic after trimming each difference to its largest entries and keeping, per weight, those
                      that agree with the majority sign (Yadav et al. 2023)
+``adapter``          base with the LoRA adapter of a directory that peft or TRL wrote, W + (alpha / r) B A (``peft.lora``);
+                     of a sequence classifier, a reward model. What comes out computes what peft's own forward of the two
+                     does, to float32's rounding; the stage tries it out.
 
 Everything is computed in float32; integer buffers come from the first model, tokenizer and template too.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from stages.settings import ReadWhen, refuse_unread
-from stages.spec import InputSpec, OutputSpec, StageConfig, StageSpec
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec
 
 
 class Config(StageConfig):
     READ_WHEN: ClassVar[ReadWhen] = (
         (("density",), lambda c: c.method == "ties", "only ties trims differences; write method=ties"),
+        (
+            ("coefficients",),
+            lambda c: c.method != "adapter",
+            "an adapter brings its own scale, alpha / r; leave coefficients out",
+        ),
     )
 
-    method: Literal["linear", "slerp", "task_arithmetic", "ties"] = Field(
+    method: Literal["linear", "slerp", "task_arithmetic", "ties", "adapter"] = Field(
         "linear", description="How weights are combined; see the stage's description."
     )
     coefficients: dict[str, float] = Field(
@@ -73,33 +82,28 @@ COSMETIC = {
     "transformers_version",
     "use_cache",
 }
+#: Largest difference of logits, as a share of the largest one, that float32 products in another order make.
+ROUNDING = 1e-3
 BASE = "(base)"  # what the input base is called beside the models' labels
 
-SPEC = StageSpec(
-    name="merge",
-    config=Config,
-    inputs={
-        "models": InputSpec("model", many=True, doc="The models, each with a label."),
-        "base": InputSpec("model", required=False, doc="What they were trained from (task_arithmetic, ties)."),
-    },
-    outputs={"model": OutputSpec("model", role="policy")},
-)
 
-
-def run(stage):
-    from stages.models.modeling import load_policy, note_types, save_policy
-    from stages.chat import renderer_for
-    from stages.spec import ConfigError
-
-    config, given = stage.config, stage.many("models")
-    labels = list(given)
-    differences = config.method in ("task_arithmetic", "ties")
-    if len(labels) < (1 if differences else 2) or (config.method == "slerp" and len(labels) != 2):
+def check(config: Config, names: list[str]) -> None:
+    """Raise ConfigError where the inputs are not those of the method."""
+    models = sum(name.split(".", 1)[0] == "models" for name in names)
+    one, differences = config.method == "adapter", config.method in ("task_arithmetic", "ties")
+    if one and (models or not {"adapter", "base"} <= set(names)):
+        raise ConfigError(
+            "merge: method=adapter puts one adapter into one model; give --input adapter=DIR --input base=MODEL and no"
+            " models"
+        )
+    if not one and "adapter" in names:
+        raise ConfigError(f"merge: method={config.method} reads no adapter; write method=adapter, or leave it out")
+    if not one and (models < (1 if differences else 2) or (config.method == "slerp" and models != 2)):
         raise ConfigError(
             f"merge: method={config.method} takes {'exactly two' if config.method == 'slerp' else 'several'} models;"
             " give --input models.a=REF --input models.b=REF"
         )
-    if differences != stage.has("base"):
+    if (one or differences) != ("base" in names):
         raise ConfigError(
             "merge: "
             + (
@@ -108,6 +112,86 @@ def run(stage):
                 else f"method={config.method} has no base; drop it, or write method=task_arithmetic"
             )
         )
+
+
+SPEC = StageSpec(
+    name="merge",
+    config=Config,
+    inputs={
+        "models": InputSpec("model", required=False, many=True, doc="The models, each with a label."),
+        "base": InputSpec(
+            "model",
+            required=False,
+            doc="What they were trained from (task_arithmetic, ties); what the adapter belongs on (adapter).",
+        ),
+        "adapter": InputSpec(
+            "file", required=False, doc="Directory with adapter_config.json and adapter_model.safetensors (adapter)."
+        ),
+    },
+    outputs={"model": OutputSpec("model", role="policy", doc="A reward model where the adapter is one.")},
+    check=check,
+)
+
+
+def run(stage):
+    if stage.config.method == "adapter":
+        put_in(stage)
+    else:
+        combined(stage)
+
+
+def put_in(stage) -> None:
+    """Publish the base with the adapter in it; refuse what does not compute what peft's forward of the two does."""
+    import torch
+
+    from stages.chat import TOKENIZER_FILES, load_tokenizer
+    from stages.models import adapters
+    from stages.models.modeling import load_policy, note_types, save_policy, save_weights
+    from stages.reward_models.reward_heads import has_card, load_reward_model, read_card, write_card
+
+    base, folder = stage.path("base"), Path(stage.path("adapter"))
+    told = adapters.Adapter(folder)
+    model = load_reward_model(base, outputs=told.outputs) if told.scores else load_policy(base)
+    note_types(stage, base)
+    model = told.put_on(model)
+    own = any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
+    tokenizer = load_tokenizer(str(folder) if own else base)
+    stage.log(
+        f"the adapter {folder} is put into {stage.inputs['base'].ref}, with the tokenizer and chat template of the"
+        f" {'adapter' if own else 'base'}. What trains on goes on from the whole: lora_rank puts a new adapter on top"
+    )
+    ids = torch.arange(min(64, len(tokenizer), told.positions(model)))[None]
+    with torch.no_grad():
+        before = model.eval()(input_ids=ids).logits
+    with stage.output_model("model", role="reward" if told.scores else "policy") as directory:
+        if told.scores:
+            save_weights(model, directory)
+            tokenizer.save_pretrained(directory)
+            if has_card(base):
+                write_card(directory, read_card(base))
+        else:
+            save_policy(model, tokenizer, directory, base=stage.inputs["base"].ref)
+        del model
+        again = (load_reward_model if told.scores else load_policy)(str(directory))
+        with torch.no_grad():
+            off, scale = float((again.eval()(input_ids=ids).logits - before).abs().max()), float(before.abs().max())
+        if not off <= ROUNDING * scale:
+            raise ConfigError(
+                f"merge: with the adapter in it the model computes other logits than under it (up to {off:.3g} apart,"
+                f" of {scale:.3g}), as where it is on one of two layers that share a weight, or left with values that"
+                " are no numbers; merge it with peft (merge_and_unload, after untying the weights), and give what that"
+                " saves"
+            )
+    stage.summary({"logits_largest": scale, "logits_largest_difference": off})
+
+
+def combined(stage) -> None:
+    """Publish the arithmetic of several models' weights."""
+    from stages.models.modeling import load_policy, note_types, save_policy
+    from stages.chat import renderer_for
+
+    config, given = stage.config, stage.many("models")
+    labels, differences = list(given), stage.has("base")
     coefficients = coefficients_of(config, labels)
     stage.log(
         "merging "
@@ -169,8 +253,6 @@ def coefficients_of(config: Config, labels: list[str]) -> dict[str, float]:
     Raises:
         ConfigError: unknown or missing labels, or shares that do not sum to 1 where they must.
     """
-    from stages.spec import ConfigError
-
     share = config.method in ("linear", "slerp")
     if not config.coefficients:
         return {label: 1.0 / len(labels) if share else 1.0 for label in labels}
@@ -208,8 +290,6 @@ def check_alike(states: dict, settings: dict, vocabularies: dict) -> None:
     Args:
         states, settings, vocabularies: by model; tensors by name, :func:`settings_of`, ``Renderer.vocabulary_hash``.
     """
-    from stages.spec import ConfigError
-
     first, reference = next(iter(states.items()))
     for label, state in states.items():
         odd = sorted(set(state) ^ set(reference)) or [

@@ -56,6 +56,19 @@ class StoreError(LookupError):
     """A reference or path that cannot be resolved; the text says what to write instead."""
 
 
+class OnlyAdapter(StoreError):
+    """A directory that peft or TRL wrote an adapter alone to: ``path``, ``base`` (the model it belongs on, as it says
+    itself; "" where it does not). Stages put it into that first (``tasks.run.prepare``)."""
+
+    def __init__(self, given: str, path: str, base: str):
+        self.path, self.base = path, base
+        super().__init__(
+            f"{given} is an adapter for {base or 'another model'} and no whole model; put it into that first, and give"
+            f" what comes out: posttrain stage merge --set method=adapter --input adapter={path} --input"
+            f" base={base or 'MODEL'}"
+        )
+
+
 @dataclass(frozen=True)
 class ResolvedInput:
     """kind ``dataset`` | ``model`` | ``file``; path local or URL; digest of the content; ref as a user would write it;
@@ -155,19 +168,11 @@ def wrong_use(path: str, use: str) -> str | None:
     return None
 
 
-def only_adapter(path: Path) -> str | None:
-    """What to do with a directory that peft or TRL wrote an adapter alone to; None where a whole model is there."""
-    if (path / "config.json").is_file() or not (path / "adapter_config.json").is_file():
-        return None
-    told = read_json(path / "adapter_config.json", None) or {}
-    loader = {"SEQ_CLS": "AutoPeftModelForSequenceClassification", "TOKEN_CLS": "AutoPeftModelForTokenClassification"}
-    loader = loader.get(told.get("task_type"), "AutoPeftModelForCausalLM")
-    return (
-        f"is an adapter for {told.get('base_model_name_or_path') or 'another model'} and no whole model; put it into that"
-        f' first: python -c "from peft import {loader} as M; from transformers import AutoTokenizer as T;'
-        f" M.from_pretrained('{path}'{', num_labels=1' if 'Sequence' in loader else ''}).merge_and_unload()"
-        f".save_pretrained('NEW'); T.from_pretrained('{path}').save_pretrained('NEW')\", and give NEW"
-    )
+def refuse_adapter(given: str, path: Path) -> None:
+    """Raise OnlyAdapter where a directory holds an adapter and no whole model."""
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        told = read_json(path / "adapter_config.json", None) or {}
+        raise OnlyAdapter(given, str(path), str(told.get("base_model_name_or_path") or ""))
 
 
 def damaged_model(path: Path) -> str | None:
@@ -374,8 +379,8 @@ def _path(text: str, kind: str | None) -> ResolvedInput:
         if path.is_dir() and kind in (None, "model") and is_model_dir(str(path)):
             if (wrong := damaged_model(path)) is not None:
                 raise StoreError(f"{path} is no complete model: {wrong}; copy or download it again")
-            if kind == "model" and (instead := only_adapter(path)) is not None:
-                raise StoreError(f"{path} {instead}")
+            if kind == "model":
+                refuse_adapter(str(path), path)
             return ResolvedInput("model", str(path), str(path), cached_digest(path))
         if kind == "model":
             raise StoreError(f"{path} is not a model directory (no config.json in it); {_example('model')}")
@@ -488,8 +493,8 @@ def _hub(text: str, kind: str | None) -> ResolvedInput:
         )
     if what == "model" and not is_model_dir(local):
         raise StoreError(f"{text} holds no config.json, so it is not a transformers model; {_example('model')}")
-    if kind == "model" and (instead := only_adapter(Path(local))) is not None:
-        raise StoreError(f"{text} {instead}")
+    if kind == "model":
+        refuse_adapter(text, Path(local))
     return ResolvedInput(
         "model" if what == "model" else "file", str(local), f"{name}@{commit}", cached_digest(Path(local))
     )

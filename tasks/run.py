@@ -79,8 +79,8 @@ class StageResult:
         return asdict(self)
 
 
-class NotIngested(Exception):
-    """A plan came to raw data of which there is no dataset yet."""
+class NotMadeYet(Exception):
+    """A plan came to raw data of which there is no dataset yet, or to an adapter that is in no whole model yet."""
 
 
 @dataclass
@@ -206,9 +206,10 @@ def prepare(
     on_event: Callable[[Event], Any] | None = None,
     dry: bool = False,
 ) -> Prepared:
-    """Resolve inputs and config and compute the stage key. Raw data files are ingested here (itself a cached stage).
+    """Resolve inputs and config and compute the stage key. Raw data files are ingested here, and adapters put into
+    their models (cached stages themselves).
 
-    dry: run nothing; raises NotIngested for raw data that would be ingested first.
+    dry: run nothing; raises NotMadeYet for what would be made first.
     """
     module = get_stage(name)
     spec: StageSpec = module.SPEC
@@ -222,6 +223,8 @@ def prepare(
         declared = spec.input_spec(input_name)
         try:
             found = store.resolve(text, declared.kind)
+        except store.OnlyAdapter as adapter:
+            found = whole_model(adapter, text, f"input {input_name} of stage {spec.name}", flow_run, on_event, dry)
         except store.StoreError as error:
             raise store.StoreError(f"input {input_name} of stage {spec.name}: {error}") from None
         if declared.use and (wrong := store.wrong_use(found.path, declared.use)):
@@ -327,6 +330,42 @@ def finish_flow(run_id: str, status: str, error: str | None = None, *, timeout: 
 # ---------------------------------------------------------------------------------------------------------------- inputs
 
 
+def whole_model(
+    adapter: store.OnlyAdapter,
+    text: str,
+    where: str,
+    flow_run: dict[str, Any] | None = None,
+    on_event: Any = None,
+    dry: bool = False,
+) -> store.ResolvedInput:
+    """The model that stage `merge` makes of an adapter and the base that it names; ``dry``: find what that gave.
+
+    Raises StoreError where it names none that can be found.
+    """
+    inputs, settings = {"adapter": adapter.path, "base": adapter.base}, {"method": "adapter"}
+    try:
+        if not adapter.base:
+            raise store.StoreError("its adapter_config.json has no base_model_name_or_path")
+        store.resolve(adapter.base, "model")
+    except store.StoreError as error:
+        raise store.StoreError(f"{where}: {adapter} (base={adapter.base or 'MODEL'}: {error})") from None
+    if dry:
+        record = records.find(prepare("merge", inputs, settings).key)
+        if record is None:
+            raise NotMadeYet(f"{text} would be put into {adapter.base} first")
+        return store.resolve(record["outputs"]["model"]["ref"], "model")
+    flow = {**flow_run, "label": f"{flow_run.get('label') or 'model'}.merge-adapter"} if flow_run else None
+    told = (lambda event: on_event({"label": flow["label"] if flow else "merge", **event})) if on_event else None
+    result = run_stage("merge", inputs, settings, name_as=_stem(adapter.path), flow_run=flow, on_event=told)
+    return store.resolve(result.outputs["model"], "model")
+
+
+def _stem(path: str) -> str:
+    """What is made of a file or directory is called as it is."""
+    name = Path(path.split("@")[0].rstrip("/")).name.split(".")[0]
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:100].strip("-.") or "data"
+
+
 def _ingest(
     spec: StageSpec,
     name: str,
@@ -347,15 +386,12 @@ def _ingest(
         )
     settings = {"kind": chosen} if chosen and "kind" in ingest.Config.model_fields else {}
     flow = {**flow_run, "label": f"{flow_run.get('label') or spec.name}.ingest-{name}"} if flow_run else None
-    stem = (
-        re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(text.split("@")[0].rstrip("/")).name.split(".")[0])[:100].strip("-.")
-        or "data"
-    )
+    stem = _stem(text)
     suffix = f"-{chosen.split('/')[0]}" if chosen else ""
     if dry:
         record = records.find(prepare("ingest", {"data": text}, settings, seed=seed).key)
         if record is None or "data" not in record["outputs"]:
-            raise NotIngested(f"{text} would be ingested first{f', as {chosen}' if chosen else ''}")
+            raise NotMadeYet(f"{text} would be ingested first{f', as {chosen}' if chosen else ''}")
         return store.resolve(record["outputs"]["data"]["ref"], "dataset")
     told = (lambda event: on_event({"label": flow["label"] if flow else "ingest", **event})) if on_event else None
     try:

@@ -2,6 +2,7 @@
 
 From prompts to numbers:
 ``protocol``         what must be equal before two scores may be compared
+``grader_code``      what of the code decides a verdict, definition by definition
 ``few_shot``         examples before a question, and what another choice and order of them changes
 ``forcing``          how long a model thinks, set from outside
 ``grading``          how one answer is read, parsed and verified

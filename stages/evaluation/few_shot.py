@@ -93,7 +93,7 @@ class Shots:
             "solutions": config.few_shot_solutions,
             "orders": self.orders,
             "seed": stage.seed,
-            "forms": source_of("stages.evaluation.few_shot"),
+            "forms": source_of("stages.evaluation.few_shot:Shots"),
         }
 
     def of(self, row: dict) -> list[dict]:

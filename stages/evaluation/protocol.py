@@ -7,35 +7,31 @@ compared: the error names the fields that differ and what to run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 
-from stages.spec import ConfigError, module_file
+from stages.evaluation.grader_code import digests
+from stages.spec import ConfigError
 from storage.files import canonical_json, sha256_text
 
-GRADERS = (
-    "stages.reward.rewards",
-    "stages.reward.scorers",
-    "stages.reward.programs",
-    "stages.reward.components",
-    "stages.reward.verdicts",
-    "stages.verification.verifiers",
-    "stages.verification.golds",
-    "stages.verification.responses",
-    "stages.verification.languages",
-    "stages.verification.extraction",
-    "stages.verification.equality",
-    "stages.verification.normalisation",
-    "stages.verification.plain_numbers",
-    "stages.verification.constraints",
-    "stages.verification.ifeval",
-    "stages.verification.rule_rewards",
-    "stages.running.sandbox",
-    "stages.running.tested",
-    "stages.verification.more_constraints",
-    "stages.reward.remote_rewards",
-    "stages.verification.symbolic",
-    "stages.verification.units",
-    "stages.measures.text",
+#: Where an answer's verdict begins, whatever the graders: how components are asked and put together.
+GRADING = (
+    "stages.generation:score",
+    "stages.reward.rewards:Rewards",
+    *(f"stages.reward.components:RewardComponent.{name}" for name in ("missing_policy", "counts", "cut_reward")),
+)
+#: Further definitions that decide what a component of a kind says.
+OF_KINDS = {
+    **dict.fromkeys(("model", "group_preference"), ("stages.reward.rewards:_scorer",)),
+    **dict.fromkeys(("judge", "debate"), ("stages.reward.rewards:_scorer", "stages.reward.judge:Judge")),
+    "rubric": ("stages.reward.rubric_reward:RubricScorer",),
+    "icdpo": ("stages.in_context:InContextScorer",),
+}
+#: Tables of all graders: those that are asked are entered by themselves.
+TABLES = (
+    "stages.reward.scorers:RULES",
+    "stages.verification.verifiers:VERIFIERS",
+    "stages.verification.verifiers:SHARES",
 )
 
 
@@ -48,15 +44,57 @@ def protocol_hash(protocol: Mapping) -> str:
     return sha256_text(canonical_json(dict(protocol)))[:16]
 
 
-def grader_version() -> str:
-    """Digest of the sources that turn an answer into a verdict: a changed parser is another protocol."""
-    return source_of(*GRADERS)
+def grader_version(config, rows: Sequence[Mapping]) -> dict[str, str]:
+    """What turns an answer to one of these prompts into a verdict, {module: digest of its definitions that are reached}
+    (``grader_code``): a changed parser is another protocol, a changed message or another verifier is not.
+
+    Args:
+        config: of stage evaluate, its reward components and ``mt_bench``.
+    """
+    from stages.reward.scorers import RULES
+
+    if config.mt_bench:
+        return digests(["stages.evaluation.mt_bench:answers"])
+    kinds = {component.kind for component in config.rewards}
+    entries = [*GRADING, *(one for kind in sorted(kinds) for one in OF_KINDS.get(kind, ()))]
+    entries += [_place(RULES[kind]) for kind in sorted(kinds) if kind in RULES]
+    if any(row.get("answer") is not None for row in rows):
+        entries += ["stages.evaluation.grading:parse_all"]
+    if any(row.get("constraints") for row in rows):
+        entries += ["stages.evaluation.grading:constraint_verdicts"]
+    asked = {
+        "stages.reward.scorers:vote": "majority" in kinds,
+        "stages.reward.scorers:symbolically": any(component.symbolic for component in config.rewards),
+        "stages.reward.process_rewards:merged": any(component.step_credit != "none" for component in config.rewards),
+        "stages.reward.debate:answers_of": "debate" in kinds,
+        "stages.acting.agent_rewards:per_turn": bool(config.environment),
+    }
+    return digests(entries + _verifiers(config, rows), [*TABLES, *(name for name, read in asked.items() if not read)])
 
 
-def source_of(*modules: str) -> str:
-    """12 hex digits over the sources of modules that a score depends on."""
-    files = [file for name in modules if (file := module_file(name)) is not None]
-    return sha256_text("\n".join(file.read_text(encoding="utf-8") for file in files))[:12]
+def _verifiers(config, rows: Sequence[Mapping]) -> list[str]:
+    """Places of the verifiers that read answers to these prompts."""
+    from stages.reward.components import RIGHT
+    from stages.verification.golds import BadGold
+    from stages.verification.verifiers import SHARES, VERIFIERS, verifier_of
+
+    chosen = {component.verifier for component in config.rewards if component.kind in RIGHT} or {"auto"}
+    names = chosen - {"auto"}
+    for row in rows if "auto" in chosen else ():
+        if row.get("answer") is not None:
+            with contextlib.suppress(BadGold):
+                names.add(verifier_of(row))
+    shares = [f"{verifier_of.__module__}:SHARES"] if names & {*SHARES} else []
+    return sorted({_place(VERIFIERS[name]) for name in names}) + shares
+
+
+def _place(function) -> str:
+    return f"{function.__module__}:{function.__name__}"
+
+
+def source_of(*definitions: str) -> str:
+    """12 hex digits over what definitions (``module:name``) that a score depends on reach."""
+    return sha256_text(canonical_json(digests(definitions)))[:12]
 
 
 def differences(a: Mapping, b: Mapping) -> dict[str, tuple]:
@@ -150,7 +188,12 @@ def require_same(evaluations: Mapping[str, Mapping]) -> None:
         differing = differences(items[0][1], protocol)
         if differing:
             fields = "; ".join(
-                f"{field}: {a!r} for {items[0][0]}, {b!r} for {name}" for field, (a, b) in differing.items()
+                (
+                    f"the code that grades, in stages.{', stages.'.join(differences(a, b))}"
+                    if field == "grader_version" and isinstance(a, Mapping) and isinstance(b, Mapping)
+                    else f"{field}: {a!r} for {items[0][0]}, {b!r} for {name}"
+                )
+                for field, (a, b) in differing.items()
             )
             raise ProtocolError(
                 f"{items[0][0]} and {name} were evaluated under different protocols ({fields}). Scores are only compared"

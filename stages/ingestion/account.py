@@ -174,6 +174,17 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
             # where the stage fails, the error says it
             + (f". {run.input.columns_hint()}" if unknown and not _too_damaged(run) else ""),
         )
+    if near := run.input.misread():
+        from stages.ingestion.formats import SYNONYMS
+
+        column, known = next(iter(near.items()))
+        known = next((ours for ours, others in SYNONYMS.items() if known in others), known)
+        told = ", ".join(f"{name} (did you mean {like!r}?)" for name, like in near.items())
+        stage.warn(
+            "column_unread",
+            f"the rows were read as {run.kind}, without the columns {told}, which stay in extra_json. If they were meant,"
+            f" rename them, or write column_map='{{{known}: {column}}}'",
+        )
     if counts.cut_prompts:
         stage.warn(
             "prompt_in_two_splits",

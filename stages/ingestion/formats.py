@@ -442,7 +442,11 @@ def misspelt(columns: list[str]) -> dict[str, str]:
     required = {column for _, columns, _ in FORMATS.values() for column in columns}
     named = required.union(*(SYNONYMS.get(column, ()) for column in required))
     known = {*_ASKED, *_COMMON}.union(*(further for _, _, further in FORMATS.values()), *SYNONYMS.values(), required)
-    near = {name: difflib.get_close_matches(name, sorted(named), 1, 0.8) for name in columns if name not in known}
+    near = {
+        name: difflib.get_close_matches(name, sorted(named), 1, 0.8)
+        for name in columns
+        if name not in known and not name.endswith("_id")
+    }
     return {name: found[0] for name, found in near.items() if found and found[0] not in columns}
 
 

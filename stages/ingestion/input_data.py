@@ -205,6 +205,16 @@ class InputData:
         files = [file for file in self.files if file.name == name]
         return f"Columns found: {_listed(_columns(files))}" if files else ""
 
+    def misread(self) -> dict[str, str]:
+        """{column: the known name that it nearly has} of what the guessed formats of files leave unread, so that their
+        rows may be taken for rows of another kind."""
+        found = {}
+        for file in self.files[:100]:
+            adapter = adapter_of(file, self.config)
+            if adapter is not None and adapter.guessed:
+                found |= misspelt([name for name in _columns([file]) if name not in self.config.columns().values()])
+        return found
+
     def columns_hint(self) -> str:
         """The columns that files have, those of no known format first, and how to say which is which."""
         unknown = itertools.islice(

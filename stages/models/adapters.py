@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 
 from stages.models import dropout, pending, quantised, sharding
 from stages.running import ranks
+from stages.spec import ConfigError
 
 ADAPTER_FOLDER = "adapter"
 
@@ -99,6 +101,85 @@ def add_lora(model, config, seed: int, task: str = "CAUSAL_LM"):
             )
         dropout.put_into(adapted, config.lora_dropout, seed)
     return adapted
+
+
+class Adapter:
+    """A LoRA adapter as peft wrote it to a directory (``adapter_config.json``, ``adapter_model.safetensors``).
+
+    Raises:
+        ConfigError: another kind of adapter, or of model.
+    """
+
+    def __init__(self, folder: Path):
+        from peft.utils.save_and_load import load_peft_weights
+
+        self.folder = folder
+        try:
+            settings = json.loads((folder / "adapter_config.json").read_text())
+            self.weights = load_peft_weights(str(folder), device="cpu")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{folder} holds no adapter that peft can read ({error}); give a directory with adapter_config.json and"
+                " adapter_model.safetensors"
+            ) from error
+        kind, task = settings.get("peft_type"), settings.get("task_type") or "CAUSAL_LM"
+        if kind != "LORA" or task not in ("CAUSAL_LM", "SEQ_CLS"):
+            raise ConfigError(
+                f"{folder} is an adapter with peft_type={kind} and task_type={task}; LORA for CAUSAL_LM and SEQ_CLS are"
+                " read. Merge it with peft (merge_and_unload), and give the directory that its save_pretrained wrote"
+            )
+        self.scores = task == "SEQ_CLS"
+
+    @property
+    def outputs(self) -> int | None:
+        """Outputs of a classifier's head where the adapter brings one; None where the base has it."""
+        heads = [
+            value.shape[0]
+            for name, value in self.weights.items()
+            if re.search(r"\.(score|classifier)(\.out_proj)?\.weight$", name)
+        ]
+        return heads[0] if heads else None
+
+    @staticmethod
+    def positions(model) -> int:
+        """Positions that a model has at most; 64 where it does not say."""
+        return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 64
+
+    def put_on(self, model):
+        """The model under the adapter, not trained; its embedding has as many rows as the adapter's, where that brings
+        one.
+
+        Raises:
+            ConfigError: weights of the adapter fit nothing in the model, or the other way round.
+        """
+        from peft import PeftModel
+        from peft.utils.save_and_load import get_peft_model_state_dict
+
+        embedding = model.get_input_embeddings()
+        path = next(name for name, module in model.named_modules() if module is embedding)
+        rows = self.weights.get(f"base_model.model.{path}.weight")
+        if rows is not None and len(rows) != embedding.num_embeddings:
+            model.resize_token_embeddings(len(rows), mean_resizing=False)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what does not fit is told below
+                model = PeftModel.from_pretrained(model, str(self.folder), torch_device="cpu")
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"the adapter {self.folder} does not fit {type(model).__name__} ({str(error).strip().splitlines()[-1].strip()});"
+                " give the model that it was trained on as base"
+            ) from error
+        there = get_peft_model_state_dict(model, save_embedding_layers=False)
+        own = {name for name, _ in model.get_base_model().named_parameters()}
+        odd = sorted(set(there) - set(self.weights)) + sorted(
+            name for name in set(self.weights) - set(there) if name.removeprefix("base_model.model.") not in own
+        )
+        if odd:
+            raise ConfigError(
+                f"the adapter {self.folder} is of another model than {type(model.get_base_model()).__name__}: {odd[0]}"
+                f" ({len(odd)} tensors in all) is only in one of them; give the model that it was trained on as base"
+            )
+        return model
 
 
 def names_in(text: str) -> list[str]:

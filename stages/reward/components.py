@@ -56,7 +56,7 @@ WITHOUT_VERDICT = (
 CUT_REWARD = -1.0
 TIERS = ("rule", "learned", "judge")
 
-_RIGHT = ("verifier", "length_group", "length_target")  # ask a verifier whether an answer is right
+RIGHT = ("verifier", "length_group", "length_target")  # ask a verifier whether an answer is right
 
 _SCORED = ("model", "judge", "group_preference")  # a model's number
 
@@ -65,7 +65,7 @@ _ASKED = ("judge", "debate", "rubric")  # a language model's words
 #: Kinds that read a setting; others refuse it. What is not named here every kind reads.
 OF_KINDS: dict[str, tuple[str, ...]] = {
     "view": (
-        *_RIGHT,
+        *RIGHT,
         *_SCORED,
         "majority",
         "remote",
@@ -78,8 +78,8 @@ OF_KINDS: dict[str, tuple[str, ...]] = {
         "rubric",
     ),
     **dict.fromkeys(("correct_value", "incorrect_value"), ("verifier",)),
-    **dict.fromkeys(("verifier", "rel_tol", "symbolic"), _RIGHT),
-    "extraction": (*_RIGHT, "majority"),
+    **dict.fromkeys(("verifier", "rel_tol", "symbolic"), RIGHT),
+    "extraction": (*RIGHT, "majority"),
     "input": (*_SCORED, "icdpo", "debate", "rubric"),
     "ranking": ("model", "judge"),
     "step_credit": ("model",),
@@ -109,8 +109,8 @@ OF_KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("milestones", "milestone_normalise"), ("milestones",)),
     **dict.fromkeys(("step_weights", "step_events"), ("step_weighted",)),
     **dict.fromkeys(("as_messages", "files", "function", "scope", "source"), ("python",)),
-    "timeout_s": (*_RIGHT, *_ASKED, "code", "python", "regex", "remote"),
-    "memory_mib": (*_RIGHT, "code", "python", "regex"),
+    "timeout_s": (*RIGHT, *_ASKED, "code", "python", "regex", "remote"),
+    "memory_mib": (*RIGHT, "code", "python", "regex"),
 }
 
 #: Names that are measured of every component, so that a function of one's own cannot call a metric so.

@@ -225,6 +225,29 @@ def test_a_misspelt_column_is_named_with_what_it_may_be(tmp_path, row, kind, sai
         ingest(write_lines(tmp_path / "x.jsonl", [row]), tmp_path / "w", kind=kind)
 
 
+@pytest.mark.parametrize(
+    "row, taken, meant",
+    [
+        ({"prompt": "p", "respons": "a"}, "prompts/1", "demonstrations/1"),
+        ({"prompt": "p", "choosen": "a", "rejected": "b"}, "prompts/1", "pairs/1"),
+        ({"prompt": "p", "completion": "a", "lable": True}, "demonstrations/1", "unpaired/1"),
+    ],
+)
+def test_a_guess_without_a_misspelt_column_is_told_with_what_reads_it(tmp_path, row, taken, meant):
+    """Rows of another kind than was meant, and not one refused: what was taken for what, and what to write."""
+    path = write_lines(tmp_path / "x.jsonl", [row | {"prompt": f"question {i}"} for i in range(4)])
+    unread = lambda result: [one["text"] for one in result.result["warnings"] if one["code"] == "column_unread"]
+    result = ingest(path, tmp_path / "w")
+    (told,) = unread(result)
+    assert result.data.kind == taken and f"read as {taken}, without the columns" in told
+    ours, theirs = told.partition("column_map='{")[2].partition("}'")[0].split(": ")
+    again = ingest(path, tmp_path / "w2", column_map={ours: theirs})
+    assert again.data.kind == meant and not unread(again)
+    assert not unread(ingest(path, tmp_path / "w3", format="prompts", kind="prompts/1"))  # said, and not guessed
+    fine = write_lines(tmp_path / "y.jsonl", [{"prompt": "p", "response": "a", "prompt_id": 1, "note": "n"}])
+    assert not unread(ingest(fine, tmp_path / "w4"))
+
+
 def test_unknown_columns_say_what_to_write(tmp_path):
     with pytest.raises(ConfigError, match="column_map"):
         ingest(write_lines(tmp_path / "x.jsonl", [{"foo": 1, "bar": 2}]), tmp_path / "w")

@@ -214,21 +214,18 @@ def test_registry_survives_a_torn_line(state_dir):
     assert all(json.dumps(e) for e in registry.log()) and registry.lookup("m").aliases == {"candidate": 2}
 
 
-@pytest.mark.parametrize(
-    "task, loader", [("CAUSAL_LM", "AutoPeftModelForCausalLM"), ("SEQ_CLS", "AutoPeftModelForSequenceClassification")]
-)
-def test_an_adapter_alone_is_refused_with_how_to_put_it_into_its_model(state_dir, tmp_path, task, loader):
-    """peft and TRL write adapters to directories without config.json, which transformers then has no words for."""
+def test_an_adapter_alone_is_refused_with_how_to_put_it_into_its_model(state_dir, tmp_path):
+    """peft and TRL write adapters to directories without config.json, which transformers then has no words for. Stages
+    put them into their models by themselves; export, promote and others ask for a whole one."""
     folder = tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "task_type": task, "base_model_name_or_path": "the/base"})
+        json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "the/base"})
     )
-    with pytest.raises(store.StoreError) as refused:
+    with pytest.raises(store.OnlyAdapter) as refused:
         store.resolve(str(folder), "model")
-    said = str(refused.value)
-    assert "is an adapter for the/base and no whole model" in said and f"from peft import {loader} as M" in said
-    compile(said.split('python -c "')[1].split('"')[0], "said", "exec")
+    assert (refused.value.path, refused.value.base) == (str(folder), "the/base")
+    assert f"merge --set method=adapter --input adapter={folder} --input base=the/base" in str(refused.value)
     (folder / "config.json").write_text("{}")  # a whole model beside it
     assert store.resolve(str(folder), "model").path == str(folder)
 
