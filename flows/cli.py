@@ -1193,6 +1193,53 @@ def promote(
 
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def select(
+    candidates: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY|RUN|MODEL…",
+            help=(
+                "A stage that was run with publish_epochs=true: its key, a run with one such stage, or a model that it"
+                " made. Or models, in the order in which ties go."
+            ),
+        ),
+    ],
+    input_: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="NAME=REF",
+            help=(
+                "prompts, reward_model, judge; data is that of the stage; the inputs: posttrain stage select_checkpoint"
+                " --keys. Repeatable."
+            ),
+        ),
+    ] = None,
+    name: Annotated[Optional[str], typer.Option(help="Registered name; default: that of the stage's model.")] = None,
+    alias: Annotated[str, typer.Option(help="Alias that the chosen model gets.")] = "selected",
+    set_: Sets = None,
+    seed: Seed = None,
+    json_: Json = False,
+) -> None:
+    """Choose among the checkpoints of a finished training by reward, win rate, a metric or validation loss, and give the
+    chosen one an alias.
+
+    Example: posttrain select 4be1f0a2c3d4 --input reward_model=model:reward@candidate --alias selected
+    """
+    from flows import display, env, report
+
+    env.prepare(quiet=True)
+    value = report.select(
+        candidates, name=name, alias=alias, inputs=input_ or [], sets=set_ or [], seed=seed if seed is not None else 0
+    )
+    if json_:
+        return emit(value)
+    report.print_decision(value)
+    display.table(display.metric_rows({key: number for key, number in value["scores"].items() if number is not None}))
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
 def export(
     what: Annotated[str, typer.Argument(metavar="REF", help="A model or dataset ref.")],
     directory: Annotated[

@@ -272,6 +272,7 @@ def samples_of(record: dict[str, Any]) -> tuple[list[dict], list[dict]]:
 
 def load(text: str) -> dict[str, dict[str, Any]]:
     """label -> stage record, of a run (all its steps) or of one stage result (a ref, a path or a stage key)."""
+    text = store.pinned(text)
     if store.is_ref(text):
         makers = records.makers_of(records.digest_of(text))
         if not makers:
