@@ -265,11 +265,11 @@ def rerun(
     from flows import env
     from flows.config import ConfigError, merge, parse_sets, section
     from flows.recipe import get_recipe, load_config, unread
-    from storage import records
+    from storage import records, store
     from tasks.nodes import nodes_of
 
     env.prepare(quiet=True)
-    machines = nodes_of(nodes, node_rank, rendezvous)
+    machines, run_id = nodes_of(nodes, node_rank, rendezvous), store.pinned(run_id)
     if run_id.startswith(("model:", "dataset:")):
         if stage is not None or dry_run or machines is not None:
             raise ConfigError(
@@ -316,12 +316,12 @@ def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool) -
     from stages.registry import get_stage
     from storage import records
 
-    makers = records.makers_of(records.digest_of(ref))
-    if not makers:
+    record = records.origin_of(records.digest_of(ref))
+    if record is None:
         raise ConfigError(
             f"{ref} was brought from outside, so there is nothing to repeat; what is known of it: posttrain show {ref}"
         )
-    record, changed = makers[0], bool(changes) or seed is not None
+    changed = bool(changes) or seed is not None
     settings = build(get_stage(record["module"]).SPEC.config, merge(record["config"], changes))
     value = run_one(
         record["module"],

@@ -324,6 +324,7 @@ def test_reward_and_validation_loss_choose_different_epochs(overfitted):
         == by_reward["model"]
     )
     node = lineage.tree("model:tuned@selected")
+    assert records.origin_of(node["digest"])["key"] == tuned.key, "who hands it on could not make it again"
     assert node["stage"] == "select_checkpoint" and node["inputs"]["candidates.1"]["stage"] == "sft"
     assert (
         records.read(by_reward["key"])["inputs"]["data"]["digest"]
