@@ -274,11 +274,11 @@ def rerun(
     from flows import env
     from flows.config import ConfigError, merge, parse_sets, section
     from flows.recipe import get_recipe, load_config, unread
-    from storage import records
+    from storage import records, store
     from tasks.nodes import nodes_of
 
     env.prepare(quiet=True)
-    machines = nodes_of(nodes, node_rank, rendezvous)
+    machines, run_id = nodes_of(nodes, node_rank, rendezvous), store.pinned(run_id)
     if run_id.startswith(("model:", "dataset:")):
         if stage is not None or dry_run or machines is not None:
             raise ConfigError(
@@ -330,12 +330,12 @@ def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool, r
     from stages.registry import get_stage
     from storage import records
 
-    makers = records.makers_of(records.digest_of(ref))
-    if not makers:
+    record = records.origin_of(records.digest_of(ref))
+    if record is None:
         raise ConfigError(
             f"{ref} was brought from outside, so there is nothing to repeat; what is known of it: posttrain show {ref}"
         )
-    record, changed = makers[0], bool(changes) or seed is not None
+    changed = bool(changes) or seed is not None
     spec, inputs = get_stage(record["module"]).SPEC, {name: one["ref"] for name, one in record["inputs"].items()}
     if recorded and "recorded" not in spec.inputs:
         raise ConfigError(
@@ -1226,6 +1226,53 @@ def promote(
         report.print_decision(decision)
     if not decision["promoted"]:
         raise typer.Exit(1)
+
+
+@app.command(rich_help_panel="Results", epilog=EXIT_CODES)
+def select(
+    candidates: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY|RUN|MODEL…",
+            help=(
+                "A stage that was run with publish_epochs=true: its key, a run with one such stage, or a model that it"
+                " made. Or models, in the order in which ties go."
+            ),
+        ),
+    ],
+    input_: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="NAME=REF",
+            help=(
+                "prompts, reward_model, judge; data is that of the stage; the inputs: posttrain stage select_checkpoint"
+                " --keys. Repeatable."
+            ),
+        ),
+    ] = None,
+    name: Annotated[Optional[str], typer.Option(help="Registered name; default: that of the stage's model.")] = None,
+    alias: Annotated[str, typer.Option(help="Alias that the chosen model gets.")] = "selected",
+    set_: Sets = None,
+    seed: Seed = None,
+    json_: Json = False,
+) -> None:
+    """Choose among the checkpoints of a finished training by reward, win rate, a metric or validation loss, and give the
+    chosen one an alias.
+
+    Example: posttrain select 4be1f0a2c3d4 --input reward_model=model:reward@candidate --alias selected
+    """
+    from flows import display, env, report
+
+    env.prepare(quiet=True)
+    value = report.select(
+        candidates, name=name, alias=alias, inputs=input_ or [], sets=set_ or [], seed=seed if seed is not None else 0
+    )
+    if json_:
+        return emit(value)
+    report.print_decision(value)
+    display.table(display.metric_rows({key: number for key, number in value["scores"].items() if number is not None}))
 
 
 @app.command(rich_help_panel="Results", epilog=EXIT_CODES)

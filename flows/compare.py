@@ -282,14 +282,15 @@ def samples_of(record: dict[str, Any]) -> tuple[list[dict], list[dict]]:
 
 def load(text: str) -> dict[str, dict[str, Any]]:
     """label -> stage record, of a run (all its steps) or of one stage result (a ref, a path or a stage key)."""
+    text = store.pinned(text)
     if store.is_ref(text):
-        makers = records.makers_of(records.digest_of(text))
-        if not makers:
+        maker = records.origin_of(records.digest_of(text))
+        if maker is None:
             raise ConfigError(
                 f"{text} was not made by a stage of this store, so it has no numbers; give a run id or the ref of an"
                 " evaluation"
             )
-        return {makers[0]["stage"]: makers[0]}
+        return {maker["stage"]: maker}
     try:
         run = records.get_run(text)
     except store.StoreError as error:

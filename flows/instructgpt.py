@@ -6,12 +6,14 @@ pretraining text (recipe.instructgpt; Ouyang et al. 2022).
     --set data.text=corpus.jsonl --set data.rankings=rankings.jsonl
     posttrain run instructgpt ... --set rank.rewards='[{kind: judge}]' --set judge=MODEL      # a judge ranks; reward_model=MODEL: a given reward model does
     posttrain run instructgpt --preset 175b ...                     # the rates of the largest model, where they differ
+    posttrain run instructgpt --preset sft_rm ...                   # SFT, selection and reward model, no RL (instructgpt_sft_rm)
 
-Defaults are the published numbers (`scale` for smaller runs). Steps: `sft` for 16 epochs; `answers_1` and `rankings_1`,
-4 to 9 answers to each prompt, ranked by `rank.rewards`, unless people's rankings are given (data.rankings);
-`reward_model_1` on all pairs of each ranking, its mean over demonstrations being 0; `sft_chosen`, the same SFT once
-more, of which the pass with the best answers by that reward model is kept (validation loss is best after one epoch,
-answers are not); `rl_1`, PPO from it with KL to it, a critic that starts from the reward model, and pretraining text.
+Defaults are the published numbers (`scale` for smaller runs). Steps: `sft` for 16 epochs, each published; `answers_1`
+and `rankings_1`, 4 to 9 answers to each prompt, ranked by `rank.rewards`, unless people's rankings are given
+(data.rankings); `reward_model_1` on all pairs of each ranking, its mean over demonstrations being 0; `select_sft`, the
+epoch with the best answers by that reward model (validation loss is best after one epoch, answers are not), which
+becomes model:sft@selected; `rl_1`, PPO from it with KL to it, a critic that starts from the reward model, and
+pretraining text.
 With `rounds` above 1, answers of the last round's policy are ranked, too, and reward model and policy are trained again;
 the reward model's drift on them is in its report.
 
@@ -38,6 +40,7 @@ from flows.published import (
 from flows.recipe import Run, recipe
 from flows.start import accuracies, decided, evaluated, next_prompts, reward_inputs, rl_inputs, scorer
 from flows.steps import HELD_OUT, ingest
+from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
 from stages.preferences import Config as PreferencesConfig
 from stages.rejection import Config as RejectionConfig
@@ -45,6 +48,7 @@ from stages.reward_model import Config as RewardModelConfig, reading
 from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.rl import row_of
+from stages.select_checkpoint import Config as SelectConfig
 from stages.sft import Config as SFTConfig
 
 
@@ -90,7 +94,18 @@ class Config(PublishedConfig):
         ),
     )
     choose_checkpoint: bool = Field(
-        True, description="Keep the SFT pass whose answers the first reward model likes best, instead of the last."
+        True,
+        description=(
+            "Go on from the SFT epoch whose answers the first reward model likes best, instead of the last: every epoch"
+            " is published, and takes the disk of a model (sft.ckpt_select)."
+        ),
+    )
+    selected_alias: str = Field(
+        "selected", description="Alias in the registry of the chosen epoch, under the name sft (choose_checkpoint)."
+    )
+    optimise: bool = Field(
+        True,
+        description="RL against the reward model; false ends with SFT, selection and reward model (preset sft_rm).",
     )
     plain_ppo: bool = Field(
         False, description="Also PPO without pretraining text, for what it costs elsewhere (alignment_tax)."
@@ -99,10 +114,15 @@ class Config(PublishedConfig):
         IngestConfig(kind="rankings/1", **HELD_OUT), description="Checks and splits of data.rankings."
     )
     sft: SFTConfig = Field(
-        SFTConfig(
-            learning_rate=9.65e-6, batch_size=32, num_train_epochs=16, max_length=2048, eval_completion_length=1000
-        ),
+        SFTConfig(learning_rate=9.65e-6, batch_size=32, num_train_epochs=16, max_length=2048),
         description="Fine-tuning on demonstrations.",
+    )
+    select: SelectConfig = Field(
+        SelectConfig(
+            max_length=2048,
+            evaluate=EvaluateConfig(split="validation", num_samples=0, limit=64, max_completion_length=1000),
+        ),
+        description="What the epochs of SFT are chosen by: answers to the prompts of held-out demonstrations.",
     )
     rank: RejectionConfig = Field(
         RejectionConfig(
@@ -154,7 +174,12 @@ class Config(PublishedConfig):
 
     @model_validator(mode="after")
     def _text_given(self):
-        if self.model is not None and self.data.text is None and row_of(self.rl).ptx_coef:
+        if not self.optimise and (self.rounds > 1 or self.plain_ppo):
+            raise ValueError(
+                f"optimise=false trains no policy by RL, which {'rounds' if self.rounds > 1 else 'plain_ppo'} is about;"
+                " write rounds=1 plain_ppo=false, or optimise=true"
+            )
+        if self.optimise and self.model is not None and self.data.text is None and row_of(self.rl).ptx_coef:
             raise ValueError(
                 "PPO-ptx mixes in text that the model was pretrained on; write data.text=REF_OR_PATH, or rl.preset=ppo"
                 " rl.ptx_coef=0 for PPO without it"
@@ -173,11 +198,9 @@ def instructgpt(run: Run, config: Config) -> dict:
     sampled = given is None or config.rounds > 1
     learns = sampled and config.reward_model is None and any(one.kind == "model" for one in config.rank.rewards)
     pairs = ingest(run, "pairs", source("pairs"), config) if learns else None
-    # there is no reward model yet
-    unjudged = {name: SFTConfig.model_fields[name].default for name in ("eval_prompts", "eval_completion_length")}
-    instructed = run(
-        "sft", model=base, data=demonstrations, config=config.sft.model_copy(update=unjudged), name_as="sft"
-    )["model"]
+    section = config.sft.model_copy(update={"publish_epochs": config.choose_checkpoint or config.sft.publish_epochs})
+    tuned = run("sft", model=base, data=demonstrations, config=section, name_as="sft")
+    instructed = tuned["model"]
     ranker = scorer(run, source, config, config.rank.rewards, instructed, pairs) if sampled else None
 
     policy, judge, models, answers, history = instructed, None, {"start": base}, {}, []
@@ -216,19 +239,18 @@ def instructgpt(run: Run, config: Config) -> dict:
         history.append({"round": k, **accuracies(learned)})
         if k == 1:
             if config.choose_checkpoint:
-                chosen = config.sft.model_copy(
-                    update={"select_by": "reward", "eval_every": config.sft.eval_every or "epoch"}
-                )
-                instructed = run(
-                    "sft",
-                    "sft_chosen",
-                    model=base,
+                selected = run(
+                    "select_checkpoint",
+                    "select_sft",
+                    candidates=tuned.many("epoch"),
                     data=demonstrations,
                     reward_model=judge,
-                    config=chosen,
-                    name_as="sft-chosen",
-                )["model"]
-            models["sft"] = instructed
+                    config=config.select,
+                    name_as="sft",
+                )
+                instructed = selected["model"]
+                run.conclude(instructed, selected, "sft", config.selected_alias)
+            models["sft"] = policy = instructed
 
         def optimised(label: str, settings: RLConfig) -> str:
             return run(
@@ -243,7 +265,8 @@ def instructgpt(run: Run, config: Config) -> dict:
                 **rl_inputs(source, config, settings, instructed, judge),
             )["model"]
 
-        policy = models[f"round_{k}"] = optimised(f"rl_{k}", config.rl)
+        if config.optimise:
+            policy = models[f"round_{k}"] = optimised(f"rl_{k}", config.rl)
     if config.plain_ppo:
         models["plain_ppo"] = optimised("rl_plain", without_text(config.rl))
 

@@ -271,6 +271,7 @@ ELSEWHERE = {
     "enable_ema": "ema_decay: above 0",
     "ema_beta": "ema_decay",
     "load_best_model_at_end": "select_by: loss, with eval_every=STEPS; it publishes the best validation pass",
+    "save_strategy": "publish_epochs: true for epoch, which keeps the model behind every pass",
     "eval_strategy": "eval_every: in optimizer steps",
     "evaluation_strategy": "eval_every: in optimizer steps",
     "do_eval": "eval_every: in optimizer steps",
@@ -490,7 +491,7 @@ ELSEWHERE = {
         (
             "save_steps",
             "save_freq",
-            "save_strategy",
+            "publish_epochs",
             "save_total_limit",
             "save_contents",
             "save_hf_ckpt",

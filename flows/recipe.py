@@ -48,6 +48,7 @@ RECIPES = Table(
         "reward": "flows.reward",
         "rl_benchmark": "flows.rl_benchmark",
         "instructgpt": "flows.instructgpt",
+        "checkpoint_selection": "flows.checkpoint_selection",
         "llama2": "flows.llama2",
         "hh": "flows.hh",
         "deepseekmath": "flows.deepseekmath",
@@ -151,6 +152,10 @@ class Outputs(Mapping):
     def __len__(self) -> int:
         return len(self.refs)
 
+    def many(self, name: str) -> dict[str, str]:
+        """Outputs of a ``many`` declaration: label -> ref."""
+        return {key.partition(".")[2]: ref for key, ref in self.refs.items() if key.startswith(f"{name}.")}
+
 
 # the steps of the part of a run that this context computes
 _part: ContextVar[list[Outputs] | None] = ContextVar("part", default=None)
@@ -246,12 +251,14 @@ class Run:
 
         return answered(label, task)
 
-    def conclude(self, candidate: str, outputs: Outputs, name: str) -> dict[str, Any]:
-        """Act on the decision of the `promote` stage and keep it: {promoted, model, name, alias, version, reasons}."""
+    def conclude(self, candidate: str, outputs: Outputs, name: str, alias: str = "champion") -> dict[str, Any]:
+        """Act on the decision of the `promote` or `select_checkpoint` stage and keep it: {promoted, model, name, alias,
+        version, reasons}.
+        """
         from storage import store
         from tasks.promotion import conclude
 
-        return conclude(candidate, store.resolve(outputs["decision"]).path, name=name)
+        return conclude(candidate, store.resolve(outputs["decision"]).path, name=name, alias=alias, stage=outputs.stage)
 
     def champion(self, name: str) -> str | None:
         """The model in office under a registered name; None while there is none."""
@@ -300,7 +307,7 @@ class Plan(Run):
     def due(self, stage: str, label: str) -> dict[str, Any]:
         """What a step that is not done is taken to give: outputs that name it."""
         return {
-            "outputs": {name: f"({label}.{name})" for name in get_stage(stage).SPEC.outputs},
+            "outputs": {name: f"({label}.{name})" for name in get_stage(stage).SPEC.planned_outputs()},
             "metrics": {},
             "cached": False,
             "seconds": 0.0,
@@ -328,8 +335,8 @@ class Plan(Run):
             low = frozenset(start.matrices) if getattr(config, "save_dtype", "float32") == "bfloat16" else frozenset()
             self.shapes |= {
                 f"({label}.{name})": replace(start, low=low)
-                for name, output in spec.outputs.items()
-                if output.kind == "model"
+                for name in spec.planned_outputs()
+                if spec.output_spec(name).kind == "model"
             }
         if spec.roles is None:
             return {}
@@ -380,7 +387,7 @@ class Plan(Run):
         found = None if task.startswith("(") else answers_of(store.resolve(task, "dataset").digest)
         return str(found) if found else f"(people, {label})"
 
-    def conclude(self, candidate: str, outputs: Outputs, name: str) -> dict[str, Any]:
+    def conclude(self, candidate: str, outputs: Outputs, name: str, alias: str = "champion") -> dict[str, Any]:
         return {}
 
 
@@ -439,6 +446,10 @@ class Rehearsal(Plan):
     def champion(self, name: str) -> str | None:
         self.given.append(("champion", name))
         return None
+
+    def conclude(self, candidate: str, outputs: Outputs, name: str, alias: str = "champion") -> dict[str, Any]:
+        self.given.append(("conclude", candidate, name, alias))
+        return {}
 
 
 class Variation(Rehearsal):

@@ -161,7 +161,7 @@ def stages() -> list[dict[str, Any]]:
                 "stage": name,
                 "gpu": "gpu" if spec.gpu else "",
                 "what": first_line(get_stage(name).__doc__),
-                "outputs": " ".join(spec.outputs),
+                "outputs": " ".join(f"{name}.LABEL" if one.many else name for name, one in spec.outputs.items()),
                 "inputs": " ".join(
                     (key + ("…" if one.many else "")) if one.required else f"[{key}]"
                     for key, one in spec.inputs.items()
@@ -213,7 +213,8 @@ def when(seconds: float | None) -> str:
 
 
 def describe(text: str) -> dict[str, Any]:
-    """A run (its id), a stage (its key), finished or not, or a dataset or model (ref or path)."""
+    """A run (its id), a stage (its key), finished or not, or a dataset or model (ref, KEY:OUTPUT or path)."""
+    text = store.pinned(text)
     if not store.is_ref(text) and not Path(text).exists():
         try:
             run = records.get_run(text)
@@ -663,7 +664,7 @@ def cost(what: str, prices_file: Path | None, against: str | None = None, metric
     """
     from storage import costs
 
-    prices, run, unfinished = costs.prices_from(prices_file), None, []
+    prices, run, unfinished, what = costs.prices_from(prices_file), None, [], store.pinned(what)
     if store.is_ref(what) or Path(what).exists():
         steps = [(record.get("label") or record["stage"], record, False) for record in costs.behind(what).values()]
         if not steps:
@@ -880,6 +881,43 @@ def promote(model: str, *, name: str, alias: str, inputs: list[str], sets: list[
     return conclude(given["candidate"], result.paths["decision"], name=name, alias=alias)
 
 
+def select(
+    given: list[str], *, name: str | None, alias: str, inputs: list[str], sets: list[str], seed: int
+) -> dict[str, Any]:
+    """Choose among checkpoints by stage `select_checkpoint`, and give the chosen one an alias in the registry."""
+    from flows.config import build
+    from flows.display import Display
+    from stages.registry import get_stage
+    from stages.select_checkpoint import as_trained
+    from tasks.promotion import candidates, conclude
+    from tasks.run import run_stage
+
+    spec = get_stage("select_checkpoint").SPEC
+    found, trained, known = candidates(given)
+    for pair in inputs:
+        key, sign, ref = pair.partition("=")
+        if not sign:
+            raise ConfigError(f"--input {pair!r}: write NAME=REF; the inputs are: {', '.join(spec.inputs)}")
+        found[key] = ref
+    name = name or known
+    if name is None:
+        raise ConfigError("models that are given one by one have no name in common; write --name NAME")
+    config = as_trained(build(spec.config, parse_sets(sets)), trained)
+    with Display() as screen:
+        result = run_stage(
+            "select_checkpoint",
+            found,
+            config,
+            seed=seed,
+            name_as=name,
+            on_event=lambda event: screen("select_checkpoint", event),
+        )
+    decided = conclude(
+        result.outputs["model"], result.paths["decision"], name=name, alias=alias, stage="select_checkpoint"
+    )
+    return decided | {"key": result.key, "selected": result.metrics["selected"], "scores": result.metrics}
+
+
 def print_decision(value: dict[str, Any]) -> None:
     print(
         f"{value['model']} is {'now' if value['promoted'] else 'not'} model:{value['name']}@{value['alias']}"
@@ -962,11 +1000,12 @@ def _write_out(found, directory: Path, adapter: bool, base: str | None, linked: 
     """The files of :func:`export`; ``linked``: those of a whole model are no copies, since they are only read."""
     from storage.cards import dataset_card, model_card
     from storage.datasets import open_dataset
+    from storage.files import link_tree
 
     if found.kind == "dataset":
         open_dataset(found.path).export(directory)
     elif linked and not adapter:
-        store.link_tree(Path(found.path), directory)
+        link_tree(Path(found.path), directory)
     elif not adapter:
         shutil.copytree(found.path, directory, dirs_exist_ok=True)
     else:

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import Role
-from stages.settings import ChatConfig, OptimizerConfig
+from stages.settings import EPOCHS, ChatConfig, EpochsConfig
 from stages.spec import (
     ConfigError,
     InputSpec,
@@ -95,7 +95,7 @@ class Addend(StageConfig):
     )
 
 
-class Config(OptimizerConfig, ChatConfig):
+class Config(EpochsConfig, ChatConfig):
     LORA_RATE: ClassVar[float] = 10.0
 
     method: Method = Field("dpo", description="Direct-alignment loss (stages.algorithms.DIRECT_METHODS).")
@@ -337,6 +337,7 @@ SPEC = StageSpec(
     },
     outputs={
         "model": OutputSpec("model", role="policy"),
+        "epoch": EPOCHS,
         "ref_logps": OutputSpec(
             "dataset",
             required=False,
@@ -352,6 +353,7 @@ def run(stage):
     from stages.chat import renderer_for, stage_renderer
     from stages.reporting.curves import logged_metrics, training_report
     from stages.direct.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
+    from stages.models.epochs import epochs_of
     from stages.models.modeling import follower, policy_to_train, publish
     from stages.direct.preference_items import Encoder
     from stages.preflight import check_ids, preflight
@@ -431,14 +433,16 @@ def run(stage):
         prepare=source.prepare,
         completions_end=not config.mask_formatting,
     )
+    epochs = epochs_of(stage, model, renderer.tokenizer, source)
     _, final = fit(
         stage,
         trainer,
         source,
+        epochs=epochs,
         evaluate=(lambda: source.evaluate(trainer)) if validation else None,
         eval_every=config.eval_every,
     )
-    publish(stage, model, renderer.tokenizer)
+    publish(stage, model, renderer.tokenizer, epochs)
     summary = {
         "steps": trainer.step_index,
         unit: len(train),

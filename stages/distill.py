@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from stages.models.memory import Role, sampling_stays
-from stages.settings import ReadWhen, refuse_unread, refuse_unread_in
+from stages.settings import EPOCHS, ReadWhen, refuse_unread, refuse_unread_in
 from stages.sft import RowsConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
@@ -153,7 +153,7 @@ SPEC = StageSpec(
             doc="Conversations (on_policy uses them up to the last user turn), or a teacher's captured distributions.",
         ),
     },
-    outputs={"model": OutputSpec("model", role="policy")},
+    outputs={"model": OutputSpec("model", role="policy"), "epoch": EPOCHS},
 )
 
 
@@ -271,6 +271,7 @@ def run(stage):
     from stages.chat import renderer_for, stage_renderer
     from stages.decoding.engines import vocabulary_of
     from stages.models.adapters import AdapterOff
+    from stages.models.epochs import epochs_of
     from stages.models.modeling import load_frozen, policy_to_train, publish
     from stages.preflight import preflight
     from stages.reporting.curves import training_report
@@ -333,14 +334,16 @@ def run(stage):
         objective.soft_weight = config.soft_weight if config.soft_weight_end is None else config.soft_weight_end
         return trainer.evaluate(validation)
 
+    epochs = epochs_of(stage, model, renderer.tokenizer, source)
     before, final = fit(
         stage,
         trainer,
         source,
+        epochs=epochs,
         evaluate=evaluate if validation else None,
         eval_every=config.steps_between_validations(len(train)),
     )
-    publish(stage, model, renderer.tokenizer)
+    publish(stage, model, renderer.tokenizer, epochs)
     summary = {
         "steps": trainer.step_index,
         "rows": len(train),

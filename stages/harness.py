@@ -39,7 +39,7 @@ from stages.registry import get_stage
 from stages.running import parallel, randomness, usage
 from stages.spec import ConfigError, StageConfig, StageSpec, parse_config
 from storage.checkpoints import Checkpoint, Checkpoints
-from storage.files import atomic_write_bytes, atomic_write_json, atomic_write_text, fsync_tree, read_json
+from storage.files import atomic_write_bytes, atomic_write_json, atomic_write_text, fsync_tree, link_tree, read_json
 
 PROGRESS_SECONDS = 0.5
 
@@ -290,9 +290,9 @@ class Stage:
     # -- outputs -----------------------------------------------------------------------------------------------------
 
     def _declared(self, name: str, kind: str) -> None:
-        output = self.spec.outputs.get(name)
+        output = self.spec.output_spec(name)
         if output is None or output.kind != kind:
-            names = [n for n, o in self.spec.outputs.items() if o.kind == kind]
+            names = [n + (".LABEL" if o.many else "") for n, o in self.spec.outputs.items() if o.kind == kind]
             raise ValueError(
                 f"stage {self.name} declares no {kind} output {name!r}; its {kind} outputs are:"
                 f" {', '.join(names) or 'none'}"
@@ -344,8 +344,20 @@ class Stage:
         if target.exists():
             shutil.rmtree(target)
         os.rename(tmp, target)
-        self._state.outputs[name] = {"kind": "model", "path": str(target), "role": role or self.spec.outputs[name].role}
+        self._state.outputs[name] = {
+            "kind": "model",
+            "path": str(target),
+            "role": role or self.spec.output_spec(name).role,
+        }
         self.emit("output", name=name, **self._state.outputs[name])
+
+    def link_model(self, name: str, source: str | Path) -> None:
+        """Give the declared model output ``name`` the files of a model directory, or of another output of this run, as
+        hard links where the file system has them.
+        """
+        with self.output_model(name) as directory:
+            if self.rank == 0:
+                link_tree(Path(self._state.outputs.get(str(source), {}).get("path", source)), directory)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -93,6 +93,7 @@ STAGES = Table(
         "distill": "stages.distill",
         "merge": "stages.merge",
         "evaluate": "stages.evaluate",
+        "select_checkpoint": "stages.select_checkpoint",
         "win_rate": "stages.win_rate",
         "trace_error": "stages.trace_error",
         "smoke": "stages.smoke",

@@ -11,6 +11,13 @@ import math
 import numpy as np
 
 
+def is_better(value: float, best: float) -> bool:
+    """Whether a value takes the place of the best so far: of equal ones the first stays, and what is not finite is
+    never the best. Equal counts add up to other last digits, by micro-batch.
+    """
+    return math.isfinite(value) and value > best and not math.isclose(value, best, rel_tol=1e-9)
+
+
 def _matrix(rewards) -> np.ndarray:
     out = np.asarray(rewards, dtype=np.float64)
     if out.ndim != 2:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import MICRO_BATCH
-from stages.spec import ConfigError, StageConfig
+from stages.spec import ConfigError, OutputSpec, StageConfig
 from storage.files import read_text
 
 #: Settings that are read under a condition only: (settings, condition, why nothing reads them where it does not hold
@@ -430,6 +430,29 @@ class OptimizerConfig(StageConfig):
                 " eval_every=STEPS"
             )
         return self
+
+
+#: Output of stages with ``publish_epochs``.
+EPOCHS = OutputSpec(
+    "model",
+    role="policy",
+    required=False,
+    many=True,
+    doc="The model behind every pass over the training rows (publish_epochs).",
+)
+
+
+class EpochsConfig(OptimizerConfig):
+    """Settings of stages that train a policy in passes over rows."""
+
+    publish_epochs: bool = Field(
+        False,
+        description=(
+            "Also publish the model behind every pass over the training rows, as outputs epoch.1, epoch.2 ...: stage"
+            " select_checkpoint chooses among them later (sft.ckpt_select). Each takes the disk of a model; the last one"
+            " none where it is the published one."
+        ),
+    )
 
 
 #: Settings of the sampler that change logits before temperature and nucleus do.

@@ -16,11 +16,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from stages.models.memory import Role
-from stages.settings import ChatConfig, OptimizerConfig, ReadWhen, refuse_unread_in
+from stages.settings import EPOCHS, ChatConfig, EpochsConfig, ReadWhen, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
 
-class RowsConfig(OptimizerConfig, ChatConfig):
+class RowsConfig(EpochsConfig, ChatConfig):
     """What training on demonstrations takes, whatever is learned from them (``sft``, ``distill``)."""
 
     LORA_RATE: ClassVar[float] = 10.0
@@ -191,6 +191,15 @@ class Config(RowsConfig):
         return self
 
     @model_validator(mode="after")
+    def _epochs_end(self):
+        if self.publish_epochs and self.curriculum != "none":
+            raise ValueError(
+                f"publish_epochs keeps the model behind every pass over the rows, and curriculum={self.curriculum} trains"
+                " each of its parts for all its passes; write curriculum=none, or leave publish_epochs out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _terms_fit(self):
         if self.label_smoothing_factor and (self.loss_type == "dft" or self.unlikelihood_coef):
             other, why = (
@@ -255,7 +264,7 @@ SPEC = StageSpec(
             ),
         ),
     },
-    outputs={"model": OutputSpec("model", role="policy")},
+    outputs={"model": OutputSpec("model", role="policy"), "epoch": EPOCHS},
 )
 
 
@@ -500,6 +509,7 @@ READ_OF_INPUTS: ReadWhen = (
 
 def run(stage):
     from stages.chat import PLAIN_TEMPLATE, stage_renderer
+    from stages.models.epochs import epochs_of
     from stages.models.modeling import policy_to_train, publish
     from stages.models.new_tokens import add_rows
     from stages.reporting.curves import training_report
@@ -563,14 +573,16 @@ def run(stage):
                 **(pair_logps(model, watched, config, stage.device) if watched else {}),
             }
 
+    epochs = epochs_of(stage, model, renderer.tokenizer, source)
     before, final = fit(
         stage,
         trainer,
         source,
+        epochs=epochs,
         eval_every=config.steps_between_validations(len(train)),
         evaluate=evaluate if validation or answers or watched else None,
     )
-    publish(stage, model, renderer.tokenizer)
+    publish(stage, model, renderer.tokenizer, epochs)
     summary = {
         "steps": trainer.step_index,
         "rows": len(train),

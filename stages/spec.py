@@ -90,16 +90,21 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """One declared output: a ``dataset`` or a ``model`` (role policy, reward, value, preference or judge)."""
+    """One declared output: a ``dataset`` or a ``model`` (role policy, reward, value, preference or judge). many: a run
+    may give any number of such models, named ``NAME.LABEL``.
+    """
 
     kind: str
     role: str = ""
     required: bool = True
     doc: str = ""
+    many: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("dataset", "model"):
             raise ValueError(f"OutputSpec kind {self.kind!r}: write 'dataset' or 'model'")
+        if self.many and (self.kind != "model" or self.required):
+            raise ValueError("OutputSpec many=True is of models that a run may give none of: write required=False")
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,18 @@ class StageSpec:
             f"stage {self.name} has no input {name!r}; {did_you_mean(name, list(self.inputs))}its inputs are:"
             f" {', '.join(known) or 'none'}"
         )
+
+    def output_spec(self, name: str) -> OutputSpec | None:
+        """The declaration behind an output name (``epoch.2`` belongs to ``epoch`` where that is many); None for a name
+        that is none.
+        """
+        base, dot, label = name.partition(".")
+        found = self.outputs.get(name if not dot else base)
+        return found if found is not None and found.many == bool(dot and label) else None
+
+    def planned_outputs(self) -> list[str]:
+        """Names of the outputs as a plan has them: of those that are many the first."""
+        return [f"{name}.1" if output.many else name for name, output in self.outputs.items()]
 
     def check_inputs(self, names: Any, config: "StageConfig | None" = None) -> None:
         """Raise ConfigError for an unknown or a missing input, and with ``config`` for settings that cannot be run with

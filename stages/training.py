@@ -34,6 +34,7 @@ from stages.reporting.curves import logged_metrics
 from stages.reporting.former_names import renamed
 from stages.running import cuda, ranks
 from stages.running.stopping import Terminated, stopping
+from stages.selection import is_better, largest_remainder
 from stages.settings import OptimizerConfig, whole_part
 from storage.checkpoints import Files
 
@@ -446,8 +447,7 @@ class Trainer:
             )
         value = metrics[name] * (-1.0 if less_is_better(name) else 1.0)
         least = self.best.get("value", -math.inf)
-        # equal counts add up to other last digits, by micro-batch
-        if math.isfinite(value) and value > least and not math.isclose(value, least, rel_tol=1e-9):
+        if is_better(value, least):
             self.best = {"value": value, "step": self.step_index, "passes_since": 0}
             self.best_weights = {n: p.detach().clone() for n, p in self.parameters.items()}
         else:
@@ -575,6 +575,7 @@ def fit(
     eval_every: int = 0,
     again: bool = True,
     falls: bool = True,
+    epochs=None,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Run the loop to its end, resuming from the stage's last checkpoint.
 
@@ -583,6 +584,7 @@ def fit(
             every pass leaves rows behind.
         falls: the loss falls where training goes well, so that one that ends at ``DIVERGED`` times its start is warned of;
             a policy gradient's value says nothing of the kind.
+        epochs: writes the model behind every pass over the rows (:class:`stages.models.epochs.Epochs`).
 
     Returns:
         the evaluations of the starting and of the final weights (``{}`` without ``evaluate``), the same whether resumed
@@ -638,6 +640,8 @@ def fit(
                         else f"{trainer.config.select_by} was not finite in any validation pass"
                     )
                 )
+        if epochs is not None:
+            epochs.after_step(trainer)
         stage.metric(step, metrics)
         if step > first + 1:
             counted = getattr(source, "step_tokens", None)
@@ -676,6 +680,8 @@ def fit(
         final, _ = judge()
         if final:
             stage.metric(trainer.step_index, {f"validation/{k}": v for k, v in final.items()})
+    if epochs is not None:
+        epochs.before_settling(trainer)
     trainer.settle()
     # others are texts: "nan"
     rows = [row for row in logged_metrics(stage) if isinstance(row.get("loss"), (int, float))]
@@ -767,8 +773,6 @@ class StagedRows:
     """
 
     def __init__(self, stage, items: Sequence[Item], part: Sequence[float], config):
-        from stages.selection import largest_remainder
-
         groups = [[i for i, p in zip(items, part) if p == value] for value in sorted(set(part))]
         self.parts = [ShuffledRows(stage, g, config.batch_size, config.num_train_epochs, None) for g in groups]
         steps = [p.total_steps for p in self.parts]

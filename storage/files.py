@@ -14,6 +14,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import sqlite3
 import stat
 import uuid
@@ -302,6 +303,18 @@ def walk_files(path: str | os.PathLike) -> Iterator[tuple[str, Path]]:
                 full = Path(root) / name
                 found.append((full.relative_to(base).as_posix(), full))
     return iter(sorted(found))
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Copy a directory by hard links (by bytes across file systems); ``target`` may be there already."""
+
+    def copy(a: str, b: str) -> None:
+        try:
+            os.link(os.path.realpath(a), b)  # a hub's cache is made of symbolic links
+        except OSError:
+            shutil.copy2(a, b)
+
+    shutil.copytree(source, target, copy_function=copy, dirs_exist_ok=True)
 
 
 def tree_digest(path: str | os.PathLike) -> str:

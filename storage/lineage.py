@@ -19,6 +19,7 @@ def tree(ref: str) -> dict[str, Any]:
     that name.
     """
     seen: set[str] = set()
+    ref = store.pinned(ref)
     try:
         found = store.resolve(ref)
     except store.StoreError as error:

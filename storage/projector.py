@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 from storage import home, leases, records, registry
-from storage.files import atomic_write_json, read_json, rebased, refusal, sha256_text
+from storage.files import atomic_write_json, link_tree, read_json, rebased, refusal, sha256_text
 from storage.mlflow_database import (
     _hush,
     follow_home,
@@ -651,7 +651,7 @@ class Projector:
         return True
 
     def _logged_model(self, client: Any, experiment: str, run_id: str, d: Doc, output: dict[str, Any]) -> str:
-        from storage.store import link_tree, removed
+        from storage.store import removed
 
         digest = output["digest"]
         known_models = client.search_logged_models(

@@ -123,6 +123,15 @@ def makers_of(digest: str) -> list[dict[str, Any]]:
     return [r for r in reversed(list(all_records())) if any(o["digest"] == digest for o in r["outputs"].values())]
 
 
+def origin_of(digest: str) -> dict[str, Any] | None:
+    """The newest record with an output of this digest that it was not given as an input: a stage that hands a model on
+    (``select_checkpoint``) could not make it again. None where no record knows it.
+    """
+    makers = makers_of(digest)
+    made = [one for one in makers if all(given["digest"] != digest for given in one["inputs"].values())]
+    return next(iter([*made, *makers]), None)
+
+
 def makers_of_lost(ref: str) -> list[dict[str, Any]]:
     """:func:`makers_of` what a reference names, also where its files are gone; empty where no record knows it."""
     try:

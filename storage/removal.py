@@ -82,6 +82,7 @@ class Shelf:
     def named(self, text: str) -> list[Result]:
         """The results that a reference, a run (all that its steps gave) or the key of a stage names. Raises
         StoreError."""
+        text = store.pinned(text)
         if store.is_ref(text):
             digest = records.digest_of(text)
             match = store.DATASET_REF.fullmatch(text)

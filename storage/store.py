@@ -30,6 +30,7 @@ from storage.files import (
     atomic_write_json,
     fsync_dir,
     fsync_tree,
+    link_tree,
     read_json,
     sha256_file,
     sha256_text,
@@ -212,14 +213,16 @@ def damaged_model(path: Path) -> str | None:
 
 
 def resolve(text: str, kind: str | None = None) -> ResolvedInput:
-    """Resolve a reference, path, URL, hub id or, for a ``kind``, the key (6 digits at least) of a stage that made one
-    such thing. ``kind`` is what the caller needs; it decides what a bare directory or id is.
+    """Resolve a reference, path, URL, hub id, an output of a stage as ``KEY:NAME`` or, for a ``kind``, the key (6 digits
+    at least) of a stage that made one such thing. ``kind`` is what the caller needs; it decides what a bare directory or
+    id is.
 
     Raises StoreError. A raw data file for a dataset input comes back with kind ``file``: it has to be ingested.
     """
     text = str(text).strip()
     if not text:
         raise StoreError("an empty reference was given; write dataset:NAME@latest, model:NAME@ALIAS or a path")
+    text = pinned(text)
     if text.startswith("dataset:"):
         found = _dataset_ref(text)
     elif text.startswith("model:"):
@@ -401,9 +404,34 @@ def _path(text: str, kind: str | None) -> ResolvedInput:
     )
 
 
+def pinned(text: str) -> str:
+    """``KEY:NAME``, an output of the finished stage whose key begins so, as its reference, whether its files are still
+    there or not; any other text as it is. Raises StoreError where the stage has no such output.
+    """
+    from storage import records
+
+    key, _, name = text.partition(":")
+    record = records.match(key) if name and STAGE_KEY.fullmatch(key) else None
+    if record is None:
+        return text
+    if name not in record["outputs"]:
+        raise StoreError(_which_output(record, f"no output {name}"))
+    return record["outputs"][name]["ref"]
+
+
+def _which_output(record: dict[str, Any], made: str) -> str:
+    key = record["key"][:12]
+    outputs = ", ".join(f"{one['ref']} ({name})" for name, one in record["outputs"].items())
+    return (
+        f"stage {record['stage']} with key {key} made {made}; write which of its outputs is meant, by its reference or as"
+        f" {key}:NAME: {outputs or 'none'}"
+    )
+
+
 def _output_of(key: str, kind: str) -> ResolvedInput | None:
-    """The output that can be given as ``kind`` of the finished stage whose key begins so; None where there is no such
-    stage, StoreError where it has several such outputs or none.
+    """The output that can be given as ``kind`` of the finished stage whose key begins so; where several can, the one
+    that is not of many (``epoch.2``). None where there is no such stage, StoreError where it has several such outputs or
+    none.
     """
     from storage import records
 
@@ -411,17 +439,14 @@ def _output_of(key: str, kind: str) -> ResolvedInput | None:
     if record is None:
         return None
     kind = "model" if kind == "model" else "dataset"
-    refs = [
-        one["ref"]
-        for one in record["outputs"].values()
+    found = {
+        name: one["ref"]
+        for name, one in record["outputs"].items()
         if one["kind"] == kind and (one.get("manifest") or {}).get("kind") != "quarantine/1"  # which no stage reads
-    ]
+    }
+    refs = [ref for name, ref in found.items() if "." not in name] or list(found.values())
     if len(refs) != 1:
-        outputs = ", ".join(f"{one['ref']} ({name})" for name, one in record["outputs"].items())
-        raise StoreError(
-            f"stage {record['stage']} with key {record['key'][:12]} made {'several' if refs else 'no'} {kind}s; write"
-            f" which of its outputs is meant: {outputs or 'none'}"
-        )
+        raise StoreError(_which_output(record, f"{'several' if refs else 'no'} {kind}s"))
     return resolve(refs[0], kind)
 
 
@@ -676,18 +701,6 @@ def also_as(path: str, digest: str, name: str) -> ResolvedInput:
     set_latest(name, digest)
     mark_of("dataset", name, digest).unlink(missing_ok=True)
     return ResolvedInput("dataset", target, f"dataset:{name}@{digest}", digest, open_dataset(target).manifest)
-
-
-def link_tree(source: Path, target: Path) -> None:
-    """Copy a directory by hard links (by bytes across file systems)."""
-
-    def copy(a: str, b: str) -> None:
-        try:
-            os.link(a, b)
-        except OSError:
-            shutil.copy2(a, b)
-
-    shutil.copytree(source, target, copy_function=copy)
 
 
 def check_output(kind: str, path: str, digest: str, stat: str | None, *, full: bool = False) -> tuple[bool, str | None]:

@@ -22,11 +22,13 @@ def champion(name: str, alias: str = "champion") -> str | None:
     return store.resolve(f"model:m-{digest}", "model").ref
 
 
-def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "champion") -> dict[str, Any]:
+def conclude(
+    candidate: str, decision_path: str, *, name: str, alias: str = "champion", stage: str = "promote"
+) -> dict[str, Any]:
     """Register the candidate, keep the decision with its evidence, move the alias on a positive one. Repeatable.
 
-    A decision that does not know who is in office by now, because another run promoted a model in between, moves
-    nothing and says so.
+    A decision of stage ``promote`` that does not know who is in office by now, because another run promoted a model in
+    between, moves nothing and says so; one of ``select_checkpoint`` is about its candidates, whoever has the alias.
 
     Returns {promoted, model, name, alias, version, reasons}.
     """
@@ -34,7 +36,7 @@ def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "cha
 
     decision = read_decision(decision_path)
     found = store.resolve(candidate, "model")
-    version = registry.register(name, found.digest, role="policy", stage="promote")
+    version = registry.register(name, found.digest, role="policy", stage=stage)
     model = registry.models()[name]
     promoted, reasons = bool(decision["promote"]), decision["reasons"]
     kept = [entry for entry in model.history if entry["event"] == "decision" and entry["version"] == version]
@@ -46,7 +48,7 @@ def conclude(candidate: str, decision_path: str, *, name: str, alias: str = "cha
             promoted=promoted,
             evidence=decision,
             alias=alias,
-            over=(decision.get("champion") or "").removeprefix("model:m-"),
+            over=(decision.get("champion") or "").removeprefix("model:m-") if stage == "promote" else None,
         )
         if office is not None:
             promoted = False
@@ -147,6 +149,57 @@ def _measured(record: dict[str, Any]) -> tuple:
     return record["metrics"].get("protocol_hash"), {
         name: given["digest"] for name, given in record["inputs"].items() if name != "model"
     }
+
+
+def candidates(given: list[str]) -> tuple[dict[str, str], dict[str, Any], str | None]:
+    """What stage ``select_checkpoint`` is to choose among: the epochs of a stage (``publish_epochs``), named by its key,
+    by a run with one such stage, or by a model that it made; or the given models, in their order.
+
+    Returns (inputs ``candidates.LABEL`` and, where the stage was fine-tuned on it, ``data``; settings that stage was
+    trained with; the name under which it published its model, None of models).
+
+    Raises ConfigError for a stage or run without epochs, and a single model that none of them made.
+    """
+    if len(given) > 1:
+        return {f"candidates.{place}": ref for place, ref in enumerate(given, 1)}, {}, None
+    (text,) = given
+    found = [record for record in _makers(text) if _epochs(record)]
+    if len(found) != 1:
+        several = ", ".join(f"{record['key'][:12]} ({record['label']})" for record in found)
+        raise ConfigError(
+            f"{text} "
+            + (f"has several stages with epochs; write the key of one: {several}" if found else "published no epochs")
+            + (
+                ""
+                if found
+                else "; train with publish_epochs=true (posttrain stage sft ... --set publish_epochs=true), or write the"
+                " candidates in their order: posttrain select REF REF --input data=DEMONSTRATIONS"
+            )
+        )
+    record = found[0]
+    inputs, settings = _epochs(record), {}
+    if "max_length" in record["config"] and "train_on" in record["config"]:
+        inputs["data"] = record["inputs"]["data"]["ref"]
+        settings = {name: record["config"][name] for name in ("max_length", "train_on", "chat_template_kwargs")}
+    return inputs, settings, record["outputs"]["model"]["name"]
+
+
+def _epochs(record: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        f"candidates.{name.removeprefix('epoch.')}": one["ref"]
+        for name, one in record["outputs"].items()
+        if name.startswith("epoch.")
+    }
+
+
+def _makers(text: str) -> list[dict[str, Any]]:
+    """Records of the stages that a key, a run or a model names."""
+    if store.is_ref(text):
+        return records.makers_of(store.resolve(text, "model").digest)
+    if store.STAGE_KEY.fullmatch(text) and (record := records.match(text)) is not None:
+        return [record]
+    run = records.get_run(text)
+    return [record for one in run.stages().values() if (record := records.read(one["key"])) is not None]
 
 
 def outputs(record: dict[str, Any], role: str) -> dict[str, str]:

@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 def names_of(spec: StageSpec, name_as: str | None) -> dict[str, str]:
     """Name under which each output is published: ``name_as`` for the first of its kind, ``name_as-<output>`` for others
-    and for datasets declared after a model, which are notes on its making.
+    and for datasets declared after a model, which are notes on its making. :func:`name_of` is for outputs as a run has
+    them.
     """
     found: dict[str, str] = {}
     taken: set[str] = set()
-    models = [n for n, o in spec.outputs.items() if o.kind == "model"]
+    models = [n for n, o in spec.outputs.items() if o.kind == "model" and not o.many]
     for name, output in spec.outputs.items():
+        if output.many:
+            found[name] = f"{name_as or spec.name}-{name}"
+            continue
         if name_as:
             beside = output.kind in taken or "model" in taken
             found[name] = f"{name_as}-{name}" if beside else name_as
@@ -33,6 +37,14 @@ def names_of(spec: StageSpec, name_as: str | None) -> dict[str, str]:
             found[name] = f"{spec.name}-{name}"
         taken.add(output.kind)
     return found
+
+
+def name_of(names: dict[str, str], output: str) -> str:
+    """Name under which an output of a run is published, by those of :func:`names_of`: output ``epoch.2`` of an ``epoch``
+    that is many has its label behind the name.
+    """
+    base, _, label = output.partition(".")
+    return f"{names[base]}-{label}" if label else names[output]
 
 
 def publish(
@@ -62,7 +74,7 @@ def publish(
         source, digest = Path(output["path"]), plan[name]["digest"]
         if output["kind"] == "dataset":
             try:
-                found = store.publish_dataset(source, names[name], digest)
+                found = store.publish_dataset(source, name_of(names, name), digest)
             except DatasetError:
                 raise StageError(
                     p.spec.name,
@@ -82,12 +94,12 @@ def publish(
             )
         outputs[name] = {
             "kind": found.kind,
-            "name": names[name],
+            "name": name_of(names, name),
             "ref": found.ref,
             "digest": digest,
             "path": found.path,
             "stat": stat,
-            "role": output.get("role") or p.spec.outputs[name].role,
+            "role": output.get("role") or p.spec.output_spec(name).role,
             "manifest": _manifest_summary(found.manifest),
         }
     finished = time.time()

@@ -46,7 +46,7 @@ from storage.files import atomic_write_json, read_json, refusal, sha256_text
 from tasks import mirror, processes
 from tasks.devices import devices_of, engine_cards, take_devices
 from tasks.nodes import RANK_VARIABLES, Follower, Nodes, following, shared
-from tasks.publishing import input_entry, names_of, projected, publish
+from tasks.publishing import input_entry, name_of, names_of, projected, publish
 from tasks.stopping import DELIBERATE, StageError, raise_if_stopped, signals_held, sigterm_raises
 
 Event = dict[str, Any]
@@ -898,20 +898,21 @@ def _conclude(
     refs, paths = {}, {}
     for name, output in record["outputs"].items():
         refs[name], paths[name] = output["ref"], output["path"]
+        published = name_of(names, name)
         if output["kind"] == "model":
             registry.register(
-                names[name],
+                published,
                 output["digest"],
                 role=output["role"],
                 stage=p.spec.name,
                 key=p.key,
                 run=(flow_run or {}).get("run_id") or "",
             )
-        elif names[name] != output["name"]:
-            again = store.also_as(output["path"], output["digest"], names[name])
+        elif published != output["name"]:
+            again = store.also_as(output["path"], output["digest"], published)
             refs[name], paths[name] = again.ref, again.path
         elif cached:
-            store.set_latest(names[name], output["digest"])
+            store.set_latest(published, output["digest"])
     told = outbox.status(unit)
     if cached and (flow_run or told != "FINISHED"):
         entry = {

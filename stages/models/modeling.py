@@ -186,17 +186,19 @@ def save_policy(
     directory: str | Path,
     base: str | None = None,
     dtype: torch.dtype | None = None,
+    trains_on: bool = False,
 ) -> None:
     """Write a Hugging Face model directory (safetensors, tokenizer, chat template, generation config). Rank 0 writes;
     every rank must call.
 
     A LoRA adapter is merged in (the wrapped model is used up) and written beside it under ``adapter/``; ``base`` is the
-    name of the model it was trained on. A sharded model may be used up too. ``dtype``: see :func:`save_weights`.
+    name of the model it was trained on. A sharded model may be used up too. ``dtype``, ``trains_on``: see
+    :func:`save_weights`.
     """
     adapters.save_adapter(model, directory, base)
     plain = pending.plain(model)
     plain.config.use_cache = True
-    save_weights(model, directory, dtype)
+    save_weights(model, directory, dtype, trains_on)
     plain.config.use_cache = False
     if ranks.rank() == 0:
         tokenizer.save_pretrained(directory)
@@ -215,7 +217,7 @@ def stopping_where_turns_end(generation_config, tokenizer):
     return generation_config
 
 
-def save_weights(model, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_weights(model, directory: str | Path, dtype: torch.dtype | None = None, trains_on: bool = False) -> None:
     """Weights and config of the plain model, an adapter merged in, as ``save_pretrained`` writes them: of a sharded
     model, or one that is kept in bfloat16, one tensor after the other. Rank 0 writes; every rank must call. The model
     is used up.
@@ -223,11 +225,21 @@ def save_weights(model, directory: str | Path, dtype: torch.dtype | None = None)
     Args:
         dtype: what the weights are rounded to as they are written (None: as they were computed, which is float32 for
             those only kept in bfloat16); an adapter is merged in float32.
+        trains_on: the model is not used up. Raises ValueError for a sharded one whose library stores weights under
+            other names.
     """
-    if (
-        sharding.root_of(model) is not None or frozen.is_kept(model) or dtype not in (None, torch.float32)
-    ) and pending.write(model, directory, dtype=dtype):
+    changed = frozen.is_kept(model) or dtype not in (None, torch.float32)
+    if (sharding.root_of(model) is not None or changed or trains_on and adapters.is_adapted(model)) and pending.write(
+        model, directory, dtype=dtype
+    ):
         return
+    if trains_on and sharding.root_of(model) is not None:
+        raise ValueError(
+            f"the library stores the weights of {type(pending.plain(model)).__name__} under other names, so that a"
+            " sharded one can be written at the end only; write sharding=none, or leave publish_epochs out"
+        )
+    if trains_on and (changed or adapters.is_adapted(model)):
+        model = copy.deepcopy(model)
     sharding.collect(model)
     if ranks.rank() == 0:
         frozen.widen(model)
@@ -235,11 +247,15 @@ def save_weights(model, directory: str | Path, dtype: torch.dtype | None = None)
         (plain if dtype is None else plain.to(dtype)).save_pretrained(directory, safe_serialization=True)
 
 
-def publish(stage, model, tokenizer, name: str = "model") -> None:
-    """Write a stage's trained policy as its output, in the stage's ``save_dtype``; every rank must call."""
+def publish(stage, model, tokenizer, epochs=None) -> None:
+    """Write a stage's trained policy as its output, in the stage's ``save_dtype``; every rank must call. ``epochs``:
+    what :func:`stages.training.fit` was given (:class:`stages.models.epochs.Epochs`).
+    """
     dtype = save_type(stage, model)
-    with stage.output_model(name, role="policy") as directory:
+    with stage.output_model("model", role="policy") as directory:
         save_policy(model, tokenizer, directory, base=stage.inputs["model"].ref, dtype=dtype)
+    if epochs is not None:
+        epochs.conclude()
 
 
 def save_type(stage, model) -> torch.dtype | None:

@@ -99,6 +99,17 @@ BRANCHES = {
         {"rounds": 2, "plain_ppo": True, "rank": JUDGED},
         {"rounds": 2, **MINE, "data": {**GIVEN, **PAIRS, "rankings": "(r)", "benchmarks": {"quiz": "(quiz)"}}},
         {"rounds": 2, **MINE, "data": {**GIVEN, **PAIRS}},
+        {"optimise": False, **MINE, "data": {**GIVEN, **PAIRS}},
+    ],
+    "checkpoint_selection": [
+        {
+            "candidates": ["(a)", "(b)"],
+            "name": "best",
+            "data": {"demonstrations": "(d)", "prompts": "(p)"},
+            "reward_model": "(rm)",
+            "judge": "(j)",
+            "select": {"select_on": "win_rate"},
+        },
     ],
     "llama2": [
         {"labels": "fresh", "gold": JUDGED, "data": {"benchmarks": {"quiz": "(quiz)"}}},
@@ -135,7 +146,7 @@ class Trace(Run):
 
     def execute(self, stage, label, inputs, config, name_as, seed):
         self.trace.append((label, stage, inputs, config, seed, name_as))
-        outputs = {name: f"({label}.{name})" for name in get_stage(stage).SPEC.outputs}
+        outputs = {name: f"({label}.{name})" for name in get_stage(stage).SPEC.planned_outputs()}
         return {"outputs": outputs, "metrics": {}, "cached": False, "seconds": 0.0}
 
     def together(self, parts):
@@ -144,8 +155,8 @@ class Trace(Run):
     def answered(self, label, task):
         return "(people)"
 
-    def conclude(self, candidate, outputs, name):
-        self.trace.append(("conclude", "conclude", {"candidate": candidate}, None, self.seed, name))
+    def conclude(self, candidate, outputs, name, alias="champion"):
+        self.trace.append(("conclude", "conclude", {"candidate": candidate}, None, self.seed, f"{name}@{alias}"))
         return {}
 
 

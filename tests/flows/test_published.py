@@ -247,21 +247,21 @@ def test_instructgpt_ranks_trains_chooses_and_optimises(monkeypatch):
         "data": "(rankings_1.data)",
         "anchor": "(ingest_demonstrations.data)",
     }
-    chosen = steps["sft_chosen"]
-    assert (
-        chosen[1] == {**steps["sft"][1], "reward_model": "(reward_model_1.model)"}
-        and (chosen[2].select_by, chosen[2].eval_every) == ("reward", "epoch")
-        and chosen[3] == steps["sft"][3]
+    chosen = steps["select_sft"]
+    assert steps["sft"][2].publish_epochs and chosen[:2] == (
+        "select_checkpoint",
+        {
+            "candidates.1": "(sft.epoch.1)",
+            "data": "(ingest_demonstrations.data)",
+            "reward_model": "(reward_model_1.model)",
+        },
     )
-    assert (chosen[2].eval_completion_length, steps["sft"][2].eval_completion_length) == (
+    assert (chosen[2].evaluate.limit, chosen[2].evaluate.max_completion_length, chosen[2].max_length) == (
+        64,
         1000,
-        128,
-    ), "the first training has no reward model that would read answers"
-    assert (
-        chosen[2].model_copy(update={"select_by": None, "eval_every": 0, "eval_completion_length": 128})
-        == steps["sft"][2]
-    ), "the same training, looked at after every pass"
-    optimised = {"model": "(sft_chosen.model)", "data": "(ingest_prompts.data)"}
+        2048,
+    )
+    optimised = {"model": "(select_sft.model)", "data": "(ingest_prompts.data)"}
     assert steps["rl_1"][1] == {**optimised, "reward_model": "(reward_model_1.model)", "ptx": "(ingest_text.data)"}
     assert (
         steps["answers_2"][1]["model"] == "(rl_1.model)"
@@ -287,7 +287,7 @@ def test_instructgpt_ranks_trains_chooses_and_optimises(monkeypatch):
         for part in ("prompts", "text", "quiz")
     }
     assert (
-        steps["evaluate_sft_text"][1] == {"model": "(sft_chosen.model)", "texts": "(ingest_text.data)"}
+        steps["evaluate_sft_text"][1] == {"model": "(select_sft.model)", "texts": "(ingest_text.data)"}
         and steps["evaluate_sft_text"][2].split == "validation"
     )
     assert (
@@ -306,9 +306,11 @@ def test_instructgpt_takes_people_s_rankings_a_judge_or_a_given_ranker(monkeypat
         "anchor": "(ingest_demonstrations.data)",
     }
     assert (
-        not {"answers_1", "rankings_1", "train_reward_model", "sft_chosen"} & set(people)
+        not {"answers_1", "rankings_1", "train_reward_model", "select_sft"} & set(people)
         and people["rl_1"][1]["model"] == "(sft.model)"
     )
+    short = plan("instructgpt", monkeypatch, {"text": None}, **load_preset("instructgpt", "sft_rm"))
+    assert "rl_1" not in short and short["evaluate_sft"][1]["model"] == "(select_sft.model)"
     again = plan("instructgpt", monkeypatch, {"rankings": "(people)"}, rounds=2, reward_model="(ranker)")
     assert (
         again["answers_2"][1]["reward_model"] == "(ranker)"
@@ -588,7 +590,7 @@ class InProcess(Run):
 
     def __init__(self, recipe, folder):
         super().__init__(recipe, 3, [])
-        self.folder, self.inputs = folder, {}
+        self.folder, self.inputs, self.concluded = folder, {}, []
 
     def execute(self, stage, label, inputs, config, name_as, seed):
         from stages.harness import execute
@@ -620,6 +622,10 @@ class InProcess(Run):
     def together(self, parts):
         return [part() for part in parts]
 
+    def conclude(self, candidate, outputs, name, alias="champion"):
+        self.concluded.append((name, alias))
+        return {}
+
 
 #: What a random model writes ends at its first letter, and has a reward by rules; sizes of a few rows and steps.
 ENDS = {"max_completion_length": 24, "min_tokens": 2, "stop_strings": list("abcdefghijklmnopqrstuvwxyz")}
@@ -635,7 +641,8 @@ RL = {**ENDS, "prompts_per_step": 8, "max_steps": 8}
 SMALL = {
     "instructgpt": {
         "rank": {**ENDS, "max_prompts": 8, "rewards": RULE},
-        "sft": {**ROWS, "num_train_epochs": 2, "eval_completion_length": 4},
+        "sft": {**ROWS, "num_train_epochs": 2},
+        "select": {"max_length": 96, "evaluate": ENDS},
         "kwise": ROWS,
         "rl": {**RL, "ptx_batch_ratio": 1.0, "ptx_max_length": 16},
         "rounds": 2,
@@ -728,7 +735,8 @@ def test_a_published_recipe_runs_to_its_end(recipe, tiny, world, tmp_path, monke
     if recipe == "instructgpt":
         assert (
             steps["reward_model_2"]["previous/accuracy"] >= 0
-            and steps["sft_chosen"]["selected_step"] in (0, 3, 6)
+            and steps["select_sft"]["selected"] in ("1", "2")
+            and run.concluded == [("sft", "selected")]
             and steps["answers_1"]["completions"] < 72
         )
     elif recipe == "llama2":

@@ -67,7 +67,7 @@ class Direct(Run):
     def together(self, parts):
         return [part() for part in parts]
 
-    def conclude(self, candidate, outputs, name):
+    def conclude(self, candidate, outputs, name, alias="champion"):
         return {"model": candidate}
 
     def rows(self, label, output):

@@ -280,7 +280,7 @@ def test_trials_of_a_recipe_that_has_parts_of_its_own_keep_their_steps_in_order(
             threads[label] = threading.get_ident()
             time.sleep(0.3 if "1e-05" in label else 0.05)
             return {
-                "outputs": {name: f"{label}.{name}" for name in get_stage(stage).SPEC.outputs},
+                "outputs": {name: f"{label}.{name}" for name in get_stage(stage).SPEC.planned_outputs()},
                 "metrics": {"accuracy": config.learning_rate * 1e4 if stage == "reward_model" else 0.1},
                 "cached": False,
                 "seconds": 0.0,

@@ -19,7 +19,7 @@ from stages.spec import PROJECT_ROOT, ConfigError
 from storage import home, leases, records, registry, store
 from storage.datasets import open_dataset
 from storage.files import read_json
-from tasks.publishing import names_of
+from tasks.publishing import name_of, names_of
 from tasks.run import StageError, finish_flow, prepare, run_stage, start_flow
 from tasks.stopping import Cancelled
 
@@ -161,7 +161,10 @@ def test_a_name_that_nothing_can_have_is_refused_before_the_stage_runs(state_dir
 
 def test_what_is_published_beside_a_model_says_what_it_is():
     """Reference log-probs of a recipe's DPO were dataset:dpo."""
-    assert names_of(get_stage("align").SPEC, "dpo") == {"model": "dpo", "ref_logps": "dpo-ref_logps"}
+    align = names_of(get_stage("align").SPEC, "dpo")
+    assert align == {"model": "dpo", "epoch": "dpo-epoch", "ref_logps": "dpo-ref_logps"}
+    assert [name_of(align, one) for one in ("model", "epoch.2", "ref_logps")] == ["dpo", "dpo-epoch-2", "dpo-ref_logps"]
+    assert names_of(get_stage("sft").SPEC, None) == {"model": "sft", "epoch": "sft-epoch"}
     rl = names_of(get_stage("rl").SPEC, "policy")
     assert rl["model"] == "policy" and rl["rollouts"] == "policy-rollouts" and len({*rl.values()}) == len(rl)
     assert names_of(get_stage("ingest").SPEC, "pairs")["data"] == "pairs"

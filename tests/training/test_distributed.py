@@ -116,6 +116,16 @@ CASES = {  # name: (stage, settings, rows)
         {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "ema_decay": 0.5},
         "demonstrations",
     ),
+    "sft, every epoch, LoRA, sharded": (
+        "sft",
+        {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "batch_size": 21, "publish_epochs": True},
+        "demonstrations",
+    ),
+    "sft, every epoch, averages, sharded": (
+        "sft",
+        {**ROWS, **FULL, "batch_size": 21, "publish_epochs": True, "ema_decay": 0.5},
+        "demonstrations",
+    ),
     "align, pairs matched over the step and weighed in parts, sharded": (
         "align",
         {**ROWS, **FULL, "method": "aot_paired", "ld_alpha": 0.5},
@@ -248,6 +258,11 @@ def test_a_stage_on_two_ranks_and_a_resume(case, tiny, encoder, data, spec, tmp_
             continue
         assert alike(two[key], value), key
         assert torch.equal(changed[key], two[key]) if sharded else alike(changed[key], value), key
+    epochs = [epochs_of(tmp_path / name) for name in ("one", "two", "changed")]
+    assert len(epochs[0]) == (2 if config.get("publish_epochs") else 0)
+    for name, value in epochs[0].items():
+        assert all(alike(epochs[1][name][key], each) for key, each in value.items())
+        assert all(torch.equal(epochs[2][name][key], each) for key, each in epochs[1][name].items())
     if sharded:
         assert again["summary"] == result["summary"]
         assert (tmp_path / "changed/metrics.jsonl").read_bytes() == (tmp_path / "two/metrics.jsonl").read_bytes()
@@ -416,6 +431,11 @@ def trained(spec, stage, config, inputs, name, devices, start, killed=None):
             behind = Path(once_more["workdir"])
         start(files, count, killed_behind=behind and behind / "checkpoints")
     return load_file(work / "out" / "model" / "model.safetensors"), json.loads((work / "result.json").read_text())
+
+
+def epochs_of(work: Path) -> dict:
+    """The weights of every epoch that a run published."""
+    return {folder.name: load_file(folder / "model.safetensors") for folder in (work / "out").glob("epoch.*")}
 
 
 def newest(checkpoints: Path) -> int:

@@ -30,6 +30,7 @@ STAGES = {
             "ema_decay": 0.7,
             "eval_every": 2,
             "select_by": "loss",
+            "publish_epochs": True,
         },
         ("model", "demonstrations"),
     ),

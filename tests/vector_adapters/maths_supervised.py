@@ -27,6 +27,7 @@ from stages.reward_model import Config as RewardConfig
 from stages.reward_models import preference_module, reward_data, reward_losses
 from stages.reward_models.reward_heads import RewardCard, own_positions
 from stages.reward_models.reward_scorers import ComparingScorer, Response, drawn_by_text
+from stages.select_checkpoint import choose
 from stages.settings import OptimizerConfig
 from stages.training import Sums, Trainer
 from tests import production
@@ -888,7 +889,7 @@ def logit_reward(i, p):
 
 
 def ckpt_select(i, p):
-    """Passes in order through the trainer's own choice."""
+    """Passes in order through the trainer's own choice, and candidates through that of stage select_checkpoint."""
 
     def best(name, values):
         trainer = SimpleNamespace(
@@ -898,7 +899,12 @@ def ckpt_select(i, p):
             Trainer.consider(trainer, {name: value})
         return trainer.best["step"]
 
-    return {"by_rm_score": best("reward", i["rm_score"]), "by_val_loss": best("loss", i["val_loss"])}
+    later = {
+        "by_rm_score": choose(dict(zip(i["epoch"], i["rm_score"]))),
+        "by_val_loss": choose(dict(zip(i["epoch"], i["val_loss"])), less=True),
+    }
+    assert later == {"by_rm_score": best("reward", i["rm_score"]), "by_val_loss": best("loss", i["val_loss"])}
+    return later
 
 
 ADAPTERS = {
