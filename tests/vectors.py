@@ -206,7 +206,7 @@ def candidates(name, vector, named, by_method):
 
 def called(code) -> str | None:
     """ "module:qualified name" of a function of the project or of tests/oracles.py, else None."""
-    path = Path(code.co_filename)
+    path = Path(code.co_filename).resolve()
     if not path.is_relative_to(ROOT):
         return None
     parts = path.relative_to(ROOT).with_suffix("").parts

@@ -134,7 +134,7 @@ class Crediting:
         samples, mask, padded = all_B.samples, all_B.mask_BT, all_B.padded
         items = [item_of(g, ids, own) for g in groups for ids, own in contexts_of(g)]
         logps = self.logprobs.read(groups, samples, items, version)
-        weights, largest, rejected = self.logprobs.corrections(all_B, logps)
+        weights, bounds, rejected = self.logprobs.corrections(all_B, logps)
         values, after = self.critic.values(items) if self.critic is not None else (None, 0.0)
 
         # those of another run by the limit of now
@@ -177,7 +177,7 @@ class Crediting:
         metrics |= self._comparison_metrics(batch)
 
         credit, trained, preferred, found = self._assigned(all_B, batch)
-        metrics |= found | self.logprobs.correction_metrics(batch, trained, weights, largest, rejected)
+        metrics |= found | self.logprobs.correction_metrics(batch, trained, weights, bounds, rejected)
         if rejected is not None and config.rejection_scope == "zero":
             weights = np.where(rejected, 0.0, 1.0 if weights is None else weights)
         metrics |= self.logprobs.sampler_metrics(groups, samples, logps, items, version)

@@ -169,21 +169,21 @@ class LogProbs:
 
     def corrections(
         self, all_B: Completions, logps: Logps
-    ) -> tuple[np.ndarray | None, float | None, np.ndarray | None]:
-        """(importance weights [B, T], the largest that they may be, tokens that are rejected [B, T]) of what trainer and
-        sampler disagree on; None of what is switched off.
+    ) -> tuple[np.ndarray | None, tuple[float, float] | None, np.ndarray | None]:
+        """(importance weights [B, T], the smallest and largest that they may be, tokens that are rejected [B, T]) of what
+        trainer and sampler disagree on; None of what is switched off.
         """
-        weights = largest = rejected = None
+        weights = bounds = rejected = None
         if self.config.importance_correction != "none":
-            weights, largest = self.importance_weights(
+            weights, bounds = self.importance_weights(
                 all_B.padded(logps.old), all_B.padded(logps.sampled), all_B.mask_BT
             )
         if self.config.rejection != "none":
             rejected = self._rejected(all_B.padded(logps.old), all_B.padded(logps.sampled), all_B.mask_BT)
-        return weights, largest, rejected
+        return weights, bounds, rejected
 
-    def importance_weights(self, old, sampled, mask) -> tuple[np.ndarray, float]:
-        """(importance weights [B, T], the largest that they may be)."""
+    def importance_weights(self, old, sampled, mask) -> tuple[np.ndarray, tuple[float, float]]:
+        """(importance weights [B, T], the smallest and largest that they may be)."""
         import torch
 
         from stages.losses import truncated_importance_weights
@@ -196,13 +196,14 @@ class LogProbs:
             self.config.importance_clip_max,
             self.config.importance_clip_min,
         )
-        weights, largest = found.expand(mask.shape).numpy(), self.config.importance_clip_max
-        if not self.config.importance_normalise:
-            return weights, largest
+        weights, config = found.expand(mask.shape).numpy(), self.config
+        low, high = config.importance_clip_min, config.importance_clip_max
+        if not config.importance_normalise:
+            return weights, (low, high)
         # of a sequence at its first token
         on = mask if self.config.importance_correction.startswith("token") else mask & (mask.cumsum(1) == 1)
         mean = weights[on].mean() if on.any() else 0.0
-        return (weights / mean, largest / mean) if mean > 0 else (weights, largest)
+        return (weights / mean, (low / mean, high / mean)) if mean > 0 else (weights, (low, high))
 
     def _rejected(self, old, sampled, mask):
         import torch
@@ -246,11 +247,12 @@ class LogProbs:
             total, count = total + float((np.expm1(d) - d).sum()), count + float((mask > 0).sum())
         return total / max(count, 1.0)
 
-    def correction_metrics(self, batch: Batch, trained, weights, largest, rejected) -> dict[str, float]:
+    def correction_metrics(self, batch: Batch, trained, weights, bounds, rejected) -> dict[str, float]:
         """Of what :meth:`corrections` found, over the tokens that are trained on."""
         metrics = {}
         if weights is not None:
-            metrics |= weight_metrics(weights, batch.trained(trained), self.config.importance_correction, largest)
+            low, high = bounds
+            metrics |= weight_metrics(weights, batch.trained(trained), self.config.importance_correction, high, low)
         if rejected is not None:
             on = batch.mask_BT & trained[:, None]
             metrics |= {

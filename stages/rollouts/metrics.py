@@ -237,14 +237,14 @@ def return_metrics(batch: Batch, credit: Credit, trained_B, gamma: float) -> dic
     return {"return/mean": float(returns.mean()), "return/std": float(returns.std())} if returns.size else {}
 
 
-def weight_metrics(weights_BT, on_BT, mode: str, clip_max: float) -> dict[str, float]:
-    """Importance weights of the trained tokens: mean, share that was cut to ``clip_max`` or to 0, effective sample size
-    as a share of the tokens (TIS).
+def weight_metrics(weights_BT, on_BT, mode: str, clip_max: float, clip_min: float = 0.0) -> dict[str, float]:
+    """Importance weights of the trained tokens: mean, share that was cut to ``clip_max``, raised to ``clip_min`` (0 = no
+    bound) or set to 0, effective sample size as a share of the tokens (TIS).
     """
     w = np.asarray(weights_BT, float)[on_BT]
     if not w.size:
         return {}
-    cut = w >= clip_max if mode.endswith("truncate") else w == 0
+    cut = (w >= clip_max) | (0 < clip_min) & (w <= clip_min) if mode.endswith("truncate") else w == 0
     return {
         "sampling/importance_weight/mean": float(w.mean()),
         "sampling/importance_weight/cut_fraction": float(cut.mean()),

@@ -13,6 +13,7 @@ import torch
 from stages.batching import make_item
 from stages.generation import Sample
 from stages.rollouts.groups import Group
+from stages.rollouts.metrics import weight_metrics
 from storage.datasets import open_dataset
 from tests.training.test_rl_parts import rl  # noqa: F401
 from tests.training.test_rl_rules import SPREAD
@@ -84,7 +85,7 @@ def test_the_length_penalty_is_normalised_as_a_component_over_completions_in_the
 
 def test_weights_of_whole_sequences_are_normalised_by_their_mean_over_sequences(rl):  # noqa: F811
     """However long a sequence is it counts once, also where its first tokens are a tool's; one without a trained token
-    does not count. The bound that says which are cut moves along.
+    does not count. The bounds that say which are cut move along.
     """
     source = rl.source(
         "sequences",
@@ -99,11 +100,13 @@ def test_weights_of_whole_sequences_are_normalised_by_their_mean_over_sequences(
     )
     mask = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]], bool)
     apart = np.where(mask, np.log([[2.0], [0.9], [0.4], [1.0]]), 0.0)
-    weights, largest = source.crediting.logprobs.importance_weights(apart - 1.0, np.full((4, 4), -1.0), mask)
+    weights, bounds = source.crediting.logprobs.importance_weights(apart - 1.0, np.full((4, 4), -1.0), mask)
     each = np.array([1.5, 0.9**4, 0.25])
-    assert weights[mask] == pytest.approx(np.repeat(each / each.mean(), [1, 4, 2])) and largest == pytest.approx(
-        1.5 / each.mean()
+    assert weights[mask] == pytest.approx(np.repeat(each / each.mean(), [1, 4, 2])) and bounds == pytest.approx(
+        (0.25 / each.mean(), 1.5 / each.mean())
     )
+    cut = weight_metrics(weights, mask, "sequence_truncate", bounds[1], bounds[0])
+    assert cut["sampling/importance_weight/cut_fraction"] == pytest.approx(3 / 7)  # of the first and of the third
 
 
 def test_rejected_tokens_lose_the_weight_that_the_others_keep(rl):  # noqa: F811

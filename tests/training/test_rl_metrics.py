@@ -59,6 +59,8 @@ def test_weights_that_are_logged_by_hand(rl):  # noqa: F811
     w, on = np.array([[0.5, 2.0, 9.0], [2.0, 1.0, 0.0]]), np.array([[True, True, False], [True, True, False]])
     found = weight_metrics(w, on, "token_truncate", 2.0)
     assert list(found.values()) == pytest.approx([5.5 / 4, 0.5, 5.5**2 / (4 * (0.25 + 4 + 4 + 1))])
+    raised = weight_metrics(w, on, "token_truncate", 2.0, 0.5)
+    assert raised["sampling/importance_weight/cut_fraction"] == 0.75
     assert (
         weight_metrics(np.zeros((1, 2)), np.ones((1, 2), bool), "token_mask", 2.0)[
             "sampling/importance_weight/cut_fraction"

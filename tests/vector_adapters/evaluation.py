@@ -110,7 +110,7 @@ def _displacement(inputs, params):
     """Checkpoints as validation passes, measured from the first one."""
     chosen, rejected = (torch.tensor(inputs[side], dtype=torch.float64) for side in ("logp_chosen", "logp_rejected"))
     passes = [losses.displacement_metrics(w, l, chosen[0], rejected[0], beta=1.0) for w, l in zip(chosen, rejected)]
-    last, margin = passes[-1], (chosen - rejected).tolist()
+    last, margin = passes[-1], [one["margin"] + chosen[0] - rejected[0] for one in passes]
     history = [[float(one["chosen_shift"]), float(one["margin"])] for one in passes]
     return {
         "margin": margin,

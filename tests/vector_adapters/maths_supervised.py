@@ -213,7 +213,10 @@ def kd_probs(i, p):
             "bucket_kl": topk_divergence(logq, rest_q, logp, rest_p)[0],
             "renormalised_kl": both[0],
             "teacher_topk": kept,
-            "cross_entropy": -(kept * student[top].log()).sum(),
+            # the student over its whole vocabulary
+            "cross_entropy": (
+                topk_divergence(logq, rest_q, logp, rest_p, tail="renormalise")[0] + production.entropy(kept.log())
+            ),
         }
     return out
 
@@ -315,16 +318,18 @@ def kwise(i, p):
         parts = [losses.kwise_pairs_loss(T(s), pair_list(range(len(s)))) for s in prompts]
         return {"per_prompt": torch.stack([x.mean() for x in parts]).mean(), "per_pair_pooled": torch.cat(parts).mean()}
     s = T(i.get("scores_best_to_worst", i.get("scores")), True)
-    pairs = pair_list(i.get("ranks", range(len(s))))
-    each = losses.kwise_pairs_loss(s, pairs)
-    (g,) = grads(each.mean(), s)
-    right = [float(s[a] > s[b]) for a, b in pairs]
+    n, pairs = len(s), pair_list(i.get("ranks", range(len(s))))
+    more = {"pairs": pairs, "pair_weight": 1 / len(pairs), "weight": 1.0, "ended": [True] * n}
+    item = make_item("prompt", [0], [[0]] * n, [[1]] * n, **more)
+    sums = reward_losses.kwise_pairs(s[:, None], collate([item]), RewardConfig(objective="kwise_pairs"))
+    loss = sums.divided({"weight": 1.0})
+    (g,) = grads(loss, s)
     return {
         "pairs": pairs,
-        "pair_losses": each,
-        "loss": each.mean(),
+        "pair_losses": losses.kwise_pairs_loss(s, pairs),
+        "loss": loss,
         "grad_scores": g,
-        "accuracy": sum(right) / len(right),
+        "accuracy": sums.metrics["accuracy"][0] / len(pairs),
     }
 
 
