@@ -49,7 +49,7 @@ class Digested(Direct):
     def logged(self, label: str) -> list[dict]:
         """Logged metrics of a training step's optimizer steps."""
         rows = [json.loads(line)["metrics"] for line in (self.root / label / "metrics.jsonl").read_text().splitlines()]
-        return [row for row in rows if "train/loss" in row]
+        return [row for row in rows if "loss" in row]
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_online_rounds_learn_from_answers_of_the_policy_before_under_the_first_o
             chosen, rejected = (by_id[name] for name in json.loads(row["extra_json"])["row_ids"])
             assert (chosen["reward"], rejected["reward"]) == (max(group), min(group))
             assert chosen["completion"] == row["chosen"] and rejected["completion"] == row["rejected"]
-    first = [online.logged(f"align_{k}")[0]["train/loss"] for k in (1, 2)]
+    first = [online.logged(f"align_{k}")[0]["loss"] for k in (1, 2)]
     assert first[0] == pytest.approx(math.log(2), abs=1e-4) and abs(first[1] - math.log(2)) > 1e-3
     rows = held_out(online.rows("pairs_2", "data"))
     assert rows and online.found["align_2"]["metrics"]["validation/loss"] == pytest.approx(
@@ -237,7 +237,7 @@ def test_bpos_reference_is_the_policy_that_sampled_and_the_controls_is_the_last_
     start, first, last = tree_digest(given["policy"]), bpo.of("average_align_1"), bpo.of("average_align_2")
     assert answered_by(bpo, "sample_2") == references(bpo, "align_2_1") == references(bpo, "align_2_2") == {first}
     for k, i in ((1, 1), (1, 2), (2, 1), (2, 2)):  # the trust region is around the model that it starts from
-        assert bpo.logged(f"align_{k}_{i}")[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-4)
+        assert bpo.logged(f"align_{k}_{i}")[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert "control_sample_1" not in bpo.found and (
         bpo.given["control_align_1_1"] == {**bpo.given["align_1_1"], "reference": last}
     )
@@ -299,7 +299,7 @@ def test_rs_dpo_takes_every_pair_above_the_gap_and_rso_pairs_of_what_was_accepte
         found["accepted"] / found["draws"]
     )
     used = [row[f"{side}_score"] for row in made for side in ("chosen", "rejected")]
-    assert found["reward/used"] == pytest.approx(np.mean(used)) and found["reward/used"] > found["reward/mean"]
+    assert found["reward/used"] == pytest.approx(np.mean(used)) and found["reward/used"] > found["reward"]
     assert all(row["pairs_in_group"] <= 2 for row in made)
 
 
@@ -396,7 +396,7 @@ def test_what_an_ensemble_of_reward_models_says_follows_from_its_members(given, 
             if row["reward"] > best.get(row["prompt_id"], -math.inf):
                 best[row["prompt_id"]], levels[row["prompt_id"]] = row["reward"], parts["signs"]
     found = run.found["grow_1"]["metrics"]
-    assert found["duplicates"] == 0 and found["reward/mean"] == pytest.approx(np.mean(known))
+    assert found["duplicates"] == 0 and found["reward"] == pytest.approx(np.mean(known))
     assert found["reward/ensemble/disagreement"] == pytest.approx(np.mean(spreads), rel=1e-2)
     assert found["reward/selected"] == pytest.approx(np.mean(list(best.values())))
     assert found["reward/signs/selected"] == pytest.approx(np.mean(list(levels.values())))
@@ -449,7 +449,7 @@ def test_every_stage_of_sdpo_starts_from_and_is_held_to_the_one_before(given, tm
         assert {row["group_id"] for row in run.rows(f"align_{k}", "ref_logps")} == {
             row["row_id"] for row in [*stages[k], *held_out(rows)]
         }
-        assert run.logged(f"align_{k}")[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-4)
+        assert run.logged(f"align_{k}")[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
         assert run.found[f"align_{k}"]["metrics"]["validation/loss"] == pytest.approx(
             dpo_loss(held_out(rows), run.out(f"align_{k}"), path), rel=1e-3
         )
@@ -530,7 +530,7 @@ def test_rest_keeps_less_at_every_threshold_and_learns_slower(given, tmp_path):
             assert found["selected"] == len(distinct) and found["reward/selected"] == pytest.approx(
                 np.mean(list(distinct.values()))
             )
-            rates = {row["train/learning_rate"] for row in run.logged(f"improve_{k}_{step}")}
+            rates = {row["learning_rate"] for row in run.logged(f"improve_{k}_{step}")}
             assert list(rates) == pytest.approx([1e-2 / 2 ** (step - 1)])
             policy = run.of(f"improve_{k}_{step}")
         # nothing lies above 1.5: the round ends there, and says so

@@ -220,17 +220,18 @@ def process_reward(i, p):
 
 def shares(sums, tokens: float):
     """What an update logs of its ratios, per trained token."""
-    share = {k.removeprefix("policy/"): float(v) / max(tokens, 1.0) for k, (v, _) in sums.metrics.items()}
+    share = {k: float(v) / max(tokens, 1.0) for k, (v, _) in sums.metrics.items()}
+    low, high = share["clip_ratio/low_mean"], share["clip_ratio/high_mean"]
     return {
-        "clip_fraction": share["clip_low"] + share["clip_high"] + share.get("clip_dual", 0.0),
-        "clip_fraction_low": share["clip_low"],
-        "clip_fraction_high": share["clip_high"],
-        "outside_range_fraction": share.get("outside_range"),
-        "approx_kl_k1": share["k1"],
-        "approx_kl_k2": share["k2"],
-        "approx_kl_k3": share["k3"],
-        "ratio_mean": share["ratio"],
-        "log_ratio_clamped_fraction": share["log_ratio_clamped"],
+        "clip_fraction": low + high + share.get("policy/clip_dual", 0.0),
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
+        "outside_range_fraction": share.get("policy/outside_range"),
+        "approx_kl_k1": share["approx_kl/k1"],
+        "approx_kl_k2": share["approx_kl/k2"],
+        "approx_kl_k3": share["approx_kl/k3"],
+        "ratio_mean": share["policy/ratio"],
+        "log_ratio_clamped_fraction": share["policy/log_ratio_clamped"],
         "ratio_max": float(sums.metrics["policy/ratio_max"][0]),
     }
 

@@ -164,7 +164,7 @@ def score_rules(inputs, params):
     """Through the model component itself, with the raw scores in place of a network's."""
 
     class Scorer:
-        disagreement = None
+        disagreement, beside = None, {}
 
         def reads_ids_of(self, renderer):
             return True

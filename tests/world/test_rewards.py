@@ -334,7 +334,7 @@ def test_a_reward_model_is_as_sure_as_its_opinion_is_probable():
 
 def test_a_cut_or_empty_response_never_reaches_the_reward_model():
     class Scorer:
-        disagreement = None
+        disagreement, beside = None, {}
 
         def reads_ids_of(self, renderer):
             return True
