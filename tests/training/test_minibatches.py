@@ -118,7 +118,7 @@ def test_steps_of_completions_and_of_tokens_add_up_to_the_batch(tiny, rl, unit, 
     parts = []
     for source.inner in range(3):
         parts.append(sums(source._minibatch()))
-    assert torch.allclose(sum(p["policy"] for p, _ in parts), whole["policy"], atol=1e-5)
+    assert torch.allclose(sum(p["policy_loss"] for p, _ in parts), whole["policy_loss"], atol=1e-5)
     for name in ("tokens", "trained") if unit == "sequence" else ("tokens",):
         assert sum(c[name] for _, c in parts) == count[name]
 
