@@ -49,6 +49,7 @@ from stages.reward.components import RewardComponent
 from stages.rl import Config as RLConfig
 from stages.rl import row_of
 from stages.select_checkpoint import Config as SelectConfig
+from stages.select_checkpoint import as_trained
 from stages.sft import Config as SFTConfig
 
 
@@ -118,10 +119,7 @@ class Config(PublishedConfig):
         description="Fine-tuning on demonstrations.",
     )
     select: SelectConfig = Field(
-        SelectConfig(
-            max_length=2048,
-            evaluate=EvaluateConfig(split="validation", num_samples=0, limit=64, max_completion_length=1000),
-        ),
+        SelectConfig(evaluate=EvaluateConfig(split="validation", num_samples=0, limit=64, max_completion_length=1000)),
         description="What the epochs of SFT are chosen by: answers to the prompts of held-out demonstrations.",
     )
     rank: RejectionConfig = Field(
@@ -171,6 +169,16 @@ class Config(PublishedConfig):
         ),
         description="PPO with pretraining text: 500 batches of 512 episodes, 256k in all.",
     )
+
+    @model_validator(mode="after")
+    def _epochs_to_choose(self):
+        if self.choose_checkpoint and (self.sft.curriculum != "none" or self.sft.num_train_epochs < 1):
+            odd = "curriculum" if self.sft.curriculum != "none" else "num_train_epochs"
+            raise ValueError(
+                f"choose_checkpoint chooses among whole passes over the demonstrations, and with sft.{odd}="
+                f"{getattr(self.sft, odd)} there are none; write choose_checkpoint=false, or leave sft.{odd} out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _text_given(self):
@@ -245,7 +253,7 @@ def instructgpt(run: Run, config: Config) -> dict:
                     candidates=tuned.many("epoch"),
                     data=demonstrations,
                     reward_model=judge,
-                    config=config.select,
+                    config=as_trained(config.select, config.sft.model_dump()),
                     name_as="sft",
                 )
                 instructed = selected["model"]

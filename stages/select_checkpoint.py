@@ -128,9 +128,9 @@ def as_trained(config: Config, trained: Mapping[str, Any]) -> Config:
     """
     fields = Config.model_fields
     own = {
-        name: value
-        for name, value in trained.items()
-        if name in fields and getattr(config, name) == fields[name].default
+        name: trained[name]
+        for name in ("max_length", "train_on")
+        if name in trained and getattr(config, name) == fields[name].default
     }
     shown = trained.get("chat_template_kwargs")
     if shown and not config.evaluate.chat_template_kwargs:

@@ -309,6 +309,8 @@ def test_instructgpt_takes_people_s_rankings_a_judge_or_a_given_ranker(monkeypat
         not {"answers_1", "rankings_1", "train_reward_model", "select_sft"} & set(people)
         and people["rl_1"][1]["model"] == "(sft.model)"
     )
+    with pytest.raises(ValueError, match="write choose_checkpoint=false, or leave sft.curriculum out"):
+        load_config("instructgpt", {"sft": {"curriculum": "length"}})
     short = plan("instructgpt", monkeypatch, {"text": None}, **load_preset("instructgpt", "sft_rm"))
     assert "rl_1" not in short and short["evaluate_sft"][1]["model"] == "(select_sft.model)"
     again = plan("instructgpt", monkeypatch, {"rankings": "(people)"}, rounds=2, reward_model="(ranker)")
@@ -642,7 +644,7 @@ SMALL = {
     "instructgpt": {
         "rank": {**ENDS, "max_prompts": 8, "rewards": RULE},
         "sft": {**ROWS, "num_train_epochs": 2},
-        "select": {"max_length": 96, "evaluate": ENDS},
+        "select": {"evaluate": ENDS},
         "kwise": ROWS,
         "rl": {**RL, "ptx_batch_ratio": 1.0, "ptx_max_length": 16},
         "rounds": 2,
