@@ -288,6 +288,15 @@ class LocalJudge(LabelScorer):
         return said
 
 
+def _to_do(error: ServerError) -> str:
+    """What helps where a judge's server answers nobody."""
+    if error.status in (401, 403):
+        return "Write the name of the environment variable that holds its key as key_variable=NAME."
+    if error.status == 429 or (error.status or 0) >= 500:
+        return "It was asked again after growing waits: wait until it has room, or write a smaller concurrency=N."
+    return "Check endpoint and endpoint_model, or use a local model (--input judge=MODEL)."
+
+
 class ServerJudge:
     """The model of a server with the OpenAI chat interface (:class:`stages.running.http_json.ChatServer`, with its
     arguments).
@@ -309,8 +318,7 @@ class ServerJudge:
         except ServerError as error:
             self.refusal = str(error) if error.refusal else self.refusal
             raise JudgeError(
-                f"The judge at {self.server.endpoint} did not answer as a chat server does ({type(error).__name__}:"
-                f" {error}). Check endpoint and model, or use a local model (input=...)."
+                f"The judge at {self.server.endpoint} did not answer as a chat server does ({error}). {_to_do(error)}"
             ) from error
         usage.count(
             judge_calls=1,

@@ -22,7 +22,7 @@ from stages.harness import StageFailure, execute
 from stages.registry import get_stage
 from stages.running import allocator
 from stages.running.stopping import Terminated, stopping
-from stages.spec import PROJECT_ROOT, ConfigError
+from stages.spec import PROJECT_ROOT, ConfigError, is_ours
 from storage.files import atomic_write_json, read_json, refusal
 
 
@@ -119,10 +119,10 @@ def main(spec_path: str) -> int:
 
 
 def refused_by_us(error: Exception) -> bool:
-    """Whether a ``raise`` of a ValueError in this project refused what the user gave: its text says what to write
-    instead, and the traceback, which stays in the log, adds nothing. A ValueError out of a library or of an expression
-    (``int("x")``) is a defect and is shown with its place."""
-    if not isinstance(error, ValueError) or error.__traceback__ is None:
+    """Whether a ``raise`` in this project, of a ValueError or of an error of its own (a judge that does not answer, a
+    server that is away), told the user what to do: the traceback, which stays in the log, adds nothing. A ValueError out
+    of a library or of an expression (``int("x")``) is a defect and is shown with its place."""
+    if not (isinstance(error, ValueError) or is_ours(type(error).__module__)) or error.__traceback__ is None:
         return False
     frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
     path = Path(frame.f_code.co_filename)

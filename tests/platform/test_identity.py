@@ -228,18 +228,25 @@ def test_names_of_other_tools_lead_to_ours(typed, meant):
 def test_a_refusal_is_told_without_its_traceback_and_a_defect_with_it():
     from stages.chat import RenderError
     from stages.reward.components import RewardComponent
+    from stages.reward.judge import JudgeError
     from stages.running.process import refused_by_us
 
     def caught(call):
         try:
             call()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             return error
+
+    def absent():
+        raise JudgeError("the judge does not answer; write endpoint=URL")
+
+    def broken():
+        raise RuntimeError("of a library")
 
     def refuse():
         raise RenderError("write this instead")
 
-    assert refused_by_us(caught(refuse))
+    assert refused_by_us(caught(refuse)) and refused_by_us(caught(absent)) and not refused_by_us(caught(broken))
     assert not refused_by_us(caught(lambda: int("x"))) and not refused_by_us(
         caught(lambda: RewardComponent(kind="nonsense"))
     )

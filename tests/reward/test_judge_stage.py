@@ -695,7 +695,7 @@ def test_a_judge_that_cannot_be_read_or_asked_is_said_at_once(judge, given, tiny
             judge(at(server), data)
     with pytest.raises(StageFailure, match="longer than the judge can read"):
         judge({}, {**data, "judge": tiny["policy"]})
-    with pytest.raises(StageFailure, match="Check endpoint and model"):
+    with pytest.raises(StageFailure, match="Check endpoint and endpoint_model"):
         judge({"endpoint": "http://127.0.0.1:9/v1", "endpoint_model": "m"}, data)
     for config, more in (({}, {}), ({"endpoint": "http://x", "endpoint_model": "m"}, {"judge": tiny["policy"]})):
         with pytest.raises(ConfigError, match="asks one judge"):

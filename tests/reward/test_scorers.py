@@ -758,6 +758,8 @@ def test_a_judge_forgets_what_was_unused_for_the_longest(monkeypatch):
 
 
 def test_a_server_is_asked_through_the_chat_interface(monkeypatch):
+    from stages.running import http_json
+
     def choice(body):
         top = [{"token": str(s), "logprob": math.log(0.5 if s == 10 else 0.5 / 9)} for s in range(1, 11)]
         return {
@@ -782,10 +784,18 @@ def test_a_server_is_asked_through_the_chat_interface(monkeypatch):
         assert server.calls[0] == ("/v1/chat/completions", "Bearer secret") and server.seen[0]["model"] == "judge"
         verdicts = judging.Judge(judging.ServerJudge(url, "judge"), "verdict").verdicts([(ASKED[0], ASKED[1])])
         assert verdicts == [0.5], "always the first: both orders disagree, a tie"
-    with pytest.raises(judging.JudgeError, match="Check endpoint and model"):
+    with pytest.raises(judging.JudgeError, match="Check endpoint and endpoint_model"):
         judging.ServerJudge(url, "judge", timeout_s=1).answers(["x"], 4, 0)
-    with pytest.raises(judging.JudgeError, match="NO_SUCH_KEY"):
+    with pytest.raises(judging.JudgeError, match="NO_SUCH_KEY.*key_variable=NAME"):
         judging.ServerJudge(url, "judge", "NO_SUCH_KEY").answers(["x"], 4, 0)
+    monkeypatch.setattr(http_json, "WAITS", ())
+    for status, told in (
+        (401, "HTTP 401: no.*key_variable=NAME"),
+        (429, "smaller concurrency=N"),
+        (404, "endpoint_model"),
+    ):
+        with chat_server(lambda body: status) as server, pytest.raises(judging.JudgeError, match=told):
+            judging.ServerJudge(server.url, "judge").answers(["x"], 4, 0)
 
 
 def broken_server(answer):
