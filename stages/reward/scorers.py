@@ -83,6 +83,7 @@ def shown_to(rewards: Rewards, component: RewardComponent, row: dict, as_ids: bo
         return Verdict(component.empty_reward)
     if not text_read(component, row).strip():  # a thought that never ends has no answer: scored as cut (reward.view)
         return Verdict(component.cut_reward)
+    as_ids = as_ids and closed(rewards.renderer, row)
     before = list(_prompt_ids(rewards, row)) if as_ids else []
     return Response(
         row["prompt_row"].get("prompt") or [],
@@ -92,6 +93,15 @@ def shown_to(rewards: Rewards, component: RewardComponent, row: dict, as_ids: bo
         row.get("group"),
         len(before),
     )
+
+
+def closed(renderer, row: dict) -> bool:
+    """Whether a completion's ids end as the answers do that a reward model has learned from: with the template's end of
+    a turn. One that a stop string or another stop token ended does not, and is read as its text with that end; of a
+    trajectory there is no such text.
+    """
+    end = getattr(renderer, "turn_end_id", None)
+    return end is None or bool(row.get("turns")) or list(row["completion_ids"])[-1:] == [end]
 
 
 def _model(rewards: Rewards, component: RewardComponent, rows) -> list:

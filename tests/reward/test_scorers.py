@@ -85,6 +85,21 @@ def test_text_and_ids_give_the_same_score_and_another_template_renders_again(tin
     assert other.score([response])[0] != same.score([response])[0]
 
 
+@pytest.mark.parametrize("more", ([], ["pad"]))
+def test_an_answer_that_a_stop_string_ended_is_read_with_the_end_it_was_trained_with(tiny, more):
+    """Its last sampled token is none that a reward model ever read a score at; so is another stop token."""
+    renderer, scorer = renderer_for(tiny["policy"]), load_scorer(tiny["reward"])
+    row = sampled(renderer, user("what is 2 plus 2?"), "The answer is 4.")
+    assert row["completion_ids"][-1] == renderer.turn_end_id
+    stop = renderer.tokenizer.encode(" Question:", add_special_tokens=False)
+    ids = [*row["completion_ids"][:-1], *(stop if not more else [renderer.tokenizer.pad_token_id])]
+    stopped = {**row, "completion_ids": ids, "finish_reason": "stop"}
+    rewards = build_rewards([RewardComponent(kind="model")], {"reward_model": tiny["reward"]}, renderer=renderer)
+    (whole, found) = rewards.score([row, stopped])
+    assert found.total == pytest.approx(whole.total, abs=1e-5)
+    assert scorer.score_ids([[*row["prompt_ids"], *ids]])[0] != pytest.approx(whole.total, abs=1e-3)
+
+
 @pytest.mark.parametrize("pad", ("own", "end", "none"))
 @pytest.mark.parametrize("behind", ("", "\\n"))
 def test_a_model_without_a_card_is_read_where_transformers_reads_it(tiny, tmp_path, pad, behind):
