@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 from tests.common import stage_processes
 from tests.evaluation.conftest import tiny_policy
-from tests.serving import free_port
+from tests.serving import free_port, with_prefects_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
@@ -78,7 +79,7 @@ def several(folder: Path, *commands: list[str]) -> list[tuple[int, str, str]]:
 
 @pytest.fixture
 def posttrain(tmp_path):
-    env = environment(tmp_path / "home")
+    env = environment(with_prefects_tables(tmp_path / "home"))
 
     def call(*arguments, code: int = 0, start: bool = False, tracked: bool = False, program: str | None = None):
         """tracked: MLflow is told, which costs a new home its database. program: what calls the command line."""
@@ -481,8 +482,9 @@ def test_a_forced_step_that_the_plan_has_not_is_refused_before_anything_runs(pos
     assert "force names no step of this run: nosuch" in done.stderr
 
 
-def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain):
+def test_runs_that_start_at_the_same_time_on_a_new_home_all_start(posttrain, tmp_path):
     """Each makes a Prefect server on one database; two that made its tables at once failed."""
+    shutil.rmtree(tmp_path / "home")
     # its stage takes a moment and no library
     program = (
         "import sys\nfrom flows import recipe\nrecipe.RECIPES.own['slow_recipe'] = 'tests.flows.slow_recipe'\nfrom"

@@ -18,6 +18,7 @@ import pytest
 
 from flows import services
 from flows.keep import last_end
+from tests.serving import with_prefects_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = "import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(float(sys.argv[2]))"
@@ -188,7 +189,7 @@ def test_a_run_whose_own_prefect_server_is_killed_goes_on(tmp_path):
     failed.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))} | {
-        "POSTTRAIN_HOME": str(tmp_path / "home"),
+        "POSTTRAIN_HOME": str(with_prefects_tables(tmp_path / "home")),
         "PYTHONPATH": str(ROOT),
         "POSTTRAIN_TRACKING": "off",
         "POSTTRAIN_FORK": "0",

@@ -14,6 +14,7 @@ from flows.sweep import parse_over, planned
 from tasks.run import StageError
 from tests.common import assistant, user
 from tests.evaluation.conftest import tiny_policy
+from tests.serving import with_prefects_tables
 
 STAGE = {"what": "sft", "inputs": {"model": "(given.model)", "data": "(given.data)"}, "metric": "loss", "goal": "min"}
 
@@ -220,7 +221,7 @@ def test_a_sweep_from_the_command_line_reuses_its_trials(tmp_path):
         "".join(json.dumps({"messages": user(f"say {i}") + assistant(f"it is {i}")}) + "\n" for i in range(20))
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "POSTTRAIN_"))} | {
-        "POSTTRAIN_HOME": str(tmp_path / "home"),
+        "POSTTRAIN_HOME": str(with_prefects_tables(tmp_path / "home")),
         "POSTTRAIN_TRACKING": "off",
     }
 

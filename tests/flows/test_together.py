@@ -28,6 +28,7 @@ from flows.recipe import Run, get_recipe, load_config
 from stages.registry import get_stage
 from tasks.together import at_once, together
 from tests.common import stage_processes
+from tests.serving import with_prefects_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -43,7 +44,7 @@ print(json.dumps(side_by_side(config=SideBySideConfig.model_validate_json(sys.ar
 def prefect(tmp_path_factory):
     """A Prefect server for the tests of this file; its URL."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("POSTTRAIN_HOME", str(tmp_path_factory.mktemp("prefect")))
+        patch.setenv("POSTTRAIN_HOME", str(with_prefects_tables(tmp_path_factory.mktemp("prefect"))))
         with services.embedded(env.state_dir()) as wait:
             wait()
             yield os.environ["PREFECT_API_URL"]

@@ -16,6 +16,7 @@ from storage import outbox, records, registry, removal, store, tracking
 from storage.files import database_damage
 from storage.outbox import tracking_uri
 from tasks.run import run_stage
+from tests.serving import with_prefects_tables
 
 TOY = "tests.toy_stage"
 
@@ -84,6 +85,7 @@ def test_a_model_that_is_gone_is_made_again_by_the_name_it_had(state_dir):
         store.resolve("model:kept/1")
     with pytest.raises(store.StoreError):
         records.digest_of("model:other/1")
+    with_prefects_tables(state_dir)
     env = {**os.environ, "POSTTRAIN_TRACKING": "off", "PYTHONPATH": str(PROJECT_ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli", "rerun", "model:kept/1", "--json"],

@@ -20,6 +20,7 @@ from stages.registry import STAGES, Table, get_stage
 from stages.spec import PROJECT_ROOT, ConfigError, closure_digest, import_closure
 from storage import records
 from tasks.run import run_stage
+from tests.serving import with_prefects_tables
 
 ENTRY_POINTS = "[posttrain.stages]\nmy_walk = their_package.walk\n[posttrain.recipes]\nmy_two = their_package.my_two\n"
 RECIPE = '''
@@ -147,7 +148,8 @@ def test_an_installed_library_is_no_code_of_a_stage_on_the_path(package):
         sys.path.remove(str(package / "site-packages"))
 
 
-def test_its_recipe_is_run_planned_and_repeated_like_ours(package, tmp_path):
+def test_its_recipe_is_run_planned_and_repeated_like_ours(package, tmp_path, state_dir):
+    with_prefects_tables(state_dir)
     assert list(RECIPES)[-1] == "my_two" and get_recipe("my_two").name == "my_two"
     assert (
         presets("of_no_table") == []

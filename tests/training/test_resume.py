@@ -13,7 +13,7 @@ import pytest
 from stages.harness import execute
 from stages.spec import PROJECT_ROOT
 from storage.files import tree_digest
-from tests.processes import UNDRAWN
+from tests.processes import STAGES as DRAWN, UNDRAWN
 
 STAGES = {
     "sft": (
@@ -458,7 +458,8 @@ def test_kill9_equals_uninterrupted(tiny, data, labelled, spec, case, forks):
             lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= lines
         )
     assert not Path(killed["workdir"], "result.json").exists()
-    forks.run(spec.path("killed"), POSTTRAIN_CHECKPOINT_SECONDS="0")
+    # its charts are drawn where those of the undisturbed run are
+    forks.run(spec.path("killed"), target=DRAWN if case in APART else UNDRAWN, POSTTRAIN_CHECKPOINT_SECONDS="0")
     result = json.loads(Path(killed["workdir"], "result.json").read_text())
     assert result["resumed_from"], "the last run did not continue from a checkpoint"
     assert outputs(Path(killed["workdir"])) == outputs(Path(killed["workdir"]).parent / "whole")
@@ -478,7 +479,8 @@ def test_sigterm_ends_after_the_step_with_a_checkpoint_and_the_same_command_goes
     """As Kubernetes and Slurm take a node back: no step is done twice, however long ago the last checkpoint was."""
     config, (_, rows) = STAGES[case]
     stage, inputs = case.split()[0], {"model": tiny["policy"], "data": data[rows]}
-    start = lambda name: forks.start(spec.path(name), POSTTRAIN_CHECKPOINT_SECONDS="1000").processes[0].forked
+    one = lambda name: forks.start(spec.path(name), target=UNDRAWN, POSTTRAIN_CHECKPOINT_SECONDS="1000").processes[0]
+    start = lambda name: one(name).forked
     for name in ("whole", "preempted"):
         spec(stage, config, inputs, name)
     assert start("whole").wait(timeout=300) == 0
