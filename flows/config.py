@@ -185,7 +185,12 @@ def section(model: type[BaseModel], name: str) -> type[BaseModel]:
     sections = _sections(field.annotation) if field else []
     if not sections:
         names = [key for key, value in model.model_fields.items() if _sections(value.annotation)]
-        raise ConfigError(f"there is no section {name!r}; the sections are: {', '.join(names)}")
+        raise ConfigError(
+            f"there is no section {name!r}; the sections are: {', '.join(names)}"
+            if names
+            else "the settings of its steps are no sections of this recipe, so --stage with --set changes none; give its"
+            " command again with other settings: what stays the same is reused"
+        )
     return sections[0]
 
 

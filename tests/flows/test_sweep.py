@@ -193,6 +193,16 @@ def test_what_one_trial_reads_is_not_looked_for_in_the_others(monkeypatch):
     assert counts[0] == counts[1] > 0
 
 
+def test_a_sweep_has_no_section_whose_settings_a_rerun_changes():
+    """What `posttrain rerun latest --stage TRIAL --set KEY=VALUE` is told."""
+    from flows.config import section
+
+    with pytest.raises(ConfigError, match="give its command again with other settings"):
+        section(get_recipe("sweep").config_type, "method-dpo.s0.align")
+    with pytest.raises(ConfigError, match="there is no section 'quack'; the sections are: .*evaluate"):
+        section(get_recipe("preference").config_type, "quack")
+
+
 def test_an_unknown_metric_names_those_that_there_are():
     with pytest.raises(ConfigError, match="no metric 'eval_loss'; .*final_loss, tokens"):
         swept(
