@@ -550,7 +550,12 @@ def look(ref: str, wanted: InputSpec) -> None:
     try:
         found = store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None)
     except store.OnlyAdapter as adapter:  # put into it before the step runs
-        store.resolve(adapter.base or ref, kind)
+        if not adapter.base:
+            raise
+        try:
+            store.resolve(adapter.base, kind)
+        except store.StoreError as error:
+            raise store.StoreError(f"{adapter} (base={adapter.base}: {error})") from None
         return
     if wanted.use and (wrong := store.wrong_use(found.path, wanted.use)):
         raise store.StoreError(f"{ref} {wrong}")

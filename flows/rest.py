@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from flows.recipe import Run, recipe
 from flows.start import IteratedConfig, conclusion, next_prompts, reward_inputs, rl_inputs, scorer, starting_policy
 from flows.steps import Source, ingest
+from stages.evaluation.scores import lower_is_better
 from stages.rejection import Config as RejectionConfig, selecting
 from stages.rl import Config as RLConfig
 from stages.sft import Config as SFTConfig
@@ -129,7 +130,7 @@ def rest(run: Run, config: Config) -> dict:
         held_out.append({"round": number, metric: found.get(metric)})
         if len(held_out) < 2 or not found:
             return True
-        gain = found[metric] - held_out[-2][metric]
+        gain = (found[metric] - held_out[-2][metric]) * (-1.0 if lower_is_better(metric) else 1.0)
         return gain > 0 and gain >= found[f"{metric}_se"]
 
     policy = start

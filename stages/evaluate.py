@@ -865,7 +865,11 @@ class Plan:
         return made, [sample.items for _, sample in flat]
 
     def _reward(self, samples) -> list[float | None]:
+        from stages.reward.scorers import closed
         from stages.reward_models.reward_scorers import Response, same_prompt
+
+        def whole(s) -> bool:  # a cut answer has no end, and its text would be given one
+            return not s.terminated or closed(self.renderer, {"completion_ids": s.ids, "turns": s.turns})
 
         scorer = self.scorer("reward_model")
         everyone, samples = samples, [s for s in samples if not s.lost]
@@ -874,7 +878,7 @@ class Plan:
             Response(
                 s.prompt["prompt"],
                 [{"role": "assistant", "content": s.text}],
-                s.prompt_ids + s.ids if as_ids else None,
+                s.prompt_ids + s.ids if as_ids and whole(s) else None,
                 s.prompt,
                 start=len(s.prompt_ids),
             )

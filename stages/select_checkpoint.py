@@ -168,12 +168,20 @@ def check(config: Config, names: list[str]) -> None:
         ("principles", on == "win_rate" and judged),
         ("judgements", on == "win_rate" and judged),
     ):
+        if name == "judge" and name in names and on == "win_rate" and not read:
+            raise ConfigError(
+                "select_checkpoint: the judge at win_rate.endpoint is asked, and the input judge is not; leave one of the"
+                " two out"
+            )
         if name in names and not read:
             raise ConfigError(
                 f"select_checkpoint: the input {name} would change nothing with select_on={on}; write"
                 " select_on=win_rate, or leave the input out"
             )
-    if not answered(config, names) and config.evaluate != Config.model_fields["evaluate"].default:
+    usual = Config.model_fields["evaluate"].default
+    # by which val_loss reads its rows, too
+    shown = {name: getattr(usual, name) for name in ("chat_template", "chat_template_digest", "chat_template_kwargs")}
+    if not answered(config, names) and config.evaluate.model_copy(update=shown) != usual:
         raise ConfigError(
             "select_checkpoint: evaluate.* would change nothing: with select_on=val_loss nobody answers; give --input"
             " prompts=PROMPTS or reward_model=MODEL, or leave these settings out"
@@ -683,7 +691,9 @@ def conclude(stage, labels, on: str, losses, records, opinions, questions: Quest
     reasons = [
         f"Candidate {chosen} has the {'lowest' if less else 'highest'} {on} of {len(labels)}: {values[chosen]:.6g}"
         + (f" (so have {', '.join(equal)}, which come later)." if equal else "."),
-        f"By validation loss it would be candidate {by_loss}."
+        "No validation loss is finite."
+        if by_loss is None
+        else f"By validation loss it would be candidate {by_loss}."
         if by_loss != chosen
         else "It has the lowest validation loss, too.",
     ]
@@ -755,7 +765,7 @@ def write_decision(stage, on: str, chosen: str, scores, labels, reasons: list[st
         }
         for name, own in scores.items()
         for label in labels
-        if label in own
+        if label in own and math.isfinite(own[label].value)
     ]
     measured = {
         "select_on": on,

@@ -442,7 +442,7 @@ class Trainer:
             return False
         if name not in metrics:
             raise TrainingError(
-                f"select_by={name}: validation gives no such metric; {renamed(name, metrics)}write one of:"
+                f"select_by={name}: validation gives no such metric; {renamed(name, metrics, validation=True)}write one of:"
                 f" {', '.join(sorted(metrics)) or 'none (there are no validation rows)'}"
             )
         value = metrics[name] * (-1.0 if less_is_better(name) else 1.0)

@@ -124,11 +124,16 @@ def makers_of(digest: str) -> list[dict[str, Any]]:
 
 
 def origin_of(digest: str) -> dict[str, Any] | None:
-    """The newest record with an output of this digest that it was not given as an input: a stage that hands a model on
-    (``select_checkpoint``) could not make it again. None where no record knows it.
+    """The newest record with an output of this digest that it was not given as an input, nor computed from the rollouts
+    of the run that made it (rl's input ``recorded``): a stage that hands a model on (``select_checkpoint``) could not
+    make it again. None where no record knows it.
     """
     makers = makers_of(digest)
-    made = [one for one in makers if all(given["digest"] != digest for given in one["inputs"].values())]
+    made = [
+        one
+        for one in makers
+        if "recorded" not in one["inputs"] and all(given["digest"] != digest for given in one["inputs"].values())
+    ]
     return next(iter([*made, *makers]), None)
 
 

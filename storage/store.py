@@ -18,6 +18,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import shutil
 import time
 import uuid
@@ -65,8 +66,8 @@ class OnlyAdapter(StoreError):
         self.path, self.base = path, base
         super().__init__(
             f"{given} is an adapter for {base or 'another model'} and no whole model; put it into that first, and give"
-            f" what comes out: posttrain stage merge --set method=adapter --input adapter={path} --input"
-            f" base={base or 'MODEL'}"
+            f" what comes out: posttrain stage merge --set method=adapter --input {shlex.quote(f'adapter={path}')} --input"
+            f" {shlex.quote(f'base={base}') if base else 'base=MODEL'}"
         )
 
 
@@ -173,7 +174,10 @@ def refuse_adapter(given: str, path: Path) -> None:
     """Raise OnlyAdapter where a directory holds an adapter and no whole model."""
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         told = read_json(path / "adapter_config.json", None) or {}
-        raise OnlyAdapter(given, str(path), str(told.get("base_model_name_or_path") or ""))
+        base, revision = str(told.get("base_model_name_or_path") or ""), told.get("revision")
+        if revision and "@" not in base and HUB_ID.match(base) and not Path(base).exists():  # as peft loads it
+            base += f"@{revision}"
+        raise OnlyAdapter(given, str(path), base)
 
 
 def damaged_model(path: Path) -> str | None:

@@ -224,7 +224,9 @@ def prepare(
         try:
             found = store.resolve(text, declared.kind)
         except store.OnlyAdapter as adapter:
-            found = whole_model(adapter, text, f"input {input_name} of stage {spec.name}", flow_run, on_event, dry)
+            found = whole_model(
+                adapter, text, f"input {input_name} of stage {spec.name}", flow_run, on_event, dry, input_name
+            )
         except store.StoreError as error:
             raise store.StoreError(f"input {input_name} of stage {spec.name}: {error}") from None
         if declared.use and (wrong := store.wrong_use(found.path, declared.use)):
@@ -337,8 +339,10 @@ def whole_model(
     flow_run: dict[str, Any] | None = None,
     on_event: Any = None,
     dry: bool = False,
+    name: str = "adapter",
 ) -> store.ResolvedInput:
-    """The model that stage `merge` makes of an adapter and the base that it names; ``dry``: find what that gave.
+    """The model that stage `merge` makes of an adapter and the base that it names; ``dry``: find what that gave;
+    ``name``: of the input, by which the step is called.
 
     Raises StoreError where it names none that can be found.
     """
@@ -354,9 +358,11 @@ def whole_model(
         if record is None:
             raise NotMadeYet(f"{text} would be put into {adapter.base} first")
         return store.resolve(record["outputs"]["model"]["ref"], "model")
-    flow = {**flow_run, "label": f"{flow_run.get('label') or 'model'}.merge-adapter"} if flow_run else None
+    flow = {**flow_run, "label": f"{flow_run.get('label') or 'model'}.merge-{name}"} if flow_run else None
     told = (lambda event: on_event({"label": flow["label"] if flow else "merge", **event})) if on_event else None
-    result = run_stage("merge", inputs, settings, name_as=_stem(adapter.path), flow_run=flow, on_event=told)
+    # a snapshot of the hub lies in a directory called by its commit
+    name_as = _stem(text if store.HUB_ID.match(text) and not os.path.exists(text) else adapter.path)
+    result = run_stage("merge", inputs, settings, name_as=name_as, flow_run=flow, on_event=told)
     return store.resolve(result.outputs["model"], "model")
 
 

@@ -24,7 +24,7 @@ GRADING = (
 OF_KINDS = {
     **dict.fromkeys(("model", "group_preference"), ("stages.reward.rewards:_scorer",)),
     **dict.fromkeys(("judge", "debate"), ("stages.reward.rewards:_scorer", "stages.reward.judge:Judge")),
-    "rubric": ("stages.reward.rubric_reward:RubricScorer",),
+    "rubric": ("stages.reward.rewards:_rubric_scorer", "stages.reward.judge:Judge"),
     "icdpo": ("stages.in_context:InContextScorer",),
 }
 #: Tables of all graders: those that are asked are entered by themselves.
@@ -51,10 +51,12 @@ def grader_version(config, rows: Sequence[Mapping]) -> dict[str, str]:
     Args:
         config: of stage evaluate, its reward components and ``mt_bench``.
     """
+    from stages.acting.environments import path_of
     from stages.reward.scorers import RULES
 
     if config.mt_bench:
-        return digests(["stages.evaluation.mt_bench:answers"])
+        asked = ("stages.evaluation.asked:AskedJudge.ask", "stages.reward.rewards:load_asked")
+        return digests(["stages.evaluation.mt_bench:answers", *asked])
     kinds = {component.kind for component in config.rewards}
     entries = [*GRADING, *(one for kind in sorted(kinds) for one in OF_KINDS.get(kind, ()))]
     entries += [_place(RULES[kind]) for kind in sorted(kinds) if kind in RULES]
@@ -69,7 +71,11 @@ def grader_version(config, rows: Sequence[Mapping]) -> dict[str, str]:
         "stages.reward.debate:answers_of": "debate" in kinds,
         "stages.acting.agent_rewards:per_turn": bool(config.environment),
     }
-    return digests(entries + _verifiers(config, rows), [*TABLES, *(name for name, read in asked.items() if not read)])
+    if config.environment and config.environment != "debate" and ":" not in config.environment:
+        entries.append(path_of(config.environment))
+    # the items of a rubric may be of any kind
+    left = [] if "rubric" in kinds else [*TABLES, *(name for name, read in asked.items() if not read)]
+    return digests(entries + _verifiers(config, rows), left)
 
 
 def _verifiers(config, rows: Sequence[Mapping]) -> list[str]:
@@ -78,7 +84,9 @@ def _verifiers(config, rows: Sequence[Mapping]) -> list[str]:
     from stages.verification.golds import BadGold
     from stages.verification.verifiers import SHARES, VERIFIERS, verifier_of
 
-    chosen = {component.verifier for component in config.rewards if component.kind in RIGHT} or {"auto"}
+    chosen = {component.verifier for component in config.rewards if component.kind in RIGHT}
+    if not any(component.kind == "verifier" for component in config.rewards):  # answers are read by their own type
+        chosen.add("auto")
     names = chosen - {"auto"}
     for row in rows if "auto" in chosen else ():
         if row.get("answer") is not None:

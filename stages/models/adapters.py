@@ -111,13 +111,16 @@ class Adapter:
     """
 
     def __init__(self, folder: Path):
+        import pickle
+
         from peft.utils.save_and_load import load_peft_weights
+        from safetensors import SafetensorError
 
         self.folder = folder
         try:
             settings = json.loads((folder / "adapter_config.json").read_text())
             self.weights = load_peft_weights(str(folder), device="cpu")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
             raise ConfigError(
                 f"{folder} holds no adapter that peft can read ({error}); give a directory with adapter_config.json and"
                 " adapter_model.safetensors"

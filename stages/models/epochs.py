@@ -34,7 +34,7 @@ class Epochs:
             raise ConfigError(
                 f"{stage.name}: publish_epochs keeps the model behind every pass over the rows, and this run ends after"
                 f" {source.total_steps} of the {self.steps} steps of the first one; write num_train_epochs=1 or more"
-                f" (or max_steps={self.steps}), or leave publish_epochs out"
+                f" (or max_steps={self.steps}), or leave publish_epochs out (recipe instructgpt: choose_checkpoint=false)"
             )
 
     def after_step(self, trainer) -> None:

@@ -44,10 +44,14 @@ FIGURES = {
 
 
 def logged_metrics(stage) -> list[dict]:
-    """Rows of the stage's metrics file: ``{"step": s, name: value, ...}``; none where it is missing."""
+    """Rows of the stage's metrics file: ``{"step": s, name: value, ...}``; none where it is missing. Of several ranks the
+    first writes it, so that for another one its last line may be on its way.
+    """
     file, rows = stage.workdir / "metrics.jsonl", []
     if file.exists():
-        for line in file.read_text().splitlines():
+        for line in file.read_text().splitlines(keepends=True):
+            if not line.endswith("\n"):
+                break
             record = json.loads(line)
             rows.append({"step": record["step"], **record["metrics"]})
     return rows

@@ -5,7 +5,7 @@ former name is told the new one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 FORMER = {
@@ -50,15 +50,17 @@ def current_name(name: str, stage: str | None = None) -> str:
 
 def under_current_names(metrics: Mapping[str, Any], stage: str) -> dict[str, Any]:
     """A run's metrics under the names of now. A former name stays where the new one is there too: then it is another
-    metric, of a reward component that is called ``mean``.
+    metric, of a reward component that is called ``mean``. Evaluations had these names before.
     """
+    if stage == "evaluate":
+        return dict(metrics)
     return {new if (new := current_name(name, stage)) not in metrics else name: v for name, v in metrics.items()}
 
 
-def renamed(name: str, known: Mapping[str, Any]) -> str:
+def renamed(name: str, known: Collection[str], validation: bool = False) -> str:
     """``NAME is called NEW here; `` where ``name`` is a former name, or the name in TRL's evaluations (``eval_NAME``), of
-    one of ``known``; else the empty string.
+    one of ``known``; else the empty string. ``validation``: these are numbers of a validation pass, without its name.
     """
-    new = current_name(re.sub(r"^(eval_|validation/)(?=.)", "", name))
-    new = new if new in known else current_name(name)
+    new = current_name(re.sub(r"^eval_(?=.)", "validation/", name))
+    new = new.removeprefix("validation/") if validation else new
     return f"{name} is called {new} here; " if new != name and new in known else ""

@@ -143,10 +143,12 @@ class ScalarScorer(Scorer):
             self.reader = PlainReader(self.reader.renderer, self.reader.max_length, self.model.config.pad_token_id)
 
     def score(self, responses):
-        same = [r.ids is not None for r in responses]
-        if responses and all(same):
-            return self.score_ids([list(r.ids) for r in responses], [r.start for r in responses])
-        return [v + self.bias for v in self._over_items(responses, self._read)]
+        # each by what is known of it, whatever the others are
+        known = [r for r in responses if r.ids is not None]
+        texts = [r for r in responses if r.ids is None]
+        by_ids = iter(self.score_ids([list(r.ids) for r in known], [r.start for r in known]) if known else ())
+        by_text = iter([v + self.bias for v in self._over_items(texts, self._read)] if texts else ())
+        return [next(by_text if r.ids is None else by_ids) for r in responses]
 
     def _read(self, batch) -> list[float]:
         return self._scalar(response_outputs(self.model, batch, self.card.pooling))

@@ -20,6 +20,7 @@ import numpy as np
 
 from stages.algorithms import RLPreset
 from stages.generation import Sample, by_prompt_id, opens_thought, score
+from stages.policy.schedules import ADMITTING
 from stages.rollouts.groups import Group
 from stages.rollouts.replay import components_of, lost_to
 from stages.spec import ConfigError
@@ -50,6 +51,8 @@ def check_recorded(config, row: RLPreset, given: Iterable[str]) -> None:
         and row.opponent != "self",
         f"mode_mix={config.mode_mix}, whose answers build on texts of other rows": config.mode_mix != "fresh",
         f"sft_member={config.sft_member}, whose answers nobody sampled": config.sft_member != "none",
+        "critic_warmup_steps on prompts that pass rates choose, which are not kept": row.critic_warmup_steps > 0
+        and (config.curriculum in ADMITTING or config.difficulty_band is not None),
         "the input stored, whose rollouts are another run's": "stored" in given,
     }
     for text in (text for text, on in refused.items() if on):

@@ -106,7 +106,7 @@ def main(spec_path: str) -> int:
         failed(
             {
                 "event": "error",
-                "type": StageFailure.__name__ if ours else type(error).__name__,
+                "type": StageFailure.__name__ if ours and not is_ours(type(error).__module__) else type(error).__name__,
                 "message": ours or str(error),
                 "traceback": "" if ours else text[-4000:],
             }

@@ -250,6 +250,10 @@ def test_an_rl_run_is_computed_again_from_its_rollouts(posttrain, tmp_path):
     # a faster one does not sample what was recorded
     said = posttrain("rerun", ref, "--recorded", "--set", "learning_rate=0.5", code=1).stderr
     assert "not sampled from these weights" in said
+    # without --recorded it is sampled again, or another one
+    assert last_line(posttrain("rerun", ref, "--json"))["key"] == first["key"]
+    other = last_line(posttrain("rerun", ref, "--set", "learning_rate=0.5", "--json"))
+    assert not all(row["same"] for row in other["compared"])
     shown = last_line(posttrain("show", ref, "--json"))
     said = posttrain("rerun", shown["made_by"]["inputs"]["data"]["ref"], "--recorded", code=2).stderr
     assert "made by the stage ingest, which records no rollouts" in said

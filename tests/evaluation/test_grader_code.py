@@ -22,6 +22,7 @@ EVALUATIONS = {
         [{"answer": "4", "answer_type": "latex", "extra_json": json.dumps({"verifier": "math"})}],
     ),
     "judge": (Config(rewards=[{"kind": "judge", "endpoint": "http://h/v1", "endpoint_model": "m"}]), [{}]),
+    "rubric": (Config(rewards=[{"kind": "rubric"}]), [{}]),  # whose items may be of any kind
     "mt_bench": (Config(mt_bench={"endpoint": "http://h/v1", "endpoint_model": "m"}), [{}]),
 }
 ALL = set(EVALUATIONS) - {"mt_bench"}  # a judge's ratings pass through no reward component
@@ -68,17 +69,19 @@ def edited(whole, monkeypatch):
     "file, old, new, changes",
     [
         # what decides a verdict
-        ("verification/plain_numbers.py", "NO_UNIT = re.compile(", "NO_UNIT = re.compile('x' or ", {"gsm8k", "symbolic", "majority"}),
+        ("verification/plain_numbers.py", "NO_UNIT = re.compile(", "NO_UNIT = re.compile('x' or ", {"gsm8k", "symbolic", "majority", "rubric"}),
         ("verification/responses.py", "\ndef view(", "\nX = 1\n\n\ndef view(", set()),
         ("verification/responses.py", "    if which == \"full\":", "    if which in (\"full\", 0):", ALL | {"mt_bench"}),
-        ("verification/ifeval.py", "def sentences_of(text: str) -> list[str]:", "def sentences_of(text, n=1):", {"ifeval"}),
-        ("running/sandbox.py", 'handlers = {"begin"', 'handlers = {"end": 0, "begin"', {"humaneval", "symbolic"}),
-        ("running/tested.py", "globals locals", "globals", {"humaneval", "symbolic"}),
-        ("verification/verifiers.py", 'extract_number(text, flexible, gold) if number', 'extract_number(text, True, gold) if number', {"gsm8k", "symbolic"}),
-        ("verification/verifiers.py", '    "text": verify_text,', '    "text": verify_math,', set()),  # the function itself is named
+        ("verification/ifeval.py", "def sentences_of(text: str) -> list[str]:", "def sentences_of(text, n=1):", {"ifeval", "rubric"}),
+        ("running/sandbox.py", 'handlers = {"begin"', 'handlers = {"end": 0, "begin"', {"humaneval", "symbolic", "rubric"}),
+        ("running/tested.py", "globals locals", "globals", {"humaneval", "symbolic", "rubric"}),
+        ("verification/verifiers.py", 'extract_number(text, flexible, gold) if number', 'extract_number(text, True, gold) if number', {"gsm8k", "symbolic", "rubric"}),
+        ("verification/verifiers.py", '    "text": verify_text,', '    "text": verify_math,', {"rubric"}),  # elsewhere the function itself is named
         ("reward/components.py", "CUT_REWARD = -1.0", "CUT_REWARD = -2.0", ALL),
         ("reward/rewards.py", "scale = (kept + dropped) / kept", "scale = kept / kept", ALL),
-        ("reward/judge.py", "class Judge(", "class Judge(object, ", {"judge"}),
+        ("reward/judge.py", "class Judge(", "class Judge(object, ", {"judge", "rubric"}),
+        ("reward/judge.py", "def until_read(", "def until_read(*, ", {"judge", "mt_bench", "rubric"}),
+        ("reward/programs.py", "def score_regex(", "def score_regex(*, ", {"rubric"}),
         # what does not
         ("verification/extraction.py", '"""', '"""Another word. ', set()),
         ("running/sandbox.py", "import atexit", "import atexit  # a comment", set()),

@@ -131,7 +131,8 @@ def reward(model: str, row: dict, side: str = "completion") -> float:
     card = json.loads((Path(model) / "reward_calibration.json").read_text())
     before, said = token_ids(model, row["prompt"], row[side])
     if side == "completion":
-        said = json.loads(row["extra_json"])["completion_ids"]
+        ids = json.loads(row["extra_json"])["completion_ids"]
+        said = ids if ids[-1] == said[-1] else said  # another stop token is no end of a turn
     with torch.no_grad():
         return scorer(torch.tensor([before + said])).logits.item() + card["bias"]
 

@@ -97,6 +97,11 @@ def test_an_answer_that_a_stop_string_ended_is_read_with_the_end_it_was_trained_
     rewards = build_rewards([RewardComponent(kind="model")], {"reward_model": tiny["reward"]}, renderer=renderer)
     (whole, found) = rewards.score([row, stopped])
     assert found.total == pytest.approx(whole.total, abs=1e-5)
+    # whatever else is scored with it: its ids are none that its text has
+    odd = {**row, "completion_ids": [*renderer.tokenizer.encode("T", add_special_tokens=False), *row["completion_ids"]]}
+    assert [one.total for one in rewards.score([odd, stopped])][0] == pytest.approx(
+        rewards.score([odd])[0].total, abs=1e-5
+    )
     assert scorer.score_ids([[*row["prompt_ids"], *ids]])[0] != pytest.approx(whole.total, abs=1e-3)
 
 

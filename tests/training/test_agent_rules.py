@@ -137,7 +137,7 @@ def test_one_unreadable_score_does_not_make_a_batch_unscorable():
     component = RewardComponent(kind="model", normalise="batch")
 
     class Scorer:
-        disagreement, why_not = None, "the judge gave no readable answer"
+        disagreement, beside, why_not = None, {}, "the judge gave no readable answer"
         reads_ids_of = staticmethod(lambda renderer: False)
         score = staticmethod(lambda responses: [1.0, math.nan, 3.0])
 

@@ -29,6 +29,7 @@ def test_names_of_before_are_those_of_now():
     assert under_current_names({"reward/mean": 0.5, "train/policy": 0.1}, "rl") == {"reward": 0.5, "policy_loss": 0.1}
     # a reward component of that name
     assert under_current_names({"reward/mean": 0.5, "reward": 0.1}, "rl") == {"reward/mean": 0.5, "reward": 0.1}
+    assert under_current_names({"reward/mean": 0.5}, "evaluate") == {"reward/mean": 0.5}
 
 
 def test_a_former_name_is_answered_with_the_new_one(tiny):
@@ -48,6 +49,13 @@ def test_a_former_name_is_answered_with_the_new_one(tiny):
     with pytest.raises(ConfigError, match="train/loss is called loss here"):
         sweep.measured("recipe", trial, "sft.a.train/loss")
     assert sweep.measured("recipe", trial, "sft.a.loss") == 1.0
+    # a sweep's loss is that of training, which a validation loss is not
+    trial.found["sft.a"].metrics["validation/nll"] = 2.0
+    with pytest.raises(ConfigError, match=r"no metric 'validation/loss'; (?!.*is called)"):
+        sweep.measured("stage", trial, "validation/loss")
+    trial.found["sft.a"].metrics["validation/loss"] = 2.0
+    with pytest.raises(ConfigError, match="eval_loss is called validation/loss here"):
+        sweep.measured("stage", trial, "eval_loss")
 
 
 def test_a_run_of_before_is_compared_with_one_of_now(tmp_path, monkeypatch):

@@ -1105,7 +1105,8 @@ def test_a_selection_of_nothing_says_why_nothing_could_be_scored():
 
     writer = SimpleNamespace(write=lambda rows: None, close=lambda more: None)
     stage = SimpleNamespace(
-        writer=lambda *names: writer, config=SimpleNamespace(validation_fraction=0.0, allow_empty=False)
+        writer=lambda *names: writer,
+        config=SimpleNamespace(validation_fraction=0.0, allow_empty=False, select="best", threshold=None),
     )
     rows = [
         {

@@ -68,7 +68,8 @@ def test_a_stage_computes_on_another_device(tiny, data, labelled, spec, case, mo
         **{name: tiny[which] for name, which in more.items()},
     }
     config = {**config, **({"max_steps": 3} if stage != "group_preference" else {})}
-    config.pop("num_train_epochs", None)
+    for whole_passes in ("num_train_epochs", "publish_epochs"):
+        config.pop(whole_passes, None)
     here = execute(spec(stage, config, inputs, "here"), lambda event: None)
     with second_device(monkeypatch):
         there = execute({**spec(stage, config, inputs, "there"), "device": DEVICE}, lambda event: None)
@@ -282,7 +283,8 @@ def test_a_checkpoint_is_continued_on_the_other_device(tiny, data, labelled, spe
     monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
     stage, config, rows, _ = CASES[case]
     config = {**config, "max_steps": 5}
-    config.pop("num_train_epochs", None)
+    for whole_passes in ("num_train_epochs", "publish_epochs"):
+        config.pop(whole_passes, None)
     inputs = {"model": tiny["policy"], "data": {**data, **labelled}[rows]}
     whole = execute(spec(stage, config, inputs, "whole"), lambda event: None)
     made = spec(stage, config, inputs, "moved")
