@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,12 @@ def rows_of(found, output):
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
+
+
+TEMPLATE = (
+    "{%- for m in messages -%}<|im_start|>{{ m.role }}{{ '!' if loud else '' }}\n{{ m.content }}<|im_end|>\n{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant{{ '!' if loud else '' }}\n{%- endif -%}"
+)
 
 
 def test_ties_go_to_the_earliest_and_what_is_not_finite_is_never_chosen():
@@ -145,6 +152,27 @@ def test_equal_candidates_one_candidate_and_validation_loss_alone(run, tiny, dem
     assert found["summary"]["2/val_loss"] == found["summary"]["10/val_loss"] and "samples" not in found["outputs"]
     one = run({}, {"candidates.only": tiny["other"], "data": demonstrations}, "one")
     assert one["summary"]["selected"] == "only"
+    # somebody's own directory, in which he may write again
+    file = "model.safetensors"
+    assert not Path(one["outputs"]["model"]["path"], file).samefile(Path(tiny["other"], file))
+
+
+def test_a_candidate_that_diverged_is_not_chosen_and_ends_no_selection(run, tiny, demonstrations, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny["policy"], broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 3e38
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    names = {"candidates.1": str(broken), "candidates.2": tiny["other"], "data": demonstrations}
+    # of a template with variables of its own, by which the rows are read
+    template = tmp_path / "loud.jinja"
+    template.write_text(TEMPLATE)
+    found = run({"evaluate": {"chat_template": str(template), "chat_template_kwargs": {"loud": True}}}, names)
+    assert found["summary"]["selected"] == "2" == found["summary"]["lowest_val_loss"]
+    decision = open_dataset(found["outputs"]["decision"]["path"]).manifest["meta"]["decision"]
+    assert {row["candidate"] for row in decision["evidence"]} == {"2"}
 
 
 def test_where_no_score_is_finite_nothing_is_chosen(run, tiny, two, monkeypatch):
