@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -157,15 +156,14 @@ def test_equal_candidates_one_candidate_and_validation_loss_alone(run, tiny, dem
     assert not Path(one["outputs"]["model"]["path"], file).samefile(Path(tiny["other"], file))
 
 
-def test_a_candidate_that_diverged_is_not_chosen_and_ends_no_selection(run, tiny, demonstrations, tmp_path):
-    from safetensors.torch import load_file, save_file
+def test_a_candidate_without_a_finite_loss_is_not_chosen_and_ends_no_selection(
+    run, tiny, demonstrations, tmp_path, monkeypatch
+):
+    from stages.select_checkpoint import Candidate
 
-    broken = tmp_path / "broken"
-    shutil.copytree(tiny["policy"], broken)
-    weights = load_file(broken / "model.safetensors")
-    weights["model.norm.weight"] = weights["model.norm.weight"] * 3e38
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    names = {"candidates.1": str(broken), "candidates.2": tiny["other"], "data": demonstrations}
+    measured = Candidate.loss
+    monkeypatch.setattr(Candidate, "loss", lambda self: (math.nan, 5) if self.label == "1" else measured(self))
+    names = {"candidates.1": tiny["policy"], "candidates.2": tiny["other"], "data": demonstrations}
     # of a template with variables of its own, by which the rows are read
     template = tmp_path / "loud.jinja"
     template.write_text(TEMPLATE)
