@@ -22,7 +22,7 @@ from stages.algorithms import RLPreset
 from stages.generation import Sample, by_prompt_id, opens_thought, score
 from stages.policy.schedules import ADMITTING
 from stages.rollouts.groups import Group
-from stages.rollouts.replay import components_of, lost_to
+from stages.rollouts.replay import groups_with_rows
 from stages.spec import ConfigError
 from stages.training import TrainingError
 from storage.schema import PROVENANCE
@@ -97,11 +97,11 @@ class Recorded:
         self.rows: list[dict] = []  # of the iteration in hand
         self.found: dict[str, dict] = {}  # column -> what was held against it
 
-    def take(self, iteration: int, version: int) -> list[Group]:
+    def take(self, iteration: int) -> list[Group]:
         """The groups of an iteration, in their order. Raises TrainingError where the record ends before it."""
         for number, rows in self._iterations:
             self.rows = list(rows)
-            groups = self._groups(version)
+            groups = self._groups()
             if number == iteration:
                 return groups
         raise TrainingError(
@@ -109,47 +109,30 @@ class Recorded:
             " fewer."
         )
 
-    def _groups(self, version: int) -> list[Group]:
-        groups: dict[tuple, Group] = {}
-        for row in self.rows:
-            prompt, extra = self.by_id[row["prompt_id"]], json.loads(row["extra_json"] or "{}")
-            key = row["prompt_id"], tuple(row["prompt_ids"]), extra.get("draw", 0)
-            if key not in groups:
-                drawn = row["prompt_id"], row["policy_version"], (row["gen"] or {}).get("rng_seed")
-                groups[key] = Group(
-                    prompt, list(row["prompt_ids"]), [], row["policy_version"], fresh=drawn not in self._seen
-                )
-                self._seen.add(drawn)
-            groups[key].samples.append(self._sample(prompt, row, extra, len(groups[key].samples)))
-        return list(groups.values())
+    def _groups(self) -> list[Group]:
+        found = groups_with_rows(self.rows, self.by_id)
+        for group, rows in found:
+            first = rows[0]
+            drawn = first["prompt_id"], first["policy_version"], (first["gen"] or {}).get("rng_seed")
+            group.version, group.fresh = first["policy_version"], drawn not in self._seen
+            self._seen.add(drawn)
+            group.samples = [self._as_drawn(s, row) for s, row in zip(group.samples, rows)]
+        return [group for group, _ in found]
 
-    def _sample(self, prompt: dict, row: dict, extra: dict, index: int) -> Sample:
-        ids = list(row["completion_ids"])
-        parts, weights, total = components_of(row)
-        ended = "eos" if ids and ids[-1] in self.policy.params.stop_ids else "stop"
-        return Sample(
-            prompt,
-            list(row["prompt_ids"]),
-            index,
-            ids,
-            list(row["logp_rollout"] or row["logp_old"]),
-            ended if row["terminated"] else "length",
-            self.text.of(ids),
-            total if row["score"] is None else row["score"],
-            parts,
-            extra.get("unscorable", {}),
-            row["is_correct"],
+    def _as_drawn(self, s: Sample, row: dict) -> Sample:
+        """A stored completion with what the sampler and the rewards said of it."""
+        ended = "eos" if s.ids and s.ids[-1] in self.policy.params.stop_ids else "stop"
+        extra = json.loads(row["extra_json"] or "{}")
+        return replace(
+            s,
+            finish_reason=ended if row["terminated"] else "length",
+            text=self.text.of(s.ids),
+            total=s.total if row["score"] is None else row["score"],
+            reasons=extra.get("unscorable", {}),
             tier=None if row["reward_tier"] == "unscorable" else row["reward_tier"],
-            failure=lost_to(row, extra),
-            weights=weights,
-            step_rewards=(
-                (list(row["step_ends"]), list(row["step_rewards"]))
-                if extra.get("steps_paid") and row["step_ends"]
-                else None
-            ),
-            reencoded=extra.get("reencoded", False),
             seed=(row["gen"] or {}).get("rng_seed"),
-            opened=self.opens(row["prompt_ids"]),
+            reencoded=extra.get("reencoded", False),
+            opened=self.opens(s.prompt_ids),
         )
 
     # -- what is held against the record -------------------------------------------------------------------------------

@@ -131,19 +131,29 @@ class StoredGroups:
 
 
 def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
-    """Groups in the dataset's order: completions of one draw of a prompt in an iteration, their rewards from the stored
-    components.
+    groups = [group for group, _ in groups_with_rows(rows, by_id)]
+    if not groups:
+        raise ValueError(
+            "the input stored has no rows; give a rollouts/1 dataset, for example the rollouts output of an rl stage."
+        )
+    return groups
+
+
+def groups_with_rows(rows: Iterable[dict], by_id: dict[str, dict]) -> list[tuple[Group, list[dict]]]:
+    """Groups in the dataset's order, each with its rows: completions of one draw of a prompt in an iteration, without
+    texts, their rewards from the stored components.
     """
-    groups: dict[tuple, Group] = {}
+    groups: dict[tuple, tuple[Group, list[dict]]] = {}
     for row in rows:
         prompt = by_id.get(row["prompt_id"]) or {k: row[k] for k in ("row_id", "prompt_id", "group_id", "dataset")}
         parts, weights, total = components_of(row)
         extra = json.loads(row["extra_json"] or "{}")
         draw = extra.get("draw", 0)
-        group = groups.setdefault(
+        group, own = groups.setdefault(
             (row["iteration"], row["prompt_id"], tuple(row["prompt_ids"]), draw),
-            Group(prompt, list(row["prompt_ids"]), [], -1, False),
+            (Group(prompt, list(row["prompt_ids"]), [], -1, False), []),
         )
+        own.append(row)
         group.samples.append(
             Sample(
                 prompt,
@@ -168,10 +178,6 @@ def _groups_of(rows: Iterable[dict], by_id: dict[str, dict]) -> list[Group]:
                     else None
                 ),
             )
-        )
-    if not groups:
-        raise ValueError(
-            "the input stored has no rows; give a rollouts/1 dataset, for example the rollouts output of an rl stage."
         )
     return list(groups.values())
 

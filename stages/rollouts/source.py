@@ -483,7 +483,7 @@ class Rollouts:
     def _recorded_groups(self) -> list[Group]:
         """The groups of this iteration in the input ``recorded``, their rewards and log-probs held against those of
         now."""
-        groups = self.recorded.take(self.iteration, self.version)
+        groups = self.recorded.take(self.iteration)
         self.recorded.hold_rewards(groups)
         fresh = [g for g in groups if g.fresh and g.version == self.version]
         if self.policy.exact_logps and fresh:
