@@ -4,7 +4,7 @@ Reads JSON Lines, JSON, CSV/TSV, Parquet, Arrow (`save_to_disk`) and text, plain
 formats that people have: TRL's preference, unpaired, prompt-completion, prompt-only, stepwise and
 language-modelling sets (strings or messages), HH transcripts, AlpacaEval judgements, GSM8K,
 MATH, multiple choice (MMLU, ARC, HellaSwag, columns A B C D ...), Likert comparisons, ratings, rankings, and
-published datasets in columns of their own (`ingestion/published.py`). Every input row is either kept or put into
+published datasets in columns of their own (`ingestion/published`). Every input row is either kept or put into
 `quarantine` with its file, line and codes; the counts add up. Runs in flat memory and resumes where it was killed.
 
 Order per row: parse -> adapt to our schema -> rules -> duplicates and contradictions -> conversion

@@ -5,7 +5,7 @@ input_data.py  its input: a dataset of ours, or files, each read through the ada
 sources.py     files, directories and hub sets -> raw records, damage included
 formats.py     which format a file has, and the reading of its rows
 adapters.py    one adapter per format: raw record -> row of one of our kinds (TRL, HH, AlpacaEval, GSM8K, ratings ...)
-published.py   published datasets in columns of their own -> columns that formats.py reads
+published/     published datasets in columns of their own -> columns that formats.py reads
 choices.py     multiple-choice rows of MMLU, ARC, HellaSwag, tables ... -> prompts with choices
 programs.py    benchmarks of programs -> prompts with tests
 best_of.py     several good and several bad answers to each prompt: RewardBench 2, RM-Bench

@@ -297,7 +297,7 @@ def _unpaired(row: dict, options) -> tuple[str, dict, set]:
 
 def _event(row: dict, options) -> tuple[str, dict, set]:
     """What somebody did with an answer (`data.implicit`): a labelled completion, or of an edit the edited text over the
-    answer. `published.py` gives the edited text an `edited` of its own.
+    answer. `published` gives the edited text an `edited` of its own.
     """
     from stages.ingestion.pairing import event
 

@@ -244,7 +244,7 @@ class Adapter:
         self.name = name
         self.guessed = records is None and ALIASES.get(options.format, options.format) == "auto"
         #: records of the source -> those that this adapter reads; for published datasets in columns of their own
-        #: (`published.py`)
+        #: (`published`)
         self.records = records or iter
         self._read, required, more = FORMATS[name]
         self._used = frozenset(required) | frozenset(more) | frozenset(_COMMON)
