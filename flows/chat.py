@@ -37,7 +37,7 @@ def converse(
     if prompt is not None:
         reply = talk.answer(prompt, streamed=not as_json)
         if as_json:
-            from flows.cli import emit
+            from flows.commands.app import emit
 
             emit(
                 {

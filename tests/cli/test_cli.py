@@ -427,7 +427,7 @@ def test_a_dataset_of_the_wrong_kind_is_refused_with_a_conversion_that_exists(tm
 
 
 def test_a_step_is_repeated_by_its_name_or_that_of_the_section_it_takes_its_settings_from(tmp_path, monkeypatch):
-    from flows.cli import steps_of
+    from flows.commands.pipelines import steps_of
     from flows.preference import Config
     from flows.recipe import check_force
     from stages.spec import ConfigError
@@ -465,7 +465,7 @@ def test_a_step_is_repeated_by_its_name_or_that_of_the_section_it_takes_its_sett
 
 
 def test_a_repeated_run_whose_branch_is_switched_off_leaves_the_settings_of_that_branch_behind(tmp_path, monkeypatch):
-    from flows import cli
+    from flows.commands import pipelines
     from flows.recipe import load_config
     from storage import records
 
@@ -474,9 +474,9 @@ def test_a_repeated_run_whose_branch_is_switched_off_leaves_the_settings_of_that
     then = load_config("rest", {"rl_after": True, "rl": {"kl_coef": 0.1}, "sample": {"temperature": 0.5}})
     run = records.start_run("rest", then.model_dump(mode="json"))
     seen = []
-    monkeypatch.setattr(cli, "execute", lambda recipe, values, *rest: seen.append(load_config(recipe, values)))
-    cli.rerun(run.run_id, ["rl_after=false"])
-    cli.rerun(run.run_id, ["rl_after=false", "rl.kl_coef=0.2"])  # said by the user now: refused by what runs it
+    monkeypatch.setattr(pipelines, "execute", lambda recipe, values, *rest: seen.append(load_config(recipe, values)))
+    pipelines.rerun(run.run_id, ["rl_after=false"])
+    pipelines.rerun(run.run_id, ["rl_after=false", "rl.kl_coef=0.2"])  # said by the user now: refused by what runs it
     kept = [(config.rl_after, config.rl.kl_coef, config.sample.temperature) for config in seen]
     assert kept == [(False, None, 0.5), (False, 0.2, 0.5)]
 
@@ -777,7 +777,7 @@ def test_a_result_that_stdout_cannot_encode_is_still_one_json_line(encoding):
     """
     value = {"error": "half \ud83d é"}
     done = subprocess.run(
-        [sys.executable, "-c", f"from flows.cli import emit\nemit({value!r})"],
+        [sys.executable, "-c", f"from flows.commands.app import emit\nemit({value!r})"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": encoding},
         cwd=ROOT,
         capture_output=True,

@@ -135,7 +135,8 @@ def test_no_command_imports_prefect_or_mlflow_before_their_environment_is_set():
     """Both read it once; a command that is late has them keep runs in the user's own directories, and phone home."""
     commands = {
         node.name: node
-        for node in ast.walk(ast.parse((PROJECT_ROOT / "flows" / "cli.py").read_text()))
+        for file in (PROJECT_ROOT / "flows" / "commands").glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.FunctionDef) and "env.prepare(" in ast.unparse(node)
     }
     assert len(commands) > 15
