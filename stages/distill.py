@@ -8,8 +8,11 @@ vocabulary:
 ``context``    the teacher reads ``context`` before each conversation and the student does not; by default the teacher is the
                starting model itself (``kd.context``, Askell et al. 2021).
 ``on_policy``  a share ``lmbda`` of the answers is sampled from the student as it is at that step (``kd.onpolicy``, GKD,
-Agarwal et
-               al. 2024); sampling is not differentiated.
+               Agarwal et al. 2024); sampling is not differentiated. With ``context`` the teacher reads it before each
+               conversation here too, and by default is the starting model. ``{prompt}`` in it stands for the last
+               question, whose place it then takes, and ``{answer}`` for the row's own answer: the student learns from a teacher that has seen the demonstration, on answers of its own
+               (self-distillation fine-tuning, Shenfeld et al. 2026, arXiv:2601.19897), which moves it less from
+               what it knows than ``sft``. ``teacher_update=ema`` has such a teacher follow the student.
 
 From the dataset of a ``capture`` stage it trains without the teacher, on the K most likely tokens of every position and
 what is left as one class (``tail``); what the teacher saw was decided there, so ``method`` is logit.
@@ -19,6 +22,7 @@ Sequence-level distillation (``kd.sequence``) needs no stage of its own: sample 
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -27,6 +31,10 @@ from stages.models.memory import Role, sampling_stays
 from stages.settings import EPOCHS, ReadWhen, refuse_unread, refuse_unread_in
 from stages.sft import RowsConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
+
+
+#: Stand in ``context`` for the row's own answer, and for its last question, whose place the context then takes.
+ANSWER, PROMPT = "{answer}", "{prompt}"
 
 
 class Config(RowsConfig):
@@ -48,6 +56,12 @@ class Config(RowsConfig):
             lambda c: c.soft_weight_end is not None,
             "soft_weight stays as it is; write soft_weight_end=0",
         ),
+        (
+            ("teacher_update",),
+            lambda c: c.context is not None,
+            "only a teacher that is the starting model behind a context follows the student; write context=TEXT",
+        ),
+        (("teacher_decay",), lambda c: c.teacher_update == "ema", "the teacher stays; write teacher_update=ema"),
     )
 
     method: Literal["logit", "context", "on_policy"] = Field(
@@ -93,7 +107,26 @@ class Config(RowsConfig):
         ),
     )
     context: str | None = Field(
-        None, title="Context", description="System message that only the teacher reads (method=context)."
+        None,
+        title="Context",
+        description=(
+            "System message that only the teacher reads (method=context or on_policy). With {prompt} in it, it takes the"
+            " place of the last question instead, which {prompt} stands for; {answer} is the row's own answer"
+            " (method=on_policy lmbda=1)."
+        ),
+    )
+    teacher_update: Literal["frozen", "ema"] = Field(
+        "frozen",
+        description=(
+            "Of a teacher that is the starting model behind a context: it stays, or every step mixes the student into"
+            " it (SDFT)."
+        ),
+    )
+    teacher_decay: float = Field(
+        0.95,
+        ge=0,
+        lt=1,
+        description="ema: share of the old teacher, teacher <- d*teacher + (1-d)*student; 0: the student.",
     )
     lmbda: float = Field(
         0.5, ge=0, le=1, description="Share of rows answered by the student itself (method=on_policy; GKD 0.5)."
@@ -119,19 +152,33 @@ class Config(RowsConfig):
 
     @model_validator(mode="after")
     def _context_given(self):
-        if (self.method == "context") != (self.context is not None):
+        if self.method == "context" and self.context is None:
+            raise ValueError("method=context needs what the teacher reads; write context=TEXT, or method=logit")
+        if self.method == "logit" and self.context is not None:
             raise ValueError(
-                "method=context needs context=TEXT (and no other method takes one); write both, or method=logit"
+                "with method=logit the teacher reads no context; write method=context, or method=on_policy for answers"
+                " of the student's own, or leave context out"
+            )
+        if self.shows_answer and (self.method != "on_policy" or self.lmbda < 1):
+            raise ValueError(
+                "a teacher that has read {answer} in its context would only repeat it where the answer is the row's own;"
+                " write method=on_policy lmbda=1, or a context without {answer}"
             )
         return self
+
+    @property
+    def shows_answer(self) -> bool:
+        """Whether the teacher reads the row's own answer in its context."""
+        return ANSWER in (self.context or "")
 
 
 def roles(config, given) -> list[Role]:
     """Student and teacher; captured distributions need none, and the model under an adapter is its own."""
-    own = config.method == "context" and not config.lora_rank
-    return [Role("student", "model", trained=True, sharded=True)] + (
-        [Role("teacher", "teacher")] if "teacher" in given else [Role("teacher", "model")] * own
-    )
+    student, moves = Role("student", "model", trained=True, sharded=True), config.teacher_update != "frozen"
+    if "teacher" in given:
+        return [student, Role("teacher", "teacher")]
+    own = config.context is not None and (moves or not config.lora_rank)
+    return [student] + [Role("teacher", "model", moves=moves)] * own
 
 
 SPEC = StageSpec(
@@ -145,7 +192,7 @@ SPEC = StageSpec(
         "teacher": InputSpec(
             "model",
             required=False,
-            doc="The teacher, with the student's tokenizer; method=context: default the student as it starts.",
+            doc="The teacher, with the student's tokenizer; with a context: default the student as it starts.",
         ),
         "data": InputSpec(
             "dataset",
@@ -163,6 +210,11 @@ READ_OF_INPUTS: ReadWhen = (
         ("train_on",),
         lambda s: s.dataset("data").kind != "teacher_logps/1",
         "which tokens are trained was decided when the teacher was captured; write train_on for the capture stage",
+    ),
+    (
+        ("teacher_update", "teacher_decay"),
+        lambda s: not s.has("teacher"),
+        "the teacher is another model, which does not follow the student; leave the input teacher out",
     ),
 )
 
@@ -272,7 +324,7 @@ def run(stage):
     from stages.decoding.engines import vocabulary_of
     from stages.models.adapters import AdapterOff
     from stages.models.epochs import epochs_of
-    from stages.models.modeling import load_frozen, policy_to_train, publish
+    from stages.models.modeling import follower, load_frozen, policy_to_train, publish
     from stages.preflight import preflight
     from stages.reporting.curves import training_report
     from stages.spec import ConfigError
@@ -291,8 +343,9 @@ def run(stage):
             f"distill: tail={config.tail} is for direction=forward with captured data, a teacher in memory has no tail;"
             " write tail=bucket"
         )
-    if not captured and not stage.has("teacher") and config.method != "context":
-        raise ConfigError(f"distill: method={config.method} needs a teacher; give teacher=REF, or write method=context")
+    if not captured and not stage.has("teacher") and config.context is None:
+        way = "context=TEXT" if config.method == "on_policy" else "method=context context=TEXT"
+        raise ConfigError(f"distill: method={config.method} needs a teacher; give teacher=REF, or write {way}")
     renderer = stage_renderer(stage)
     teacher_path = stage.path("teacher" if stage.has("teacher") else "model")
     if not captured and renderer_for(teacher_path).tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
@@ -313,18 +366,16 @@ def run(stage):
     warn_of_cut_rows(stage, dropped, len(train))
     refuse_no_rows(dropped, len(train))
     model = policy_to_train(stage)
-    # the starting model is the one under the adapter
-    own = not captured and config.lora_rank and not stage.has("teacher")
-    objective = Distillation(
-        config,
-        (
-            None
-            if captured
-            else AdapterOff(model)
-            if own
-            else load_frozen(teacher_path, stage.device, config.frozen_dtype)
-        ),
-    )
+    moves = config.teacher_update != "frozen"
+    if captured:
+        teacher = None
+    elif moves:
+        teacher = follower(teacher_path, stage.device, model, config, True)
+    elif config.lora_rank and not stage.has("teacher"):  # the starting model is the one under the adapter
+        teacher = AdapterOff(model)
+    else:
+        teacher = load_frozen(teacher_path, stage.device, config.frozen_dtype)
+    objective = Distillation(config, teacher)
     source = answers(stage, train, objective, renderer, model)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer)
@@ -361,30 +412,77 @@ def encode(stage, renderer, split: str, limit: int | None = None):
     from stages.sft import encode_demonstrations
 
     config = stage.config
-    more = {"on_policy": asked_of, "context": behind_context(renderer, config), "logit": None}[config.method]
+    more = {
+        "on_policy": asked_of(renderer, config, teacher_positions(stage)),
+        "context": behind_context(renderer, config),
+        "logit": None,
+    }[config.method]
     items, dropped = encode_demonstrations(stage.dataset("data"), split, renderer, config, limit, more)
     return items, {"context_does_not_fit": 0, **dropped}
 
 
-def asked_of(row, mine, turns) -> dict:
+def teacher_positions(stage) -> int | None:
+    """Longest sequence that the teacher has positions for, None where its config states none."""
+    from stages.decoding.engines import vocabulary_of
+
+    return vocabulary_of(stage.path("teacher" if stage.has("teacher") else "model"))[1]
+
+
+def asked_of(renderer, config, positions: int | None):
     """``more`` of :func:`stages.sft.encode_demonstrations`: the messages that the student answers, those before the
-    last trained turn.
+    last trained turn, and what :func:`behind_context` adds where the teacher reads a context, which has to leave one
+    of its ``positions`` for an answer.
     """
-    last = max(
-        (i for i, m in enumerate(row["messages"]) if m["role"] == "assistant" and (turns is None or i in turns)),
-        default=len(row["messages"]) - 1,
+    theirs = None if config.context is None else behind_context(renderer, config)
+
+    def more(row, mine, turns):
+        last = answered_turn(row["messages"], turns)
+        found = {"asked": row["messages"][:last]}
+        if theirs is None:
+            return found
+        if isinstance(added := theirs(row, mine, turns), str):
+            return added
+        read = with_context(row["messages"], last, config.context)
+        read = read[: len(read) - len(row["messages"]) + last]
+        if positions is not None and len(renderer.prompt_ids(read)) >= positions:
+            return "context_does_not_fit"
+        return found | added | {"teacher_asked": read}
+
+    return more
+
+
+def answered_turn(messages: list[dict], turns) -> int:
+    """The index of the last trained answer of a conversation; ``turns``: those that are, None: all."""
+    return max(
+        (i for i, m in enumerate(messages) if m["role"] == "assistant" and (turns is None or i in turns)),
+        default=len(messages) - 1,
     )
-    return {"asked": row["messages"][:last]}
 
 
-def behind_context(renderer, config):
-    """``more`` of :func:`stages.sft.encode_demonstrations`: the teacher's item, which starts with ``config.context``
-    and ends in the same targets.
+def with_context(messages: list[dict], last: int, context: str) -> list[dict]:
+    """What the teacher reads of a conversation whose last answer is at ``last``: ``context`` as its system message, or
+    in the place of the question before that answer.
     """
     from stages.policy.members import with_system
 
+    asked = max((i for i in range(last) if messages[i]["role"] == "user"), default=None)
+    said = lambda i: messages[i].get("content") or ""
+    parts = {ANSWER: lambda: said(last), PROMPT: lambda: "" if asked is None else said(asked)}
+    text = "".join(parts[part]() if part in parts else part for part in re.split(f"({ANSWER}|{PROMPT})", context))
+    if PROMPT not in context:
+        return with_system(messages, text)
+    if asked is None:
+        return messages
+    return [*messages[:asked], {**messages[asked], "content": text}, *messages[asked + 1 :]]
+
+
+def behind_context(renderer, config):
+    """``more`` of :func:`stages.sft.encode_demonstrations`: the teacher's item, in which ``config.context`` stands
+    before the same targets.
+    """
+
     def more(row, mine, turns):
-        messages = with_system(row["messages"], config.context)
+        messages = with_context(row["messages"], answered_turn(row["messages"], turns), config.context)
         shifted = None if turns is None else [t + len(messages) - len(row["messages"]) for t in turns]
         item = aligned(row["row_id"], renderer.conversation(messages, train=config.train_on, train_turns=shifted), mine)
         return "context_does_not_fit" if item is None else {"teacher_item": item}
@@ -483,16 +581,19 @@ def aligned(row_id: str, theirs, mine):
 
 def answers(stage, items, objective, renderer, model):
     """Source: shuffled rows, some answered anew by the student (``on_policy``); sets the objective's weight of each
-    step.
+    step, and moves the teacher behind it (``teacher_update``), whose weights are in its checkpoints.
     """
     import math
 
     from stages.batching import make_item
+    from stages.models.modeling import load_weights, move_towards, weights_file
     from stages.models.sharding import Acting, asked
-    from stages.training import ShuffledRows
+    from stages.training import ShuffledRows, was_skipped
 
     config = stage.config
     acting = Acting(model, asked(config)) if config.method == "on_policy" else None
+    moving = objective.teacher if config.teacher_update == "ema" else None
+    positions = teacher_positions(stage)
 
     class Source(ShuffledRows):
         sampler = None
@@ -523,7 +624,17 @@ def answers(stage, items, objective, renderer, model):
                 self.stays = sampling_stays(stage)
             acting.refresh()
             prompts = [renderer.prompt_ids(row.extra["asked"]) for row in rows]
-            rooms = [room_after(self.sampler, prompt, config.max_completion_length) for prompt in prompts]
+            theirs = [
+                renderer.prompt_ids(row.extra["teacher_asked"]) if "teacher_asked" in row.extra else prompt
+                for row, prompt in zip(rows, prompts)
+            ]
+            rooms = [
+                min(
+                    room_after(self.sampler, prompt, config.max_completion_length),
+                    config.max_completion_length if positions is None else positions - len(read),
+                )
+                for prompt, read in zip(prompts, theirs)
+            ]
             fit = [i for i, room in enumerate(rooms) if room > 0]
             params = SamplingParams(
                 temperature=config.sampling_temperature,
@@ -539,12 +650,27 @@ def answers(stage, items, objective, renderer, model):
             )
             if not self.stays:
                 self.sampler.release()
-            answered = {
-                i: make_item(
-                    rows[i].row_id, prompts[i], [group[0].ids], [[1] * len(group[0].ids)], **rows[i].extra, own=True
-                )
-                for i, group in zip(fit, groups)
-            }
+            answered = {}
+            for i, group in zip(fit, groups):
+                ids, extra = group[0].ids, {**rows[i].extra, "own": True}
+                said = [ids], [[1] * len(ids)]
+                if "teacher_asked" in extra:
+                    extra["teacher_item"] = make_item(rows[i].row_id, theirs[i], *said)
+                answered[i] = make_item(rows[i].row_id, prompts[i], *said, **extra)
             return [answered.get(i, row) for i, row in enumerate(rows)]
+
+        def after_step(self, step: int, metrics):
+            if moving is not None and not was_skipped(metrics):
+                move_towards(moving, model, config.teacher_decay)
+            return super().after_step(step, metrics)
+
+        def state(self):
+            value, files = super().state()
+            return value, files if moving is None else {**files, "teacher.safetensors": weights_file(moving)}
+
+        def restore(self, state, read) -> None:
+            super().restore(state, read)
+            if moving is not None:
+                load_weights(moving, read.path("teacher.safetensors"))
 
     return Source(stage, items, config.batch_size, config.num_train_epochs, config.max_steps)

@@ -1184,17 +1184,19 @@ class Distill:
     def rows(self, rendered, rows, limit=None):
         config, self.rendered = self.config, rendered
         made = demonstrations(rendered, rows, config)
-        if config.method == "context":
+        if config.context is not None:
             for row in made:
-                first = row.more["messages"][0]
-                own = (
-                    [
-                        {"role": "system", "content": f"{config.context}\n\n{first['content']}"},
-                        *row.more["messages"][1:],
-                    ]
-                    if first["role"] == "system"
-                    else [{"role": "system", "content": config.context}, *row.more["messages"]]
-                )
+                talk = row.more["messages"]
+                last = max(row.more["turns"])
+                asked = max(i for i, m in enumerate(talk[:last]) if m["role"] == "user")
+                text = config.context.format(answer=talk[last]["content"], prompt=talk[asked]["content"])
+                if "{prompt}" in config.context:
+                    own = [*talk[:asked], {"role": "user", "content": text}, *talk[asked + 1 :]]
+                elif talk[0]["role"] == "system":
+                    own = [{"role": "system", "content": f"{text}\n\n{talk[0]['content']}"}, *talk[1:]]
+                else:
+                    own = [{"role": "system", "content": text}, *talk]
+                row.more["read"] = own
                 ids, mask = rendered.ids(
                     own,
                     [t + len(own) - len(row.more["messages"]) for t in row.more["turns"]],
@@ -1223,9 +1225,16 @@ class Distill:
                         len(ids) == len(prompt) or ids[-1] != self.rendered.tokenizer.eos_token_id
                     ):
                         ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-                row = Row(
-                    [(ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt)))], row.weight, {**row.more, "own": True}
-                )
+                more = {**row.more, "own": True}
+                if "read" in more:
+                    read = self.rendered.tokenizer(
+                        self.rendered.text(more["read"][:-1], True), add_special_tokens=False
+                    )["input_ids"]
+                    more["theirs"] = (
+                        [*read, *ids[len(prompt) :]],
+                        [0] * len(read) + [1] * (len(ids) - len(prompt)),
+                    )
+                row = Row([(ids, [0] * len(prompt) + [1] * (len(ids) - len(prompt)))], row.weight, more)
             found.append(row)
         return found
 
@@ -1506,6 +1515,11 @@ def _trained(stage: str, c: dict, config, model, objective, data: str, world: sw
             with torch.no_grad():
                 for a, b in zip(objective.reference.parameters(), plain.parameters()):
                     a.mul_(keep).add_(b, alpha=1 - keep)
+        if stage == "distill" and config.teacher_update == "ema":
+            plain = copy.deepcopy(model).merge_and_unload() if config.lora_rank else model
+            with torch.no_grad():
+                for a, b in zip(objective.teacher.parameters(), plain.parameters()):
+                    a.mul_(config.teacher_decay).add_(b, alpha=1 - config.teacher_decay)
         if every and (step + 1) % every == 0 and step + 1 < total and validate(step + 1):
             stopped = True
             break

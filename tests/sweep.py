@@ -110,7 +110,8 @@ VALUES: dict[tuple[str, str], list] = {
     ("align", "logp_reduction"): [None, "mean", "sum"],
     ("align", "nll_reduction"): [None, "seq-mean", "seq-sum", "token-mean"],
     ("distill", "eval_every"): [0, 2, "epoch"],
-    ("distill", "context"): [None, "be brief"],
+    ("distill", "context"): [None, "be brief", "a good answer is: {answer}", "{prompt} as {answer}"],
+    ("distill", "teacher_decay"): [0.95, 0.5],
     ("distill", "distillation_temperature"): [1.0, 2.0],
     ("distill", "lmbda"): [0.5, 1.0],
     ("distill", "sampling_temperature"): [0.9, 1e-6],
@@ -237,8 +238,10 @@ def refused(stage: str, combination: dict) -> str | None:
                 raise ValueError("data, given, train_on: the teacher was asked already; write method=logit")
             if made.tail != "bucket" and (not captured or made.direction != "forward"):
                 raise ValueError("data, direction: the whole vocabulary has no tail; write tail=bucket")
-            if not captured and combination["given"] == "nothing" and made.method != "context":
+            if not captured and combination["given"] == "nothing" and made.context is None:
                 raise ValueError("given: no teacher; write method=context")
+            if combination["given"] == "teacher" and made.teacher_update != "frozen":
+                raise ValueError("given, teacher_update: it does not follow; leave teacher out")
         if stage == "reward_model":
             if combination["model"] == "olmoe":
                 raise ValueError("model: no class of transformers")

@@ -161,6 +161,29 @@ def distill(path, teacher, rows, folder, **settings) -> Run:
     return steps_of(policy_of(path), Distillation(config, freeze(policy_of(teacher))), config, items)
 
 
+def self_distilled(path, rows, folder, **settings) -> tuple[Run, list[list[list[int]]]]:
+    """Stage ``distill`` with its own sampler and a teacher of its own: (its run, the completions of every step)."""
+    from stages.chat import renderer_for
+    from stages.distill import Distillation, answers, encode
+    from stages.models.modeling import freeze
+    from stages.training import Trainer
+
+    more = {**COMMON, "max_length": 256, "batch_size": ROWS, "max_completion_length": 4, **settings}
+    stage = stage_of("distill", more, {"model": path}, folder, data=ingested(rows, folder).path)
+    renderer, model = renderer_for(path), policy_of(path)
+    items, _ = encode(stage, renderer, "train")
+    objective = Distillation(stage.config, freeze(policy_of(path)))
+    source = answers(stage, items, objective, renderer, model)
+    trainer, run, said = Trainer(model, objective, stage.config, STEPS), Run(), []
+    for step in range(STEPS):
+        part = source.sample(items[step * ROWS : (step + 1) * ROWS], step)
+        said.append([item.responses[0].tolist() for item in part])
+        found = trainer.step(part)
+        source.after_step(step + 1, found)
+        run.step(found["loss"], found["grad_norm"], found["learning_rate"], model)
+    return run, said
+
+
 def stage_of(name: str, config: dict, models: dict, folder, **datasets):
     from stages.harness import Stage
     from stages.registry import get_stage

@@ -96,6 +96,10 @@ def both(row: Row, models, prompts, folder):
             trl_side.gkd(policy, other, CONVERSATIONS, folder / "trl", **theirs),
             start(),
         )
+    if section.startswith("SDFTTrainer"):
+        run, said = our_side.self_distilled(policy, CONVERSATIONS, folder / "ours", **ours)
+        assert {len(ids) for step in said for ids in step} == {4}  # else the means of answers are others
+        return run, trl_side.sdft(policy, CONVERSATIONS, said, folder / "trl", **theirs), start()
     assert section.startswith(("GRPOTrainer", "RLOOTrainer")), section
     sampler = section.endswith("/With")
     if ours.get("multi_objective_aggregation"):

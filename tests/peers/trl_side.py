@@ -258,6 +258,24 @@ def gkd(path, teacher, rows, folder, **settings) -> Run:
     )
 
 
+def sdft(path, rows, completions, folder, **settings) -> Run:
+    """Self-distillation on given completions: the token ids of each row's, in the order of the rows, step by step."""
+    from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+
+    at = iter(completions)
+    more = {"num_generations": 1, "shuffle_dataset": False, "max_completion_length": 4, **settings}
+    trainer = SDFTTrainer(
+        model_of(path),
+        args=SDFTConfig(**arguments(folder, **more)),
+        train_dataset=dataset_of(
+            [{"prompt": r["messages"][:-1], "privileged_context": r["messages"][-1]["content"]} for r in rows]
+        ),
+        processing_class=tokenizer_of(path),
+    )
+    trainer._generate = lambda prompt_ids: (prompt_ids, next(at))
+    return train(trainer)
+
+
 def on_policy(
     kind: str, path, reference, iterations, folder, num_generations: int, limit: int, sampler: bool = False, **settings
 ) -> Run:

@@ -267,9 +267,91 @@ def test_the_student_answers_in_the_room_it_has_and_the_last_trained_turn(spec, 
     assert all(1 <= len(i.responses[0]) <= min(40, 256 - len(i.prompt)) for i in found.values())
 
 
-def test_a_teacher_is_asked_for(spec, tiny, data):
-    with pytest.raises(ConfigError, match="teacher=REF"):
+@pytest.mark.parametrize("context", ("it is {answer}", "{prompt} {answer}", "a" * 8))
+def test_a_context_that_leaves_the_teacher_no_room_drops_its_rows(spec, tiny, teacher, tmp_path, context):
+    """Of 256 positions the long question takes all but some, the short one nearly none; where the teacher has room for
+    some tokens the student stops there.
+    """
+    from stages.distill import Config, Distillation, answers, encode
+    from stages.chat import renderer_for
+    from stages.harness import Stage
+    from stages.models.modeling import load_policy
+    from stages.registry import get_stage
+    from storage.datasets import write_dataset
+    from storage.schema import complete_row
+
+    renderer, said = renderer_for(tiny["policy"]), lambda role, text: {"role": role, "content": text}
+    room = lambda text: 256 - len(renderer.prompt_ids([said("user", text)]))
+    long = next(text for n in range(1, 300) if room(text := "q" * n) <= 40)
+    rows = [
+        complete_row(
+            "demonstrations/1",
+            {"messages": [said("user", text), said("assistant", answer)], "train_turns": [1], "kept": True},
+            dataset=name,
+            source="s",
+            origin="human",
+            split="train",
+        )
+        for name, text, answer in (("much", long, "b" * 8), ("too much", long, "b" * 100), ("short", "q", "b"))
+    ]
+    write_dataset(str(tmp_path / "talks"), "talks", "demonstrations/1", rows)
+    config = {**BASE, "method": "on_policy", "lmbda": 1.0, "max_completion_length": 40, "max_length": 256}
+    made = spec(
+        "distill", {**config, "context": context}, {"model": tiny["policy"], "data": str(tmp_path / "talks")}, "room"
+    )
+    stage = Stage(get_stage("distill"), made, silent)
+    train, dropped = encode(stage, renderer, "train")
+    shown = "{answer}" in context
+    assert dropped["context_does_not_fit"] == int(shown) and len(train) == 3 - int(shown)
+    objective = Distillation(Config(**stage.config.model_dump()), None)
+    source = answers(stage, train, objective, renderer, load_policy(tiny["policy"]))
+    for mine in source.sample(train, 0):
+        theirs = mine.extra["teacher_item"]
+        assert mine.extra["own"] and mine.responses[0].tolist() == theirs.responses[0].tolist()
+        assert len(mine.prompt) < len(theirs.prompt) and len(theirs.prompt) + len(theirs.responses[0]) <= 256
+        text = renderer.tokenizer.decode(theirs.prompt)
+        assert ("b" in text) == shown and ("a" * 8 in text) != shown
+
+
+def test_a_teacher_that_follows_is_the_average_of_the_student(spec, tiny, data):
+    """Its first step is that of a teacher that stays, and the others are not."""
+    config = {"method": "context", "context": "be brief", "teacher_update": "ema", "max_steps": 3}
+    kept = {}
+    for decay in (0.0, 0.9, None):
+        more = {"teacher_update": "frozen"} if decay is None else {"teacher_decay": decay}
+        _, made = distilled(spec, tiny, data, {**config, **more}, f"decay {decay}")
+        kept[decay] = [
+            json.loads(line)["metrics"]["kl"]
+            for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()
+            if "loss" in json.loads(line)["metrics"]
+        ]
+    assert len({kl[0] for kl in kept.values()}) == 1 and len({kl[2] for kl in kept.values()}) == 3
+
+
+@pytest.mark.parametrize(
+    "given,says",
+    [
+        ({"method": "context"}, "write context=TEXT"),
+        ({"context": "c"}, "write method=context"),
+        ({"method": "context", "context": "see {answer}"}, "write method=on_policy lmbda=1"),
+        ({"method": "on_policy", "context": "see {answer}"}, "write method=on_policy lmbda=1"),
+    ],
+)
+def test_a_context_that_teaches_nothing_is_refused(given, says):
+    from stages.distill import Config
+
+    with pytest.raises(ValueError, match=says):
+        Config(**given)
+
+
+def test_a_teacher_is_asked_for(spec, tiny, data, teacher):
+    with pytest.raises(ConfigError, match="teacher=REF, or write method=context context=TEXT"):
         distilled(spec, tiny, data, {}, "none")
+    with pytest.raises(ConfigError, match="teacher=REF, or write context=TEXT"):
+        distilled(spec, tiny, data, {"method": "on_policy"}, "no context")
+    follows = {"method": "on_policy", "context": "c", "teacher_update": "ema"}
+    with pytest.raises(ConfigError, match="leave the input teacher out"):
+        distilled(spec, tiny, data, follows, "another", teacher=teacher)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +363,8 @@ def test_a_teacher_is_asked_for(spec, tiny, data):
         ({"max_completion_length": 8, "method": "on_policy", "lmbda": 0.0}, "lmbda=0.5"),
         ({"soft_weight_schedule": "cosine"}, "soft_weight_end=0"),
         ({"jsd_beta": 0.3, "method": "on_policy", "direction": "reverse"}, "direction=jsd"),
+        ({"teacher_update": "ema"}, "context=TEXT"),
+        ({"method": "context", "context": "c", "teacher_decay": 0.5}, "teacher_update=ema"),
     ],
 )
 def test_settings_that_this_method_would_not_read_are_refused(given, says):

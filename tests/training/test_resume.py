@@ -284,6 +284,23 @@ KINDS = {  # the other stages that train: config, rows, further inputs
         "demonstrations",
         {"teacher": "other"},
     ),
+    "distill from a teacher that follows": (
+        {
+            "method": "on_policy",
+            "lmbda": 1.0,
+            "context": "a good answer is: {answer}",
+            "teacher_update": "ema",
+            "teacher_decay": 0.5,
+            "direction": "reverse",
+            "max_completion_length": 6,
+            "learning_rate": 1e-3,
+            "batch_size": 6,
+            "max_length": 96,
+            "num_train_epochs": 2,
+        },
+        "demonstrations",
+        {},
+    ),
     "distill from a teacher in memory": (
         {
             "method": "logit",

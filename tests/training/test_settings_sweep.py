@@ -209,6 +209,49 @@ REPLAYED = [
         {"data": "teacher_logps/1", "given": "nothing", "tail": "renormalise", "distillation_temperature": 2.0},
     ),
     ("distill", {"method": "on_policy", "direction": "jsd", "sampling_temperature": 1e-6, "max_completion_length": 6}),
+    (
+        "distill",
+        {
+            "method": "on_policy",
+            "lmbda": 1.0,
+            "context": "a good answer is: {answer}",
+            "given": "nothing",
+            "teacher_update": "ema",
+            "teacher_decay": 0.5,
+            "direction": "reverse",
+            "sampling_temperature": 1e-6,
+            "max_completion_length": 6,
+            "max_length": 96,
+        },
+    ),
+    (
+        "distill",
+        {
+            "method": "on_policy",
+            "lmbda": 1.0,
+            "context": "{prompt} as {answer}",
+            "given": "nothing",
+            "sampling_temperature": 1e-6,
+            "max_completion_length": 6,
+            "max_length": 96,
+            "lora_rank": 3,
+        },
+    ),
+    (
+        "distill",
+        {"method": "context", "context": "be brief", "given": "nothing", "teacher_update": "ema", "teacher_decay": 0.5},
+    ),
+    (
+        "distill",
+        {
+            "method": "context",
+            "context": "be brief",
+            "given": "nothing",
+            "teacher_update": "ema",
+            "teacher_decay": 0.5,
+            "lora_rank": 3,
+        },
+    ),
 ]
 
 
