@@ -313,6 +313,34 @@ def test_a_reader_that_goes_is_no_failed_stage(posttrain):
     assert (listing.wait(60), listing.stderr.read()) == (141, "")
 
 
+@pytest.mark.parametrize(
+    "text", ("be kind: say yes", "- be brief", "{answer}", "[INST]", "2024-01-01", "{prompt} it is: {answer}")
+)
+def test_a_text_on_the_command_line_is_the_text_whatever_yaml_reads_in_it(text):
+    from flows.config import build, parse_sets
+    from flows.recipe import load_config
+    from stages.registry import get_stage
+
+    sets = [f"context={text}", "method=on_policy", "lmbda=1"]
+    assert build(get_stage("distill").SPEC.config, parse_sets(sets)).context == text
+    if not text.startswith("{"):
+        made = load_config("hh", parse_sets([f"hhh_prompt={text}", "model=m", "data.pairs=d"]))
+        assert made.hhh_prompt == text
+
+
+def test_a_mapping_or_list_on_the_command_line_stays_one():
+    from flows.config import build, parse_sets
+    from stages.registry import get_stage
+    from stages.spec import ConfigError
+
+    config = get_stage("rl").SPEC.config
+    assert build(config, parse_sets(["stop_strings=[a, b]", "rewards=[{kind: length}]"])).stop_strings == ["a", "b"]
+    with pytest.raises(ConfigError, match="rewards.0.kind: .*write one of"):
+        build(config, parse_sets(["rewards=[{kind: {x: y}}]"]))
+    with pytest.raises(ConfigError, match="rewards: input should be a valid list"):
+        build(config, parse_sets(["rewards=kind: length"]))
+
+
 def test_set_reads_yaml_scalars():
     from flows.config import parse_sets
 

@@ -100,7 +100,7 @@ def both(row: Row, models, prompts, folder):
         run, said = our_side.self_distilled(policy, CONVERSATIONS, folder / "ours", **ours)
         assert {len(ids) for step in said for ids in step} == {4}  # else the means of answers are others
         return run, trl_side.sdft(policy, CONVERSATIONS, said, folder / "trl", **theirs), start()
-    assert section.startswith(("GRPOTrainer", "RLOOTrainer")), section
+    assert section.startswith(("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")), section
     sampler = section.endswith("/With")
     if ours.get("multi_objective_aggregation"):
         ours = {

@@ -279,7 +279,7 @@ def sdft(path, rows, completions, folder, **settings) -> Run:
 def on_policy(
     kind: str, path, reference, iterations, folder, num_generations: int, limit: int, sampler: bool = False, **settings
 ) -> Run:
-    """GRPO (``kind="grpo"``) or RLOO on given completions.
+    """GRPO (``kind="grpo"``), RLOO or GMPO on given completions.
 
     Args:
         iterations: one dict per rollout batch: ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``rewards`` of each
@@ -287,6 +287,7 @@ def on_policy(
         sampler: ``logprobs`` are those of another engine, as with ``use_vllm``: importance weights correct for them.
     """
     import trl
+    from trl.experimental import gmpo
 
     at = iter(iterations)
     current = {}
@@ -310,10 +311,10 @@ def on_policy(
 
     parts = iterations[0]["rewards"][0]
     functions = [column(k) for k in range(len(parts))] if isinstance(parts, (list, tuple)) else given
-    name = {"grpo": "GRPO", "rloo": "RLOO"}[kind]
+    name, module = {"grpo": ("GRPO", trl), "rloo": ("RLOO", trl), "gmpo": ("GMPO", gmpo)}[kind]
     batch = len(iterations[0]["completion_ids"])
     prompts = dataset_of([{"prompt": f"prompt {k}"} for k in range(batch // num_generations * len(iterations))])
-    config = getattr(trl, f"{name}Config")(
+    config = getattr(module, f"{name}Config")(
         **arguments(
             folder,
             **{
@@ -328,7 +329,7 @@ def on_policy(
     more = {"rollout_func": rollout}
     if kind == "rloo":  # has no rollout_func
         more = {}
-    trainer = getattr(trl, f"{name}Trainer")(
+    trainer = getattr(module, f"{name}Trainer")(
         model_of(path),
         reward_funcs=functions,
         args=config,
