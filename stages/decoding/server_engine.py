@@ -36,6 +36,8 @@ MISSING = {
     "transformers": ("frequency_penalty", "presence_penalty"),
     "openai": ("top_k", "min_p", "repetition_penalty", "min_tokens", "bad_words"),
 }
+#: Prompts that a server failed on in a row, each asked for again, after which it is taken to fail on all.
+FAILING = 3
 
 
 class ServerEngine:
@@ -68,6 +70,7 @@ class ServerEngine:
         )
         self.root = self.url.removesuffix("/v1")
         self.concurrency, self.weights = concurrency, "input"
+        self.failing: set[tuple[int, ...]] = set()
         self.vocabulary, self.positions = vocabulary_of(path)
         self.api = self._dialect() if api == "auto" else api
         self.model = model or (path if self.api == "transformers" else self._only())
@@ -173,9 +176,13 @@ class ServerEngine:
         try:
             sent = prompt if self.api == "vllm" else self._as_text(prompt)
             body = {"model": self.model, "prompt": sent, "seed": int(seed) % 2**31, **settings}
-            return self._completion(patiently(lambda: self._asked(body)), prompt, params, text)
+            answer = patiently(lambda: self._asked(body))
+            self.failing.clear()
+            return self._completion(answer, prompt, params, text)
         except ServerError as error:
-            if error.away:
+            if not error.refusal:
+                self.failing.add(tuple(prompt))
+            if error.away or len(self.failing) >= FAILING:
                 raise EngineError(
                     f"the server at {self.url} gives no completions any more ({error}). See to it (is it running, with"
                     f" room, the model {self.model} and the key?); then the same command continues."

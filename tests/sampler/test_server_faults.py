@@ -96,6 +96,24 @@ def test_a_server_that_takes_nobodys_requests_ends_the_stage(tiny, tokenizer, an
         engine.generate(PROMPTS, PARAMS, SEEDS)
 
 
+def test_a_server_that_fails_on_everything_is_not_asked_for_everything(tiny, tokenizer):  # noqa: F811
+    """Each row is asked for several times, with waits, and `transformers serve` answers 500 to a model that it does not
+    have: a stage waited for hours. One prompt that is too much for a server costs its own rows.
+    """
+    prompts, seeds = [[1, 40 + i] for i in range(8)], [[i, 10 + i] for i in range(8)]
+    with vllm_server(fake_vllm.LLM(tiny["policy"]), lambda number: 3 <= number <= 6) as (url, _):
+        found = ServerEngine(url, tokenizer, tiny["policy"], concurrency=1).generate(prompts, PARAMS, seeds)
+        assert [[c.finish_reason for c in group] for group in found[:3]] == [
+            ["length"] * 2,
+            ["error"] * 2,
+            ["length"] * 2,
+        ]
+    with vllm_server(fake_vllm.LLM(tiny["policy"]), lambda number: number > 2) as (url, seen):
+        with pytest.raises(EngineError, match="no completions any more.*HTTP 500"):
+            ServerEngine(url, tokenizer, tiny["policy"], concurrency=1).generate(prompts, PARAMS, seeds)
+        assert len(seen) == 2 + 4 + 4 + 2, "the first prompt, two that failed, and the first row of the third"
+
+
 def test_a_vllm_server_that_was_started_again_is_not_asked_with_its_old_weights(tiny, tokenizer, monkeypatch):  # noqa: F811
     down = []
 
