@@ -4,10 +4,13 @@ call, one deadline, one kind of error, one way of asking again.
 
 from __future__ import annotations
 
+import email.utils
+import functools
 import http.client
 import json
 import os
 import re
+import ssl
 import time
 import urllib.error
 import urllib.parse
@@ -71,7 +74,7 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
         headers["Authorization"] = "Bearer " + key
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     try:
-        with _opener(request).open(request, timeout=timeout_s) as answer:
+        with _opener(request.type, _proxy(url)).open(request, timeout=timeout_s) as answer:
             text = _whole(answer, timeout_s)
         return _writable(json.loads(text)) if text.strip() else None
     except urllib.error.HTTPError as error:
@@ -92,7 +95,10 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
         unreachable = isinstance(error, urllib.error.URLError) and not isinstance(
             reason, (ConnectionResetError, BrokenPipeError)
         )
-        raise ServerError(f"{type(error).__name__}: {error}", unreachable=unreachable) from error
+        raise ServerError(
+            f"{type(error).__name__}: {error}{_way_there(url, reason) if unreachable else ''}",
+            unreachable=unreachable,
+        ) from error
 
 
 def _key(variable: str) -> str:
@@ -120,13 +126,39 @@ class _Stays(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _opener(request: urllib.request.Request) -> urllib.request.OpenerDirector:
-    """Through the proxy that the environment names (``https_proxy``, ``no_proxy``), but for this machine's own
+def _proxy(url: str) -> str | None:
+    """The proxy that the environment names for an address (``https_proxy``, ``no_proxy``); none for this machine's own
     servers, which no proxy reaches.
     """
-    host = (urllib.parse.urlsplit(request.full_url).hostname or "").lower()
-    own = host == "localhost" or host == "::1" or re.fullmatch(r"127(\.\d+){3}", host)
-    return urllib.request.build_opener(_Stays, *([urllib.request.ProxyHandler({})] if own else []))
+    parts = urllib.parse.urlsplit(url)
+    host = (parts.hostname or "").lower()
+    if (
+        host in ("localhost", "::1")
+        or re.fullmatch(r"127(\.\d+){3}", host)
+        or urllib.request.proxy_bypass(parts.netloc)
+    ):
+        return None
+    found = urllib.request.getproxies()
+    return found.get(parts.scheme) or found.get("all")
+
+
+@functools.cache
+def _opener(scheme: str, proxy: str | None) -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_Stays, urllib.request.ProxyHandler({scheme: proxy} if proxy else {}))
+
+
+def _way_there(url: str, reason) -> str:
+    """What is to be known where no connection came about."""
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return "; if the server is yours, export SSL_CERT_FILE=FILE with the certificate that signs its own"
+    if isinstance(reason, ssl.SSLError):
+        return "; a server without TLS is written with http://"
+    if proxy := _proxy(url):
+        host = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        return (
+            f"; it was asked through the environment's proxy at {host.hostname}:{host.port}, no_proxy=HOST asks without"
+        )
+    return ""
 
 
 def _writable(value):
@@ -155,11 +187,14 @@ def _whole(answer, timeout_s: float) -> bytes:
 
 
 def _seconds(text: str | None) -> float:
-    """Seconds of a Retry-After header; a date counts as none."""
+    """Seconds of a Retry-After header, which may be a date."""
     try:
         return max(0.0, float(text or 0))
     except ValueError:
-        return 0.0
+        try:
+            return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+        except ValueError:
+            return 0.0
 
 
 def patiently(ask: Callable):

@@ -1,6 +1,12 @@
 """Servers that go away, send elsewhere or are asked through a proxy, and keys that must not be seen anywhere."""
 
 import re
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -159,6 +165,51 @@ def test_a_proxy_is_not_asked_for_this_machines_own_servers(answers, monkeypatch
         assert request_json(f"http://{host}:{answers.server_port}/v1") == {}
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{answers.server_port}")
     assert request_json("http://judge.invalid/v1") == {} and answers.seen[-1][1] == "http://judge.invalid/v1"
+
+
+def test_a_server_that_cannot_be_reached_says_what_is_in_the_way(answers, monkeypatch, tmp_path):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("https_proxy", f"http://me:{KEY}@127.0.0.1:{port}")
+    with pytest.raises(ServerError, match=f"refused.*proxy at 127.0.0.1:{port}, no_proxy=HOST asks without") as raised:
+        request_json("https://judge.invalid/v1", {})
+    assert raised.value.away and KEY not in str(raised.value)
+    monkeypatch.setenv("no_proxy", "judge.invalid")
+    with pytest.raises(ServerError) as raised:
+        request_json("https://judge.invalid/v1", {})
+    assert raised.value.away and "proxy" not in str(raised.value)
+    with pytest.raises(ServerError, match="written with http://"):
+        request_json(f"https://127.0.0.1:{answers.server_port}/v1", {})
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl to make a certificate with")
+def test_a_certificate_that_nobody_knows_says_how_it_is_made_known(answers, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    made = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout key.pem -out cert.pem".split()
+    subprocess.run(["openssl", *made, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain("cert.pem", "key.pem")
+    answers.socket = context.wrap_socket(answers.socket, server_side=True)
+    url = f"https://localhost:{answers.server_port}/v1"
+    with pytest.raises(ServerError, match="CERTIFICATE_VERIFY_FAILED.*export SSL_CERT_FILE=FILE") as raised:
+        request_json(url, {})
+    assert raised.value.away
+    monkeypatch.setenv("SSL_CERT_FILE", "cert.pem")
+    http_json._opener.cache_clear()
+    assert request_json(url, {}) == {}
+    http_json._opener.cache_clear()
+
+
+def test_a_date_after_which_a_server_wants_to_be_asked_is_waited_for(answers, monkeypatch):
+    slept = []
+    monkeypatch.setattr(http_json.time, "sleep", slept.append)
+    for said, least, most in ((formatdate(time.time() + 60, usegmt=True), 55, 61), ("soon", 0, 0), ("7", 7, 7)):
+        answers.answer = (429, {"Retry-After": said}, "")
+        with pytest.raises(ServerError):
+            http_json.patiently(lambda: request_json(answers.url, {}))
+        assert least <= slept.pop() <= most
 
 
 def test_a_request_that_is_sent_on_says_where_and_takes_no_key_along(answers, tiny, tokenizer, monkeypatch):  # noqa: F811
