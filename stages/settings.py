@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import MICRO_BATCH
-from stages.spec import ConfigError, OutputSpec, StageConfig
+from stages.spec import ConfigError, KeyVariable, OutputSpec, ServerBase, StageConfig
 from storage.files import read_text
 
 #: Settings that are read under a condition only: (settings, condition, why nothing reads them where it does not hold
@@ -514,7 +514,7 @@ class SamplingConfig(StageConfig):
             " completions interface."
         ),
     )
-    engine_url: str | None = Field(
+    engine_url: ServerBase | None = Field(
         None,
         title="Engine URL",
         description="engine=server: base URL, for example http://localhost:8000/v1.",
@@ -535,7 +535,7 @@ class SamplingConfig(StageConfig):
             " auto asks the server."
         ),
     )
-    engine_key_variable: str = Field(
+    engine_key_variable: KeyVariable = Field(
         "",
         description="engine=server: environment variable that holds the key; keys never enter a configuration.",
         json_schema_extra={"identity": False},

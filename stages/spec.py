@@ -19,9 +19,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
+from urllib.parse import parse_qsl
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
 
 from stages import sources
 from storage.files import canonical_json, sha256_file, sha256_text
@@ -261,6 +263,50 @@ def _plain(value: Any, where: str) -> Any:
 
 # ---------------------------------------------------------------------------------------------------------------- configs
 
+#: Names of settings and of parts of an address that are given a key: what stands there is shown to nobody.
+SECRET = re.compile(r"(?i)(^|[_.-])(api_?)?(key|token|secret|password|passwd|sig|signature|auth)$")
+
+
+def _hides_nothing(url: str) -> str:
+    """The address of a server, in which there is no key: it would be kept with every record and shown in MLflow."""
+    host, _, query = re.sub(r"^\w+://", "", url).partition("?")
+    if "@" in host.partition("/")[0] or any(SECRET.search(name) for name, _ in parse_qsl(query)):
+        raise PydanticCustomError(
+            "secret",
+            "the address holds a key or a password, and would be kept with every result and shown to everybody; write"
+            " it without, and the key into an environment variable that the setting of the key's variable names",
+        )
+    return url
+
+
+def _base_of_a_server(url: str) -> str:
+    url = _hides_nothing(url).rstrip("/")
+    if url and not re.match(r"https?://[^/\s]+", url):
+        raise ValueError(f"an address begins with http:// or https://; write http://HOST:PORT/v1, not {url!r}")
+    for path in ("/chat/completions", "/completions"):
+        if url.endswith(path):
+            raise ValueError(f"stages add {path} themselves; write {url.removesuffix(path)}")
+    if "?" in url or "#" in url:
+        raise ValueError(f"stages add paths to it, so it cannot hold ? or #; write {re.split('[?#]', url)[0]}")
+    return url
+
+
+def _name_of_a_variable(name: str) -> str:
+    if name and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", name):
+        raise PydanticCustomError(
+            "secret",
+            "it takes the name of an environment variable, in capital letters, and not the key itself, which would be"
+            " kept with every result and shown to everybody; write for example MY_KEY, after `export MY_KEY=...`",
+        )
+    return name
+
+
+#: An address that is asked as it is; the base of an OpenAI interface (with its /v1); the name of the environment
+#: variable with the key. None of them lets a key into a configuration.
+ServerAddress = Annotated[str, AfterValidator(_hides_nothing)]
+ServerBase = Annotated[str, AfterValidator(_base_of_a_server)]
+KeyVariable = Annotated[str, AfterValidator(_name_of_a_variable)]
+
 
 def parse_config(spec: StageSpec, given: dict[str, Any] | StageConfig | None) -> StageConfig:
     """Resolve a user's settings into the stage's config. Dotted keys (``optimizer.beta1``) reach into nested settings.
@@ -305,7 +351,11 @@ def explain(
         dotted = ".".join(loc) or "config"
         shown = repr(item.get("input"))
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        if item["type"] == "secret":
+            lines.append(f"{dotted}: {item['msg']}{_doc_at(model, loc)}")
+            continue
         if item["type"] == "extra_forbidden":
+            shown = "a text that is not shown here" if SECRET.search(loc[-1]) else shown
             known = _fields_at(model, loc[:-1])
             prefix = ".".join(loc[:-1])
             lines.append(

@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 from stages.decoding.engines import EngineError, refuse_all_failed, vocabulary_of
 from stages.decoding.sampler import Completion, DerivedText, SamplerError, check_request
 from stages.decoding.sampling import bad_word_ids
 from stages.decoding.vllm_engine import completion_of, model_ends, vllm_settings
 from stages.running import usage
-from stages.running.http_json import ServerError, patiently, request_json
+from stages.running.http_json import ServerError, each, patiently, request_json
 
 #: Sampling settings that each dialect cannot express.
 MISSING = {
@@ -37,6 +36,8 @@ MISSING = {
     "transformers": ("frequency_penalty", "presence_penalty"),
     "openai": ("top_k", "min_p", "repetition_penalty", "min_tokens", "bad_words"),
 }
+#: Prompts that a server failed on in a row, each asked for again, after which it is taken to fail on all.
+FAILING = 3
 
 
 class ServerEngine:
@@ -69,6 +70,7 @@ class ServerEngine:
         )
         self.root = self.url.removesuffix("/v1")
         self.concurrency, self.weights = concurrency, "input"
+        self.failing: set[tuple[int, ...]] = set()
         self.vocabulary, self.positions = vocabulary_of(path)
         self.api = self._dialect() if api == "auto" else api
         self.model = model or (path if self.api == "transformers" else self._only())
@@ -87,7 +89,7 @@ class ServerEngine:
         try:
             paths = self._call(self.root + "/openapi.json", timeout_s=min(60.0, self.timeout_s)).get("paths") or {}
         except ServerError as error:
-            if error.status is None:
+            if error.status in (None, 407, 502, 503, 504) or 300 <= error.status < 400:
                 raise self._silent(error) from error
             return "openai"
         except AttributeError:
@@ -138,12 +140,12 @@ class ServerEngine:
         text = DerivedText(self.tokenizer, params)
         settings = self._settings(params, text)
         rows = [(list(prompts[i]), seed) for i, of_prompt in enumerate(seeds) for seed in of_prompt]
-        found: list[Completion] = []
-        with ThreadPoolExecutor(1 if self.api == "transformers" else self.concurrency) as pool:
-            for completion in pool.map(lambda row: self._row(*row, params, settings, text), rows):
-                found.append(completion)
-                if progress is not None:
-                    progress(len(found), len(rows))
+        found: list[Completion] = each(
+            lambda row: self._row(*row, params, settings, text),
+            rows,
+            1 if self.api == "transformers" else self.concurrency,
+            progress,
+        )
         refuse_all_failed(found, f"the server at {self.url}")
         made = iter(found)
         return [[next(made) for _ in of_prompt] for of_prompt in seeds]
@@ -170,18 +172,39 @@ class ServerEngine:
             )
 
     def _row(self, prompt, seed, params, settings, text) -> Completion:
-        """One completion; asked for again where that may help."""
+        """One completion; asked for again where that may help. EngineError where nobody would get one."""
         try:
             sent = prompt if self.api == "vllm" else self._as_text(prompt)
             body = {"model": self.model, "prompt": sent, "seed": int(seed) % 2**31, **settings}
-            return self._completion(
-                patiently(lambda: self._call(self.url + "/completions", body)), prompt, params, text
-            )
+            answer = patiently(lambda: self._asked(body))
+            self.failing.clear()
+            return self._completion(answer, prompt, params, text)
         except ServerError as error:
+            if not error.refusal:
+                self.failing.add(tuple(prompt))
+            if error.away or len(self.failing) >= FAILING:
+                raise EngineError(
+                    f"the server at {self.url} gives no completions any more ({error}). See to it (is it running, with"
+                    f" room, the model {self.model} and the key?); then the same command continues."
+                ) from error
             why = str(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             why = f"the answer is not a completion ({type(error).__name__}: {error})"
         return Completion([], None, "error", "", self.api != "vllm", why)
+
+    def _asked(self, body: dict) -> dict:
+        """The answer to one request. Of a vLLM server that ended nothing more is taken: started again it has the
+        weights of its files and not those that it was given.
+        """
+        try:
+            return self._call(self.url + "/completions", body)
+        except ServerError as error:
+            if error.unreachable and self.api == "vllm" and self.weights != "input":
+                raise EngineError(
+                    f"nobody listens at {self.url} any more ({error}), and a server that is started again does not have"
+                    " the policy's weights. Start it; then the same command continues and gives it them."
+                ) from error
+            raise
 
     def _as_text(self, prompt: list[int]) -> str:
         """The text that the server's tokenizer turns into these ids again (it may add the same special tokens in front
@@ -308,11 +331,9 @@ class ServerEngine:
     def _push(self, directory: str) -> None:
         try:
             if self.api == "vllm":
-                self._call(
-                    self.root + "/collective_rpc",
-                    {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}},
-                )
-                if (self._call(self.root + "/reset_prefix_cache", {}) or {}).get("success") is False:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+                patiently(lambda: self._call(self.root + "/collective_rpc", body))
+                if (patiently(lambda: self._call(self.root + "/reset_prefix_cache", {})) or {}).get("success") is False:
                     raise EngineError(
                         f"the server at {self.url} did not empty its prefix cache, which holds what the old weights"
                         " computed: somebody else's requests are under way there. Give this stage a server of its own,"
@@ -320,7 +341,7 @@ class ServerEngine:
                     )
             elif self.api == "transformers":
                 # forget the last version; the new directory is loaded by the next request
-                self._call(self.root + "/reset", {})
+                patiently(lambda: self._call(self.root + "/reset", {}))
             else:
                 raise EngineError(
                     f"the server at {self.url} cannot be given new weights, so a policy cannot be trained with its"

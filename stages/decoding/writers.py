@@ -2,7 +2,7 @@
 (stages ``revise``, ``write_prompts``, ``constrain``).
 
 A writer answers every request or says why not: what fails on one request is that request's error, and EngineError is
-raised only where all of a batch failed. With a model input a text is a function of (weights, request, seed); what a
+raised where the server is away or all of a batch failed. With a model input a text is a function of (weights, request, seed); what a
 server makes of a seed is its own.
 """
 
@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from stages.settings import SamplingConfig
+from stages.spec import KeyVariable, ServerBase
 
 #: Ends each worked example of a request in plain text, and so the text that continues it.
 STOP = "\n###"
@@ -36,7 +37,7 @@ class WriterConfig(SamplingConfig):
     are those of the model input.
     """
 
-    endpoint: str = Field(
+    endpoint: ServerBase = Field(
         "",
         description=(
             "Base URL of a server with the OpenAI chat interface that writes instead of a model input,"
@@ -45,7 +46,7 @@ class WriterConfig(SamplingConfig):
         json_schema_extra={"identity": False},
     )
     endpoint_model: str = Field("", description="Name of the model on that server.")
-    key_variable: str = Field(
+    key_variable: KeyVariable = Field(
         "",
         description="Environment variable that holds the server's key; keys never enter a configuration.",
         json_schema_extra={"identity": False},
@@ -202,6 +203,7 @@ class ServerWriter:
         return out
 
     def _one(self, request: Request, seed: int, max_tokens: int, temperature: float) -> Written:
+        from stages.decoding.engines import EngineError
         from stages.running.http_json import ServerError, said
 
         gen = {
@@ -216,6 +218,12 @@ class ServerWriter:
                 messages_of(request), temperature=temperature, max_tokens=max_tokens, seed=seed % 2**31
             )
         except ServerError as error:
+            if error.away:
+                raise EngineError(
+                    f"the server at {self.config.endpoint} gives no answers any more ({error}). See to it (is it"
+                    f" running, with room, the model {self.config.endpoint_model} and the key?); then the same command"
+                    " continues."
+                ) from error
             return Written("", "error", gen, str(error))
         reason = choice.get("finish_reason")
         return (

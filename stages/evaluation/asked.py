@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from stages.spec import StageConfig
+from stages.spec import KeyVariable, ServerBase, StageConfig
 
 
 class AskedJudge(StageConfig):
@@ -18,11 +18,11 @@ class AskedJudge(StageConfig):
     input: str = Field(
         "judge", description="Stage input that holds the judge, a language model; not used with an endpoint."
     )
-    endpoint: str = Field(
+    endpoint: ServerBase = Field(
         "", description="Base URL of a server with the OpenAI chat interface; empty: the local model of `input`."
     )
     endpoint_model: str = Field("", description="Name of the model on the server.")
-    key_variable: str = Field("", description="Environment variable with the server's key.")
+    key_variable: KeyVariable = Field("", description="Environment variable with the server's key.")
     concurrency: int = Field(
         8, ge=1, description="Requests to a server under way at the same time.", json_schema_extra={"identity": False}
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from stages.spec import InputSpec, StageConfig
+from stages.spec import InputSpec, KeyVariable, ServerAddress, ServerBase, StageConfig
 from storage.files import read_text
 
 PRIMARY = (
@@ -342,7 +342,7 @@ class RewardComponent(StageConfig):
             " the prompt's category names (input principles); empty: the built-in one of the mode."
         ),
     )
-    endpoint: str = Field(
+    endpoint: ServerBase = Field(
         "", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`."
     )
     endpoint_model: str = Field(
@@ -352,14 +352,14 @@ class RewardComponent(StageConfig):
             " scores need another name."
         ),
     )
-    key_variable: str = Field("", description="judge, remote: environment variable with the server's key.")
+    key_variable: KeyVariable = Field("", description="judge, remote: environment variable with the server's key.")
     concurrency: int = Field(
         8,
         ge=1,
         description="judge, remote: requests to the server under way at once.",
         json_schema_extra={"identity": False},
     )
-    url: str = Field(
+    url: ServerAddress = Field(
         "",
         title="URL",
         description="remote: where batches of answers are posted, for example http://HOST:5000/get_reward.",

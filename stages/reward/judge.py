@@ -292,7 +292,9 @@ def _to_do(error: ServerError) -> str:
     """What helps where a judge's server answers nobody."""
     if error.status in (401, 403):
         return "Write the name of the environment variable that holds its key as key_variable=NAME."
-    if error.status == 429 or (error.status or 0) >= 500:
+    if error.status == 500:
+        return "Its own log says why; some servers answer so to an endpoint_model that they do not know."
+    if error.status == 429 or (error.status or 0) > 500:
         return "It was asked again after growing waits: wait until it has room, or write a smaller concurrency=N."
     return "Check endpoint and endpoint_model, or use a local model (--input judge=MODEL)."
 
@@ -339,8 +341,8 @@ class ServerJudge:
             raise JudgeError(self.refusal) from ServerError(self.refusal, 200)
         if not content:
             raise JudgeError(
-                f"The judge at {self.server.endpoint} gives no token probabilities; use judge_mode=verdict, which reads"
-                " its text."
+                f"The judge at {self.server.endpoint} gives no token probabilities; write mode=verdict (of a reward"
+                " component judge_mode=verdict), which reads its text."
             )
         return (
             [{e["token"]: e["logprob"] for e in position.get("top_logprobs") or []} for position in content],

@@ -33,7 +33,7 @@ from pydantic import Field, model_validator
 
 from stages.pairs import both_orders
 from stages.settings import ReadWhen, refuse_unread
-from stages.spec import ConfigError, InputSpec, StageConfig
+from stages.spec import ConfigError, InputSpec, KeyVariable, ServerBase, StageConfig
 
 ITEM = (
     "{preamble}\n\n{few_shot}{principle}[Question]\n{context}\n[End of question]\n\n[Answer A]\n{a}\n[End of answer"
@@ -77,12 +77,12 @@ class AskedSettings(StageConfig):
     judge_retries: int = Field(
         3, ge=0, description="Times an unreadable verdict is asked for again, with what is wrong with it (3 is ours)."
     )
-    endpoint: str = Field(
+    endpoint: ServerBase = Field(
         "",
         description="Base URL of a server with the OpenAI chat interface; empty: the local model of the input `judge`.",
     )
     endpoint_model: str = Field("", description="Name of the model on the server.")
-    key_variable: str = Field("", description="Environment variable with the server's key.")
+    key_variable: KeyVariable = Field("", description="Environment variable with the server's key.")
     timeout_s: float = Field(
         60.0, gt=0, description="Seconds to wait for one answer of a server.", json_schema_extra={"identity": False}
     )

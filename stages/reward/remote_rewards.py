@@ -9,8 +9,8 @@ answers]}``, what OpenRLHF posts ``messages``  ``{"model": name, "messages": [co
 
 The answer is ``{"rewards": [...]}`` (another name: ``score_key``) or the list alone, one number per answer in their
 order. A server that is away, overloaded or answers otherwise is asked again after growing waits
-(stages/running/http_json.py); a batch that it refuses is halved, so that one answer that is too long costs its own
-score only.
+(stages/running/http_json.py); if it stays away, the stage ends (RewardServerError) instead of learning from what is
+left. A batch that it refuses is halved, so that one answer that is too long costs its own score only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stages.running.http_json import ServerError, each, patiently, request_json
+
+
+class RewardServerError(RuntimeError):
+    """The server cannot be asked; the text says what to see to."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,11 @@ class RewardServer:
             if error.status in (400, 413, 422) and len(answers) > 1:  # it may be about one of them
                 half = len(answers) // 2
                 return self._batch(answers[:half]) + self._batch(answers[half:])
+            if error.away:
+                raise RewardServerError(
+                    f"the reward server at {self.url} scores nothing ({error}). See to it (is it running, with room, are"
+                    " url and key_variable right?); then the same command continues."
+                ) from error
             return [f"the reward server did not score it: {error}"] * len(answers)
 
     def _ask(self, answers: Sequence[Answer]) -> list:

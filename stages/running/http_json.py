@@ -4,12 +4,16 @@ call, one deadline, one kind of error, one way of asking again.
 
 from __future__ import annotations
 
+import email.utils
+import functools
 import http.client
 import json
 import os
 import re
+import ssl
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +28,12 @@ LONGEST_WAIT = 120.0
 
 class ServerError(RuntimeError):
     """A server did not answer as it should; ``status`` is its HTTP status, None where there was no answer;
-    ``retry_after``: seconds after which it wants to be asked again.
+    ``retry_after``: seconds after which it wants to be asked again; ``unreachable``: no connection came about.
     """
 
-    def __init__(self, text: str, status: int | None = None, retry_after: float = 0.0):
+    def __init__(self, text: str, status: int | None = None, retry_after: float = 0.0, unreachable: bool = False):
         super().__init__(text)
-        self.status, self.retry_after = status, retry_after
+        self.status, self.retry_after, self.unreachable = status, retry_after, unreachable
 
     @property
     def passing(self) -> bool:
@@ -43,6 +47,17 @@ class ServerError(RuntimeError):
         """
         return self.status in (200, 400, 413, 422)
 
+    @property
+    def away(self) -> bool:
+        """Whether it is about the server whatever is asked: nobody listens there, it does not take the key or know the
+        path or the model, or it has no room for long.
+        """
+        return (
+            self.unreachable
+            or 300 <= (self.status or 0) < 400
+            or self.status in (401, 403, 404, 405, 407, 429, 502, 503, 504)
+        )
+
 
 def request_json(url: str, body: dict | None = None, *, key_variable: str = "", timeout_s: float = 60.0):
     """The parsed answer to a POST of ``body`` (a GET without one), or None where the answer is empty.
@@ -54,16 +69,12 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
     Raises:
         ServerError: no whole answer in time, an HTTP error, an answer that is no JSON, or a key that is not set.
     """
-    headers = {"Content-Type": "application/json"}
-    if key_variable:
-        if key_variable not in os.environ:
-            raise ServerError(
-                f"the key is expected in the environment variable {key_variable}, which is not set; export it", 401
-            )
-        headers["Authorization"] = "Bearer " + os.environ[key_variable]
+    headers, key = {"Content-Type": "application/json"}, _key(key_variable) if key_variable else ""
+    if key:
+        headers["Authorization"] = "Bearer " + key
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with _opener(request.type, _proxy(url)).open(request, timeout=timeout_s) as answer:
             text = _whole(answer, timeout_s)
         return _writable(json.loads(text)) if text.strip() else None
     except urllib.error.HTTPError as error:
@@ -71,11 +82,83 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
             said = error.read(400).decode(errors="replace").strip()
         except (OSError, http.client.HTTPException):  # the status is what counts
             said = ""
+        if 300 <= error.code < 400:
+            said = f"it sends on to {error.headers.get('Location')}; write that address, keys are not sent on"
+        if key:  # some servers repeat what they do not take
+            said = said.replace(key, "(the key)")
         raise ServerError(
             f"HTTP {error.code}: {said or error.reason}", error.code, _seconds(error.headers.get("Retry-After"))
         ) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ServerError(f"{type(error).__name__}: {error}") from error
+        # urllib's own error is of the connection; one that broke while the request was sent is of this request
+        reason = getattr(error, "reason", None)
+        unreachable = isinstance(error, urllib.error.URLError) and not isinstance(
+            reason, (ConnectionResetError, BrokenPipeError)
+        )
+        raise ServerError(
+            f"{type(error).__name__}: {error}{_way_there(url, reason) if unreachable else ''}",
+            unreachable=unreachable,
+        ) from error
+
+
+def _key(variable: str) -> str:
+    """The key in an environment variable, without the line break that files end with."""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ServerError(
+            f"the key is expected in the environment variable {variable}, which is"
+            f" {'empty' if variable in os.environ else 'not set'}; export it",
+            401,
+        )
+    if not (key.isascii() and key.isprintable()):  # what http.client says of it would show it
+        raise ServerError(
+            f"the environment variable {variable} holds a line break or another character that no key has; export the"
+            " key alone",
+            401,
+        )
+    return key
+
+
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """A request that is sent on is an HTTPError: urllib would send the key to another host, and a GET for a POST."""
+
+    def redirect_request(self, *arguments):
+        return None
+
+
+def _proxy(url: str) -> str | None:
+    """The proxy that the environment names for an address (``https_proxy``, ``no_proxy``); none for this machine's own
+    servers, which no proxy reaches.
+    """
+    parts = urllib.parse.urlsplit(url)
+    host = (parts.hostname or "").lower()
+    if (
+        host in ("localhost", "::1")
+        or re.fullmatch(r"127(\.\d+){3}", host)
+        or urllib.request.proxy_bypass(parts.netloc)
+    ):
+        return None
+    found = urllib.request.getproxies()
+    return found.get(parts.scheme) or found.get("all")
+
+
+@functools.cache
+def _opener(scheme: str, proxy: str | None) -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_Stays, urllib.request.ProxyHandler({scheme: proxy} if proxy else {}))
+
+
+def _way_there(url: str, reason) -> str:
+    """What is to be known where no connection came about."""
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return "; if the server is yours, export SSL_CERT_FILE=FILE with the certificate that signs its own"
+    if isinstance(reason, ssl.SSLError):
+        return "; a server without TLS is written with http://"
+    if proxy := _proxy(url):
+        host = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        return (
+            f"; it was asked through the environment's proxy at {host.hostname}:{host.port}, no_proxy=HOST asks without"
+        )
+    return ""
 
 
 def _writable(value):
@@ -104,11 +187,14 @@ def _whole(answer, timeout_s: float) -> bytes:
 
 
 def _seconds(text: str | None) -> float:
-    """Seconds of a Retry-After header; a date counts as none."""
+    """Seconds of a Retry-After header, which may be a date."""
     try:
         return max(0.0, float(text or 0))
     except ValueError:
-        return 0.0
+        try:
+            return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+        except ValueError:
+            return 0.0
 
 
 def patiently(ask: Callable):
@@ -170,18 +256,32 @@ class ChatServer:
         return each(function, of, self.concurrency)
 
 
-def each(function: Callable, of: Iterable, concurrency: int) -> list:
-    """``function`` of each, in their order, at most ``concurrency`` under way at once; its first error ends it."""
-    of = list(of)
+def each(
+    function: Callable, of: Iterable, concurrency: int, progress: Callable[[int, int], None] | None = None
+) -> list:
+    """``function`` of each, in their order, at most ``concurrency`` under way at once; its first error ends it.
+    progress: told after each how many there are by now, and of how many.
+    """
+    of, found = list(of), []
+
+    def keep(value) -> None:
+        found.append(value)
+        if progress is not None:
+            progress(len(found), len(of))
+
     if len(of) < 2 or concurrency == 1:
-        return [function(one) for one in of]
+        for one in of:
+            keep(function(one))
+        return found
     with ThreadPoolExecutor(min(concurrency, len(of))) as pool:
         futures = [pool.submit(function, one) for one in of]
         try:
-            return [future.result() for future in futures]
+            for future in futures:
+                keep(future.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    return found
 
 
 def said(choice: dict) -> str:

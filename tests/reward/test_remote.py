@@ -12,6 +12,7 @@ import pytest
 
 from stages.chat import renderer_for
 from stages.reward.components import RewardComponent
+from stages.reward.remote_rewards import RewardServerError
 from stages.reward.rewards import Rewards, build_rewards
 from stages.running import http_json
 from tests.chat_server import chat_server
@@ -132,8 +133,7 @@ def test_a_server_of_ones_own_is_shown_messages_and_rows(monkeypatch):
         (b'{"rewards": [1, 2, 3]}', "3 numbers for 2 answers"),
         (b'{"rewards": 3}', "holds no list"),
         (500, "HTTP 500"),
-        (404, "HTTP 404"),
-        (429, "HTTP 429"),
+        (415, "HTTP 415"),
     ],
 )
 def test_a_server_that_answers_otherwise_leaves_rows_unscorable(answer, why, monkeypatch):
@@ -145,7 +145,7 @@ def test_a_server_that_answers_otherwise_leaves_rows_unscorable(answer, why, mon
         assert [one.total for one in found] == [None, None] and all(why in one.reasons["rm"] for one in found), found[
             0
         ].reasons
-        assert len(server.seen) == (1 if answer == 404 else 3)
+        assert len(server.seen) == (1 if answer == 415 else 3)
 
 
 @pytest.mark.parametrize(
@@ -196,15 +196,20 @@ def test_one_answer_that_is_refused_costs_its_own_score():
         assert [one.total for one in found] == [1.0, 2.0, None, 3.0, 4.0] and "HTTP 413" in found[2].reasons["rm"]
 
 
-def test_a_slow_or_absent_server_leaves_rows_unscorable(monkeypatch):
+def test_a_slow_answer_costs_its_rows_and_a_server_that_is_away_ends_the_stage(monkeypatch):
+    """A run that goes on without its rewards would learn from the few that are left, and be kept as if it had all."""
     monkeypatch.setattr(http_json, "WAITS", ())
     with chat_server(lambda body: threading.Event().wait(1.0) or lengths(body)) as server:
         (one,) = scored(server, [row("a")], timeout_s=0.2)
         assert one.total is None and "Timeout" in one.reasons["rm"]
-    (one,) = scored(server, [row("a")])
-    assert one.total is None and "the reward server did not score it" in one.reasons["rm"]
-    (one,) = scored(server, [row("a")], key_variable="NO_SUCH_KEY")
-    assert one.total is None and "NO_SUCH_KEY" in one.reasons["rm"]
+        with pytest.raises(RewardServerError, match="NO_SUCH_KEY.*url and key_variable right"):
+            scored(server, [row("a")], key_variable="NO_SUCH_KEY")
+        for status in (401, 404, 429, 503):
+            server.choice = lambda body: status
+            with pytest.raises(RewardServerError, match=f"HTTP {status}.*the same command continues"):
+                scored(server, [row("a"), row("b")])
+    with pytest.raises(RewardServerError, match="refused.*the same command continues"):
+        scored(server, [row("a")])
 
 
 def test_the_name_and_not_the_url_is_what_a_result_is_known_by():
