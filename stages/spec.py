@@ -71,6 +71,7 @@ class InputSpec:
     (``tasks/training_data.py``). held_out: a dataset that judges a model and is not learned from. named: the stage
     writes the name of a raw file into what it makes, so that the same bytes under another name are another input. use:
     what a model is for, ``words`` (a language model) or ``scores`` (a reward model), where it must be one of the two.
+    hub: ``model`` where files that are given by a hub id are those of a model's repository, not of a dataset's.
     """
 
     kind: str
@@ -82,6 +83,7 @@ class InputSpec:
     held_out: bool = False
     named: bool = False
     use: str = ""
+    hub: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in ("dataset", "model", "file"):

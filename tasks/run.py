@@ -222,7 +222,7 @@ def prepare(
     for input_name, text in given.items():
         declared = spec.input_spec(input_name)
         try:
-            found = store.resolve(text, declared.kind)
+            found = store.resolve(text, declared.kind, declared.hub)
         except store.OnlyAdapter as adapter:
             found = whole_model(
                 adapter, text, f"input {input_name} of stage {spec.name}", flow_run, on_event, dry, input_name
@@ -346,7 +346,7 @@ def whole_model(
 
     Raises StoreError where it names none that can be found.
     """
-    inputs, settings = {"adapter": adapter.path, "base": adapter.base}, {"method": "adapter"}
+    inputs, settings = {"adapter": adapter.ref, "base": adapter.base}, {"method": "adapter"}
     try:
         if not adapter.base:
             raise store.StoreError("its adapter_config.json has no base_model_name_or_path")
@@ -358,12 +358,19 @@ def whole_model(
         if record is None:
             raise NotMadeYet(f"{text} would be put into {adapter.base} first")
         return store.resolve(record["outputs"]["model"]["ref"], "model")
-    flow = {**flow_run, "label": f"{flow_run.get('label') or 'model'}.merge-{name}"} if flow_run else None
-    told = (lambda event: on_event({"label": flow["label"] if flow else "merge", **event})) if on_event else None
-    # a snapshot of the hub lies in a directory called by its commit
-    name_as = _stem(text if store.HUB_ID.match(text) and not os.path.exists(text) else adapter.path)
-    result = run_stage("merge", inputs, settings, name_as=name_as, flow_run=flow, on_event=told)
+    flow, told = _step_before("merge", name, "model", flow_run, on_event)
+    result = run_stage("merge", inputs, settings, name_as=_stem(adapter.ref), flow_run=flow, on_event=told)
     return store.resolve(result.outputs["model"], "model")
+
+
+def _step_before(
+    stage: str, name: str, label: str, flow_run: dict[str, Any] | None, on_event: Any
+) -> tuple[dict[str, Any] | None, Any]:
+    """(``flow_run``, ``on_event``) of the stage that makes an input called ``name``: a step of the flow behind the one
+    that asks for it, or behind ``label`` where that has no name."""
+    flow = {**flow_run, "label": f"{flow_run.get('label') or label}.{stage}-{name}"} if flow_run else None
+    told = (lambda event: on_event({"label": flow["label"] if flow else stage, **event})) if on_event else None
+    return flow, told
 
 
 def _stem(path: str) -> str:
@@ -391,7 +398,6 @@ def _ingest(
             " stage makes; give its output as dataset:NAME@latest (`posttrain ls datasets` shows the kind of each)"
         )
     settings = {"kind": chosen} if chosen and "kind" in ingest.Config.model_fields else {}
-    flow = {**flow_run, "label": f"{flow_run.get('label') or spec.name}.ingest-{name}"} if flow_run else None
     stem = _stem(text)
     suffix = f"-{chosen.split('/')[0]}" if chosen else ""
     if dry:
@@ -399,7 +405,7 @@ def _ingest(
         if record is None or "data" not in record["outputs"]:
             raise NotMadeYet(f"{text} would be ingested first{f', as {chosen}' if chosen else ''}")
         return store.resolve(record["outputs"]["data"]["ref"], "dataset")
-    told = (lambda event: on_event({"label": flow["label"] if flow else "ingest", **event})) if on_event else None
+    flow, told = _step_before("ingest", name, spec.name, flow_run, on_event)
     try:
         result = run_stage(
             "ingest", {"data": text}, settings, seed=seed, name_as=f"{stem}{suffix}", flow_run=flow, on_event=told
