@@ -951,6 +951,9 @@ def _conclude(
         }
         tracking.put(entry)
     result = _result(p, record, refs, paths, label, cached)
+    if cached and (elsewhere := _asked_elsewhere(p, record)):
+        result.warnings = [*result.warnings, elsewhere]
+        tell({"event": "warning", **elsewhere})
     if flow_run and flow_run.get("run_id"):
         records.append_stage(
             flow_run["run_id"],
@@ -973,6 +976,24 @@ def _conclude(
         )
     result.mlflow_run_id = tracking.flush(unit, timeout=_tracking_wait())
     return _told(result, tell)
+
+
+def _asked_elsewhere(p: Prepared, record: dict[str, Any]) -> dict[str, str] | None:
+    """The warning of a result that is reused and was made with servers at other addresses than are given now."""
+    before = p.config.addresses(record["config"])
+    moved = [
+        f"{name}={url}, now {after}" for name, url in before.items() if url != (after := p.config.addresses().get(name))
+    ]
+    if not moved:
+        return None
+    return {
+        "code": "server_elsewhere",
+        "text": (
+            f"This result is reused and was made with {'; '.join(moved)}. What a server serves is known by the name of"
+            " its model and not by its address: if another model answers there now, write its name (engine_model,"
+            " endpoint_model), or run the stage again (--force)."
+        ),
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------------ small
