@@ -409,6 +409,15 @@ def _path(text: str, kind: str | None, hub: str = "") -> ResolvedInput:
     )
 
 
+def at_hand(text: str, kind: str) -> bool:
+    """Whether :func:`resolve` finds a text without asking the hub: a reference, an existing path, or a stage's key."""
+    from storage import records
+
+    key = text.partition(":")[0]
+    made = STAGE_KEY.fullmatch(key) is not None and records.match(key) is not None
+    return is_ref(text) or made or Path(text.removeprefix("file://")).expanduser().exists()
+
+
 def pinned(text: str) -> str:
     """``KEY:NAME``, an output of the finished stage whose key begins so, as its reference, whether its files are still
     there or not; any other text as it is. Raises StoreError where the stage has no such output.

@@ -287,6 +287,35 @@ def test_a_model_that_is_no_policy_or_no_reward_model_is_told_before_the_first_s
     rehearse("online_dpo", method, load_config("online_dpo", {"reward_model": words, "sample": SCORED}))
 
 
+def test_a_model_without_room_for_what_is_sampled_is_told_before_the_first_step(tmp_path, monkeypatch):
+    """The evaluation behind all of the training would be the first to say so."""
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder, text in ((model, {"max_position_embeddings": 256}), (other, {"max_position_embeddings": 2048})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "text_config": text}))
+    method = get_recipe("verifiable").method
+
+    def values(model, length, **more):
+        evaluate = {"max_completion_length": length, **more}
+        rl, data = {"max_completion_length": 64}, {"demonstrations": str(tmp_path / "model/config.json")}
+        return load_config("verifiable", {"model": str(model), "data": data, "rl": rl, "evaluate": evaluate})
+
+    rehearse("verifiable", method, values(model, 255))
+    rehearse("verifiable", method, values(other, 256))
+    rehearse("verifiable", method, values(model, 256, multiple_choice=["letter"]))  # nothing may be sampled there
+    with pytest.raises(ValueError) as refused:
+        rehearse("verifiable", method, values(model, 256))
+    lines = str(refused.value).splitlines()
+    assert all("max_completion_length=256 leaves no room for a prompt in the 256 positions of" in one for one in lines)
+    assert [one.partition(":")[0] for one in lines] == ["evaluate_start", "evaluate_sft", "evaluate_rl"]
+    assert lines[0].endswith(f"of model ({model}); write a smaller one, or give a model with more")
+    # of a model that a recipe makes from nothing
+    config = {"rejection": {"max_completion_length": 600}}
+    with pytest.raises(ValueError, match="rejection: max_completion_length=600 leaves no room .* 512 positions"):
+        rehearse("post_training", get_recipe("post_training").method, load_config("post_training", config))
+
+
 @pytest.mark.parametrize("recipe,values", [case for case in CASES if "model" in case[1]])
 def test_data_are_checked_before_anything_is_trained(recipe, values):
     """A file that holds something else than was thought is told of at once, and not behind days of RL."""
