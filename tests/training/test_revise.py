@@ -587,6 +587,21 @@ def test_worked_examples_stand_in_front_of_plain_text():
         ({}, {"prompts": "p"}, "give model=REF, which writes them"),
         ({}, {"model": "m"}, "either prompts=REF with model=REF"),
         ({}, {"model": "m", "prompts": "p"}, "Give principles=FILE"),
+        (
+            {"template": "minimal", "endpoint": "http://x/v1", "endpoint_model": "m"},
+            {"model": "m", "data": "d"},
+            "the model would not be read: data has the first answers, and endpoint revises them; leave model out",
+        ),
+        (
+            {"template": "minimal"},
+            {"model": "m", "data": "d", "reviser": "m"},
+            "and reviser revises them; leave model out, or leave reviser out",
+        ),
+        (
+            {"template": "minimal", "endpoint": "http://x/v1", "endpoint_model": "m"},
+            {"data": "d", "reviser": "m"},
+            "endpoint and reviser both say who writes",
+        ),
         ({"endpoint": "http://x"}, {}, "endpoint and endpoint_model go together"),
         ({"critique_template": "{answer} {criterion}"}, {}, "critique_template cannot be filled"),
         ({"revision_template": "{answer} {request}"}, {}, "revision_template shows no {critique}"),
