@@ -907,11 +907,12 @@ def _conclude(
 ) -> StageResult:
     """Register models, note the stage in its flow run, bring MLflow up to date, and build the result."""
     names = names_of(p.spec, name_as)
-    refs, paths = {}, {}
+    refs, paths, told = {}, {}, []
     for name, output in record["outputs"].items():
         refs[name], paths[name] = output["ref"], output["path"]
         published = name_of(names, name)
         if output["kind"] == "model":
+            before = registry.models().get(published)
             registry.register(
                 published,
                 output["digest"],
@@ -919,14 +920,18 @@ def _conclude(
                 stage=p.spec.name,
                 key=p.key,
                 run=(flow_run or {}).get("run_id") or "",
+                user=records.user(),
+                # models on the way to the one that the stage is for
+                candidate=not p.spec.output_spec(name).many,
             )
+            told += _taken_over(published, before)
         elif published != output["name"]:
             again = store.also_as(output["path"], output["digest"], published)
             refs[name], paths[name] = again.ref, again.path
         elif cached:
             store.set_latest(published, output["digest"])
-    told = outbox.status(unit)
-    if cached and (flow_run or told != "FINISHED"):
+    known = outbox.status(unit)
+    if cached and (flow_run or known != "FINISHED"):
         entry = {
             "unit": unit,
             "type": "stage",
@@ -943,7 +948,7 @@ def _conclude(
             "status": "FINISHED",
             "started": time.time(),
             "ended": time.time(),
-            "cached": told in (None, "FINISHED"),
+            "cached": known in (None, "FINISHED"),
             "owner": leases.owner(),
             "user": records.user(),
             "flow": outbox.flow_part(flow_run),
@@ -951,9 +956,9 @@ def _conclude(
         }
         tracking.put(entry)
     result = _result(p, record, refs, paths, label, cached)
-    if cached and (elsewhere := _asked_elsewhere(p, record)):
-        result.warnings = [*result.warnings, elsewhere]
-        tell({"event": "warning", **elsewhere})
+    for warning in (told := told + (_asked_elsewhere(p, record) if cached else [])):
+        tell({"event": "warning", **warning})
+    result.warnings = [*result.warnings, *told]
     if flow_run and flow_run.get("run_id"):
         records.append_stage(
             flow_run["run_id"],
@@ -978,22 +983,46 @@ def _conclude(
     return _told(result, tell)
 
 
-def _asked_elsewhere(p: Prepared, record: dict[str, Any]) -> dict[str, str] | None:
+def _taken_over(name: str, before: registry.ModelName | None) -> list[dict[str, str]]:
+    """The warning of a name whose newest version was another user's: whoever asks for its candidate gets this one."""
+    version = registry.models()[name].aliases.get("candidate")
+    old = before.aliases.get("candidate") if before is not None else None
+    if old is None or old == version:
+        return []
+    entry = before.versions[old]
+    whose = entry.get("user") or (records.read(entry["key"]) or {}).get("user")
+    if not whose or whose == records.user():
+        return []
+    return [
+        {
+            "code": "alias_taken_over",
+            "text": (
+                f"model:{name}@candidate was version {old}, which {whose} made, and is version {version} now, this one:"
+                f" candidate is the newest version of a name. What is meant to read {whose}'s writes model:{name}/{old};"
+                " to publish under a name of your own, run the stage with --name-as NAME."
+            ),
+        }
+    ]
+
+
+def _asked_elsewhere(p: Prepared, record: dict[str, Any]) -> list[dict[str, str]]:
     """The warning of a result that is reused and was made with servers at other addresses than are given now."""
     before = p.config.addresses(record["config"])
     moved = [
         f"{name}={url}, now {after}" for name, url in before.items() if url != (after := p.config.addresses().get(name))
     ]
     if not moved:
-        return None
-    return {
-        "code": "server_elsewhere",
-        "text": (
-            f"This result is reused and was made with {'; '.join(moved)}. What a server serves is known by the name of"
-            " its model and not by its address: if another model answers there now, write its name (engine_model,"
-            " endpoint_model), or run the stage again (--force)."
-        ),
-    }
+        return []
+    return [
+        {
+            "code": "server_elsewhere",
+            "text": (
+                f"This result is reused and was made with {'; '.join(moved)}. What a server serves is known by the name"
+                " of its model and not by its address: if another model answers there now, write its name"
+                " (engine_model, endpoint_model), or run the stage again (--force)."
+            ),
+        }
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------------ small

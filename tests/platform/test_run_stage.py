@@ -97,6 +97,23 @@ def test_a_result_of_a_server_at_another_address_is_reused_with_a_word(state_dir
     assert not run_stage(TOY, {}, {"steps": 6, "server": "http://a:1/v1"}).warnings
 
 
+def test_who_takes_the_candidate_of_somebody_else_is_told(state_dir, monkeypatch):
+    """Of a home that several people share: anna's model stays where it is, under its version."""
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "anna")
+    hers = run_stage(TOY, {}, {"steps": 6})
+    assert not run_stage(TOY, {}, {"steps": 7}).warnings, "her own"
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ben")
+    assert not run_stage(TOY, {}, {"steps": 7}).warnings, "nothing new"
+    seen = []
+    again = run_stage(TOY, {}, {"steps": 6}, seed=1, on_event=seen.append)
+    (told,) = [event["text"] for event in seen if event["event"] == "warning"]
+    assert told.startswith("model:toy@candidate was version 2, which anna made, and is version 3 now")
+    assert [one["code"] for one in again.warnings] == ["alias_taken_over"] and "model:toy/2" in told
+    assert store.resolve("model:toy/1").ref == hers.outputs["model"]
+    assert not run_stage(TOY, {}, {"steps": 8}).warnings, "it is his by now"
+    assert not run_stage(TOY, {}, {"steps": 9}, name_as="bens").warnings
+
+
 def test_results_of_stages_that_ran_by_themselves_are_listed(state_dir):
     from flows import report
 
