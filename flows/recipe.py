@@ -426,6 +426,8 @@ class Rehearsal(Plan):
         self.wrong: dict[str, None] = {}  # what is told, once each and in order
         self.given: list[tuple] = []  # all that steps and registry are asked with
         self.positions: dict[str, int | None] = {}  # of models: those there are, and those that are trained from them
+        # (tokens sampled at most, positions, of which model) -> steps in which no prompt fits before them
+        self.cramped: dict[tuple[int, int, str], list[str]] = {}
 
     def execute(self, stage, label, inputs, config, name_as, seed):
         self.given.append((stage, label, inputs, config, name_as, seed))
@@ -451,7 +453,7 @@ class Rehearsal(Plan):
         self.leave_room(label, spec, inputs, config or spec.config.model_construct())
 
     def leave_room(self, label: str, spec: StageSpec, inputs: dict[str, str], config: StageConfig) -> None:
-        """Refuse a step that samples more tokens than the model has positions for behind any prompt."""
+        """Note a step that samples more tokens than the model has positions for behind any prompt."""
         model = inputs.get("model", "")
         own = getattr(config, "max_position_embeddings", None)  # of a model that is made from nothing
         room = own if own is not None else self.positions.get(model)
@@ -459,11 +461,8 @@ class Rehearsal(Plan):
             f"({label}.{name})": room for name in spec.planned_outputs() if spec.output_spec(name).kind == "model"
         }
         if room is not None and samples(spec.name, config, inputs) and config.max_completion_length >= room:
-            self.wrong[
-                f"{label}: max_completion_length={config.max_completion_length} leaves no room for a prompt in the"
-                f" {room} positions of {self.names.get(model, 'the model')}"
-                f"{f' ({model})' if model in self.names else ''}; write a smaller one, or give a model with more"
-            ] = None
+            whose = f"{self.names[model]} ({model})" if model in self.names else "the model"
+            self.cramped.setdefault((config.max_completion_length, room, whose), []).append(label)
 
     def champion(self, name: str) -> str | None:
         self.given.append(("champion", name))
@@ -490,7 +489,12 @@ def rehearse(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfi
     """
     run = Rehearsal(recipe, config)
     method(run, config)
-    if wrong := [*run.wrong, *unread(recipe, method, config).values()]:
+    cramped = [
+        f"{', '.join(labels)}: max_completion_length={length} leaves no room for a prompt in the {room} positions of"
+        f" {model}; write a smaller one, or give a model with more"
+        for (length, room, model), labels in run.cramped.items()
+    ]
+    if wrong := [*run.wrong, *cramped, *unread(recipe, method, config).values()]:
         raise ConfigError("\n".join(wrong))
 
 
