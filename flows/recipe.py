@@ -366,11 +366,15 @@ class Plan(Run):
         return {"memory": memory.shown(found.states) + ("" if limit is None else f" of {memory.shown(limit)}")}
 
     def _advise(self, label, spec, inputs, settings, shape) -> None:
-        """Collect what the rules of `advise` say of a training step whose data is there already."""
-        from stages.advise import of_stage
-        from storage import store
+        """Collect what the rules of `advise` say of a training step: of what it keeps, and of its data where that is
+        there already.
+        """
+        from stages.advise import epochs_advice, of_stage
+        from storage import home, store
         from storage.datasets import open_dataset
 
+        kept = epochs_advice(settings, shape.parameters if shape else 0, home.home())
+        self.advice += [f"{label}: {kept}"] if kept else []
         ref = inputs.get("data", "")
         if store.is_ref(ref) or (os.path.isdir(ref) and store.is_dataset_dir(ref)):
             data = open_dataset(store.resolve(ref, "dataset").path)
