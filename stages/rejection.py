@@ -1214,6 +1214,7 @@ def report(stage, rows, scored, matrix, correct, chosen, duplicates: int) -> Non
     hinted = np.array([rationalised_row(r) for r in rows], bool)
     if any(r["correct"] is not None for r in rows):
         # no verdict is no wrong answer
+        right = [r["correct"] for r, taken in zip(rows, is_picked) if taken and r["correct"] is not None]
         summary |= {
             "correct/mean": float(
                 np.mean(
@@ -1221,7 +1222,7 @@ def report(stage, rows, scored, matrix, correct, chosen, duplicates: int) -> Non
                     or [0.0]
                 )
             ),
-            "correct/selected": float(correct.ravel()[chosen].mean()) if chosen else None,
+            "correct/selected": float(np.mean(right)) if right else None,
         }
     if hinted.any():  # per prompt, what training can take from it (rs.star)
         first, second = ({r["prompt_idx"]: False for r in rows if r["correct"] is not None} for _ in range(2))
@@ -1259,12 +1260,14 @@ def report(stage, rows, scored, matrix, correct, chosen, duplicates: int) -> Non
                 [float(np.mean([selection.best_of_n_estimate(row, n) for row in scored[full]])) for n in sizes],
             )
         }
-        if any(r["correct"] is not None for r in rows):
-            verdicts = correct[full].astype(float)
+        judged = full.copy()
+        judged[[r["prompt_idx"] for r in rows if r["correct"] is None]] = False
+        if judged.any():
+            verdicts = correct[judged].astype(float)
             series["correct"] = (
                 list(sizes),
                 [
-                    float(np.mean([selection.best_of_n_estimate(r, n, c) for r, c in zip(scored[full], verdicts)]))
+                    float(np.mean([selection.best_of_n_estimate(r, n, c) for r, c in zip(scored[judged], verdicts)]))
                     for n in sizes
                 ],
             )

@@ -665,10 +665,12 @@ def first_answers(stage) -> list[Chain]:
         candidate = dataset.kind == "candidates/1"
         messages = row["prompt"] + row["completion"] if candidate else row["messages"]
         prompt, last = messages[:-1], messages[-1]
-        chain = Chain(
-            {**row, "prompt_id": row["prompt_id"] if candidate else prompt_id(prompt)},
-            prompt,
+        known = (
+            {"category": json.loads(row["extra_json"] or "{}").get("category")}
+            if candidate
+            else {"prompt_id": prompt_id(prompt)}
         )
+        chain = Chain({**row, **known}, prompt)
         chain.begin(last.get("content") or "", row["gen"])
         if last["role"] != "assistant" or not chain.texts[0] or last.get("function_calls"):
             chain.end("original_empty")

@@ -496,6 +496,13 @@ def test_means_of_a_selection_are_of_the_same_rows_under_names_of_their_own(tiny
     assert summary["reward/best"] == summary["reward/selected"] == 1.0
     assert (summary["reward/component=best"], summary["reward/component=selected"]) == (0.75, 7.5)
     assert summary["reward/component=selected/selected"] == 10.0
+    # an answer without a verdict is neither right nor wrong, sampled or selected
+    rows[3] |= {"prompt": user("another"), "prompt_idx": 1, "completion_idx": 0, "correct": None}
+    made = spec("rejection", {}, {"model": tiny["policy"], "prompts": data["prompts"]}, "verdicts")
+    path = write(tmp_path / "judged", "candidates/1", rows)
+    made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "d", "digest": "d"}
+    summary = execute(made, silent)["summary"]
+    assert (summary["selected"], summary["correct/mean"], summary["correct/selected"]) == (2, 1.0, 1.0)
 
 
 def test_selectors_of_the_whole_matrix(tiny, data, spec, tmp_path):
