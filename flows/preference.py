@@ -5,7 +5,7 @@
 
 `data.path` may hold preference pairs in any of the usual forms (chosen and rejected, HH dialogues, ratings, rankings,
 judgements with soft labels). Optionally demonstrations, or the chosen answers, are learned first (`sft_first=true`), as
-DPO assumes. Without a model, a small one is trained on the embedded world's text and demonstrations.
+DPO assumes; `watch_pairs=true` logs what that does to held-out pairs. Without a model, a small one is trained on the embedded world's text and demonstrations.
 """
 
 from __future__ import annotations
@@ -69,6 +69,14 @@ class Config(WorldRecipeConfig):
             " here always is."
         ),
     )
+    watch_pairs: bool = Field(
+        False,
+        description=(
+            "Validation passes of that fine-tuning also log the likelihood of held-out chosen and rejected answers: what"
+            " is learned of chosen answers raises that of rejected ones, too (eval.displacement). The pairs need a"
+            " validation split."
+        ),
+    )
     with_reward_model: bool = Field(
         True,
         description="Also train a reward model on the pairs, which judges the policies; false: DPO alone (Zephyr).",
@@ -94,6 +102,10 @@ class Config(WorldRecipeConfig):
                 "data.path holds pairs of your own, so the policy is yours, too; write model=path/or/hub-id, or leave"
                 " both out for the embedded world"
             )
+        if self.watch_pairs and self.model is not None and not self.sft_first:
+            raise ValueError(
+                "watch_pairs is about the fine-tuning before DPO, and there is none; write sft_first=true, or leave it out"
+            )
         if self.data.demonstrations and self.model is not None and not self.sft_first:
             raise ValueError(
                 "data.demonstrations would not be read; write sft_first=true to fine-tune on them before DPO, or leave"
@@ -116,7 +128,8 @@ def preference(run: Run, config: Config) -> dict:
         else:
             chosen = ingest(run, "chosen", config.data.path, config)
         base = small_base_model(run, source, config, chosen) if base is None else base
-        start = run("sft", model=base, data=chosen, config=config.sft, name_as="sft")["model"]
+        watched = pairs if config.watch_pairs else None
+        start = run("sft", model=base, data=chosen, pairs=watched, config=config.sft, name_as="sft")["model"]
 
     def judge_model() -> tuple[str, Outputs]:
         judge = run(

@@ -11,9 +11,10 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_origin
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
@@ -21,7 +22,8 @@ from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationE
 from flows.config import ConfigError, build, given_in_form, load_preset, merge, presets
 from flows.env import own_output
 from stages.registry import Table, get_stage, load
-from stages.spec import InputSpec, StageConfig, did_you_mean
+from stages.spec import InputSpec, StageConfig, StageSpec, did_you_mean
+from storage.files import read_json
 
 RECIPES = Table(
     "posttrain.recipes",
@@ -323,7 +325,7 @@ class Plan(Run):
         from tasks.devices import cuda_devices, wanted_devices
 
         def shape(ref: str):
-            if ref.startswith("(") or not (store.is_ref(ref) or os.path.isdir(ref)):  # not there yet, or on the hub
+            if ref.startswith("(") or not store.at_hand(ref, "model"):  # not there yet, or on the hub
                 return self.shapes.get(ref)
             try:
                 return memory.shape_of(store.resolve(ref, "model").path)
@@ -364,11 +366,15 @@ class Plan(Run):
         return {"memory": memory.shown(found.states) + ("" if limit is None else f" of {memory.shown(limit)}")}
 
     def _advise(self, label, spec, inputs, settings, shape) -> None:
-        """Collect what the rules of `advise` say of a training step whose data is there already."""
-        from stages.advise import of_stage
-        from storage import store
+        """Collect what the rules of `advise` say of a training step: of what it keeps, and of its data where that is
+        there already.
+        """
+        from stages.advise import epochs_advice, of_stage
+        from storage import home, store
         from storage.datasets import open_dataset
 
+        kept = epochs_advice(settings, shape.parameters if shape else 0, home.home())
+        self.advice += [f"{label}: {kept}"] if kept else []
         ref = inputs.get("data", "")
         if store.is_ref(ref) or (os.path.isdir(ref) and store.is_dataset_dir(ref)):
             data = open_dataset(store.resolve(ref, "dataset").path)
@@ -423,6 +429,9 @@ class Rehearsal(Plan):
         self.names = {ref: key for key, ref in texts(config.model_dump(mode="json"))}
         self.wrong: dict[str, None] = {}  # what is told, once each and in order
         self.given: list[tuple] = []  # all that steps and registry are asked with
+        self.positions: dict[str, int | None] = {}  # of models: those there are, and those that are trained from them
+        # (tokens sampled at most, positions, of which model) -> steps in which no prompt fits before them
+        self.cramped: dict[tuple[int, int, str], list[str]] = {}
 
     def execute(self, stage, label, inputs, config, name_as, seed):
         self.given.append((stage, label, inputs, config, name_as, seed))
@@ -439,9 +448,25 @@ class Rehearsal(Plan):
             self.wrong[f"{label}: {error}"] = None
         for name, ref in inputs.items():
             try:
-                look(ref, spec.input_spec(name))
+                path = look(ref, spec.input_spec(name))
             except StoreError as error:
                 self.wrong[f"{self.names.get(ref, f'{label}, input {name}')}: {error}"] = None
+                continue
+            if path is not None and spec.input_spec(name).kind == "model":
+                self.positions[ref] = positions_of(path)
+        self.leave_room(label, spec, inputs, config or spec.config.model_construct())
+
+    def leave_room(self, label: str, spec: StageSpec, inputs: dict[str, str], config: StageConfig) -> None:
+        """Note a step that samples more tokens than the model has positions for behind any prompt."""
+        model = inputs.get("model", "")
+        own = getattr(config, "max_position_embeddings", None)  # of a model that is made from nothing
+        room = own if own is not None else self.positions.get(model)
+        self.positions |= {
+            f"({label}.{name})": room for name in spec.planned_outputs() if spec.output_spec(name).kind == "model"
+        }
+        if room is not None and samples(spec.name, config, inputs) and config.max_completion_length >= room:
+            whose = f"{self.names[model]} ({model})" if model in self.names else "the model"
+            self.cramped.setdefault((config.max_completion_length, room, whose), []).append(label)
 
     def champion(self, name: str) -> str | None:
         self.given.append(("champion", name))
@@ -468,7 +493,12 @@ def rehearse(recipe: str, method: Callable[[Run, Any], Any], config: RecipeConfi
     """
     run = Rehearsal(recipe, config)
     method(run, config)
-    if wrong := [*run.wrong, *unread(recipe, method, config).values()]:
+    cramped = [
+        f"{', '.join(labels)}: max_completion_length={length} leaves no room for a prompt in the {room} positions of"
+        f" {model}; write a smaller one, or give a model with more"
+        for (length, room, model), labels in run.cramped.items()
+    ]
+    if wrong := [*run.wrong, *cramped, *unread(recipe, method, config).values()]:
         raise ConfigError("\n".join(wrong))
 
 
@@ -536,29 +566,43 @@ def preset_config(config: RecipeConfig, recipe: str, preset: str) -> RecipeConfi
     return type(config).model_validate(merge(required, load_preset(recipe, preset)))
 
 
-def look(ref: str, wanted: InputSpec) -> None:
+def samples(stage: str, config: StageConfig, inputs: Collection[str]) -> bool:
+    """Whether a step is sure to draw completions of its input `model`, each of up to ``max_completion_length`` tokens."""
+    if stage == "evaluate":
+        return "prompts" in inputs and config.target == "policy" and "generation" in config.multiple_choice
+    given = {name.partition(".")[0] for name in inputs}
+    return stage in ("rejection", "rl") and not given & {"candidates", "stored", "recorded"}
+
+
+def positions_of(path: str) -> int | None:
+    """Longest sequence of a model directory, in tokens; None where its config.json does not say."""
+    config = read_json(Path(path) / "config.json", None) or {}
+    return (config.get("text_config") or config).get("max_position_embeddings")
+
+
+def look(ref: str, wanted: InputSpec) -> str | None:
     """Find what an input is given, and whether a model is of the kind that it must be; a file that is there is read by
-    its own step. Raises StoreError.
+    its own step. The directory of what was found, of an adapter's base; None where there is none yet. Raises StoreError.
     """
     from storage import store
 
     if ref.startswith("("):  # what a step before it makes
-        return
+        return None
     kind = wanted.kind
     if kind != "model" and not store.is_ref(ref) and (store.is_url(ref) or os.path.exists(os.path.expanduser(ref))):
-        return
+        return None
     try:
         found = store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None)
     except store.OnlyAdapter as adapter:  # put into it before the step runs
         if not adapter.base:
             raise
         try:
-            store.resolve(adapter.base, kind)
+            return store.resolve(adapter.base, kind).path
         except store.StoreError as error:
             raise store.StoreError(f"{adapter} (base={adapter.base}: {error})") from None
-        return
     if wanted.use and (wrong := store.wrong_use(found.path, wanted.use)):
         raise store.StoreError(f"{ref} {wrong}")
+    return found.path
 
 
 def texts(values: Any, key: str = "") -> Iterable[tuple[str, str]]:

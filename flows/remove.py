@@ -20,7 +20,7 @@ UNITS = {"h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def remove(what: list[str], *, before: str | None, unalias: bool, dry_run: bool) -> dict[str, Any]:
-    """{removed, kept, already, freed, mlflow, dry_run}. What is named and has to stay refuses all of it; of a run, or
+    """{removed, kept, already, freed, shared, dry_run}; bytes: freed, and those that stay since others link them. What is named and has to stay refuses all of it; of a run, or
     by age, it is left out, and so is what others have made, too. Raises ConfigError, StoreError."""
     if bool(what) == (before is not None):
         raise ConfigError("write what to remove, REF, RUN or KEY, or an age: posttrain rm --before 30d")
@@ -69,7 +69,7 @@ def remove(what: list[str], *, before: str | None, unalias: bool, dry_run: bool)
         "kept": [{"ref": one.ref, "why": kept[one.path]} for one in there if one.path in kept and before is None],
         "already": already,
         "freed": freed,
-        "mlflow": sum(sizes.values()) - freed,
+        "shared": sum(sizes.values()) - freed,
         "dry_run": dry_run,
     }
 
@@ -146,7 +146,6 @@ def print_removed(value: dict[str, Any]) -> None:
     """What went, or would go, what stays, and what there is to know of it."""
     from flows.display import table
     from flows.doctor import mib
-    from storage.outbox import tracking_uri
 
     if value["removed"]:
         table(
@@ -171,9 +170,8 @@ def print_removed(value: dict[str, Any]) -> None:
     verb = "would be freed" if value["dry_run"] else "freed"
     again = "; what made them stays known, and `posttrain rerun REF` makes one again" if value["removed"] else ""
     print(f"{mib(value['freed'])} {verb} by {len(value['removed'])} model(s) and dataset(s){again}")
-    if value["mlflow"]:
+    if value["shared"]:
         print(
-            f"{mib(value['mlflow'])} stay on the disk: MLflow's copies of these models (delete them in its UI, then mlflow"
-            f" gc --backend-store-uri {tracking_uri()} --tracking-uri {tracking_uri()}), or datasets of other names with"
-            " the same rows"
+            f"{mib(value['shared'])} stay on the disk: other results have the same files, such as datasets of other names"
+            " with the same rows"
         )

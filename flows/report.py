@@ -16,7 +16,7 @@ from typing import Any
 from flows.config import nearest, parse_sets, scalar
 from flows.display import headline, number, table
 from flows.recipe import RECIPES, short
-from stages.spec import ConfigError
+from stages.spec import ConfigError, InputSpec
 from storage import home, leases, records, registry, store, work
 from storage.files import atomic_write_text
 
@@ -558,7 +558,7 @@ def stage_plan(name: str, inputs: dict[str, str], config: Any, seed: int, force:
         prepared = prepare(name, inputs, config, seed=seed, dry=True)
         given, key, config = prepared.inputs, prepared.key, prepared.config
     except NotMadeYet:
-        given = {one: _as_given(text, spec.input_spec(one).kind) for one, text in inputs.items()}
+        given = {one: _as_given(text, spec.input_spec(one)) for one, text in inputs.items()}
     begun = work.standing(key) if key and not planned["cached"] and not force else None
     shown = ("status", "seconds", "progress", "step", "log")
     return {
@@ -587,10 +587,10 @@ def stage_plan(name: str, inputs: dict[str, str], config: Any, seed: int, force:
     }
 
 
-def _as_given(text: str, kind: str) -> store.ResolvedInput:
+def _as_given(text: str, wanted: InputSpec) -> store.ResolvedInput:
     """What an input is before anything is made of it."""
     try:
-        return store.resolve(text, kind)
+        return store.resolve(text, wanted.kind, wanted.hub)
     except store.OnlyAdapter as adapter:
         digest = store.cached_digest(Path(adapter.path))
         return store.ResolvedInput(f"adapter, put into {adapter.base} first", adapter.path, text, digest)

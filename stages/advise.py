@@ -8,8 +8,12 @@ tasks (or little memory), the GRPO family; rewards at every step, PPO. Every tra
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pydantic import Field
 
@@ -218,6 +222,29 @@ def of_stage(stage: str, config, kind: str | None, data, parameters: int) -> lis
     )
 
 
+def epochs_advice(config, parameters: int, room: str | os.PathLike) -> str | None:
+    """What the models behind every pass take of the disk (``publish_epochs``), float32 or as ``save_dtype`` says, the
+    last one besides the published one; ``room``: a directory of that disk. None where none are kept or nothing is known
+    of the model.
+    """
+    if not getattr(config, "publish_epochs", False) or not parameters or config.max_steps is not None:
+        return None
+    from stages.models.memory import shown
+
+    passes = math.ceil(config.num_train_epochs)
+    size = parameters * (2 if config.save_dtype == "bfloat16" else 4)
+    if passes < 2:
+        return None
+    while not Path(room).exists():
+        room = Path(room).parent
+    return (
+        f"publish_epochs keeps the model behind each of {passes} passes, {passes} x {shown(size)} ="
+        f" {shown(passes * size)} of disk of which {shown(shutil.disk_usage(room).free)} are free; `posttrain rm` takes"
+        " those that were not chosen, save_dtype=bfloat16 halves them, publish_epochs=false (choose_checkpoint=false of"
+        " a recipe) keeps the last alone"
+    )
+
+
 def tell(stage) -> None:
     """Say in the log of a training stage what the rules say; on a fresh start only."""
     if (
@@ -230,7 +257,9 @@ def tell(stage) -> None:
     from stages.models.memory import shape_of
 
     data, shape = stage.dataset("data"), shape_of(stage.path("model"))
-    for text in of_stage(stage.name, stage.config, data.kind, data, shape.parameters if shape else 0):
+    parameters = shape.parameters if shape else 0
+    kept = epochs_advice(stage.config, parameters, stage.workdir)
+    for text in [*of_stage(stage.name, stage.config, data.kind, data, parameters), *([kept] if kept else [])]:
         stage.log("advice: " + text)
 
 

@@ -508,9 +508,12 @@ class Stage:
                     f"stage {self.name} ended without its output {name!r}; save it before run() returns, or declare it"
                     " with required=False"
                 )
+        used = self._used or usage.so_far()
         perf = {
             name: statistics.median(v) if name.endswith("_per_second") else v[-1] for name, v in self._perf.items() if v
         }
+        # what a stage noted of its use was so far: validation at its end and other ranks ask judges too
+        perf |= {name: used[name] for name in perf if name in used}
         perf["seconds"] = round(seconds, 3)
         perf |= {"devices": self.world_size} if self.world_size > 1 else {}
         perf["peak_memory_mib"] = peak_memory_mib()
@@ -525,7 +528,7 @@ class Stage:
             "warnings": self._state.warnings,
             "reports": self._state.reports,
             "perf": perf,
-            "usage": self._used or usage.so_far(),
+            "usage": used,
             "resumed_from": self._restored.step if self._restored else None,
             "versions": _versions(),
         }

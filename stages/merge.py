@@ -125,7 +125,10 @@ SPEC = StageSpec(
             doc="What they were trained from (task_arithmetic, ties); what the adapter belongs on (adapter).",
         ),
         "adapter": InputSpec(
-            "file", required=False, doc="Directory with adapter_config.json and adapter_model.safetensors (adapter)."
+            "file",
+            required=False,
+            hub="model",
+            doc="Directory, or repository of the hub, with adapter_config.json and adapter_model.safetensors (adapter).",
         ),
     },
     outputs={"model": OutputSpec("model", role="policy", doc="A reward model where the adapter is one.")},

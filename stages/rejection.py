@@ -437,21 +437,23 @@ def run(stage):
         warn_of_rewards(stage, rows)
     n_prompts = 1 + max((r["prompt_idx"] for r in rows), default=-1)
     width = 1 + max((r["completion_idx"] for r in rows), default=-1)
-    matrix = np.full((n_prompts, width), np.nan)
+    scored = np.full((n_prompts, width), np.nan)
     correct = np.zeros((n_prompts, width), bool)
     where = {}
     for row in rows:
         cell = row["prompt_idx"], row["completion_idx"]
         where[cell] = row
         if row["kept"] is not False and row["reward"] is not None:
-            matrix[cell] = row["reward"]
+            scored[cell] = row["reward"]
             correct[cell] = bool(row["correct"])
-    duplicates = drop_duplicates(matrix if config.dedupe else matrix.copy(), where)
+    distinct = scored.copy()
+    duplicates = drop_duplicates(distinct, where)
+    matrix = distinct if config.dedupe else scored
     chosen = select(matrix, correct, config, stage)
     write_selected(stage, [where[divmod(int(i), width)] for i in chosen], rows)
     if config.difficulty_band is not None:
         write_banded(stage, rows)
-    report(stage, rows, matrix, correct, chosen, duplicates)
+    report(stage, rows, scored, matrix, correct, chosen, duplicates)
 
 
 def warn_of_rewards(stage, rows) -> None:
@@ -1143,7 +1145,8 @@ def write_selected(stage, rows, candidates=()) -> None:
 
 def component_means(rows, valid, is_picked) -> dict[str, float]:
     """Means of what several components, or an ensemble's members, say of the valid candidates, and of the selected ones
-    (``rm.multi``, ``rm.ensemble``): of a component of weight 0 how far what is selected by another pleases it.
+    (``rm.multi``, ``rm.ensemble``): of a component of weight 0 how far what is selected by another pleases it. One
+    called as a number of the total (``reward/best``, ``reward/selected``) is ``reward/component=NAME``.
     """
     import numpy as np
 
@@ -1155,6 +1158,7 @@ def component_means(rows, valid, is_picked) -> dict[str, float]:
                     found.setdefault(part["source"], []).append((part["value"], bool(picked)))
     if len(found) < 2:
         return {}
+    found = {f"component={name}" if name in ("best", "selected") else name: own for name, own in found.items()}
     means = {f"reward/{name}": float(np.mean([v for v, _ in own])) for name, own in found.items()}
     return means | {
         f"reward/{name}/selected": float(np.mean([v for v, picked in own if picked]))
@@ -1163,9 +1167,13 @@ def component_means(rows, valid, is_picked) -> dict[str, float]:
     }
 
 
-def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
+def report(stage, rows, scored, matrix, correct, chosen, duplicates: int) -> None:
     """Selection against the pool, and best-of-n curves with the unbiased estimator (``rm.overopt``), of the direct
     completions.
+
+    scored: rewards ``[M, N]`` of the valid completions; matrix: the same without those that no selector could take, the
+    duplicates. Means and curves are of what was sampled, duplicates included: without them they would be of a policy
+    that never repeats itself.
     """
     import numpy as np
 
@@ -1173,8 +1181,8 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     from stages.measures.text import distinct_n, words_of
     from stages.reporting.reports import document, facts, histogram, line_chart, sample_table
 
-    valid = ~np.isnan(matrix)
-    flat = matrix.ravel()
+    valid = ~np.isnan(scored)
+    flat = scored.ravel()
     lengths = np.array([len(r["completion"][0].get("content") or "") for r in rows], float)
     picked = set(chosen)
     width = matrix.shape[1]
@@ -1182,7 +1190,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     summary = {
         "prompts": matrix.shape[0],
         "completions": len(rows),
-        "valid": int(valid.sum()),
+        "valid": int((~np.isnan(matrix)).sum()),
         "selected": len(chosen),
         "truncated": sum(r["drop_reason"] == "truncated" for r in rows),
         "unscorable": sum(r["drop_reason"] == "unscorable" for r in rows),
@@ -1191,7 +1199,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
         "duplicates": duplicates,
         "prompts_covered": len({i // width for i in chosen}),
         "reward": float(np.nanmean(flat)) if valid.any() else None,
-        "reward/best": float(np.nanmax(matrix[valid.any(axis=1)], axis=1).mean()) if valid.any() else None,
+        "reward/best": float(np.nanmax(scored[valid.any(axis=1)], axis=1).mean()) if valid.any() else None,
         "reward/selected": float(np.mean([flat[i] for i in chosen])) if chosen else None,
         "characters/mean": float(lengths.mean()),
         "characters/selected": float(lengths[is_picked].mean()) if chosen else None,
@@ -1206,6 +1214,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
     hinted = np.array([rationalised_row(r) for r in rows], bool)
     if any(r["correct"] is not None for r in rows):
         # no verdict is no wrong answer
+        right = [r["correct"] for r, taken in zip(rows, is_picked) if taken and r["correct"] is not None]
         summary |= {
             "correct/mean": float(
                 np.mean(
@@ -1213,7 +1222,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
                     or [0.0]
                 )
             ),
-            "correct/selected": float(correct.ravel()[chosen].mean()) if chosen else None,
+            "correct/selected": float(np.mean(right)) if right else None,
         }
     if hinted.any():  # per prompt, what training can take from it (rs.star)
         first, second = ({r["prompt_idx"]: False for r in rows if r["correct"] is not None} for _ in range(2))
@@ -1227,7 +1236,7 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
             "prompts/unsolved": kept.count(None),
         }
         direct = 1 + max(r["completion_idx"] for r, with_hint in zip(rows, hinted) if not with_hint)
-        matrix, correct = matrix[:, :direct], correct[:, :direct]
+        scored, correct = scored[:, :direct], correct[:, :direct]
     sources = [(r["gen"] or {}).get("model_id") or "unknown" for r in rows]
     if len(set(sources)) > 1:  # a source that always wins teaches its style (rs.mix)
         summary |= {
@@ -1243,20 +1252,22 @@ def report(stage, rows, matrix, correct, chosen, duplicates: int) -> None:
             xlabel="reward",
         ),
     )
-    full, sizes = (~np.isnan(matrix)).all(axis=1), range(1, matrix.shape[1] + 1)
+    full, sizes = (~np.isnan(scored)).all(axis=1), range(1, scored.shape[1] + 1)
     if full.any() and len(sizes) > 1:
         series = {
             "scorer": (
                 list(sizes),
-                [float(np.mean([selection.best_of_n_estimate(row, n) for row in matrix[full]])) for n in sizes],
+                [float(np.mean([selection.best_of_n_estimate(row, n) for row in scored[full]])) for n in sizes],
             )
         }
-        if any(r["correct"] is not None for r in rows):
-            verdicts = correct[full].astype(float)
+        judged = full.copy()
+        judged[[r["prompt_idx"] for r in rows if r["correct"] is None]] = False
+        if judged.any():
+            verdicts = correct[judged].astype(float)
             series["correct"] = (
                 list(sizes),
                 [
-                    float(np.mean([selection.best_of_n_estimate(r, n, c) for r, c in zip(matrix[full], verdicts)]))
+                    float(np.mean([selection.best_of_n_estimate(r, n, c) for r, c in zip(scored[judged], verdicts)]))
                     for n in sizes
                 ],
             )

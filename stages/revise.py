@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -36,7 +36,7 @@ from stages.settings import (
     refuse_unread,
     refuse_unread_in,
 )
-from stages.spec import InputSpec, OutputSpec, StageSpec
+from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec
 
 SHOWN = "[Question]\n{question}\n[End of question]\n\n[Answer]\n{answer}\n[End of answer]"
 CRITIQUE = SHOWN + "\n\n{request}\n\nCritique:"
@@ -274,10 +274,39 @@ class Config(WriterConfig):
         )
 
 
+def check(config: Config, given: Collection[str]) -> None:
+    """Refuse inputs that do not go together, and models that nothing would be asked of."""
+    if ("prompts" in given) == ("data" in given):
+        raise ConfigError(
+            "revise: give either prompts=REF with model=REF, which writes the first answers, or data=REF, which has"
+            " them"
+        )
+    if "prompts" in given and "model" not in given:
+        raise ConfigError(
+            "revise: prompts have no answers yet; give model=REF, which writes them, or data=REF with answers"
+        )
+    if "principles" not in given and config.template != "minimal":
+        raise ConfigError(
+            "revise: by what? Give principles=FILE with one principle per line, or write template=minimal, which"
+            " improves an answer without"
+        )
+    other = "endpoint" if config.endpoint else "reviser" if "reviser" in given else ""
+    if other == "endpoint" and "reviser" in given:
+        raise ConfigError(
+            "revise: endpoint and reviser both say who writes critiques and revisions; leave one of them out"
+        )
+    if other and "data" in given and "model" in given:
+        raise ConfigError(
+            f"revise: the model would not be read: data has the first answers, and {other} revises them; leave model out,"
+            f" or leave {other} out for the model to revise"
+        )
+
+
 SPEC = StageSpec(
     name="revise",
     config=Config,
     gpu=True,
+    check=check,
     inputs={
         "model": InputSpec(
             "model", required=False, doc="Policy that answers the prompts, and revises where nobody else is named."
@@ -537,23 +566,9 @@ def run(stage):
     from stages.decoding.writers import make_writer
     from stages.ingestion.curation import generated_splits
     from stages.reward.principles import draw, load
-    from stages.spec import ConfigError
 
     config = stage.config
-    if stage.has("prompts") == stage.has("data"):
-        raise ConfigError(
-            "revise: give either prompts=REF with model=REF, which writes the first answers, or data=REF, which has"
-            " them"
-        )
-    if stage.has("prompts") and not stage.has("model"):
-        raise ConfigError(
-            "revise: prompts have no answers yet; give model=REF, which writes them, or data=REF with answers"
-        )
-    if not stage.has("principles") and config.template != "minimal":
-        raise ConfigError(
-            "revise: by what? Give principles=FILE with one principle per line, or write template=minimal, which"
-            " improves an answer without"
-        )
+    check(config, stage.inputs)
     refuse_unread_in(stage, READ_OF_INPUTS)
     principles = load(stage) if stage.has("principles") else [IMPROVE]
     chains = first_answers(stage) if stage.has("data") else unanswered(stage)
@@ -650,10 +665,12 @@ def first_answers(stage) -> list[Chain]:
         candidate = dataset.kind == "candidates/1"
         messages = row["prompt"] + row["completion"] if candidate else row["messages"]
         prompt, last = messages[:-1], messages[-1]
-        chain = Chain(
-            {**row, "prompt_id": row["prompt_id"] if candidate else prompt_id(prompt)},
-            prompt,
+        known = (
+            {"category": json.loads(row["extra_json"] or "{}").get("category")}
+            if candidate
+            else {"prompt_id": prompt_id(prompt)}
         )
+        chain = Chain({**row, **known}, prompt)
         chain.begin(last.get("content") or "", row["gen"])
         if last["role"] != "assistant" or not chain.texts[0] or last.get("function_calls"):
             chain.end("original_empty")

@@ -517,8 +517,11 @@ class SamplingConfig(StageConfig):
     engine_url: ServerBase | None = Field(
         None,
         title="Engine URL",
-        description="engine=server: base URL, for example http://localhost:8000/v1.",
-        json_schema_extra={"identity": False},
+        description=(
+            "engine=server: base URL, for example http://localhost:8000/v1. A result is known by engine_model and not by"
+            " this: the same command with the server elsewhere continues or reuses it."
+        ),
+        json_schema_extra={"identity": False, "address": True},
     )
     engine_model: str | None = Field(
         None,

@@ -16,7 +16,7 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -73,6 +73,7 @@ class InputSpec:
     (``tasks/training_data.py``). held_out: a dataset that judges a model and is not learned from. named: the stage
     writes the name of a raw file into what it makes, so that the same bytes under another name are another input. use:
     what a model is for, ``words`` (a language model) or ``scores`` (a reward model), where it must be one of the two.
+    hub: ``model`` where files that are given by a hub id are those of a model's repository, not of a dataset's.
     """
 
     kind: str
@@ -84,6 +85,7 @@ class InputSpec:
     held_out: bool = False
     named: bool = False
     use: str = ""
+    hub: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in ("dataset", "model", "file"):
@@ -195,7 +197,8 @@ class StageConfig(BaseModel):
     settings.
 
     A field that changes only speed or logging, never a number, is declared with
-    ``json_schema_extra={"identity": False}`` and stays out of the stage key.
+    ``json_schema_extra={"identity": False}`` and stays out of the stage key. So does the address of a server, with
+    ``"address": True`` beside it: what answers there is known by the name of its model, which is in the key.
     """
 
     model_config = ConfigDict(
@@ -214,25 +217,37 @@ class StageConfig(BaseModel):
     def identity(self) -> dict[str, Any]:
         """The part of :meth:`resolved` that belongs to the stage key."""
         values = self.resolved()
-        _drop_non_identity(type(self), values)
+        for _, holder, name, extra in list(_declared(type(self), values)):
+            if extra.get("identity") is False:
+                holder.pop(name, None)
         return values
 
+    def addresses(self, values: dict[str, Any] | None = None) -> dict[str, str]:
+        """{dotted name: address} of the servers that the stage asks and whose addresses are not in its key; ``values``:
+        of resolved settings of before, in place of its own."""
+        values = self.resolved() if values is None else values
+        return {
+            where: holder[name]
+            for where, holder, name, extra in _declared(type(self), values)
+            if extra.get("address") and holder.get(name)
+        }
 
-def _drop_non_identity(model: type[BaseModel], values: dict[str, Any]) -> None:
+
+def _declared(model: type[BaseModel], values: dict[str, Any], at: str = "") -> Iterator[tuple[str, dict, str, dict]]:
+    """(dotted name, the dict that holds its value, its name there, what its declaration says beside type and text) of
+    every setting, those within lists and settings of their own too.
+    """
     for name, info in model.model_fields.items():
-        extra = info.json_schema_extra
-        if isinstance(extra, dict) and extra.get("identity") is False:
-            values.pop(name, None)
-            continue
+        yield at + name, values, name, info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
         given = values.get(name)
-        for part in given if isinstance(given, list) else [given]:
+        for i, part in enumerate(given) if isinstance(given, list) else [(None, given)]:
             inner = (
                 next((m for m in _models_in(info.annotation) if set(part) <= set(m.model_fields)), None)
                 if isinstance(part, dict)
                 else None
             )
             if inner is not None:
-                _drop_non_identity(inner, part)
+                yield from _declared(inner, part, f"{at}{name}." if i is None else f"{at}{name}.{i}.")
 
 
 def _plain(value: Any, where: str) -> Any:

@@ -33,6 +33,7 @@ from storage.outbox import (
     tracking_uri,
     unit_lock,
 )
+from storage.store import removed
 
 REGISTRY = "registry"  # what to poke for the model registry, which is no unit of its own
 
@@ -588,7 +589,7 @@ class Projector:
         stamp = cursor.setdefault("final_time", _ms(time.time()))
         metrics = []
         deleted = {model for model in {about[0] for about in (judged or {}).values()} if model}
-        deleted = {model for model in deleted if not self._has_model(model)}
+        deleted = {model for model in deleted if self._known_model(model) is None}
         for key, value in values.items():
             name = _safe(prefix + key)
             if sent.get(name) in (True, repr(value)):  # a run that is continued with other code may say something else
@@ -622,7 +623,10 @@ class Projector:
             digest = output["digest"]
             with unit_lock("model " + digest, wait=True):
                 model_id = _models_state()["models"].get(digest)
-                if model_id and not self._has_model(model_id):  # deleted there, to make room
+                known = self._known_model(model_id) if model_id else None
+                if known is not None and Path(output["path"]).is_dir():
+                    self._put_files(known, output)
+                elif known is None and model_id:  # deleted there, to make room
                     model_id = None
                     cursor["models"] = [one for one in cursor.get("models", ()) if one != digest]
                 if model_id is None:
@@ -639,20 +643,18 @@ class Projector:
                 cursor["models"].append(digest)
         return found
 
-    def _has_model(self, model_id: str) -> bool:
+    def _known_model(self, model_id: str) -> Any | None:
+        """MLflow's logged model; None where it was deleted there."""
         from mlflow.exceptions import MlflowException
 
         try:
-            self.client().get_logged_model(model_id)
+            return self.client().get_logged_model(model_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            return False
-        return True
+            return None
 
     def _logged_model(self, client: Any, experiment: str, run_id: str, d: Doc, output: dict[str, Any]) -> str:
-        from storage.store import removed
-
         digest = output["digest"]
         known_models = client.search_logged_models(
             [experiment], filter_string=f"tags.`posttrain.digest` = '{digest}'", max_results=1
@@ -676,25 +678,31 @@ class Projector:
             )
         )
         if str(model.status) not in ("READY", "LoggedModelStatus.READY"):
-            if removed("model", "", digest):
-                client.finalize_logged_model(model.model_id, "READY")
-                return model.model_id
-            target = local_path(model.artifact_location)
-            if target is not None and _writable(target):
-                if not target.exists() or not any(target.iterdir()):
-                    if target.exists():
-                        target.rmdir()
-                    # a copy that was cut off must not count as one
-                    part = target.with_name(f".{target.name}.{time.time_ns()}.tmp")
-                    try:
-                        link_tree(Path(output["path"]), part)
-                        os.rename(part, target)
-                    finally:
-                        shutil.rmtree(part, ignore_errors=True)
-            else:
+            if not self._put_files(model, output) and not removed("model", "", digest):
                 client.log_model_artifacts(model.model_id, output["path"])
             client.finalize_logged_model(model.model_id, "READY")
         return model.model_id
+
+    def _put_files(self, model: Any, output: dict[str, Any]) -> bool:
+        """Link a model's files to where MLflow shows them from, unless they are there, or were removed (`posttrain rm`,
+        which takes them away there too: a model that was made again has them again). False where that place is not on
+        this machine.
+        """
+        target = local_path(model.artifact_location)
+        if target is None or not _writable(target):
+            return False
+        if removed("model", "", output["digest"]) or target.exists() and any(target.iterdir()):
+            return True
+        if target.exists():
+            target.rmdir()
+        # a copy that was cut off must not count as one
+        part = target.with_name(f".{target.name}.{time.time_ns()}.tmp")
+        try:
+            link_tree(Path(output["path"]), part)
+            os.rename(part, target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return True
 
     def _artifacts(self, run_id: str, cursor: dict[str, Any], d: Doc) -> None:
         client, sent = self.client(), cursor.setdefault("artifacts", [])

@@ -27,7 +27,7 @@ class RegistryError(LookupError):
 
 @dataclass
 class ModelName:
-    """One registered name. versions: version -> {digest, role, stage, key, run, time}; aliases: alias -> version."""
+    """One registered name. versions: version -> {digest, role, stage, key, run, user, time}; aliases: alias -> version."""
 
     name: str
     versions: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -115,9 +115,19 @@ def models() -> dict[str, ModelName]:
     return found
 
 
-def register(name: str, digest: str, *, role: str = "", stage: str = "", key: str = "", run: str = "") -> int:
+def register(
+    name: str,
+    digest: str,
+    *,
+    role: str = "",
+    stage: str = "",
+    key: str = "",
+    run: str = "",
+    user: str = "",
+    candidate: bool = True,
+) -> int:
     """Version number of this model under this name: the existing one for a digest already there, else the next.
-    A new version becomes the name's ``candidate``."""
+    A new version becomes the name's ``candidate``, unless it is none (``candidate=False``)."""
     check_name(name)
 
     def make() -> dict[str, Any]:
@@ -134,14 +144,19 @@ def register(name: str, digest: str, *, role: str = "", stage: str = "", key: st
             "stage": stage,
             "key": key,
             "run": run,
+            "user": user,
         }
 
     entry = _append(make)
     version = int(entry["version"])
     model = models()[name]
     # new, or ended before this
-    if version == max(model.versions) and not any(
-        e["event"] == "alias" and e["alias"] == "candidate" and e["version"] == version for e in model.history
+    if (
+        candidate
+        and version == max(model.versions)
+        and not any(
+            e["event"] == "alias" and e["alias"] == "candidate" and e["version"] == version for e in model.history
+        )
     ):
         set_alias(name, "candidate", version, reason="newest version")
     return version

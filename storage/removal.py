@@ -2,7 +2,8 @@
 
 What is removed is renamed out of its place first, after a mark was written (``HOME/removed/``): it is there in full or
 gone, whenever the process ends, and :func:`finish` deletes what a killed one left. A result that was removed is no
-damage; the stage that made it executes again when it is asked for, and takes the mark away.
+damage; the stage that made it executes again when it is asked for, and takes the mark away. Of a model the files that
+MLflow shows go with it, where they lie in this home: they are the same ones by other names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from storage import home, records, registry, store, work
 from storage.files import atomic_write_json, fsync_dir, read_json
 
-LEFT = ("models/.removed-*", "datasets/*/.removed-*")
+LEFT = ("models/.removed-*", "datasets/*/.removed-*", "mlartifacts/*/models/*/.removed-*")
 
 
 @dataclass
@@ -205,8 +206,17 @@ def shared(result: Result, shelf: Shelf) -> str | None:
     return f"it is a result of {others[0]}, too; to remove it all the same: posttrain rm {result.ref}"
 
 
+def copies(result: Result) -> list[Path]:
+    """Directories in this home that MLflow shows a model's files from."""
+    known = read_json(home.outbox_dir() / "models.json", {}) if result.kind == "model" else {}
+    ids = {state["models"][result.digest] for state in known.values() if result.digest in state.get("models", {})}
+    return [path for one in sorted(ids) for path in home.home().glob(f"mlartifacts/*/models/{one}/artifacts")]
+
+
 def sizes(results: list[Result]) -> tuple[dict[str, int], int]:
-    """(path -> bytes, bytes of all whose last name these are): files that MLflow, or another name, links stay."""
+    """(path -> bytes, bytes of all whose last names go with these, MLflow's with a model's): a file that another result
+    links stays.
+    """
     found, links = {}, {}
     for result in results:
         if store.is_url(result.path):
@@ -217,10 +227,11 @@ def sizes(results: list[Result]) -> tuple[dict[str, int], int]:
             links[result.path] = [1, 1, found[result.path]]
             continue
         found[result.path] = work.size_of(Path(result.path))
-        for file in Path(result.path).rglob("*"):
-            if file.is_file():
-                stat = file.lstat()
-                links.setdefault((stat.st_dev, stat.st_ino), [0, stat.st_nlink, stat.st_size])[0] += 1
+        for folder in (Path(result.path), *copies(result)):
+            for file in folder.rglob("*"):
+                if file.is_file():
+                    stat = file.lstat()
+                    links.setdefault((stat.st_dev, stat.st_ino), [0, stat.st_nlink, stat.st_size])[0] += 1
     return found, sum(size for seen, names, size in links.values() if seen >= names)
 
 
@@ -262,12 +273,12 @@ def remove(result: Result, unalias: bool = False) -> None:
         if store.is_url(result.path):
             _unload(result.path)
             return
-        path = Path(result.path)
-        going = path.parent / f".removed-{path.name[:12]}-{uuid.uuid4().hex[:8]}"
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(path, going)
-            fsync_dir(path.parent)
-            shutil.rmtree(going)
+        for path in (*copies(result), Path(result.path)):
+            going = path.parent / f".removed-{path.name[:12]}-{uuid.uuid4().hex[:8]}"
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, going)
+                fsync_dir(path.parent)
+                shutil.rmtree(going)
 
 
 def _unload(url: str) -> None:

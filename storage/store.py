@@ -59,14 +59,15 @@ class StoreError(LookupError):
 
 
 class OnlyAdapter(StoreError):
-    """A directory that peft or TRL wrote an adapter alone to: ``path``, ``base`` (the model it belongs on, as it says
-    itself; "" where it does not). Stages put it into that first (``tasks.run.prepare``)."""
+    """A directory that peft or TRL wrote an adapter alone to: ``path``, ``ref`` (itself, or the hub's id with the
+    commit), ``base`` (the model it belongs on, as it says itself; "" where it does not). Stages put it into that first
+    (``tasks.run.prepare``)."""
 
-    def __init__(self, given: str, path: str, base: str):
-        self.path, self.base = path, base
+    def __init__(self, given: str, path: str, ref: str, base: str):
+        self.path, self.ref, self.base = path, ref, base
         super().__init__(
             f"{given} is an adapter for {base or 'another model'} and no whole model; put it into that first, and give"
-            f" what comes out: posttrain stage merge --set method=adapter --input {shlex.quote(f'adapter={path}')} --input"
+            f" what comes out: posttrain stage merge --set method=adapter --input {shlex.quote(f'adapter={ref}')} --input"
             f" {shlex.quote(f'base={base}') if base else 'base=MODEL'}"
         )
 
@@ -170,14 +171,14 @@ def wrong_use(path: str, use: str) -> str | None:
     return None
 
 
-def refuse_adapter(given: str, path: Path) -> None:
-    """Raise OnlyAdapter where a directory holds an adapter and no whole model."""
+def refuse_adapter(given: str, path: Path, ref: str) -> None:
+    """Raise OnlyAdapter where a directory, which is written ``ref``, holds an adapter and no whole model."""
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         told = read_json(path / "adapter_config.json", None) or {}
         base, revision = str(told.get("base_model_name_or_path") or ""), told.get("revision")
         if revision and "@" not in base and HUB_ID.match(base) and not Path(base).exists():  # as peft loads it
             base += f"@{revision}"
-        raise OnlyAdapter(given, str(path), base)
+        raise OnlyAdapter(given, str(path), ref, base)
 
 
 def damaged_model(path: Path) -> str | None:
@@ -216,10 +217,10 @@ def damaged_model(path: Path) -> str | None:
 # ---------------------------------------------------------------------------------------------------------- resolve
 
 
-def resolve(text: str, kind: str | None = None) -> ResolvedInput:
+def resolve(text: str, kind: str | None = None, hub: str = "") -> ResolvedInput:
     """Resolve a reference, path, URL, hub id, an output of a stage as ``KEY:NAME`` or, for a ``kind``, the key (6 digits
     at least) of a stage that made one such thing. ``kind`` is what the caller needs; it decides what a bare directory or
-    id is.
+    id is. ``hub``: ``model`` where the files of an id are those of a model's repository and not of a dataset's.
 
     Raises StoreError. A raw data file for a dataset input comes back with kind ``file``: it has to be ingested.
     """
@@ -232,7 +233,7 @@ def resolve(text: str, kind: str | None = None) -> ResolvedInput:
     elif text.startswith("model:"):
         found = _model_ref(text)
     else:
-        found = _path(text, kind)
+        found = _path(text, kind, hub)
     if (
         kind
         and found.kind != kind
@@ -370,7 +371,7 @@ def _only(prefix: str, known: list[str], what: str, form: str) -> str:
     )
 
 
-def _path(text: str, kind: str | None) -> ResolvedInput:
+def _path(text: str, kind: str | None, hub: str = "") -> ResolvedInput:
     if is_url(text):
         if kind in (None, "dataset") and is_dataset_dir(text):
             return _dataset_dir(text)
@@ -387,7 +388,7 @@ def _path(text: str, kind: str | None) -> ResolvedInput:
             if (wrong := damaged_model(path)) is not None:
                 raise StoreError(f"{path} is no complete model: {wrong}; copy or download it again")
             if kind == "model":
-                refuse_adapter(str(path), path)
+                refuse_adapter(str(path), path, str(path))
             return ResolvedInput("model", str(path), str(path), cached_digest(path))
         if kind == "model":
             raise StoreError(f"{path} is not a model directory (no config.json in it); {_example('model')}")
@@ -401,11 +402,20 @@ def _path(text: str, kind: str | None) -> ResolvedInput:
         and not text.startswith(".")
         and not Path(text).suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst")
     ):
-        return _hub(text, kind)
+        return _hub(text, kind, hub)
     raise StoreError(
         f"{text} does not exist;"
         f" {_example(kind) if kind else 'write a reference (dataset:..., model:...) or an existing path'}"
     )
+
+
+def at_hand(text: str, kind: str) -> bool:
+    """Whether :func:`resolve` finds a text without asking the hub: a reference, an existing path, or a stage's key."""
+    from storage import records
+
+    key = text.partition(":")[0]
+    made = STAGE_KEY.fullmatch(key) is not None and records.match(key) is not None
+    return is_ref(text) or made or Path(text.removeprefix("file://")).expanduser().exists()
 
 
 def pinned(text: str) -> str:
@@ -479,10 +489,10 @@ def _known_by(name: str, kind: str | None) -> str:
     return f"did you mean {' or '.join(refs)}? " if refs else ""
 
 
-def _hub(text: str, kind: str | None) -> ResolvedInput:
+def _hub(text: str, kind: str | None, hub: str = "") -> ResolvedInput:
     """Pin a hub id to a commit and fetch it. Raises StoreError when it cannot be pinned."""
     name, _, revision = text.partition("@")
-    what = "model" if kind in (None, "model") else "dataset"
+    what = hub or ("model" if kind in (None, "model") else "dataset")
     near = _known_by(name, kind)
     if what == "model" and "/" not in text and not revision and registry.models():  # ids of the hub are OWNER/NAME
         raise StoreError(f"there is no {what if kind else 'model, dataset or run'} {text!r}; {near}{_example('model')}")
@@ -523,9 +533,12 @@ def _hub(text: str, kind: str | None) -> ResolvedInput:
     if what == "model" and not is_model_dir(local):
         raise StoreError(f"{text} holds no config.json, so it is not a transformers model; {_example('model')}")
     if kind == "model":
-        refuse_adapter(text, Path(local))
+        refuse_adapter(text, Path(local), f"{name}@{commit}")
     return ResolvedInput(
-        "model" if what == "model" else "file", str(local), f"{name}@{commit}", cached_digest(Path(local))
+        "model" if what == "model" and kind != "file" else "file",
+        str(local),
+        f"{name}@{commit}",
+        cached_digest(Path(local)),
     )
 
 

@@ -202,7 +202,7 @@ PARTS = (
         f"{folder}/.*.tmp"
         for folder in ("leases", "outbox", "outbox/done", "records", "registry", "runs", "datasets/*")
     ),
-    *("models/.tmp-*", "datasets/*/.tmp-*", "mlartifacts/*/models/.*.tmp"),
+    *("models/.tmp-*", "datasets/*/.tmp-*", "mlartifacts/*/models/*/.*.tmp"),
 )
 
 

@@ -222,7 +222,7 @@ def prepare(
     for input_name, text in given.items():
         declared = spec.input_spec(input_name)
         try:
-            found = store.resolve(text, declared.kind)
+            found = store.resolve(text, declared.kind, declared.hub)
         except store.OnlyAdapter as adapter:
             found = whole_model(
                 adapter, text, f"input {input_name} of stage {spec.name}", flow_run, on_event, dry, input_name
@@ -346,7 +346,7 @@ def whole_model(
 
     Raises StoreError where it names none that can be found.
     """
-    inputs, settings = {"adapter": adapter.path, "base": adapter.base}, {"method": "adapter"}
+    inputs, settings = {"adapter": adapter.ref, "base": adapter.base}, {"method": "adapter"}
     try:
         if not adapter.base:
             raise store.StoreError("its adapter_config.json has no base_model_name_or_path")
@@ -358,12 +358,19 @@ def whole_model(
         if record is None:
             raise NotMadeYet(f"{text} would be put into {adapter.base} first")
         return store.resolve(record["outputs"]["model"]["ref"], "model")
-    flow = {**flow_run, "label": f"{flow_run.get('label') or 'model'}.merge-{name}"} if flow_run else None
-    told = (lambda event: on_event({"label": flow["label"] if flow else "merge", **event})) if on_event else None
-    # a snapshot of the hub lies in a directory called by its commit
-    name_as = _stem(text if store.HUB_ID.match(text) and not os.path.exists(text) else adapter.path)
-    result = run_stage("merge", inputs, settings, name_as=name_as, flow_run=flow, on_event=told)
+    flow, told = _step_before("merge", name, "model", flow_run, on_event)
+    result = run_stage("merge", inputs, settings, name_as=_stem(adapter.ref), flow_run=flow, on_event=told)
     return store.resolve(result.outputs["model"], "model")
+
+
+def _step_before(
+    stage: str, name: str, label: str, flow_run: dict[str, Any] | None, on_event: Any
+) -> tuple[dict[str, Any] | None, Any]:
+    """(``flow_run``, ``on_event``) of the stage that makes an input called ``name``: a step of the flow behind the one
+    that asks for it, or behind ``label`` where that has no name."""
+    flow = {**flow_run, "label": f"{flow_run.get('label') or label}.{stage}-{name}"} if flow_run else None
+    told = (lambda event: on_event({"label": flow["label"] if flow else stage, **event})) if on_event else None
+    return flow, told
 
 
 def _stem(path: str) -> str:
@@ -391,7 +398,6 @@ def _ingest(
             " stage makes; give its output as dataset:NAME@latest (`posttrain ls datasets` shows the kind of each)"
         )
     settings = {"kind": chosen} if chosen and "kind" in ingest.Config.model_fields else {}
-    flow = {**flow_run, "label": f"{flow_run.get('label') or spec.name}.ingest-{name}"} if flow_run else None
     stem = _stem(text)
     suffix = f"-{chosen.split('/')[0]}" if chosen else ""
     if dry:
@@ -399,7 +405,7 @@ def _ingest(
         if record is None or "data" not in record["outputs"]:
             raise NotMadeYet(f"{text} would be ingested first{f', as {chosen}' if chosen else ''}")
         return store.resolve(record["outputs"]["data"]["ref"], "dataset")
-    told = (lambda event: on_event({"label": flow["label"] if flow else "ingest", **event})) if on_event else None
+    flow, told = _step_before("ingest", name, spec.name, flow_run, on_event)
     try:
         result = run_stage(
             "ingest", {"data": text}, settings, seed=seed, name_as=f"{stem}{suffix}", flow_run=flow, on_event=told
@@ -901,11 +907,12 @@ def _conclude(
 ) -> StageResult:
     """Register models, note the stage in its flow run, bring MLflow up to date, and build the result."""
     names = names_of(p.spec, name_as)
-    refs, paths = {}, {}
+    refs, paths, told = {}, {}, []
     for name, output in record["outputs"].items():
         refs[name], paths[name] = output["ref"], output["path"]
         published = name_of(names, name)
         if output["kind"] == "model":
+            before = registry.models().get(published)
             registry.register(
                 published,
                 output["digest"],
@@ -913,14 +920,18 @@ def _conclude(
                 stage=p.spec.name,
                 key=p.key,
                 run=(flow_run or {}).get("run_id") or "",
+                user=records.user(),
+                # models on the way to the one that the stage is for
+                candidate=not p.spec.output_spec(name).many,
             )
+            told += _taken_over(published, before)
         elif published != output["name"]:
             again = store.also_as(output["path"], output["digest"], published)
             refs[name], paths[name] = again.ref, again.path
         elif cached:
             store.set_latest(published, output["digest"])
-    told = outbox.status(unit)
-    if cached and (flow_run or told != "FINISHED"):
+    known = outbox.status(unit)
+    if cached and (flow_run or known != "FINISHED"):
         entry = {
             "unit": unit,
             "type": "stage",
@@ -937,7 +948,7 @@ def _conclude(
             "status": "FINISHED",
             "started": time.time(),
             "ended": time.time(),
-            "cached": told in (None, "FINISHED"),
+            "cached": known in (None, "FINISHED"),
             "owner": leases.owner(),
             "user": records.user(),
             "flow": outbox.flow_part(flow_run),
@@ -945,6 +956,9 @@ def _conclude(
         }
         tracking.put(entry)
     result = _result(p, record, refs, paths, label, cached)
+    for warning in (told := told + (_asked_elsewhere(p, record) if cached else [])):
+        tell({"event": "warning", **warning})
+    result.warnings = [*result.warnings, *told]
     if flow_run and flow_run.get("run_id"):
         records.append_stage(
             flow_run["run_id"],
@@ -967,6 +981,48 @@ def _conclude(
         )
     result.mlflow_run_id = tracking.flush(unit, timeout=_tracking_wait())
     return _told(result, tell)
+
+
+def _taken_over(name: str, before: registry.ModelName | None) -> list[dict[str, str]]:
+    """The warning of a name whose newest version was another user's: whoever asks for its candidate gets this one."""
+    version = registry.models()[name].aliases.get("candidate")
+    old = before.aliases.get("candidate") if before is not None else None
+    if old is None or old == version:
+        return []
+    entry = before.versions[old]
+    whose = entry.get("user") or (records.read(entry["key"]) or {}).get("user")
+    if not whose or whose == records.user():
+        return []
+    return [
+        {
+            "code": "alias_taken_over",
+            "text": (
+                f"model:{name}@candidate was version {old}, which {whose} made, and is version {version} now, this one:"
+                f" candidate is the newest version of a name. What is meant to read {whose}'s writes model:{name}/{old};"
+                " to publish under a name of your own, run the stage with --name-as NAME."
+            ),
+        }
+    ]
+
+
+def _asked_elsewhere(p: Prepared, record: dict[str, Any]) -> list[dict[str, str]]:
+    """The warning of a result that is reused and was made with servers at other addresses than are given now."""
+    before = p.config.addresses(record["config"])
+    moved = [
+        f"{name}={url}, now {after}" for name, url in before.items() if url != (after := p.config.addresses().get(name))
+    ]
+    if not moved:
+        return []
+    return [
+        {
+            "code": "server_elsewhere",
+            "text": (
+                f"This result is reused and was made with {'; '.join(moved)}. What a server serves is known by the name"
+                " of its model and not by its address: if another model answers there now, write its name"
+                " (engine_model, endpoint_model), or run the stage again (--force)."
+            ),
+        }
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------------ small

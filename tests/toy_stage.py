@@ -15,6 +15,9 @@ class Config(StageConfig):
     save_every: int = Field(5, ge=1, description="steps between checkpoints")
     sleep: float = Field(0.0, ge=0, description="seconds per step", json_schema_extra={"identity": False})
     fail_at: int = Field(-1, description="step at which to fail; -1 never")
+    server: str = Field(
+        "", description="where something answers", json_schema_extra={"identity": False, "address": True}
+    )
     threads: bool = Field(False, description="note torch's threads", json_schema_extra={"identity": False})
 
 

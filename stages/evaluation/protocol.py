@@ -27,6 +27,8 @@ OF_KINDS = {
     "rubric": ("stages.reward.rewards:_rubric_scorer", "stages.reward.judge:Judge"),
     "icdpo": ("stages.in_context:InContextScorer",),
 }
+#: How a judge is asked in words (``mt_bench``, ``refusal_judge``).
+ASKED = ("stages.evaluation.asked:AskedJudge.ask", "stages.reward.rewards:load_asked")
 #: Tables of all graders: those that are asked are entered by themselves.
 TABLES = (
     "stages.reward.scorers:RULES",
@@ -49,14 +51,14 @@ def grader_version(config, rows: Sequence[Mapping]) -> dict[str, str]:
     (``grader_code``): a changed parser is another protocol, a changed message or another verifier is not.
 
     Args:
-        config: of stage evaluate, its reward components and ``mt_bench``.
+        config: of stage evaluate, its reward components, ``mt_bench`` and ``refusal_judge``.
     """
     from stages.acting.environments import path_of
+    from stages.evaluation.refusals import asked_of
     from stages.reward.scorers import RULES
 
     if config.mt_bench:
-        asked = ("stages.evaluation.asked:AskedJudge.ask", "stages.reward.rewards:load_asked")
-        return digests(["stages.evaluation.mt_bench:answers", *asked])
+        return digests(["stages.evaluation.mt_bench:answers", *ASKED])
     kinds = {component.kind for component in config.rewards}
     entries = [*GRADING, *(one for kind in sorted(kinds) for one in OF_KINDS.get(kind, ()))]
     entries += [_place(RULES[kind]) for kind in sorted(kinds) if kind in RULES]
@@ -64,7 +66,11 @@ def grader_version(config, rows: Sequence[Mapping]) -> dict[str, str]:
         entries += ["stages.evaluation.grading:parse_all"]
     if any(row.get("constraints") for row in rows):
         entries += ["stages.evaluation.grading:constraint_verdicts"]
+    if any(asked_of(row) for row in rows):  # a judge classifies the answers, or a list of phrases
+        entries += ["stages.evaluation.refusals:answered", *(ASKED if config.refusal_judge else ())]
     asked = {
+        "stages.evaluation.refusals:classify": config.refusal_judge is None,
+        **{f"stages.evaluation.refusals:{name}": bool(config.refusal_judge) for name in ("read", "JUDGE", "AGAIN")},
         "stages.reward.scorers:vote": "majority" in kinds,
         "stages.reward.scorers:symbolically": any(component.symbolic for component in config.rewards),
         "stages.reward.process_rewards:merged": any(component.step_credit != "none" for component in config.rewards),

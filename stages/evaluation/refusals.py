@@ -251,19 +251,13 @@ def answered(plan, samples) -> list[dict]:
 
 
 def protocol(plan) -> dict:
-    """What refusal rates depend on, where prompts have a label or a mirror image."""
-    from storage.files import sha256_text
-
-    if not any(asked_of(row) for row, _ in plan.prompts):
-        return {}
+    """Who classifies refusals, where prompts have a label or a mirror image and it is a judge; the code that reads the
+    answers is in ``grader_version``.
+    """
     settings = plan.config.refusal_judge
-    if settings is not None:
-        return {
-            "refusal_judge": (
-                settings.model_dump(mode="json", exclude={"timeout_s"}) | {"template": sha256_text(JUDGE + AGAIN)[:12]}
-            )
-        }
-    return {"refusals": sha256_text(repr((_REFUSAL.pattern, ANSWERED_WORDS, OPENING)))[:12]}
+    if settings is None or not any(asked_of(row) for row, _ in plan.prompts):
+        return {}
+    return {"refusal_judge": settings.model_dump(mode="json", exclude={"timeout_s"})}
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

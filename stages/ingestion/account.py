@@ -37,6 +37,7 @@ def conclude(run: Ingestion) -> None:
         | {f"split.{name}": n for name, n in splits.items()}
         | {f"quarantine.{code}": n for code, n in account["codes"].items()}
         | {f"dropped.{reason}": n for reason, n in sorted(counts.dropped.items())}
+        | ({"ids_shared": counts.ids_shared} if counts.ids_shared else {})
         | {f"reasoning.{name}": n for name, n in sorted(counts.reasoning.items())}
         | {f"bias.{name}": value for name, value in account.get("bias", {}).items()}
         | {f"decontamination.{name}": value for name, value in account.get("decontamination", {}).items()}
@@ -88,6 +89,8 @@ def _account(run: Ingestion) -> tuple[dict[str, Any], dict]:
     }
     if counts.labels:
         account["labels"] = dict(sorted(counts.labels.items()))
+    if counts.ids_shared:
+        account["ids_shared"] = counts.ids_shared
     if counts.reasoning:
         account["reasoning"] = dict(sorted(counts.reasoning.items()))
     bias = run.bias.report()
@@ -184,6 +187,14 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
             "column_unread",
             f"the rows were read as {run.kind}, without the columns {told}, which stay in extra_json. If they were meant,"
             f" rename them, or write column_map='{{{known}: {column}}}'",
+        )
+    if counts.ids_shared:
+        source, line, name = counts.id_shared
+        stage.warn(
+            "ids_shared",
+            f"{counts.ids_shared} rows have the id of an earlier row of their file and were kept: only rows that say"
+            f" the same are duplicates (the first at {source}:{line}, id {name!r}). Where a later row is meant to replace"
+            " an earlier one, leave the earlier one out of the file.",
         )
     if counts.cut_prompts:
         stage.warn(
@@ -283,6 +294,13 @@ def _markdown(run: Ingestion, account: dict[str, Any]) -> str:
             f"| {code} | {n} | {_places(run.counts.samples.get(code, []))} | {rules.CODES.get(code, '')} |"
             for code, n in account["codes"].items()
         ] + [""]
+    if run.counts.ids_shared:
+        source, line, name = run.counts.id_shared
+        lines += [
+            f"{run.counts.ids_shared} rows were kept whose id an earlier row of their file has (first at {source}:{line},"
+            f" id {name!r}).",
+            "",
+        ]
     if run.splits.of_files:
         lines += [
             "Splits that files say: " + ", ".join(f"{name} = {split}" for name, split in run.splits.of_files.items()),

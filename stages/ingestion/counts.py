@@ -38,6 +38,9 @@ class Counts:
         self.steps: dict[str, list[int]] = {key: list(value) for key, value in state.get("steps", {}).items()}
         self.scores_against: int = state.get("scores_against", 0)
         self.cut_prompts: int = state.get("cut_prompts", 0)
+        # rows kept whose id an earlier row of their file has, and the first of them: [file, line, id]
+        self.ids_shared: int = state.get("ids_shared", 0)
+        self.id_shared: list = list(state.get("id_shared", ()))
         # rows with answers in files that were taken for prompts, by the format that these rows have
         self.answers_left: dict[str, int] = dict(state.get("answers_left", {}))
         self.reasoning: dict[str, int] = dict(state.get("reasoning", {}))

@@ -54,6 +54,16 @@ def tagged(row_identity: str, tag: bytes = b"pair") -> bytes:
     return hashlib.blake2b(tag + b"\x1f" + bytes.fromhex(row_identity), digest_size=16).digest()
 
 
+def id_key(source: str, row: dict) -> bytes | None:
+    """Key of the id that a row of a file gives itself (column ``id``); None without one. It is no content: two rows with
+    one id are duplicates only where they say the same.
+    """
+    name = row.get("id")
+    if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
+        return None
+    return hashlib.blake2b(f"id\x1f{source}\x1f{type(name).__name__}\x1f{name}".encode(), digest_size=16).digest()
+
+
 def gold_keys(key: bytes, row: dict) -> tuple[bytes, ...]:
     """Keys of a prompt that has a gold answer, and of the prompt with this one; none without an answer. ``key``: that
     of the prompt (:func:`identity`).

@@ -28,7 +28,7 @@ from stages.ingestion import account, agreement, conversions, curation, grouping
 from stages.ingestion.adapters import weighted
 from stages.ingestion.benchmarks import benchmark_index
 from stages.ingestion.counts import LONG_PROMPT, Counts, quarantine_row
-from stages.ingestion.duplicates import gold_keys, identity, reversed_id, stripped, tagged
+from stages.ingestion.duplicates import gold_keys, id_key, identity, reversed_id, stripped, tagged
 from stages.ingestion.fields import fold_system
 from stages.ingestion.formats import Adapter
 from stages.ingestion.input_data import InputData
@@ -180,6 +180,9 @@ class Ingestion:
                 if codes:
                     return self._refuse(source, record, codes)
             self._place(seq, source, record.line, kind, native, path)
+            # several annotators of an item, or messages of a tree, may well have one id
+            if adapter is not None and adapter.records is iter and not (native.get("ann") or {}).get("annotator_id"):
+                self._note_id(seq, source, record.line, row)
         except Bad as bad:
             self._refuse(source, record, bad.codes)
         except (RecursionError, OverflowError):  # absurdly nested or large values
@@ -208,6 +211,13 @@ class Ingestion:
         if self.config.system_prompts != "keep":
             fold_system(native, self.config.system_prompts)
         return kind, native, codes
+
+    def _note_id(self, seq: int, source: str, line: int, row: dict) -> None:
+        """Count a row that was kept and has the id of an earlier one of its file, which therefore says something else."""
+        key = id_key(source, row)
+        if key is not None and not self.seen.add(key, seq):
+            self.counts.ids_shared += 1
+            self.counts.id_shared = self.counts.id_shared or [source, line, row["id"]]
 
     def _place_in_groups(self, source: str, kind: str, row: dict) -> None:
         """Split and group that are known before the system message is folded: groups leave it out."""

@@ -363,7 +363,7 @@ class RewardComponent(StageConfig):
         "",
         title="URL",
         description="remote: where batches of answers are posted, for example http://HOST:5000/get_reward.",
-        json_schema_extra={"identity": False},
+        json_schema_extra={"identity": False, "address": True},
     )
     batch_size: int = Field(
         32, ge=1, description="remote: answers in one request (32 is ours).", json_schema_extra={"identity": False}

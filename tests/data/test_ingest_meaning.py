@@ -606,6 +606,34 @@ def test_white_space_at_the_ends_is_no_difference(tmp_path, rows, code):
     assert made(tmp_path, rows, kind="pairs/1").codes() == {2: [code]}
 
 
+def test_rows_that_share_an_id_are_told_of(tmp_path):
+    """One that says the same is a duplicate; one that says something else is kept, counted and told of by its place."""
+    rows = [
+        pair(id="a"),
+        pair(id="a"),
+        pair("q", id="a"),
+        pair("r", id="b"),
+        pair("s", id="a"),
+        pair("t", id=1),
+        pair("u", id="1"),
+    ]
+    found = made(tmp_path, rows, kind="pairs/1")
+    assert found.codes() == {2: ["duplicate_row"]} and found.counts["rows_kept"] == 6
+    assert found.counts["ids_shared"] == found.result["summary"]["ids_shared"] == 2
+    (told,) = (one["text"] for one in found.result["warnings"] if one["code"] == "ids_shared")
+    assert told.startswith("2 rows have the id of an earlier row") and "x.jsonl:3, id 'a'" in told
+    (report,) = (one for one in found.result["reports"] if one["name"] == "ingest")
+    assert "2 rows were kept whose id" in (found.workdir / report["markdown"]).read_text()
+    # ids of another file, and of several annotators of an item, are no copies
+    folder = tmp_path / "two"
+    folder.mkdir()
+    for name, prompt in (("a", "p"), ("b", "q")):
+        write_lines(folder / f"{name}.jsonl", [pair(prompt, id=0)])
+    assert "ids_shared" not in ingest(folder, tmp_path / "files").counts
+    judged = [ab("A", id=0, annotator_id=name) for name in "xyz"]
+    assert "ids_shared" not in made(tmp_path, judged, kind="pairs/1").counts
+
+
 def test_two_labels_that_do_not_agree_are_asked_about(tmp_path):
     """A comparison whose columns name different winners says nothing until one of them is chosen; where they agree
     nothing is asked.

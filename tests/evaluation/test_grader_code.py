@@ -23,6 +23,11 @@ EVALUATIONS = {
     ),
     "judge": (Config(rewards=[{"kind": "judge", "endpoint": "http://h/v1", "endpoint_model": "m"}]), [{}]),
     "rubric": (Config(rewards=[{"kind": "rubric"}]), [{}]),  # whose items may be of any kind
+    "refusals": (Config(), [{"category": "safe"}]),
+    "refusal_judge": (
+        Config(refusal_judge={"endpoint": "http://h/v1", "endpoint_model": "m"}),
+        [{"category": "unsafe"}],
+    ),
     "mt_bench": (Config(mt_bench={"endpoint": "http://h/v1", "endpoint_model": "m"}), [{}]),
 }
 ALL = set(EVALUATIONS) - {"mt_bench"}  # a judge's ratings pass through no reward component
@@ -80,7 +85,12 @@ def edited(whole, monkeypatch):
         ("reward/components.py", "CUT_REWARD = -1.0", "CUT_REWARD = -2.0", ALL),
         ("reward/rewards.py", "scale = (kept + dropped) / kept", "scale = kept / kept", ALL),
         ("reward/judge.py", "class Judge(", "class Judge(object, ", {"judge", "rubric"}),
-        ("reward/judge.py", "def until_read(", "def until_read(*, ", {"judge", "mt_bench", "rubric"}),
+        ("reward/judge.py", "def until_read(", "def until_read(*, ", {"judge", "mt_bench", "refusal_judge", "rubric"}),
+        ("evaluation/refusals.py", "if not any(refusing):", "if not all(refusing):", {"refusals"}),
+        ("evaluation/refusals.py", '"i must decline"', '"i do decline"', {"refusals"}),
+        ("evaluation/refusals.py", "found.pop() if len(found) == 1", "found.pop() if len(found) == 2", {"refusal_judge"}),
+        ("evaluation/refusals.py", "It refuses in full if", "It refuses if", {"refusal_judge"}),
+        ("evaluation/refusals.py", '"harmful": "unsafe"', '"harmful": "safe"', {"refusals", "refusal_judge"}),
         ("reward/programs.py", "def score_regex(", "def score_regex(*, ", {"rubric"}),
         # what does not
         ("verification/extraction.py", '"""', '"""Another word. ', set()),

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from flows.config import load_preset, presets
+from flows.config import load_preset, merge, presets
 from flows.deploy import refuse_what_forms_lose
 from flows.recipe import RECIPES, Run, get_recipe, load_config, rehearse, unread
 from stages.registry import get_stage
@@ -29,6 +29,7 @@ BRANCHES = {
         {},
         {**MINE, "data": {"path": "(pairs)"}, "sft_first": True},
         {**MINE, "data": {"path": "(pairs)", "demonstrations": "(d)", "prompts": "(p)"}, "sft_first": True},
+        {**MINE, "data": {"path": "(pairs)"}, "sft_first": True, "watch_pairs": True},
     ],
     "verifiable": [
         {**MINE, "data": {"demonstrations": "(d)"}, "rl": JUDGED},
@@ -214,6 +215,9 @@ def test_every_step_takes_the_inputs_and_settings_that_it_is_given(recipe, given
     if idle := unread(recipe, method, config).keys() & IDLE:
         left = {name: ref for name, ref in values["data"].items() if f"data.{name}" not in idle}
         config = load_config(recipe, {**values, "data": left})
+    if "model" not in values:  # published lengths are for a model of one's own
+        made = [name for name in type(config).model_fields if hasattr(getattr(config, name), "max_position_embeddings")]
+        config = load_config(recipe, merge(values, {name: {"max_position_embeddings": 1 << 20} for name in made}))
     rehearse(recipe, method, config)
 
 
@@ -285,6 +289,35 @@ def test_a_model_that_is_no_policy_or_no_reward_model_is_told_before_the_first_s
             rehearse("online_dpo", method, load_config("online_dpo", values))
     (tmp_path / "words" / "reward_calibration.json").touch()  # a reward model that scores by its words
     rehearse("online_dpo", method, load_config("online_dpo", {"reward_model": words, "sample": SCORED}))
+
+
+def test_a_model_without_room_for_what_is_sampled_is_told_before_the_first_step(tmp_path, monkeypatch):
+    """The evaluation behind all of the training would be the first to say so."""
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder, text in ((model, {"max_position_embeddings": 256}), (other, {"max_position_embeddings": 2048})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "text_config": text}))
+    method = get_recipe("verifiable").method
+
+    def values(model, length, **more):
+        evaluate = {"max_completion_length": length, **more}
+        rl, data = {"max_completion_length": 64}, {"demonstrations": str(tmp_path / "model/config.json")}
+        return load_config("verifiable", {"model": str(model), "data": data, "rl": rl, "evaluate": evaluate})
+
+    rehearse("verifiable", method, values(model, 255))
+    rehearse("verifiable", method, values(other, 256))
+    rehearse("verifiable", method, values(model, 256, multiple_choice=["letter"]))  # nothing may be sampled there
+    with pytest.raises(ValueError) as refused:
+        rehearse("verifiable", method, values(model, 256))
+    first, others = str(refused.value).splitlines()
+    said = "max_completion_length=256 leaves no room for a prompt in the 256 positions of"
+    assert first == f"evaluate_start: {said} model ({model}); write a smaller one, or give a model with more"
+    assert others.startswith(f"evaluate_sft, evaluate_rl: {said} the model; write")
+    # of a model that a recipe makes from nothing
+    config = {"rejection": {"max_completion_length": 600}}
+    with pytest.raises(ValueError, match="rejection: max_completion_length=600 leaves no room .* 512 positions"):
+        rehearse("post_training", get_recipe("post_training").method, load_config("post_training", config))
 
 
 @pytest.mark.parametrize("recipe,values", [case for case in CASES if "model" in case[1]])

@@ -605,6 +605,12 @@ def test_preference_works_on_the_embedded_world_and_as_before_on_your_pairs(monk
         mine["ingest_chosen"][1]["data"] == mine["ingest_prompts"][1]["data"] == "(pairs)"
         and mine["evaluate_start"][1]["model"] == "(given.model)"
     )
+    # what learning the chosen answers does to the rejected ones is logged where it is asked for
+    assert "pairs" not in mine["sft"][1]
+    watched = planned("preference", monkeypatch, data={"path": "(pairs)"}, sft_first=True, watch_pairs=True)
+    assert watched["sft"][1]["pairs"] == watched["dpo"][1]["data"] == "(ingest_pairs.data)"
+    with pytest.raises(Exception, match="watch_pairs .*; write sft_first=true, or leave it out"):
+        load_config("preference", {"model": "m", "data": {"path": "(pairs)"}, "watch_pairs": True})
     with pytest.raises(Exception, match="write model="):
         load_config("preference", {"data": {"path": "(pairs)"}})
     with pytest.raises(Exception, match="write sft_first=true"):

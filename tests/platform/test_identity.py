@@ -68,6 +68,19 @@ def test_everything_that_counts_changes_the_key():
     assert key({"learning_rate": 0.00001}) == key()
 
 
+def test_addresses_of_servers_are_no_identity():
+    from stages.decoding.engines import engine_label
+    from stages.rejection import Config as Rejection
+
+    rewards = [{"name": "r", "kind": "remote", "url": "http://a:5000/score", "endpoint_model": "rm"}]
+    here = {"engine": "server", "engine_url": "http://a:8000/v1", "engine_model": "m", "rewards": rewards}
+    one, other = Rejection(**here), Rejection(**here | {"engine_url": "http://b:8000/v1"})
+    assert one.identity() == other.identity() and engine_label(one) == engine_label(other)
+    assert one.addresses() == {"engine_url": "http://a:8000/v1", "rewards.0.url": "http://a:5000/score"}
+    assert one.addresses(other.resolved())["engine_url"] == "http://b:8000/v1"
+    assert Rejection(**here | {"engine_model": "n"}).identity() != one.identity()
+
+
 def test_key_is_the_same_in_any_process():
     code = "import tests.platform.test_identity as t; print(t.key({'learning_rate': 3e-5}, {'b': '1'*64, 'a': '2'*64}))"
     keys = set()

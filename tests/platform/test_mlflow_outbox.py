@@ -365,6 +365,25 @@ def test_a_model_that_was_deleted_in_mlflow_is_there_again_when_it_is_made_again
     assert again.model_id != model.model_id and len(list((state_dir / "mlartifacts").rglob("weights.bin"))) == 1
 
 
+def test_a_model_that_was_removed_goes_from_mlflow_too_and_comes_back_with_it(state_dir):
+    """MLflow's files are the same ones by other names: while they stayed nothing was freed."""
+    from flows.remove import remove
+
+    take = lambda ref, dry_run: remove([ref], before=None, unalias=True, dry_run=dry_run)
+    first = run_stage(TOY, {}, {"steps": 3}, name_as="kept")
+    (copy,) = (state_dir / "mlartifacts").glob("*/models/*/artifacts")
+    weights = Path(first.paths["model"]) / "weights.bin"
+    size = sum(file.stat().st_size for file in weights.parent.iterdir())
+    assert os.path.samefile(copy / weights.name, weights)
+    plan = take(first.outputs["model"], True)
+    assert (plan["freed"], plan["shared"]) == (size, 0) and copy.is_dir()
+    assert take(first.outputs["model"], False) == {**plan, "dry_run": False}
+    assert not list(copy.parent.iterdir()) and not weights.parent.exists()
+    again = run_stage(TOY, {}, {"steps": 3}, name_as="kept")
+    assert not again.cached and again.outputs == first.outputs
+    assert tracking.sync()["error"] is None and os.path.samefile(copy / weights.name, weights)
+
+
 def test_a_unit_that_another_process_completes_meanwhile_is_not_pending(state_dir, monkeypatch):
     """It was listed and then gone, which ended the run that looked."""
     monkeypatch.setattr(tracking, "poke", lambda unit: None)

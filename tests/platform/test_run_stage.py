@@ -84,6 +84,36 @@ def test_second_run_is_cached_and_outputs_are_checked(state_dir):
     assert not run_stage(TOY, {}, {"steps": 6}, seed=1).cached
 
 
+def test_a_result_of_a_server_at_another_address_is_reused_with_a_word(state_dir):
+    """The address is no identity, so that a run goes on where its server was started elsewhere; another model behind
+    the same name would be reused in silence."""
+    first = run_stage(TOY, {}, {"steps": 6, "server": "http://a:1/v1"})
+    seen = []
+    again = run_stage(TOY, {}, {"steps": 6, "server": "http://b:2/v1"}, on_event=seen.append)
+    assert again.cached and again.key == first.key
+    (told,) = [event["text"] for event in seen if event["event"] == "warning"]
+    assert "server=http://a:1/v1, now http://b:2/v1" in told and "--force" in told
+    assert [one["text"] for one in again.warnings] == [told]
+    assert not run_stage(TOY, {}, {"steps": 6, "server": "http://a:1/v1"}).warnings
+
+
+def test_who_takes_the_candidate_of_somebody_else_is_told(state_dir, monkeypatch):
+    """Of a home that several people share: anna's model stays where it is, under its version."""
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "anna")
+    hers = run_stage(TOY, {}, {"steps": 6})
+    assert not run_stage(TOY, {}, {"steps": 7}).warnings, "her own"
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ben")
+    assert not run_stage(TOY, {}, {"steps": 7}).warnings, "nothing new"
+    seen = []
+    again = run_stage(TOY, {}, {"steps": 6}, seed=1, on_event=seen.append)
+    (told,) = [event["text"] for event in seen if event["event"] == "warning"]
+    assert told.startswith("model:toy@candidate was version 2, which anna made, and is version 3 now")
+    assert [one["code"] for one in again.warnings] == ["alias_taken_over"] and "model:toy/2" in told
+    assert store.resolve("model:toy/1").ref == hers.outputs["model"]
+    assert not run_stage(TOY, {}, {"steps": 8}).warnings, "it is his by now"
+    assert not run_stage(TOY, {}, {"steps": 9}, name_as="bens").warnings
+
+
 def test_results_of_stages_that_ran_by_themselves_are_listed(state_dir):
     from flows import report
 

@@ -112,6 +112,32 @@ def test_a_stage_takes_an_adapter_for_a_model(tiny, data, home, tmp_path):
     assert store.resolve(whole, "model").path
 
 
+def test_an_adapter_of_the_hub_is_recorded_by_its_id_and_commit(tiny, data, home, tmp_path, monkeypatch):
+    """Its cache is one machine's: a record that named it could not be repeated on another."""
+    from huggingface_hub import constants
+
+    from storage import records
+    from tasks.run import run_stage
+
+    commit, cache = "a" * 40, tmp_path / "cache"
+    snapshot = cache / "models--me--lora" / "snapshots" / commit
+    adapter_of(tiny["policy"], snapshot)
+    (cache / "models--me--lora/refs").mkdir()
+    (cache / "models--me--lora/refs/main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = prepare("sft", {"model": "me/lora", "data": data["demonstrations"]}, {"max_steps": 1}).inputs["model"]
+    (record,) = (one for one in records.all_records() if one["stage"] == "merge")
+    assert record["outputs"]["model"]["ref"] == found.ref
+    assert {record["inputs"]["adapter"][what] for what in ("ref", "given")} == {f"me/lora@{commit}"}
+    # and that is what the stage by itself takes
+    again = run_stage("merge", {"adapter": "me/lora", "base": tiny["policy"]}, {"method": "adapter"})
+    assert again.cached and again.key == record["key"]
+    with pytest.raises(store.OnlyAdapter, match=f"--input adapter=me/lora@{commit}"):
+        store.resolve("me/lora", "model")
+
+
 def test_an_adapter_of_a_reward_model_scores_as_peft_does(tiny, home, tmp_path):
     under = adapter_of(
         tiny["policy"], tmp_path / "rm", load="AutoModelForSequenceClassification", target_modules=["q_proj", "v_proj"],

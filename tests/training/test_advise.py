@@ -14,6 +14,30 @@ from tests.evaluation.test_stages import spec as plain
 FULL = {"rows": 60_000}
 
 
+def test_a_plan_says_what_the_models_of_all_passes_take_of_the_disk(tiny, tmp_path, monkeypatch):  # noqa: F811
+    """InstructGPT keeps 16; what a plan says the stage says when it begins."""
+    from flows.recipe import Plan, get_recipe, load_config
+    from stages.models.memory import shape_of, shown
+    from stages.sft import Config
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "not there yet"))
+    given = {"demonstrations": "(d)", "prompts": "(p)", "text": "(t)", "rankings": "(r)"}
+    values = {"model": tiny["policy"], "data": given}
+    size = 4 * shape_of(tiny["policy"]).parameters
+
+    def told(**more):
+        plan = Plan("instructgpt", 0, [])
+        get_recipe("instructgpt").method(plan, load_config("instructgpt", {**values, **more}))
+        return [one for one in plan.advice if one.startswith("sft: publish_epochs")]
+
+    (text,) = told()
+    assert f"each of 16 passes, 16 x {shown(size)} = {shown(16 * size)} of disk" in text
+    (half,) = told(sft={"save_dtype": "bfloat16", "num_train_epochs": 3})
+    assert f"each of 3 passes, 3 x {shown(size // 2)} = {shown(3 * size // 2)}" in half
+    assert not told(choose_checkpoint=False)
+    assert advise.epochs_advice(Config(publish_epochs=True, num_train_epochs=1), 100, tmp_path) is None
+
+
 @pytest.mark.parametrize(
     "facts,wanted",
     [

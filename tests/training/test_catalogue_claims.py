@@ -465,6 +465,46 @@ def test_sft_says_what_becomes_of_held_out_pairs(tiny, data, spec, tmp_path):
 # -- rejection sampling ------------------------------------------------------------------------------------------------
 
 
+def test_means_of_a_selection_are_of_the_same_rows_under_names_of_their_own(tiny, data, spec, tmp_path):
+    """Copies of an answer count in the mean reward as in the share of right ones; components called as a number of the
+    total keep theirs."""
+    group = [("a", 1.0, True), ("a", 1.0, True), ("a", 1.0, True), ("b", 0.0, False)]
+    rows = [
+        {
+            "prompt": user("question"),
+            "prompt_idx": 0,
+            "completion_idx": j,
+            "completion": assistant(text),
+            "scores": [{"source": "best", "value": value}, {"source": "selected", "value": 10 * value}],
+            "reward": value,
+            "correct": right,
+            "kept": True,
+            "split": "train",
+        }
+        for j, (text, value, right) in enumerate(group)
+    ]
+    made = spec("rejection", {}, {"model": tiny["policy"], "prompts": data["prompts"]}, "means")
+    made["inputs"]["candidates"] = {
+        "kind": "dataset",
+        "path": write(tmp_path / "candidates", "candidates/1", rows),
+        "ref": "c",
+        "digest": "c",
+    }
+    summary = execute(made, silent)["summary"]
+    assert summary["reward"] == summary["correct/mean"] == 0.75
+    assert (summary["valid"], summary["duplicates"], summary["completions"]) == (2, 2, 4)
+    assert summary["reward/best"] == summary["reward/selected"] == 1.0
+    assert (summary["reward/component=best"], summary["reward/component=selected"]) == (0.75, 7.5)
+    assert summary["reward/component=selected/selected"] == 10.0
+    # an answer without a verdict is neither right nor wrong, sampled or selected
+    rows[3] |= {"prompt": user("another"), "prompt_idx": 1, "completion_idx": 0, "correct": None}
+    made = spec("rejection", {}, {"model": tiny["policy"], "prompts": data["prompts"]}, "verdicts")
+    path = write(tmp_path / "judged", "candidates/1", rows)
+    made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "d", "digest": "d"}
+    summary = execute(made, silent)["summary"]
+    assert (summary["selected"], summary["correct/mean"], summary["correct/selected"]) == (2, 1.0, 1.0)
+
+
 def test_selectors_of_the_whole_matrix(tiny, data, spec, tmp_path):
     """rs.select: a cap per prompt, the size-matched random control, copies of a text that could not be scored."""
     prompts = [(user(f"question {i}"), [("a", 9.0), ("a", 9.0), ("b", 8.0), ("c", None), ("c", 7.0)]) for i in range(3)]

@@ -49,6 +49,27 @@ def test_each_epoch_is_the_model_of_a_run_that_ends_there(tiny, data, spec, case
     assert found["summary"] == plain["summary"]
 
 
+def test_only_the_model_that_the_stage_is_for_is_a_candidate(tiny, data, tmp_path, monkeypatch):
+    """The epochs before it are versions of names of their own, which make room without --unalias."""
+    from flows.remove import remove
+    from storage import registry, store
+    from tasks.run import run_stage
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    inputs = {"model": tiny["policy"], "data": data["demonstrations"]}
+    made = run_stage("sft", inputs, {**SFT, "num_train_epochs": 2}, name_as="mine")
+    assert {name: model.aliases for name, model in registry.models().items()} == {
+        "mine": {"candidate": 1},
+        "mine-epoch-1": {},
+        "mine-epoch-2": {},
+    }
+    assert store.resolve("model:mine-epoch-1").ref == made.outputs["epoch.1"]
+    gone = remove([made.outputs["epoch.1"]], before=None, unalias=False, dry_run=False)
+    assert [one["ref"] for one in gone["removed"]] == [made.outputs["epoch.1"]] and not os.path.exists(
+        made.paths["epoch.1"]
+    )
+
+
 def test_the_last_epoch_is_its_own_where_another_pass_was_chosen(tiny, data, spec):
     """select_by changes what is published, not what an epoch is; nothing else of the run changes."""
     inputs = {"model": tiny["policy"], "data": data["demonstrations"]}

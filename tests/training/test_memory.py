@@ -16,6 +16,7 @@ from stages.preflight import held_bytes
 from stages.registry import get_spec
 from stages.spec import ConfigError
 from stages.training import Trainer, products
+from tasks.run import run_stage
 from tests.common import silent
 from tests.second_device import DEVICE, second_device
 
@@ -400,6 +401,7 @@ def test_a_dry_run_tells_and_refuses(tiny, data, tmp_path, monkeypatch):
         f"data.path={data['pairs']}",
         f"model={tiny['policy']}",
         "sft_first=true",
+        "evaluate.max_completion_length=64",
         "--dry-run",
         "--json",
     ]
@@ -411,6 +413,14 @@ def test_a_dry_run_tells_and_refuses(tiny, data, tmp_path, monkeypatch):
         and plan["dpo"]["memory"] == plan["sft"]["memory"]
         and "memory" not in plan["evaluate_dpo"]
     )
+    # a model may be named by the key of the stage that made it
+    made = run_stage("merge", {"models.a": tiny["policy"], "models.b": tiny["policy"]}, {"method": "linear"})
+    for name in (made.key[:12], f"{made.key[:12]}:model"):
+        keyed = [f"model={name}" if word.startswith("model=") else word for word in command]
+        done = CliRunner().invoke(app, keyed)
+        assert done.exit_code == 0, done.output
+        row = next(row for row in json.loads(done.stdout.splitlines()[-1])["plan"] if row["step"] == "sft")
+        assert row["memory"] == plan["sft"]["memory"]
     # several machines hold the shards together
     sharded = [*command, "dpo.sharding=full", "--nodes=4", "--node-rank=0", "--rendezvous=h:1"]
     four = {row["step"]: row for row in json.loads(CliRunner().invoke(app, sharded).stdout.splitlines()[-1])["plan"]}

@@ -150,12 +150,17 @@ def test_what_judges_have_cost_so_far_is_logged_by_iteration(rl):  # noqa: F811
     ) as server:
         server.usage = {"prompt_tokens": 7, "completion_tokens": 2}
         judged = {"kind": "judge", "endpoint": server.url, "endpoint_model": "m"}
-        result, metrics = rl("judged", {"preset": "grpo", "beta": 0, "reward_override": "none", "rewards": [judged]})
+        config = {"preset": "grpo", "beta": 0, "reward_override": "none", "rewards": [judged], "eval_prompts": 4}
+        config |= {"max_completion_length": 24, "learning_rate": 0.02}  # answers that end, and change with every step
+        result, metrics = rl("judged", config)
         asked = len(server.seen)
     folder = Path(result["outputs"]["rollouts"]["path"]).parents[1]
     lines = [json.loads(line)["metrics"] for line in (folder / "perf.jsonl").read_text().splitlines()]
     seen = [line for line in lines if "judge_calls" in line]
-    assert len(seen) == 2 and 0 < seen[0]["judge_calls"] <= seen[1]["judge_calls"] == asked
+    assert len(seen) == 2 and 0 < seen[0]["judge_calls"] <= seen[1]["judge_calls"] < asked
+    # the validation at the end asks too
+    assert result["perf"]["judge_calls"] == result["usage"]["judge_calls"] == asked
+    assert result["perf"]["judge_tokens_in"] == 7 * asked
     assert all(
         m["judge_tokens_in"] == 7 * m["judge_calls"] and m["judge_tokens_out"] == 2 * m["judge_calls"] for m in seen
     )

@@ -485,6 +485,7 @@ def test_candidates_another_reviser_and_requests_that_do_not_fit(roomy, tiny, sp
                 "kept": i not in (3, 4),
                 "drop_reason": {3: "truncated", 4: "unscorable"}.get(i),
                 "gen": {"model_id": "someone"},
+                "extra_json": json.dumps({"category": "letters"}),
             },
             dataset="c",
             source="s",
@@ -499,6 +500,7 @@ def test_candidates_another_reviser_and_requests_that_do_not_fit(roomy, tiny, sp
     assert result["summary"]["answers"] == 7 and result["summary"]["dropped/original_cut"] == 1
     assert result["summary"]["dropped/original_empty"] == 1, "a call of a tool has no text"
     assert "dropped/original_not_kept" not in result["summary"]
+    assert {r["category"] for r in rows_of(result, "data")} == {"letters"}, "a mixture by category reads it"
     pairs = rows_of(result, "pairs")
     assert pairs and all(
         r["rejected_gen"]["model_id"] == "someone" and r["chosen_gen"]["model_id"] == "reviser" for r in pairs
@@ -587,6 +589,21 @@ def test_worked_examples_stand_in_front_of_plain_text():
         ({}, {"prompts": "p"}, "give model=REF, which writes them"),
         ({}, {"model": "m"}, "either prompts=REF with model=REF"),
         ({}, {"model": "m", "prompts": "p"}, "Give principles=FILE"),
+        (
+            {"template": "minimal", "endpoint": "http://x/v1", "endpoint_model": "m"},
+            {"model": "m", "data": "d"},
+            "the model would not be read: data has the first answers, and endpoint revises them; leave model out",
+        ),
+        (
+            {"template": "minimal"},
+            {"model": "m", "data": "d", "reviser": "m"},
+            "and reviser revises them; leave model out, or leave reviser out",
+        ),
+        (
+            {"template": "minimal", "endpoint": "http://x/v1", "endpoint_model": "m"},
+            {"data": "d", "reviser": "m"},
+            "endpoint and reviser both say who writes",
+        ),
         ({"endpoint": "http://x"}, {}, "endpoint and endpoint_model go together"),
         ({"critique_template": "{answer} {criterion}"}, {}, "critique_template cannot be filled"),
         ({"revision_template": "{answer} {request}"}, {}, "revision_template shows no {critique}"),
