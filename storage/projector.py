@@ -610,13 +610,14 @@ class Projector:
             sent.update({m.key: repr(m.value) for m in metrics[at : at + BATCH]})
 
     def _models(self, run_id: str, cursor: dict[str, Any], d: Doc) -> dict[str, str]:
-        """Logged models of the outputs (digest -> model id), made where missing; their files are hard-linked into a
+        """Logged models of the outputs (digest -> model id), output ``model`` first, made where missing; their files are hard-linked into a
         local artifact root and uploaded otherwise."""
         from mlflow.entities import LoggedModelOutput
 
         client, found = self.client(), {}
         experiment = cursor["experiment_id"]
-        for name, output in (d.get("outputs") or {}).items():
+        # the model first: the numbers are about it, and one that is also that of an epoch is called after it
+        for name, output in sorted((d.get("outputs") or {}).items(), key=lambda item: item[0] != "model"):
             if output["kind"] != "model":
                 continue
             digest = output["digest"]

@@ -184,6 +184,18 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_numbers_of_a_stage_with_several_models_are_about_its_last(state_dir, steps):
+    """Those of an sft with publish_epochs were linked to the model of its first epoch; one model that both are is
+    called after the last."""
+    result = run_stage(TOY, {}, {"steps": steps, "early": True}, name_as="policy")
+    assert (result.outputs["early.1"] == result.outputs["model"]) == (steps == 1)
+    mlflow = client()
+    logged = mlflow.search_logged_models([mlflow.get_run(result.mlflow_run_id).info.experiment_id])
+    judged = {model.name: [metric.key for metric in model.metrics or []] for model in logged}
+    assert judged == {"policy": ["final:position"]} | ({} if steps == 1 else {"policy-early-1": []})
+
+
 def test_a_dataset_is_called_in_mlflow_as_it_was_published(state_dir):
     (state_dir / "raw.txt").write_text("x")
     first = run_stage(TOY, {"text": str(state_dir / "raw.txt")}, {"steps": 3}, name_as="pairs")
