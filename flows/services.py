@@ -42,6 +42,8 @@ RESTARTS = 3  # of an embedded server in one run
 #: small answers are delayed.
 EMBEDDED = """
 import socket, sys, uvicorn
+from flows.prefect_server import collect_beside
+collect_beside()
 config = uvicorn.Config("prefect.server.api.server:create_app", factory=True, log_level="error", lifespan="on")
 uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
 """
@@ -144,7 +146,8 @@ def _up(
     logs = state / "logs"
 
     def prefect(base: str, port: int) -> tuple[list[str], dict[str, str]]:
-        return [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)], env.child(
+        serve = [env.python(), "-m", "flows.prefect_server", "prefect", "server", "start"]
+        return [*serve, "--host", host, "--port", str(port)], env.child(
             state,
             PREFECT_API_URL=base + "/api",
             PREFECT_UI_API_URL=base + "/api",
