@@ -1,7 +1,7 @@
 """Prefect's UI without its analytics: its bundle calls an analytics service from every browser that opens it, whatever
 the server is told.
 
-    python -m flows.prefect_ui prefect server start ...     # runs a server with the UI made quiet, below PREFECT_HOME
+    python -m flows.prefect_ui COMMAND ...     # runs a server (flows.prefect_server) with the UI made quiet, below PREFECT_HOME
 
 `posttrain up` does the same. Prefect serves a directory of ours (PREFECT_UI_STATIC_DIRECTORY), which holds its own
 files without the key that its analytics need to start.

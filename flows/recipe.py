@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_origin
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
+from flows import run_log
 from flows.config import ConfigError, build, given_in_form, load_preset, merge, presets
 from flows.env import own_output
 from stages.registry import Table, get_stage, load
@@ -741,6 +742,7 @@ def typed_flow(body: Callable, parameters: list[inspect.Parameter], **options: A
     (``flows.deploy.form``), so it is built without types."""
     from prefect import flow
 
+    run_log.install()
     body.__signature__ = inspect.Signature([inspect.Parameter(one.name, one.kind) for one in parameters])
     built = flow(body, **options)
     for one in (body, built):
@@ -790,7 +792,8 @@ def conduct(name: str, method: Callable, config: RecipeConfig, force: list[str])
 
 
 def show_results(recipe: str, result: dict[str, Any]) -> None:
-    """What the terminal prints at the end, as an artifact of the flow run: scores, the decision, the models."""
+    """What the terminal prints at the end, as an artifact of the flow run: scores, the decision, the models. Its log
+    ends with the address, since the UI shows a run's artifacts in no order."""
     from prefect.artifacts import create_markdown_artifact
     from prefect.logging import get_run_logger
 
@@ -821,11 +824,13 @@ def show_results(recipe: str, result: dict[str, Any]) -> None:
     if not sections:
         return
     try:
-        create_markdown_artifact(
+        page = create_markdown_artifact(
             key=f"{recipe.replace('_', '-')}-results",
             markdown=document(f"Results of {recipe}", *sections),
             description="scores, decision and models",
         )
+        if url := ui_url("artifacts/artifact", page):
+            get_run_logger().info("results: %s", url)
     except Exception as error:  # for the eye only
         get_run_logger().warning("no artifact with the results: %s", error)
 
@@ -852,7 +857,11 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
 
     own_output()
     wake_main_thread()
-    prefect = {"flow_run_id": str(flow_run.id), "flow_run_name": flow_run.name, "url": ui_url(flow_run.id)}
+    prefect = {
+        "flow_run_id": str(flow_run.id),
+        "flow_run_name": flow_run.name,
+        "url": ui_url("runs/flow-run", flow_run.id),
+    }
     resolved = config.model_dump(mode="json")
     identity = sha256_text(canonical_json([recipe, resolved, seed, sorted(force), dict(inputs or {})]))
     record = start_flow(recipe, resolved, run_id=str(flow_run.id), prefect=prefect, identity=identity)
@@ -886,12 +895,12 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: " + ("cancelled, interrupted or told to end (SIGTERM)" if silent else str(error))
 
 
-def ui_url(flow_run_id: Any) -> str | None:
-    """The run's page in Prefect's UI, when a server with a UI is configured."""
+def ui_url(kind: str, identifier: Any) -> str | None:
+    """A page of Prefect's UI, such as that of a run (kind ``runs/flow-run``), when a server with a UI is configured."""
     api = os.environ.get("PREFECT_API_URL", "")
     if not api or os.environ.get("POSTTRAIN_EMBEDDED"):
         return None
-    return f"{api.removesuffix('/api')}/v2/runs/flow-run/{flow_run_id}"
+    return f"{api.removesuffix('/api')}/v2/{kind}/{identifier}"
 
 
 def get_recipe(name: str):

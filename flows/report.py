@@ -277,7 +277,7 @@ def go_on(one: dict[str, Any]) -> str | None:
 
     if one["status"] != "stopped":
         return None
-    if one["run"]:
+    if one["run"] and not of_one_stage(one["run"]):
         return f"posttrain rerun {one['run'][:8]}"
     name = one["stage"] if one["module"].startswith("stages.") else one["module"]
     try:
@@ -296,9 +296,17 @@ def go_on(one: dict[str, Any]) -> str | None:
     return shlex.join(words)
 
 
+def of_one_stage(run_id: str) -> bool:
+    """Whether a run is that of one stage, from its deployment: `posttrain rerun` repeats recipes."""
+    try:
+        return str(records.get_run(run_id).data["recipe"]).startswith("stage:")
+    except store.StoreError:
+        return False
+
+
 def so_far(run: records.RunRecord) -> dict[str, Any]:
     """What is known of a run beside the stages that it has finished: {unfinished: rows {label, stage, key, status,
-    error, started, seconds, progress, step, metrics, metric_steps, log}, next: the steps after those (None: not known), cost: {item:
+    error, started, seconds, progress, step, metrics, metric_steps, log, go_on}, next: the steps after those (None: not known), cost: {item:
     units}}.
     """
     from storage import costs
@@ -310,7 +318,8 @@ def so_far(run: records.RunRecord) -> dict[str, Any]:
     )
     return {
         "unfinished": [
-            {"label": label, **{name: one[name] for name in shown if name in one}} for label, one in begun.items()
+            {"label": label, **{name: one[name] for name in shown if name in one}, "go_on": go_on(one)}
+            for label, one in begun.items()
         ],
         "next": [] if run.status == "FINISHED" else steps_left(run, begun),
         "cost": costs.totals(cost_rows(run, {}))["items"],
@@ -461,8 +470,13 @@ def _print_so_far(value: dict[str, Any]) -> None:
             + ", ".join(f"{number(n)} {item}" for item, n in value["cost"].items())
             + f"; in full: posttrain cost {value['run_id'][:8]}"
         )
-    if value["status"] in ("KILLED", "FAILED") and not value["recipe"].startswith("stage:"):
+    if value["status"] not in ("KILLED", "FAILED"):
+        return
+    if not value["recipe"].startswith("stage:"):
         print(f"go on     posttrain rerun {value['run_id'][:8]}")
+    for one in value["unfinished"] if value["recipe"].startswith("stage:") else ():
+        if one["go_on"]:
+            print(f"go on     {one['go_on']}")
 
 
 def _print_unfinished(one: dict[str, Any]) -> None:

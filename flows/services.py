@@ -42,6 +42,8 @@ RESTARTS = 3  # of an embedded server in one run
 #: small answers are delayed.
 EMBEDDED = """
 import socket, sys, uvicorn
+from flows.prefect_server import collect_beside
+collect_beside()
 config = uvicorn.Config("prefect.server.api.server:create_app", factory=True, log_level="error", lifespan="on")
 uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])
 """
@@ -131,8 +133,10 @@ def up(
 
     Ports: the given one, else that of a server that died here (runs that outlived it, and links, go on), else the usual
     one when free, else any free one. Of several at once on one state directory the first starts what is missing and the
-    others find it. Raises ServiceError when a server does not answer within five minutes.
+    others find it. Raises ServiceError when a server does not answer within five minutes, ConfigError where there is no
+    such address.
     """
+    _check_addresses(host, prefect_port, mlflow_port)
     with _starting(state, say):
         return _up(state, prefect_port, mlflow_port, worker, gpu_slots, host, say)
 
@@ -144,7 +148,8 @@ def _up(
     logs = state / "logs"
 
     def prefect(base: str, port: int) -> tuple[list[str], dict[str, str]]:
-        return [env.python(), "-m", "prefect", "server", "start", "--host", host, "--port", str(port)], env.child(
+        serve = [env.python(), "-m", "flows.prefect_server", "prefect", "server", "start"]
+        return [*serve, "--host", host, "--port", str(port)], env.child(
             state,
             PREFECT_API_URL=base + "/api",
             PREFECT_UI_API_URL=base + "/api",
@@ -506,6 +511,32 @@ def answers(health: str, timeout: float = 2.0) -> bool:
 def _tail(log: str, lines: int = 15) -> str:
     text = Path(log).read_text(errors="replace").splitlines() if Path(log).exists() else []
     return "\n".join(text[-lines:])
+
+
+def _check_addresses(host: str, *ports: int | None) -> None:
+    """Raise ConfigError where a server could never listen: an address of another machine, a port that there is not or
+    that this user may not have, one port for two servers."""
+    from stages.spec import ConfigError
+
+    given = [port for port in ports if port is not None]
+    if wrong := [port for port in given if not 1 <= port <= 65535]:
+        raise ConfigError(f"port {wrong[0]} is none; write one from 1 to 65535, or none (a free one is then chosen)")
+    if len(given) > len(set(given)):
+        raise ConfigError(
+            f"port {given[0]} is given for Prefect and for MLflow; give another one to one of them, or none"
+        )
+    for port in (0, *given):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except PermissionError:
+                raise ConfigError(f"port {port} is not for this user; write one above 1023, or none") from None
+            except OSError as error:  # a host that has no such name raises one, too
+                if error.errno != errno.EADDRINUSE:
+                    raise ConfigError(
+                        f"host {host!r} is no address of this machine ({error.strerror}); write 127.0.0.1 for this machine"
+                        " alone, 0.0.0.0 for all networks"
+                    ) from None
 
 
 def _port(host: str, wanted: int | None, usual: int) -> int:

@@ -686,7 +686,7 @@ def conclude(stage, labels, on: str, losses, records, opinions, questions: Quest
         for label in labels
     ]
     for place, label in enumerate(labels, 1):
-        stage.metric(place, {name: own[label].value for name, own in scores.items() if label in own})
+        stage.metric(place, {f"candidates/{name}": own[label].value for name, own in scores.items() if label in own})
     equal = [label for label in labels if label != chosen and math.isclose(values[label], values[chosen], rel_tol=1e-9)]
     reasons = [
         f"Candidate {chosen} has the {'lowest' if less else 'highest'} {on} of {len(labels)}: {values[chosen]:.6g}"

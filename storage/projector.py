@@ -405,7 +405,7 @@ class Projector:
         if status == "RUNNING":
             return False
         models = self._models(run_id, cursor, d)
-        # The UI sorts groups (before the last slash) by name; what has no group comes last, after the curves.
+        # The UI sorts groups (before the last slash) by name; what has no group comes last, after all curves.
         numbers, judged = _numbers(d.get("summary") or {}), _judged(d, models)
         self._final(
             run_id,
@@ -514,7 +514,7 @@ class Projector:
                 sending = cursor["sending"] = {"upto": start + len(lines), "time": _ms(time.time())}
                 self._keep(d["unit"], cursor)
             metrics = [
-                Metric(_safe(k), v, sending["time"], int(line["step"]))
+                Metric(_safe(_curve_name(k)), v, sending["time"], int(line["step"]))
                 for line in lines
                 for k, v in _numbers(line["metrics"]).items()
             ]
@@ -611,13 +611,14 @@ class Projector:
             sent.update({m.key: repr(m.value) for m in metrics[at : at + BATCH]})
 
     def _models(self, run_id: str, cursor: dict[str, Any], d: Doc) -> dict[str, str]:
-        """Logged models of the outputs (digest -> model id), made where missing; their files are hard-linked into a
+        """Logged models of the outputs (digest -> model id), output ``model`` first, made where missing; their files are hard-linked into a
         local artifact root and uploaded otherwise."""
         from mlflow.entities import LoggedModelOutput
 
         client, found = self.client(), {}
         experiment = cursor["experiment_id"]
-        for name, output in (d.get("outputs") or {}).items():
+        # the model first: the numbers are about it, and one that is also that of an epoch is called after it
+        for name, output in sorted((d.get("outputs") or {}).items(), key=lambda item: item[0] != "model"):
             if output["kind"] != "model":
                 continue
             digest = output["digest"]
@@ -976,10 +977,10 @@ def _curve_files(d: Doc) -> tuple[Path, Path]:
 def rows_of(d: Doc, lines: int) -> Iterator[tuple[str, float, int]]:
     """(name in MLflow, value, step) of a stage's curves: the first ``lines`` of what it computed, all of the clock."""
     metrics, perf = _curve_files(_here(d))
-    for path, prefix, most in ((metrics, "", lines), (perf, "perf/", None)):
+    for path, named, most in ((metrics, _curve_name, lines), (perf, "perf/{}".format, None)):
         for line in _read_lines(path)[0][:most]:
             for name, value in _numbers(line["metrics"]).items():
-                yield _safe(prefix + name), value, int(line["step"])
+                yield _safe(named(name)), value, int(line["step"])
 
 
 def _batches(path: Path, start: int, sending: dict[str, Any] | None, size: int = 300) -> Iterator[list[dict[str, Any]]]:
@@ -1026,6 +1027,11 @@ def _text(value: Any) -> str:
 def _safe(key: str) -> str:
     """A key that MLflow takes: letters, digits, ``_ - . : / `` and spaces, at most 250 characters."""
     return re.sub(r"[^\w\-. :/]", "_", str(key), flags=re.ASCII).strip("/")[:250] or "_"
+
+
+def _curve_name(key: str) -> str:
+    """``train/loss`` of a curve ``loss``: without a group the UI would draw it among the numbers of the end."""
+    return key if "/" in key else "train/" + key
 
 
 def _final_name(key: str) -> str:

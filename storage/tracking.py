@@ -5,8 +5,8 @@ Nothing here is the truth. A stage run is described by a small document in ``HOM
 missing, so a killed run, a resumed run and a server that was away for a while all end in the same state:
 
 * one experiment per recipe (``posttrain/<recipe>``), one parent run per flow run, one child run per stage;
-* params = resolved config, dataset inputs with digest and source, step metrics once per (metric, step),
-  wall-clock metrics under ``perf/``, final metrics as ``final:NAME`` linked to the model they judge;
+* params = resolved config, dataset inputs with digest and source, step metrics once per (metric, step), those without
+  a group as ``train/NAME``, wall-clock metrics under ``perf/``, final metrics as ``final:NAME`` linked to the model they judge;
 * models as logged models, registered under their names, aliases as in ``storage/registry.py``;
 * reports, the stage record and the log as artifacts; status FINISHED, FAILED or KILLED as it really was.
 

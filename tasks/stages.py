@@ -217,7 +217,8 @@ class Relay:
         from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
         how = "reused" if value["cached"] else f"done in {value['seconds']:.1f} s"
-        self.logger.info("%s %s: %s", self.label, how, "  ".join(value["outputs"].values()))
+        made = "  ".join(f"{name}={ref}" for name, ref in value["outputs"].items())
+        self.logger.info("%s %s: %s", self.label, how, made)
         if self.artifact is not None and not value["cached"]:
             self._progress_artifact(100.0, None)
         url = outbox.link(value["mlflow_run_id"]).get("url") if value["mlflow_run_id"] else None

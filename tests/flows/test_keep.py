@@ -18,6 +18,7 @@ import pytest
 
 from flows import services
 from flows.keep import last_end
+from stages.spec import ConfigError
 from tests.serving import with_prefects_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,3 +275,22 @@ def test_state_directories_choose_their_ports_one_after_the_other(monkeypatch, t
         assert waits.wait(60) and not chosen.is_set()
     thread.join(60)
     assert chosen.is_set()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"prefect_port": 99999}, "port 99999 is none; write one from 1 to 65535, or none"),
+        ({"mlflow_port": 0}, "port 0 is none; write one from 1 to 65535, or none"),
+        (
+            {"prefect_port": 4300, "mlflow_port": 4300},
+            "port 4300 is given for Prefect and for MLflow; give another one",
+        ),
+        ({"host": "192.0.2.1"}, "host '192.0.2.1' is no address of this machine .*; write 127.0.0.1"),
+        ({"host": "no such name"}, "host 'no such name' is no address of this machine .*; write 127.0.0.1"),
+    ],
+)
+def test_an_address_at_which_no_server_can_listen_is_refused_before_one_starts(tmp_path, given, told):
+    with pytest.raises(ConfigError, match=told):
+        services.up(tmp_path, **given)
+    assert not list(tmp_path.iterdir())

@@ -321,6 +321,24 @@ def test_cancel_kills_the_stage_and_frees_its_slot(servers, slow_recipe):
     servers.wait(lambda: (servers.home / f"cancelled-{run}").exists())  # the flow's own hook
 
 
+def test_the_log_of_a_run_that_a_stage_refuses_has_the_message_and_no_traceback(servers, slow_recipe):
+    """Three tracebacks of a hundred lines hid it."""
+
+    def told(deployment, parameters, what) -> list[str]:
+        run = servers.start(deployment, parameters)
+        assert servers.finished(run) == "Failed"
+        errors = {"flow_run_id": {"any_": [run]}, "level": {"ge_": 40}}
+        read = lambda: [row["message"] for row in servers.api("/logs/filter", {"logs": errors})]
+        return servers.wait(lambda: any(what in text for text in found) and found if (found := read()) else None)
+
+    failed = told(
+        slow_recipe, {"config": {"seed": 14, "slow": {"fail": True}}}, "stage slow failed: it was told to fail"
+    )
+    odd = {"inputs": {"text": "dataset:none@latest"}, "config": {"hidden_size": 100, "num_attention_heads": 8}}
+    refused = told("stage-base-model/stage-base-model", odd, "write hidden_size 96")  # the form's schema allows it
+    assert not any("Traceback" in text for text in failed + refused), failed + refused
+
+
 def test_run_declared_crashed_while_it_lives_ends_once_and_the_worker_goes_on(servers, slow_recipe):
     """A server that is busy for minutes loses heartbeats; the run is then started again beside its first process, waits
     for that one's stage and takes what it made. Prefect's worker would die of it if it had a limit."""
@@ -363,6 +381,8 @@ def test_a_run_whose_process_is_killed_starts_again_once(servers, slow_recipe):
         "/artifacts/filter", {"artifacts": {"key": {"any_": ["slow-recipe-results"]}, "flow_run_id": {"any_": [run]}}}
     )
     assert page["task_run_id"] is None and "| slow | 0.250 |" in page["data"] and "model:slow/1" in page["data"]
+    told = lambda: {row["message"] for row in servers.api("/logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}})}
+    servers.wait(lambda: f"results: {servers.urls['prefect']}/v2/artifacts/artifact/{page['id']}" in told())
 
 
 def test_servers_and_a_worker_that_are_killed_are_started_again_and_the_run_goes_on(servers, slow_recipe):

@@ -47,10 +47,8 @@ def client():
 
 
 def points(run_id, *keys):
-    return {
-        k: [(m.step, m.value) for m in sorted(client().get_metric_history(run_id, k), key=lambda m: m.step)]
-        for k in keys
-    }
+    history = {k: client().get_metric_history(run_id, k if "/" in k else f"train/{k}") for k in keys}
+    return {k: [(m.step, m.value) for m in sorted(found, key=lambda m: m.step)] for k, found in history.items()}
 
 
 def expected(key):
@@ -117,6 +115,8 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path, monkeypatch):
         assert [r.data.tags.get(tag) for tag in origin] == ["ada", "posttrain run demo", "LOCAL", commit]
         assert r.info.user_id == "ada"
     assert points(first.mlflow_run_id, "position", "abs") == expected(first.key)
+    # MLflow's UI draws what has no group last, by name: the numbers of the end and nothing else
+    assert {key.partition(":")[0] for key in runs["one"].data.metrics if "/" not in key} == {"final"}
     one, two = runs["one"], mlflow.get_run(runs["two"].info.run_id)
     assert (
         one.data.params["steps"] == "6"
@@ -182,6 +182,18 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path, monkeypatch):
         and top.data.metrics["two/position"] == second.metrics["position"]
         and "| two | toy | ran |" in top.data.tags["mlflow.note.content"]
     )
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_numbers_of_a_stage_with_several_models_are_about_its_last(state_dir, steps):
+    """Those of an sft with publish_epochs were linked to the model of its first epoch; one model that both are is
+    called after the last."""
+    result = run_stage(TOY, {}, {"steps": steps, "early": True}, name_as="policy")
+    assert (result.outputs["early.1"] == result.outputs["model"]) == (steps == 1)
+    mlflow = client()
+    logged = mlflow.search_logged_models([mlflow.get_run(result.mlflow_run_id).info.experiment_id])
+    judged = {model.name: [metric.key for metric in model.metrics or []] for model in logged}
+    assert judged == {"policy": ["final:position"]} | ({} if steps == 1 else {"policy-early-1": []})
 
 
 def test_a_dataset_is_called_in_mlflow_as_it_was_published(state_dir):
@@ -442,13 +454,13 @@ def test_a_server_in_front_of_the_same_database_continues_what_was_sent(state_di
     unit = f"stage.{result.label}.{result.key[:16]}"
     done, cursor_path = outbox.done_files_of(unit)
     document = read_json(done)
-    before = client().get_metric_history(result.mlflow_run_id, "position")
+    before = client().get_metric_history(result.mlflow_run_id, "train/position")
     # one slash more: the same file under another name
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:////{str(state_dir / 'mlflow.db')}")
     tracking.put({**document, "more": 1})
     assert tracking.flush(unit, timeout=120) == result.mlflow_run_id and outbox.pending() == []
     assert (
-        len(client().get_metric_history(result.mlflow_run_id, "position"))
+        len(client().get_metric_history(result.mlflow_run_id, "train/position"))
         == len(before)
         == len(expected(result.key)["position"])
     )

@@ -156,6 +156,22 @@ def test_a_stage_that_failed_by_itself_is_listed_with_its_error_and_how_to_go_on
     assert seen[0][0]["status"] == "running" and seen[0][0]["key"] == caught.value.key[:12]
 
 
+def test_a_stage_that_failed_in_its_own_deployment_goes_on_by_a_command_that_does(state_dir):
+    """`posttrain rerun`, which was named, refuses the run of one stage."""
+    run = start_flow("stage:toy", {}, run_id="12345678-1")
+    with pytest.raises(StageError) as caught:
+        run_stage(TOY, {}, {"steps": 9, "fail_at": 7}, seed=3, name_as="walk", flow_run=run.as_flow_run("toy"))
+    finish_flow(run.run_id, "FAILED", "asked to fail")
+    for what in (run.run_id, caught.value.key[:12]):
+        shown, text = looked("show", what)
+        told = shown["unfinished"][0]["go_on"] if "unfinished" in shown else shown["go_on"]
+        assert f"go on   {told}" in text.replace("go on     ", "go on   ")
+        program, *command = shlex.split(told)
+        assert program == "posttrain" and command[0] == "stage" and command[-2:] == ["--name-as", "walk"]
+        plan, _ = looked(*command, "--dry-run")
+        assert (plan["key"], plan["plan"]) == (caught.value.key, "continue")
+
+
 def test_failure_carries_the_stage_own_words(state_dir):
     with pytest.raises(StageError) as caught:
         run_stage(TOY, {}, {"steps": 9, "fail_at": 7})
