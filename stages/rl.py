@@ -1064,8 +1064,8 @@ SPEC = StageSpec(
             kinds=("rollouts/1",),
             required=False,
             doc=(
-                "The rollouts of a run with these very settings and inputs: it is computed again from them without"
-                " sampling, and everything in them held against what comes out now."
+                "The rollouts of a run with these very settings and inputs: it is computed again from them, sampling only"
+                " what they do not hold, and everything in them held against what comes out now."
             ),
         ),
     },

@@ -1,4 +1,4 @@
-"""An RL run computed again from its own rollouts (input ``recorded``), with nothing sampled.
+"""An RL run computed again from its own rollouts (input ``recorded``), which are not sampled.
 
 Every iteration takes the recorded completions instead of drawing them, and holds against the record what it computes
 itself: log-probs under the weights of that moment, which must be those that the completions were sampled with; the
@@ -21,8 +21,8 @@ import numpy as np
 from stages.algorithms import RLPreset
 from stages.generation import Sample, by_prompt_id, opens_thought, score
 from stages.policy.schedules import ADMITTING
-from stages.rollouts.groups import Group
-from stages.rollouts.replay import groups_with_rows
+from stages.rollouts.groups import Group, GroupSampler
+from stages.rollouts.replay import groups_with_rows, plain_sample
 from stages.spec import ConfigError
 from stages.training import TrainingError
 from storage.schema import PROVENANCE
@@ -38,22 +38,26 @@ NEAR = 1e-3
 
 
 def check_recorded(config, row: RLPreset, given: Iterable[str]) -> None:
-    """Refuse settings under which the rollouts do not hold all that an update reads.
+    """Refuse settings under which the rollouts do not hold all that an update reads, and it cannot be had again without
+    asking somebody.
 
     Raises:
         ValueError: what to write instead.
     """
+    again = drawn_again(config, row, given)
+    services = [c.name for c in config.rewards if asks_service(c)]
     refused = {
         f"environment={config.environment}, whose turns are not kept as texts": bool(config.environment),
-        "baseline=greedy, whose completions are not kept": row.read_baseline == "greedy",
-        "advantage=vine, whose continuations are not kept": row.advantage == "vine",
-        f"opponent={row.opponent}, whose completions are not kept": row.advantage == "win_rate"
-        and row.opponent != "self",
         f"mode_mix={config.mode_mix}, whose answers build on texts of other rows": config.mode_mix != "fresh",
         f"sft_member={config.sft_member}, whose answers nobody sampled": config.sft_member != "none",
-        "critic_warmup_steps on prompts that pass rates choose, which are not kept": row.critic_warmup_steps > 0
-        and (config.curriculum in ADMITTING or config.difficulty_band is not None),
         "the input stored, whose rollouts are another run's": "stored" in given,
+        f"{', '.join(again)}, which are not kept, and of which reward {', '.join(services)} would be asked again": bool(
+            again and services
+        ),
+        f"preset={config.preset}, for which reward {', '.join(services)} compares answers, and would be asked again": (
+            row.reads_preferences
+            and any(c.counts and c.judge_mode in ("preference", "verdict") for c in config.rewards if asks_service(c))
+        ),
     }
     for text in (text for text, on in refused.items() if on):
         raise ValueError(
@@ -62,26 +66,48 @@ def check_recorded(config, row: RLPreset, given: Iterable[str]) -> None:
         )
 
 
+def drawn_again(config, row: RLPreset, given: Iterable[str]) -> list[str]:
+    """What a run reads beside its rollouts, and which is drawn a second time with the seeds of then."""
+    warm_up = row.needs_critic and row.critic_warmup_steps > 0
+    found = {
+        f"the completions behind baseline={row.read_baseline}": row.read_baseline in ("table", "v_star")
+        and "baselines" not in given,
+        "the completions behind pass rates": warm_up
+        and (config.curriculum in ADMITTING or config.difficulty_band is not None)
+        and "prompt_stats" not in given,
+        "the completions of critic_warmup_steps": warm_up,
+        "the completions of baseline=greedy": row.read_baseline == "greedy",
+        f"the completions of opponent={row.opponent}": row.advantage == "win_rate" and row.opponent != "self",
+        "the continuations of advantage=vine": row.advantage == "vine",
+    }
+    return [text for text, on in found.items() if on]
+
+
+def asks_service(component) -> bool:
+    """Whether a reward component is told by a service, which is paid and may answer otherwise today; also a rubric,
+    whose items name their own, and whose confidence is a mean over what is scored at once."""
+    return component.kind in ("rubric", "remote") or component.kind in ASKING and bool(component.endpoint)
+
+
 class Recorded:
     """The iterations of a run in its ``rollouts/1``, and what differs from them now.
 
     Args:
-        stage: for its input ``recorded``. prompts: ``(row, prompt ids)`` that are trained on. policy: the policy's
-            sampler, whose settings the completions were drawn with (``rollouts.policy.PolicySampler``).
-        rewards: what scores (``stages.reward.rewards.Rewards``).
+        stage: for its input ``recorded``. row: the resolved preset. prompts: ``(row, prompt ids)`` that are trained on.
+        groups: what sampled the completions and their rewards (``rollouts.groups.GroupSampler``).
 
     Raises:
         ConfigError: there are no rows, or prompts of theirs are not in the input data.
     """
 
-    def __init__(self, stage, prompts, policy, rewards):
+    def __init__(self, stage, row: RLPreset, prompts, groups: GroupSampler):
         from stages.decoding.sampler import DerivedText
 
-        self.stage, self.policy = stage, policy
-        tokenizer = policy.renderer.tokenizer
-        self.text, self.opens = DerivedText(tokenizer, policy.params), opens_thought(tokenizer)
-        self.asked = [c.name for c in rewards.components if c.kind in ASKING]
-        self.rewards = rewards
+        self.stage, self.row, self.sampler, self.policy = stage, row, groups, groups.policy
+        tokenizer = self.policy.renderer.tokenizer
+        self.text, self.opens = DerivedText(tokenizer, self.policy.params), opens_thought(tokenizer)
+        self.rewards = groups.rewards
+        self.asked = [c.name for c in self.rewards.components if c.kind in ASKING]
         data = stage.dataset("recorded")
         wanted = {row["prompt_id"] for row in data.iter_rows(columns=["prompt_id"])}
         if not wanted:
@@ -92,32 +118,86 @@ class Recorded:
                 f"the input recorded has completions to {len(absent)} prompts that data lacks; give the data, split and"
                 " max_prompt_length of the run that is repeated (posttrain rerun MODEL --recorded takes them)."
             )
+        self.prompts: dict[str, list[dict]] = {}  # every row of a prompt, whose row ids seeds are of
+        for prompt, _ in prompts:
+            self.prompts.setdefault(prompt["prompt_id"], []).append(prompt)
+        self.most = len(prompts)
+        self.again = drawn_again(stage.config, row, stage.inputs)
+        if self.again:
+            stage.log(f"sampled again with the seeds of then, since rollouts do not hold them: {'; '.join(self.again)}")
+        # what is drawn for single groups has seeds of its own
+        self.places = row.read_baseline == "greedy" or row.advantage == "vine" or groups.opponent is not None
         self._iterations: Iterator = groupby(data.iter_rows(), lambda row: row["iteration"])
-        self._seen: set[tuple] = set()  # groups of earlier iterations, which come again where they are replayed
+        # groups of earlier iterations, which come again where they are replayed -> iteration and prompts drawn before
+        self._places: dict[str, tuple[int, int]] = {}
+        self._coming: tuple | None = None  # (iteration, rows, groups) that were read ahead
+        self.greedy: dict[str, dict] = {}  # greedy completions of groups that are trained on later, or once more
         self.rows: list[dict] = []  # of the iteration in hand
         self.found: dict[str, dict] = {}  # column -> what was held against it
+        self.sampled_again = 0  # completions beside the recorded ones
 
     def take(self, iteration: int) -> list[Group]:
         """The groups of an iteration, in their order. Raises TrainingError where the record ends before it."""
-        for number, rows in self._iterations:
-            self.rows = list(rows)
-            groups = self._groups()
-            if number == iteration:
-                return groups
-        raise TrainingError(
-            f"The input recorded ends before iteration {iteration}; write the max_steps of the run that is repeated, or"
-            " fewer."
-        )
+        found = self._read(iteration)
+        if found is None:
+            raise TrainingError(
+                f"The input recorded ends before iteration {iteration}; write the max_steps of the run that is"
+                " repeated, or fewer."
+            )
+        self._coming, (_, self.rows, groups) = None, found
+        return groups
 
-    def _groups(self) -> list[Group]:
-        found = groups_with_rows(self.rows, self.by_id)
-        for group, rows in found:
-            first = rows[0]
-            drawn = first["prompt_id"], first["policy_version"], (first["gen"] or {}).get("rng_seed")
-            group.version, group.fresh = first["policy_version"], drawn not in self._seen
-            self._seen.add(drawn)
-            group.samples = [self._as_drawn(s, row) for s, row in zip(group.samples, rows)]
+    def coming(self, iteration: int) -> list[Group]:
+        """The groups of an iteration that is not taken yet; none where the record ends before it."""
+        self._coming = self._read(iteration)
+        return self._coming[2] if self._coming else []
+
+    def _read(self, iteration: int) -> tuple[int, list[dict], list[Group]] | None:
+        if self._coming is not None and self._coming[0] == iteration:
+            return self._coming
+        for number, rows in self._iterations:
+            rows = list(rows)
+            groups = self._groups(number, rows)
+            if number == iteration:
+                return number, rows, groups
+        return None
+
+    def _groups(self, iteration: int, rows: list[dict]) -> list[Group]:
+        found, drawn = groups_with_rows(rows, self.by_id), -1
+        for group, own in found:
+            group.version = own[0]["policy_version"]
+            group.samples = [self._as_drawn(s, row) for s, row in zip(group.samples, own)]
+            name = name_of(group)
+            group.fresh = name not in self._places
+            if group.fresh:
+                drawn = self._place(group, iteration, drawn + 1) if self.places else drawn
+                self._places[name] = iteration, drawn
         return [group for group, _ in found]
+
+    def _place(self, group: Group, iteration: int, start: int) -> int:
+        """How many prompts the iteration had drawn before a group, by the seeds of its completions, which also say
+        which of the rows with its prompt was drawn.
+
+        Raises:
+            TrainingError: they are not of this run.
+        """
+        config, rows = self.stage.config, self.prompts[group.prompt["prompt_id"]]
+        seeds = {s.seed for s in group.samples}
+        n = config.gen_batch_size or config.prompts_per_step
+        rounds = (config.max_num_gen_batches or -(-self.most // n) + 1) if self.row.dynamic_sampling else 1
+        for counter in (*range(start, n * rounds), *range(start)):
+            for row in rows:
+                if seeds & set(self.sampler.seeds("rollout", [(row, None)], iteration, [counter])[0]):
+                    group.prompt = row
+                    for s in group.samples:
+                        s.prompt = row
+                    return counter
+        raise TrainingError(
+            f"Iteration {iteration} of the input recorded, prompt {group.prompt['prompt_id']}: gen.rng_seed is none of"
+            " the seeds that this run draws with, and what its completions are compared with is drawn by them. The seed"
+            " or settings are not those of the run that wrote it, or its rows were changed; posttrain rerun MODEL"
+            " --recorded takes all of them from the record."
+        )
 
     def _as_drawn(self, s: Sample, row: dict) -> Sample:
         """A stored completion with what the sampler and the rewards said of it."""
@@ -134,6 +214,27 @@ class Recorded:
             reencoded=extra.get("reencoded", False),
             opened=self.opens(s.prompt_ids),
         )
+
+    # -- what is drawn again -------------------------------------------------------------------------------------------
+    def compare(self, groups: Sequence[Group], version: int) -> None:
+        """Give groups that are drawn with the weights of optimizer step ``version`` what they are compared with, sampled
+        again: opponents, and greedy completions, which older groups have from then."""
+        greedy = self.row.read_baseline == "greedy"
+        if not greedy and self.sampler.opponent is None:
+            return
+        due = [g for g in groups if g.fresh and name_of(g) not in self.greedy]
+        by_iteration = groupby(due, lambda g: self._places[name_of(g)][0])
+        for iteration, own in ((k, list(own)) for k, own in by_iteration):
+            self.sampler.again(own, iteration, version, [self._places[name_of(g)][1] for g in own])
+        for group in groups if greedy else ():
+            name = name_of(group)
+            if name not in self.greedy:
+                self.greedy[name] = plain_sample(group.greedy_sample)
+            else:
+                group.greedy_sample = Sample(group.prompt, group.ids, **self.greedy[name])
+        config = self.stage.config
+        if greedy and not config.replay_fraction:
+            self.greedy = {name: self.greedy[name] for name in map(name_of, groups)}
 
     # -- what is held against the record -------------------------------------------------------------------------------
     def hold_rewards(self, groups: Sequence[Group]) -> None:
@@ -170,15 +271,21 @@ class Recorded:
                 " them from the record."
             )
 
-    def hold_rows(self, rows: Sequence[dict]) -> dict[str, float]:
-        """Hold the rows that are written now against the recorded ones; metrics: how many differ anywhere."""
+    def hold_rows(self, rows: Sequence[dict], again: int) -> dict[str, float]:
+        """Hold the rows that are written now against the recorded ones; metrics: how many differ anywhere, and how many
+        completions were sampled ``again`` beside them."""
+        self.sampled_again += again
         odd = abs(len(rows) - len(self.rows))
         for then, now in zip(self.rows, rows):
             same = True
             for name in (n for n in then if n not in OF_THE_RUN):
                 same &= self._note(name, now, then[name], now.get(name))
             odd += not same
-        return {"recorded/differing_rows": float(odd), "recorded/rows": float(len(self.rows))}
+        return {
+            "recorded/differing_rows": float(odd),
+            "recorded/rows": float(len(self.rows)),
+            "recorded/sampled_again": float(again),
+        }
 
     def _note(self, what: str, where, then, now, near: float = 0.0) -> bool:
         """Whether two values are the same (up to ``near``); what was found of them is kept by ``what``."""
@@ -214,13 +321,23 @@ class Recorded:
                 )
                 + ". The report recorded has all of them; with the code and libraries of then nothing differs.",
             )
-        return {"recorded/differing": float(len(odd)), "recorded/held": float(sum(one["held"] for one in table))}
+        return {
+            "recorded/differing": float(len(odd)),
+            "recorded/held": float(sum(one["held"] for one in table)),
+            "recorded/sampled_again": float(self.sampled_again),
+        }
 
     def state(self) -> dict:
-        return self.found
+        return {"found": self.found, "greedy": self.greedy, "sampled_again": self.sampled_again}
 
     def restore(self, state: dict) -> None:
-        self.found = state
+        self.found, self.greedy, self.sampled_again = state["found"], state["greedy"], state["sampled_again"]
+
+
+def name_of(group: Group) -> str:
+    """What a group is known by through the iterations: its prompt, who sampled it, and with what seed."""
+    first = group.samples[0]
+    return f"{first.prompt['prompt_id']} {group.version} {first.seed}"
 
 
 def difference(then, now) -> float:

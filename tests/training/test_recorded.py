@@ -39,6 +39,51 @@ CASES = {
     "table of baselines": {"preset": "a_lol", "rewards": [{"name": "r", "kind": "python", "source": LONG}]},
 }
 
+#: What is read beside the completions, and drawn again: setting that the log names, and settings.
+DRAWN_AGAIN = {
+    "greedy": ("baseline=greedy", {"preset": "remax", "soft_punish_cache": 3}),
+    "greedy, random rewards": ("baseline=greedy", {"preset": "remax", "reward_override": "random"}),
+    "greedy, replayed": ("baseline=greedy", {**CASES["replayed"], "baseline": "greedy"}),
+    "greedy, sampled ahead": ("baseline=greedy", {**CASES["sampled ahead"], "baseline": "greedy", "max_steps": 5}),
+    "greedy, under a multiplier, batches drawn again": (
+        "baseline=greedy",
+        {
+            "preset": "remax",
+            "dynamic_sampling": True,
+            "filter_groups_metric": "reward_std",
+            "max_num_gen_batches": 0,
+            "num_generations": 2,
+            "rewards": [SPREAD, {"name": "short", "kind": "length", "at_least": 0.5, "multiplier_step": 0.3}],
+        },
+    ),
+    "continuations": ("advantage=vine", {"preset": "vineppo", "vine_samples": 2, "step_separator": "e"}),
+    "mixture": ("opponent=mixture", {"preset": "nash_md"}),
+    "average": ("opponent=ema", {"preset": "nash_md", "opponent": "ema", "opponent_decay": 0.5}),
+    "critic's warm-up on prompts that pass rates choose": (
+        "behind pass rates; the completions of critic_warmup_steps",
+        {
+            "preset": "ppo",
+            "critic_learning_rate": 1e-2,
+            "critic_warmup_steps": 2,
+            "curriculum": "pass_at_k",
+            "passk_k": 1,
+            "passk_samples": 2,
+            "rewards": [{"name": "r", "kind": "python", "source": LONG}],
+        },
+    ),
+    "critic's warm-up on a band": (
+        "behind pass rates; the completions of critic_warmup_steps",
+        {
+            "preset": "ppo",
+            "critic_learning_rate": 1e-2,
+            "critic_warmup_steps": 1,
+            "difficulty_band": [0.1, 1.0],
+            "passk_samples": 2,
+            "rewards": [{"name": "r", "kind": "python", "source": LONG}],
+        },
+    ),
+}
+
 
 def again(rl, config, result, name="again", **inputs):  # noqa: F811
     return rl(name, config, recorded=inputs.pop("recorded", None) or result["outputs"]["rollouts"]["path"], **inputs)
@@ -48,54 +93,102 @@ def weights(result):
     return Path(result["outputs"]["model"]["path"], "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_is_computed_again_from_its_rollouts(rl, tiny, case):  # noqa: F811
-    config = {**PAID, **CASES[case]}
-    first, then = rl("first", config)
-    result, now = again(rl, config, first)
+def same_run(rl, tiny, config, **inputs):  # noqa: F811
+    """Runs ``config`` and computes it again: the same model, rollouts and metrics; (result, metrics, events) of that."""
+    first, then = rl("first", config, **inputs)
+    events, one = [], rl.made("again", config, {"recorded": first["outputs"]["rollouts"]["path"], **inputs})
+    result = execute(one, events.append)
+    now = [json.loads(line)["metrics"] for line in Path(one["workdir"], "metrics.jsonl").read_text().splitlines()]
     assert weights(result) == weights(first) != Path(tiny["policy"], "model.safetensors").read_bytes()
     assert rows_of(result) == rows_of(first)
     assert result["summary"]["recorded/differing"] == 0 and result["summary"]["recorded/held"] > 100
     trained = [{k: v for k, v in one.items() if k.startswith(("loss", "policy", "reward"))} for one in then]
     # what dropped groups say is not in the rollouts
-    for one, other in zip(trained, now):
+    for one, other in zip(trained, now, strict=True):
         assert {k: other[k] for k in one if k in other} == {k: v for k, v in one.items() if k in other}
         assert {"loss", "reward"} <= one.keys() & other.keys() or "reward" not in one
     assert not [w for w in result["warnings"] if w["code"] == "recorded_differs"]
+    return result, now, events
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_computed_again_from_its_rollouts(rl, tiny, case):  # noqa: F811
+    same_run(rl, tiny, {**PAID, **CASES[case]})
+
+
+@pytest.mark.parametrize("case", DRAWN_AGAIN)
+def test_what_rollouts_do_not_hold_is_drawn_again(rl, tiny, case):  # noqa: F811
+    says, config = DRAWN_AGAIN[case]
+    config = {**PAID, **config}
+    result, now, events = same_run(rl, tiny, config)
+    (said,) = [e["text"] for e in events if e["event"] == "log" and e["text"].startswith("sampled again")]
+    assert says in said
+    again_by_iteration = [one["recorded/sampled_again"] for one in now if "recorded/sampled_again" in one]
+    assert result["summary"]["recorded/sampled_again"] == sum(again_by_iteration) > 0
+    assert len(again_by_iteration) == len({r["iteration"] for r in rows_of(result)})
+
+
+def changed_rows(path, to, change):
+    """The rollouts at ``path`` with ``change(rows)`` made to them, at ``to``."""
+    rows = list(open_dataset(path).iter_rows())
+    change(rows)
+    write_dataset(str(to), "rollouts", "rollouts/1", rows)
+    return str(to)
 
 
 def changed(path, to, change):
     """The rollouts at ``path`` with ``change(row)`` made to their first row of the second iteration, at ``to``."""
-    rows = list(open_dataset(path).iter_rows())
-    change(next(r for r in rows if r["iteration"] == 1))
-    write_dataset(str(to), "rollouts", "rollouts/1", rows)
-    return str(to)
+    return changed_rows(path, to, lambda rows: change(next(r for r in rows if r["iteration"] == 1)))
 
 
 def other_token(row):
     row["completion_ids"][0] = row["completion_ids"][0] % 7 + 10
 
 
+def no_credit(row):
+    row.update(advantages=[0.5] * len(row["advantages"]))
+
+
+GRPO = {"preset": "grpo", "beta": 0.1}
+
+
 @pytest.mark.parametrize(
-    "change, what",
+    "config, change, what",
     [
-        (lambda r: r["reward_components"][0].update(value=9.0), "reward spread, scored again"),
-        (lambda r: r.update(advantages=[0.5] * len(r["advantages"])), "advantages"),
-        (lambda r: r.update(logp_ref=[v - 0.25 for v in r["logp_ref"]]), "logp_ref"),
-        (lambda r: r.update(loss_mask=[0] * len(r["loss_mask"])), "loss_mask"),
-        (lambda r: r.update(reward=r["reward"] + 1e-9), "reward"),
+        (GRPO, lambda r: r["reward_components"][0].update(value=9.0), "reward spread, scored again"),
+        (GRPO, no_credit, "advantages"),
+        (GRPO, lambda r: r.update(logp_ref=[v - 0.25 for v in r["logp_ref"]]), "logp_ref"),
+        (GRPO, lambda r: r.update(loss_mask=[0] * len(r["loss_mask"])), "loss_mask"),
+        (GRPO, lambda r: r.update(reward=r["reward"] + 1e-9), "reward"),
+        (DRAWN_AGAIN["greedy"][1], no_credit, "advantages"),
+        (DRAWN_AGAIN["mixture"][1], no_credit, "advantages"),
+        (DRAWN_AGAIN["continuations"][1], lambda r: r.update(step_values=[9.0] * len(r["step_values"])), "step_values"),
     ],
 )
-def test_what_was_changed_in_the_record_is_named(rl, tmp_path, change, what):  # noqa: F811
-    config = {**PAID, "preset": "grpo", "beta": 0.1, "max_steps": 2}
+def test_what_was_changed_in_the_record_is_named(rl, tmp_path, config, change, what):  # noqa: F811
+    config = {**PAID, **config, "max_steps": 2}
     first, _ = rl("first", config)
     path = changed(first["outputs"]["rollouts"]["path"], tmp_path / "changed", change)
     result, _ = again(rl, config, first, recorded=path)
     (told,) = [w["text"] for w in result["warnings"] if w["code"] == "recorded_differs"]
-    assert what in told and result["summary"]["recorded/differing"] >= 1
+    assert f"{what}: 1 of" in told and result["summary"]["recorded/differing"] >= 1
     table = json.loads(Path(next(r["table"] for r in result["reports"] if r["name"] == "recorded")).read_text())
     row = next(one for one in table if one["what"] == what)
-    assert row["differ"] == 1 and row["largest"] > 0 and row["first"]
+    assert row["differ"] == 1 and row["largest"] > 0 and row["first"].startswith(("iteration 1, ", "prompt "))
+
+
+def test_what_is_drawn_again_is_drawn_by_the_seeds_of_then(rl, tmp_path):  # noqa: F811
+    config = {**PAID, **DRAWN_AGAIN["mixture"][1], "max_steps": 2}
+    first, _ = rl("first", config)
+    for name, seed in (("number", 5), ("none", None)):
+
+        def other_seeds(rows):
+            for row in (r for r in rows if r["iteration"] == 1):
+                row["gen"]["rng_seed"] = seed
+
+        path = changed_rows(first["outputs"]["rollouts"]["path"], tmp_path / name, other_seeds)
+        with pytest.raises(TrainingError, match="Iteration 1 .*gen.rng_seed is none of the seeds.*--recorded"):
+            again(rl, config, first, name, recorded=path)
 
 
 def test_rollouts_of_other_weights_are_refused_where_they_begin(rl, tmp_path):  # noqa: F811
@@ -112,8 +205,9 @@ def test_rollouts_of_other_weights_are_refused_where_they_begin(rl, tmp_path):  
     assert result["summary"]["recorded/differing"] == 0
 
 
-def test_it_goes_on_where_it_was_stopped(rl, monkeypatch):  # noqa: F811
-    config = {**PAID, **CASES["replayed"]}
+@pytest.mark.parametrize("more", [{}, {"baseline": "greedy"}, {"baseline": "greedy", **CASES["sampled ahead"]}])
+def test_it_goes_on_where_it_was_stopped(rl, monkeypatch, more):  # noqa: F811
+    config = {**PAID, **(CASES["replayed"] if "async_rollouts" not in more else {"max_steps": 5}), **more}
     first, _ = rl("first", config)
     monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
     one = rl.made("again", config, {"recorded": first["outputs"]["rollouts"]["path"]})
@@ -130,15 +224,12 @@ def test_it_goes_on_where_it_was_stopped(rl, monkeypatch):  # noqa: F811
     result = execute(one, lambda event: None)
     assert result["resumed_from"] and weights(result) == weights(first) and rows_of(result) == rows_of(first)
     whole, _ = again(rl, config, first, "whole")
-    assert result["summary"]["recorded/held"] == whole["summary"]["recorded/held"]
+    assert result["summary"] == whole["summary"]
 
 
 @pytest.mark.parametrize(
     "config, says",
     [
-        ({"preset": "remax", "kl_coef": 0.0}, "baseline=greedy"),
-        ({"preset": "vineppo"}, "advantage=vine"),
-        ({"preset": "nash_md"}, "opponent=mixture"),
         ({"mode_mix": "share", "rewards": [{"kind": "rubric", "name": "r"}]}, "mode_mix=share.*texts of other rows"),
     ],
 )
@@ -148,6 +239,30 @@ def test_what_rollouts_do_not_hold_is_refused(config, says):
             Config.model_validate({**PAID, **config}),
             ["model", "data", "recorded", *(["rubric"] * ("mode_mix" in says))],
         )
+
+
+JUDGE = {"kind": "judge", "name": "j", "endpoint": "http://127.0.0.1:9/v1", "endpoint_model": "m"}
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        (
+            {"preset": "remax"},
+            "completions of baseline=greedy, which are not kept, and of which reward j would be asked",
+        ),
+        ({"preset": "vineppo"}, "continuations of advantage=vine, .*reward j"),
+        ({"preset": "ppo", "critic_warmup_steps": 1}, "critic_warmup_steps, .*reward j"),
+        ({"preset": "a_lol"}, "behind baseline=table, .*reward j"),
+        (
+            {"preset": "sppo", "rewards": [{**JUDGE, "judge_mode": "preference"}]},
+            "preset=sppo, for which reward j comp",
+        ),
+    ],
+)
+def test_no_service_is_asked_about_what_is_drawn_again(config, says):
+    with pytest.raises(ValueError, match=f"(?s){says}.*leave recorded out"):
+        check(Config.model_validate({**PAID, "rewards": [JUDGE], **config}), ["model", "data", "recorded"])
 
 
 def test_differences_of_columns():
