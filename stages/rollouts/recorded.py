@@ -25,7 +25,7 @@ from stages.rollouts.groups import Group, GroupSampler
 from stages.rollouts.replay import groups_with_rows, plain_sample
 from stages.spec import ConfigError
 from stages.training import TrainingError
-from storage.schema import PROVENANCE
+from storage.schema import PROVENANCE, prompt_id
 
 #: Kinds of rewards that ask somebody, who may answer otherwise today, and be paid for it: they are not asked again.
 ASKING = ("judge", "rubric", "debate", "remote")
@@ -48,8 +48,6 @@ def check_recorded(config, row: RLPreset, given: Iterable[str]) -> None:
     services = [c.name for c in config.rewards if asks_service(c)]
     refused = {
         f"environment={config.environment}, whose turns are not kept as texts": bool(config.environment),
-        f"mode_mix={config.mode_mix}, whose answers build on texts of other rows": config.mode_mix != "fresh",
-        f"sft_member={config.sft_member}, whose answers nobody sampled": config.sft_member != "none",
         "the input stored, whose rollouts are another run's": "stored" in given,
         f"{', '.join(again)}, which are not kept, and of which reward {', '.join(services)} would be asked again": bool(
             again and services
@@ -118,6 +116,8 @@ class Recorded:
                 f"the input recorded has completions to {len(absent)} prompts that data lacks; give the data, split and"
                 " max_prompt_length of the run that is repeated (posttrain rerun MODEL --recorded takes them)."
             )
+        self.members = groups.members
+        self.ids = {prompt["prompt_id"]: list(ids) for prompt, ids in reversed(prompts)}
         self.prompts: dict[str, list[dict]] = {}  # every row of a prompt, whose row ids seeds are of
         for prompt, _ in prompts:
             self.prompts.setdefault(prompt["prompt_id"], []).append(prompt)
@@ -163,7 +163,10 @@ class Recorded:
         return None
 
     def _groups(self, iteration: int, rows: list[dict]) -> list[Group]:
-        found, drawn = groups_with_rows(rows, self.by_id), -1
+        plain, drawn = rows, -1
+        if self.members.active:  # whose group is that of the plain question, whatever they are trained behind
+            plain = [{**row, "prompt_ids": self.ids[row["prompt_id"]], "behind": row["prompt_ids"]} for row in rows]
+        found = groups_with_rows(plain, self.by_id)
         for group, own in found:
             group.version = own[0]["policy_version"]
             group.samples = [self._as_drawn(s, row) for s, row in zip(group.samples, own)]
@@ -201,18 +204,28 @@ class Recorded:
 
     def _as_drawn(self, s: Sample, row: dict) -> Sample:
         """A stored completion with what the sampler and the rewards said of it."""
-        ended = "eos" if s.ids and s.ids[-1] in self.policy.params.stop_ids else "stop"
         extra = json.loads(row["extra_json"] or "{}")
+        drawn = {
+            "total": s.total if row["score"] is None else row["score"],
+            "reasons": extra.get("unscorable", {}),
+            "tier": None if row["reward_tier"] == "unscorable" else row["reward_tier"],
+            "context": row["sampling_prompt_id"],
+        }
+        if s.mode == "sft":  # which nobody sampled
+            ids, text = self.members.answers.get(s.prompt["prompt_id"], ([], ""))
+            text = text if list(ids) == s.ids else self.text.of(s.ids)
+            return replace(s, **drawn, logps=[], finish_reason="eos", text=text)
+        behind = drawn["context"] is not None and self.stage.config.conditioning == "sampling"
+        ended = "eos" if s.ids and s.ids[-1] in self.policy.params.stop_ids else "stop"
         return replace(
             s,
+            **drawn,
             finish_reason=ended if row["terminated"] else "length",
             text=self.text.of(s.ids),
-            total=s.total if row["score"] is None else row["score"],
-            reasons=extra.get("unscorable", {}),
-            tier=None if row["reward_tier"] == "unscorable" else row["reward_tier"],
             seed=(row["gen"] or {}).get("rng_seed"),
             reencoded=extra.get("reencoded", False),
             opened=self.opens(s.prompt_ids),
+            context_ids=list(row["behind"]) if behind else None,
         )
 
     # -- what is drawn again -------------------------------------------------------------------------------------------
@@ -254,13 +267,40 @@ class Recorded:
             for name in now.parts:
                 self._note(f"reward {name}, scored again", s, s.parts.get(name), now.parts[name])
 
+    def hold_members(self, groups: Sequence[Group]) -> None:
+        """Hold SFT answers against those of the input sft, and what fresh ones were sampled from against the question
+        behind its category's generation prompt."""
+        for s in (s for g in groups for s in g.samples):
+            if s.mode == "sft":
+                ids, _ = self.members.answers.get(s.prompt["prompt_id"], (None, ""))
+                self._note("completion_ids of the input sft", s, s.ids, ids and list(ids))
+            elif s.mode == "fresh":
+                messages = self.members.asked(s.prompt)
+                self._note("sampling_prompt_id", s, s.context, messages and prompt_id(messages))
+                if s.context_ids is not None and messages:
+                    ids = self.policy.renderer.prompt_ids(messages)
+                    self._note("prompt_ids, with the generation prompt", s, s.context_ids, ids)
+
+    def sampled_behind(self, group: Group) -> list[tuple[list[int], list[Sample]]]:
+        """Completions of a group by the ids that they were sampled behind; without those that nobody sampled, and
+        without improved ones whose request is not kept (conditioning=plain)."""
+        found: dict[tuple, list[Sample]] = {}
+        for s in group.samples:
+            if s.mode == "sft" or s.mode == "improve" and s.context_ids is None:
+                continue
+            ids = s.context_ids or group.ids
+            if s.context is not None and s.context_ids is None and (messages := self.members.asked(s.prompt)):
+                ids = self.policy.renderer.prompt_ids(messages)
+            found.setdefault(tuple(ids), []).append(s)
+        return [(list(ids), own) for ids, own in found.items()]
+
     def hold_logps(self, samples: Sequence[Sample], logps: Sequence[Sequence[float]], iteration: int) -> None:
         """Hold the policy's log-probs against those that the completions were sampled with.
 
         Raises:
             TrainingError: they are not of these weights.
         """
-        for s, now in zip(samples, logps):
+        for s, now in zip(samples, logps, strict=True):
             self._note("logp under the weights of then", s, s.logps, list(now), NEAR)
         worst = self.found["logp under the weights of then"]
         if worst["largest"] > 50 * NEAR:

@@ -114,11 +114,6 @@ class Rollouts:
                     " groups/unpaired_sequences). Store rollouts of an even num_generations, or write preset=topr.",
                 )
         self.recorded = Recorded(stage, row, prompts, self.groups) if stage.has("recorded") else None
-        if self.recorded is not None and members.active:
-            raise ConfigError(
-                "the input recorded cannot repeat a run whose rubric has generation prompts, which are not in its"
-                " rollouts; leave recorded out, and the run is sampled again (posttrain rerun MODEL)."
-            )
         self.ahead = Ahead(stage.device) if config.async_rollouts and self.recorded is None else None
         if self.ahead is not None and stage.device.startswith("cuda"):
             stage.log(
@@ -486,11 +481,14 @@ class Rollouts:
         now."""
         groups = self.recorded.take(self.iteration)
         self.recorded.hold_rewards(groups)
+        if self.members.active:
+            self.recorded.hold_members(groups)
         fresh = [g for g in groups if g.fresh and g.version == self.version]
-        if self.policy.exact_logps and fresh:
-            items = [item_of(g, g.ids, g.samples) for g in fresh]
+        drawn = [(g, ids, own) for g in fresh for ids, own in self.recorded.sampled_behind(g)]
+        if self.policy.exact_logps and drawn:
+            items = [item_of(g, ids, own) for g, ids, own in drawn]
             self.recorded.hold_logps(
-                [s for g in fresh for s in g.samples],
+                [s for *_, own in drawn for s in own],
                 self.crediting.logprobs.of(self.policy.model, items),
                 self.iteration,
             )

@@ -10,6 +10,8 @@ from stages.rl import Config, check
 from stages.rollouts.recorded import difference
 from stages.training import TrainingError
 from storage.datasets import open_dataset, write_dataset
+from tests.common import written
+from tests.training.test_grape import GRAPE, RUBRIC, prompts, rubric, user  # noqa: F401
 from tests.training.test_rl_parts import LONG, rl, rows_of  # noqa: F401
 from tests.training.test_rl_rules import SPREAD
 
@@ -128,6 +130,10 @@ def test_what_rollouts_do_not_hold_is_drawn_again(rl, tiny, case):  # noqa: F811
     assert len(again_by_iteration) == len({r["iteration"] for r in rows_of(result)})
 
 
+def table_of(result):
+    return json.loads(Path(next(r["table"] for r in result["reports"] if r["name"] == "recorded")).read_text())
+
+
 def changed_rows(path, to, change):
     """The rollouts at ``path`` with ``change(rows)`` made to them, at ``to``."""
     rows = list(open_dataset(path).iter_rows())
@@ -172,8 +178,7 @@ def test_what_was_changed_in_the_record_is_named(rl, tmp_path, config, change, w
     result, _ = again(rl, config, first, recorded=path)
     (told,) = [w["text"] for w in result["warnings"] if w["code"] == "recorded_differs"]
     assert f"{what}: 1 of" in told and result["summary"]["recorded/differing"] >= 1
-    table = json.loads(Path(next(r["table"] for r in result["reports"] if r["name"] == "recorded")).read_text())
-    row = next(one for one in table if one["what"] == what)
+    row = next(one for one in table_of(result) if one["what"] == what)
     assert row["differ"] == 1 and row["largest"] > 0 and row["first"].startswith(("iteration 1, ", "prompt "))
 
 
@@ -189,6 +194,100 @@ def test_what_is_drawn_again_is_drawn_by_the_seeds_of_then(rl, tmp_path):  # noq
         path = changed_rows(first["outputs"]["rollouts"]["path"], tmp_path / name, other_seeds)
         with pytest.raises(TrainingError, match="Iteration 1 .*gen.rng_seed is none of the seeds.*--recorded"):
             again(rl, config, first, name, recorded=path)
+
+
+MEMBERS = {**GRAPE, "mode_mix": "share", "improve_share": 0.5, "sft_member": "append", "learning_rate": 1e-2}
+
+
+@pytest.fixture()
+def grape(tiny, spec, prompts, rubric, tmp_path):  # noqa: F811
+    """``grape(name, config, **inputs)`` -> (result, metrics) of a run whose rubric asks questions of a kind with a
+    generation prompt, with SFT answers to half of the prompts where they join."""
+    document = json.loads(json.dumps(RUBRIC))
+    document["categories"]["double"]["generation_prompt"] = "Be brief."
+    answers = [
+        {"messages": user(f"{i}+{i}?") + [{"role": "assistant", "content": f"{2 * i}"}], "train_turns": [1]}
+        for i in (0, 1)
+    ]
+    written(str(tmp_path / "answers"), "answers", "demonstrations/1", answers)
+    given = {"model": tiny["policy"], "data": prompts, "rubric": rubric(document), "reward_model": tiny["reward"]}
+
+    def run(name, config, **inputs):
+        config = {k: v for k, v in config.items() if k != "improve_share" or config["mode_mix"] != "fresh"}
+        sft = {} if config.get("sft_member", "none") == "none" else {"sft": str(tmp_path / "answers")}
+        one = spec("rl", config, {**given, **sft, **inputs}, name)
+        result = execute(one, lambda event: None)
+        lines = Path(one["workdir"], "metrics.jsonl").read_text().splitlines()
+        return result, [json.loads(line)["metrics"] for line in lines]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"sft_member": "replace", "mode_mix": "probability", "prior_choice": "best"},
+        {"conditioning": "sampling", "sft_member": "none"},
+        {"conditioning": "sampling", "sft_in_loss": False},
+        {"mode_mix": "fresh", "sft_member": "none"},
+    ],
+)
+def test_improved_and_sft_answers_are_taken_from_the_record(grape, tiny, more):
+    config = {**MEMBERS, **more}
+    first, then = grape("first", config)
+    modes = {json.loads(r["extra_json"])["mode"] for r in rows_of(first)}
+    expected = {"improve": config["mode_mix"] != "fresh", "sft": config["sft_member"] != "none"}
+    assert modes == {"fresh"} | {mode for mode, on in expected.items() if on}
+    result, now = grape("again", config, recorded=first["outputs"]["rollouts"]["path"])
+    assert weights(result) == weights(first) != Path(tiny["policy"], "model.safetensors").read_bytes()
+    assert rows_of(result) == rows_of(first) and result["summary"]["recorded/differing"] == 0
+    for one, other in zip(then, now, strict=True):
+        names = [k for k in one if k.startswith(("loss", "policy", "reward", "members"))]
+        assert {k: other[k] for k in names} == {k: one[k] for k in names}
+    held = {row["what"]: row["held"] for row in table_of(result)}
+    apart = [r for r in rows_of(first) if r["sampling_prompt_id"] and json.loads(r["extra_json"])["mode"] == "fresh"]
+    assert held["sampling_prompt_id"] > len(apart) > 0
+    # nobody sampled SFT answers, and requests to improve are in the rollouts where they are trained behind them
+    unknown = ["sft"] if config.get("conditioning") == "sampling" else ["sft", "improve"]
+    sampled = [r for r in rows_of(first) if json.loads(r["extra_json"])["mode"] not in unknown]
+    assert held["logp under the weights of then"] == len(sampled)
+
+
+def of_mode(mode, change):
+    return lambda rows: change(next(r for r in rows if r["iteration"] == 1 and f'"mode": "{mode}"' in r["extra_json"]))
+
+
+@pytest.mark.parametrize(
+    "more, mode, change, what",
+    [
+        ({}, "sft", other_token, "completion_ids of the input sft: 1 of"),
+        ({}, "improve", no_credit, "advantages: 1 of"),
+        ({}, "improve", other_token, "logp_old: 1 of"),
+        (
+            {"mode_mix": "fresh", "sft_member": "none"},
+            "fresh",
+            lambda r: r.update(sampling_prompt_id="f" * 64),
+            "sampling_prompt_id: 1 of",
+        ),
+    ],
+)
+def test_what_was_changed_of_members_is_named(grape, tmp_path, more, mode, change, what):
+    config = {**MEMBERS, "max_steps": 2, **more}
+    first, _ = grape("first", config)
+    path = changed_rows(first["outputs"]["rollouts"]["path"], tmp_path / "changed", of_mode(mode, change))
+    result, _ = grape("again", config, recorded=path)
+    (told,) = [w["text"] for w in result["warnings"] if w["code"] == "recorded_differs"]
+    assert what in told
+
+
+def test_improved_answers_of_other_weights_are_refused(grape, tmp_path):
+    """conditioning=sampling: what they were sampled from is in the rollouts."""
+    config = {**MEMBERS, "max_steps": 2, "conditioning": "sampling", "sft_member": "none"}
+    first, _ = grape("first", config)
+    path = changed_rows(first["outputs"]["rollouts"]["path"], tmp_path / "changed", of_mode("improve", other_token))
+    with pytest.raises(TrainingError, match="Iteration 1 .* not sampled from these weights"):
+        grape("again", config, recorded=path)
 
 
 def test_rollouts_of_other_weights_are_refused_where_they_begin(rl, tmp_path):  # noqa: F811
@@ -225,20 +324,6 @@ def test_it_goes_on_where_it_was_stopped(rl, monkeypatch, more):  # noqa: F811
     assert result["resumed_from"] and weights(result) == weights(first) and rows_of(result) == rows_of(first)
     whole, _ = again(rl, config, first, "whole")
     assert result["summary"] == whole["summary"]
-
-
-@pytest.mark.parametrize(
-    "config, says",
-    [
-        ({"mode_mix": "share", "rewards": [{"kind": "rubric", "name": "r"}]}, "mode_mix=share.*texts of other rows"),
-    ],
-)
-def test_what_rollouts_do_not_hold_is_refused(config, says):
-    with pytest.raises(ValueError, match=f"(?s){says}.*leave recorded out"):
-        check(
-            Config.model_validate({**PAID, **config}),
-            ["model", "data", "recorded", *(["rubric"] * ("mode_mix" in says))],
-        )
 
 
 JUDGE = {"kind": "judge", "name": "j", "endpoint": "http://127.0.0.1:9/v1", "endpoint_model": "m"}
