@@ -12,6 +12,7 @@ import numpy as np
 
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item
+from stages.decoding.sampling import SamplingParams
 from stages.estimators import DynamicSamplingExhausted, fill_informative, informative_groups, is_constant
 from stages.generation import Sample, regrade, score, warn_of_failures
 from stages.policy.members import Members
@@ -255,9 +256,9 @@ class GroupSampler:
         own = self.seeds(purpose, prompts, iteration, counters)
         with cuda.freely(self.stage.device):
             drawn = (
-                self.members.sample(self.policy.engine, prompts, self._params(version), own, iteration, first)
+                self.members.sample(self.policy.engine, prompts, self.params_at(version), own, iteration, first)
                 if self.members.active
-                else self.policy.draw(prompts, own, self._params(version))
+                else self.policy.draw(prompts, own, self.params_at(version))
             )
         greedy, opponents = self._beside(prompts, own, iteration, version, counters)
         groups = []
@@ -301,14 +302,15 @@ class GroupSampler:
             for counter, (row, _) in zip(counters, prompts)
         ]
 
-    def _params(self, version: int):
+    def params_at(self, version: int) -> SamplingParams:
+        """What completions are sampled with at an optimizer step."""
         return replace(self.policy.params, max_new_tokens=self.config.completion_limit(version))
 
     def _beside(self, prompts, own, iteration: int, version: int, counters) -> tuple[list, list]:
         """(the greedy completion, the opponents) of every prompt, None where nothing is compared with them; ``own``: the
         seeds of its group."""
         greedy = opponents = [None] * len(prompts)
-        params = self._params(version)
+        params = self.params_at(version)
         if self.row.read_baseline == "greedy":
             # in the same world as its group
             greedy = [g[0] for g in self.policy.draw(prompts, [s[:1] for s in own], replace(params, temperature=0.0))]

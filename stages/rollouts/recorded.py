@@ -23,6 +23,7 @@ from stages.generation import Sample, by_prompt_id, opens_thought, score
 from stages.policy.schedules import ADMITTING
 from stages.rollouts.groups import Group, GroupSampler
 from stages.rollouts.replay import groups_with_rows, plain_sample
+from stages.rollouts.tape import Tape, as_recorded
 from stages.spec import ConfigError
 from stages.training import TrainingError
 from storage.schema import PROVENANCE, prompt_id
@@ -47,7 +48,9 @@ def check_recorded(config, row: RLPreset, given: Iterable[str]) -> None:
     again = drawn_again(config, row, given)
     services = [c.name for c in config.rewards if asks_service(c)]
     refused = {
-        f"environment={config.environment}, whose turns are not kept as texts": bool(config.environment),
+        "environment=debate and dynamic_sampling=true, whose dropped sides are not kept": (
+            config.environment == "debate" and row.dynamic_sampling
+        ),
         "the input stored, whose rollouts are another run's": "stored" in given,
         f"{', '.join(again)}, which are not kept, and of which reward {', '.join(services)} would be asked again": bool(
             again and services
@@ -104,7 +107,7 @@ class Recorded:
         self.stage, self.row, self.sampler, self.policy = stage, row, groups, groups.policy
         tokenizer = self.policy.renderer.tokenizer
         self.text, self.opens = DerivedText(tokenizer, self.policy.params), opens_thought(tokenizer)
-        self.rewards = groups.rewards
+        self.rewards, self.paid = groups.rewards, {c.name for c in groups.rewards.components}
         self.asked = [c.name for c in self.rewards.components if c.kind in ASKING]
         data = stage.dataset("recorded")
         wanted = {row["prompt_id"] for row in data.iter_rows(columns=["prompt_id"])}
@@ -125,8 +128,9 @@ class Recorded:
         self.again = drawn_again(stage.config, row, stage.inputs)
         if self.again:
             stage.log(f"sampled again with the seeds of then, since rollouts do not hold them: {'; '.join(self.again)}")
-        # what is drawn for single groups has seeds of its own
-        self.places = row.read_baseline == "greedy" or row.advantage == "vine" or groups.opponent is not None
+        # what is drawn for single groups has seeds of its own, and worlds are named by those of their group
+        self.places = self.policy.agent is not None
+        self.places |= row.read_baseline == "greedy" or row.advantage == "vine" or groups.opponent is not None
         self._iterations: Iterator = groupby(data.iter_rows(), lambda row: row["iteration"])
         # groups of earlier iterations, which come again where they are replayed -> iteration and prompts drawn before
         self._places: dict[str, tuple[int, int]] = {}
@@ -173,7 +177,7 @@ class Recorded:
             name = name_of(group)
             group.fresh = name not in self._places
             if group.fresh:
-                drawn = self._place(group, iteration, drawn + 1) if self.places else drawn
+                drawn = self._place(group, iteration, max(drawn, 0)) if self.places else drawn
                 self._places[name] = iteration, drawn
         return [group for group, _ in found]
 
@@ -185,19 +189,21 @@ class Recorded:
             TrainingError: they are not of this run.
         """
         config, rows = self.stage.config, self.prompts[group.prompt["prompt_id"]]
-        seeds = {s.seed for s in group.samples}
+        seeds = {s.seed for s in group.samples if s.mode != "sft"}
+        seeds_of = getattr(self.policy.agent, "seeds_of", lambda seed: [seed])
         n = config.gen_batch_size or config.prompts_per_step
         rounds = (config.max_num_gen_batches or -(-self.most // n) + 1) if self.row.dynamic_sampling else 1
         for counter in (*range(start, n * rounds), *range(start)):
             for row in rows:
-                if seeds & set(self.sampler.seeds("rollout", [(row, None)], iteration, [counter])[0]):
+                own = self.sampler.seeds("rollout", [(row, None)], iteration, [counter])[0]
+                if seeds <= {one for seed in own for one in seeds_of(seed)}:
                     group.prompt = row
                     for s in group.samples:
                         s.prompt = row
                     return counter
         raise TrainingError(
-            f"Iteration {iteration} of the input recorded, prompt {group.prompt['prompt_id']}: gen.rng_seed is none of"
-            " the seeds that this run draws with, and what its completions are compared with is drawn by them. The seed"
+            f"Iteration {iteration} of the input recorded, prompt {group.prompt['prompt_id']}: gen.rng_seed is not one of"
+            " the seeds that this run draws with, and what belongs to its completions is drawn by them. The seed"
             " or settings are not those of the run that wrote it, or its rows were changed; posttrain rerun MODEL"
             " --recorded takes all of them from the record."
         )
@@ -210,20 +216,26 @@ class Recorded:
             "reasons": extra.get("unscorable", {}),
             "tier": None if row["reward_tier"] == "unscorable" else row["reward_tier"],
             "context": row["sampling_prompt_id"],
+            "weights": {name: weight for name, weight in s.weights.items() if name in self.paid},
         }
         if s.mode == "sft":  # which nobody sampled
             ids, text = self.members.answers.get(s.prompt["prompt_id"], ([], ""))
             text = text if list(ids) == s.ids else self.text.of(s.ids)
             return replace(s, **drawn, logps=[], finish_reason="eos", text=text)
         behind = drawn["context"] is not None and self.stage.config.conditioning == "sampling"
-        ended = "eos" if s.ids and s.ids[-1] in self.policy.params.stop_ids else "stop"
+        drawn |= {"seed": (row["gen"] or {}).get("rng_seed"), "reencoded": extra.get("reencoded", False)}
+        if row["turns"] is not None:
+            paid = [float(turn["reward"]) for turn in row["turns"]]
+            turns = {"turns": row["turns"], "turn_rewards": paid, "turn_parts": {}}
+            if self.stage.config.reward_override != "none" or row["reward_tier"] == "unscorable":
+                turns |= {"turn_rewards": None, "turn_parts": None}
+            return replace(s, **drawn, **turns)
+        eos = bool(s.ids) and s.ids[-1] in self.policy.params.stop_ids
         return replace(
             s,
             **drawn,
-            finish_reason=ended if row["terminated"] else "length",
-            text=self.text.of(s.ids),
-            seed=(row["gen"] or {}).get("rng_seed"),
-            reencoded=extra.get("reencoded", False),
+            finish_reason=("eos" if eos else "stop") if row["terminated"] else "length",
+            text=self.text.of(s.ids[:-1] if eos and row["terminated"] else s.ids),
             opened=self.opens(s.prompt_ids),
             context_ids=list(row["behind"]) if behind else None,
         )
@@ -249,23 +261,51 @@ class Recorded:
         if greedy and not config.replay_fraction:
             self.greedy = {name: self.greedy[name] for name in map(name_of, groups)}
 
+    def play(self, groups: Sequence[Group]) -> None:
+        """Play trajectories again in their environment, from the start of each and with what the policy said then, and
+        note where it answers otherwise; the run goes on with what it said then."""
+        tape, said, found = Tape(self.policy), {}, {}
+        for s in (s for g in groups for s in g.samples):
+            said[s.seed] = tape.record(s.seed, s.ids, s.turns)
+        tasks: dict[tuple, dict] = {}  # version, iteration, prompts drawn before -> prompt
+        for group in groups:
+            tasks.setdefault((group.version, *self._places[name_of(group)]), group.prompt)
+        for version, own in groupby(sorted(tasks), lambda task: task[0]):
+            prompts = [(tasks[task], task[1:]) for task in own]
+            seeds = [
+                self.sampler.seeds("rollout", [(row, None)], iteration, [counter])[0]
+                for row, (iteration, counter) in prompts
+            ]
+            played = self.policy.agent.sample(tape, prompts, self.sampler.params_at(version), seeds)
+            found |= {s.seed: s for group in played for s in group}
+        for group in groups:
+            for k, then in enumerate(group.samples):
+                now = found[then.seed]
+                group.samples[k] = as_recorded(then, said[then.seed], now)
+                if then.failure is None:
+                    self._note("prompt_ids of the environment", then, then.prompt_ids, now.prompt_ids)
+                    self._note("observations of the environment", then, then.ids, now.ids)
+                    self._note("finish_reason of the environment", then, then.finish_reason, now.finish_reason)
+
     # -- what is held against the record -------------------------------------------------------------------------------
     def hold_rewards(self, groups: Sequence[Group]) -> None:
         """Score fresh completions again, by every component that asks nobody, and note what differs."""
         again = [
             [replace(s, parts=None, reasons=None, items=[], weights=None, step_rewards=None) for s in g.samples]
             for g in groups
-            if g.fresh
+            if g.fresh or self.policy.agent is not None  # what single turns earned is not kept
         ]
         rewards = self.rewards.without(self.asked) if self.asked else self.rewards
         if not rewards.components or not again:
             return
         rewards.step, rewards.multipliers = self.rewards.step, self.rewards.multipliers
         score(rewards, [s for g in again for s in g], [k for k, g in enumerate(again) for _ in g])
-        then = [s for g in groups if g.fresh for s in g.samples]
+        then = [s for g in groups if g.fresh or self.policy.agent is not None for s in g.samples]
         for s, now in zip(then, (s for g in again for s in g)):
             for name in now.parts:
                 self._note(f"reward {name}, scored again", s, s.parts.get(name), now.parts[name])
+            if s.turn_parts is not None:
+                s.turn_parts = now.turn_parts
 
     def hold_members(self, groups: Sequence[Group]) -> None:
         """Hold SFT answers against those of the input sft, and what fresh ones were sampled from against the question
@@ -304,11 +344,12 @@ class Recorded:
             self._note("logp under the weights of then", s, s.logps, list(now), NEAR)
         worst = self.found["logp under the weights of then"]
         if worst["largest"] > 50 * NEAR:
+            told = "; ".join(differences(self.found)[:5])
             raise TrainingError(
                 f"Iteration {iteration} of the input recorded was not sampled from these weights: log-probs of its"
                 f" tokens differ by up to {worst['largest']:.3g}. The model, data, settings, seed or code are not those"
                 " of the run that wrote it, or its rows were changed; posttrain rerun MODEL --recorded takes all of"
-                " them from the record."
+                f" them from the record.{f' So far: {told}.' if told else ''}"
             )
 
     def hold_rows(self, rows: Sequence[dict], again: int) -> dict[str, float]:
@@ -354,11 +395,7 @@ class Recorded:
         if odd:
             self.stage.warn(
                 "recorded_differs",
-                "; ".join(
-                    f"{one['what']}: {one['differ']} of {one['held']} differ, by up to {one['largest']:.3g}, first at"
-                    f" {one['first']}"
-                    for one in odd[:5]
-                )
+                "; ".join(differences(self.found)[:5])
                 + ". The report recorded has all of them; with the code and libraries of then nothing differs.",
             )
         return {
@@ -372,6 +409,15 @@ class Recorded:
 
     def restore(self, state: dict) -> None:
         self.found, self.greedy, self.sampled_again = state["found"], state["greedy"], state["sampled_again"]
+
+
+def differences(found: dict[str, dict]) -> list[str]:
+    """What of the things that were held against the record differs, and where first, in words."""
+    return [
+        f"{what}: {one['differ']} of {one['held']} differ, by up to {one['largest']:.3g}, first at {one['first']}"
+        for what, one in found.items()
+        if one["differ"]
+    ]
 
 
 def name_of(group: Group) -> str:
@@ -393,7 +439,7 @@ def difference(then, now) -> float:
         return 0.0 if then == now or (then != then and now != now) else abs(then - now)
     if len(then) != len(now):
         return math.inf
-    if any(isinstance(value, dict) for value in then):
+    if any(isinstance(value, dict | str) for value in then):
         return max(map(difference, then, now))
     before, after = np.asarray(then, np.float32), np.asarray(now, np.float32)
     odd = np.abs(before - after)[~((before == after) | (np.isnan(before) & np.isnan(after)))]

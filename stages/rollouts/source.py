@@ -480,6 +480,8 @@ class Rollouts:
         """The groups of this iteration in the input ``recorded``, their rewards and log-probs held against those of
         now."""
         groups = self.recorded.take(self.iteration)
+        if self.policy.agent is not None:
+            self.recorded.play(groups)
         self.recorded.hold_rewards(groups)
         if self.members.active:
             self.recorded.hold_members(groups)

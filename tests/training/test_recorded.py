@@ -11,6 +11,7 @@ from stages.rollouts.recorded import difference
 from stages.training import TrainingError
 from storage.datasets import open_dataset, write_dataset
 from tests.common import written
+from tests.training.test_agents import SMALL as ACTING
 from tests.training.test_grape import GRAPE, RUBRIC, prompts, rubric, user  # noqa: F401
 from tests.training.test_rl_parts import LONG, rl, rows_of  # noqa: F401
 from tests.training.test_rl_rules import SPREAD
@@ -96,7 +97,8 @@ def weights(result):
 
 
 def same_run(rl, tiny, config, **inputs):  # noqa: F811
-    """Runs ``config`` and computes it again: the same model, rollouts and metrics; (result, metrics, events) of that."""
+    """Runs ``config`` and computes it again: the same model, rollouts and metrics; (first, metrics, again,
+    metrics, events)."""
     first, then = rl("first", config, **inputs)
     events, one = [], rl.made("again", config, {"recorded": first["outputs"]["rollouts"]["path"], **inputs})
     result = execute(one, events.append)
@@ -110,7 +112,7 @@ def same_run(rl, tiny, config, **inputs):  # noqa: F811
         assert {k: other[k] for k in one if k in other} == {k: v for k, v in one.items() if k in other}
         assert {"loss", "reward"} <= one.keys() & other.keys() or "reward" not in one
     assert not [w for w in result["warnings"] if w["code"] == "recorded_differs"]
-    return result, now, events
+    return first, then, result, now, events
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -122,7 +124,7 @@ def test_a_run_is_computed_again_from_its_rollouts(rl, tiny, case):  # noqa: F81
 def test_what_rollouts_do_not_hold_is_drawn_again(rl, tiny, case):  # noqa: F811
     says, config = DRAWN_AGAIN[case]
     config = {**PAID, **config}
-    result, now, events = same_run(rl, tiny, config)
+    _, _, result, now, events = same_run(rl, tiny, config)
     (said,) = [e["text"] for e in events if e["event"] == "log" and e["text"].startswith("sampled again")]
     assert says in said
     again_by_iteration = [one["recorded/sampled_again"] for one in now if "recorded/sampled_again" in one]
@@ -192,8 +194,105 @@ def test_what_is_drawn_again_is_drawn_by_the_seeds_of_then(rl, tmp_path):  # noq
                 row["gen"]["rng_seed"] = seed
 
         path = changed_rows(first["outputs"]["rollouts"]["path"], tmp_path / name, other_seeds)
-        with pytest.raises(TrainingError, match="Iteration 1 .*gen.rng_seed is none of the seeds.*--recorded"):
+        with pytest.raises(TrainingError, match="Iteration 1 .*gen.rng_seed is not one of the seeds.*--recorded"):
             again(rl, config, first, name, recorded=path)
+
+
+ENVIRONMENT = {
+    **{k: v for k, v in {**PAID, **ACTING}.items() if k not in ("learning_rate", "rewards")},
+    "environment_options": {"turns": 3},
+    "learning_rate": 1e-2,
+    "max_steps": 3,
+    "rewards": [{"kind": "environment"}, {**SPREAD, "weight": 0.1}],
+}
+DEBATE = {
+    "preset": "dr_grpo",
+    "environment": "debate",
+    "environment_options": {"rounds": 2, "instruction": "{answer} not {other}"},
+    "max_completion_length": 100,
+    "rewards": [{"kind": "debate", "judge_prompt": "{context} {a} or {b}?"}],
+}
+PLAYED = {
+    "agent": {},
+    "failures": {"environment_options": {"turns": 3, "fail": {"1": "raise"}}, "prompts_per_step": 4},
+    "goals": {"environment_options": {"turns": 3, "goal_after": 2}, "preset": "ppo", "critic_learning_rate": 1e-2},
+    "cut": {"max_completion_length": 90, "truncation_policy": "score"},
+    "stop strings": {"stop_strings": ["e", "a"]},
+    "replayed": {"preset": "topr", "replay_fraction": 0.5, "replay_window": 2},
+    "sampled ahead": {"preset": "topr", "async_rollouts": True},
+    "greedy in the same world": {"preset": "remax", "kl_coef": 0.0},
+    "continuations": {"preset": "vineppo", "vine_samples": 2},
+    "random rewards": {"reward_override": "random"},
+    "debate": DEBATE,
+}
+
+
+@pytest.fixture()
+def tasks(tmp_path):
+    """Prompts for the environments: of some the environment fails, or does not start."""
+    asked = ["is 1 even?", "is fail 2", "is 3 even?", "is reset 4", "is 5 even?", "is 6 even?"]
+    rows = [{"prompt": user(text), "answer": "yes", "extra_json": '{"answers": ["yes", "no"]}'} for text in asked]
+    written(str(tmp_path / "tasks"), "tasks", "prompts/1", rows)
+    return str(tmp_path / "tasks")
+
+
+@pytest.mark.parametrize("case", PLAYED)
+def test_trajectories_are_played_again_in_their_environment(rl, tiny, tasks, case):  # noqa: F811
+    config = {**ENVIRONMENT, **PLAYED[case]}
+    judge = {"judge": tiny["other"]} if case == "debate" else {}
+    first, then, result, now, _ = same_run(rl, tiny, config, data=tasks, **judge)
+    assert rows_of(result, "trajectories") == rows_of(first, "trajectories") != []
+    for one, other in zip(then, now, strict=True):
+        names = [k for k in one if k.startswith(("agent", "tools", "debate", "completions/mean"))]
+        assert {k: other[k] for k in names} == {k: one[k] for k in names} and (names or "reward" not in one)
+    held = {row["what"]: row for row in table_of(result)}
+    lost = [r for r in rows_of(first) if r["finish_reason"] == "failure"]
+    assert lost or case != "failures"
+    assert held["observations of the environment"]["held"] == len(rows_of(first)) - len(lost)
+    if case != "debate":
+        assert held["reward environment, scored again"]["held"] > 0
+
+
+def in_turn(row):
+    """Says another observation after the first turn."""
+    at = next(t for t, on in enumerate(row["tool_mask"]) if on)
+    row["completion_ids"][at] = row["completion_ids"][at] % 7 + 10
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        (in_turn, "observations of the environment"),
+        (lambda r: r.update(prompt_ids=[7, *r["prompt_ids"]]), "prompt_ids of the environment"),
+        (lambda r: r.update(finish_reason="goal"), "finish_reason of the environment"),
+        (lambda r: r["turns"][1].update(events=["turn2", "goal_verified"]), "turns"),
+        (lambda r: r["turns"].pop(), "observations of the environment"),
+        (lambda r: r["reward_components"][0].update(value=9.0), "reward environment, scored again"),
+        (no_credit, "advantages"),
+    ],
+)
+def test_what_was_changed_of_a_trajectory_is_named(rl, tmp_path, change, what):  # noqa: F811
+    config = {**ENVIRONMENT, "max_steps": 2}
+    first, _ = rl("first", config)
+    path = changed(first["outputs"]["rollouts"]["path"], tmp_path / "changed", change)
+    try:
+        result, _ = again(rl, config, first, recorded=path)
+    except TrainingError as error:  # other tokens have other log-probs
+        assert what in str(error), error
+        return
+    (told,) = [w["text"] for w in result["warnings"] if w["code"] == "recorded_differs"]
+    assert f"{what}: 1 of" in told
+
+
+def test_an_environment_that_answers_otherwise_is_named_and_the_run_goes_on_with_what_it_said_then(rl, tiny):  # noqa: F811
+    config = {**ENVIRONMENT, "environment": "tests.training.environments:Forgetful", "environment_options": {}}
+    first, _ = rl("first", config)
+    result, _ = again(rl, config, first)
+    (told,) = [w["text"] for w in result["warnings"] if w["code"] == "recorded_differs"]
+    assert told.startswith(f"observations of the environment: {len(rows_of(first))} of {len(rows_of(first))} differ")
+    assert result["summary"]["recorded/differing"] == 1
+    assert weights(result) == weights(first) != Path(tiny["policy"], "model.safetensors").read_bytes()
+    assert rows_of(result) == rows_of(first)
 
 
 MEMBERS = {**GRAPE, "mode_mix": "share", "improve_share": 0.5, "sft_member": "append", "learning_rate": 1e-2}
@@ -304,9 +403,17 @@ def test_rollouts_of_other_weights_are_refused_where_they_begin(rl, tmp_path):  
     assert result["summary"]["recorded/differing"] == 0
 
 
-@pytest.mark.parametrize("more", [{}, {"baseline": "greedy"}, {"baseline": "greedy", **CASES["sampled ahead"]}])
-def test_it_goes_on_where_it_was_stopped(rl, monkeypatch, more):  # noqa: F811
-    config = {**PAID, **(CASES["replayed"] if "async_rollouts" not in more else {"max_steps": 5}), **more}
+@pytest.mark.parametrize(
+    "config",
+    [
+        CASES["replayed"],
+        DRAWN_AGAIN["greedy, replayed"][1],
+        DRAWN_AGAIN["greedy, sampled ahead"][1],
+        {**ENVIRONMENT, **CASES["replayed"]},
+    ],
+)
+def test_it_goes_on_where_it_was_stopped(rl, monkeypatch, config):  # noqa: F811
+    config = {**PAID, **config}
     first, _ = rl("first", config)
     monkeypatch.setenv("POSTTRAIN_CHECKPOINT_SECONDS", "0")
     one = rl.made("again", config, {"recorded": first["outputs"]["rollouts"]["path"]})
