@@ -56,7 +56,7 @@ def check_recorded(config, row: RLPreset, given: Iterable[str]) -> None:
             again and services
         ),
         f"preset={config.preset}, for which reward {', '.join(services)} compares answers, and would be asked again": (
-            row.reads_preferences
+            row.advantage == "win_rate"
             and any(c.counts and c.judge_mode in ("preference", "verdict") for c in config.rewards if asks_service(c))
         ),
     }
@@ -88,6 +88,12 @@ def asks_service(component) -> bool:
     """Whether a reward component is told by a service, which is paid and may answer otherwise today; also a rubric,
     whose items name their own, and whose confidence is a mean over what is scored at once."""
     return component.kind in ("rubric", "remote") or component.kind in ASKING and bool(component.endpoint)
+
+
+def leaves_validation_out(config, given: Iterable[str]) -> bool:
+    """Whether a run that is computed again makes no validation passes: their answers are drawn again, and a service
+    would be asked about them."""
+    return "recorded" in given and any(map(asks_service, config.rewards))
 
 
 class Recorded:
@@ -216,6 +222,7 @@ class Recorded:
             "reasons": extra.get("unscorable", {}),
             "tier": None if row["reward_tier"] == "unscorable" else row["reward_tier"],
             "context": row["sampling_prompt_id"],
+            "preferred": extra.get("pair_preference"),
             "weights": {name: weight for name, weight in s.weights.items() if name in self.paid},
         }
         if s.mode == "sft":  # which nobody sampled

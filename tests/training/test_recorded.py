@@ -10,6 +10,7 @@ from stages.rl import Config, check
 from stages.rollouts.recorded import difference
 from stages.training import TrainingError
 from storage.datasets import open_dataset, write_dataset
+from tests.chat_server import chat_server
 from tests.common import written
 from tests.training.test_agents import SMALL as ACTING
 from tests.training.test_grape import GRAPE, RUBRIC, prompts, rubric, user  # noqa: F401
@@ -455,6 +456,40 @@ JUDGE = {"kind": "judge", "name": "j", "endpoint": "http://127.0.0.1:9/v1", "end
 def test_no_service_is_asked_about_what_is_drawn_again(config, says):
     with pytest.raises(ValueError, match=f"(?s){says}.*leave recorded out"):
         check(Config.model_validate({**PAID, "rewards": [JUDGE], **config}), ["model", "data", "recorded"])
+
+
+def judged(body):
+    """The answer of a judge that likes some texts better than others, for no reason."""
+    text = body["messages"][0]["content"]
+    likes = sum(map(ord, text))
+    said = f"[[{'AB'[likes % 2]}]]" if "[[A]]" in text else str(1 + likes % 9)
+    tokens = [{"token": said, "top_logprobs": [{"token": said, "logprob": -0.1}, {"token": "5", "logprob": -3.0}]}]
+    return {"message": {"content": said}, "finish_reason": "stop", "logprobs": {"content": tokens}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"preset": "grpo", "eval_prompts": 2, "eval_every": 2},
+        {"preset": "online_ipo", "judge_mode": "verdict", "eval_prompts": 2, "eval_every": 2},
+    ],
+)
+def test_no_service_is_asked_again(rl, tiny, config):  # noqa: F811
+    """Not about validation answers either, and P(y > y') of pairs is the record's."""
+    mode = {name: config[name] for name in ("judge_mode",) if name in config}
+    config = {**PAID, **{name: value for name, value in config.items() if name not in mode}}
+    config["stop_strings"] = list("abcdefghijklmnop")  # answers that end, which a judge is shown
+    with chat_server(judged) as server:
+        config["rewards"] = [{**JUDGE, "endpoint": server.url, **mode}]
+        first, _ = rl("first", config)
+        asked = len(server.seen)
+        result, _ = again(rl, config, first)
+        assert asked > 0 and len(server.seen) == asked
+    assert weights(result) == weights(first) != Path(tiny["policy"], "model.safetensors").read_bytes()
+    assert rows_of(result) == rows_of(first) and result["summary"]["recorded/differing"] == 0
+    assert "validation" in first["outputs"] and "validation" not in result["outputs"]
+    pairs = ["pair_preference" in (r["extra_json"] or "") for r in rows_of(first)]
+    assert any(pairs) == bool(mode)
 
 
 def test_differences_of_columns():
