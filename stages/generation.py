@@ -64,6 +64,7 @@ class Sample:
     opened: bool = False  # whether the template opened its thought
     # (last token, reward) of its reasoning steps, once they were scored (advantage=process)
     steps: tuple[list[int], list[float]] | None = None
+    preferred: float | None = None  # P(it beats the other of its pair), where a record says it
 
     @property
     def seen(self) -> str:

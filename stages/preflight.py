@@ -412,7 +412,8 @@ def check_rewards(stage, source, samples) -> None:
     from stages.training import TrainingError
 
     samples = [s for s in samples if not s.failure]  # those that the environment lost have its reason
-    if source.stored is not None or stage.config.reward_override == "random" or not samples:
+    known = source.stored is not None or source.recorded is not None  # scored already, maybe by services
+    if known or stage.config.reward_override == "random" or not samples:
         return
     if source.steps is not None:  # of each step, by the reward model: the rewards are only watched
         if not any(source.steps(s)[1] for s in samples):

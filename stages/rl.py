@@ -1064,8 +1064,8 @@ SPEC = StageSpec(
             kinds=("rollouts/1",),
             required=False,
             doc=(
-                "The rollouts of a run with these very settings and inputs: it is computed again from them without"
-                " sampling, and everything in them held against what comes out now."
+                "The rollouts of a run with these very settings and inputs: it is computed again from them, sampling only"
+                " what they do not hold, and everything in them held against what comes out now."
             ),
         ),
     },
@@ -1119,6 +1119,7 @@ def run(stage):
     from stages.policy.trust_region import TrustRegionTrainer
     from stages.preflight import rl_preflight
     from stages.reward.rewards import build_rewards
+    from stages.rollouts.recorded import leaves_validation_out
     from stages.rollouts.source import Rollouts
     from stages.training import Trainer, fit
 
@@ -1141,6 +1142,9 @@ def run(stage):
         config.rewards, stage.inputs, renderer=renderer, device=stage.device, frozen=config.frozen_dtype
     )
     rewards.check([prompt for prompt, _ in prompts + held_out])
+    if held_out and leaves_validation_out(config, stage.inputs):
+        stage.log("no validation passes: their answers are in no rollouts, and a service would be asked about new ones")
+        held_out = []
     model = policy_to_train(stage)
     reference, apart = _reference(stage, row, renderer, model)
     if row.update == "trust_region":

@@ -132,6 +132,16 @@ class Agent:
     def close(self) -> None:
         self.pool.close()
 
+    @staticmethod
+    def seeds_of(seed: int) -> list[int]:
+        """The seeds of the trajectories that one seed gives."""
+        return [seed]
+
+    @staticmethod
+    def turn_seed(seed: int, turn: int) -> int:
+        """What a turn of the trajectory with this seed is drawn with."""
+        return seed_for(seed, "agent", "turn", turn)
+
     def sample(self, sampler, rows, params, seeds, prefixes=None) -> list[list[Sample]]:
         """Trajectories of each ``(task row, _)``; ``seeds[i]`` lists those of task i, and the first one is its
         environment's.
@@ -204,7 +214,7 @@ class Agent:
         for trajectory in live:  # one prefill for those that have the same tokens so far
             requests.setdefault((*trajectory.prompt_ids, -1, *trajectory.ids), []).append(trajectory)
         prompts = [own[0].prompt_ids + own[0].ids for own in requests.values()]
-        seeds = [[seed_for(t.seed, "agent", "turn", len(t.turns)) for t in own] for own in requests.values()]
+        seeds = [[self.turn_seed(t.seed, len(t.turns)) for t in own] for own in requests.values()]
         rooms = [min(limit, own[0].limit - len(own[0].ids)) for own in requests.values()]
         for own, completions in zip(
             requests.values(), sample_with_room(sampler, prompts, params, seeds, rooms) if prompts else []

@@ -115,9 +115,8 @@ class Members:
         long = [
             n
             for row, _ in prompts
-            if self._system(row)
-            and (n := len(self.renderer.prompt_ids(with_system(row["prompt"], self._system(row)))))
-            > self.config.max_prompt_length
+            if (asked := self.asked(row))
+            and (n := len(self.renderer.prompt_ids(asked))) > self.config.max_prompt_length
         ]
         if long:
             raise ValueError(
@@ -134,6 +133,11 @@ class Members:
             else ""
         )
 
+    def asked(self, prompt: dict) -> list[dict] | None:
+        """What fresh answers are sampled from where that is not the plain question: with its generation prompt."""
+        system = self._system(prompt)
+        return with_system(prompt["prompt"], system) if system else None
+
     # -- one batch of groups -------------------------------------------------------------------------------------------
     def sample(self, sampler, chosen, params, seeds, iteration: int, first: int) -> list[list[Sample]]:
         """The members of the group of every chosen (prompt row, ids); ``seeds[k]``: G seeds. Indices count within a
@@ -147,11 +151,10 @@ class Members:
             sft = self.answers.get(prompt["prompt_id"])
             count = len(seeds[k]) - (sft is not None and config.sft_member == "replace")
             wanted, ids_improve, messages = self._improve(prompt, count, iteration, first + k)
-            system = self._system(prompt)
-            fresh = with_system(prompt["prompt"], system)
+            fresh = self.asked(prompt)
             if count - wanted:
-                requests.append((prompt, self.renderer.prompt_ids(fresh) if system else ids))
-                owners.append((k, "fresh", prompt_id(fresh) if system else None))
+                requests.append((prompt, self.renderer.prompt_ids(fresh) if fresh else ids))
+                owners.append((k, "fresh", prompt_id(fresh) if fresh else None))
                 seeds_of.append(seeds[k][: count - wanted])
             if wanted:
                 requests.append((prompt, ids_improve))

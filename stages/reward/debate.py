@@ -79,6 +79,16 @@ class Debaters:
         """Nothing to wait for."""
         return {}
 
+    @staticmethod
+    def seeds_of(seed: int) -> list[int]:
+        """The seeds of the two debaters of a debate."""
+        return [seed_for(seed, "debate", seat) for seat in (0, 1)]
+
+    @staticmethod
+    def turn_seed(seed: int, turn: int) -> int:
+        """What a statement of the debater with this seed is drawn with."""
+        return seed_for(seed, "turn", turn)
+
     def sample(self, sampler, rows, params, seeds) -> list[list[Sample]]:
         """2 G debaters of each task: ``seeds[i]`` lists one seed per debate; the k-th of seat A debates with the k-th
         of seat B.
@@ -110,8 +120,8 @@ class Debaters:
                 (
                     task,
                     [
-                        Trajectory(task, k, seed_for(seed, "debate", seat), seed, list(starts[seat]), limit=room)
-                        for seat in (0, 1)
+                        Trajectory(task, k, own_seed, seed, list(starts[seat]), limit=room)
+                        for seat, own_seed in enumerate(self.seeds_of(seed))
                     ],
                 )
                 for k, seed in enumerate(own)
@@ -127,7 +137,7 @@ class Debaters:
                         sampler,
                         [t.prompt_ids + t.ids for t in live],
                         params,
-                        [[seed_for(t.seed, "turn", number)] for t in live],
+                        [[self.turn_seed(t.seed, number)] for t in live],
                         [min(limit, t.limit - len(t.ids)) for t in live],
                     )
                     if live

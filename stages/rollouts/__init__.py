@@ -3,7 +3,8 @@
     prompts ── which come next: order, levels, rerank, pass@k, difficulty band          :class:`.prompts.PromptOrder`
        │
     groups ─── G completions of each by the policy (:mod:`.policy`), scored; batches     :class:`.groups.GroupSampler`
-       │       without a signal drawn again; older groups instead (:mod:`.replay`), or a record's (:mod:`.recorded`)
+       │       without a signal drawn again; older groups instead (:mod:`.replay`), or a record's (:mod:`.recorded`,
+       │       whose trajectories are played again: :mod:`.tape`)
     crediting  log-probs, values, shaped rewards, advantages, filters: items             :class:`.crediting.Crediting`
        │       (log-probs: :mod:`.logprobs`; values of reasoning steps: :mod:`.steps`; metrics: :mod:`.metrics`)
     records ── rollouts/1, prompt_stats/1, trajectories/1, rubric and validation rows    :class:`.records.Records`

@@ -49,6 +49,7 @@ from stages.rollouts.metrics import (
     step_metrics,
 )
 from stages.rollouts.policy import PolicySampler
+from stages.rollouts.recorded import ASKING
 from stages.rollouts.steps import StepRewards, monte_carlo
 from stages.reward.rubric_reward import rubric_metrics
 from stages.training import TrainingError
@@ -474,7 +475,10 @@ class Crediting:
     def _paired(self, samples, group_at, trained_B) -> np.ndarray:
         """P(a completion beats the other of its pair) ``[B]``; NaN in no pair, or where the model's answer could not be
         read. Pairs are those of the loss (:func:`stages.policy.policy_update.pairs_of`): neighbours among a group's
-        trained completions."""
+        trained completions. A record's are taken where they were asked for."""
+        asked = next(c for c in self.rewards.components if c.name == self.asked)
+        if self.stage.has("recorded") and asked.kind in ASKING:
+            return np.array([np.nan if s.preferred is None else s.preferred for s in samples])
         out, pairs = np.full(len(samples), np.nan), []
         for _, members in itertools.groupby(range(len(samples)), lambda i: id(group_at[i])):
             live = [i for i in members if trained_B[i] and any(samples[i].action_mask)]

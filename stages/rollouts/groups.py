@@ -5,13 +5,14 @@ where groups teach nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item
+from stages.decoding.sampling import SamplingParams
 from stages.estimators import DynamicSamplingExhausted, fill_informative, informative_groups, is_constant
 from stages.generation import Sample, regrade, score, warn_of_failures
 from stages.policy.members import Members
@@ -250,28 +251,16 @@ class GroupSampler:
         """One fresh group of every ``(row, prompt ids)``; ``first`` counts the prompts this iteration has drawn
         already, ``purpose`` names the seeds.
         """
-        config, seats = self.config, self.policy.seats
-        params = replace(self.policy.params, max_new_tokens=config.completion_limit(version))
-
-        def seeds(kind, count):
-            return [
-                [self.stage.seed_for(kind, iteration, first + k, row["row_id"], g) for g in range(count)]
-                for k, (row, _) in enumerate(prompts)
-            ]
-
-        own = seeds(purpose, config.num_generations)
+        seats = self.policy.seats
+        counters = range(first, first + len(prompts))
+        own = self.seeds(purpose, prompts, iteration, counters)
         with cuda.freely(self.stage.device):
             drawn = (
-                self.members.sample(self.policy.engine, prompts, params, own, iteration, first)
+                self.members.sample(self.policy.engine, prompts, self.params_at(version), own, iteration, first)
                 if self.members.active
-                else self.policy.draw(prompts, own, params)
+                else self.policy.draw(prompts, own, self.params_at(version))
             )
-        greedy = opponents = [None] * len(prompts)
-        if self.row.read_baseline == "greedy":
-            # in the same world as its group
-            greedy = [g[0] for g in self.policy.draw(prompts, [s[:1] for s in own], replace(params, temperature=0.0))]
-        if self.opponent is not None:
-            opponents = self.policy.draw(prompts, seeds("opponent", config.num_generations), params, self.opponent)
+        greedy, opponents = self._beside(prompts, own, iteration, version, counters)
         groups = []
         for (row, ids), samples, against, best in zip(prompts, drawn, opponents, greedy):
             for seat in range(seats):  # the debaters of each side are a group of their own
@@ -288,31 +277,65 @@ class GroupSampler:
                     )
                 )
         groups = self._without_failures(groups)
-        # the greedy completion and the opponents of a group are not members of it
-        apart = [
-            ((k, part), s)
-            for part in ("samples", "greedy", "opponents")
-            for k, g in enumerate(groups)
-            for s in (
-                g.samples
-                if part == "samples"
-                else g.opponents
-                if part == "opponents"
-                else [g.greedy_sample]
-                if g.greedy_sample is not None
-                else []
-            )
+        self._score(groups, iteration, range(first, first + len(groups)))
+        return groups
+
+    def again(self, groups: list[Group], iteration: int, version: int, counters: Sequence[int]) -> None:
+        """Draw and score again what recorded groups are compared with, their greedy completion and their opponents;
+        ``counters``: how many prompts their iteration had drawn before each."""
+        prompts = [(g.prompt, g.ids) for g in groups]
+        own = self.seeds("rollout", prompts, iteration, counters)
+        greedy, opponents = self._beside(prompts, own, iteration, version, counters)
+        everyone = [s for beside in opponents for s in beside or ()] + [s for s in greedy if s is not None]
+        warn_of_failures(self.stage, self.policy.engine, everyone)
+        for group, best, against in zip(groups, greedy, opponents):
+            group.greedy_sample, group.opponents = best, [s for s in against or () if s.error is None]
+        self._score(groups, iteration, counters, ("greedy", "opponents"))
+
+    def seeds(self, purpose: str, prompts, iteration: int, counters: Sequence[int]) -> list[list[int]]:
+        """G seeds of each ``(row, prompt ids)``, of which the iteration has drawn ``counters[k]`` before."""
+        return [
+            [
+                self.stage.seed_for(purpose, iteration, counter, row["row_id"], g)
+                for g in range(self.config.num_generations)
+            ]
+            for counter, (row, _) in zip(counters, prompts)
         ]
+
+    def params_at(self, version: int) -> SamplingParams:
+        """What completions are sampled with at an optimizer step."""
+        return replace(self.policy.params, max_new_tokens=self.config.completion_limit(version))
+
+    def _beside(self, prompts, own, iteration: int, version: int, counters) -> tuple[list, list]:
+        """(the greedy completion, the opponents) of every prompt, None where nothing is compared with them; ``own``: the
+        seeds of its group."""
+        greedy = opponents = [None] * len(prompts)
+        params = self.params_at(version)
+        if self.row.read_baseline == "greedy":
+            # in the same world as its group
+            greedy = [g[0] for g in self.policy.draw(prompts, [s[:1] for s in own], replace(params, temperature=0.0))]
+        if self.opponent is not None:
+            seeds = self.seeds("opponent", prompts, iteration, counters)
+            opponents = self.policy.draw(prompts, seeds, params, self.opponent)
+        return greedy, opponents
+
+    def _score(self, groups: list[Group], iteration: int, counters, parts=("samples", "greedy", "opponents")) -> None:
+        """Rewards of these parts of the groups, in place: the greedy completion and the opponents of a group are not
+        members of it."""
+
+        def members(group: Group, part: str) -> list[Sample]:
+            if part == "greedy":
+                return [] if group.greedy_sample is None else [group.greedy_sample]
+            return group.samples if part == "samples" else group.opponents
+
+        apart = [((k, part), s) for part in parts for k, g in enumerate(groups) for s in members(g, part)]
         score(self.rewards, [s for _, s in apart], [key for key, _ in apart])
         for k, group in enumerate(groups):
-            counters = iteration, group.prompt["row_id"], first + k
-            for g, sample in enumerate(group.samples):
-                control(self.stage, sample, *counters, g)
-            for g, sample in enumerate(group.opponents):
-                control(self.stage, sample, *counters, "opponent", g)
-            if group.greedy_sample is not None:
-                control(self.stage, group.greedy_sample, *counters, "greedy")
-        return groups
+            of = iteration, group.prompt["row_id"], counters[k]
+            names = {"samples": (), "greedy": ("greedy",), "opponents": ("opponent",)}
+            for part in parts:
+                for g, sample in enumerate(members(group, part)):
+                    control(self.stage, sample, *of, *names[part], *([] if part == "greedy" else [g]))
 
     def of_every_prompt(self, prompts, purpose: str, n: int, engine=None) -> list[list[Sample]]:
         """``n`` scored completions of every prompt by the policy as it is (or by another ``engine``), unscorable where

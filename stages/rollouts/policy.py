@@ -51,6 +51,7 @@ class PolicySampler:
         self.rests = config.engine_sleep or self.engine.shares_weights and not sampling_stays(stage)
         self.params = sampling_params(config, renderer)
         self.seats = getattr(agent, "seats", 1)  # groups that one task gives
+        self.drawn = 0  # completions so far
         #: Whether the engine's log-probs are the trainer's, so that they need not be computed again.
         rounds = config.compute_dtype != "float32"
         compares = next((n for n in ("importance_correction", "rejection") if getattr(config, n) != "none"), None)
@@ -108,6 +109,7 @@ class PolicySampler:
         sample = self.agent.sample if self.agent else sample_groups
         with cuda.freely(self.device):
             found = sample(engine or self.engine, prompts, params or self.params, seeds)
+        self.drawn += sum(map(len, found))
         if engine is not None and self.rests and hasattr(engine, "release"):
             engine.release()
         return found
@@ -118,14 +120,17 @@ class PolicySampler:
         """
         with cuda.freely(self.device):
             if self.agent:
-                return self.agent.sample(
+                found = self.agent.sample(
                     self.engine,
                     [(s.prompt, s.prompt_ids) for s, _ in starts],
                     params,
                     seeds,
                     [prefix_of(s, count) for s, count in starts],
                 )
-            return continuations(self.engine, starts, params, seeds)
+            else:
+                found = continuations(self.engine, starts, params, seeds)
+        self.drawn += sum(map(len, found))
+        return found
 
     def rest(self) -> None:
         """Nothing is sampled until the next :meth:`update`."""

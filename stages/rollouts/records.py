@@ -21,6 +21,7 @@ from stages.reward.rubric_reward import score_rows, write_review
 from stages.rollouts.crediting import Scored
 from stages.rollouts.groups import Group
 from stages.rollouts.policy import PolicySampler
+from stages.rollouts.recorded import leaves_validation_out
 from storage.schema import complete_row
 
 SHOW_SECONDS = 30.0  # between the samples that are shown while a run goes on
@@ -45,7 +46,8 @@ class Records:
         wanted |= ({"trajectories": "trajectories/1"} if policy.agent is not None else {}) | (
             {"rubric_scores": "rubric_scores/1"} if members.component and not stage.has("recorded") else {}
         )
-        wanted |= {"validation": "eval_samples/1"} if self.config.eval_prompts else {}
+        passes = self.config.eval_prompts and not leaves_validation_out(self.config, stage.inputs)
+        wanted |= {"validation": "eval_samples/1"} if passes else {}
         how = {} if stage.has("stored") else {"rollouts": {"meta": {"sampling": sampling_record(policy)}}}
         self.writers = {name: stage.writer(name, kind, **how.get(name, {})) for name, kind in wanted.items()}
 

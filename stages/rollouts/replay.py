@@ -60,17 +60,18 @@ class ReplayWindow:
 
 def plain_group(group: Group) -> dict:
     """A group as JSON, its prompt by row id; without opponents."""
-
-    def plain(s: Sample) -> dict:
-        return {k: v for k, v in vars(s).items() if k not in ("prompt", "prompt_ids")}
-
     return {
         "row_id": group.prompt["row_id"],
         "ids": list(group.ids),
         "version": group.version,
-        "samples": [plain(s) for s in group.samples],
-        "greedy_sample": None if group.greedy_sample is None else plain(group.greedy_sample),
+        "samples": [plain_sample(s) for s in group.samples],
+        "greedy_sample": None if group.greedy_sample is None else plain_sample(group.greedy_sample),
     }
+
+
+def plain_sample(sample: Sample) -> dict:
+    """A sample as JSON, without its prompt."""
+    return {k: v for k, v in vars(sample).items() if k not in ("prompt", "prompt_ids")}
 
 
 def full_group(plain: dict, rows: dict[str, dict], fresh: bool) -> Group:

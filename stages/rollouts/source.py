@@ -113,12 +113,7 @@ class Rollouts:
                     f" preset={config.preset} compares two by two, so that one of each is not trained on (metric"
                     " groups/unpaired_sequences). Store rollouts of an even num_generations, or write preset=topr.",
                 )
-        self.recorded = Recorded(stage, prompts, self.policy, rewards) if stage.has("recorded") else None
-        if self.recorded is not None and members.active:
-            raise ConfigError(
-                "the input recorded cannot repeat a run whose rubric has generation prompts, which are not in its"
-                " rollouts; leave recorded out, and the run is sampled again (posttrain rerun MODEL)."
-            )
+        self.recorded = Recorded(stage, row, prompts, self.groups) if stage.has("recorded") else None
         self.ahead = Ahead(stage.device) if config.async_rollouts and self.recorded is None else None
         if self.ahead is not None and stage.device.startswith("cuda"):
             stage.log(
@@ -410,6 +405,7 @@ class Rollouts:
         if self.stored is None:
             self.policy.update()  # once for all that is sampled in this iteration, or ahead in it
         self.rewards.step, self.rewards.multipliers = step, dict(self.multipliers.values)
+        drawn = self.policy.drawn
         self._prepare()
         self.iteration, self.inner, self.version = self.iteration + 1, 0, step
         if self.old is not None:
@@ -420,7 +416,7 @@ class Rollouts:
         scored = self.crediting(groups, self.iteration, self.version)
         rows = self.records.rollouts(scored, self.iteration, self.version)
         if self.recorded is not None:
-            metrics |= self.recorded.hold_rows(rows)
+            metrics |= self.recorded.hold_rows(rows, self.policy.drawn - drawn)
         self._note_unscorable(scored.samples)
         self.batch, self.metrics = scored.items, scored.metrics | metrics
         if self.policy.agent and (measured := self.policy.agent.latency()):
@@ -484,16 +480,31 @@ class Rollouts:
         """The groups of this iteration in the input ``recorded``, their rewards and log-probs held against those of
         now."""
         groups = self.recorded.take(self.iteration)
+        if self.policy.agent is not None:
+            self.recorded.play(groups)
         self.recorded.hold_rewards(groups)
+        if self.members.active:
+            self.recorded.hold_members(groups)
         fresh = [g for g in groups if g.fresh and g.version == self.version]
-        if self.policy.exact_logps and fresh:
-            items = [item_of(g, g.ids, g.samples) for g in fresh]
+        drawn = [(g, ids, own) for g in fresh for ids, own in self.recorded.sampled_behind(g)]
+        if self.policy.exact_logps and drawn:
+            items = [item_of(g, ids, own) for g, ids, own in drawn]
             self.recorded.hold_logps(
-                [s for g in fresh for s in g.samples],
+                [s for *_, own in drawn for s in own],
                 self.crediting.logprobs.of(self.policy.model, items),
                 self.iteration,
             )
+        self._pay_as_then(groups)
+        self.recorded.compare(groups, self.version)
         return groups
+
+    def _pay_as_then(self, groups: list[Group]) -> None:
+        """Set the multipliers to those that recorded groups were paid by: dropped groups moved them too."""
+        for name in self.multipliers.bounds:
+            paid = {s.weights[name] for g in groups if g.fresh for s in g.samples if name in (s.weights or ())}
+            if paid:
+                self.multipliers.values[name] = min(paid)
+        self.rewards.multipliers = dict(self.multipliers.values)
 
     def _hold_constraints(self, samples) -> dict[str, float]:
         """Move the multipliers by the means over all that was sampled, dropped groups too, for the batches that are
@@ -523,6 +534,11 @@ class Rollouts:
         """Begin to sample the next iteration's groups from the weights as they are now, where there is a next
         iteration.
         """
+        if self.recorded is not None and self.config.async_rollouts and self.row.read_baseline == "greedy":
+            coming = self.recorded.coming(self.iteration + 1)
+            self._pay_as_then(coming)
+            self.rewards.step = self.version + self.steps_per_batch
+            self.recorded.compare(coming, self.version)
         if self.ahead is None or self.version + self.steps_per_batch >= self.total_steps:
             return
         wanted, iteration, version = self.config.prompts_per_step, self.iteration + 1, self.version
@@ -550,7 +566,8 @@ class Rollouts:
         """
         if self.row.read_baseline in ("table", "v_star") and not self.crediting.table:
             self._measure_baselines()
-        if self.order.wants_counts and self.recorded is None:
+        # recorded prompts are chosen already; a critic's warm-up chooses its own
+        if self.order.wants_counts and (self.recorded is None or not self.warmed):
             prompts = self.order.prompts
             if self.stage.has("prompt_stats"):
                 counts = counts_of(prompts, self.stage.dataset("prompt_stats").iter_rows())
@@ -564,7 +581,7 @@ class Rollouts:
                     " scored to have a pass rate, and are left out.",
                 )
             kept = self.order.start_from(counts)
-            if self.config.difficulty_band:
+            if self.config.difficulty_band and self.recorded is None:
                 self.records.pass_rates(prompts, counts, kept)
                 self.stage.log(
                     f"{len(self.order.prompts)} of {len(prompts)} prompts have a pass rate in"

@@ -57,7 +57,7 @@ def rl(tiny, data, spec):
             name,
         )
         for key, path in inputs.items():
-            kind = "dataset" if key in ("ptx", "stored", "recorded", "baselines", "sft") else "model"
+            kind = "dataset" if key in ("data", "ptx", "stored", "recorded", "baselines", "sft") else "model"
             out["inputs"][key] = {"kind": kind, "path": path, "ref": key, "digest": f"digest-{path}"}
         return out
 
