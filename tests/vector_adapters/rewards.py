@@ -43,9 +43,15 @@ def formats(inputs, params):
     }
 
 
+def summed(**columns):
+    """The reward of each row whose components are known, all of weight 1."""
+    known = build_rewards([RewardComponent(name=name, kind="length") for name in columns], {})
+    return [known.total_of(dict(zip(columns, row))).total for row in zip(*columns.values())]
+
+
 def overlong(inputs, params):
     rewards = [soft_overlong(n, params["L_max"], params["L_cache"]) for n in inputs["lengths"]]
-    return {"reward": rewards, "total": [a + r for a, r in zip(inputs.get("accuracy", []), rewards)]}
+    return {"reward": rewards, "total": summed(accuracy=inputs.get("accuracy", []), length=rewards)}
 
 
 def truncation(inputs, params):
@@ -58,7 +64,8 @@ def truncation(inputs, params):
             {"prompt_row": {}, "completion_text": "", "completion_ids": [], "finish_reason": "eos" if e else "length"}
             for e in ended
         ]
-        return {"reward": [s + r.total for s, r in zip(scores, build_rewards([component], {}).score(rows))]}
+        penalties = [r.total for r in build_rewards([component], {}).score(rows)]
+        return {"reward": summed(score=scores.tolist(), eos=penalties)}
     rewards, _, _ = apply_truncation(scores, ended, policy, params["missing_eos_penalty"])
     return {"reward": np.asarray(rewards).tolist(), "truncated_fraction": 1 - sum(ended) / len(ended)}
 
