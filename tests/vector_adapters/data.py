@@ -410,21 +410,21 @@ def _coverage(inputs, params):
     for item in (index, strict):
         item.tokens = list  # the vector gives tokens
         item.add(evaluation)
-    removed, shared, covered = [], [], []
+    removed, shared, scores = [], [], []
     alone = [curation.DecontaminationIndex(n, "coverage", threshold) for _ in inputs["train"]]
     for one, row in zip(alone, inputs["train"]):
         one.tokens = list
         one.add(evaluation)
         one.check(row)
-        covered.append(float(one.best.get(0, 0)) * len(evaluation))
+        scores.append(one.report()["mean_coverage"])  # of one evaluation text
     for row in inputs["train"]:
         removed.append(index.check(row))
         shared.append(strict.check(row))
     report = index.report()
     return {
         "any_match": shared,
-        "covered_tokens": covered,
-        "score": [c / len(evaluation) for c in covered],
+        "covered_tokens": [score * len(evaluation) for score in scores],
+        "score": scores,
         "eval_contaminated": report["eval_rows_over_threshold"] > 0,
         "train_removed": removed,
     }
@@ -476,8 +476,13 @@ def _band(inputs, params):
 
 
 def _dynamic(inputs, params):
-    kept = [k for k, mixed in enumerate(estimators.informative_groups(inputs["correct_counts"], inputs["G"])) if mixed]
-    return {"kept_indices": kept, "filtered_fraction": 1 - len(kept) / len(inputs["correct_counts"])}
+    stream, mixed = list(enumerate(inputs["correct_counts"])), estimators.informative_groups
+    found = estimators.fill_informative(
+        lambda seen: stream[seen:] or None,
+        lambda group: None if mixed([group[1]], inputs["G"])[0] else "equal",
+        int(mixed(inputs["correct_counts"], inputs["G"]).sum()),
+    )
+    return {"kept_indices": [at for at, _ in found["kept"]], "filtered_fraction": found["filter_rate"]}
 
 
 def _prompt_stats(inputs, params):

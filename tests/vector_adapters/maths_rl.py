@@ -19,7 +19,7 @@ from stages.generation import Sample, geometric_mixture
 from stages.measures import sampling
 from stages.policy import credit, schedules, sequence_losses
 from stages.policy.trust_region import backtrack, conjugate_gradient, full_step, head_fisher
-from stages.rollouts.metrics import weight_metrics
+from stages.rollouts.metrics import off_policy_metrics, weight_metrics
 from tests import oracles, production
 from tests.production import rl_update, rows_of, step_mean, updated
 from tests.vector_adapters.maths_supervised import T, grads, ragged
@@ -1537,7 +1537,9 @@ def freshness(i, p):
 def stale_samples(i, p):
     late = schedules.staleness(i["policy_version_now"], i["sample_versions"])
     ok = schedules.freshness_guard(i["policy_version_now"], i["sample_versions"], p["max_staleness"])
-    return {"staleness": late, "dropped": [not k for k in ok], "mean_kept": np.mean([x for x, k in zip(late, ok) if k])}
+    kept = [version for version, fresh in zip(i["sample_versions"], ok) if fresh]
+    logged = off_policy_metrics(kept, i["policy_version_now"], None, None, None)
+    return {"staleness": late, "dropped": [not k for k in ok], "mean_kept": logged["staleness/mean"]}
 
 
 def allowed_presets(i, p):

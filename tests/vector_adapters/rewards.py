@@ -7,9 +7,11 @@ import json
 import numpy as np
 
 from stages.estimators import apply_truncation, group_advantage, moved_multiplier, normalized_sum
+from stages.generation import Sample
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
 from stages.reward.scorers import vote
+from stages.rollouts.metrics import rollout_metrics
 from stages.verification.constraints import check_constraint
 from stages.verification.equality import math_equal
 from stages.verification.extraction import (
@@ -67,7 +69,12 @@ def truncation(inputs, params):
         penalties = [r.total for r in build_rewards([component], {}).score(rows)]
         return {"reward": summed(score=scores.tolist(), eos=penalties)}
     rewards, _, _ = apply_truncation(scores, ended, policy, params["missing_eos_penalty"])
-    return {"reward": np.asarray(rewards).tolist(), "truncated_fraction": 1 - sum(ended) / len(ended)}
+    samples = [
+        Sample({}, [1], k, [2], [0.0], "eos" if e else "length", "x", total=float(r), parts={}, reasons={})
+        for k, (e, r) in enumerate(zip(ended, scores))
+    ]
+    logged = rollout_metrics(samples, np.asarray(rewards, float), np.arange(len(samples)))
+    return {"reward": np.asarray(rewards).tolist(), "truncated_fraction": logged["completions/clipped_ratio"]}
 
 
 def tulu(inputs, params):
@@ -326,9 +333,6 @@ def humaneval(inputs, params):
 
 def signals(inputs, params):
     """Shares of groups as an RL step logs them."""
-    from stages.generation import Sample
-    from stages.rollouts.metrics import rollout_metrics
-
     flat = [(k, reward) for k, group in enumerate(inputs["group_rewards"]) for reward in group]
     samples = [
         Sample({}, [1], k, [2], [0.0], "eos", "x", total=float(reward), parts={}, reasons={}, correct=reward == 1)
