@@ -20,6 +20,7 @@ from stages.measures import sampling
 from stages.policy import credit, schedules, sequence_losses
 from stages.policy.trust_region import backtrack, conjugate_gradient, full_step, head_fisher
 from stages.rollouts.metrics import off_policy_metrics, weight_metrics
+from stages.verification.rule_rewards import code_reward
 from tests import oracles, production
 from tests.production import rl_update, rows_of, step_mean, updated
 from tests.vector_adapters.maths_supervised import T, grads, ragged
@@ -243,7 +244,7 @@ def shares(sums, tokens: float):
     )
     low, high = share["clip_ratio/low_mean"], share["clip_ratio/high_mean"]
     return {
-        "clip_fraction": low + high + share.get("policy/clip_dual", 0.0),
+        "clip_fraction": share["clip_ratio/region_mean"] + share.get("policy/clip_dual", 0.0),
         "clip_fraction_low": low,
         "clip_fraction_high": high,
         "outside_range_fraction": share.get("policy/outside_range"),
@@ -1156,7 +1157,7 @@ def dynamic(i, p):
 
 
 def plus_advantage(i, p):
-    r = [float(all(t) and ok) for t, ok in zip(i["tests_passed"], i["parsable"])]
+    r = [code_reward(sum(t), len(t), well_formatted=bool(ok)) for t, ok in zip(i["tests_passed"], i["parsable"])]
     ids = ["q"] * len(r)
     return {
         "rewards": r,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from stages import estimators, in_context, losses, merge, rejection, selection
-from stages.batching import collate, make_item
+from stages.batching import collate, filled, make_item
 from stages.chat import RenderError
 from stages.direct import direct_losses as direct
 from stages.ingestion import curation, pairing
@@ -164,12 +164,13 @@ def template_errors(i, p):
 def pack(i, p):
     lengths = i["lengths"]
     bins = selection.pack_best_fit(lengths, p["capacity"])
-    rows = [collate([make_item(str(r), [], [[0] * lengths[r]], [[0] * lengths[r]]) for r in b]) for b in bins]
+    groups = [[make_item(str(r), [], [[0] * lengths[r]], [[0] * lengths[r]]) for r in b] for b in bins]
+    rows = [collate(group) for group in groups]
     return {
         "bins": bins,
         "position_ids": [row.positions_U for row in rows],
         "cu_seqlens": [[0, *np.cumsum([lengths[r] for r in b]).tolist()] for b in bins],
-        "fill": sum(lengths) / (len(bins) * p["capacity"]),
+        "fill": filled(groups, p["capacity"]),
     }
 
 

@@ -45,9 +45,15 @@ def formats(inputs, params):
     }
 
 
-def summed(**columns):
-    """The reward of each row whose components are known, all of weight 1."""
-    known = build_rewards([RewardComponent(name=name, kind="length") for name in columns], {})
+def summed(weights=None, **columns):
+    """The reward of each row whose components are known, by default all of weight 1."""
+    known = build_rewards(
+        [
+            RewardComponent(name=name, kind="length", weight=weight)
+            for name, weight in zip(columns, weights or [1.0] * len(columns))
+        ],
+        {},
+    )
     return [known.total_of(dict(zip(columns, row))).total for row in zip(*columns.values())]
 
 
@@ -104,7 +110,7 @@ def composite(inputs, params):
 
 def normalise_order(inputs, params):
     parts, weights, one = [inputs["accuracy"], inputs["format"]], params["weights"], [0] * len(inputs["accuracy"])
-    total = [sum(w * part[i] for w, part in zip(weights, parts)) for i in range(len(one))]
+    total = summed(weights, accuracy=parts[0], format=parts[1])
     return {
         "sum_then_normalize": group_advantage(total, one, "mean_std", params["ddof"], 0.0)[0].tolist(),
         "normalize_then_sum": (
