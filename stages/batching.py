@@ -267,6 +267,14 @@ def plan(items: Sequence[Item], max_tokens: int, packing: str = "sorted", cost: 
     return groups
 
 
+def filled(groups: Sequence[Sequence[Item]], max_tokens: int) -> float:
+    """How full micro-batches are: their real tokens over the room that they have, ``max_tokens`` each, or its own size
+    where an item is longer (``sft.pack``).
+    """
+    sizes = [sum(map(size, group)) for group in groups]
+    return sum(sizes) / max(sum(max(one, max_tokens) for one in sizes), 1)
+
+
 def collate(items: list[Item], device: str = "cpu") -> Batch:
     """Tensors of one micro-batch; see the module's legend."""
     n_seqs = sum(len(i.responses) for i in items)

@@ -434,7 +434,8 @@ def truncated_importance_weights(
     """Detached weights pi_old(trainer)/mu(engine): [B, T] for token modes, [B, 1] for sequence modes (TIS). Outside of
     [clip_min, clip_max] they are cut to it (truncate) or 0 (mask)."""
     _choice("mode", mode, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"))
-    log_ratio, _ = log_ratios(old_logps_BT.detach(), rollout_logps_BT.detach(), mask_BT)
+    held = LOG_RATIO_CLAMP if mode.startswith("token") else math.inf  # of a sequence it is the sum that is clamped
+    log_ratio, _ = log_ratios(old_logps_BT.detach(), rollout_logps_BT.detach(), mask_BT, log_ratio_clamp=held)
     ratio = torch.exp(
         log_ratio
         if mode.startswith("token")
@@ -476,7 +477,8 @@ def rejected_tokens(
     _choice("rejection", level, REJECTION_LEVELS)
     _choice("rejection_statistic", statistic, REJECTION_STATISTICS)
     mask = mask_BT.bool()
-    d, _ = log_ratios(old_logps_BT.detach(), rollout_logps_BT.detach(), mask)
+    held = math.inf if statistic == "ratio" else LOG_RATIO_CLAMP  # which is clamped once it is of the level
+    d, _ = log_ratios(old_logps_BT.detach(), rollout_logps_BT.detach(), mask, log_ratio_clamp=held)
     if statistic == "ratio":
         values = d
     elif statistic == "k2":

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from stages.batching import Batch, Item, collate, cut, plan, size
+from stages.batching import Batch, Item, collate, cut, filled, plan, size
 from stages.models import balance, dropout, lean, optimizers, sharding
 from stages.models.modeling import head_of, hidden_states, tokens_together
 from stages.models.tensor_files import TensorFiles, writer_of
@@ -183,6 +183,7 @@ class Trainer:
         self.model, self.objective, self.config = model, objective, config
         self.total_steps, self.device = total_steps, device
         self.step_index = self.skipped = 0
+        self.fill = 0.0  # of the newest step's micro-batches
         self.best: dict[str, Any] = {}
         self.ranks = ranks.connect(device)
         # Responses of a tree share their prompt's last position, so its gradient is a sum over them; by default torch
@@ -285,6 +286,7 @@ class Trainer:
                 "empty_step": 1.0,
             }
         groups = self._micro_batches(forwarded)
+        self.fill = filled([group for group, counted in groups if counted], self.config.micro_batch_tokens)
         self._count_loads(groups)
         found = []
         for group, counted in groups:
@@ -591,7 +593,8 @@ def fit(
         or not.
 
     ``tokens_per_second`` (a ``perf`` number, not an output) counts the real tokens of the rows, prompt and completion,
-    over whole steps after the first, as ``steps_per_second`` does.
+    over whole steps after the first, as ``steps_per_second`` does; ``packing_fill`` is how full this step's
+    micro-batches were (:func:`stages.batching.filled`).
     """
     check_selection(trainer.config, evaluate is not None)
     if eval_every and evaluate is None:
@@ -660,6 +663,7 @@ def fit(
                     "tokens_per_second": tokens / seconds,
                     "steps_per_second": (step - first - 1) / seconds,
                     "step_time": elapsed,
+                    **({"packing_fill": trainer.fill} if trainer.fill else {}),
                 },
             )
         # Ranks must agree on when to save, and their clocks do not.

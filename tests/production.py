@@ -12,11 +12,12 @@ from stages.algorithms import rl_preset
 from stages.batching import collate, make_item
 from stages.chat import Renderer
 from stages.direct import direct_alignment
+from stages.ingestion import pairing
 from stages.models import divergence, modeling
 from stages.models.modeling import Head, move_towards, token_logps
 from stages.policy import critics, policy_update
 from stages.policy.policy_update import PolicyGradient
-from stages.reward_models import reward_heads
+from stages.reward_models import reward_heads, reward_losses
 from stages.rl import Config
 from stages.training import Sums, Trainer
 
@@ -191,6 +192,15 @@ def rows_of(mask, prompts=None, **columns):
     return items, [k for of in groups for k in of]
 
 
+def logged(sums: Sums, counts: dict[str, float]) -> dict[str, float]:
+    """What a step of this one micro-batch logs: every term of its loss, where there are several, and every metric
+    (:class:`stages.training.Trainer`).
+    """
+    totals: dict[str, float] = {}
+    Trainer._add(totals, [sums], counts)
+    return totals
+
+
 def step_mean(
     loss,
     mask,
@@ -213,10 +223,25 @@ def step_mean(
     )
 
 
+def sequence_sums(values, mask) -> list:
+    """Of a token quantity [B, T], what the loss of each row alone sums it to (``seq-mean-token-sum``)."""
+    return [step_mean(values[[k]], mask[[k]], "seq-mean-token-sum") for k in range(len(mask))]
+
+
+def rl_logged(row, config: dict, items, logps_N, **more) -> dict[str, float]:
+    """What a step of :func:`rl_update` logs."""
+    sums, _, counts = _rl_update(row, config, items, logps_N, **more)
+    return logged(sums, counts)
+
+
 def rl_update(row, config: dict, items, logps_N, entropy_N=None, values_N=None, kl_N=None):
     """(sums, loss) of an RL update; log-probs, entropies, values and exact KLs of the trained tokens are given in place
     of a network's.
     """
+    return _rl_update(row, config, items, logps_N, entropy_N, values_N, kl_N)[:2]
+
+
+def _rl_update(row, config, items, logps_N, entropy_N=None, values_N=None, kl_N=None):
     hidden = torch.zeros_like(logps_N) if values_N is None else values_N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_update, "hidden_states", lambda model, batch, at: hidden[:, None])
@@ -230,7 +255,8 @@ def rl_update(row, config: dict, items, logps_N, entropy_N=None, values_N=None, 
             value_head=None if values_N is None else torch.nn.Identity(),
         )
         sums = objective(None, collate(items))
-    return sums, sums.divided(objective.counts(items))
+    counts = objective.counts(items)
+    return sums, sums.divided(counts), counts
 
 
 def updated(row, logps, old, mask, prompts=None, config=(), kl=None, **columns):
@@ -286,10 +312,20 @@ def expected_gradient(logits, advantages):
     return torch.softmax(logits.detach(), -1) @ sampled_gradients(logits, advantages)
 
 
-def aligned(config, responses, **extra):
+def aligned(config, responses, of_the_step=(), **extra):
     """(sums, loss) of a step of direct alignment on items of responses, each given as its token log-probs; ``extra`` by
-    item.
+    item, ``of_the_step`` the numbers that its preparation finds (KTO's ``z0``).
     """
+    return _aligned(config, responses, of_the_step, **extra)[:2]
+
+
+def aligned_step(config, responses, **extra) -> dict[str, float]:
+    """What such a step logs."""
+    sums, _, counts = _aligned(config, responses, **extra)
+    return logged(sums, counts)
+
+
+def _aligned(config, responses, of_the_step=(), **extra):
     items = [
         make_item(
             str(k),
@@ -307,8 +343,10 @@ def aligned(config, responses, **extra):
         patch.setattr(direct_alignment, "head_of", lambda model: None)
         patch.setattr(direct_alignment, "token_logps", lambda *given: (logps, None))
         objective = direct_alignment.DirectAlignment(config)
+        vars(objective).update(of_the_step)
         sums = objective(None, collate(items))
-    return sums, sums.divided(objective.counts(items))
+    counts = objective.counts(items)
+    return sums, sums.divided(counts), counts
 
 
 def distilled(student, teacher, config: dict, targets=None):
@@ -339,6 +377,37 @@ def response_logps(objective, logps, mask):
     return torch.stack(response_values(objective, logps, masks)), direct_alignment.target_lengths(
         collate(items), logps
     )[:, 0]
+
+
+# --- reward models ---------------------------------------------------------------------------------------------
+
+
+def ranked(groups, weigh):
+    """The step's loss over rankings, each given as its scores, best first; ``weigh(pairs)`` is what each pair of a
+    ranking weighs (rm.kwise_pairs).
+    """
+    pairs = [pairing.ranking_pairs(list(range(len(scores)))) for scores in groups]
+    items = [
+        make_item(
+            "row",
+            [0],
+            [[1]] * len(scores),
+            [[1]] * len(scores),
+            pairs=of,
+            pair_weight=weigh(of),
+            ended=[True] * len(scores),
+        )
+        for scores, of in zip(groups, pairs)
+    ]
+    scores_SC = torch.tensor([[score] for scores in groups for score in scores], dtype=torch.float64)
+    return reward_losses.kwise_pairs(scores_SC, collate(items), None).divided(
+        {"weight": sum(weigh(of) * len(of) for of in pairs)}
+    )
+
+
+def targets_of(items) -> list:
+    """What the items of a reward model are trained towards."""
+    return [item.extra["targets"] for item in items]
 
 
 # --- reward heads -----------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import json
 import math
 import pkgutil
 import sys
+from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -35,6 +36,8 @@ from pathlib import Path
 DATA = Path(__file__).parent / "vectors_data"
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ("stages", "tasks", "flows", "storage")
+#: Of tests/production.py: what they return is what the project left in the object that it was given.
+READ_BACK = tuple(f"tests.production:{name}" for name in ("Weights.numbers", "averaged", "logged", "targets_of"))
 SPECIAL = {"nan": math.nan, "inf": math.inf, "infinity": math.inf, "-inf": -math.inf, "-infinity": -math.inf}
 
 
@@ -205,22 +208,53 @@ def candidates(name, vector, named, by_method):
 
 
 def called(code) -> str | None:
-    """ "module:qualified name" of a function of the project or of tests/oracles.py, else None."""
+    """ "module:qualified name" of a function of the project, of tests/oracles.py or of READ_BACK, else None."""
     path = Path(code.co_filename).resolve()
     if not path.is_relative_to(ROOT):
         return None
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return f"{'.'.join(parts)}:{code.co_qualname}" if parts[0] in PROJECT or parts == ("tests", "oracles") else None
+    name = f"{'.'.join(parts)}:{code.co_qualname}"
+    return name if parts[0] in PROJECT or parts == ("tests", "oracles") or name in READ_BACK else None
+
+
+def numbers_in(value, depth: int = 4):
+    """The numbers of what a function returned: of tensors and arrays that are no table of a real model's, of
+    containers and of the fields of objects.
+    """
+    if isinstance(value, (bool, str, bytes)) or value is None:
+        return
+    if isinstance(value, (int, float)):
+        yield float(value)
+    elif hasattr(value, "numel") and hasattr(value, "layout"):
+        if value.numel() <= 4096 and str(value.layout) == "torch.strided" and not (value.is_meta or value.is_complex()):
+            yield from value.detach().double().flatten().tolist()
+    elif hasattr(value, "dtype") and hasattr(value, "ravel"):
+        if value.size <= 4096 and value.dtype.kind in "fiuO":
+            yield from (float(one) for one in value.ravel().tolist() if isinstance(one, (int, float)))
+    elif depth and isinstance(value, Mapping):
+        yield from numbers_in(list(value.values()), depth)
+    elif depth and isinstance(value, (list, tuple, set, frozenset)):
+        for one in list(value)[:4096]:
+            yield from numbers_in(one, depth - 1)
+    elif depth and type(value).__module__.partition(".")[0] in PROJECT:
+        yield from numbers_in(list(getattr(value, "__dict__", {}).values()), depth - 1)
 
 
 @contextmanager
-def recorded():
-    """The set of functions that run inside the block, as :func:`called` names them."""
+def recorded(numbers: set[float] | None = None):
+    """The set of functions that run inside the block, as :func:`called` names them; ``numbers`` gets what those of the
+    project returned.
+    """
     names: dict = {}
 
     def note(frame, event, argument):
-        if event == "call" and frame.f_code not in names:
-            names[frame.f_code] = called(frame.f_code)
+        code = frame.f_code
+        if event == "call" and code not in names:
+            names[code] = called(code)
+        elif event == "return" and numbers is not None:
+            name = names.get(code)
+            if name and (name in READ_BACK or not name.startswith("tests.")):
+                numbers.update(numbers_in(argument))
 
     reached: set[str] = set()
     before = sys.getprofile()
@@ -259,16 +293,49 @@ def run_vector(name, vector, named, by_method) -> tuple[str, str]:
     return ("failed", first) if first else ("unmapped", "")
 
 
-def run_file(path, named, by_method, show_unmapped: bool = False, reached=None) -> dict[str, list[str]]:
+def not_returned(vector, numbers: set[float]) -> list[str]:
+    """Paths of the expected numbers of a vector that no function of the project returned, nor their negatives: what an
+    adapter computed itself.
+
+    Left aside are gradients, which autograd takes of what was returned, integers, which count or name something, 0, 1
+    and 1/2, and what the vector itself gives.
+    """
+    given = set(numbers_in([decode(vector.get(part, {})) for part in ("inputs", "params")], 9))
+    known = sorted({abs(x) for x in numbers | given if math.isfinite(x)})
+    tolerance, found = float(vector.get("tolerance", 0)), {}
+
+    def look(value, path):
+        if isinstance(value, dict):
+            for key, one in value.items():
+                if not (is_trap(key) or "grad" in key or key.startswith("d_")):
+                    look(one, f"{path}.{key}" if path else key)
+        elif isinstance(value, list):
+            for one in value:
+                look(one, path)
+        elif isinstance(value, float) and math.isfinite(value) and abs(value) not in (0.0, 0.5, 1.0):
+            room = max(tolerance, 1e-9) * max(1.0, abs(value))
+            at = bisect_left(known, abs(value) - room)
+            if at == len(known) or known[at] > abs(value) + room:
+                found[path] = True
+
+    look(decode(vector["expected"]), "")
+    return list(found)
+
+
+def run_file(path, named, by_method, show_unmapped: bool = False, reached=None, returned=None) -> dict[str, list[str]]:
     """Results of one file: status -> names; prints one line per failing or skipped vector. ``reached`` gets the
-    functions that each vector ran.
+    functions that each vector ran, ``returned`` the numbers that they returned where it expects some.
     """
     out: dict[str, list[str]] = {"passed": [], "failed": [], "unmapped": [], "skipped": []}
     for name, vector in read_vectors(path).items():
-        with nullcontext(set()) if reached is None else recorded() as found:
+        wanted = returned is not None and not_returned(vector, set())  # recording takes time
+        numbers: set[float] | None = set() if wanted else None
+        with nullcontext(set()) if reached is None else recorded(numbers) as found:
             status, detail = run_vector(name, vector, named, by_method)
         if reached is not None:
             reached[name] = found
+        if wanted:
+            returned[name] = numbers
         out[status].append(name)
         if status in ("failed", "skipped") or (status == "unmapped" and show_unmapped):
             print(f"{status} {name} ({vector.get('method')}){': ' + detail if detail else ''}")

@@ -76,11 +76,16 @@ def apo_down_loss(pc, pr, rc, rr, *, beta: float = 0.1):
     return torch.sigmoid(beta * h_w) + 1 - torch.sigmoid(beta * (h_w - h_l))
 
 
+def discopop_gate(u, discopop_tau: float = 0.05):
+    """Share g = sigma(u / tau) of the exponential loss (da.discopop)."""
+    return torch.sigmoid(u / discopop_tau)
+
+
 def discopop_loss(pc, pr, rc, rr, *, beta: float = 0.05, discopop_tau: float = 0.05):
     """(1-g) logistic + g exponential with gate g = sigma(u / tau), not detached (da.discopop)."""
     h_w, h_l = _h(pc, pr, rc, rr)
     u = beta * (h_w - h_l)
-    gate = torch.sigmoid(u / discopop_tau)
+    gate = discopop_gate(u, discopop_tau)
     return (1 - gate) * F.softplus(-u) + gate * torch.exp((-u).clamp(max=80.0))
 
 

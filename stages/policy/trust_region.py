@@ -66,6 +66,13 @@ def conjugate_gradient(
     return x, rr
 
 
+def full_step(x: torch.Tensor, curvature: float, max_kl: float) -> torch.Tensor:
+    """The multiple of the direction ``x`` whose KL is ``max_kl`` to second order: sqrt(2 max_kl / x'Hx) x, ``curvature``
+    = x'Hx (TRPO).
+    """
+    return math.sqrt(2 * max_kl / curvature) * x
+
+
 def backtrack(try_step, max_kl: float, coefficient: float, tries: int):
     """First fraction ``coefficient^j`` whose (kl, gain) = try_step(fraction) has kl <= max_kl and gain > 0, as
     (fraction, kl, gain); None when no fraction does."""
@@ -143,7 +150,7 @@ class TrustRegionTrainer(Trainer):
         found = {"trpo/cg_residual": residual, "trpo/failed_line_search": 1.0}
         if not (math.isfinite(curvature) and curvature > 0):
             return found
-        step = math.sqrt(2 * config.max_kl / curvature) * x
+        step = full_step(x, curvature, config.max_kl)
         start = flat([p.detach() for p in parameters], parameters)
 
         def try_step(fraction):

@@ -531,3 +531,19 @@ def test_the_log_ratio_of_a_kl_estimator_is_clamped_in_loss_and_reward(kind):
     assert gradient[0, 0] == gradient[0, -1] == 0.0
     assert kl_estimates(d.numpy(), kind)[0].tolist() == pytest.approx(expected[0].tolist(), rel=1e-12)
     assert kl_estimates(d.numpy(), "k1").tolist() == d.tolist()
+
+
+def test_the_weight_of_a_sequence_clamps_the_sum_of_its_log_ratios():
+    """Not each token's: one that is far off beside others that are far off the other way is no longer 20 nats (1.2 of
+    methods/rl.md)."""
+    old, mu = torch.tensor([[-1.0, -16.0]], dtype=F64), torch.tensor([[-31.0, -1.0]], dtype=F64)
+    mask = torch.ones(1, 2)
+    of_all = losses.truncated_importance_weights(old, mu, mask, "sequence_truncate", math.inf)
+    assert torch.allclose(of_all.log(), torch.tensor([[15.0]], dtype=F64))
+    beyond = losses.truncated_importance_weights(old + 10, mu, mask, "sequence_truncate", math.inf)
+    assert torch.allclose(beyond.log(), torch.tensor([[20.0]], dtype=F64))
+    tokens = losses.truncated_importance_weights(old, mu, mask, "token_truncate", math.inf)
+    assert torch.allclose(tokens.log(), torch.tensor([[20.0, -15.0]], dtype=F64))
+    for level, log_ratio in (("sequence_sum", 15.0), ("sequence_mean", 7.5), ("sequence_max", 20.0)):
+        for high, out in ((math.exp(log_ratio) * 1.01, False), (math.exp(log_ratio) * 0.99, True)):
+            assert losses.rejected_tokens(old, mu, mask, level, "ratio", 0.0, high).all() == out, level

@@ -68,21 +68,22 @@ def adapters():
 
 @pytest.fixture(scope="module")
 def runs(adapters):
-    """Of a file: (results, functions that each of its vectors ran, what was printed), computed once."""
+    """Of a file: (results, functions that each of its vectors ran, what was printed, numbers that these functions
+    returned), computed once."""
 
     @functools.cache
     def run(path):
-        reached, printed = {}, io.StringIO()
+        reached, returned, printed = {}, {}, io.StringIO()
         with contextlib.redirect_stdout(printed):
-            results = vectors.run_file(path, *adapters, reached=reached)
-        return results, reached, printed.getvalue()
+            results = vectors.run_file(path, *adapters, reached=reached, returned=returned)
+        return results, reached, printed.getvalue(), returned
 
     return run
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_no_vector_fails(path, runs):
-    results, _, printed = runs(path)
+    results, _, printed, _ = runs(path)
     assert not results["failed"], printed
     assert results["passed"] and not results["unmapped"]
 
@@ -97,7 +98,7 @@ def test_vectors_run_the_functions_that_their_methods_are_said_to_live_in(runs):
 
     elsewhere, by_method = [], {}
     for path in FILES:
-        results, reached, _ = runs(path)
+        results, reached, _, _ = runs(path)
         for name, vector in vectors.read_vectors(path).items():
             found = by_method.setdefault(vector["method"], set())
             if name in results["skipped"]:
@@ -139,12 +140,58 @@ def gradients(expected) -> list[str]:
 def test_gradients_are_those_of_losses_that_stages_train_on(runs):
     without, found = [], 0
     for path in FILES:
-        _, reached, _ = runs(path)
+        _, reached, _, _ = runs(path)
         for name, vector in vectors.read_vectors(path).items():
             if gradients(vector["expected"]) and vector["method"] != "eval.over_optimisation":  # d_peak is a distance
                 found += 1
                 without += [name] * (not any(of.startswith(LOSSES) for of in reached[name]))
     assert found > 70 and without == []
+
+
+def test_expected_numbers_are_returned_by_the_project_or_are_listed_as_derived(runs):
+    """What an adapter computes itself would hold whatever the project computes: each such number is named in
+    tests/methods.yaml, and none that the project returns."""
+    table = yaml.safe_load((vectors.ROOT / "tests" / "methods.yaml").read_text(encoding="utf-8"))
+    found, listed, skipped = [], [], set()
+    for path in FILES:
+        results, _, _, returned = runs(path)
+        skipped |= set(results["skipped"])
+        for name, vector in vectors.read_vectors(path).items():
+            if name in returned and name not in skipped:
+                found += [f"{vector['method']} {name}: {at}" for at in vectors.not_returned(vector, returned[name])]
+    for method, row in table.items():
+        listed += [f"{method} {one}" for one in row.get("derived", ()) if one.partition(": ")[0] not in skipped]
+    assert sorted(found) == sorted(listed)
+
+
+def test_a_number_that_an_adapter_computes_is_found():
+    vector = {
+        "inputs": {"x": [2.0, 3.25]},
+        "params": {},
+        "expected": {
+            "own": {"sum": [5.25, 1.0]},
+            "returned": [-1.625, 7],
+            "given": 3.25,
+            "grad_x": 9.5,
+            "wrong_sum": 6.5,
+            "text": "a",
+        },
+        "tolerance": 1e-9,
+    }
+    assert vectors.not_returned(vector, {1.625}) == ["own.sum"]
+    assert vectors.not_returned(vector, {1.6}) == ["own.sum", "returned"]
+    assert vectors.not_returned(vector, {1.625, 5.25 + 1e-12}) == []
+
+
+def test_numbers_that_functions_return_are_recorded():
+    def inside():
+        losses.aggregate(torch.tensor([[2.5, 0.25]]), torch.ones(1, 2), "token-mean")
+        return 77.5
+
+    numbers = set()
+    with vectors.recorded(numbers):
+        inside()
+    assert {2.75, 2.0, 0.25} <= numbers and 77.5 not in numbers
 
 
 def test_functions_that_run_are_recorded_by_name():

@@ -16,6 +16,7 @@ from stages.batching import (
     choose_form,
     collate,
     cut,
+    filled,
     make_item,
     padded_size,
     parts_of,
@@ -616,3 +617,24 @@ def test_best_fit_makes_fewer_micro_batches_of_the_same_step(tiny):
     assert [[item.row_id for item in group] for group in plan(items, 59, "best_fit")[:4]] == [
         [f"row-{k}"] for k in (0, 2, 4, 6)
     ]
+
+
+def test_how_full_micro_batches_are_is_measured(tiny, data, spec):
+    items = [make_item(f"row-{n}", [], [[1] * n], [[1] * n]) for n in (60, 30, 60, 30, 10, 10)]
+    assert [filled(plan(items, 100, packing), 100) for packing in ("sorted", "best_fit")] == [200 / 300, 1.0]
+    # an item that is longer has the room that it takes
+    assert filled(plan(items, 50), 50) == 200 / (60 + 60 + 50 + 50) and filled([], 50) == 0.0
+    built = spec(
+        "sft",
+        {"batch_size": 4, "max_steps": 3, "max_tokens_per_micro_batch": 4096},
+        {"model": tiny["policy"], "data": data["demonstrations"]},
+        "filled",
+    )
+    seen = []
+
+    def note(event):
+        if event["event"] == "perf":
+            seen.append(event["metrics"]["packing_fill"])
+
+    execute(built, note)
+    assert len(seen) == 1 and 0 < seen[0] < 0.2  # four short rows

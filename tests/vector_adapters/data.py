@@ -8,21 +8,20 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 
 from stages import estimators, selection
-from stages.batching import collate, make_item
 from stages.ingest import Config
 from stages.ingestion import curation, fields, formats, pairing, rules
 from stages.label_steps import estimates
 from stages.policy import schedules
 from stages.reward_model import Config as RewardConfig
-from stages.reward_models import reward_data, reward_losses
+from stages.reward_models import reward_data
 from stages.reward_models.reward_data import step_items
 from stages.reward_models.reward_scorers import aggregate_steps
 from stages.rollouts.groups import GroupSampler
 from stages.rollouts.records import Records
 from storage import schema
+from tests.production import ranked
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
@@ -89,32 +88,12 @@ def _ranking_counts(inputs, params):
 
 
 def _ranking_weighting(inputs, params):
-    """The step's loss over rankings: every pair of a prompt weighs 1/pairs (per_prompt), or 1."""
-
-    def mean(groups, weigh):
-        pairs = [pairing.ranking_pairs(list(range(len(scores)))) for scores in groups]
-        items = [
-            make_item(
-                "row",
-                [0],
-                [[1]] * len(scores),
-                [[1]] * len(scores),
-                pairs=of,
-                pair_weight=weigh(of),
-                ended=[True] * len(scores),
-            )
-            for scores, of in zip(groups, pairs)
-        ]
-        scores_SC = torch.tensor([[score] for scores in groups for score in scores], dtype=torch.float64)
-        return reward_losses.kwise_pairs(scores_SC, collate(items), None).loss["ranking"][0] / sum(
-            weigh(of) * len(of) for of in pairs
-        )
-
+    """Every pair of a prompt weighs 1/pairs (per_prompt), or 1."""
     groups = inputs["scores_best_to_worst"]
     return {
-        "prompt_means": [mean([scores], lambda of: 1 / len(of)) for scores in groups],
-        "loss": mean(groups, lambda of: 1 / len(of)),
-        "pooled_WRONG": mean(groups, lambda of: 1.0),
+        "prompt_means": [ranked([scores], lambda of: 1 / len(of)) for scores in groups],
+        "loss": ranked(groups, lambda of: 1 / len(of)),
+        "pooled_WRONG": ranked(groups, lambda of: 1.0),
     }
 
 
@@ -431,21 +410,21 @@ def _coverage(inputs, params):
     for item in (index, strict):
         item.tokens = list  # the vector gives tokens
         item.add(evaluation)
-    removed, shared, covered = [], [], []
+    removed, shared, scores = [], [], []
     alone = [curation.DecontaminationIndex(n, "coverage", threshold) for _ in inputs["train"]]
     for one, row in zip(alone, inputs["train"]):
         one.tokens = list
         one.add(evaluation)
         one.check(row)
-        covered.append(float(one.best.get(0, 0)) * len(evaluation))
+        scores.append(one.report()["mean_coverage"])  # of one evaluation text
     for row in inputs["train"]:
         removed.append(index.check(row))
         shared.append(strict.check(row))
     report = index.report()
     return {
         "any_match": shared,
-        "covered_tokens": covered,
-        "score": [c / len(evaluation) for c in covered],
+        "covered_tokens": [score * len(evaluation) for score in scores],
+        "score": scores,
         "eval_contaminated": report["eval_rows_over_threshold"] > 0,
         "train_removed": removed,
     }
@@ -497,8 +476,13 @@ def _band(inputs, params):
 
 
 def _dynamic(inputs, params):
-    kept = [k for k, mixed in enumerate(estimators.informative_groups(inputs["correct_counts"], inputs["G"])) if mixed]
-    return {"kept_indices": kept, "filtered_fraction": 1 - len(kept) / len(inputs["correct_counts"])}
+    stream, mixed = list(enumerate(inputs["correct_counts"])), estimators.informative_groups
+    found = estimators.fill_informative(
+        lambda seen: stream[seen:] or None,
+        lambda group: None if mixed([group[1]], inputs["G"])[0] else "equal",
+        int(mixed(inputs["correct_counts"], inputs["G"]).sum()),
+    )
+    return {"kept_indices": [at for at, _ in found["kept"]], "filtered_fraction": found["filter_rate"]}
 
 
 def _prompt_stats(inputs, params):

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from stages import losses, selection
+from stages import align, losses, selection
 from stages.align import displaced
 from stages.batching import make_item
 from stages.decoding import likelihood
@@ -19,7 +19,7 @@ from stages.measures import overopt, preference, reward_model, sampling, statist
 from stages.models import modeling
 from stages.reward import debate
 from tests.evaluation.test_metrics import answers
-from tests.production import head
+from tests.production import aligned_step, head
 
 
 def _pass_at_k(inputs, params):
@@ -110,7 +110,11 @@ def _displacement(inputs, params):
     """Checkpoints as validation passes, measured from the first one."""
     chosen, rejected = (torch.tensor(inputs[side], dtype=torch.float64) for side in ("logp_chosen", "logp_rejected"))
     passes = [losses.displacement_metrics(w, l, chosen[0], rejected[0], beta=1.0) for w, l in zip(chosen, rejected)]
-    last, margin = passes[-1], [one["margin"] + chosen[0] - rejected[0] for one in passes]
+    last = passes[-1]
+    margin = [
+        aligned_step(align.Config(method="reference_free", beta=1.0), [[w[None], l[None]]])["rewards/margins"]
+        for w, l in zip(chosen, rejected)
+    ]
     history = [[float(one["chosen_shift"]), float(one["margin"])] for one in passes]
     return {
         "margin": margin,

@@ -149,10 +149,12 @@ ADAPTERS = {
     "grape_zero_confidence": one_rubric,
     "grape_special_case": one_rubric,
     "grape_reward_bound": lambda i, p: {
-        "max_reward": [float(grape.coefficients(w, i["category_confidence"])[0].sum()) for w in i["weights"]]
+        "max_reward": [
+            grape.rewards([[1.0] * len(w)], [i["category_confidence"]], ["c"], {"c": w})[0][0] for w in i["weights"]
+        ]
     },
     "grape_unbounded": lambda i, p: {
-        f"omega_{a}_{b}": float(grape.coefficients([a, b], i["phi_bar"])[0] @ np.asarray(i["tau"]))
+        f"omega_{a}_{b}": grape.rewards([i["tau"]], [i["phi_bar"]], ["c"], {"c": [a, b]})[0][0]
         for a, b in ((0.9, 0.1), (0.1, 0.9))
     },
     "grape_lemma_variance": lemma,

@@ -13,11 +13,15 @@ from stages.direct import direct_losses as direct
 from stages.direct.direct_alignment import DirectAlignment
 from stages.generation import geometric_mixture
 from tests import oracles, production
-from tests.production import response_logps
 from tests.vector_adapters.maths_supervised import T, grads
 
 SIDES = ("logp_chosen", "logp_rejected", "ref_logp_chosen", "ref_logp_rejected")
 ZERO = torch.zeros((), dtype=torch.float64)
+
+
+def dpo_step(pairs, ref, beta: float, method: str = "dpo") -> dict:
+    """What a step of align logs, of pairs whose responses are given as their token log-probs."""
+    return production.aligned_step(Config(method=method, beta=beta), pairs, ref=ref)
 
 
 def dpo_pair(i, p):
@@ -27,16 +31,17 @@ def dpo_pair(i, p):
     beta = p["beta"]
     loss = losses.dpo_loss(*values, beta=beta, label_smoothing=p.get("label_smoothing", 0.0))
     grads(loss.sum(), *values)
-    h = ((pc - rc) - (pr - rr)).detach()
-    u = beta * h
+    pair = [[pc.detach().reshape(1), pr.detach().reshape(1)]], [[rc.item(), rr.item()]]
+    step = dpo_step(*pair, beta)
+    assert math.isclose(step["gradient_weight"], float(-pc.grad / beta)) or p.get("label_smoothing")
     out = {
-        "h": h,
-        "u": u,
+        "h": dpo_step(*pair, 1.0)["rewards/margins"],
+        "u": step["rewards/margins"],
         "loss": loss,
         "loss_masked": loss,
         "grad_logp_chosen": pc.grad,
         "grad_logp_rejected": pr.grad,
-        "weight": -pc.grad / beta,
+        "weight": step["gradient_weight"],
         "reward_chosen": losses.implicit_rewards(pc, rc, beta).detach(),
         "reward_rejected": losses.implicit_rewards(pr, rr, beta).detach(),
     }
@@ -46,45 +51,55 @@ def dpo_pair(i, p):
     return out
 
 
-def token_batch(i, p, reduce="sum"):
-    sides, objective = {}, DirectAlignment(Config(method="dpo", beta=p["beta"]))
-    for side in ("chosen", "rejected"):
-        mask = torch.tensor(i["mask_" + side])
-        for who in ("policy", "ref"):
-            total, lengths = response_logps(objective, T(i[f"{who}_{side}"]), mask)
-            sides[who, side] = total if reduce == "sum" else total / lengths
-    four = [sides["policy", "chosen"], sides["policy", "rejected"], sides["ref", "chosen"], sides["ref", "rejected"]]
-    loss = losses.dpo_loss(*four, beta=p["beta"])
-    d = losses.displacement_metrics(*four, beta=p["beta"])
-    n = d["pairs"]
-    h = (four[0] - four[2]) - (four[1] - four[3])
+def token_batch(i, p, method="dpo"):
+    masks = [torch.tensor(i["mask_" + side]).bool() for side in ("chosen", "rejected")]
+    policy, ref = (
+        [[row[m] for row, m in zip(T(i[f"{who}_{side}"]), mask)] for side, mask in zip(("chosen", "rejected"), masks)]
+        for who in ("policy", "ref")
+    )
+    pairs = [list(pair) for pair in zip(*policy)]
+    objective = DirectAlignment(Config(method="dpo"))
+    of = [
+        [float(x) for x in production.response_values(objective, pair, [[1] * len(r) for r in pair])]
+        for pair in zip(*ref)
+    ]
+    step = dpo_step(pairs, of, p["beta"], method)
+    h = [dpo_step([pair], [r], 1.0, method)["rewards/margins"] for pair, r in zip(pairs, of)]
     return {
-        "seq_logp_chosen": four[0],
-        "seq_logp_rejected": four[1],
+        "seq_logp_chosen": [dpo_step([pair], [r], 1.0)["logps/chosen"] for pair, r in zip(pairs, of)],
+        "seq_logp_rejected": [dpo_step([pair], [r], 1.0)["logps/rejected"] for pair, r in zip(pairs, of)],
         "h": h if len(h) > 1 else h[0],
         "h_norm": h,
-        "loss": loss.mean(),
-        "accuracy": d["accuracy"] / n,
-        "chosen_shift": d["chosen_shift"] / n,
-        "rejected_shift": d["rejected_shift"] / n,
+        "loss": step["loss"],
+        "accuracy": step["rewards/accuracies"],
+        "chosen_shift": step["displacement/chosen_shift"],
+        "rejected_shift": step["displacement/rejected_shift"],
     }
 
 
 def displacement(i, p):
-    d = losses.displacement_metrics(*[T(i[k]) for k in SIDES], beta=p.get("beta", 0.1))
-    n = d["pairs"]
+    sides = [[[T([c]), T([r])] for c, r in zip(i[a], i[b])] for a, b in (SIDES[:2], SIDES[2:])]
+    step = dpo_step(sides[0], [[float(x) for x in pair] for pair in sides[1]], p.get("beta", 0.1))
     return {
-        "chosen_shift": d["chosen_shift"] / n,
-        "rejected_shift": d["rejected_shift"] / n,
-        "margin_mean": d["margin"] / n,
-        "displaced_fraction": d["displaced"] / n,
-        "both_fell_fraction": d["both_fell"] / n,
+        "chosen_shift": step["displacement/chosen_shift"],
+        "rejected_shift": step["displacement/rejected_shift"],
+        "margin_mean": step["rewards/margins"],
+        "displaced_fraction": step["displacement/displaced_fraction"],
+        "both_fell_fraction": step["displacement/both_fell_fraction"],
     }
 
 
 def on_u(u, **kw):
     """DPO as a function of u = beta h."""
     return losses.dpo_loss(u, ZERO, ZERO, ZERO, beta=1.0, **kw)
+
+
+def still_at(u, **kw):
+    """``u``, at which DPO moves nothing."""
+    leaf = torch.as_tensor(u, dtype=torch.float64).clone().requires_grad_()
+    (g,) = torch.autograd.grad(on_u(leaf, **kw).sum(), leaf)
+    assert g.abs().max() < 1e-12
+    return u
 
 
 def cdpo(i, p):
@@ -98,7 +113,7 @@ def cdpo(i, p):
         "robust": robust,
         "grad_u_cdpo": ga,
         "grad_u_robust": gb,
-        "cdpo_minimum_u": math.log((1 - eps) / eps),
+        "cdpo_minimum_u": still_at(math.log((1 - eps) / eps), label_smoothing=eps),
     }
 
 
@@ -106,12 +121,13 @@ def soft_dpo(i, p):
     u = T(i["u"], True)
     loss = on_u(u, label_prob=i["p"])
     (g,) = grads(loss, u)
-    return {"loss": loss, "grad_u": g, "minimum_u": torch.logit(T(i["p"]))}
+    return {"loss": loss, "grad_u": g, "minimum_u": still_at(torch.logit(T(i["p"])), label_prob=i["p"])}
 
 
 def reference_free(i, p):
-    c, r = T(i["logp_chosen"]), T(i["logp_rejected"])
-    return {"u": p["beta"] * (c - r), "loss": direct.reference_free_loss(c, r, beta=p["beta"])}
+    c, r = T([i["logp_chosen"]]), T([i["logp_rejected"]])
+    step = production.aligned_step(Config(method="reference_free", beta=p["beta"]), [[c, r]])
+    return {"u": step["rewards/margins"], "loss": step["loss"]}
 
 
 def ipo_pair(i, p):
@@ -244,17 +260,12 @@ def kto_cases(i, p):
 
 
 def kto_batch(i, p):
-    label, out, gradients = torch.tensor(i["label"]), [], []
+    out, gradients = [], []
+    config = Config(method="kto", beta=p["beta"], options={k: p[k] for k in ("desirable_weight", "undesirable_weight")})
     for z0 in i["z0"]:
         r = T(i["logratio"], True)
-        loss = direct.kto_loss(
-            r,
-            z0,
-            label,
-            beta=p["beta"],
-            desirable_weight=p["desirable_weight"],
-            undesirable_weight=p["undesirable_weight"],
-        ).mean()
+        rows = [[one[None]] for one in r]
+        _, loss = production.aligned(config, rows, {"z0": z0}, label=i["label"], ref=[[0.0]] * len(rows))
         gradients += grads(loss, r)
         out.append(loss.detach())
     return {"mean_loss_per_z0": out, "grad_logratio_z0_0": gradients[0]}
@@ -292,11 +303,16 @@ def orpo(i, p):
 
 def simpo(i, p):
     if "len_chosen" in i:
-        c, r = i["logp_chosen"] / i["len_chosen"], i["logp_rejected"] / i["len_rejected"]
+        pair = [T(i["logp_" + side]).expand(i["len_" + side]) / i["len_" + side] for side in ("chosen", "rejected")]
+
+        def step(method, **settings):
+            return production.aligned_step(Config(method=method, beta=1.0, **settings), [pair])["rewards/margins"]
+
+        config = Config(method="simpo", beta=p["beta"], options={"simpo_gamma": p["gamma"]})
         return {
-            "loss": direct.simpo_loss(T(c), T(r), beta=p["beta"], simpo_gamma=p["gamma"]),
-            "sum_margin": i["logp_chosen"] - i["logp_rejected"],
-            "mean_margin": c - r,
+            "loss": production.aligned(config, [pair])[1],
+            "sum_margin": step("reference_free"),
+            "mean_margin": step("simpo"),
         }
     c, r = T(i["mean_logp_chosen"]), T(i["mean_logp_rejected"])
     return {"loss": [direct.simpo_loss(c, r, beta=b, simpo_gamma=g) for b, g in p["beta_gamma"]]}
@@ -385,7 +401,7 @@ def discopop(i, p):
     beta, tau = p["beta"], p.get("discopop_tau", 0.05)
     return {
         "loss": direct.discopop_loss(rho, ZERO, ZERO, ZERO, beta=beta, discopop_tau=tau),
-        "gate": torch.sigmoid(beta * rho / tau),
+        "gate": direct.discopop_gate(beta * rho, tau),
         **direct.discovered_losses(rho, beta=beta),
         "squared_ipo_tau_0.1": direct.ipo_loss(rho, ZERO, ZERO, ZERO, beta=0.1),
     }
@@ -456,13 +472,14 @@ def aot(i, p):
     """The rows of one optimizer step, each matched with the response of equal rank."""
     chosen, rejected = T(i["logratio_chosen"]), T(i["logratio_rejected"])
     for_chosen, for_rejected = direct.aot_matches(chosen, rejected)
-    return {
-        "aot_unpaired": (
-            direct.aot_matched_loss(
-                chosen, rejected, ZERO, ZERO, beta=p["beta"], matched_rejected=for_chosen, matched_chosen=for_rejected
-            ).mean()
-        )
-    }
+    _, loss = production.aligned(
+        Config(method="aot_unpaired", beta=p["beta"]),
+        [[c[None], r[None]] for c, r in zip(chosen, rejected)],
+        ref=[[0.0, 0.0]] * len(chosen),
+        matched_rejected=for_chosen.tolist(),
+        matched_chosen=for_rejected.tolist(),
+    )
+    return {"aot_unpaired": loss}
 
 
 def rebel(i, p):
@@ -623,7 +640,7 @@ ADAPTERS = {
     },
     "da.dpo/token_batch": token_batch,
     "da.dpo/nan_padding": lambda i, p: token_batch(i, p),
-    "da.length_norm/token_batch": lambda i, p: token_batch(i, p, "mean"),
+    "da.length_norm/token_batch": lambda i, p: token_batch(i, p, "length_norm"),
     "da.dpo/extreme": lambda i, p: {"loss": on_u(T(i["u"]))},
     "da.dpo/deterministic_divergence": descend,
     "da.cdpo/eps": cdpo,

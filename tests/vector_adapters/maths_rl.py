@@ -18,11 +18,13 @@ from stages.batching import make_item
 from stages.generation import Sample, geometric_mixture
 from stages.measures import sampling
 from stages.policy import credit, schedules, sequence_losses
-from stages.policy.trust_region import backtrack, conjugate_gradient, head_fisher
-from stages.rollouts.metrics import weight_metrics
+from stages.policy.trust_region import backtrack, conjugate_gradient, full_step, head_fisher
+from stages.rollouts.metrics import off_policy_metrics, weight_metrics
+from stages.verification.rule_rewards import code_reward
 from tests import oracles, production
 from tests.production import rl_update, rows_of, step_mean, updated
 from tests.vector_adapters.maths_supervised import T, grads, ragged
+from tests.vector_adapters.rewards import summed
 
 MODES = losses.LOSS_AGG_MODES
 
@@ -174,7 +176,7 @@ def moving_average(i, p):
     b, used, after = estimators.MovingAverageBaseline(p["decay"]), [], []
     for mean in i["batch_mean_rewards"]:
         used.append(b.use([mean]))
-        after.append(b.value)
+        after.append(b.state_dict()["value"])
     return {"baseline_used": used, "baseline_after": after}
 
 
@@ -206,24 +208,43 @@ def reinforce(i, p):
 
 
 def process_reward(i, p):
-    mask = arr(i["mask"])
-    adjusted = estimators.shape_rewards(i["token_rewards"], i["kl_per_token"], mask, p["kl_coef"], "token_terminal")
-    values = np.where(mask > 0, arr(i["values"]), 0.0)
+    """Every token a step that is paid; a step's reward alone is what it is worth where nothing later counts."""
+    mask = arr(i["mask"]) > 0
+    values, paid = np.where(mask, arr(i["values"]), 0.0), np.where(mask, arr(i["token_rewards"]), 0.0)
+    ends = [np.flatnonzero(row).tolist() for row in mask]
+    ones = np.ones(len(mask), bool)
+    batch = credit.Batch(
+        paid.sum(1),
+        np.arange(len(mask)),
+        mask,
+        ones,
+        ones,
+        kl_BT=arr(i["kl_per_token"]),
+        values_BT=values,
+        turns=[(at, paid[k, at].tolist()) for k, at in enumerate(ends)],
+        steps_paid=True,
+    )
+
+    def assigned(gamma):
+        row = rl_preset("ppo", gamma=gamma, lam=1.0, whiten=False, kl_reward_mode="token_terminal")
+        return credit.assign(row, batch, p["kl_coef"])
+
+    found = assigned(p.get("gamma", 1.0))
     return {
-        "adjusted": adjusted,
-        "advantage_immediate": np.where(mask > 0, adjusted - values, 0.0),
-        "advantage_reward_to_go": np.where(
-            mask > 0, estimators.reward_to_go(adjusted, mask, p.get("gamma", 1.0)) - values, 0.0
-        ),
+        "adjusted": found.token_rewards_BT,
+        "advantage_immediate": assigned(0.0).advantages_BT,
+        "advantage_reward_to_go": found.advantages_BT,
     }
 
 
 def shares(sums, tokens: float):
     """What an update logs of its ratios, per trained token."""
-    share = {k: float(v) / max(tokens, 1.0) for k, (v, _) in sums.metrics.items()}
+    share = production.logged(
+        sums, dict.fromkeys({by for _, by in (*sums.loss.values(), *sums.metrics.values())}, tokens)
+    )
     low, high = share["clip_ratio/low_mean"], share["clip_ratio/high_mean"]
     return {
-        "clip_fraction": low + high + share.get("policy/clip_dual", 0.0),
+        "clip_fraction": share["clip_ratio/region_mean"] + share.get("policy/clip_dual", 0.0),
         "clip_fraction_low": low,
         "clip_fraction_high": high,
         "outside_range_fraction": share.get("policy/outside_range"),
@@ -232,7 +253,7 @@ def shares(sums, tokens: float):
         "approx_kl_k3": share["approx_kl/k3"],
         "ratio_mean": share["policy/ratio"],
         "log_ratio_clamped_fraction": share["policy/log_ratio_clamped"],
-        "ratio_max": float(sums.metrics["policy/ratio_max"][0]),
+        "ratio_max": share["policy/ratio_max"],
     }
 
 
@@ -419,11 +440,23 @@ def one_step(i, p):
 def rollout_loop(i, p):
     mask = M(i["mask"])
     kl = losses.kl_estimate(T(i["logp_old"]), T(i["logp_ref"]), "k1", mask)
-    reward = estimators.shape_rewards(i["score"], kl, i["mask"], p["kl_coef"], p["kl_reward_mode"])
-    values = np.where(mask.bool().numpy(), arr(i["values_old"]), 0.0)
-    raw = np.where(mask.bool().numpy(), reward[:, None] - values, 0.0)
-    adv = estimators.whiten(raw, i["mask"], p["adv_norm"]["ddof"], p["adv_norm"]["eps"])
-    picked = raw[mask.bool().numpy()]
+    on, n = mask.bool().numpy(), len(mask)
+    batch = credit.Batch(
+        arr(i["score"]),
+        np.arange(n),
+        on,
+        np.ones(n, bool),
+        np.ones(n, bool),
+        kl_BT=kl.numpy(),
+        values_BT=np.where(on, arr(i["values_old"]), 0.0),
+    )
+    assert p["adv_norm"]["eps"] == 1e-8  # that of credit.assign
+    found = credit.assign(
+        rl_preset("ppo_outcome", kl_reward_mode=p["kl_reward_mode"], adv_norm_ddof=p["adv_norm"]["ddof"], whiten=True),
+        batch,
+        p["kl_coef"],
+    )
+    reward, adv, picked = found.rewards_B, found.advantages_BT, found.raw_BT[on]
 
     def run(new, mode):
         logp = T(new, True)
@@ -450,7 +483,7 @@ def rollout_loop(i, p):
     )
     return {
         "kl_per_token": kl,
-        "kl_seq_mean": kl.sum(1) / mask.sum(1),
+        "kl_seq_mean": [step_mean(kl[[k]], mask[[k]], "token-mean") for k in range(len(mask))],
         "reward": reward,
         "advantage_mean": picked.mean(),
         "advantage_var": picked.var(),
@@ -620,10 +653,10 @@ def kl_sequence(i, p):
     k = {n: losses.kl_estimate(T(i["logp"]), T(i["logp_ref"]), n, mask) for n in ("k1", "k2", "k3")}
     return {
         "k1_tokens": k["k1"],
-        "k1_sum": k["k1"].sum(1),
-        "k1_mean": k["k1"].sum(1) / mask.sum(1),
-        "k2_sum": k["k2"].sum(1),
-        "k3_sum": k["k3"].sum(1),
+        "k1_sum": production.sequence_sums(k["k1"], mask),
+        "k1_mean": [step_mean(k["k1"][[n]], mask[[n]], "token-mean") for n in range(len(mask))],
+        "k2_sum": production.sequence_sums(k["k2"], mask),
+        "k3_sum": production.sequence_sums(k["k3"], mask),
     }
 
 
@@ -791,7 +824,7 @@ def trust_region(i, p):
         return fisher(v) + p["cg_damping"] * v
 
     x, _ = conjugate_gradient(damped, g, 10, 1e-30)
-    step, tried = torch.sqrt(2 * p["max_kl"] / (x @ damped(x))) * x, []
+    step, tried = full_step(x, float(x @ damped(x)), p["max_kl"]), []
 
     def try_step(fraction):
         new = logits + fraction * step
@@ -824,6 +857,14 @@ def trust_region(i, p):
     }
 
 
+def bonus(entropy_BT, mask, coef: float) -> float:
+    """The entropy term of an update of these tokens."""
+    zeros, n = torch.zeros(mask.shape).tolist(), int(mask.sum())
+    items, _ = rows_of(mask, advantages=zeros, old_logps=zeros)
+    row = rl_preset("grpo", aggregation="token-mean", kl_loss_coef=0.0)
+    return rl_update(row, {"entropy_coef": coef}, items, torch.zeros(n), entropy_BT[mask.bool()])[1]
+
+
 def entropy(i, p):
     c = p.get("entropy_coef", 0.0)
     if "entropy_per_token" in i:
@@ -832,14 +873,14 @@ def entropy(i, p):
         return {
             "token_mean": mean,
             "seq_mean_token_mean": step_mean(h, mask, "seq-mean-token-mean"),
-            "loss_term_token_mean": -c * mean,
+            "loss_term_token_mean": bonus(h, mask, c),
         }
     logits = T(i["pi"]).log().requires_grad_()
     h = production.entropy(logits)
     (g,) = grads(h, logits)
     return {
         "entropy": h,
-        "loss_term": -c * h,
+        "loss_term": bonus(h.detach()[None, None], torch.ones(1, 1, dtype=torch.int), c),
         "grad_logits_of_entropy": g,
         "uniform_entropy": production.entropy(torch.zeros_like(logits)),
     }
@@ -884,23 +925,21 @@ def ptx(i, p):
         else (T([[-i["ptx_nll"]]], True), torch.ones(1, 1, dtype=torch.int))
     )
 
-    def update(how):
+    def update(how, coef=p["ptx_coef"]):
         items = rows_of(torch.ones(1, 1), advantages=[-i["policy_loss"]], old_logps=[[0.0]])[0]
         items += [
             make_item(f"ptx {k}", [0], [[0] * mask.shape[1]], [row.tolist()], ptx=True) for k, row in enumerate(mask)
         ]
-        return rl_update(
-            rl_preset("grpo", aggregation="token-mean", kl_loss_coef=0.0, ptx_coef=p["ptx_coef"]),
+        return (
+            rl_preset("grpo", aggregation="token-mean", kl_loss_coef=0.0, ptx_coef=coef),
             {"ptx_agg": how},
             items,
             torch.cat([T([0.0]), logp[mask.bool()]]),
-        )[1]
+        )
 
-    loss = update("token-mean")
+    loss = rl_update(*update("token-mean"))[1]
     (g,) = grads(loss, logp)
-    nll = {
-        how: (update(how).detach() - i["policy_loss"]) / p["ptx_coef"] for how in ("token-mean", "seq-mean-token-sum")
-    }
+    nll = {how: production.rl_logged(*update(how, 1.0))["ptx_loss"] for how in ("token-mean", "seq-mean-token-sum")}
     return {
         "loss": loss,
         "ptx_nll_token_mean": nll["token-mean"],
@@ -1075,7 +1114,11 @@ def overlong_stats(i, p):
 def dapo_reward(i, p):
     correctness = np.where(np.asarray(i["correct"]) > 0, 1.0, -1.0)
     length = estimators.overlong_penalty(i["length"], p["max_completion_length"], p["soft_punish_cache"])
-    return {"correctness_reward": correctness, "length_reward": length, "reward": correctness + length}
+    return {
+        "correctness_reward": correctness,
+        "length_reward": length,
+        "reward": summed(correctness=correctness.tolist(), length=length.tolist()),
+    }
 
 
 def overlong(i, p):
@@ -1087,7 +1130,7 @@ def overlong(i, p):
 
 
 def filter_correctness(i, p):
-    reward = arr(i["correct"]) + arr(i["overlong_penalty"])
+    reward = summed(correctness=i["correct"], length=i["overlong_penalty"])
     adv, _ = estimators.group_advantage(reward, ["q"] * len(reward))
     return {
         "reward": reward,
@@ -1114,7 +1157,7 @@ def dynamic(i, p):
 
 
 def plus_advantage(i, p):
-    r = [float(all(t) and ok) for t, ok in zip(i["tests_passed"], i["parsable"])]
+    r = [code_reward(sum(t), len(t), well_formatted=bool(ok)) for t, ok in zip(i["tests_passed"], i["parsable"])]
     ids = ["q"] * len(r)
     return {
         "rewards": r,
@@ -1244,12 +1287,20 @@ def astar(i, p):
             "all_incorrect": [not any(r) for r in i["reference_rewards"]],
         }
     v = estimators.v_star(i["reference_rewards"], p["beta1"])
-    logp = T(i["logp_seq"], True)
-    each = sequence_losses.astar_loss(logp, T(i["logp_ref_seq"]), T(i["reward"]), T([v] * len(i["reward"])), p["beta2"])
-    residual = losses.implicit_rewards(logp.detach(), T(i["logp_ref_seq"]), p["beta2"]) - (T(i["reward"]) - v)
-    loss = each.mean()
+    n, logp, ref = len(i["reward"]), T(i["logp_seq"], True), T(i["logp_ref_seq"])
+    row = rl_preset("astar_po", options={"beta": p["beta2"]}, kl_reward_coef=0.0)
+    worth = credited(row, n, rewards=i["reward"], baseline=v)
+    _, loss = updated(
+        row,
+        logp[:, None],
+        ref[:, None],
+        torch.ones(n, 1, dtype=torch.int),
+        advantages=worth,
+        ref_logps=ref[:, None],
+    )
     (g,) = grads(loss, logp)
-    return {"v_star": v, "residual": residual, "loss": loss, "grad_logp_seq": g}
+    # of the square of what a sequence misses, over their number
+    return {"v_star": v, "residual": g * n / (2 * p["beta2"]), "loss": loss, "grad_logp_seq": g}
 
 
 def credited(preset, n: int, kl_coef: float = 0.0, **batch):
@@ -1333,10 +1384,25 @@ def agent(i, p):
     return {"turn_returns": turn, "advantages": adv, "loss": loss, "grad_logp": g}
 
 
+def of_pairs(preset, logp_P2, old_P2, p, rewards, ref_logps=None, **options):
+    """Loss of an update of a preset on pairs of responses of one token each."""
+    n = logp_P2.numel()
+    columns = {"rewards": rewards, "advantages": [0.0] * n, **({} if ref_logps is None else {"ref_logps": ref_logps})}
+    return updated(
+        rl_preset(preset, options=options, kl_reward_coef=0.0),
+        logp_P2.reshape(n, 1),
+        T(old_P2).reshape(n, 1),
+        torch.ones(n, 1, dtype=torch.int),
+        [k // 2 for k in range(n)],
+        **columns,
+    )[1]
+
+
 def p3o(i, p):
     def run(form, shift=0.0):
         logp = T(i["logp_seq"], True)
-        loss = sequence_losses.p3o_loss(logp, T(i["logp_old_seq"]), T(i["reward"]) + shift, p["epsilon"], form).mean()
+        rewards = (arr(i["reward"]) + shift).ravel().tolist()
+        loss = of_pairs("p3o", logp, i["logp_old_seq"], p, rewards=rewards, epsilon=p["epsilon"], form=form)
         (g,) = grads(loss, logp)
         return {"loss": loss.detach(), "grad_logp_seq": g}
 
@@ -1349,16 +1415,17 @@ def p3o(i, p):
 
 
 def copg(i, p):
-    logp = T(i["logp_seq"], True)
-    loss = sequence_losses.copg_loss(logp.unsqueeze(0), T([i["logp_ref_seq"]]), T([i["reward"]]), p["beta"])[0]
+    logp, ref = T(i["logp_seq"], True), [[x] for x in i["logp_ref_seq"]]
+    loss = of_pairs("copg", logp[None], [i["logp_ref_seq"]], p, rewards=i["reward"], ref_logps=ref, beta=p["beta"])
     (g,) = grads(loss, logp)
     return {"loss": loss, "grad_logp_seq": g, "residual": -g[0]}
 
 
 def mirror_descent(i, p):
     adv, _ = estimators.group_advantage(i["reward"], ["q"] * len(i["reward"]), "mean")
-    logp = T(i["logp_seq"], True)
-    loss = sequence_losses.mirror_descent_loss(logp, T(i["logp_iter_seq"]), T(adv.tolist()), p["tau"]).mean()
+    logp, ones = T(i["logp_seq"], True), torch.ones(len(adv), 1, dtype=torch.int)
+    row = rl_preset("mdpo", options={"tau": p["tau"]})
+    _, loss = updated(row, logp[:, None], T(i["logp_iter_seq"])[:, None], ones, advantages=adv)
     (g,) = grads(loss, logp)
     return {"advantages": adv, "loss": loss, "grad_logp_seq": g}
 
@@ -1471,7 +1538,9 @@ def freshness(i, p):
 def stale_samples(i, p):
     late = schedules.staleness(i["policy_version_now"], i["sample_versions"])
     ok = schedules.freshness_guard(i["policy_version_now"], i["sample_versions"], p["max_staleness"])
-    return {"staleness": late, "dropped": [not k for k in ok], "mean_kept": np.mean([x for x, k in zip(late, ok) if k])}
+    kept = [version for version, fresh in zip(i["sample_versions"], ok) if fresh]
+    logged = off_policy_metrics(kept, i["policy_version_now"], None, None, None)
+    return {"staleness": late, "dropped": [not k for k in ok], "mean_kept": logged["staleness/mean"]}
 
 
 def allowed_presets(i, p):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from stages import estimators, in_context, losses, merge, rejection, selection
-from stages.batching import collate, make_item
+from stages.batching import collate, filled, make_item
 from stages.chat import RenderError
 from stages.direct import direct_losses as direct
 from stages.ingestion import curation, pairing
@@ -26,7 +26,7 @@ from stages.reward.judging import both_orders
 from stages.reward_model import Config as RewardConfig
 from stages.reward_models import preference_module, reward_data, reward_losses
 from stages.reward_models.reward_heads import RewardCard, own_positions
-from stages.reward_models.reward_scorers import ComparingScorer, Response, drawn_by_text
+from stages.reward_models.reward_scorers import ComparingScorer, OutcomeScorer, Response, ScalarScorer, drawn_by_text
 from stages.select_checkpoint import choose
 from stages.settings import OptimizerConfig
 from stages.training import Sums, Trainer
@@ -164,17 +164,19 @@ def template_errors(i, p):
 def pack(i, p):
     lengths = i["lengths"]
     bins = selection.pack_best_fit(lengths, p["capacity"])
-    rows = [collate([make_item(str(r), [], [[0] * lengths[r]], [[0] * lengths[r]]) for r in b]) for b in bins]
+    groups = [[make_item(str(r), [], [[0] * lengths[r]], [[0] * lengths[r]]) for r in b] for b in bins]
+    rows = [collate(group) for group in groups]
     return {
         "bins": bins,
         "position_ids": [row.positions_U for row in rows],
         "cu_seqlens": [[0, *np.cumsum([lengths[r] for r in b]).tolist()] for b in bins],
-        "fill": sum(lengths) / (len(bins) * p["capacity"]),
+        "fill": filled(groups, p["capacity"]),
     }
 
 
 def unlikelihood(i, p):
-    return {"loss": direct.unlikelihood_loss(T(i["p_negative"]).log()).sum()}
+    loss = direct.unlikelihood_loss(T(i["p_negative"]).log())[None]
+    return {"loss": step_mean(loss, torch.ones_like(loss), "seq-mean-token-sum")}
 
 
 # --- distillation --------------------------------------------------------------------------------------
@@ -267,12 +269,21 @@ def rm_bt(i, p):
         label_smoothing=p.get("label_smoothing", 0.0),
     )
     gw, gl = grads(loss.sum(), w, l)
-    centred = "center_rewards_coefficient" in p
+    centred = {k: v for k, v in p.items() if k == "center_rewards_coefficient"}
+
+    def mean(**settings):
+        items = [
+            make_item(str(k), [0], [[0], [0]], [[1], [1]], weight=1.0, ended=[True, True]) for k in range(w.numel())
+        ]
+        scores = torch.stack([w.detach(), l.detach()], -1).reshape(-1, 1)
+        sums = reward_losses.bradley_terry(scores, collate(items), RewardConfig(objective="bt", **settings))
+        return sums.divided({"weight": float(len(items))})
+
     return {
         "prob": torch.exp(-bt),
-        "loss": loss.mean() if centred else loss,
+        "loss": mean(**centred) if centred else loss,
         "mean": loss.mean(),
-        "bt": bt.mean(),
+        "bt": mean(),
         "grad_r_chosen": gw,
         "grad_r_rejected": gl,
     }
@@ -315,8 +326,10 @@ def kwise(i, p):
     """One prompt (scores in rank order, or with ranks) or several named prompt_*_scores."""
     prompts = [v for k, v in sorted(i.items()) if k.startswith("prompt_")]
     if prompts:
-        parts = [losses.kwise_pairs_loss(T(s), pair_list(range(len(s)))) for s in prompts]
-        return {"per_prompt": torch.stack([x.mean() for x in parts]).mean(), "per_pair_pooled": torch.cat(parts).mean()}
+        return {
+            "per_prompt": production.ranked(prompts, lambda of: 1 / len(of)),
+            "per_pair_pooled": production.ranked(prompts, lambda of: 1.0),
+        }
     s = T(i.get("scores_best_to_worst", i.get("scores")), True)
     n, pairs = len(s), pair_list(i.get("ranks", range(len(s))))
     more = {"pairs": pairs, "pair_weight": 1 / len(pairs), "weight": 1.0, "ended": [True] * n}
@@ -329,7 +342,7 @@ def kwise(i, p):
         "pair_losses": losses.kwise_pairs_loss(s, pairs),
         "loss": loss,
         "grad_scores": g,
-        "accuracy": sums.metrics["accuracy"][0] / len(pairs),
+        "accuracy": production.logged(sums, {"weight": 1.0, "pairs": len(pairs), "responses": n})["accuracy"],
     }
 
 
@@ -407,10 +420,11 @@ def rm_orm_gain_bias(i, p):
         }
     )
     alone = Sums({"bce": (total, by)}).divided({"tokens": len(flat)})
+    scorer = type("Known", (OutcomeScorer,), {"load": lambda self: None})("", RewardCard("orm"))
     return {
         "token_mean_bce": alone,
         "joint_loss": mean.divided({"tokens": len(flat), "rows": 1.0}),
-        "score_last_token": torch.sigmoid(reward_losses._last_values(flat, batch)),
+        "score_last_token": [scorer._one(z[k][m.bool()][:, None].numpy()) for k, m in enumerate(mask)],
     }
 
 
@@ -453,11 +467,19 @@ def rm_pmp_control(i, p):
 
 def rm_bias_anchor(i, p):
     bias = estimators.calibration_bias(i["anchor_scores"])
-    return {
-        "bias": bias,
-        "calibrated": np.asarray(i["scores"]) + bias,
-        "anchor_mean_after": float(np.mean(np.asarray(i["anchor_scores"]) + bias)),
-    }
+
+    class Known(ScalarScorer):
+        """A model whose outputs are known."""
+
+        def load(self):
+            pass
+
+        def _over_items(self, responses, read):
+            return [float(response.text) for response in responses]
+
+    scorer = Known("", RewardCard("bt", bias=bias))
+    calibrated, anchors = (scorer.score([answer(repr(x)) for x in i[name]]) for name in ("scores", "anchor_scores"))
+    return {"bias": bias, "calibrated": calibrated, "anchor_mean_after": float(np.mean(anchors))}
 
 
 def rm_whiten(i, p):
@@ -845,7 +867,7 @@ def regression(i, p):
     reward_data.standardise(items, None)
     return {
         "mse": Sums({"mse": sums.loss["mse"]}).divided({"weight": float(len(items))}),
-        "standardised_target": [item.extra["targets"][0] for item in items],
+        "standardised_target": [target for (target,) in production.targets_of(items)],
     }
 
 

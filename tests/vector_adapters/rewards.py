@@ -7,9 +7,11 @@ import json
 import numpy as np
 
 from stages.estimators import apply_truncation, group_advantage, moved_multiplier, normalized_sum
+from stages.generation import Sample
 from stages.reward.components import RewardComponent
 from stages.reward.rewards import build_rewards
 from stages.reward.scorers import vote
+from stages.rollouts.metrics import rollout_metrics
 from stages.verification.constraints import check_constraint
 from stages.verification.equality import math_equal
 from stages.verification.extraction import (
@@ -43,9 +45,21 @@ def formats(inputs, params):
     }
 
 
+def summed(weights=None, **columns):
+    """The reward of each row whose components are known, by default all of weight 1."""
+    known = build_rewards(
+        [
+            RewardComponent(name=name, kind="length", weight=weight)
+            for name, weight in zip(columns, weights or [1.0] * len(columns))
+        ],
+        {},
+    )
+    return [known.total_of(dict(zip(columns, row))).total for row in zip(*columns.values())]
+
+
 def overlong(inputs, params):
     rewards = [soft_overlong(n, params["L_max"], params["L_cache"]) for n in inputs["lengths"]]
-    return {"reward": rewards, "total": [a + r for a, r in zip(inputs.get("accuracy", []), rewards)]}
+    return {"reward": rewards, "total": summed(accuracy=inputs.get("accuracy", []), length=rewards)}
 
 
 def truncation(inputs, params):
@@ -58,9 +72,15 @@ def truncation(inputs, params):
             {"prompt_row": {}, "completion_text": "", "completion_ids": [], "finish_reason": "eos" if e else "length"}
             for e in ended
         ]
-        return {"reward": [s + r.total for s, r in zip(scores, build_rewards([component], {}).score(rows))]}
+        penalties = [r.total for r in build_rewards([component], {}).score(rows)]
+        return {"reward": summed(score=scores.tolist(), eos=penalties)}
     rewards, _, _ = apply_truncation(scores, ended, policy, params["missing_eos_penalty"])
-    return {"reward": np.asarray(rewards).tolist(), "truncated_fraction": 1 - sum(ended) / len(ended)}
+    samples = [
+        Sample({}, [1], k, [2], [0.0], "eos" if e else "length", "x", total=float(r), parts={}, reasons={})
+        for k, (e, r) in enumerate(zip(ended, scores))
+    ]
+    logged = rollout_metrics(samples, np.asarray(rewards, float), np.arange(len(samples)))
+    return {"reward": np.asarray(rewards).tolist(), "truncated_fraction": logged["completions/clipped_ratio"]}
 
 
 def tulu(inputs, params):
@@ -90,7 +110,7 @@ def composite(inputs, params):
 
 def normalise_order(inputs, params):
     parts, weights, one = [inputs["accuracy"], inputs["format"]], params["weights"], [0] * len(inputs["accuracy"])
-    total = [sum(w * part[i] for w, part in zip(weights, parts)) for i in range(len(one))]
+    total = summed(weights, accuracy=parts[0], format=parts[1])
     return {
         "sum_then_normalize": group_advantage(total, one, "mean_std", params["ddof"], 0.0)[0].tolist(),
         "normalize_then_sum": (
@@ -319,9 +339,6 @@ def humaneval(inputs, params):
 
 def signals(inputs, params):
     """Shares of groups as an RL step logs them."""
-    from stages.generation import Sample
-    from stages.rollouts.metrics import rollout_metrics
-
     flat = [(k, reward) for k, group in enumerate(inputs["group_rewards"]) for reward in group]
     samples = [
         Sample({}, [1], k, [2], [0.0], "eos", "x", total=float(reward), parts={}, reasons={}, correct=reward == 1)
