@@ -3,16 +3,18 @@
 Three ways, all on the trained tokens of demonstrations (the same masks and row weights as ``sft``), over the whole
 vocabulary:
 
-``logit``      T^2 KL(teacher || student) on the given answers (``kd.logit``); with ``soft_weight`` below 1 the rest is the usual
-               negative log-likelihood (``kd.codistill``).
-``context``    the teacher reads ``context`` before each conversation and the student does not; by default the teacher is the
-               starting model itself (``kd.context``, Askell et al. 2021).
+``logit``      T^2 KL(teacher || student) on the given answers (``kd.logit``); with ``soft_weight`` below 1 the rest is the
+               usual negative log-likelihood (``kd.codistill``).
+``context``    the teacher reads ``context`` before each conversation and the student does not; by default the teacher is
+               the starting model itself (``kd.context``, Askell et al. 2021).
 ``on_policy``  a share ``lmbda`` of the answers is sampled from the student as it is at that step (``kd.onpolicy``, GKD,
-               Agarwal et al. 2024); sampling is not differentiated. With ``context`` the teacher reads it before each
-               conversation here too, and by default is the starting model. ``{prompt}`` in it stands for the last
-               question, whose place it then takes, and ``{answer}`` for the row's own answer: the student learns from a teacher that has seen the demonstration, on answers of its own
-               (self-distillation fine-tuning, Shenfeld et al. 2026, arXiv:2601.19897), which moves it less from
-               what it knows than ``sft``. ``teacher_update=ema`` has such a teacher follow the student.
+               Agarwal et al. 2024); sampling is not differentiated. With ``context`` the teacher reads it here too, and
+               by default is the starting model.
+
+In ``context``, ``{prompt}`` stands for the last question, whose place the text then takes, and ``{answer}`` for the row's
+own answer. So the student learns on answers of its own from itself having read the demonstration: self-distillation
+fine-tuning (Shenfeld et al. 2026, arXiv:2601.19897), meant to teach what ``sft`` would and forget less.
+``teacher_update=ema`` has such a teacher follow the student.
 
 From the dataset of a ``capture`` stage it trains without the teacher, on the K most likely tokens of every position and
 what is left as one class (``tail``); what the teacher saw was decided there, so ``method`` is logit.
