@@ -41,7 +41,9 @@ class ValueRegression:
 
     def __init__(self, row, config, bias: float):
         self.config, self.bias = config, bias
-        self.mode = row.aggregation if row.aggregation != "seq-mean-token-sum-norm" else "token-mean"
+        # one value per prompt has no length that the constant of a sum could stand for
+        self.mode = row.aggregation.removesuffix("-norm") if row.critic_target == "bandit" else row.aggregation
+        self.scale = config.loss_scale_factor or config.longest_completion
         self.by_group = over_groups(row, config) and row.critic_target != "bandit"
         self.count = "groups" if self.by_group else denominator_of(self.mode)
 
@@ -70,7 +72,7 @@ class ValueRegression:
         total = (
             group_means(error, batch.mask_SL, batch.items)
             if self.by_group
-            else aggregate(error, batch.mask_SL, self.mode, counted=False)[0]
+            else aggregate(error, batch.mask_SL, self.mode, self.scale, counted=False)[0]
         )
         return Sums({"value": (total, self.count)}, metrics)
 

@@ -9,9 +9,9 @@ import torch
 from stages import losses
 from stages.direct import direct_losses
 from stages.align import Config
-from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve
+from stages.algorithms import DIRECT_METHODS, RL_PRESETS, resolve, rl_preset
 from stages.direct.direct_alignment import DirectAlignment
-from tests.production import response_logps, step_mean
+from tests.production import critic_update, response_logps, step_mean
 
 F64 = torch.float64
 
@@ -547,3 +547,27 @@ def test_the_weight_of_a_sequence_clamps_the_sum_of_its_log_ratios():
     for level, log_ratio in (("sequence_sum", 15.0), ("sequence_mean", 7.5), ("sequence_max", 20.0)):
         for high, out in ((math.exp(log_ratio) * 1.01, False), (math.exp(log_ratio) * 0.99, True)):
             assert losses.rejected_tokens(old, mu, mask, level, "ratio", 0.0, high).all() == out, level
+
+
+@pytest.mark.parametrize("mode", losses.LOSS_AGG_MODES)
+@pytest.mark.parametrize("denominator", ("nonempty", "all"))
+def test_a_separate_critics_errors_are_aggregated_as_the_policys_loss(mode, denominator):
+    """CRITIC-LOSS: the constant of seq-mean-token-sum-norm included; one value per prompt has no length to divide by."""
+    x, mask, _ = batch(4)
+    values, returns = x["logp"], x["ref"]
+    config = {"seq_denominator": denominator, "loss_scale_factor": 11.0 if mode.endswith("norm") else None}
+    row = rl_preset("ppo", aggregation=mode, kl_reward_coef=0.0)
+    _, loss = critic_update(row, values, returns, values, mask, config)
+    error = torch.where(mask.bool(), (values - returns) ** 2, 0.0)
+    assert torch.allclose(loss, step_mean(error, mask, mode, 11.0, denominator), rtol=1e-6)
+    first = mask * (mask.cumsum(1) == 1)
+    _, of_prompts = critic_update(
+        rl_preset("ppo", aggregation=mode, kl_reward_coef=0.0, critic_target="bandit"),
+        values,
+        returns,
+        values,
+        first,
+        config,
+    )
+    plain = mode.removesuffix("-norm")
+    assert torch.allclose(of_prompts, step_mean(error, first, plain, None, denominator), rtol=1e-6)

@@ -1354,8 +1354,8 @@ class Step:
             differ("kl", logged["kl"], mean([(-y).exp() - 1 + y for y in x]), loose)
 
     def check_critic(self, differ, tolerance):
-        """The separate critic's loss: squared errors of today's values, aggregated as the policy's loss (a constant
-        normaliser aside).
+        """The separate critic's loss: squared errors of today's values, aggregated as the policy's loss (of one value
+        per prompt without a constant).
         """
         it, c, run = self.it, self.c, self.it.run
         if not self.row.needs_critic or c.critic_mode == "shared":
@@ -1387,7 +1387,8 @@ class Step:
             else sum(errors[i].mean() for i in live) / S
             if mode == "seq-mean-token-mean"
             else sum(errors[i].sum() for i in live)
-            / (S if mode == "seq-mean-token-sum" else sum(len(errors[i]) for i in live))
+            / (S if mode.startswith("seq-mean-token-sum") else sum(len(errors[i]) for i in live))
+            / ((c.loss_scale_factor or c.longest_completion) if mode.endswith("norm") and not first else 1.0)
         )
         differ("critic loss", noted.metrics["loss"], float(loss), max(tolerance, 1e-3))
 
