@@ -6,6 +6,9 @@ rewards, scored again by every component that asks nobody; and each column of th
 same of log-probs under the reference, values, advantages, returns, masks and weights. A run whose record is true ends
 with the same rollouts and the same model, byte for byte; one whose start, data, settings or rollouts are others stops
 at the first iteration that its weights did not sample.
+
+What an update reads beside the rollouts (:func:`drawn_again`) is drawn a second time with the seeds of then, and an
+environment is played again with the recorded turns (:mod:`.tape`). Nobody is asked or paid for any of it.
 """
 
 from __future__ import annotations
