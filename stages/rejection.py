@@ -1261,7 +1261,7 @@ def report(stage, rows, scored, matrix, correct, chosen, duplicates: int) -> Non
             )
         }
         judged = full.copy()
-        judged[[r["prompt_idx"] for r in rows if r["correct"] is None]] = False
+        judged[[r["prompt_idx"] for r, hint in zip(rows, hinted) if r["correct"] is None and not hint]] = False
         if judged.any():
             verdicts = correct[judged].astype(float)
             series["correct"] = (

@@ -518,8 +518,9 @@ class SamplingConfig(StageConfig):
         None,
         title="Engine URL",
         description=(
-            "engine=server: base URL, for example http://localhost:8000/v1. A result is known by engine_model and not by"
-            " this: the same command with the server elsewhere continues or reuses it."
+            "engine=server: base URL, for example http://localhost:8000/v1. A result is known by engine_model (write it:"
+            " empty says nothing of what is served) and not by this: the same command with the server elsewhere"
+            " continues or reuses it."
         ),
         json_schema_extra={"identity": False, "address": True},
     )

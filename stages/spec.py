@@ -227,7 +227,7 @@ class StageConfig(BaseModel):
         of resolved settings of before, in place of its own."""
         values = self.resolved() if values is None else values
         return {
-            where: holder[name]
+            where: holder[name].rstrip("/")  # older records hold it as it was written
             for where, holder, name, extra in _declared(type(self), values)
             if extra.get("address") and holder.get(name)
         }

@@ -165,7 +165,7 @@ def rerun(
         bool,
         typer.Option(
             "--recorded",
-            help="Of a model of the rl stage: from its own rollouts, without sampling, everything in them checked.",
+            help="Of a model of the rl stage: from its own rollouts, with only what they do not hold sampled, everything in them checked.",
         ),
     ] = False,
 ) -> None:

@@ -43,7 +43,7 @@ class WriterConfig(SamplingConfig):
             "Base URL of a server with the OpenAI chat interface that writes instead of a model input,"
             " engine_concurrency requests at once; for example http://localhost:8000/v1."
         ),
-        json_schema_extra={"identity": False},
+        json_schema_extra={"identity": False, "address": True},
     )
     endpoint_model: str = Field("", description="Name of the model on that server.")
     key_variable: KeyVariable = Field(

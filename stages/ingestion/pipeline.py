@@ -180,8 +180,7 @@ class Ingestion:
                 if codes:
                     return self._refuse(source, record, codes)
             self._place(seq, source, record.line, kind, native, path)
-            # several annotators of an item, or messages of a tree, may well have one id
-            if adapter is not None and adapter.records is iter and not (native.get("ann") or {}).get("annotator_id"):
+            if adapter is not None and adapter.records is iter and self._has_own_id(kind, path, native):
                 self._note_id(seq, source, record.line, row)
         except Bad as bad:
             self._refuse(source, record, bad.codes)
@@ -309,6 +308,13 @@ class Ingestion:
         # One row of the wanted kind that came as such: its key is its row id.
         plain = len(rows) == 1 and rows[0] is row
         self._write(rows, source, seq, key.hex() if is_row_id and plain and kind == self.kind else None, once=not plain)
+
+    def _has_own_id(self, kind: str, path: list[str], native: dict) -> bool:
+        """Whether no other row that is kept should have a row's id: several annotators of an item may well have one,
+        and so have votes and copies that are meant to stay.
+        """
+        annotated = bool((native.get("ann") or {}).get("annotator_id"))
+        return not annotated and self.config.deduplicate != "off" and not self._votes(kind, path, annotated)
 
     def _votes(self, kind: str, path: list[str], annotated: bool) -> bool:
         """Whether equal labels of an item are votes, which are counted, and no duplicates."""

@@ -632,6 +632,10 @@ def test_rows_that_share_an_id_are_told_of(tmp_path):
     assert "ids_shared" not in ingest(folder, tmp_path / "files").counts
     judged = [ab("A", id=0, annotator_id=name) for name in "xyz"]
     assert "ids_shared" not in made(tmp_path, judged, kind="pairs/1").counts
+    # nor are votes, and copies that are meant to stay
+    for settings in ({"contradictions": "keep_as_votes"}, {"deduplicate": "off"}):
+        kept = made(tmp_path, [pair(id="a"), pair(id="a")], kind="pairs/1", **settings)
+        assert kept.counts["rows_kept"] == 2 and "ids_shared" not in kept.counts, settings
 
 
 def test_two_labels_that_do_not_agree_are_asked_about(tmp_path):
