@@ -25,7 +25,7 @@ CONSTITUTION = PRESETS / "constitution.yaml"  # principles for recipes that are 
 
 
 def parse_sets(pairs: Iterable[str]) -> dict[str, Any]:
-    """['rl.max_steps=40', 'sft.lora=null'] -> nested values. Values are YAML: numbers, true, null, [a, b], text."""
+    """['rl.max_steps=40', 'sft.lora=null'] -> nested values. Values are YAML: numbers, true, null, [a, b], {a: 1}, text."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
@@ -41,20 +41,10 @@ def parse_sets(pairs: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-class Mapping(dict):
-    """A mapping that somebody wrote as ``text``, which is what a setting takes that is a text (``be kind: say yes``)."""
-
-    text: str
-
-
-class Sequence(list):
-    """The same of a list (``- be brief``)."""
-
-    text: str
-
-
 def scalar(text: str) -> Any:
-    """A YAML value; unlike YAML 1.1 it also reads 1e-5 as a number, and leaves a date a text."""
+    """A YAML value; unlike YAML 1.1 it also reads 1e-5 as a number. What is in no brackets is no mapping, list or date,
+    but a text, whatever stands in it (``be kind: say yes``), and so is ``{answer}``.
+    """
     import yaml
 
     if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", text.strip()):
@@ -63,9 +53,10 @@ def scalar(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    if isinstance(value, (dict, list)):
-        value = Mapping(value) if isinstance(value, dict) else Sequence(value)
-        value.text = text
+    if isinstance(value, (dict, list)) and text.strip()[0] not in "{[":
+        return text
+    if isinstance(value, dict) and value and ":" not in text:
+        return text
     return text if isinstance(value, date) else value
 
 
@@ -133,22 +124,8 @@ def build(model: type[BaseModel], values: dict[str, Any]) -> BaseModel:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        texts = values
-        for place in (one["loc"] for one in error.errors() if one["type"] == "string_type"):
-            texts = _as_written(texts, place)
-        if texts != values:
-            return build(model, texts)
         what = getattr(model, "__module__", "config").rpartition(".")[2]
         raise ConfigError(explain(what, model, error, VALUES)) from None
-
-
-def _as_written(value: Any, place: tuple) -> Any:
-    """``value`` with the text of what was read as a mapping or list at ``place``, where an error wants a text."""
-    if isinstance(value, (Mapping, Sequence)) and place in ((), ("str",)):
-        return value.text
-    if isinstance(value, dict) and place and place[0] in value:
-        return {**value, place[0]: _as_written(value[place[0]], place[1:])}
-    return value
 
 
 def given_in_form(model: type[BaseModel], values: Any, usual: BaseModel | None = None, sections: bool = False) -> Any:

@@ -465,6 +465,8 @@ class Rehearsal(Plan):
         self.positions |= {
             f"({label}.{name})": room for name in spec.planned_outputs() if spec.output_spec(name).kind == "model"
         }
+        if room is not None and spec.name == "rejection" and config.engine == "vllm":  # which may stretch them
+            room = config.engine_options.get("max_model_len") or room
         if room is not None and samples(spec.name, config, inputs) and config.max_completion_length >= room:
             whose = f"{self.names[model]} ({model})" if model in self.names else "the model"
             self.cramped.setdefault((config.max_completion_length, room, whose), []).append(label)
@@ -593,7 +595,7 @@ def look(ref: str, wanted: InputSpec) -> str | None:
     if kind != "model" and not store.is_ref(ref) and (store.is_url(ref) or os.path.exists(os.path.expanduser(ref))):
         return None
     try:
-        found = store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None)
+        found = store.resolve(ref, kind if kind == "model" or not store.is_ref(ref) else None, wanted.hub)
     except store.OnlyAdapter as adapter:  # put into it before the step runs
         if not adapter.base:
             raise

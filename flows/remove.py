@@ -45,7 +45,7 @@ def remove(what: list[str], *, before: str | None, unalias: bool, dry_run: bool)
         raise ConfigError("\n  ".join(f"{one.ref} stays: {kept[one.path]}" for one in refused))
     kept |= {one.path: why for one in there if one.path not in kept and (why := removal.shared(one, shelf))}
     going = [one for one in there if one.path not in kept]
-    sizes, freed = removal.sizes(going)
+    sizes, freed, stay = removal.sizes(going)
     leaving = {one.path for one in going}
     rows = [
         {
@@ -69,7 +69,7 @@ def remove(what: list[str], *, before: str | None, unalias: bool, dry_run: bool)
         "kept": [{"ref": one.ref, "why": kept[one.path]} for one in there if one.path in kept and before is None],
         "already": already,
         "freed": freed,
-        "shared": sum(sizes.values()) - freed,
+        "shared": stay,
         "dry_run": dry_run,
     }
 

@@ -275,7 +275,7 @@ def go_on(one: dict[str, Any]) -> str | None:
     from stages.registry import get_stage
     from storage.lineage import flat
 
-    if one["status"] != "stopped":
+    if one["status"] != "stopped" or "module" not in one:  # its process had not started: nothing to go on with
         return None
     if one["run"] and not of_one_stage(one["run"]):
         return f"posttrain rerun {one['run'][:8]}"

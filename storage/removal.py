@@ -213,9 +213,9 @@ def copies(result: Result) -> list[Path]:
     return [path for one in sorted(ids) for path in home.home().glob(f"mlartifacts/*/models/{one}/artifacts")]
 
 
-def sizes(results: list[Result]) -> tuple[dict[str, int], int]:
-    """(path -> bytes, bytes of all whose last names go with these, MLflow's with a model's): a file that another result
-    links stays.
+def sizes(results: list[Result]) -> tuple[dict[str, int], int, int]:
+    """(path -> bytes, bytes of all whose last names go with these, MLflow's with a model's, and bytes that stay): a
+    file that another result links stays.
     """
     found, links = {}, {}
     for result in results:
@@ -232,7 +232,8 @@ def sizes(results: list[Result]) -> tuple[dict[str, int], int]:
                 if file.is_file():
                     stat = file.lstat()
                     links.setdefault((stat.st_dev, stat.st_ino), [0, stat.st_nlink, stat.st_size])[0] += 1
-    return found, sum(size for seen, names, size in links.values() if seen >= names)
+    freed = sum(size for seen, names, size in links.values() if seen >= names)
+    return found, freed, sum(size for seen, names, size in links.values() if seen < names)
 
 
 def cannot_be_made_again(result: Result, shelf: Shelf) -> list[str]:

@@ -133,8 +133,13 @@ def deploy(
             "deploy", {"event": "progress", "done": done, "total": total, "message": message}
         )
         result = register(**options, on_progress=tell)
-    for kind in ("deployments", "automations"):
-        print(kind)
+    titles = {
+        "deployments": "deployments",
+        "paused": "paused in Prefect's UI and left so; to make one active, switch it on there",
+        "automations": "automations",
+    }
+    for kind in (kind for kind in titles if kind != "paused" or result[kind]):
+        print(titles[kind])
         for name in result[kind]:
             print(f"  {name}")
 

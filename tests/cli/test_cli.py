@@ -314,7 +314,7 @@ def test_a_reader_that_goes_is_no_failed_stage(posttrain):
 
 
 @pytest.mark.parametrize(
-    "text", ("be kind: say yes", "- be brief", "{answer}", "[INST]", "2024-01-01", "{prompt} it is: {answer}")
+    "text", ("be kind: say yes", "- be brief", "{answer}", "[INST] it", "2024-01-01", "{prompt} it is: {answer}")
 )
 def test_a_text_on_the_command_line_is_the_text_whatever_yaml_reads_in_it(text):
     from flows.config import build, parse_sets
@@ -323,6 +323,7 @@ def test_a_text_on_the_command_line_is_the_text_whatever_yaml_reads_in_it(text):
 
     sets = [f"context={text}", "method=on_policy", "lmbda=1"]
     assert build(get_stage("distill").SPEC.config, parse_sets(sets)).context == text
+    assert parse_sets([f"context={text}"]) == {"context": text}
     if not text.startswith("{"):
         made = load_config("hh", parse_sets([f"hhh_prompt={text}", "model=m", "data.pairs=d"]))
         assert made.hhh_prompt == text
@@ -338,7 +339,7 @@ def test_a_mapping_or_list_on_the_command_line_stays_one():
     with pytest.raises(ConfigError, match="rewards.0.kind: .*write one of"):
         build(config, parse_sets(["rewards=[{kind: {x: y}}]"]))
     with pytest.raises(ConfigError, match="rewards: input should be a valid list"):
-        build(config, parse_sets(["rewards=kind: length"]))
+        build(config, parse_sets(["rewards={kind: length}"]))
 
 
 def test_set_reads_yaml_scalars():

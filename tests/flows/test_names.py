@@ -76,6 +76,9 @@ def test_deploying_says_how_far_it_is(monkeypatch, tmp_path, as_json):
     monkeypatch.setattr(display, "SLOW_LINES", -1)
     done = CliRunner().invoke(app, ["deploy", *(["--json"] if as_json else [])])
     assert done.exit_code == 0 and [one in done.stdout for one in ("first", "third", "recover")] == [True] * 3
+    assert (
+        as_json or "paused in Prefect's UI and left so; to make one active, switch it on there\n  second" in done.stdout
+    )
     told = [
         "registering with http://there:4200",
         "deploy: started",
