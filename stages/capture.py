@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stages.settings import ChatConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec
@@ -35,6 +35,7 @@ class Config(ChatConfig):
         title="Context",
         description=(
             "System message that the teacher reads before each conversation and the student never sees (kd.context)."
+            " With {prompt} in it, it takes the place of the last question instead, which {prompt} stands for."
         ),
     )
     max_length: int = Field(
@@ -45,6 +46,17 @@ class Config(ChatConfig):
     )
     max_tokens_per_micro_batch: int = Field(8192, ge=1, description="Tokens per forward pass; bounds memory.")
     block: int = Field(256, ge=1, description="Rows captured as one resumable unit.")
+
+    @model_validator(mode="after")
+    def _answers_for_itself(self):
+        from stages.distill import ANSWER
+
+        if ANSWER in (self.context or ""):
+            raise ValueError(
+                "a teacher that has read {answer} in its context would only repeat it; write a context without {answer},"
+                " or distill with method=on_policy lmbda=1, where the student answers"
+            )
+        return self
 
 
 SPEC = StageSpec(
@@ -117,12 +129,14 @@ def encode(stage, renderer):
     """Items of all rows, as ``distill`` reads them, each with its row's own columns (and the teacher's item where that
     differs), and counts of dropped rows.
     """
+    from stages.decoding.engines import vocabulary_of
     from stages.distill import behind_context
     from stages.sft import encode_demonstrations
     from storage.schema import provenance
 
     config = stage.config
-    seen = behind_context(renderer, config) if config.context is not None else lambda *_: {}
+    positions = vocabulary_of(stage.path("model"))[1]
+    seen = behind_context(renderer, config, positions) if config.context is not None else lambda *_: {}
 
     def more(row, mine, turns):
         found = seen(row, mine, turns)

@@ -121,7 +121,7 @@ class Config(RowsConfig):
         "frozen",
         description=(
             "Of a teacher that is the starting model behind a context: it stays, or every step mixes the student into"
-            " it (SDFT)."
+            " it (SDFT), and validation/kl is from the teacher of that moment."
         ),
     )
     teacher_decay: float = Field(
@@ -165,6 +165,12 @@ class Config(RowsConfig):
             raise ValueError(
                 "a teacher that has read {answer} in its context would only repeat it where the answer is the row's own;"
                 " write method=on_policy lmbda=1, or a context without {answer}"
+            )
+        if self.select_by in ("loss", "kl", "divergence") and (self.teacher_update == "ema" or self.shows_answer):
+            what = "moves between them" if self.teacher_update == "ema" else "has read the answers of their rows"
+            raise ValueError(
+                f"select_by={self.select_by} compares validation passes whose teacher {what}; leave select_by out, or"
+                " write teacher_update=frozen and a context without {answer}"
             )
         return self
 
@@ -414,9 +420,10 @@ def encode(stage, renderer, split: str, limit: int | None = None):
     from stages.sft import encode_demonstrations
 
     config = stage.config
+    positions = teacher_positions(stage)
     more = {
-        "on_policy": asked_of(renderer, config, teacher_positions(stage)),
-        "context": behind_context(renderer, config),
+        "on_policy": asked_of(renderer, config, positions, split != "train" or config.lmbda < 1),
+        "context": behind_context(renderer, config, positions),
         "logit": None,
     }[config.method]
     items, dropped = encode_demonstrations(stage.dataset("data"), split, renderer, config, limit, more)
@@ -430,12 +437,12 @@ def teacher_positions(stage) -> int | None:
     return vocabulary_of(stage.path("teacher" if stage.has("teacher") else "model"))[1]
 
 
-def asked_of(renderer, config, positions: int | None):
+def asked_of(renderer, config, positions: int | None, given: bool):
     """``more`` of :func:`stages.sft.encode_demonstrations`: the messages that the student answers, those before the
     last trained turn, and what :func:`behind_context` adds where the teacher reads a context, which has to leave one
-    of its ``positions`` for an answer.
+    of its ``positions`` for an answer; ``given``: rows may keep their answers.
     """
-    theirs = None if config.context is None else behind_context(renderer, config)
+    theirs = None if config.context is None else behind_context(renderer, config, positions if given else None)
 
     def more(row, mine, turns):
         last = answered_turn(row["messages"], turns)
@@ -478,16 +485,17 @@ def with_context(messages: list[dict], last: int, context: str) -> list[dict]:
     return [*messages[:asked], {**messages[asked], "content": text}, *messages[asked + 1 :]]
 
 
-def behind_context(renderer, config):
+def behind_context(renderer, config, positions: int | None = None):
     """``more`` of :func:`stages.sft.encode_demonstrations`: the teacher's item, in which ``config.context`` stands
-    before the same targets.
+    before the same targets, within its ``positions``.
     """
 
     def more(row, mine, turns):
         messages = with_context(row["messages"], answered_turn(row["messages"], turns), config.context)
         shifted = None if turns is None else [t + len(messages) - len(row["messages"]) for t in turns]
         item = aligned(row["row_id"], renderer.conversation(messages, train=config.train_on, train_turns=shifted), mine)
-        return "context_does_not_fit" if item is None else {"teacher_item": item}
+        fits = item is not None and (positions is None or item.n_tokens <= positions)
+        return {"teacher_item": item} if fits else "context_does_not_fit"
 
     return more
 

@@ -1142,7 +1142,8 @@ def run(stage):
         config.rewards, stage.inputs, renderer=renderer, device=stage.device, frozen=config.frozen_dtype
     )
     rewards.check([prompt for prompt, _ in prompts + held_out])
-    if held_out and leaves_validation_out(config, stage.inputs):
+    unseen = leaves_validation_out(config, stage.inputs)
+    if held_out and unseen:
         stage.log("no validation passes: their answers are in no rollouts, and a service would be asked about new ones")
         held_out = []
     model = policy_to_train(stage)
@@ -1186,7 +1187,8 @@ def run(stage):
     evaluate = (
         (lambda: source.evaluate(held_out, trainer.step_index) | source.beside_text(trainer)) if held_out else None
     )
-    fit(stage, trainer, source, evaluate=evaluate, eval_every=config.eval_every, again=False, falls=False)
+    every = 0 if unseen else config.eval_every
+    fit(stage, trainer, source, evaluate=evaluate, eval_every=every, again=False, falls=False)
     source.close()
     source.check_scored()
     if critic is not None:

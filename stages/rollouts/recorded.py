@@ -58,6 +58,8 @@ def check_recorded(config, row: RLPreset, given: Iterable[str]) -> None:
         f"{', '.join(again)}, which are not kept, and of which reward {', '.join(services)} would be asked again": bool(
             again and services
         ),
+        f"select_by={config.select_by}, which chose the weights by validation answers that are not kept, and about which"
+        f" reward {', '.join(services)} would be asked again": bool(config.select_by and services),
         f"preset={config.preset}, for which reward {', '.join(services)} compares answers, and would be asked again": (
             row.advantage == "win_rate"
             and any(c.counts and c.judge_mode in ("preference", "verdict") for c in config.rewards if asks_service(c))
@@ -415,10 +417,11 @@ class Recorded:
         }
 
     def state(self) -> dict:
-        return {"found": self.found, "greedy": self.greedy, "sampled_again": self.sampled_again}
+        found = list(self.found.items())  # pairs: they are told in their order, and a checkpoint sorts keys
+        return {"found": found, "greedy": self.greedy, "sampled_again": self.sampled_again}
 
     def restore(self, state: dict) -> None:
-        self.found, self.greedy, self.sampled_again = state["found"], state["greedy"], state["sampled_again"]
+        self.found, self.greedy, self.sampled_again = dict(state["found"]), state["greedy"], state["sampled_again"]
 
 
 def differences(found: dict[str, dict]) -> list[str]:

@@ -596,7 +596,8 @@ class Rollouts:
         once."""
         whole = any(c.kind == "rubric" for c in self.config.rewards)
         block = len(prompts) if whole else max(1, 8 * self.config.generation_batch // n)
-        return in_blocks(
+        before = self.policy.drawn
+        found = in_blocks(
             self.stage,
             purpose,
             prompts,
@@ -605,6 +606,8 @@ class Rollouts:
             "prompts",
             together=True,
         )
+        self.policy.drawn = before + len(prompts) * n * self.policy.seats  # what finished blocks hold counts too
+        return found
 
     def _measured_pass_rates(self, prompts) -> dict[str, tuple[int, int]]:
         """{row id: (samples with a verdict, right ones)} of ``passk_samples`` completions of every prompt by the

@@ -269,3 +269,24 @@ def test_kill9_captures_every_row_once(spec, tiny, data, forks):
     assert tree_digest(folder) == tree_digest(Path(whole["workdir"], "out", "captured"))
     rows = list(open_dataset(str(folder)).iter_rows())
     assert len(rows) == 48 == len({r["row_id"] for r in rows}) and sum(r["split"] == "validation" for r in rows) == 6
+
+
+def test_a_teacher_that_reads_the_answer_is_refused_and_one_without_room_has_its_row_dropped(spec, tiny, data):
+    from stages import capture
+
+    with pytest.raises(ValueError, match="write a context without {answer}, or distill with method=on_policy lmbda=1"):
+        capture.Config(context="It is {answer}")
+    inputs, renderer = {"model": tiny["policy"], "data": data["demonstrations"]}, renderer_for(tiny["policy"])
+
+    def captured(words):
+        made = spec("capture", {"context": "a b" * words}, inputs, f"{words} words")
+        return capture.encode(Stage(get_stage("capture"), made, silent), renderer)
+
+    every, dropped = captured(1)
+    assert "context_does_not_fit" not in dropped
+    lengths = sorted(item.extra["teacher_item"].n_tokens for item in every)
+    assert lengths[0] < lengths[-1]
+    more = len(renderer.tokenizer("a b" * 11)["input_ids"]) - len(renderer.tokenizer("a b")["input_ids"])
+    some, dropped = captured(1 + (256 - lengths[len(lengths) // 2]) * 10 // more)
+    assert 0 < len(some) < len(every) == len(some) + dropped["context_does_not_fit"]
+    assert all(item.extra["teacher_item"].n_tokens <= 256 for item in some)

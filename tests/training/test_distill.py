@@ -335,6 +335,14 @@ def test_a_teacher_that_follows_is_the_average_of_the_student(spec, tiny, data):
         ({"context": "c"}, "write method=context"),
         ({"method": "context", "context": "see {answer}"}, "write method=on_policy lmbda=1"),
         ({"method": "on_policy", "context": "see {answer}"}, "write method=on_policy lmbda=1"),
+        (
+            {"method": "context", "context": "c", "teacher_update": "ema", "select_by": "loss", "eval_every": 2},
+            "teacher_update=frozen",
+        ),
+        (
+            {"method": "on_policy", "lmbda": 1.0, "context": "{answer}", "select_by": "kl", "eval_every": 2},
+            "context without",
+        ),
     ],
 )
 def test_a_context_that_teaches_nothing_is_refused(given, says):
