@@ -1,16 +1,17 @@
 """What `posttrain deploy` registers with a Prefect server: recipes, stages, a schedule, slots and automations.
 
-Everything here is idempotent: deploying again updates in place and leaves no copies. One deployment exists per
-preset, since Prefect replaces a whole parameter when a run overrides part of it, and a schedule's own parameters
-are lost whenever it is paused and resumed.
+Everything here is idempotent: deploying again updates in place what differs, leaves no copies, and makes nothing active
+that somebody paused. One deployment exists per preset, since Prefect replaces a whole parameter when a run overrides
+part of it, and a schedule's own parameters are lost whenever it is paused and resumed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+import inspect
+import typing
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,19 +43,35 @@ def deploy(
     trigger_model: the policy that the recipe started by new preference data improves.
     nightly: when the nightly demo runs, a cron expression in ``timezone``.
     on_progress: called with (deployments registered so far, of how many, what is done now).
+
+    What somebody paused in the UI stays so, and is listed under ``paused``.
     """
     from prefect.client.orchestration import get_client
 
     install_pool(gpu_slots=gpu_slots)
     with get_client(sync_client=True) as client:
         specs = [*recipe_deployments(nightly, timezone), *stage_deployments()]
+        made, there = forms(dict.fromkeys(flow for flow, _, _ in specs)), registered(client)
         names = []
-        for done, spec in enumerate(specs):
-            on_progress(done, len(specs), f"deployments registered, now {spec[1]}")
-            names.append(apply(*spec, client=client))
+        for done, (flow, name, options) in enumerate(specs):
+            on_progress(done, len(specs), f"deployments registered, now {name}")
+            names.append(apply(flow, name, options, client=client, there=there, form=made[flow]))
         on_progress(len(specs), len(specs), "deployments registered, now older ones and automations")
-        retire(specs, client)
-    return {"pool": POOL, "deployments": names, "automations": install_automations(trigger_model)}
+        retire(specs, there, client)
+    paused = sorted(name for name in names if name in there and is_paused(there[name]))
+    if paused:
+        on_progress(
+            len(specs),
+            len(specs),
+            f"deployments registered; paused in Prefect's UI and left so: {', '.join(paused)}; to make one active,"
+            " switch it on there",
+        )
+    return {
+        "pool": POOL,
+        "deployments": names,
+        "paused": paused,
+        "automations": install_automations(trigger_model),
+    }
 
 
 # ---------------------------------------------------------------- deployments
@@ -97,11 +114,10 @@ def scheduled(
     rehearse(recipe, flow.method, config)
     install_pool()
     name = "-".join([recipe, *([preset] if preset else []), "scheduled"])
-    options = {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule, "stays_paused": True}
+    options = {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule}
     with get_client(sync_client=True) as client:
         full_name = apply(flow, name, options, client=client)
-        row = client.read_deployment_by_name(full_name)
-    return full_name, row.paused or not any(one.active for one in row.schedules)
+        return full_name, is_paused(client.read_deployment_by_name(full_name))
 
 
 def refuse_what_forms_lose(config, form: dict[str, Any]) -> None:
@@ -179,19 +195,35 @@ def stage_deployments():
         )
 
 
-def retire(specs, client) -> None:
-    """Remove what older versions registered: the same deployments under names without the recipe (`form`, `demo`,
-    `stage`), and those of flows that are gone.
-    """
-    from prefect.client.schemas.filters import DeploymentFilter
+def registered(client) -> dict[str, Any]:
+    """What the server has of ours, by full name. Asked for one by one they take it twice as long."""
+    from prefect.client.schemas.filters import DeploymentFilter, FlowFilter
 
-    known: dict[str, set[str]] = {}
-    for flow, name, _ in specs:
-        known.setdefault(entrypoint(flow), {"form", "stage"}).add(name.partition("-")[2])
     ours, found = DeploymentFilter.model_validate({"tags": {"all_": ["posttrain"]}}), []
     while page := client.read_deployments(deployment_filter=ours, limit=200, offset=len(found)):
         found += page
-    for one in found:
+    flows = sorted({one.flow_id for one in found})
+    names = {}
+    for first in range(0, len(flows), 200):
+        chosen = FlowFilter.model_validate({"id": {"any_": flows[first : first + 200]}})
+        names |= {one.id: one.name for one in client.read_flows(flow_filter=chosen, limit=200)}
+    return {f"{names[one.flow_id]}/{one.name}": one for one in found if one.flow_id in names}
+
+
+def is_paused(deployment) -> bool:
+    """Whether somebody paused a deployment, or all that it has of schedules."""
+    schedules = deployment.schedules
+    return deployment.paused or bool(schedules) and not any(one.active for one in schedules)
+
+
+def retire(specs, there: dict[str, Any], client) -> None:
+    """Remove what older versions registered: the same deployments under names without the recipe (`form`, `demo`,
+    `stage`), and those of flows that are gone.
+    """
+    known: dict[str, set[str]] = {}
+    for flow, name, _ in specs:
+        known.setdefault(entrypoint(flow), {"form", "stage"}).add(name.partition("-")[2])
+    for one in there.values():
         if (one.entrypoint or "").startswith("flows.") and one.name in known.get(one.entrypoint, {one.name}):
             client.delete_deployment(one.id)
 
@@ -200,9 +232,18 @@ def entrypoint(flow) -> str:
     return f"{flow.fn.__module__}.{flow.fn.__name__}"
 
 
-def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
-    """Register one deployment unless the server has it as it is; returns its full name. What was paused in the UI comes
-    back unless the options say ``stays_paused``.
+def apply(
+    flow,
+    name: str,
+    options: dict[str, Any],
+    client=None,
+    there: dict[str, Any] | None = None,
+    form: dict[str, Any] | None = None,
+) -> str:
+    """Register one deployment unless the server has it as it is; returns its full name. What was paused in the UI stays
+    so.
+
+    there: what :func:`registered` has found; form: the flow's of :func:`forms`.
 
     Enforcing the form is left to the server's default: where a request states it, the server checks the whole schema,
     answers nobody meanwhile, and needs most of a minute for all deployments on a small machine.
@@ -222,21 +263,21 @@ def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
         "concurrency_limit": options.get("concurrency_limit"),
         "paused": False,
         "job_variables": {},
-        "parameter_openapi_schema": form(flow),
+        "parameter_openapi_schema": form or forms([flow])[flow],
     }
     schedules = [DeploymentScheduleCreate(schedule=options["schedule"])] if options.get("schedule") else []
     with nullcontext(client) if client else get_client(sync_client=True) as client:
-        try:
-            existing = client.read_deployment_by_name(full_name)
-        except ObjectNotFound:
-            existing = None
-        if existing and options.get("stays_paused"):
+        existing = (there or {}).get(full_name)
+        if existing is None:  # also one whose tags were edited in the UI
+            with suppress(ObjectNotFound):
+                existing = client.read_deployment_by_name(full_name)
+        if existing:
             wanted["paused"] = existing.paused
             for one in schedules:
                 one.active = not existing.schedules or any(row.active for row in existing.schedules)
         if existing and registered_as(existing, wanted, schedules):
             return full_name
-        registered = client.create_deployment(  # or updates
+        deployment = client.create_deployment(  # or updates
             client.create_flow_from_name(flow.name),
             name,
             version=flow.version,
@@ -245,12 +286,12 @@ def apply(flow, name: str, options: dict[str, Any], client=None) -> str:
             **wanted,
         )
         if existing and not existing.enforce_parameter_schema:
-            client.update_deployment(registered, DeploymentUpdate(enforce_parameter_schema=True))
+            client.update_deployment(deployment, DeploymentUpdate(enforce_parameter_schema=True))
     return full_name
 
 
 def registered_as(existing, wanted: dict[str, Any], schedules: list) -> bool:
-    """Whether a deployment of the server is what :func:`apply` makes of it: what was paused or edited in the UI is not.
+    """Whether a deployment of the server is what :func:`apply` makes of it: what was edited in the UI is not.
 
     Its version is the commit from which it was registered last and may be older than the code.
     """
@@ -263,25 +304,61 @@ def registered_as(existing, wanted: dict[str, Any], schedules: list) -> bool:
     )
 
 
-@functools.cache
-def form(flow) -> dict[str, Any]:
-    """The JSON schema of a flow's parameters from which the UI makes its form."""
-    from prefect.utilities.callables import parameter_schema
+def forms(flows: Iterable) -> dict[Any, dict[str, Any]]:
+    """Of each flow the JSON schema of its parameters, from which the UI makes its form.
 
-    schema = parameter_schema(flow.fn).model_dump(mode="json", exclude_unset=True)
-    properties, definitions = titled(schema["properties"], schema.get("definitions") or {})
-    # else a parameter that the flow does not have is let in and the run's process ends with a traceback in the worker's
-    # log alone
-    return {**schema, "properties": properties, "definitions": definitions, "additionalProperties": False}
+    Prefect would make the schemas of all models anew for every flow and parameter, ten times the work; here pydantic
+    makes them once, and a flow's schema holds those it uses.
+    """
+    from prefect.utilities.callables import generate_parameter_schema, parameter_docstrings
+    from pydantic import BaseModel
+    from pydantic.json_schema import models_json_schema
+
+    signatures = {flow: inspect.signature(flow.fn) for flow in flows}
+    models: dict[tuple[Any, str], type[BaseModel]] = {}
+    for flow, signature in signatures.items():
+        for one in signature.parameters.values():
+            model = (typing.get_args(one.annotation) or (one.annotation,))[0]  # of Annotated[MODEL, ...]
+            if isinstance(model, type) and issubclass(model, BaseModel):
+                models[flow, one.name] = model
+    refs, schemas = models_json_schema(
+        [(model, "validation") for model in dict.fromkeys(models.values())], ref_template="#/definitions/{model}"
+    )
+    found = {}
+    for flow, signature in signatures.items():
+        plain = [
+            one.replace(annotation=Any) if (flow, one.name) in models else one for one in signature.parameters.values()
+        ]
+        schema = generate_parameter_schema(
+            signature.replace(parameters=plain), parameter_docstrings(inspect.getdoc(flow.fn))
+        ).model_dump(mode="json", exclude_unset=True)
+        properties = {
+            name: {**one, **refs[models[flow, name], "validation"]} if (flow, name) in models else one
+            for name, one in schema["properties"].items()
+        }
+        properties, definitions = titled(properties, schemas["$defs"])
+        # additional: else a parameter that the flow does not have is let in and the run's process ends with a traceback
+        # in the worker's log alone
+        found[flow] = {**schema, "properties": properties, "definitions": definitions, "additionalProperties": False}
+    return found
 
 
 ACRONYMS = {"sft": "SFT", "rl": "RL", "dpo": "DPO"}
 
 
 def titled(properties: dict[str, Any], definitions: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A form schema whose sections are called after their steps: the UI shows a nested model by its title, and every
-    stage's model is called Config. Each use of a model becomes a definition of its own."""
+    """A form schema whose sections are called after their steps, and the definitions that it uses: the UI shows a
+    nested model by its title, and every stage's model is called Config. A section has its title beside its reference,
+    which both of Prefect's UIs put over that of the definition; of a list's entries and of alternatives they read the
+    definition's alone, so that each such use of a model becomes a definition of its own."""
     named: dict[str, Any] = {}
+
+    def use(name: str, own: str, title: dict[str, str]) -> str:
+        if own not in named:
+            named[own] = None
+            plain = {key: value for key, value in definitions[name].items() if key != "title"}
+            named[own] = {**visit(plain, title.get("title", "")), **title}
+        return f"#/definitions/{own}"
 
     def visit(node: Any, title: str) -> Any:
         if isinstance(node, list):
@@ -292,20 +369,22 @@ def titled(properties: dict[str, Any], definitions: dict[str, Any]) -> tuple[dic
         for key, value in node.items():
             if key == "$ref":
                 name = value.rpartition("/")[2]
-                own = f"{name}.{title.replace(' ', '')}"
-                if own not in named:
-                    named[own] = None
-                    named[own] = {**visit(definitions[name], title), "title": title}
-                found[key] = f"#/definitions/{own}"
+                found[key] = use(name, f"{name}.{title.replace(' ', '')}", {"title": title})
             elif key == "properties":
-                found[key] = {field: visit(one, human(field)) for field, one in value.items()}
+                found[key] = {field: section(field, one) for field, one in value.items()}
             elif key in ("default", "enum", "const", "examples"):
                 found[key] = value
             else:
                 found[key] = visit(value, title)
         return found
 
-    return {field: visit(one, human(field)) for field, one in properties.items()}, named
+    def section(field: str, node: dict[str, Any]) -> dict[str, Any]:
+        if "$ref" not in node:
+            return visit(node, human(field))
+        name = node["$ref"].rpartition("/")[2]
+        return {"title": human(field), **node, "$ref": use(name, name, {})}
+
+    return {field: section(field, one) for field, one in properties.items()}, named
 
 
 def human(field: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,20 +51,26 @@ def test_every_deployment_has_a_name_of_its_own():
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_deploying_says_how_far_it_is(monkeypatch, tmp_path, as_json):
-    """Of a hundred deployments, which take a busy server minutes; what the server is asked is left out here."""
+    """Of a hundred deployments, which take a busy server minutes, and which are paused; what the server is asked is
+    left out here.
+    """
     from typer.testing import CliRunner
 
     from flows import deploy, display, services
     from flows.cli import app
 
-    specs = [(None, name, {}) for name in ("first", "second", "third")]
+    specs = [("flow", name, {}) for name in ("first", "second", "third")]
     monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path))
     monkeypatch.setenv("PREFECT_API_URL", "http://there:4200/api")
     monkeypatch.setattr(services, "connect", lambda state: True)
     monkeypatch.setattr(deploy, "recipe_deployments", lambda *_: specs[:2])
     monkeypatch.setattr(deploy, "stage_deployments", lambda: specs[2:])
+    # of Prefect's own it would start a server
+    monkeypatch.setattr("prefect.client.orchestration.get_client", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(deploy, "install_pool", lambda **_: None)
-    monkeypatch.setattr(deploy, "apply", lambda flow, name, options, client: name)
+    monkeypatch.setattr(deploy, "forms", lambda flows: dict.fromkeys(flows))
+    monkeypatch.setattr(deploy, "registered", lambda client: {"second": SimpleNamespace(paused=True, schedules=[])})
+    monkeypatch.setattr(deploy, "apply", lambda flow, name, options, **_: name)
     monkeypatch.setattr(deploy, "retire", lambda *_: None)
     monkeypatch.setattr(deploy, "install_automations", lambda model: ["recover"])
     monkeypatch.setattr(display, "SLOW_LINES", -1)
@@ -75,6 +83,8 @@ def test_deploying_says_how_far_it_is(monkeypatch, tmp_path, as_json):
         "deploy: 1/3 deployments registered, now second",
         "deploy: 2/3 deployments registered, now third",
         "deploy: 3/3 deployments registered, now older ones and automations",
+        "deploy: 3/3 deployments registered; paused in Prefect's UI and left so: second; to make one active, switch it on"
+        " there",
     ]
     assert done.stderr.splitlines() == ([] if as_json else told)
 

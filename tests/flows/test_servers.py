@@ -107,6 +107,7 @@ def test_nightly_schedule_is_active(servers):
 NIGHTLY_RUN = "post_training/post_training-nightly"
 WORLD_STAGE = "stage-world/stage-world"
 MIX_STAGE = "stage-mix/stage-mix"
+RATE_STAGE = "stage-rate/stage-rate"
 
 
 def pause_by_schedule_and_by_deployment(servers, name: str, command: tuple[str, ...]) -> list[tuple]:
@@ -153,13 +154,14 @@ def again(servers):
     before = registered()
     servers.python(apply.format("(post_training, 'form'), (post_training, 'demo'), (stage_flow('mix'), 'stage')"))
     assert len(registered()[0]) == len(before[0]) + 3
-    rows = {name: servers.deployment(name) for name in (NIGHTLY_RUN, WORLD_STAGE, MIX_STAGE)}
+    rows = {name: servers.deployment(name) for name in (NIGHTLY_RUN, WORLD_STAGE, MIX_STAGE, RATE_STAGE)}
     servers.api(
         f"/deployments/{rows[NIGHTLY_RUN]['id']}/schedules/{rows[NIGHTLY_RUN]['schedules'][0]['id']}",
         {"active": False},
         method="PATCH",
     )
     servers.api(f"/deployments/{rows[WORLD_STAGE]['id']}", {"description": "edited"}, method="PATCH")
+    servers.api(f"/deployments/{rows[RATE_STAGE]['id']}", {"paused": True, "description": "edited"}, method="PATCH")
     found = {"said": servers.json(*DEPLOY), "before": before, "after": registered(), "rows": rows, "paused": paused}
     servers.api(f"/deployments/{servers.deployment('post_training/mine')['id']}", method="DELETE")
     return found
@@ -192,7 +194,8 @@ def test_a_schedule_that_was_paused_stays_so_when_its_recipe_is_deployed_again(a
 
 
 def test_deploy_is_idempotent(servers, again):
-    assert again["said"] == servers.deployed
+    assert servers.deployed["paused"] == []
+    assert again["said"] == {**servers.deployed, "paused": [NIGHTLY_RUN, RATE_STAGE]}
     assert again["after"] == again["before"]
 
 
@@ -202,11 +205,13 @@ def test_deployments_have_names_that_tell_them_apart_and_older_ones_are_removed(
 
 
 def test_deploying_again_writes_what_differs_and_leaves_the_rest(servers, again):
-    """A schedule that was paused and a text that was edited in the UI come back; what is as it should be is not
-    written.
+    """A text that was edited in the UI comes back; what is as it should be is not written, and what was paused stays
+    so.
     """
     now = {name: servers.deployment(name) for name in again["rows"]}
-    assert [schedule["active"] for schedule in now[NIGHTLY_RUN]["schedules"]] == [True]
+    assert [schedule["active"] for schedule in now[NIGHTLY_RUN]["schedules"]] == [False]
+    assert now[RATE_STAGE]["paused"] and not now[WORLD_STAGE]["paused"]
+    assert now[RATE_STAGE]["description"] == again["rows"][RATE_STAGE]["description"] != "edited"
     assert now[WORLD_STAGE]["description"] == again["rows"][WORLD_STAGE]["description"] != "edited"
     assert now[MIX_STAGE]["updated"] == again["rows"][MIX_STAGE]["updated"]
 
@@ -253,8 +258,12 @@ def test_forms_are_valid_json_schemas(servers):
         if row["parameters"]:
             jsonschema.Draft202012Validator({**schema, "required": []}).validate({**row["parameters"]})
         assert "oneOf" not in str(schema), row["name"]
-        titles = [entry["title"] for name, entry in schema.get("definitions", {}).items()]
-        assert titles.count("Config") <= 1, row["name"]  # the parameter `config` itself
+        definitions = schema.get("definitions", {})
+        for place in (schema, *definitions.values()):
+            for field, one in place.get("properties", {}).items():
+                if "$ref" in one:  # as the UI puts them together
+                    shown = {**definitions[one["$ref"].rpartition("/")[2]], **one}["title"]
+                    assert shown.lower() == field.replace("_", " "), (row["name"], field, shown)
 
 
 def test_a_deployment_says_what_its_flow_is_for_and_leaves_the_settings_to_the_form(again):
