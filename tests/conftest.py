@@ -1,8 +1,8 @@
 """How the suite is spread over processes, and the processes that tests share.
 
-The tests of one file stay together, since they share models; all that speak to the Prefect server share one. Whatever
-takes longest goes first, and alone where it shares nothing, so that no process is left with a long file when the others
-have finished.
+The tests of one file stay together, since they share models; all that speak to the Prefect server share one, and those
+that compile a model what torch loads for that. Whatever takes longest goes first, and alone where it shares nothing, so
+that no process is left with a long file when the others have finished.
 """
 
 import contextlib
@@ -16,14 +16,19 @@ from pathlib import Path
 
 import pytest
 
-SERVERS = ("flows/test_servers.py", "flows/test_browser.py", "flows/test_people.py")
+#: By the name of their group, the one that takes longest first.
+TOGETHER = {
+    "servers": ("flows/test_servers.py", "flows/test_browser.py", "flows/test_people.py"),
+    "compiled": ("training/test_options.py::test_compiled_forward_trains_alike",),
+}
 ALONE = (
+    "sampler/test_kernels.py::test_in_the_interpreter",
     "training/test_distributed.py",
     "training/test_resume.py",
     "training/test_rank_kill.py",
-    "training/test_options.py::test_compiled_forward_trains_alike",
 )
 LONG = (
+    "cli/test_cli",
     "evaluation/test_benchmarks",
     "evaluation/test_contamination",
     "evaluation/test_stages",
@@ -60,8 +65,9 @@ DRAWN = (
 
 def group(nodeid: str) -> str:
     """Tests with the same answer run in one process, one after the other."""
-    if any(name in nodeid for name in SERVERS):
-        return "servers"
+    for name, members in TOGETHER.items():
+        if any(member in nodeid for member in members):
+            return name
     return nodeid if any(name in nodeid for name in ALONE) else nodeid.split("::")[0]
 
 
@@ -92,17 +98,17 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     if hasattr(config, "workerinput"):  # in one process: as collected
-        items.sort(
-            key=lambda item: (
-                0
-                if group(item.nodeid) == "servers"
-                else 1
-                if group(item.nodeid) == item.nodeid
-                else 2
-                if any(name in item.nodeid for name in LONG)
-                else 3
-            )
-        )
+        first = [*TOGETHER]
+
+        def turn(item) -> int:
+            name = group(item.nodeid)
+            if name in first:
+                return first.index(name)
+            if name == item.nodeid:
+                return len(first)
+            return len(first) + (1 if any(part in name for part in LONG) else 2)
+
+        items.sort(key=turn)
 
 
 def import_in_turn(config) -> None:

@@ -29,6 +29,8 @@ from tasks.processes import Forked, Parent
 STAGES = "stages.running.process:main"
 UNDRAWN = "tests.processes:undrawn"
 NUMBER = "POSTTRAIN_TEST_PARENT"
+#: For ``python -c``: the command line whose stages are forked from the processes that tests share.
+SHARED = "from tests.processes import share; share(); from flows.cli import program; program()"
 
 
 class Process:
@@ -100,8 +102,9 @@ class Forks:
     def __init__(self, folder: Path):
         self.folder, self.parents, self.started = folder, [], 0
 
-    def start(self, *arguments: str, target: str = STAGES, ranks: int = 1, **environment: str) -> Group:
-        while len(self.parents) < 2:
+    def hold(self, count: int = 1) -> None:
+        """Start the first parents now, or keep them: those that :func:`share` takes end when nobody has one."""
+        while len(self.parents) < count:
             self.parents.append(
                 Parent(
                     {
@@ -115,6 +118,9 @@ class Forks:
                     module="tests.processes",
                 )
             )
+
+    def start(self, *arguments: str, target: str = STAGES, ranks: int = 1, **environment: str) -> Group:
+        self.hold(2)
         common, store = {**os.environ, "OMP_NUM_THREADS": "1", **environment}, None
         if ranks > 1:
             from torch.distributed import TCPStore
@@ -148,7 +154,8 @@ class Forks:
 
 def share() -> None:
     """In a command that a test has started: its stages are forked from the same processes as the test's. What such
-    tests are about begins when the stage has started.
+    tests are about begins when the stage has started. Whoever starts commands one after the other holds these processes
+    meanwhile (``Forks.hold``).
     """
     import functools
 

@@ -256,28 +256,30 @@ KERNELS = {
 }
 
 
-def _leaves(one):
+BRANCHES = (list, tuple, dict)
+
+
+def _leaves(one) -> list:
     """What lies in arguments or results, in order. Those of operations are lists, tuples and dictionaries, and PyTorch's
     own way through trees of any kind takes longer than the operations.
     """
-    if isinstance(one, (list, tuple)):
-        for inner in one:
-            yield from _leaves(inner)
-    elif isinstance(one, dict):
-        for inner in one.values():
-            yield from _leaves(inner)
-    else:
-        yield one
+    found = []
+    for inner in one.values() if isinstance(one, dict) else one if isinstance(one, BRANCHES) else (one,):
+        if isinstance(inner, BRANCHES):
+            found += _leaves(inner)
+        else:
+            found.append(inner)
+    return found
 
 
 def _mapped(function, one):
     """The same lists, tuples and dictionaries of what a function makes of what lies in them."""
-    if isinstance(one, (list, tuple)):
-        inner = [_mapped(function, each) for each in one]
-        return inner if isinstance(one, list) else tuple(inner)
     if isinstance(one, dict):
         return {name: _mapped(function, inner) for name, inner in one.items()}
-    return function(one)
+    if not isinstance(one, BRANCHES):
+        return function(one)
+    inner = [_mapped(function, each) if isinstance(each, BRANCHES) else function(each) for each in one]
+    return inner if isinstance(one, list) else tuple(inner)
 
 
 def is_there(device) -> bool:
@@ -287,14 +289,15 @@ def is_there(device) -> bool:
 def compute(operation, args, kwargs):
     """The operation on what the tensors hold; its results are where CUDA's would be."""
     name = operation._schema.name
-    given = [one for one in _leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    leaves = _leaves((args, kwargs))
+    given = [one for one in leaves if isinstance(one, torch.Tensor)]
     there = [one for one in given if isinstance(one, There)]
     goes = bool(there)
-    wanted = [one for one in _leaves((args, kwargs)) if isinstance(one, torch.device)]
+    wanted = [one for one in leaves if isinstance(one, torch.device)]
     if wanted:
         goes = is_there(wanted[0])
     if there and name not in ACROSS:
-        exempt = [*_leaves(args[1])] if name in INDEXED and isinstance(args[0], There) else []
+        exempt = _leaves(args[1]) if name in INDEXED and isinstance(args[0], There) else []
         here = [
             one
             for one in given

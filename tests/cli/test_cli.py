@@ -18,6 +18,7 @@ import pytest
 
 from tests.common import stage_processes
 from tests.evaluation.conftest import tiny_policy
+from tests.processes import SHARED
 from tests.serving import free_port, with_prefects_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,11 +79,16 @@ def several(folder: Path, *commands: list[str]) -> list[tuple[int, str, str]]:
 
 
 @pytest.fixture
-def posttrain(tmp_path):
+def posttrain(tmp_path, forks):
     env = environment(with_prefects_tables(tmp_path / "home"))
 
     def call(*arguments, code: int = 0, start: bool = False, tracked: bool = False, program: str | None = None):
-        """tracked: MLflow is told, which costs a new home its database. program: what calls the command line."""
+        """tracked: MLflow is told, which costs a new home its database. program: what calls the command line; SHARED
+        for what starts stages, unless told otherwise.
+        """
+        if program is None and arguments[0] in ("stage", "rerun"):
+            forks.hold()
+            program = SHARED
         env["POSTTRAIN_TRACKING"] = "on" if tracked else "off"
         command = [sys.executable, *(["-m", "flows.cli"] if program is None else ["-c", program]), *map(str, arguments)]
         if start:

@@ -14,6 +14,7 @@ from flows.sweep import parse_over, planned
 from tasks.run import StageError
 from tests.common import assistant, user
 from tests.evaluation.conftest import tiny_policy
+from tests.processes import SHARED
 from tests.serving import with_prefects_tables
 
 STAGE = {"what": "sft", "inputs": {"model": "(given.model)", "data": "(given.data)"}, "metric": "loss", "goal": "min"}
@@ -224,8 +225,9 @@ def test_values_on_the_command_line():
             parse_over(wrong)
 
 
-def test_a_sweep_from_the_command_line_reuses_its_trials(tmp_path):
+def test_a_sweep_from_the_command_line_reuses_its_trials(tmp_path, forks):
     """A real one: of two learning rates one was run before, by itself."""
+    forks.hold()
     data = tmp_path / "demos.jsonl"
     data.write_text(
         "".join(json.dumps({"messages": user(f"say {i}") + assistant(f"it is {i}")}) + "\n" for i in range(20))
@@ -237,7 +239,7 @@ def test_a_sweep_from_the_command_line_reuses_its_trials(tmp_path):
 
     def command(*arguments):
         done = subprocess.run(
-            [sys.executable, "-m", "flows.cli", *arguments, "--json"],
+            [sys.executable, "-c", SHARED, *arguments, "--json"],
             capture_output=True,
             text=True,
             env=environment,

@@ -109,10 +109,11 @@ def said(process):
     return process.returncode, json.loads(out.splitlines()[-1]) if out.strip() else {}, err
 
 
-def test_two_nodes_compute_what_one_does_and_one_that_dies_ends_the_other(tiny, data, tmp_path, monkeypatch):  # noqa: F811
+def test_two_nodes_compute_what_one_does_and_one_that_dies_ends_the_other(tiny, data, tmp_path, monkeypatch, forks):  # noqa: F811
     """Two nodes of one rank each against one of two: the same bytes, also after node 1 was killed in the middle and
     both were started again.
     """
+    forks.hold()
     port = free_port()
     environment = {**os.environ, **QUICK}
     # as some launchers leave them; not about the stage's ranks
@@ -299,10 +300,13 @@ def test_a_follower_refuses_what_is_another_stage_on_its_machine(tiny, data, tmp
             _take_turn({**told, "key": told["key"] if "seed" in change else "0", **change}, None, print)
 
 
-def test_a_recipe_on_two_nodes_gives_what_one_does_whichever_of_them_is_killed(tiny, prefect, tmp_path, monkeypatch):  # noqa: F811
+def test_a_recipe_on_two_nodes_gives_what_one_does_whichever_of_them_is_killed(
+    tiny, prefect, tmp_path, monkeypatch, forks
+):  # noqa: F811
     """Two trainings at the same time, which need the same port, and a stage of one device. The raw file is where node 0
     is and nowhere else.
     """
+    forks.hold()
     port, far, home = free_port(), tmp_path / "far", tmp_path / "two"
     far.mkdir()
     (tmp_path / "demos.jsonl").write_text(

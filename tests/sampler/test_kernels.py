@@ -34,6 +34,23 @@ if INTERPRETED:  # which asks NumPy for the number in an array of one; since 2.4
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _patch_lang_tensor
+    whole, inside = interpreter._patch_lang, set()
+
+    def _patch_lang(fn):
+        """Triton puts its interpreter in the place of the whole language at every call of a function by a kernel, a third
+        of the time; here once in each launch for each module that calls come from.
+        """
+        outermost = not inside
+        if fn.__module__ in inside:
+            return interpreter._LangPatchScope()
+        inside.add(fn.__module__)
+        scope = whole(fn)
+        if outermost:
+            put_back = scope.restore
+            scope.restore = lambda: (inside.clear(), put_back())
+        return scope
+
+    interpreter._patch_lang = _patch_lang
 
 SIZES = [(1, 4, 64), (7, 1, 80), (3, 3, 128), (8 if INTERPRETED else 64, 2, 16)]  # rows, queries per key, head size
 SOME = ["llama", "qwen3", "glm4", "gemma2", "gemma3", "granite", "mixtral", "olmo2", "phi3 partial", "smollm3"]

@@ -195,7 +195,7 @@ STAGES = {
     ),
     "rl with a trust region": (
         "rl",
-        {**RL, "preset": "trpo", "beta": 0, "truncation_policy": "score", "num_iterations": 1},
+        {**RL, "preset": "trpo", "beta": 0, "truncation_policy": "score", "num_iterations": 1, "cg_iters": 3},
         "prompts",
         {},
     ),

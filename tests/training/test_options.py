@@ -558,14 +558,15 @@ def test_a_pad_token_that_a_text_holds_is_learned_by_every_forward(tiny):
 
 @pytest.fixture
 def compiled_here():
-    """No pool of processes for a handful of kernels, which need not be fast: without vectors, not optimised. Graphs are
-    counted anew.
+    """No pool of processes for a handful of kernels, which need not be fast: without vectors (nor a trial of each kind,
+    two seconds apiece), not optimised. Graphs are counted anew.
     """
     import torch._inductor.config
     from torch._dynamo.utils import counters
 
     counters.clear()
-    with torch._inductor.config.patch({"compile_threads": 1, "aot_inductor.debug_compile": True, "cpp.simdlen": 1}):
+    settings = {"compile_threads": 1, "aot_inductor.debug_compile": True, "cpp.simdlen": 1, "cpp.vec_isa_ok": False}
+    with torch._inductor.config.patch(settings):
         yield counters["stats"]
 
 
