@@ -10,6 +10,7 @@ import pytest
 
 from stages.harness import StageFailure
 from stages.ingest import matching_kind
+from stages.reward_model import SPEC
 from stages.spec import ConfigError
 
 from .driver import SHARED, assistant, ingest, user, write_lines
@@ -834,6 +835,9 @@ def test_matching_kind(tmp_path):
     assert matching_kind(str(math), ("demonstrations/1", "text/1")) == "demonstrations/1"
     assert matching_kind(str(math), ("prompts/1",)) == "prompts/1"
     assert matching_kind(str(math), ("pairs/1",)) is None
+    only = write_lines(tmp_path / "only.jsonl", [{"prompt": "why?"}])
+    # it was looked for as rows that only stages make, with an error of pydantic's
+    assert matching_kind(str(only), SPEC.inputs["data"].kinds) is None and "trajectories/1" in SPEC.inputs["data"].kinds
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data files")
