@@ -95,7 +95,7 @@ def test_a_server_that_dies_costs_no_rows(tiny, tokenizer, monkeypatch, after): 
         assert [[c.ids for c in group] for group in again] == [[c.ids for c in group] for group in whole]
 
 
-@pytest.mark.parametrize("status", [401, 404, 429, 503])
+@pytest.mark.parametrize("status", [401, 402, 404, 429, 503])
 def test_a_server_that_takes_nobodys_requests_ends_the_stage(tiny, tokenizer, answers, status):  # noqa: F811
     engine = ServerEngine(answers.url, tokenizer, tiny["policy"], model="tiny", api="vllm")
     answers.answer = (status, {}, "no")
