@@ -14,7 +14,7 @@ Order per row: parse -> adapt to our schema -> rules -> duplicates and contradic
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -428,8 +428,12 @@ def native_kind(path: str, config: Config | None = None) -> str | None:
 
 
 def matching_kind(path: str, kinds: tuple[str, ...]) -> str | None:
-    """The first of `kinds` that the data is, else the first that it can be converted to; None if none."""
+    """The first of `kinds` that the data is, else the first that it can be converted to; None if none. Kinds that only
+    stages make are no file's.
+    """
     from stages.ingestion.conversions import route
+
+    kinds = tuple(kind for kind in kinds if kind in get_args(Config.model_fields["kind"].annotation))
 
     have = native_kind(path)
     if have is None:

@@ -380,6 +380,8 @@ def _path(text: str, kind: str | None, hub: str = "") -> ResolvedInput:
             " local path"
         )
     path = Path(text.removeprefix("file://")).expanduser()
+    if (own := _in_this_home(path)) is not None:
+        return resolve(own, kind)
     if path.exists():
         path = path.absolute()
         if path.is_dir() and (kind in (None, "dataset", "file")) and is_dataset_dir(str(path)):
@@ -416,6 +418,23 @@ def at_hand(text: str, kind: str) -> bool:
     key = text.partition(":")[0]
     made = STAGE_KEY.fullmatch(key) is not None and records.match(key) is not None
     return is_ref(text) or made or Path(text.removeprefix("file://")).expanduser().exists()
+
+
+def _in_this_home(path: Path) -> str | None:
+    """The reference of a model or dataset of this home that is given by its directory, as ``--json`` prints it, or by
+    the one that it had before the home was moved; None of any other path. What is recorded then holds in every place.
+    """
+    path = path.absolute()
+    name, digest = path.parent.name, path.name
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        return None
+    if name == home.models_dir().name:
+        here, ref = model_path(digest), f"model:m-{digest}"
+    elif path.parent.parent.name == home.datasets_dir().name:
+        here, ref = Path(dataset_path(name, digest)), f"dataset:{name}@{digest}"
+    else:
+        return None
+    return ref if here.is_dir() and (not path.exists() or path.resolve() == here.resolve()) else None
 
 
 def pinned(text: str) -> str:

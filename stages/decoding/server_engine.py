@@ -183,9 +183,16 @@ class ServerEngine:
             if not error.refusal:
                 self.failing.add(tuple(prompt))
             if error.away or len(self.failing) >= FAILING:
+                slow = isinstance(error.__cause__, TimeoutError)
                 raise EngineError(
-                    f"the server at {self.url} gives no completions any more ({error}). See to it (is it running, with"
-                    f" room, the model {self.model} and the key?); then the same command continues."
+                    f"the server at {self.url} gives no completions any more ({error}). "
+                    + (
+                        f"None came within engine_timeout_s={self.timeout_s:g}: write a larger one, or a smaller"
+                        " engine_concurrency"
+                        if slow
+                        else f"See to it (is it running, with room, the model {self.model} and the key?)"
+                    )
+                    + "; then the same command continues."
                 ) from error
             why = str(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

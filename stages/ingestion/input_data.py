@@ -201,9 +201,25 @@ class InputData:
         )
 
     def columns_of(self, name: str) -> str:
-        """``Columns found: a, b`` of the file of that name, with what a misspelt one may be; empty for a dataset."""
+        """``Columns found: a, b`` of the file of that name, with what a misspelt one may be, and how those inside of
+        others are named; empty for a dataset.
+        """
         files = [file for file in self.files if file.name == name]
-        return f"Columns found: {_listed(_columns(files))}" if files else ""
+        inside = {
+            key: f"{column}.{key}"
+            for file in files
+            for row in head_rows(file, 8)
+            for column, value in row.items()
+            if isinstance(value, dict)
+            for key in ("prompt", "chosen", "rejected", "completion")
+            if key in value
+        }
+        named = ", ".join(f"{ours}: {theirs}" for ours, theirs in inside.items())
+        return (
+            f"Columns found: {_listed(_columns(files))}" + f"; inside of others: column_map={{{named}}}" * bool(inside)
+            if files
+            else ""
+        )
 
     def misread(self) -> dict[str, str]:
         """{column: the known name that it nearly has} of what the guessed formats of files leave unread, so that their

@@ -292,6 +292,8 @@ def _to_do(error: ServerError) -> str:
     """What helps where a judge's server answers nobody."""
     if error.status in (401, 403):
         return "Write the name of the environment variable that holds its key as key_variable=NAME."
+    if isinstance(error.__cause__, TimeoutError):
+        return "Write a larger timeout_s=SECONDS, or a smaller concurrency=N."
     if error.status == 500:
         return "Its own log says why; some servers answer so to an endpoint_model that they do not know."
     if error.status == 429 or (error.status or 0) > 500:

@@ -49,13 +49,13 @@ class ServerError(RuntimeError):
 
     @property
     def away(self) -> bool:
-        """Whether it is about the server whatever is asked: nobody listens there, it does not take the key or know the
-        path or the model, or it has no room for long.
+        """Whether it is about the server whatever is asked: nobody listens there, it does not take the key, wants to be
+        paid, does not know the path or the model, or has no room for long.
         """
         return (
             self.unreachable
             or 300 <= (self.status or 0) < 400
-            or self.status in (401, 403, 404, 405, 407, 429, 502, 503, 504)
+            or self.status in (401, 402, 403, 404, 405, 407, 410, 429, 502, 503, 504)
         )
 
 
@@ -138,8 +138,7 @@ def _proxy(url: str) -> str | None:
         or urllib.request.proxy_bypass(parts.netloc)
     ):
         return None
-    found = urllib.request.getproxies()
-    return found.get(parts.scheme) or found.get("all")
+    return urllib.request.getproxies().get(parts.scheme)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import pytest
 
 from stages.harness import StageFailure
 from stages.ingest import matching_kind
+from stages.reward_model import SPEC
 from stages.spec import ConfigError
 
 from .driver import SHARED, assistant, ingest, user, write_lines
@@ -827,6 +828,16 @@ def test_decontamination(tmp_path):
         ingest(source, tmp_path / "v", decontaminate="coverage")
 
 
+def test_columns_inside_of_others_are_named(tmp_path):
+    """Rows with the two answers in one column were prompts alone, and what was said named no way to them."""
+    nested = [{"prompt": f"q {i}", "pair": {"chosen": f"good {i}", "rejected": f"bad {i}"}} for i in range(4)]
+    path = write_lines(tmp_path / "nested.jsonl", nested)
+    with pytest.raises(ConfigError, match=r"column_map=\{chosen: pair.chosen, rejected: pair.rejected\}"):
+        ingest(path, tmp_path / "w", kind="pairs/1")
+    told = {"chosen": "pair.chosen", "rejected": "pair.rejected"}
+    assert ingest(path, tmp_path / "v", kind="pairs/1", column_map=told).result["summary"]["rows_kept"] == 4
+
+
 def test_matching_kind(tmp_path):
     pairs = write_lines(tmp_path / "p.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}])
     math = write_lines(tmp_path / "m.jsonl", [{"question": "q", "answer": "#### 3"}])
@@ -834,6 +845,9 @@ def test_matching_kind(tmp_path):
     assert matching_kind(str(math), ("demonstrations/1", "text/1")) == "demonstrations/1"
     assert matching_kind(str(math), ("prompts/1",)) == "prompts/1"
     assert matching_kind(str(math), ("pairs/1",)) is None
+    only = write_lines(tmp_path / "only.jsonl", [{"prompt": "why?"}])
+    # it was looked for as rows that only stages make, with an error of pydantic's
+    assert matching_kind(str(only), SPEC.inputs["data"].kinds) is None and "trajectories/1" in SPEC.inputs["data"].kinds
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data files")

@@ -445,11 +445,12 @@ def test_recorded_comparisons_need_no_judge(rate, tmp_path):
 )
 def test_the_published_win_rates_of_alpaca_eval(rate):
     """805 judgements of each of twelve models: win rate, its error and the discrete rate are the published ones. The
-    published length-controlled rate adds regularisation and difficulties of many more models (eval.alpacaeval_lc): ours
-    agrees in order, and nearly in value where lengths differ little."""
+    published length-controlled rate adds regularisation of another kind and difficulties of many more models
+    (eval.alpacaeval_lc): ours is 0.7 points off on average with the settings that the page on stages names."""
     published = json.loads((SHARED / "alpaca_eval_published.json").read_text())
     result, battles, scores = rate(
-        {"instruction_difficulty": True}, {"recorded": SHARED / "alpaca_eval_gpt4_preferences.jsonl.gz"}
+        {"instruction_difficulty": True, "length_l2": 3.0},
+        {"recorded": SHARED / "alpaca_eval_gpt4_preferences.jsonl.gz"},
     )
     summary = result["summary"]
     assert len(battles) == 12 * 805 and {row["model_b"] for row in battles} == {"gpt4_1106_preview"}
@@ -466,6 +467,8 @@ def test_the_published_win_rates_of_alpaca_eval(rate):
     )
     ranks = [np.argsort(np.argsort(values)) for values in (ours, theirs)]
     assert np.corrcoef(*ranks)[0, 1] > 0.9 and abs(ours[-1] - theirs[-1]) < 0.5, (ours, theirs)
+    off = np.abs(np.subtract(ours, theirs))
+    assert off.mean() < 0.8 and off.max() < 3.5, dict(zip(published, off))
     assert sorted(published, key=lambda n: summary[f"{n}/bt_elo"]) == sorted(
         published, key=lambda n: published[n]["win_rate"]
     )

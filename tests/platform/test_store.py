@@ -55,6 +55,28 @@ def test_model_refs(tmp_path):
     assert history[5]["evidence"] == {"accuracy": [0.5, 0.6]}
 
 
+def test_the_directory_of_something_in_the_store_is_its_reference(tmp_path, monkeypatch):
+    """It was recorded as a path of somebody's own: `posttrain rerun` of what was made of it failed once the home was
+    moved. What lies elsewhere, in another home too, stays a path.
+    """
+    model = store.publish_model(make_model(tmp_path / "m"))
+    data = store.publish_dataset(make_dataset(tmp_path / "a"), "toy")
+    for found, kind in ((model, "model"), (data, "dataset")):
+        given = store.resolve(found.path, kind)
+        assert (given.ref, given.digest) == (found.ref, found.digest) and ":" in given.ref
+    moved = tmp_path / "moved"
+    shutil.copytree(home.home(), moved)
+    other = str(moved / os.path.relpath(model.path, home.home()))
+    assert store.resolve(other, "model").ref == other
+    old = model.path, data.path
+    os.rename(home.home(), tmp_path / "away")
+    monkeypatch.setenv("POSTTRAIN_HOME", str(moved))
+    assert [store.resolve(path).ref for path in old] == [model.ref, data.ref]
+    assert store.resolve(str(tmp_path / "away" / "models" / model.digest), "model").ref.startswith("/")
+    with pytest.raises(store.StoreError, match="does not exist"):
+        store.resolve(str(tmp_path / "models" / ("0" * 64)), "model")
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "says"),
     [

@@ -5,6 +5,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import time
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,7 +95,7 @@ def test_a_server_that_dies_costs_no_rows(tiny, tokenizer, monkeypatch, after): 
         assert [[c.ids for c in group] for group in again] == [[c.ids for c in group] for group in whole]
 
 
-@pytest.mark.parametrize("status", [401, 404, 429, 503])
+@pytest.mark.parametrize("status", [401, 402, 404, 429, 503])
 def test_a_server_that_takes_nobodys_requests_ends_the_stage(tiny, tokenizer, answers, status):  # noqa: F811
     engine = ServerEngine(answers.url, tokenizer, tiny["policy"], model="tiny", api="vllm")
     answers.answer = (status, {}, "no")
@@ -118,6 +119,19 @@ def test_a_server_that_fails_on_everything_is_not_asked_for_everything(tiny, tok
         with pytest.raises(EngineError, match="no completions any more.*HTTP 500"):
             ServerEngine(url, tokenizer, tiny["policy"], concurrency=1).generate(prompts, PARAMS, seeds)
         assert len(seen) == 2 + 4 + 4 + 2, "the first prompt, two that failed, and the first row of the third"
+
+
+def test_a_server_that_is_too_slow_says_which_settings_give_it_time(tiny, tokenizer):  # noqa: F811
+    from stages.reward.judge import JudgeError, ServerJudge
+
+    slow = threading.Event()
+    with chat_server(lambda body: slow.wait(1.0)) as server:
+        engine = ServerEngine(server.url, tokenizer, tiny["policy"], model="m", api="vllm", timeout_s=0.1)
+        with pytest.raises(EngineError, match=r"engine_timeout_s=0.1: write a larger one, or a smaller engine_conc"):
+            engine.generate([[1, 40], [1, 41], [1, 42]], PARAMS, [[1], [2], [3]])
+        with pytest.raises(JudgeError, match="larger timeout_s=SECONDS"):
+            ServerJudge(server.url, "m", timeout_s=0.1).answers(["x"], 4, 0)
+        slow.set()
 
 
 def test_a_vllm_server_that_was_started_again_is_not_asked_with_its_old_weights(tiny, tokenizer, monkeypatch):  # noqa: F811
