@@ -279,13 +279,13 @@ def _plain(value: Any, where: str) -> Any:
 # ---------------------------------------------------------------------------------------------------------------- configs
 
 #: Names of settings and of parts of an address that are given a key: what stands there is shown to nobody.
-SECRET = re.compile(r"(?i)(^|[_.-])(api_?)?(key|token|secret|password|passwd|sig|signature|auth)$")
+SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|pwd|signature)$|(^|[_.-])(sig|auth)$")
 
 
 def _hides_nothing(url: str) -> str:
     """The address of a server, in which there is no key: it would be kept with every record and shown in MLflow."""
     host, _, query = re.sub(r"^\w+://", "", url).partition("?")
-    if "@" in host.partition("/")[0] or any(SECRET.search(name) for name, _ in parse_qsl(query)):
+    if "@" in host.partition("/")[0] or any(SECRET.search(name) or name == "code" for name, _ in parse_qsl(query)):
         raise PydanticCustomError(
             "secret",
             "the address holds a key or a password, and would be kept with every result and shown to everybody; write"

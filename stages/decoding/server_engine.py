@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 from stages.decoding.engines import EngineError, refuse_all_failed, vocabulary_of
 from stages.decoding.sampler import Completion, DerivedText, SamplerError, check_request
@@ -71,6 +72,7 @@ class ServerEngine:
         self.root = self.url.removesuffix("/v1")
         self.concurrency, self.weights = concurrency, "input"
         self.failing: set[tuple[int, ...]] = set()
+        self.answered_at = -math.inf
         self.vocabulary, self.positions = vocabulary_of(path)
         self.api = self._dialect() if api == "auto" else api
         self.model = model or (path if self.api == "transformers" else self._only())
@@ -173,16 +175,19 @@ class ServerEngine:
 
     def _row(self, prompt, seed, params, settings, text) -> Completion:
         """One completion; asked for again where that may help. EngineError where nobody would get one."""
+        began = time.monotonic()
         try:
             sent = prompt if self.api == "vllm" else self._as_text(prompt)
             body = {"model": self.model, "prompt": sent, "seed": int(seed) % 2**31, **settings}
             answer = patiently(lambda: self._asked(body))
             self.failing.clear()
+            self.answered_at = time.monotonic()
             return self._completion(answer, prompt, params, text)
         except ServerError as error:
-            if not error.refusal:
+            others = self.answered_at > began  # were answered meanwhile
+            if not (error.refusal or others):
                 self.failing.add(tuple(prompt))
-            if error.away or len(self.failing) >= FAILING:
+            if error.away and not (others and error.of_one) or len(self.failing) >= FAILING:
                 slow = isinstance(error.__cause__, TimeoutError)
                 raise EngineError(
                     f"the server at {self.url} gives no completions any more ({error}). "
@@ -206,9 +211,10 @@ class ServerEngine:
         try:
             return self._call(self.url + "/completions", body)
         except ServerError as error:
-            if error.unreachable and self.api == "vllm" and self.weights != "input":
+            gone = error.unreachable or error.status in (502, 503)  # behind a gateway
+            if gone and self.api == "vllm" and self.weights != "input":
                 raise EngineError(
-                    f"nobody listens at {self.url} any more ({error}), and a server that is started again does not have"
+                    f"nobody answers at {self.url} any more ({error}), and a server that is started again does not have"
                     " the policy's weights. Start it; then the same command continues and gives it them."
                 ) from error
             raise

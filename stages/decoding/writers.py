@@ -187,6 +187,7 @@ class ServerWriter:
                 config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s, config.engine_concurrency
             ),
         )
+        self.answers = False  # whether it has answered anything
 
     def write(
         self, requests: Sequence[Request], seeds: Sequence[int], max_tokens: int, temperature: float
@@ -218,14 +219,14 @@ class ServerWriter:
                 messages_of(request), temperature=temperature, max_tokens=max_tokens, seed=seed % 2**31
             )
         except ServerError as error:
-            if error.away:
+            if error.away and not (error.of_one and self.answers):
                 raise EngineError(
                     f"the server at {self.config.endpoint} gives no answers any more ({error}). See to it (is it"
                     f" running, with room, the model {self.config.endpoint_model} and the key?); then the same command"
                     " continues."
                 ) from error
             return Written("", "error", gen, str(error))
-        reason = choice.get("finish_reason")
+        self.answers, reason = True, choice.get("finish_reason")
         return (
             Written(said(choice), reason, gen)
             if reason in ("stop", "length")

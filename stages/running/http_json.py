@@ -58,6 +58,13 @@ class ServerError(RuntimeError):
             or self.status in (401, 402, 403, 404, 405, 407, 410, 429, 502, 503, 504)
         )
 
+    @property
+    def of_one(self) -> bool:
+        """Whether it may be about one request where the server answers others: it took too long, for the server or one
+        before it, or is refused for what it says.
+        """
+        return self.status in (403, 504) or self.status is None and not self.unreachable
+
 
 def request_json(url: str, body: dict | None = None, *, key_variable: str = "", timeout_s: float = 60.0):
     """The parsed answer to a POST of ``body`` (a GET without one), or None where the answer is empty.
@@ -79,7 +86,7 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
         return _writable(json.loads(text)) if text.strip() else None
     except urllib.error.HTTPError as error:
         try:
-            said = error.read(400).decode(errors="replace").strip()
+            said = error.read(4000).decode(errors="replace").strip()
         except (OSError, http.client.HTTPException):  # the status is what counts
             said = ""
         if 300 <= error.code < 400:
@@ -87,7 +94,7 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
         if key:  # some servers repeat what they do not take
             said = said.replace(key, "(the key)")
         raise ServerError(
-            f"HTTP {error.code}: {said or error.reason}", error.code, _seconds(error.headers.get("Retry-After"))
+            f"HTTP {error.code}: {said[:400] or error.reason}", error.code, _seconds(error.headers.get("Retry-After"))
         ) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         # urllib's own error is of the connection; one that broke while the request was sent is of this request

@@ -121,6 +121,23 @@ def test_a_server_that_fails_on_everything_is_not_asked_for_everything(tiny, tok
         assert len(seen) == 2 + 4 + 4 + 2, "the first prompt, two that failed, and the first row of the third"
 
 
+@pytest.mark.parametrize("status", [500, 504, 403, None])
+def test_prompts_that_are_too_much_for_a_server_cost_their_own_rows(tiny, tokenizer, monkeypatch, status):  # noqa: F811
+    """Also several at once, whose answers fail last: others were answered while they were waited for."""
+
+    def asked(url, body=None, **more):
+        if url.endswith("/completions") and body["prompt"][-1] < 43:
+            time.sleep(0.3)
+            raise ServerError(f"HTTP {status}", status)
+        return request_json(url, body, **more)
+
+    monkeypatch.setattr("stages.decoding.server_engine.request_json", asked)
+    with vllm_server(fake_vllm.LLM(tiny["policy"])) as (url, _):
+        engine = ServerEngine(url, tokenizer, tiny["policy"], concurrency=8)
+        found = engine.generate([[1, 40 + i] for i in range(8)], PARAMS, [[i] for i in range(8)])
+    assert [group[0].finish_reason for group in found] == ["error"] * 3 + ["length"] * 5
+
+
 def test_a_server_that_is_too_slow_says_which_settings_give_it_time(tiny, tokenizer):  # noqa: F811
     from stages.reward.judge import JudgeError, ServerJudge
 
@@ -135,9 +152,11 @@ def test_a_server_that_is_too_slow_says_which_settings_give_it_time(tiny, tokeni
 
 
 def test_a_vllm_server_that_was_started_again_is_not_asked_with_its_old_weights(tiny, tokenizer, monkeypatch):  # noqa: F811
-    down = []
+    down, gateway = [], []
 
     def restarts(url, body=None, **more):
+        if url.endswith("/completions") and gateway:
+            raise ServerError("HTTP 502: Bad Gateway", 502)
         if url.endswith("/completions") and down:
             raise ServerError("URLError: connection refused", unreachable=down.pop())
         return request_json(url, body, **more)
@@ -153,6 +172,10 @@ def test_a_vllm_server_that_was_started_again_is_not_asked_with_its_old_weights(
         down.append(True)
         with pytest.raises(EngineError, match="does not have the policy's weights. Start it"):
             engine.generate(PROMPTS, PARAMS, SEEDS)
+        engine.update(tiny["other"], "other")
+        gateway.append(True)
+        with pytest.raises(EngineError, match="HTTP 502.*does not have the policy's weights. Start it"):
+            engine.generate(PROMPTS, PARAMS, SEEDS)
 
 
 def test_a_writers_server_that_goes_away_costs_no_requests():
@@ -164,7 +187,10 @@ def test_a_writers_server_that_goes_away_costs_no_requests():
         config = Config(endpoint=server.url, endpoint_model="m", engine_concurrency=1)
         found = ServerWriter(config).write(["a", "b", "c"], [1, 2, 3], 5, 0.5)
         assert [one.error is None for one in found] == [True, False, True], "one that is refused is its own"
-        server.choice = lambda body: 503 if len(server.seen) > 4 else fine
+        server.choice = lambda body: 403 if len(server.seen) == 5 else fine
+        found = ServerWriter(config).write(["a", "b", "c"], [1, 2, 3], 5, 0.5)
+        assert [one.error is None for one in found] == [True, False, True], "so is one whose text is flagged"
+        server.choice = lambda body: 503 if len(server.seen) > 7 else fine
         with pytest.raises(EngineError, match="HTTP 503.*the same command continues"):
             ServerWriter(config).write(["a", "b", "c"], [1, 2, 3], 5, 0.5)
 
@@ -278,6 +304,8 @@ def test_a_key_of_a_file_is_taken_without_its_line_break_and_shown_nowhere(answe
         ("judge", {"endpoint": f"https://{KEY}@a/v1", "endpoint_model": "m"}),
         ("judge", {"endpoint": "http://a/v1", "endpoint_model": "m", "key_variable": KEY}),
         ("revise", {"endpoint": f"https://a/v1?api_key={KEY}", "endpoint_model": "m"}),
+        ("rl", {"rewards": [{"kind": "remote", "url": f"https://a/x?accessToken={KEY}"}]}),
+        ("rl", {"rewards": [{"kind": "remote", "url": f"https://a/x?code={KEY}"}]}),
         ("objective", {"proposer": "server", "endpoint": "http://a", "endpoint_model": "m", "key_variable": KEY}),
         ("rl", {"rewards": [{"kind": "remote", "url": f"http://a/x?token={KEY}", "endpoint_model": "m"}]}),
         ("rl", {"rewards": [{"kind": "judge", "endpoint": f"http://:{KEY}@a/v1", "endpoint_model": "m"}]}),
