@@ -131,8 +131,8 @@ class Projector:
             with unit_lock("experiment " + name, wait=True):
                 found = client.get_experiment_by_name(name)
                 if found is None:
-                    local = not os.environ.get("MLFLOW_TRACKING_URI")
-                    where = (home.subdir("mlartifacts") / recipe).as_uri() if local else None
+                    # not behind the server, through which they are copied and without which they cannot be written
+                    where = (home.subdir("mlartifacts") / recipe).as_uri() if is_ours(tracking_uri()) else None
                     self._experiments[name] = client.create_experiment(
                         name, artifact_location=where, tags={"mlflow.experimentKind": "custom_model_development"}
                     )

@@ -526,6 +526,25 @@ def test_a_moved_home_keeps_its_artifacts_and_leaves_the_old_place_alone(state_d
     assert len(models) == 2 and all(model.artifact_location.startswith(moved.as_uri()) for model in models)
 
 
+def test_what_was_begun_behind_a_server_goes_on_without_it(state_dir):
+    """The server of `posttrain up` handed artifacts out from ``mlartifacts``; once it was stopped, no run of an
+    experiment that it knew was complete in MLflow."""
+    mlflow = client()
+    for recipe in ("stages", "demo"):
+        mlflow.create_experiment(f"posttrain/{recipe}", artifact_location=f"mlflow-artifacts:/{recipe}")
+    raw = state_dir / "mlartifacts" / "stages" / "before" / "artifacts"
+    raw.mkdir(parents=True)
+    before = mlflow.create_run(mlflow.get_experiment_by_name("posttrain/stages").experiment_id).info.run_id
+    shutil.move(raw, state_dir / "mlartifacts" / "stages" / before / "artifacts")
+    (state_dir / "mlartifacts" / "stages" / before / "artifacts" / "sent.txt").write_text("by the server")
+    result = run_stage(TOY, {}, {"steps": 3})
+    assert outbox.pending() == [] and "record.json" in [
+        one.path for one in client().list_artifacts(result.mlflow_run_id)
+    ]
+    assert [one.path for one in client().list_artifacts(before)] == ["sent.txt"]
+    assert (state_dir / "mlartifacts" / "stages" / result.mlflow_run_id / "artifacts" / "record.json").is_file()
+
+
 @pytest.mark.parametrize("way", [os.rename, shutil.copytree])
 def test_what_a_home_has_still_to_tell_is_told_from_where_it_is_now(state_dir, tmp_path, monkeypatch, way):
     """Documents name files by their whole path: metrics and reports were not found any more, a model's files neither,
