@@ -107,6 +107,8 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path, monkeypatch):
     runs = {
         r.info.run_name: r for r in mlflow.search_runs([mlflow.get_experiment_by_name("posttrain/demo").experiment_id])
     }
+    note = mlflow.get_experiment_by_name("posttrain/demo").tags["mlflow.note.content"]
+    assert note.startswith("Runs of recipe `demo`; the + before a run shows its stages")
     assert len(runs) == 4 and {r.info.status for r in runs.values()} == {"FINISHED"}
     assert all(runs[n].data.tags["mlflow.parentRunId"] == parent for n in ("one", "two", "three"))
     origin = ("mlflow.user", "mlflow.source.name", "mlflow.source.type", "mlflow.source.git.commit")
