@@ -726,6 +726,7 @@ def title(config: RecipeConfig) -> str:
     given = [
         getattr(config, "what", None),
         getattr(config, "model", None),
+        *getattr(config, "candidates", ()),
         *(data.model_dump().values() if isinstance(data, BaseModel) else ()),
     ]
     return " · ".join([*(ends(given) or ["embedded world"]), f"seed {config.seed}"])

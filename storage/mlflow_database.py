@@ -93,10 +93,15 @@ ARTIFACT_COLUMNS = (
 )
 
 
+#: What stands for ``mlartifacts`` where a server hands artifacts out.
+BEHIND_SERVER = "mlflow-artifacts:/"
+
+
 def follow_home(uri: str) -> None:
     """MLflow keeps absolute places in its database. Where the home was moved or copied, artifacts below its
     ``mlartifacts`` are made to name the present one: else new artifacts would go to the old place, and old ones be lost
-    to the UI; and so are its records and datasets."""
+    to the UI; and so are its records and datasets. What experiments of earlier versions keep behind the server of
+    ``posttrain up`` lies there, too, and can be written and read without it."""
     file = database_file(uri)
     if file is None or os.environ.get("MLFLOW_TRACKING_URI") or not file.exists():
         return
@@ -112,15 +117,19 @@ def follow_home(uri: str) -> None:
                 "SELECT artifact_location FROM experiments WHERE name LIKE 'posttrain/%'"
             )
         ]
-        for old in {place.parent for place in places if place is not None and place.parent.name == new.name}:
-            if old == new or (old.exists() and os.path.samefile(old, new)):
-                continue
-            prefix = old.as_uri() + "/"
+
+        def move(prefix: str) -> None:
             for table, column in ARTIFACT_COLUMNS:
                 database.execute(
                     f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
                     (new.as_uri() + "/", len(prefix) + 1, len(prefix), prefix),
                 )
+
+        move(BEHIND_SERVER)
+        for old in {place.parent for place in places if place is not None and place.parent.name == new.name}:
+            if old == new or (old.exists() and os.path.samefile(old, new)):
+                continue
+            move(old.as_uri() + "/")
             was, now = f"{old.parent}/", f"{new.parent}/"
             database.execute(
                 "UPDATE tags SET value = ? || substr(value, ?) WHERE substr(value, 1, ?) = ?"

@@ -132,10 +132,15 @@ class Projector:
             with unit_lock("experiment " + name, wait=True):
                 found = client.get_experiment_by_name(name)
                 if found is None:
-                    local = not os.environ.get("MLFLOW_TRACKING_URI")
-                    where = (home.subdir("mlartifacts") / recipe).as_uri() if local else None
+                    # not behind the server, through which they are copied and without which they cannot be written
+                    where = (home.subdir("mlartifacts") / recipe).as_uri() if is_ours(tracking_uri()) else None
                     self._experiments[name] = client.create_experiment(
-                        name, artifact_location=where, tags={"mlflow.experimentKind": "custom_model_development"}
+                        name,
+                        artifact_location=where,
+                        tags={
+                            "mlflow.experimentKind": "custom_model_development",
+                            "mlflow.note.content": _experiment_note(recipe),
+                        },
                     )
                 else:
                     if found.lifecycle_stage == "deleted":
@@ -1141,6 +1146,14 @@ def _version_note(entry: dict[str, Any]) -> str:
             f"`posttrain show model:{entry['name']}/{entry['version']}` says all of it.",
         ]
     )
+
+
+def _experiment_note(recipe: str) -> str:
+    """What the runs of an experiment are, for the list of experiments."""
+    if recipe == "stages":
+        return "Stages that were run by themselves: `posttrain stage NAME`."
+    what = f"stage `{recipe[6:]}` from its deployment" if recipe.startswith("stage:") else f"recipe `{recipe}`"
+    return f"Runs of {what}; the + before a run shows its stages, which have the curves, datasets, models and reports."
 
 
 def _stage_note(d: Doc, prefect: dict[str, Any]) -> str:

@@ -92,7 +92,8 @@ def _behind(unit: str, cursor: dict[str, Any], run: Any) -> bool:
     told = [row for row in rows_of(document, cursor["lines"]) if not row[0].startswith("perf/")] if document else []
     last = max((step for _, _, step in told), default=None)
     known = {metric.key: metric.step for metric in run.data._metric_objs}
-    return any(step == last and known.get(key, -1) < step for key, _, step in told)
+    earlier = lambda key: known.get(key.removeprefix("train/"), -1)  # earlier versions gave it no group
+    return any(step == last and max(known.get(key, -1), earlier(key)) < step for key, _, step in told)
 
 
 def _removed(cursor: dict[str, Any], runs: dict[str, Any]) -> bool:

@@ -74,7 +74,7 @@ def stage_task(name: str) -> Task:
 
 
 def _run(name, gpu, inputs, config, seed, label, name_as, flow_run, force):
-    relay = Relay(label, get_run_logger())
+    relay, flow_run = Relay(label, get_run_logger()), with_task_page(flow_run)
     with gpu_slot() if gpu and not _known(name, inputs, config, seed, flow_run, force, relay) else nullcontext():
         with killed_told():  # before the slot is given back, which asks a server that is gone for minutes
             result = run_stage(
@@ -90,6 +90,17 @@ def _run(name, gpu, inputs, config, seed, label, name_as, flow_run, force):
         message=f"verified record {result.key[:12]}" if result.cached else None,
         state_details=StateDetails(cache_key=result.key),
     )
+
+
+def with_task_page(flow_run: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What a stage is told of its flow run, with the page of its own task run beside that of the flow run, for MLflow."""
+    from prefect.runtime import task_run
+
+    prefect = (flow_run or {}).get("prefect") or {}
+    if not prefect.get("url"):  # a server without a UI
+        return flow_run
+    page = f"{prefect['url'].partition('/runs/')[0]}/runs/task-run/{task_run.id}"
+    return {**flow_run, "prefect": {**prefect, "task_url": page}}
 
 
 def _known(name, inputs, config, seed, flow_run, force, relay) -> bool:

@@ -18,7 +18,6 @@ class Config(StageConfig):
     server: str = Field(
         "", description="where something answers", json_schema_extra={"identity": False, "address": True}
     )
-    early: bool = Field(False, description="also publish the model of the first step")
     threads: bool = Field(False, description="note torch's threads", json_schema_extra={"identity": False})
 
 
@@ -30,11 +29,7 @@ SPEC = StageSpec(
         "data": InputSpec("dataset", required=False),
         "model": InputSpec("model", required=False),
     },
-    outputs={
-        "data": OutputSpec("dataset"),
-        "model": OutputSpec("model", role="policy"),
-        "early": OutputSpec("model", role="policy", required=False, many=True),
-    },
+    outputs={"data": OutputSpec("dataset"), "model": OutputSpec("model", role="policy")},
 )
 
 
@@ -52,8 +47,6 @@ def run(stage):
         if step == stage.config.fail_at:
             raise RuntimeError(f"asked to fail at step {step}")
         position += float(stage.rng("walk", step).normal())
-        if stage.config.early and step == 0:
-            write_model(stage, "early.1", position)
         stage.metric(step, {"position": position, "abs": abs(position)})
         stage.perf(step, {"tokens_per_second": 1.0 + step})
         writer.write([row(step, position)])
@@ -69,14 +62,10 @@ def run(stage):
             )
     writer.close({"steps": stage.config.steps})
     stage.report("walk", markdown="# walk\n", table=[{"steps": stage.config.steps}])
-    write_model(stage, "model", position)
-    stage.summary({"position": position})
-
-
-def write_model(stage, output, position):
-    with stage.output_model(output, role="policy") as folder:
+    with stage.output_model("model", role="policy") as folder:
         (folder / "config.json").write_text('{"model_type": "toy"}')
         (folder / "weights.bin").write_text(repr(position))
+    stage.summary({"position": position})
 
 
 def row(step, position):

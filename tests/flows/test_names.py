@@ -12,7 +12,7 @@ import pytest
 
 from flows.config import ConfigError
 from flows.deploy import cron_schedule, found_anywhere, recipe_deployments, scheduled, stage_deployments
-from flows.recipe import made_up, reason
+from flows.recipe import load_config, made_up, reason, title
 from stages.registry import STAGES, get_stage
 
 
@@ -191,3 +191,13 @@ def test_an_untouched_form_of_a_stage_is_its_defaults(stage):
     inputs |= {name: {"one": "(given)"} for name, spec in get_stage(stage).SPEC.inputs.items() if spec.many}
     form = {"inputs": inputs, "config": kind().model_dump(mode="json", warnings=False)}
     assert stage_flow(stage).validate_parameters(form)["config"] == kind()
+
+
+def test_a_run_is_called_after_what_it_is_given():
+    """A choice among checkpoints was called `embedded world`, of which it has nothing."""
+    chosen = load_config("checkpoint_selection", {"candidates": ["2150e67b3296"], "seed": 3})
+    assert title(chosen) == "2150e67b3296 · seed 3"
+    pairs = load_config("preference", {"model": "models/tiny-llama", "data": {"path": "a/pairs.jsonl"}})
+    assert title(pairs) == "tiny-llama · pairs.jsonl · seed 0" and title(load_config("preference", {})).startswith(
+        "emb"
+    )

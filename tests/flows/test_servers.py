@@ -306,6 +306,12 @@ def test_run_against_the_servers_is_one_parent_with_children_in_mlflow(servers, 
     ]
     children = [one for one in runs if one.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert [one.info.status for one in (parent, *children)] == ["FINISHED"] * 2
+    (task,) = servers.api("/task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+    page = f"[Prefect task run]({servers.urls['prefect']}/v2/runs/task-run/{task['id']})"
+    assert page in children[0].data.tags["mlflow.note.content"]
+    # in place, so that they can be read and written without the server too
+    assert children[0].info.artifact_uri.startswith((servers.home / "mlartifacts").as_uri())
+    assert "record.json" in [one.path for one in client.list_artifacts(children[0].info.run_id)]
 
 
 def test_cancel_kills_the_stage_and_frees_its_slot(servers, slow_recipe):

@@ -247,8 +247,8 @@ def test_a_database_from_an_older_backup_is_told_what_came_after_it_and_nothing_
     with sqlite3.connect(database) as opened, sqlite3.connect(backup) as copy:
         opened.backup(copy)
         # of the failed stage half of its curves, as a copy that was made while they were sent
-        copy.execute("DELETE FROM metrics WHERE step BETWEEN 4 AND 7 AND key = 'position'")
-        copy.execute("UPDATE latest_metrics SET step = 3 WHERE key = 'position' AND step = 6")
+        copy.execute("DELETE FROM metrics WHERE step BETWEEN 4 AND 7 AND key = 'train/position'")
+        copy.execute("UPDATE latest_metrics SET step = 3 WHERE key = 'train/position' AND step = 6")
     run_apart(
         program + "walk(20)\nfail()\nwalk(5, name_as='kept')\nflow()\nregistry.set_alias('kept', 'champion', 2)"
         "\nfrom mlflow import MlflowClient"
