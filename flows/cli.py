@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from flows.commands.app import EXIT_CODES, app, fail, terminate
+from flows.commands.app import EXIT_CODES, app, classify, fail, terminate
 from flows.commands.pipelines import answer, rerun, run, sweep
 from flows.commands.results import chat, compare, cost, export, lineage, ls, promote, rm, select, show
 from flows.commands.servers import deploy, doctor, down, status, up
@@ -59,19 +59,6 @@ def program() -> None:
             raise
         leave(error.code)
     leave(0)
-
-
-def classify(error: BaseException) -> int | None:
-    """Exit code of an error that has a message for the user; None for a defect, whose traceback is wanted."""
-    names = {cls.__name__ for cls in type(error).__mro__}
-    of_chat = {"RenderError", "ModelError", "SamplerError", "DecoderError"}  # the one command that samples
-    if names & {"ConfigError", "UnhashableError", "StoreError", "RegistryError", "PriceError", *of_chat}:
-        return 2
-    if names & {"StageError", "ServiceError", "DatasetError", "LeaseBusy", "NodeError"}:
-        return 1
-    if names & {"TerminationSignal", "Cancelled"}:
-        return 143
-    return None
 
 
 if __name__ == "__main__":

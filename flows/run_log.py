@@ -30,7 +30,7 @@ def without_traceback(record: logging.LogRecord) -> bool:
 
 def expected(error: BaseException) -> bool:
     """Whether an error has a message for the user, as the command line prints it."""
-    from flows.cli import classify
+    from flows.commands.app import classify
     from storage.files import refusal
 
     return classify(error) is not None or refusal(error) is not None

@@ -130,6 +130,19 @@ def emit(value: Any) -> None:
     print(text, flush=True)
 
 
+def classify(error: BaseException) -> int | None:
+    """Exit code of an error that has a message for the user; None for a defect, whose traceback is wanted."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    of_chat = {"RenderError", "ModelError", "SamplerError", "DecoderError"}  # the one command that samples
+    if names & {"ConfigError", "UnhashableError", "StoreError", "RegistryError", "PriceError", *of_chat}:
+        return 2
+    if names & {"StageError", "ServiceError", "DatasetError", "LeaseBusy", "NodeError"}:
+        return 1
+    if names & {"TerminationSignal", "Cancelled"}:
+        return 143
+    return None
+
+
 def fail(text: str, code: int) -> None:
     print(f"error: {text}", file=sys.stderr)
     if "--json" in sys.argv:
