@@ -722,11 +722,11 @@ def made_up(name: str) -> bool:
 
 def title(config: RecipeConfig) -> str:
     """A recipe's run in a few words: `tiny-llama · pairs.jsonl · seed 0`."""
-    data = getattr(config, "data", None)
+    data, several = getattr(config, "data", None), getattr(config, "candidates", None)
     given = [
         getattr(config, "what", None),
         getattr(config, "model", None),
-        *getattr(config, "candidates", ()),
+        *(several if isinstance(several, (list, tuple)) else ()),
         *(data.model_dump().values() if isinstance(data, BaseModel) else ()),
     ]
     return " · ".join([*(ends(given) or ["embedded world"]), f"seed {config.seed}"])

@@ -23,7 +23,7 @@ def without_traceback(record: logging.LogRecord) -> bool:
         return True
     if record.msg == ENGINE and told_before:
         return False
-    record.msg, record.args = str(error), ()
+    record.msg, record.args = message_of(error), ()
     record.exc_info = record.exc_text = None
     return True
 
@@ -34,6 +34,15 @@ def expected(error: BaseException) -> bool:
     from storage.files import refusal
 
     return classify(error) is not None or refusal(error) is not None
+
+
+def message_of(error: BaseException) -> str:
+    """What the command line prints of an error: of one of the file system, wherever it comes from, what to do."""
+    from flows.commands.app import classify
+    from storage.files import refusal
+
+    told = refusal(error) if classify(error) is None else None
+    return told or str(error) or type(error).__name__
 
 
 def install() -> None:

@@ -24,7 +24,7 @@ from typing import Any, Literal, Optional
 from pydantic import Field, field_validator
 
 from flows.config import ConfigError, build, field_at, load_preset, merge, nearest, scalar
-from flows.recipe import RECIPES, Outputs, RecipeConfig, Run, get_recipe, recipe, unread, value_at
+from flows.recipe import RECIPES, Outputs, RecipeConfig, Run, get_recipe, recipe, ui_url, unread, value_at
 from stages.registry import STAGES, get_stage
 from stages.reporting.former_names import renamed
 
@@ -327,12 +327,14 @@ def report(config: Config, table: list[dict[str, Any]], failures: list[str]) -> 
         [("Failed", "\n".join(f"- {line}" for line in failures))] if failures else []
     )
     try:
-        create_markdown_artifact(
+        page = create_markdown_artifact(
             key="sweep",
             markdown=document(
                 f"Sweep of {config.what}", f"Ranked by {config.metric} ({config.goal}), mean over seeds.", *sections
             ),
         )
+        if url := ui_url("artifacts/artifact", page):
+            get_run_logger().info("results: %s", url)
     except Exception as error:  # for the eye only
         get_run_logger().warning("no sweep artifact: %s", error)
 

@@ -130,13 +130,15 @@ def encode(stage, renderer):
     differs), and counts of dropped rows.
     """
     from stages.decoding.engines import vocabulary_of
-    from stages.distill import behind_context
+    from stages.distill import behind_context, within_positions
     from stages.sft import encode_demonstrations
     from storage.schema import provenance
 
     config = stage.config
     positions = vocabulary_of(stage.path("model"))[1]
-    seen = behind_context(renderer, config, positions) if config.context is not None else lambda *_: {}
+    seen = within_positions(
+        behind_context(renderer, config, positions) if config.context is not None else None, positions
+    )
 
     def more(row, mine, turns):
         found = seen(row, mine, turns)

@@ -421,13 +421,29 @@ def encode(stage, renderer, split: str, limit: int | None = None):
 
     config = stage.config
     positions = teacher_positions(stage)
+    # with lmbda=1 no training row keeps its answer
+    given = config.method != "on_policy" or split != "train" or config.lmbda < 1
     more = {
-        "on_policy": asked_of(renderer, config, positions, split != "train" or config.lmbda < 1),
+        "on_policy": asked_of(renderer, config, positions, given),
         "context": behind_context(renderer, config, positions),
         "logit": None,
     }[config.method]
+    more = within_positions(more, positions) if given else more
     items, dropped = encode_demonstrations(stage.dataset("data"), split, renderer, config, limit, more)
     return items, {"context_does_not_fit": 0, **dropped}
+
+
+def within_positions(more, positions: int | None):
+    """``more`` of :func:`stages.sft.encode_demonstrations`, without rows that the teacher, which reads them as they are,
+    has no ``positions`` for.
+    """
+
+    def checked(row, mine, turns):
+        found = {} if more is None else more(row, mine, turns)
+        fits = isinstance(found, str) or "teacher_item" in found or positions is None or len(mine.ids) <= positions
+        return found if fits else "teacher_has_no_positions"
+
+    return checked
 
 
 def teacher_positions(stage) -> int | None:

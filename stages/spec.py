@@ -663,6 +663,9 @@ REMEDIES = {
     "identical": "both responses are the same text: give pairs that differ",
     "identical_after_tokenisation": "both responses are the same tokens: give pairs that differ",
     "identical_after_truncation": "responses are equal up to where they are cut: raise max_length",
+    "teacher_has_no_positions": (
+        "they are longer than the teacher has positions for: lower max_length, or give another teacher"
+    ),
     "no_target": "no trained token is left in them: raise max_length, or give rows with assistant turns",
     "weight_0": (
         "their weight is 0, so that they count nothing: give rows whose weight is above 0, or leave the column out"

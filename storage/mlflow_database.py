@@ -93,6 +93,14 @@ ARTIFACT_COLUMNS = (
 )
 
 
+#: Which rows of these tables are of experiments of ours: others use the server, too.
+OURS = "experiment_id IN (SELECT experiment_id FROM experiments WHERE name LIKE 'posttrain/%')"
+ROWS_OF_OURS = {
+    "experiments": OURS,
+    "runs": OURS,
+    "logged_models": OURS,
+    "model_versions": f"run_id IN (SELECT run_uuid FROM runs WHERE {OURS})",
+}
 #: What stands for ``mlartifacts`` where a server hands artifacts out.
 BEHIND_SERVER = "mlflow-artifacts:/"
 
@@ -118,14 +126,15 @@ def follow_home(uri: str) -> None:
             )
         ]
 
-        def move(prefix: str) -> None:
+        def move(prefix: str, ours: bool = False) -> None:
             for table, column in ARTIFACT_COLUMNS:
                 database.execute(
-                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
+                    + f" AND {ROWS_OF_OURS[table]}" * ours,
                     (new.as_uri() + "/", len(prefix) + 1, len(prefix), prefix),
                 )
 
-        move(BEHIND_SERVER)
+        move(BEHIND_SERVER, ours=True)
         for old in {place.parent for place in places if place is not None and place.parent.name == new.name}:
             if old == new or (old.exists() and os.path.samefile(old, new)):
                 continue

@@ -145,6 +145,13 @@ class Projector:
                 else:
                     if found.lifecycle_stage == "deleted":
                         client.restore_experiment(found.experiment_id)
+                    place = local_path(found.artifact_location)
+                    if place is not None and not is_ours(tracking_uri()) and not place.parent.is_dir():
+                        raise RuntimeError(
+                            f"the experiment {name} at {tracking_uri()} keeps its files at {place}, which is not on this"
+                            " machine; share that POSTTRAIN_HOME, or give MLFLOW_TRACKING_URI a server that is not"
+                            " another home's"
+                        )
                     self._experiments[name] = found.experiment_id
         return self._experiments[name]
 

@@ -380,8 +380,12 @@ def _path(text: str, kind: str | None, hub: str = "") -> ResolvedInput:
             " local path"
         )
     path = Path(text.removeprefix("file://")).expanduser()
-    if (own := _in_this_home(path)) is not None:
-        return resolve(own, kind)
+    own = _in_this_home(path)
+    if own is not None and not (kind == "file" and own.startswith("model:")):
+        found = resolve(own, kind)
+        if kind == "model":
+            refuse_adapter(text, Path(found.path), found.path)
+        return found
     if path.exists():
         path = path.absolute()
         if path.is_dir() and (kind in (None, "dataset", "file")) and is_dataset_dir(str(path)):

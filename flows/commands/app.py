@@ -12,7 +12,7 @@ import typer
 
 EXIT_CODES = (
     "Exit codes: 0 done, 1 a stage or a gate failed, 2 wrong usage or configuration, 3 waits for people, 130"
-    " interrupted."
+    " interrupted, 143 terminated (the same command goes on)."
 )
 
 app = typer.Typer(

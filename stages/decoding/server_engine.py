@@ -184,10 +184,12 @@ class ServerEngine:
             self.answered_at = time.monotonic()
             return self._completion(answer, prompt, params, text)
         except ServerError as error:
-            others = self.answered_at > began  # were answered meanwhile
-            if not (error.refusal or others):
+            ever, others = self.answered_at > -math.inf, self.answered_at > began  # were answered, and meanwhile
+            flagged = error.status == 403  # which where others are answered is about what the prompt says
+            if not (error.refusal or others or ever and flagged):
                 self.failing.add(tuple(prompt))
-            if error.away and not (others and error.of_one) or len(self.failing) >= FAILING:
+            alone = error.of_one and (ever or flagged)
+            if error.away and not alone or len(self.failing) >= FAILING:
                 slow = isinstance(error.__cause__, TimeoutError)
                 raise EngineError(
                     f"the server at {self.url} gives no completions any more ({error}). "

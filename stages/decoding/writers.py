@@ -219,7 +219,8 @@ class ServerWriter:
                 messages_of(request), temperature=temperature, max_tokens=max_tokens, seed=seed % 2**31
             )
         except ServerError as error:
-            if error.away and not (error.of_one and self.answers):
+            # where all are flagged, or a key is not taken, `write` says that all failed
+            if error.away and not (error.of_one and (self.answers or error.status == 403)):
                 raise EngineError(
                     f"the server at {self.config.endpoint} gives no answers any more ({error}). See to it (is it"
                     f" running, with room, the model {self.config.endpoint_model} and the key?); then the same command"

@@ -212,11 +212,12 @@ class InputData:
             for column, value in row.items()
             if isinstance(value, dict)
             for key in ("prompt", "chosen", "rejected", "completion")
-            if key in value
+            if key in value and key not in row
         }
         named = ", ".join(f"{ours}: {theirs}" for ours, theirs in inside.items())
         return (
-            f"Columns found: {_listed(_columns(files))}" + f"; inside of others: column_map={{{named}}}" * bool(inside)
+            f"Columns found: {_listed(_columns(files))}"
+            + f"; inside of others: column_map='{{{named}}}'" * bool(inside)
             if files
             else ""
         )

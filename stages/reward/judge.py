@@ -315,15 +315,17 @@ class ServerJudge:
         self.server = ChatServer(endpoint, model, key_variable, timeout_s, concurrency)
         self.one_token: dict[str, bool] = {}
         self.refusal = ""  # why the last request that it refused was refused
+        self.answered = False  # whether it has answered anything: a 403 is of one request then
 
     def _ask(self, text: str, **more) -> dict:
         try:
             choice = self.server.ask([{"role": "user", "content": text}], **more)
         except ServerError as error:
-            self.refusal = str(error) if error.refusal else self.refusal
+            self.refusal = str(error) if self._of_one(error) else self.refusal
             raise JudgeError(
                 f"The judge at {self.server.endpoint} did not answer as a chat server does ({error}). {_to_do(error)}"
             ) from error
+        self.answered = True
         usage.count(
             judge_calls=1,
             judge_tokens_in=choice["usage"].get("prompt_tokens") or 0,
@@ -381,7 +383,7 @@ class ServerJudge:
             try:
                 likely, written, ended = self._likely(text, 2 if split else 1)
             except JudgeError as error:
-                if _refused(error):
+                if self._refused(error):
                     return np.full(len(words), math.nan)
                 raise
             for token, logp in likely[0].items():
@@ -443,12 +445,18 @@ class ServerJudge:
 
         return self._replied(lambda: self._ask(text, max_tokens=1, temperature=0, logprobs=True, top_logprobs=20), read)
 
+    def _refused(self, error: JudgeError) -> bool:
+        return isinstance(error.__cause__, ServerError) and self._of_one(error.__cause__)
+
+    def _of_one(self, error: ServerError) -> bool:
+        return error.refusal or error.status == 403 and self.answered
+
     def _replied(self, ask, read) -> Reply:
         try:
             choice = ask()
             found = read(choice)
         except JudgeError as error:
-            if _refused(error):
+            if self._refused(error):
                 return Reply(error=str(error.__cause__))
             raise
         return Reply(
@@ -456,10 +464,6 @@ class ServerJudge:
             tokens_in=int(choice["usage"].get("prompt_tokens") or 0),
             tokens_out=int(choice["usage"].get("completion_tokens") or 0),
         )
-
-
-def _refused(error: JudgeError) -> bool:
-    return isinstance(error.__cause__, ServerError) and error.__cause__.refusal
 
 
 #: Share of the words' probability that may stay open between 1 and 10: half of it for each moves a score in [-1, 1] by

@@ -21,6 +21,11 @@ from dataclasses import dataclass
 from stages.running.http_json import ServerError, each, patiently, request_json
 
 
+#: Requests of one call that a server failed on, each asked for again, after which one that scored none is taken to be
+#: away.
+FAILING = 3
+
+
 class RewardServerError(RuntimeError):
     """The server cannot be asked; the text says what to see to."""
 
@@ -84,11 +89,20 @@ class RewardServer:
     def scores(self, answers: Sequence[Answer]) -> list[float | str]:
         """A finite number for each answer, in order, or the reason why there is none."""
         batches = [answers[i : i + self.batch_size] for i in range(0, len(answers), self.batch_size)]
-        return [one for found in each(self._batch, batches, self.concurrency) for one in found]
+        self.answered, self.failed = False, []
+        found = each(self._batch, batches, self.concurrency)
+        if len(self.failed) >= FAILING and not self.answered:
+            raise RewardServerError(
+                f"the reward server at {self.url} scores nothing ({self.failed[-1]}). Its own log says why; where it is"
+                " too slow write a larger timeout_s or a smaller batch_size; then the same command continues."
+            )
+        return [one for of_batch in found for one in of_batch]
 
     def _batch(self, answers: Sequence[Answer]) -> list[float | str]:
         try:
-            return [_number(value) for value in patiently(lambda: self._ask(answers))]
+            values = patiently(lambda: self._ask(answers))
+            self.answered = True
+            return [_number(value) for value in values]
         except ServerError as error:
             if error.status in (400, 413, 422) and len(answers) > 1:  # it may be about one of them
                 half = len(answers) // 2
@@ -98,6 +112,8 @@ class RewardServer:
                     f"the reward server at {self.url} scores nothing ({error}). See to it (is it running, with room, are"
                     " url and key_variable right?); then the same command continues."
                 ) from error
+            if not error.refusal:
+                self.failed.append(error)
             return [f"the reward server did not score it: {error}"] * len(answers)
 
     def _ask(self, answers: Sequence[Answer]) -> list:

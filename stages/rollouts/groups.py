@@ -276,8 +276,10 @@ class GroupSampler:
                         greedy_sample=best,
                     )
                 )
+        # lost ones count, as in `again`, which knows groups by the prompts drawn before them
+        places = {id(group): first + k for k, group in enumerate(groups)}
         groups = self._without_failures(groups)
-        self._score(groups, iteration, range(first, first + len(groups)))
+        self._score(groups, iteration, [places[id(group)] for group in groups])
         return groups
 
     def again(self, groups: list[Group], iteration: int, version: int, counters: Sequence[int]) -> None:

@@ -832,7 +832,7 @@ def test_columns_inside_of_others_are_named(tmp_path):
     """Rows with the two answers in one column were prompts alone, and what was said named no way to them."""
     nested = [{"prompt": f"q {i}", "pair": {"chosen": f"good {i}", "rejected": f"bad {i}"}} for i in range(4)]
     path = write_lines(tmp_path / "nested.jsonl", nested)
-    with pytest.raises(ConfigError, match=r"column_map=\{chosen: pair.chosen, rejected: pair.rejected\}"):
+    with pytest.raises(ConfigError, match=r"column_map='\{chosen: pair.chosen, rejected: pair.rejected\}'"):
         ingest(path, tmp_path / "w", kind="pairs/1")
     told = {"chosen": "pair.chosen", "rejected": "pair.rejected"}
     assert ingest(path, tmp_path / "v", kind="pairs/1", column_map=told).result["summary"]["rows_kept"] == 4

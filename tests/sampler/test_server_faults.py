@@ -127,15 +127,35 @@ def test_prompts_that_are_too_much_for_a_server_cost_their_own_rows(tiny, tokeni
 
     def asked(url, body=None, **more):
         if url.endswith("/completions") and body["prompt"][-1] < 43:
+            answered.wait(30)
             time.sleep(0.3)
             raise ServerError(f"HTTP {status}", status)
-        return request_json(url, body, **more)
+        found = request_json(url, body, **more)
+        if url.endswith("/completions"):
+            answered.set()
+        return found
+
+    answered = threading.Event()
 
     monkeypatch.setattr("stages.decoding.server_engine.request_json", asked)
     with vllm_server(fake_vllm.LLM(tiny["policy"])) as (url, _):
         engine = ServerEngine(url, tokenizer, tiny["policy"], concurrency=8)
         found = engine.generate([[1, 40 + i] for i in range(8)], PARAMS, [[i] for i in range(8)])
     assert [group[0].finish_reason for group in found] == ["error"] * 3 + ["length"] * 5
+
+
+@pytest.mark.parametrize("status", [403, 504])
+def test_a_prompt_behind_an_answered_one_costs_its_own_row(tiny, tokenizer, monkeypatch, status):  # noqa: F811
+    def asked(url, body=None, **more):
+        if url.endswith("/completions") and body["prompt"][-1] in (42, 45):
+            raise ServerError(f"HTTP {status}", status)
+        return request_json(url, body, **more)
+
+    monkeypatch.setattr("stages.decoding.server_engine.request_json", asked)
+    with vllm_server(fake_vllm.LLM(tiny["policy"])) as (url, _):
+        engine = ServerEngine(url, tokenizer, tiny["policy"], concurrency=1)
+        found = engine.generate([[1, 40 + i] for i in range(6)], PARAMS, [[i] for i in range(6)])
+    assert [group[0].finish_reason for group in found] == ["length", "length", "error", "length", "length", "error"]
 
 
 def test_a_server_that_is_too_slow_says_which_settings_give_it_time(tiny, tokenizer):  # noqa: F811
