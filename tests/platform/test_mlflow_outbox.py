@@ -552,6 +552,8 @@ def test_what_was_begun_behind_a_server_goes_on_without_it(state_dir):
     mlflow = client()
     for recipe in ("stages", "demo"):
         mlflow.create_experiment(f"posttrain/{recipe}", artifact_location=f"mlflow-artifacts:/{recipe}")
+    theirs = mlflow.create_experiment("mine", artifact_location="mlflow-artifacts:/9")  # somebody else's
+    of_theirs = mlflow.create_run(theirs).info.run_id
     raw = state_dir / "mlartifacts" / "stages" / "before" / "artifacts"
     raw.mkdir(parents=True)
     before = mlflow.create_run(mlflow.get_experiment_by_name("posttrain/stages").experiment_id).info.run_id
@@ -563,6 +565,8 @@ def test_what_was_begun_behind_a_server_goes_on_without_it(state_dir):
     ]
     assert [one.path for one in client().list_artifacts(before)] == ["sent.txt"]
     assert (state_dir / "mlartifacts" / "stages" / result.mlflow_run_id / "artifacts" / "record.json").is_file()
+    assert client().get_experiment(theirs).artifact_location == "mlflow-artifacts:/9"
+    assert client().get_run(of_theirs).info.artifact_uri.startswith("mlflow-artifacts:/9/")
 
 
 @pytest.mark.parametrize("way", [os.rename, shutil.copytree])
