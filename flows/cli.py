@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from flows.commands.app import EXIT_CODES, app, classify, fail, terminate
+from flows.commands.app import EXIT_CODES, app, fail, terminate, told
 from flows.commands.pipelines import answer, rerun, run, sweep
 from flows.commands.results import chat, compare, cost, export, lineage, ls, promote, rm, select, show
 from flows.commands.servers import deploy, doctor, down, status, up
@@ -40,12 +40,10 @@ def main() -> None:
             if isinstance(error.__context__, BrokenPipeError):  # who read this has gone (`posttrain ls runs | head`)
                 sys.exit(128 + signal.SIGPIPE)
             raise
-        from storage.files import refusal
-
-        code, refused = classify(error), refusal(error)
-        if code is None and refused is None:
+        if (expected := told(error)) is None:
             raise
-        fail(refused if code is None else str(error) or type(error).__name__, code or 1)
+        code, text = expected
+        fail(text, code)
 
 
 def program() -> None:

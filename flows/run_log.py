@@ -18,31 +18,16 @@ def without_traceback(record: logging.LogRecord) -> bool:
     that says nothing new."""
     from prefect.exceptions import ParameterTypeError
 
+    from flows.commands.app import told
+
     error = record.exc_info[1] if record.exc_info else None
-    if error is None or not (told_before := expected(error)) and not isinstance(error, ParameterTypeError):
+    if error is None or (expected := told(error)) is None and not isinstance(error, ParameterTypeError):
         return True
-    if record.msg == ENGINE and told_before:
+    if record.msg == ENGINE and expected:
         return False
-    record.msg, record.args = message_of(error), ()
+    record.msg, record.args = expected[1] if expected else str(error), ()
     record.exc_info = record.exc_text = None
     return True
-
-
-def expected(error: BaseException) -> bool:
-    """Whether an error has a message for the user, as the command line prints it."""
-    from flows.commands.app import classify
-    from storage.files import refusal
-
-    return classify(error) is not None or refusal(error) is not None
-
-
-def message_of(error: BaseException) -> str:
-    """What the command line prints of an error: of one of the file system, wherever it comes from, what to do."""
-    from flows.commands.app import classify
-    from storage.files import refusal
-
-    told = refusal(error) if classify(error) is None else None
-    return told or str(error) or type(error).__name__
 
 
 def install() -> None:

@@ -129,16 +129,13 @@ def encode(stage, renderer):
     """Items of all rows, as ``distill`` reads them, each with its row's own columns (and the teacher's item where that
     differs), and counts of dropped rows.
     """
-    from stages.decoding.engines import vocabulary_of
-    from stages.distill import behind_context, within_positions
+    from stages.distill import behind_context, teacher_positions, within_positions
     from stages.sft import encode_demonstrations
     from storage.schema import provenance
 
     config = stage.config
-    positions = vocabulary_of(stage.path("model"))[1]
-    seen = within_positions(
-        behind_context(renderer, config, positions) if config.context is not None else None, positions
-    )
+    behind = None if config.context is None else behind_context(renderer, config)
+    seen = within_positions(behind, teacher_positions(stage))
 
     def more(row, mine, turns):
         found = seen(row, mine, turns)

@@ -424,8 +424,8 @@ def encode(stage, renderer, split: str, limit: int | None = None):
     # with lmbda=1 no training row keeps its answer
     given = config.method != "on_policy" or split != "train" or config.lmbda < 1
     more = {
-        "on_policy": asked_of(renderer, config, positions, given),
-        "context": behind_context(renderer, config, positions),
+        "on_policy": asked_of(renderer, config, positions),
+        "context": behind_context(renderer, config),
         "logit": None,
     }[config.method]
     more = within_positions(more, positions) if given else more
@@ -434,14 +434,18 @@ def encode(stage, renderer, split: str, limit: int | None = None):
 
 
 def within_positions(more, positions: int | None):
-    """``more`` of :func:`stages.sft.encode_demonstrations`, without rows that the teacher, which reads them as they are,
-    has no ``positions`` for.
+    """``more`` of :func:`stages.sft.encode_demonstrations`, without rows whose answers the teacher has no ``positions``
+    for, where it reads them.
     """
 
     def checked(row, mine, turns):
         found = {} if more is None else more(row, mine, turns)
-        fits = isinstance(found, str) or "teacher_item" in found or positions is None or len(mine.ids) <= positions
-        return found if fits else "teacher_has_no_positions"
+        if isinstance(found, str) or positions is None:
+            return found
+        behind = found.get("teacher_item")
+        if (len(mine.ids) if behind is None else behind.n_tokens) <= positions:
+            return found
+        return "teacher_has_no_positions" if behind is None else "context_does_not_fit"
 
     return checked
 
@@ -453,12 +457,12 @@ def teacher_positions(stage) -> int | None:
     return vocabulary_of(stage.path("teacher" if stage.has("teacher") else "model"))[1]
 
 
-def asked_of(renderer, config, positions: int | None, given: bool):
+def asked_of(renderer, config, positions: int | None):
     """``more`` of :func:`stages.sft.encode_demonstrations`: the messages that the student answers, those before the
     last trained turn, and what :func:`behind_context` adds where the teacher reads a context, which has to leave one
-    of its ``positions`` for an answer; ``given``: rows may keep their answers.
+    of its ``positions`` for an answer.
     """
-    theirs = None if config.context is None else behind_context(renderer, config, positions if given else None)
+    theirs = None if config.context is None else behind_context(renderer, config)
 
     def more(row, mine, turns):
         last = answered_turn(row["messages"], turns)
@@ -501,17 +505,16 @@ def with_context(messages: list[dict], last: int, context: str) -> list[dict]:
     return [*messages[:asked], {**messages[asked], "content": text}, *messages[asked + 1 :]]
 
 
-def behind_context(renderer, config, positions: int | None = None):
+def behind_context(renderer, config):
     """``more`` of :func:`stages.sft.encode_demonstrations`: the teacher's item, in which ``config.context`` stands
-    before the same targets, within its ``positions``.
+    before the same targets.
     """
 
     def more(row, mine, turns):
         messages = with_context(row["messages"], answered_turn(row["messages"], turns), config.context)
         shifted = None if turns is None else [t + len(messages) - len(row["messages"]) for t in turns]
         item = aligned(row["row_id"], renderer.conversation(messages, train=config.train_on, train_turns=shifted), mine)
-        fits = item is not None and (positions is None or item.n_tokens <= positions)
-        return {"teacher_item": item} if fits else "context_does_not_fit"
+        return "context_does_not_fit" if item is None else {"teacher_item": item}
 
     return more
 

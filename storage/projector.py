@@ -638,10 +638,9 @@ class Projector:
                 model_id = _models_state()["models"].get(digest)
                 known = self._known_model(model_id) if model_id else None
                 if known is not None and Path(output["path"]).is_dir():
+                    # behind a server that it was removed from (`posttrain rm`)
                     if not self._put_files(known, output) and not client.list_logged_model_artifacts(model_id):
-                        client.log_model_artifacts(
-                            model_id, output["path"]
-                        )  # behind a server; `posttrain rm` took them
+                        client.log_model_artifacts(model_id, output["path"])
                 elif known is None and model_id:  # deleted there, to make room
                     model_id = None
                     cursor["models"] = [one for one in cursor.get("models", ()) if one != digest]

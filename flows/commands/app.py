@@ -143,6 +143,16 @@ def classify(error: BaseException) -> int | None:
     return None
 
 
+def told(error: BaseException) -> tuple[int, str] | None:
+    """(exit code, message) of an error that has a message for the user, which of one of the file system, wherever it
+    comes from, is what to do; None for a defect."""
+    from storage.files import refusal
+
+    code = classify(error)
+    text = refusal(error) if code is None else str(error) or type(error).__name__
+    return None if text is None else (code or 1, text)
+
+
 def fail(text: str, code: int) -> None:
     print(f"error: {text}", file=sys.stderr)
     if "--json" in sys.argv:

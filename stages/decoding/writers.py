@@ -187,7 +187,6 @@ class ServerWriter:
                 config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s, config.engine_concurrency
             ),
         )
-        self.answers = False  # whether it has answered anything
 
     def write(
         self, requests: Sequence[Request], seeds: Sequence[int], max_tokens: int, temperature: float
@@ -220,14 +219,14 @@ class ServerWriter:
             )
         except ServerError as error:
             # where all are flagged, or a key is not taken, `write` says that all failed
-            if error.away and not (error.of_one and (self.answers or error.status == 403)):
+            if error.away and not (error.of_one and (self.server.answered or error.status == 403)):
                 raise EngineError(
                     f"the server at {self.config.endpoint} gives no answers any more ({error}). See to it (is it"
                     f" running, with room, the model {self.config.endpoint_model} and the key?); then the same command"
                     " continues."
                 ) from error
             return Written("", "error", gen, str(error))
-        self.answers, reason = True, choice.get("finish_reason")
+        reason = choice.get("finish_reason")
         return (
             Written(said(choice), reason, gen)
             if reason in ("stop", "length")

@@ -315,7 +315,6 @@ class ServerJudge:
         self.server = ChatServer(endpoint, model, key_variable, timeout_s, concurrency)
         self.one_token: dict[str, bool] = {}
         self.refusal = ""  # why the last request that it refused was refused
-        self.answered = False  # whether it has answered anything: a 403 is of one request then
 
     def _ask(self, text: str, **more) -> dict:
         try:
@@ -325,7 +324,6 @@ class ServerJudge:
             raise JudgeError(
                 f"The judge at {self.server.endpoint} did not answer as a chat server does ({error}). {_to_do(error)}"
             ) from error
-        self.answered = True
         usage.count(
             judge_calls=1,
             judge_tokens_in=choice["usage"].get("prompt_tokens") or 0,
@@ -449,7 +447,7 @@ class ServerJudge:
         return isinstance(error.__cause__, ServerError) and self._of_one(error.__cause__)
 
     def _of_one(self, error: ServerError) -> bool:
-        return error.refusal or error.status == 403 and self.answered
+        return error.refusal or error.status == 403 and self.server.answered
 
     def _replied(self, ask, read) -> Reply:
         try:

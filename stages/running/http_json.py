@@ -234,6 +234,7 @@ class ChatServer:
         self.key_variable = key_variable
         self.timeout_s = timeout_s
         self.concurrency = concurrency
+        self.answered = False  # anything at all: a 403 may then be of one request
 
     def ask(self, messages: list[dict], **settings) -> dict:
         """The choice that answers a conversation, with the answer's ``usage``.
@@ -255,7 +256,9 @@ class ChatServer:
                     200,
                 ) from error
 
-        return patiently(once)
+        choice = patiently(once)
+        self.answered = True
+        return choice
 
     def each(self, function: Callable, of: Iterable) -> list:
         """As :func:`each`, with as many under way as the server is to be asked at once."""
