@@ -140,9 +140,9 @@ def poke(unit: str) -> None:
         _thread().poke(unit)
 
 
-def flush(unit: str, timeout: float = 30.0) -> str | None:
-    """Wait until MLflow knows what there is of a unit (at most ``timeout`` seconds); its MLflow run id, None if there
-    is none yet.
+def flush(unit: str, timeout: float = 30.0, first: bool = True) -> str | None:
+    """Wait until MLflow knows what there is of a unit (at most ``timeout`` seconds; ``first``: where its database has to
+    be made first, at most FIRST_SECONDS); its MLflow run id, None if there is none yet.
     """
     if not enabled():
         return None
@@ -150,7 +150,8 @@ def flush(unit: str, timeout: float = 30.0) -> str | None:
         file = database_file(tracking_uri())
         # a home's first database takes longer than a short stage: without this wait, no run of a few seconds would ever
         # get one made
-        _thread().flush(unit, timeout if file is None or file.exists() else max(timeout, FIRST_SECONDS))
+        made = file is None or file.exists()
+        _thread().flush(unit, timeout if made or not first else max(timeout, FIRST_SECONDS))
     return run_id_of(unit)
 
 

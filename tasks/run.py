@@ -323,10 +323,12 @@ def finish_flow(run_id: str, status: str, error: str | None = None, *, timeout: 
     deadline = time.monotonic() + timeout
     unit = outbox.flow_unit(run_id)
     tracking.put({"unit": unit, "type": "flow", "run_id": run_id, "recipe": run.data["recipe"]})
+    left = lambda: max(0.1, deadline - time.monotonic())
+    first = status != "KILLED"  # who ends a run does not wait for a database
     for waiting in outbox.pending():
         if waiting.startswith(run_id) and waiting != unit:
-            tracking.flush(waiting, timeout=max(0.1, deadline - time.monotonic()))
-    return tracking.flush(unit, timeout=max(0.1, deadline - time.monotonic()))
+            tracking.flush(waiting, left(), first)
+    return tracking.flush(unit, left(), first)
 
 
 # ---------------------------------------------------------------------------------------------------------------- inputs
@@ -522,7 +524,8 @@ def _run(
             tracking.put(
                 {**document, "status": status, "ended": time.time(), "error": str(error)[:4000] or type(error).__name__}
             )
-            tracking.flush(unit, timeout=_tracking_wait())  # else MLflow shows it as running until the next command
+            # else MLflow shows it as running until the next command
+            tracking.flush(unit, _tracking_wait(), first=status == "FAILED")
         tell({"event": "ended", "status": status, "label": label, "key": p.key})
         raise
     tracking.put({**document, **projected(record), "status": "FINISHED", "ended": record["finished"]})

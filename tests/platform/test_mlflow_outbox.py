@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from flows.report import mlflow_page
 from storage import mlflow_database, outbox, projector, records, registry, tracking
 from storage.files import atomic_write_json, read_json
 from tasks.run import StageError, finish_flow, run_stage, start_flow
+from tasks.stopping import Cancelled
 
 TOY = "tests.toy_stage"
 
@@ -85,6 +87,33 @@ def test_the_first_stage_of_a_home_gets_a_whole_database(state_dir, monkeypatch,
     # waited for although the limit was short
     assert result.mlflow_run_id and client().get_run(result.mlflow_run_id).info.status == "FINISHED"
     assert not list(state_dir.glob("mlflow.db.new*"))
+
+
+def test_who_ends_a_run_does_not_wait_for_the_first_database_of_a_home(state_dir, monkeypatch):
+    """It takes long on a busy machine, and the run was begun a moment ago."""
+    import threading
+
+    (state_dir / "mlflow.db").unlink()
+    made = threading.Event()
+    monkeypatch.setattr(tracking.Projector, "project", lambda self, unit: (made.wait(200), None))
+    monkeypatch.setenv("POSTTRAIN_TRACKING_WAIT_SECONDS", "0.1")
+    (state_dir / "raw.txt").write_text("x\ny\n")
+
+    def end(event):
+        if event["event"] == "started":
+            raise Cancelled("SIGTERM")
+
+    run, began = start_flow("ended", {}), time.monotonic()
+    try:
+        with pytest.raises(Cancelled):
+            run_stage(
+                TOY, {"text": str(state_dir / "raw.txt")}, {"steps": 3}, flow_run=run.as_flow_run("one"), on_event=end
+            )
+        finish_flow(run.run_id, "KILLED", timeout=0.1)
+        assert time.monotonic() - began < tracking.FIRST_SECONDS / 2
+        assert len(outbox.pending()) == 2  # told by the next command
+    finally:
+        made.set()
 
 
 def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path, monkeypatch):
