@@ -76,7 +76,10 @@ def test_arrows(path):
         if top == "mlflow":
             assert layer in ("flows", "tasks") or name in (
                 "storage.projector",
+                "storage.mlflow_client",
                 "storage.mlflow_database",
+                "storage.mlflow_models",
+                "storage.mlflow_run",
                 "storage.restored",
             ), f"{name} imports mlflow"
         if layer == "stages" and top == "storage" and target != "storage":
