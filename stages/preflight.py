@@ -446,7 +446,7 @@ def check_verdicts(stage, samples) -> None:
     tried that have an end, they say of none: before ``passk_samples`` of every prompt are drawn for it.
     """
     from stages.reward.components import WITHOUT_VERDICT
-    from stages.rl import reads_verdicts
+    from stages.policy.read_when import reads_verdicts
     from stages.spec import ConfigError
 
     rates = reads_verdicts(stage.config, stage.inputs)

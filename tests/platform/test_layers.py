@@ -28,6 +28,7 @@ PACKAGES = (
     "direct",
     "policy",
     "rollouts",
+    "candidates",
 )  # of stages; each may import itself, those before it, and what all of them share (stages/*.py)
 FILES = sorted(p for layer in LAYERS for p in (PROJECT_ROOT / layer).rglob("*.py"))
 
