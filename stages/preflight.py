@@ -120,7 +120,8 @@ def tell_forward(stage, model) -> None:
 
 def tell_sampler(stage, source) -> None:
     """Warn where the built-in sampler can only compute whole rows for every token."""
-    from stages.decoding.decoders import WholeDecoder, make_decoder
+    from stages.decoding.decoders import make_decoder
+    from stages.decoding.model_decoders import WholeDecoder
 
     decoder = make_decoder(source.policy.model) if stage.config.engine == "builtin" and source.stored is None else None
     if isinstance(decoder, WholeDecoder):
