@@ -80,13 +80,13 @@ def run(stage):
     from stages.chat import stage_renderer
     from stages.models.modeling import head_of, hidden_states, load_frozen, top_logps
     from stages.reporting.reports import document, facts
+    from stages.running.blocks import remaining_blocks
     from storage.datasets import open_dataset
 
     config, renderer = stage.config, stage_renderer(stage)
     items, dropped = encode(stage, renderer)
     writer = stage.writer("captured", "teacher_logps/1", meta={"context": config.context})
-    done = stage.units_done
-    if done * config.block < len(items):
+    if stage.units_done * config.block < len(items):
         model = load_frozen(stage.path("model"), stage.device)
 
     def distributions(batch):
@@ -96,8 +96,7 @@ def run(stage):
         counts = batch.mask_SL.sum(1).tolist()
         return list(zip(*(part.cpu().split(counts) for part in values)))
 
-    for start in range(done * config.block, len(items), config.block):
-        block = items[start : start + config.block]
+    for _, block in remaining_blocks(stage, items, config.block):
         found = per_response(
             [i.extra.get("teacher_item") or i for i in block],
             config.max_tokens_per_micro_batch,
@@ -106,9 +105,6 @@ def run(stage):
             model,
         )
         writer.write(captured_row(stage, renderer, item, *row[0]) for item, row in zip(block, found))
-        writer.flush()
-        stage.save_checkpoint(start // config.block + 1, {}, {})
-        stage.progress(min(start + config.block, len(items)), len(items), "rows")
     writer.close({"rows": len(items), **{f"dropped/{name}": count for name, count in dropped.items()}})
     outside = [
         x

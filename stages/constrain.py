@@ -193,6 +193,7 @@ class Asked:
 def run(stage):
     from stages.decoding.writers import ModelWriter, make_writer
     from stages.ingestion.curation import generated_splits
+    from stages.running.blocks import remaining_blocks
     from stages.spec import ConfigError
 
     config = stage.config
@@ -222,13 +223,12 @@ def run(stage):
     }
     writers = {name: stage.writer(name, kind) for name, kind in kinds.items()}
     found = stage.checkpoints.latest()
-    done, tally = (found.step, Counter(found.state)) if found else (0, Counter())
+    tally = Counter(found.state) if found else Counter()
     writer = plain = None
-    for start in range(done * config.block, len(asked), config.block):
+    for start, block in remaining_blocks(stage, asked, config.block, "prompts", lambda: dict(tally)):
         if answered and writer is None:
             writer = make_writer(stage, "model")
             plain = ModelWriter(stage, "plain_model") if stage.has("plain_model") else writer
-        block = asked[start : start + config.block]
         here = [one for i, one in enumerate(block, start) if i in chosen]
         if here:
             answer(stage, writer, here, plain=False)
@@ -240,10 +240,6 @@ def run(stage):
                 writers["data"].write(demonstrations := demonstration_rows(stage, one, splits[one.row["prompt_id"]]))
                 writers["candidates"].write(candidate_rows(one, i))
                 tally.update(pairs=len(pairs), demonstrations=len(demonstrations), answered=1)
-        for one in writers.values():
-            one.flush()
-        stage.save_checkpoint(start // config.block + 1, dict(tally), {})
-        stage.progress(min(start + config.block, len(asked)), len(asked), "prompts")
     for one in writers.values():
         one.close({"prompts": len(asked), **left_out})
     report(stage, asked, left_out, tally, answered)

@@ -166,6 +166,7 @@ def run(stage):
     from stages.reporting.reports import document, facts
     from stages.reward.rewards import build_rewards, inputs_read
     from stages.reward_models.reward_scorers import split_steps
+    from stages.running.blocks import remaining_blocks
     from storage.datasets import open_dataset
 
     config = stage.config
@@ -180,16 +181,12 @@ def run(stage):
             " --rows 5), and sample them again with another chat template or prompt_template."
         )
     writer = stage.writer("steps", "stepwise/1")
-    done = stage.units_done
-    if done * config.block < len(work):
+    if stage.units_done * config.block < len(work):
         sampler = make_engine(stage, renderer)
         rewards = build_rewards(config.rewards, stage.inputs, renderer=renderer, device=stage.device)
         params = sampling_params(config, renderer)
-    for start in range(done * config.block, len(work), config.block):
-        writer.write(label_block(stage, work[start : start + config.block], splits, sampler, rewards, params, renderer))
-        writer.flush()
-        stage.save_checkpoint(start // config.block + 1, {}, {})
-        stage.progress(min(start + config.block, len(work)), len(work), "solutions")
+    for _, block in remaining_blocks(stage, work, config.block, "solutions"):
+        writer.write(label_block(stage, block, splits, sampler, rewards, params, renderer))
     writer.close({"solutions": len(work)})
     rows = list(open_dataset(str(stage.workdir / "out" / "steps")).iter_rows())
     if not rows:

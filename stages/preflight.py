@@ -120,7 +120,8 @@ def tell_forward(stage, model) -> None:
 
 def tell_sampler(stage, source) -> None:
     """Warn where the built-in sampler can only compute whole rows for every token."""
-    from stages.decoding.decoders import WholeDecoder, make_decoder
+    from stages.decoding.decoders import make_decoder
+    from stages.decoding.model_decoders import WholeDecoder
 
     decoder = make_decoder(source.policy.model) if stage.config.engine == "builtin" and source.stored is None else None
     if isinstance(decoder, WholeDecoder):
@@ -446,7 +447,7 @@ def check_verdicts(stage, samples) -> None:
     tried that have an end, they say of none: before ``passk_samples`` of every prompt are drawn for it.
     """
     from stages.reward.components import WITHOUT_VERDICT
-    from stages.rl import reads_verdicts
+    from stages.policy.read_when import reads_verdicts
     from stages.spec import ConfigError
 
     rates = reads_verdicts(stage.config, stage.inputs)

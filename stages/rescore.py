@@ -74,6 +74,7 @@ def run(stage):
     from stages.reward.rewards import Rewards, concerns, inputs_read, placed
     from stages.reward.rubric_reward import RubricScorer, rubric_metrics, score_rows, unscored, write_review
     from stages.reward.rubrics import load
+    from stages.running.blocks import remaining_blocks
     from stages.spec import ConfigError
     from storage.datasets import open_dataset
 
@@ -108,13 +109,11 @@ def run(stage):
     # as in the run that made them, what was lost and what is routed to other components is not shown to the rubric
     at = [i for i, row in enumerate(asked) if not row["lost"] and concerns(component, row["prompt_row"])]
     size = scorer.rows_at_once(len(at), config.block)
-    for start in range(stage.units_done * size, len(at), size):
-        block = [rows[i] for i in at[start : start + size]]
-        found = scorer.items([asked[i] for i in at[start : start + size]])
-        writer.write([one for row, items in zip(block, found) for one in score_rows(row, items, row.get("iteration"))])
-        writer.flush()
-        stage.save_checkpoint(start // size + 1, {}, {})
-        stage.progress(min(start + size, len(at)), len(at), "answers")
+    for _, block in remaining_blocks(stage, at, size, "answers"):
+        found = scorer.items([asked[i] for i in block])
+        writer.write(
+            [one for i, items in zip(block, found) for one in score_rows(rows[i], items, rows[i].get("iteration"))]
+        )
     writer.close({"answers": len(at)})
     items_of: dict[str, list[dict]] = {row["row_id"]: [] for row in rows}
     for one in open_dataset(str(stage.workdir / "out" / "rubric_scores")).iter_rows():

@@ -566,6 +566,7 @@ def run(stage):
     from stages.decoding.writers import make_writer
     from stages.ingestion.curation import generated_splits
     from stages.reward.principles import draw, load
+    from stages.running.blocks import remaining_blocks
 
     config = stage.config
     check(config, stage.inputs)
@@ -578,9 +579,9 @@ def run(stage):
         for name, kind in (("revisions", "revisions/1"), ("data", "demonstrations/1"), ("pairs", "pairs/1"))
     }
     found = stage.checkpoints.latest()
-    done, tally = (found.step, Tally(**found.state)) if found else (0, Tally())
+    tally = Tally(**found.state) if found else Tally()
     answerer = writer = None
-    for start in range(done * config.block, len(chains), config.block):
+    for _, block in remaining_blocks(stage, chains, config.block, "answers", lambda: tally.state()):
         if writer is None:
             engines = {"model": make_engine(stage, renderer(stage))} if stage.has("prompts") else {}
             if engines and stage.has("reviser") and config.engine == "server" and not config.endpoint:
@@ -589,7 +590,6 @@ def run(stage):
                     " endpoint_model=NAME for the reviser, or engine=builtin"
                 )
             answerer, writer = engines.get("model"), make_writer(stage, "reviser", "model", engines=engines)
-        block = chains[start : start + config.block]
         if answerer is not None:
             answer(stage, answerer, block)
 
@@ -614,11 +614,8 @@ def run(stage):
         )
         for name, kind in (("revisions", revision_rows), ("data", demonstration_rows), ("pairs", pair_rows)):
             writers[name].write([row for c in block for row in kind(stage, c, splits[c.row["prompt_id"]])])
-            writers[name].flush()
         for chain in block:
             tally.add(chain)
-        stage.save_checkpoint(start // config.block + 1, tally.state(), {})
-        stage.progress(min(start + config.block, len(chains)), len(chains), "answers")
     counts = {
         "answers": len(chains),
         "kept": tally.kept,

@@ -209,12 +209,12 @@ def run(stage):
 def label(stage, work: list[dict], scorer) -> None:
     """The output ``steps``: the labels given with the solutions, or those of a process reward model."""
     from stages.reward_models.reward_scorers import Response
+    from stages.running.blocks import remaining_blocks
     from storage.files import canonical_json
     from storage.schema import complete_row
 
     writer = stage.writer("steps", "stepwise/1")
-    for start in range(stage.units_done * stage.config.block, len(work), stage.config.block):
-        part = work[start : start + stage.config.block]
+    for start, part in remaining_blocks(stage, work, stage.config.block, "solutions"):
         if scorer is not None:  # cut where the process model was trained to cut
             joined = [scorer.card.options["separator"].join(one["steps"]) for one in part]
             found = scorer.step_probabilities(
@@ -249,9 +249,6 @@ def label(stage, work: list[dict], scorer) -> None:
                 )
             )
         writer.write(rows)
-        writer.flush()
-        stage.save_checkpoint(start // stage.config.block + 1, {}, {})
-        stage.progress(min(start + stage.config.block, len(work)), len(work), "solutions")
     writer.close({"solutions": len(work)})
 
 

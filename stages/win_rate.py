@@ -411,14 +411,14 @@ class RewardReferee:
     def run(self, items: Sequence[Item]) -> None:
         from stages.reward_models.reward_eval import margins_of
         from stages.reward_models.reward_scorers import Response, load_scorer
+        from stages.running.blocks import remaining_blocks
         from storage.schema import complete_row
 
         stage, config = self.stage, self.stage.config
         writer = stage.writer("judgements", "judgements/1", meta={"judge": self.judge_id})
-        done, scorer = stage.units_done, None
-        for start in range(done * config.block, len(items), config.block):
+        scorer = None
+        for _, block in remaining_blocks(stage, items, config.block, "pairs"):
             scorer = scorer or load_scorer(stage.path("reward_model"), stage.device)
-            block = items[start : start + config.block]
             margins, scores = margins_of(
                 scorer, [(Response(item.prompt, item.a), Response(item.prompt, item.b)) for item in block]
             )
@@ -453,9 +453,6 @@ class RewardReferee:
                             )
                         ]
                     )
-            writer.flush()
-            stage.save_checkpoint(start // config.block + 1, {}, {})
-            stage.progress(min(start + config.block, len(items)), len(items), "pairs")
         writer.close({"items": len(items)})
 
     def opinions(self, items: Sequence[Item]) -> list[Opinion]:

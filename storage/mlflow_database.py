@@ -163,10 +163,10 @@ def prepare_mlflow() -> None:
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }.items():
         os.environ.setdefault(name, value)
-    _hush()
+    hush()
 
 
-def _hush() -> None:
+def hush() -> None:
     for name in ("alembic", "mlflow"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # a traceback with the whole statement, of an error that it raises, too

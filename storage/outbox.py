@@ -11,7 +11,7 @@ from typing import Any, Iterator
 from urllib.parse import urlparse
 
 from storage import home
-from storage.files import atomic_write_json, read_json, sha256_text
+from storage.files import atomic_write_json, read_json, rebased, sha256_text
 
 Doc = dict[str, Any]
 
@@ -51,6 +51,15 @@ def flow_part(flow_run: dict[str, Any] | None) -> dict[str, Any]:
         "recipe": flow_run.get("recipe") or "flow",
         "prefect": flow_run.get("prefect") or {},
     }
+
+
+def here(d: Doc) -> Doc:
+    """A stage's document with its paths in this state directory, which may have been moved or copied since."""
+    was, now = Path(d["workdir"]).parent.parent, home.home()
+    if was == now or Path(d["workdir"]).parent.name != "work":
+        return d
+    names = ("workdir", "metrics_file", "perf_file", "record_path", "reports", "inputs", "outputs")
+    return d | rebased({name: d[name] for name in names if name in d}, str(was), str(now))
 
 
 def files_of(unit: str) -> tuple[Path, Path]:

@@ -9,14 +9,15 @@ from typing import Any
 
 from storage import home, registry
 from storage.files import atomic_write_json, read_json, sha256_text
+from storage.mlflow_client import Connection
+from storage.mlflow_curves import rows_of
 from storage.outbox import cursors, document_lock, done_files_of, files_of, is_ours, tracking_uri, unit_lock
-from storage.projector import Projector, rows_of
 
 PAGE = 1000
 OURS = "name LIKE 'posttrain/%'"  # of a server that others use, too
 
 
-def tell_again(projector: Projector) -> int:
+def tell_again(connection: Connection) -> int:
     """Have what the present store was told and has not got sent by the next pass over each unit: how many units.
 
     Of a run that is there in part its curves are compared point by point. Runs that somebody deleted in MLflow stay
@@ -24,8 +25,8 @@ def tell_again(projector: Projector) -> int:
     """
     if not any(_here(read_json(path, {})) for path in cursors()):
         return 0
-    projector.connect()
-    client = projector.client()
+    connection.connect()
+    client = connection.client()
     runs = _runs(client)
     lacking, removed = [], []
     for path in cursors():

@@ -38,6 +38,7 @@ from storage.outbox import (
     run_id_of,
     tracking_uri,
 )
+from storage.mlflow_client import Connection
 from storage.projector import Projector, REGISTRY
 
 POLL_SECONDS = 2.0
@@ -172,7 +173,7 @@ def compare() -> tuple[int, str | None]:
     if not enabled() or not cursors():
         return 0, None
     try:
-        return tell_again(Projector()), None
+        return tell_again(Connection()), None
     except Exception as error:
         return 0, refusal(error) or f"{type(error).__name__}: {error}"
 

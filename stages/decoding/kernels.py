@@ -1,6 +1,6 @@
 """Kernels of a decoding step in Triton: what lies between a layer's matrix products and is of sampling alone, in one
 kernel each (``stages.models.fused`` has those that training has, too, and says where there are kernels).
-``decoders.LeanDecoder.decode`` composes the same of torch's operations and is what these are held to; sums are in
+``lean_decoder.LeanDecoder.decode`` composes the same of torch's operations and is what these are held to; sums are in
 float32 and numbers are rounded where they are stored.
 
 Nothing here depends on numbers that change from step to step but through tensors, so that a step can be captured as a

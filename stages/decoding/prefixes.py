@@ -16,7 +16,7 @@ from typing import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from stages.decoding.decoders import Past, Prefilled
+from stages.decoding.kv_cache import Past, Prefilled
 from stages.decoding.replay import bucket
 from stages.models.memory import KEPT_BYTES
 

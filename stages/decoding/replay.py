@@ -85,7 +85,7 @@ class Replayed:
     """Decoding steps over one KV storage, and the state of its rows on the device.
 
     Args:
-        decoder: a ``decoders.LeanDecoder``.
+        decoder: a ``lean_decoder.LeanDecoder``.
         slots: rows of the KV storage.
     """
 

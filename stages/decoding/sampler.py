@@ -17,7 +17,7 @@ What a caller may rely on:
 
 Nothing is computed twice: a prompt is prefilled once, whatever its number of completions, and so is a long beginning
 that prompts share, or a row of an earlier call that a prompt continues (``remembering``, ``stages.decoding.prefixes``).
-On the CPU what several rows begin with is also kept and attended to once (``decoders.Trunks``). Prompts are prefilled
+On the CPU what several rows begin with is also kept and attended to once (``kv_cache.Trunks``). Prompts are prefilled
 together, sorted by length; a finished row's slot is given to the next waiting row before the next step.
 """
 
@@ -34,7 +34,9 @@ from typing import Callable, Sequence
 import numpy as np
 import torch
 
-from stages.decoding.decoders import LeanDecoder, Prefilled, SlotKV, Trunks, WholeKV, make_decoder, max_positions
+from stages.decoding.decoders import make_decoder, max_positions
+from stages.decoding.kv_cache import Prefilled, SlotKV, Trunks, WholeKV
+from stages.decoding.lean_decoder import LeanDecoder
 from stages.decoding.prefixes import Kept, KeptRows, prefilled_continuing, prefilled_groups, shared_beginnings
 from stages.decoding.replay import AHEAD, Drawn, Replayed, sent
 from stages.decoding.sampling import SamplingParams, bad_word_ids, processed_logits, sample_step, uniforms
@@ -263,7 +265,7 @@ def check_request(prompts, params: SamplingParams, seeds, *, vocabulary: int, po
 
 
 class Seats:
-    """Where rows sit in :class:`stages.decoding.decoders.Trunks`: a seat per trunk in use, a lane of it per row, always
+    """Where rows sit in :class:`stages.decoding.kv_cache.Trunks`: a seat per trunk in use, a lane of it per row, always
     the lowest free ones.
     """
 
@@ -432,7 +434,7 @@ class _Run:
             self.kv.grow(self._columns(columns))
 
     def _trunk_lengths(self, groups, seeds) -> dict[int, int]:
-        """Of every prompt, how many first tokens its rows attend to in a trunk (``decoders.Trunks``): what all prompts
+        """Of every prompt, how many first tokens its rows attend to in a trunk (``kv_cache.Trunks``): what all prompts
         begin with, else the whole prompt where several completions are sampled and enough is saved, else none."""
         order = [i for members, _ in groups for i in members]
         if self.kept is not None or not self.decoder.attends_in_trunks:

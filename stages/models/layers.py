@@ -1,5 +1,5 @@
 """What a decoder layer computes, read off a Hugging Face model's own modules: the one description under the training
-forward (`stages.models.lean`) and the sampler's decoder (`stages.decoding.decoders`).
+forward (`stages.models.lean`) and the sampler's decoder (`stages.decoding.lean_decoder`).
 
 With x the residual stream [tokens, M], every layer of a known family is
 

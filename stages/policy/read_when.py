@@ -4,6 +4,8 @@ where it does not hold.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from stages.algorithms import CLIPPED, GROUP_ADVANTAGES, RLPreset
 
 
@@ -646,3 +648,11 @@ RL_ALARMS_WATCH = {
         "a cut completion earns nothing of its own; write truncation_policy=score",
     ),
 }
+
+
+def reads_verdicts(config, given: Collection[str]) -> list[str]:
+    """The settings, as they are written, that go by which completions are right."""
+    rates = [f"curriculum={config.curriculum}"] * (config.curriculum in ("pass_at_k", "self_paced"))
+    rates += ["no_resampling_pass_rate"] * (config.no_resampling_pass_rate is not None)
+    # of a band alone, statistics that are given know it
+    return rates + ["difficulty_band"] * (config.difficulty_band is not None and "prompt_stats" not in given)

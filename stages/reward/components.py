@@ -126,6 +126,22 @@ MEASURED = (
     "pair_accuracy",
 )
 
+#: Inputs of the stages that score what they sample, for components that ask a judge.
+JUDGE_INPUTS = {
+    "judge": InputSpec(
+        "model",
+        required=False,
+        use="words",
+        doc="Causal LM of components with kind=judge, and of a rubric's judged items.",
+    ),
+    "rubric": InputSpec(
+        "dataset",
+        kinds=("rubric_items/1",),
+        required=False,
+        doc="Rubric of the component with kind=rubric: a file or a dataset.",
+    ),
+}
+
 #: Inputs of every stage that scores with reward components; each is needed by the kinds it names.
 REWARD_INPUTS = {
     "gold": InputSpec(

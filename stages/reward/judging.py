@@ -433,13 +433,13 @@ class Asker:
         """
         from stages.harness import StageFailure
         from stages.reward.judge import JudgeError
+        from stages.running.blocks import remaining_blocks
 
         stage, config = self.stage, self.config
         writer = stage.writer("judgements", "judgements/1", meta={"judge": self.judge_id, **meta})
-        done = stage.units_done
         checkpoint = stage.checkpoints.latest()
         spent = checkpoint.state.get("spent", 0.0) if checkpoint else 0.0
-        for start in range(done * config.block, len(units), config.block):
+        for start, block in remaining_blocks(stage, units, config.block, what, lambda: {"spent": spent}):
             if config.budget_usd is not None and spent >= config.budget_usd:
                 stage.warn(
                     "over_budget",
@@ -450,7 +450,7 @@ class Asker:
                 break
             began = time.monotonic()
             try:
-                calls = ask(units[start : start + config.block])
+                calls = ask(block)
             except JudgeError as error:
                 raise StageFailure(f"{error} Then give the same command again: it goes on where it stopped.") from error
             final = [call.rows[-1] for call in calls]
@@ -470,10 +470,7 @@ class Asker:
                 },
             )
             writer.write(rows)
-            writer.flush()
             spent += self.paid(rows)
-            stage.save_checkpoint(start // config.block + 1, {"spent": spent}, {})
-            stage.progress(min(start + config.block, len(units)), len(units), what)
         writer.close({counted: len(units)})
 
     def _replies(self, texts: Sequence[str], attempt: int) -> list:

@@ -354,8 +354,6 @@ READS = {"response": response_outputs, "tokens": token_outputs, "labels": label_
 class ChatReader:
     """Decoders: the model's own chat template; the prompt is shared by the responses of an item."""
 
-    both_ways = False
-
     def __init__(self, renderer, max_length: int, merged: bool = False):
         self.renderer, self.tokenizer, self.max_length, self.merged = renderer, renderer.tokenizer, max_length, merged
         self.room = max_length
@@ -416,7 +414,7 @@ class PlainReader(ChatReader):
 class EncoderReader:
     """Encoders: both texts between the tokenizer's own special tokens, one row per response."""
 
-    both_ways = merged = True
+    merged = True
 
     def __init__(self, tokenizer, max_length: int):
         self.tokenizer, self.max_length = tokenizer, max_length

@@ -6,11 +6,14 @@
        │       without a signal drawn again; older groups instead (:mod:`.replay`), or a record's (:mod:`.recorded`,
        │       whose trajectories are played again: :mod:`.tape`)
     crediting  log-probs, values, shaped rewards, advantages, filters: items             :class:`.crediting.Crediting`
-       │       (log-probs: :mod:`.logprobs`; values of reasoning steps: :mod:`.steps`; metrics: :mod:`.metrics`)
+       │       (log-probs: :mod:`.logprobs`; values of reasoning steps: :mod:`.steps`; metrics: :mod:`.metrics`;
+       │       rewards that compare answers: :mod:`.comparisons`)
     records ── rollouts/1, prompt_stats/1, trajectories/1, rubric and validation rows    :class:`.records.Records`
 
 :class:`.source.Rollouts` joins them: the source of the training loop, which collects an iteration when the last one is
-used up, hands it out in minibatches and holds the state. Every part with state has ``state()`` and ``restore(state)``;
-killed at any instant, a run repeats the iteration that it was in. What passes between the parts is a list of
-:class:`.groups.Group` and a :class:`.crediting.Scored`.
+used up (:mod:`.ahead`: while the last one is trained on), hands it out in minibatches (:mod:`.minibatches`) and holds the
+state. Validation passes sample by the same parts and measure what :mod:`.beside` says. Every part with state has
+``state()`` and ``restore(state)``; killed at any instant, a run repeats the iteration that it was in. What passes between
+the parts is a list of :class:`.groups.Group` and a :class:`.crediting.Scored`. What rewards are worth to a token, and the
+loss, are in ``stages.policy``.
 """

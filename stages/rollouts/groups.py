@@ -100,7 +100,7 @@ def stale(groups: list[Group], version: int) -> bool:
     return any(not g.fresh or g.version != version for g in groups)
 
 
-def control(stage, sample: Sample, *counters) -> None:
+def override_reward(stage, sample: Sample, *counters) -> None:
     """Control experiments (``reward_override``): rewards that have nothing to do with the task, its opposite, or its
     format alone. Nobody says what is right then, and a trajectory earns them at its end. ``counters`` name the random
     number."""
@@ -337,7 +337,7 @@ class GroupSampler:
             names = {"samples": (), "greedy": ("greedy",), "opponents": ("opponent",)}
             for part in parts:
                 for g, sample in enumerate(members(group, part)):
-                    control(self.stage, sample, *of, *names[part], *([] if part == "greedy" else [g]))
+                    override_reward(self.stage, sample, *of, *names[part], *([] if part == "greedy" else [g]))
 
     def of_every_prompt(self, prompts, purpose: str, n: int, engine=None) -> list[list[Sample]]:
         """``n`` scored completions of every prompt by the policy as it is (or by another ``engine``), unscorable where
@@ -355,7 +355,7 @@ class GroupSampler:
         if purpose == "baseline":  # pass rates choose prompts, baselines are compared with what is earned
             for (row, _), group in zip(prompts, drawn):
                 for g, sample in enumerate(group):
-                    control(self.stage, sample, purpose, row["row_id"], g)
+                    override_reward(self.stage, sample, purpose, row["row_id"], g)
         return drawn
 
     def _without_failures(self, groups: list[Group]) -> list[Group]:

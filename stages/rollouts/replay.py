@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 from stages.generation import Sample
 from stages.policy.schedules import freshness_guard, replay_plan
-from stages.rollouts.groups import Group, control
+from stages.rollouts.groups import Group, override_reward
 from stages.rollouts.prompts import Passes
 
 
@@ -106,7 +106,7 @@ class StoredGroups:
         _compare_rewards(stage, [s for g in self.groups for s in g.samples])
         for k, group in enumerate(self.groups):
             for g, sample in enumerate(group.samples):
-                control(stage, sample, "stored", k, g)
+                override_reward(stage, sample, "stored", k, g)
 
     def keep(self, prompt_ids: Collection[str]) -> None:
         """Go on with the groups of these prompts only; raises ValueError where there are none."""

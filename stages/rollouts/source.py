@@ -18,6 +18,7 @@ from stages.generation import check_continued, score, warn_of_failures
 from stages.models.modeling import load_weights, move_towards, weights_digest, weights_file
 from stages.models.sharding import Acting
 from stages.policy.alarms import WATCHED, alarms, watched
+from stages.policy.held_models import follows_policy
 from stages.policy.members import Members
 from stages.policy.schedules import changed_roles, freshness_guard, reference_due, stops_early
 from stages.reward.verdicts import commonest_failure, failures
@@ -375,7 +376,7 @@ class Rollouts:
     def _moving(self) -> dict:
         """Models beside the policy whose weights change and belong in a checkpoint."""
         found = {
-            "reference": self.reference if self.config.ref_mode in ("ema", "refresh") else None,
+            "reference": self.reference if follows_policy(self.config) else None,
             "old": self.old,
             "opponent": self.opponent.model if self.opponent is not None and self.row.opponent == "ema" else None,
         }
@@ -788,10 +789,7 @@ def holds_reference(row: RLPreset, config) -> bool:
     every step, and the estimators the log-probs of the iteration's start.
     """
     return (
-        config.ref_mode in ("ema", "refresh")
-        and row.kl_loss_coef > 0
-        and row.kl_loss_estimator == "full"
-        and row.kl_target == "ref"
+        follows_policy(config) and row.kl_loss_coef > 0 and row.kl_loss_estimator == "full" and row.kl_target == "ref"
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from stages.generation import Sample, score, warn_of_failures
 from stages.reward.process_rewards import step_ends, token_pieces
-from stages.rollouts.groups import Group, control
+from stages.rollouts.groups import Group, override_reward
 from stages.rollouts.policy import PolicySampler
 
 
@@ -136,7 +136,7 @@ def monte_carlo(
     score(rewards, [s for group in made for s in group], [k for k, group in zip(group_of, made) for _ in group])
     for k, group in enumerate(made):
         for j, sample in enumerate(group):
-            control(stage, sample, "vine", iteration, k, j)
+            override_reward(stage, sample, "vine", iteration, k, j)
 
     def paid(group: list[Sample], drawn: int) -> list[float]:
         rewards = earned(group, drawn)

@@ -1,7 +1,9 @@
-"""Values that take long to compute and are needed all together before a stage can write or train: computed block by
-block, each block once however often the stage is killed.
+"""Work in blocks, each done once however often the stage is killed.
 
-What is finished lies in ``blocks/NAME.jsonl`` of the work directory, a line per block, durable before the next block
+:func:`remaining_blocks`: rows that are written as they are made, a checkpoint behind each block.
+
+:func:`in_blocks`: values that take long to compute and are needed all together before a stage can write or train. What
+is finished lies in ``blocks/NAME.jsonl`` of the work directory, a line per block, durable before the next block
 begins, and counts as read only where its checksum is right. The values must be a function of the stage's key (code,
 settings, inputs, seed), so they need no checkpoint; a stage computes them before its first one.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from stages.running import usage
@@ -80,6 +82,23 @@ def in_blocks(
         values += json.loads(text)["values"]
         stage.progress(min(start + block, len(items)), len(items), unit)
     return values
+
+
+def remaining_blocks(
+    stage, items: Sequence, block: int, unit: str = "rows", state: Callable[[], dict[str, Any]] = dict
+) -> Iterator[tuple[int, Sequence]]:
+    """(place of its first item, items) of every block that the checkpoint of this start does not hold. Behind each, what
+    was written of it is made permanent: a killed stage repeats only the block it was in.
+
+    Args:
+        block: items of a block; it must not depend on the clock.
+        unit: of the items, for the progress.
+        state: what the checkpoint holds besides, once a block is done.
+    """
+    for start in range(stage.units_done * block, len(items), block):
+        yield start, items[start : start + block]
+        stage.save_checkpoint(start // block + 1, state(), {})
+        stage.progress(min(start + block, len(items)), len(items), unit)
 
 
 def _append(path, text: str) -> None:

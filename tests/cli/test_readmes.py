@@ -80,3 +80,15 @@ def test_recipes_without_a_demo_are_named():
     lacking = set(RECIPES) - {path.name.split(".")[0] for path in (ROOT / "flows/presets").glob("*demo.yaml")}
     assert set(re.findall(r"`(\w+)`", without)) == lacking
     assert (int(demo), int(all_)) == (len(RECIPES) - len(lacking), len(RECIPES))
+
+
+def test_modules_that_are_named_exist():
+    """Where the READMEs say that something is (NAME stands for any)."""
+    places = {
+        (file, place)
+        for file, text in TEXTS.items()
+        for place in re.findall(r"\b(?:flows|tasks|stages|storage|tests|infra)/[\w/.-]*\w", text)
+        if "NAME" not in place
+    }
+    assert len(places) > 30
+    assert sorted((file, place) for file, place in places if not (ROOT / place).exists()) == []

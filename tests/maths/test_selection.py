@@ -6,7 +6,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from stages import rejection, selection
+from stages import selection
+from stages.candidates import selecting
 from stages.chat import RenderError
 from stages.ingestion import pairing
 from stages.measures import statistics
@@ -37,7 +38,7 @@ def test_selection_is_equivariant_to_the_order_of_prompts():
 def test_duplicates_keep_the_first():
     R = np.array([[1.0, 2.0, 3.0]])
     assert (
-        rejection.drop_duplicates(R, {(0, j): {"completion": [{"content": text}]} for j, text in enumerate("aab")}) == 1
+        selecting.drop_duplicates(R, {(0, j): {"completion": [{"content": text}]} for j, text in enumerate("aab")}) == 1
     )
     assert selection.top_k_per_prompt(R, 3) == [[2, 0]]
 

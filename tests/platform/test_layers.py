@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from flows.recipe import RECIPES
+from stages.registry import STAGES
 from stages.sources import imports_in
 from stages.spec import PROJECT_ROOT, imports_of
 
@@ -28,6 +30,7 @@ PACKAGES = (
     "direct",
     "policy",
     "rollouts",
+    "candidates",
 )  # of stages; each may import itself, those before it, and what all of them share (stages/*.py)
 FILES = sorted(p for layer in LAYERS for p in (PROJECT_ROOT / layer).rglob("*.py"))
 
@@ -76,7 +79,10 @@ def test_arrows(path):
         if top == "mlflow":
             assert layer in ("flows", "tasks") or name in (
                 "storage.projector",
+                "storage.mlflow_client",
                 "storage.mlflow_database",
+                "storage.mlflow_models",
+                "storage.mlflow_run",
                 "storage.restored",
             ), f"{name} imports mlflow"
         if layer == "stages" and top == "storage" and target != "storage":
@@ -102,13 +108,37 @@ def test_every_package_of_stages_has_its_place():
     assert found - {"worldgen"} == set(PACKAGES)
 
 
-@pytest.mark.parametrize("package", ["evaluation", "ingestion", "measures"])
-def test_a_package_that_lists_its_modules_lists_those_it_has(package):
-    folder = PROJECT_ROOT / "stages" / package
-    listed = re.findall(
-        r"^(?:``(\w+)``|(\w+)\.py) ", ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), re.M
+def named_elsewhere(package):
+    """Modules that a table of their own names: stages and recipes."""
+    tables = {"stages": STAGES, "flows": RECIPES}
+    return {module.rpartition(".")[2] for module in tables.get(package, {}).values()}
+
+
+@pytest.mark.parametrize(
+    "package",
+    sorted({name_of(p) for p in FILES if p.name == "__init__.py"} - {"stages.ingestion.published"}),  # by data set
+)
+def test_a_package_names_its_modules_and_no_others(package):
+    """A newcomer finds in its docstring what is in which file."""
+    folder = PROJECT_ROOT / package.replace(".", "/")
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+    forms = (r"``(\w+)``", r"^(\w+)\.py ", r":(?:mod|class):`\.(\w+)")
+    named = {name for form in forms for name in re.findall(form, text, re.M)}
+    there = {p.stem for p in folder.glob("*.py")} - {"__init__", "__main__"} - named_elsewhere(package)
+    assert named == there, f"{package}/__init__.py: write ``NAME`` and what the module does, of these and no others"
+
+
+def test_the_tests_say_where_a_test_goes():
+    folder = PROJECT_ROOT / "tests"
+    named = set(
+        re.findall(r"``(\w+)``", ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))))
     )
-    assert sorted(a or b for a, b in listed) == sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__")
+    there = {p.stem for p in folder.iterdir() if p.is_dir() or p.suffix == ".py"} - {
+        "__init__",
+        "conftest",
+        "__pycache__",
+    }
+    assert named == there, "tests/__init__.py: write ``NAME`` and what belongs there, of these and no others"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import pytest
 
 from stages.spec import PROJECT_ROOT
 from flows.report import mlflow_page
-from storage import mlflow_database, outbox, projector, records, registry, tracking
+from storage import mlflow_client, mlflow_database, mlflow_models, outbox, projector, records, registry, tracking
+from storage.mlflow_run import MlflowRun
 from storage.files import atomic_write_json, read_json
 from tasks.run import StageError, finish_flow, run_stage, start_flow
 from tasks.stopping import Cancelled
@@ -171,7 +172,7 @@ def test_a_flow_as_mlflow_shows_it(state_dir, tmp_path, monkeypatch):
         and data.dataset.name == "toy-data"
     )
     assert [m.model_id for m in two.inputs.model_inputs] == [
-        projector.model_id_of(registry.lookup("toy").versions[1]["digest"])
+        mlflow_models.model_id_of(registry.lookup("toy").versions[1]["digest"])
     ]
     assert (
         mlflow.get_model_version_by_alias("final", "candidate").tags["posttrain.digest"]
@@ -305,8 +306,8 @@ def test_batch_sent_but_not_noted_is_not_doubled(state_dir, tmp_path, monkeypatc
     lines = [json.dumps({"step": s, "metrics": {"loss": 1.0 / (s + 1)}}) for s in range(5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "perf.jsonl").write_text("\n".join(lines) + "\n")
-    projecting = projector.Projector()
-    experiment = projecting.experiment("cut")
+    connection = mlflow_client.Connection()
+    experiment = connection.experiment("cut")
 
     class Cut(Exception):
         pass
@@ -324,13 +325,14 @@ def test_batch_sent_but_not_noted_is_not_doubled(state_dir, tmp_path, monkeypatc
 
         for _ in range(2):  # the second time nothing stops it
             cursor = read_json(outbox.files_of(document["unit"])[1], {})
-            monkeypatch.setattr(projector, "atomic_write_json", write)
+            monkeypatch.setattr(mlflow_client, "atomic_write_json", write)
+            told = MlflowRun(connection, document["unit"], run_id, cursor)
             try:
-                projecting._metrics(run_id, document, cursor)
-                projecting._perf(run_id, document, cursor)
+                told.metrics(document)
+                told.perf(document)
             except Cut:
                 pass
-            monkeypatch.setattr(projector, "atomic_write_json", atomic_write_json)
+            monkeypatch.setattr(mlflow_client, "atomic_write_json", atomic_write_json)
         found = points(run_id, "loss", "perf/loss")
         assert found["loss"] == found["perf/loss"] == [(s, 1.0 / (s + 1)) for s in range(5)]
 
@@ -714,7 +716,7 @@ def test_killed_after_any_call_of_mlflow_the_next_goes_on(state_dir, monkeypatch
             },
         )
         projecting = projector.Projector()
-        projecting._client, projecting._uri = cut, outbox.tracking_uri()
+        projecting.connection._client, projecting.connection._uri = cut, outbox.tracking_uri()
         try:
             projecting.project(unit)
         except Killed as killed:

@@ -8,7 +8,9 @@ import torch
 import transformers
 
 from stages.batching import make_item
-from stages.decoding.decoders import DecoderError, GenericDecoder, LeanDecoder, WholeDecoder, make_decoder, why_not_lean
+from stages.decoding.decoders import DecoderError, make_decoder
+from stages.decoding.lean_decoder import LeanDecoder, why_not_lean
+from stages.decoding.model_decoders import GenericDecoder, WholeDecoder
 from stages.decoding.sampler import Sampler, SamplingParams
 from tests.architectures import FAST, MODELS, OTHER, VOCABULARY, build, own_logps
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stages.decoding import replay
-from stages.decoding.decoders import LeanDecoder
+from stages.decoding.lean_decoder import LeanDecoder
 from stages.decoding.sampler import HELD_SHARE, Sampler, SamplingParams
 from stages.models.modeling import freeze
 from stages.running import cuda
@@ -229,7 +229,7 @@ def test_threads_that_sample_from_one_sampler_draw_their_own_tokens(models, capt
 
 
 def second_kv(decoder, ids):
-    from stages.decoding.decoders import SlotKV
+    from stages.decoding.kv_cache import SlotKV
 
     prefilled = decoder.prefill(ids, torch.full((len(ids),), ids.shape[1], device=ids.device))
     kv = SlotKV(prefilled, len(ids), 16)

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from stages.decoding import decoders, kernels, replay
-from stages.decoding.decoders import LeanDecoder
+from stages.decoding import kernels, lean_weights, replay
+from stages.decoding.lean_decoder import LeanDecoder
 from stages.decoding.sampler import Sampler, SamplingParams
 from stages.decoding.sampling import sample_step
 from stages.models import fused
@@ -230,7 +230,7 @@ def replaying(monkeypatch):
         return
     monkeypatch.setattr(LeanDecoder, "replayable", property(lambda self: not self.has_experts))
     monkeypatch.setattr(LeanDecoder, "wants_blocks", property(lambda self: False))
-    monkeypatch.setattr(decoders, "prefers_onednn", lambda: False)  # as AMD's processors do, in a layout of its own
+    monkeypatch.setattr(lean_weights, "prefers_onednn", lambda: False)  # as AMD's processors do, in a layout of its own
     monkeypatch.setattr(replay, "cuda_graphs", lambda: graph_like([]))
     monkeypatch.setattr(fused, "on", lambda *tensors: all(x.dtype in TYPES for x in tensors))
 

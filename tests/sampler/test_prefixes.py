@@ -8,7 +8,10 @@ import torch
 
 from stages.decoding import prefixes
 from stages.decoding import sampler as sampler_module
-from stages.decoding.decoders import GenericDecoder, LeanDecoder, Past, Prefilled, SlotKV, Trunks, WholeKV, make_decoder
+from stages.decoding.decoders import make_decoder
+from stages.decoding.kv_cache import Past, Prefilled, SlotKV, Trunks, WholeKV
+from stages.decoding.lean_decoder import LeanDecoder
+from stages.decoding.model_decoders import GenericDecoder
 from stages.decoding.prefixes import shared_beginnings
 from stages.decoding.sampler import Sampler, SamplingParams
 from tests.sampler.test_sampler import ENGINES, ids_of, trainer_logps

@@ -5,7 +5,7 @@ processor's vendor.
 import pytest
 import torch
 
-from stages.decoding import decoders
+from stages.decoding.lean_decoder import LeanDecoder
 from stages.decoding.sampler import Sampler, SamplingParams
 from stages.models import products
 
@@ -66,7 +66,7 @@ def test_the_sampler_draws_alike_on_both(models, prompts, vendor, name):
             prompts, SamplingParams(max_new_tokens=20), [[i, i + 9] for i in range(len(prompts))]
         )
         found[maker] = [(c.ids, c.logps) for group in out for c in group]
-        decoder = decoders.LeanDecoder(models(name))
+        decoder = LeanDecoder(models(name))
         decoder.refresh()
         assert (decoder.head.packed is not None) == (maker == "AuthenticAMD")
     for (a, p), (b, q) in zip(*found.values()):

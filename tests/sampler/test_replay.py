@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from stages.decoding import decoders, replay
-from stages.decoding.decoders import LeanDecoder, copied_as
+from stages.decoding import lean_weights, replay
+from stages.decoding.lean_decoder import LeanDecoder
+from stages.decoding.model_decoders import copied_as
 from stages.decoding.sampler import Sampler, SamplingParams
 
 PARAMS = {
@@ -45,7 +46,7 @@ def as_on_cuda(monkeypatch):
     log = []
     monkeypatch.setattr(LeanDecoder, "replayable", property(lambda self: True))
     monkeypatch.setattr(LeanDecoder, "wants_blocks", property(lambda self: False))
-    monkeypatch.setattr(decoders, "prefers_onednn", lambda: False)  # as AMD's processors do, in a layout of its own
+    monkeypatch.setattr(lean_weights, "prefers_onednn", lambda: False)  # as AMD's processors do, in a layout of its own
     monkeypatch.setattr(replay, "cuda_graphs", lambda: graph_like(log))
     monkeypatch.setattr(replay, "COLUMNS", 16)  # rows of these models have 96 tokens at most
     monkeypatch.setattr("stages.decoding.sampler.COLUMN_STEP", 8)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from stages.decoding.decoders import GenericDecoder, LeanDecoder, SlotKV, make_decoder, why_not_lean
+from stages.decoding.decoders import make_decoder
+from stages.decoding.kv_cache import SlotKV
+from stages.decoding.lean_decoder import LeanDecoder, why_not_lean
+from stages.decoding.model_decoders import GenericDecoder
 from stages.decoding.sampler import Sampler, SamplerError, SamplingParams
 from tests.sampler.contract import filtered_log_softmax
 

@@ -1,8 +1,8 @@
 """Combinations of the rl stage's settings, drawn so that pairs of values come up together, and the runs of one of them.
 
-Axes come from the registry: presets from :data:`stages.rl.Preset`, values of settings with a choice from their types.
-Settings that are numbers have their values in :data:`NUMBERS`; a setting that is in no table here is an error that says
-so, so that a new one cannot be forgotten.
+Axes come from the registry: presets from :data:`stages.policy.settings.Preset`, values of settings with a choice from
+their types. Settings that are numbers have their values in :data:`NUMBERS`; a setting that is in no table here is an
+error that says so, so that a new one cannot be forgotten.
 
     python -m tests.training.rl_combinations FOLDER COUNT SEED    # many of them, audited; what is wrong goes to FOLDER/found.txt
 """
@@ -223,7 +223,7 @@ class Covering:
         self.seen = set()
         self.tried = set()
         self.refusals = []
-        from stages.rl import Preset
+        from stages.policy.settings import Preset
 
         self.presets, self.order = list(get_args(Preset)), []
 

@@ -505,7 +505,7 @@ def test_a_stored_trajectory_that_its_environment_lost_stays_lost():
     """A control with random rewards paid it, and trained on it."""
     from types import SimpleNamespace
 
-    from stages.rollouts.groups import control
+    from stages.rollouts.groups import override_reward
     from stages.rollouts.replay import _groups_of
 
     row = {
@@ -533,7 +533,7 @@ def test_a_stored_trajectory_that_its_environment_lost_stays_lost():
         config=Config(reward_override="random"), rng=lambda *purpose: randomness.rng(3, "rl", *purpose)
     )
     for k, sample in enumerate(group.samples):
-        control(stage, sample, "stored", k)
+        override_reward(stage, sample, "stored", k)
     assert [math.isfinite(s.total) for s in group.samples] == [False, True]
 
 

@@ -562,7 +562,7 @@ def test_selectors_of_the_whole_matrix(tiny, data, spec, tmp_path):
 def test_what_is_no_answer_is_never_selected(text, finish, total, reason):
     """Section 0: truncated, empty and failed completions are no targets and no chosen responses."""
     from stages.generation import Sample
-    from stages.rejection import candidate
+    from stages.candidates.rows import candidate
 
     sample = Sample(
         {"prompt": user("q"), "prompt_id": "p", "group_id": "p", "split": "train", "weight": 1.0},

@@ -16,7 +16,7 @@ from stages.direct.preference_items import Encoder
 from stages.harness import execute
 from stages.models.modeling import load_policy
 from stages.reward_model import Config as RewardModel
-from stages.rl import Preset
+from stages.policy.settings import Preset
 from stages.running import cuda, randomness
 from stages.training import Trainer
 from storage.datasets import open_dataset

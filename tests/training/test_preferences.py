@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from stages import rejection
+from stages.candidates import sampling, selecting
 from stages.harness import execute
 from stages.preferences import Config
 from stages.spec import ConfigError
@@ -719,7 +720,7 @@ def test_an_answer_that_only_calls_a_tool_is_one_without_text(tmp_path, build):
     assert result["summary"]["length_difference/mean"] == -4
     called = [{"completion": [{"role": "assistant", "function_calls": f"look(x={x!r})"}]} for x in "aba"]
     matrix = np.array([[1.0, 0.5, 0.2]])
-    assert rejection.drop_duplicates(matrix, {(0, j): row for j, row in enumerate(called)}) == 1
+    assert selecting.drop_duplicates(matrix, {(0, j): row for j, row in enumerate(called)}) == 1
     assert np.isnan(matrix).tolist() == [[False, False, True]]
 
 
@@ -983,7 +984,7 @@ def test_a_sampling_stage_goes_on_behind_its_last_block_however_many_parts_block
     def ids(result):
         return [row["row_id"] for row in open_dataset(result["outputs"]["candidates"]["path"]).iter_rows()]
 
-    whole, real, calls = run("whole"), rejection.sample_block, []
+    whole, real, calls = run("whole"), sampling.sample_block, []
 
     def stops(*args, **kwargs):
         calls.append(1)
@@ -991,10 +992,10 @@ def test_a_sampling_stage_goes_on_behind_its_last_block_however_many_parts_block
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(rejection, "sample_block", stops)
+    monkeypatch.setattr(sampling, "sample_block", stops)
     with pytest.raises(KeyboardInterrupt):
         run("stopped")
-    monkeypatch.setattr(rejection, "sample_block", real)
+    monkeypatch.setattr(sampling, "sample_block", real)
     again = run("stopped")
     assert again["resumed_from"] == 2
     assert ids(again) == ids(whole) and len(ids(again)) == 24

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from stages import rejection
+from stages.candidates import rows as candidate_rows, sampling, selecting
 from stages.decoding.sampler import Completion
 from stages.generation import Sample
 from stages.reward.components import RewardComponent
@@ -62,7 +63,7 @@ def answer(text="\\boxed{7}", finish="eos", total=1.0, correct=True, **more):
     ],
 )
 def test_what_is_kept_and_why_not(sample, note, reason):
-    found = rejection.candidate(sample, 3, {}, note)
+    found = candidate_rows.candidate(sample, 3, {}, note)
     assert (found["kept"], found["drop_reason"]) == (reason is None, reason)
     assert found["reward"] == (None if math.isnan(sample.total) else sample.total) and found["prompt_idx"] == 3
     assert found["weight"] == PROMPT["weight"]
@@ -109,11 +110,11 @@ def test_prompts_without_a_right_and_whole_answer_are_asked_again_with_the_hint(
         (7, [("wrong", "qq"), ("cut", "qqq"), ("unread", "qqqqq")]),
     ):
         asked = stage(rationalise=3, num_generations=2, hint="{question}|{answer}", max_prompt_length=longest)
-        rejection.warn_of_long_hints(asked, Renderer(), rows)
+        sampling.warn_of_long_hints(asked, Renderer(), rows)
         told = "1 of 4 prompts with an answer are longer than max_prompt_length=5 .*first is unread.*raise max_prompt"
         assert [bool(re.match(told, text)) for _, text in asked.warned] == [True] * (longest == 5)
         engine = Engine("\\boxed{7}")
-        found = rejection.rationalised(asked, Renderer(), rewards, engine, rows, None, groups)
+        found = sampling.rationalised(asked, Renderer(), rewards, engine, rows, None, groups)
         assert engine.asked == [
             ([*map(ord, f"{question}|7")], [asked.seed_for("rationalise", name, k) for k in range(3)])
             for name, question in again
@@ -134,7 +135,7 @@ def test_answers_sampled_behind_demonstrations_belong_to_the_plain_prompt(in_con
         scorers={"near": SimpleNamespace(retrieve=lambda row: behind[row["row_id"]])},
     )
     block, engine = [({**PROMPT, "row_id": name}, [n]) for n, name in enumerate("ab", 1)], Engine("x")
-    groups, notes = rejection.sample_block(
+    groups, notes = sampling.sample_block(
         asked, rewards, engine, block, None, [[11], [12, 13]], SimpleNamespace(system="")
     )
     assert engine.asked == [([7, 7, 1] if in_context else [1], [11]), ([2], [12, 13])]
@@ -148,7 +149,7 @@ def test_a_copy_of_a_text_that_cannot_be_selected_is_no_copy():
     matrix = np.array([[NAN, 1.0, 2.0], [3.0, 4.0, NAN]])
     texts = ["aaa", "aba"]
     where = {(i, j): {"completion": [{"content": texts[i][j]}]} for i in range(2) for j in range(3)}
-    assert rejection.drop_duplicates(matrix, where) == 1
+    assert selecting.drop_duplicates(matrix, where) == 1
     np.testing.assert_array_equal(matrix, [[NAN, 1.0, NAN], [3.0, 4.0, NAN]])
 
 
@@ -159,7 +160,7 @@ def test_selectors_by_hand():
 
     def taken(**config):
         given = stage(**config)
-        return [divmod(i, 4) for i in rejection.select(matrix.copy(), correct, given.config, given)]
+        return [divmod(i, 4) for i in selecting.select(matrix.copy(), correct, given.config, given)]
 
     assert taken() == [(0, 1), (1, 2), (2, 3)]
     assert taken(threshold=0.5) == [(0, 1), (1, 2)]

@@ -12,7 +12,8 @@ import torch
 
 from stages.algorithms import RL_PRESETS
 from stages.harness import execute
-from stages.rl import Config, Preset, resolve_preset
+from stages.policy.settings import Preset
+from stages.rl import Config, resolve_preset
 from storage.datasets import open_dataset
 from tests.common import written
 

@@ -172,7 +172,7 @@ def test_accuracy_of_reward_models_on_the_policys_answers():
 def test_alarms_can_end_the_stage(tiny, data, spec):
     from typing import get_args
 
-    from stages.rl import AlarmName
+    from stages.policy.settings import AlarmName
     from stages.training import TrainingError
 
     assert set(get_args(AlarmName)) == set(ALARMS)

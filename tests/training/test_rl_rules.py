@@ -24,8 +24,9 @@ from stages.generation import Sample
 from stages.losses import policy_loss
 from stages.models.modeling import load_policy
 from stages.policy.policy_update import PolicyGradient
-from stages.rl import SPEC, AlarmName, Config, Preset, not_read, reads_input, resolve_preset, roles, row_of
-from stages.rollouts.groups import Group, control
+from stages.policy.settings import AlarmName, Preset
+from stages.rl import SPEC, Config, not_read, reads_input, resolve_preset, roles, row_of
+from stages.rollouts.groups import Group, override_reward
 from stages.rollouts.metrics import credit_metrics, cut_gain, rollout_metrics
 from stages.settings import AGENT_READ_WHEN, AgentConfig, ChatConfig, OptimizerConfig, SamplingConfig
 from stages.rollouts.prompts import PromptOrder
@@ -1101,7 +1102,7 @@ def test_an_evaluation_names_components_that_could_not_score():
 
 
 def test_a_selection_of_nothing_says_why_nothing_could_be_scored():
-    from stages.rejection import write_selected
+    from stages.candidates.selecting import write_selected
 
     writer = SimpleNamespace(write=lambda rows: None, close=lambda more: None)
     stage = SimpleNamespace(
@@ -1193,7 +1194,7 @@ def test_the_format_alone_is_rewarded(rl):
     sample = Sample(
         {}, [1], 0, [2], [0.0], "eos", "x", 5.0, {"length": 1.0, "format": 1.0}, {}, turn_rewards=[1.0, 4.0]
     )
-    control(source.stage, sample, 0, "row", 0, 0)
+    override_reward(source.stage, sample, 0, "row", 0, 0)
     assert sample.total == 2.0 and sample.turn_rewards is None
 
 
@@ -1618,7 +1619,7 @@ def test_a_control_run_reads_nothing_of_the_task(rl, preset):
     group = completions(source, [(1.0, "length"), (1.0, "eos")])
     for sample, right in zip(group.samples, (True, False)):
         sample.correct = right
-        control(source.stage, sample, 0)  # the same draw for both
+        override_reward(source.stage, sample, 0)  # the same draw for both
     assert (
         source.groups.no_signal(group) == "equal_rewards"
         and source.crediting._overlong(group.samples, [0, 0])[1] is False

@@ -342,7 +342,7 @@ def test_answers_are_sampled_behind_the_trait_and_kept_without_it(roomy, traits,
     from stages.chat import renderer_for
     from stages.generation import sampling_params
     from stages.policy.members import with_system
-    from stages.rejection import CHARACTER
+    from stages.candidates.contexts import CHARACTER
     from stages.rejection import Config as Rejection
     from stages.decoding.sampler import Sampler
     from stages.models.modeling import freeze, load_policy
@@ -418,7 +418,7 @@ def test_a_principle_can_be_drawn_for_each_prompt(roomy, traits, spec, tmp_path)
     from stages.policy.members import with_system
     from stages.models.modeling import freeze, load_policy
     from stages.generation import sampling_params
-    from stages.rejection import CHARACTER
+    from stages.candidates.contexts import CHARACTER
     from stages.rejection import Config as Rejection
     from stages.decoding.sampler import Sampler
 

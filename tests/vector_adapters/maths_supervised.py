@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from stages import estimators, in_context, losses, merge, rejection, selection
+from stages.candidates import selecting
 from stages.batching import collate, filled, make_item
 from stages.chat import RenderError
 from stages.direct import direct_losses as direct
@@ -587,11 +588,11 @@ def right_ones(correct, texts=None, limit=None, dedupe=True):
     right = np.asarray(correct, dtype=float) > 0
     matrix = np.ones(right.shape)
     if texts is not None and dedupe:
-        rejection.drop_duplicates(
+        selecting.drop_duplicates(
             matrix,
             {(k, j): {"completion": [{"content": text}]} for k, row in enumerate(texts) for j, text in enumerate(row)},
         )
-    return rejection.select(
+    return selecting.select(
         matrix, right, rejection.Config(select="all_correct", max_per_prompt=limit, dedupe=dedupe), None
     )
 
