@@ -899,11 +899,13 @@ def reason(error: BaseException) -> str:
 
 
 def ui_url(kind: str, identifier: Any) -> str | None:
-    """A page of Prefect's UI, such as that of a run (kind ``runs/flow-run``), when a server with a UI is configured."""
+    """A page of Prefect's UI, such as that of a run (kind ``runs/flow-run``), when a server with a UI is configured:
+    PREFECT_UI_URL where a browser finds it elsewhere than this process finds the API."""
     api = os.environ.get("PREFECT_API_URL", "")
     if not api or os.environ.get("POSTTRAIN_EMBEDDED"):
         return None
-    return f"{api.removesuffix('/api')}/v2/{kind}/{identifier}"
+    base = os.environ.get("PREFECT_UI_URL") or api.removesuffix("/api")
+    return f"{base.rstrip('/')}/v2/{kind}/{identifier}"
 
 
 def get_recipe(name: str):

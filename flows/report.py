@@ -99,7 +99,7 @@ def results() -> list[dict[str, Any]]:
                 "key": one["key"][:12],
                 "stage": one["stage"],
                 "label": "",
-                "user": records.user_of({"flow_run": one["run"]}, of_runs),
+                "user": records.user_of({"flow_run": one["run"], "user": one["user"]}, of_runs),
                 "status": "failed" if one["error"] else one["status"],
                 "finished": "",
                 "seconds": round(one["seconds"], 1),
@@ -496,6 +496,8 @@ def _print_unfinished(one: dict[str, Any]) -> None:
         for name, value in sorted(one["metrics"].items()):
             at = one["metric_steps"][name]
             print(f"  number  {name} = {number(value)}" + (f" (of step {at})" if at != one["step"] else ""))
+    if one.get("user"):
+        print(f"  user    {one['user']}")
     print(f"  key     {one['key'][:12]}")
     if one.get("log"):
         print(f"  log     {one['log']}")
@@ -1080,7 +1082,13 @@ def alone() -> list[dict[str, Any]]:
         for one in run.data.get("begun", {}).values()
     }
     return [
-        {"key": one["key"][:12], "stage": one["stage"], "started": when(one["started"]), "now": progress_of(one)}
+        {
+            "key": one["key"][:12],
+            "stage": one["stage"],
+            "user": one["user"],
+            "started": when(one["started"]),
+            "now": progress_of(one),
+        }
         for one in work.running()
         if one["key"] not in of_runs
     ]

@@ -67,7 +67,8 @@ def recorded(state: Path) -> dict[str, dict]:
 
 def running(state: Path) -> dict[str, dict]:
     """The services of `state` whose processes are alive, by name (empty when none)."""
-    return {name: entry for name, entry in recorded(state).items() if _process(entry) is not None}
+    found = recorded(state)
+    return {name: entry for name, entry in found.items() if _process(entry) is not None or _hidden(entry)}
 
 
 def url(state: Path, name: str) -> str | None:
@@ -100,6 +101,11 @@ def reachable(api: str) -> None:
                 " (`posttrain down`), and the run brings a server of its own"
             )
         time.sleep(0.5)
+
+
+def _hidden(entry: dict) -> bool:
+    """Whether a service is one of another user, of whose processes this system shows nothing."""
+    return entry.get("boot") == leases.boot_id() and "pid" in entry and leases.hidden(entry["pid"])
 
 
 def _process(entry: dict):
@@ -152,7 +158,8 @@ def _up(
         return [*serve, "--host", host, "--port", str(port)], env.child(
             state,
             PREFECT_API_URL=base + "/api",
-            PREFECT_UI_API_URL=base + "/api",
+            # a browser on another machine asks where it got the page from, not its own 127.0.0.1
+            PREFECT_UI_API_URL=os.environ.get("PREFECT_UI_API_URL", "/api"),
             **prefect_ui.quiet(state / "prefect" / "ui"),
         )
 
@@ -177,7 +184,7 @@ def _up(
             "--artifacts-destination",
             (state / "mlartifacts").as_uri(),
         ]
-        return command, _without(env.child(state), "MLFLOW_TRACKING_URI")
+        return command, _without(names_here(host, port) | env.child(state), "MLFLOW_TRACKING_URI")
 
     with _choosing_ports(say):
         _serve(
@@ -575,6 +582,26 @@ def _reachable(host: str) -> str:
     return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
 
 
+def names_here(host: str, port: int) -> dict[str, str]:
+    """Variables with which an MLflow server at `host` answers browsers of other machines, by the names and addresses
+    that this one has. Without them it takes public addresses and all names for an attack (DNS rebinding), and refuses
+    whatever a page that is not of localhost sends, be it the search for runs. {} where only this machine can reach it.
+    """
+    import psutil
+
+    if host == "localhost" or host.startswith("127."):
+        return {}
+    cards = psutil.net_if_addrs().values()
+    addresses = {one.address for card in cards for one in card if one.family == socket.AF_INET}
+    names = sorted({host.lower(), socket.gethostname().lower(), *addresses} - {"0.0.0.0", "127.0.0.1"})
+    served = [f"{name}:{port}" for name in names] + (names if port == 80 else [])
+    private = ("10.*", "192.168.*", *(f"172.{i}.*" for i in range(16, 32)))  # as MLflow does by itself
+    return {
+        "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(["localhost:*", "127.0.0.1:*", *private, *served]),
+        "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{one}" for one in served),
+    }
+
+
 def _without(environment: dict[str, str], name: str) -> dict[str, str]:
     return {key: value for key, value in environment.items() if key != name}
 
@@ -591,9 +618,9 @@ def down(state: Path, *, say=lambda text: None) -> list[str]:
 def _down(state: Path, say) -> list[str]:
     alive = running(state)
     others = {
-        name: process.username()
+        name: process.username() if process else "another user"
         for name, entry in alive.items()
-        if (process := _process(entry)) and os.geteuid() not in (0, process.uids().real)
+        if ((process := _process(entry)) and os.geteuid() not in (0, process.uids().real)) or _hidden(entry)
     }
     if others:  # before any run is cancelled
         raise ServiceError(

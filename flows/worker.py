@@ -7,10 +7,13 @@ together with its server sends none to the next one and would stay Running for e
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -115,6 +118,19 @@ def recovery_enabled() -> bool:
         return False
 
 
+def own_temporary_directory() -> str:
+    """A temporary directory of this user, below the usual one. Prefect keeps what belongs to runs in a directory
+    `runner_storage` there, which is that of whoever started a worker on this machine first: nobody else's would start.
+    """
+    path = os.path.join(tempfile.gettempdir(), f"posttrain-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    return (
+        path if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() else tempfile.mkdtemp(prefix="posttrain-")
+    )
+
+
 def main(command: list[str]) -> None:
     import httpx
 
@@ -143,6 +159,7 @@ def main(command: list[str]) -> None:
                 flush=True,
             )
         break
+    os.environ["TMPDIR"] = own_temporary_directory()
     os.execvp(command[0], command)
 
 

@@ -5,8 +5,9 @@ free again the moment its owner is gone, whatever killed it: the next claimant l
 (same boot, same start time, so a reused process id does not count) still lives. Owners on other hosts are judged by
 their heartbeat, a file that they write again and again: how old it is tells the clock of the file system, so the hosts'
 own clocks may differ. So are owners in another container of this machine that has the same host name (on the host's
-network): their process ids mean nothing here. What a process owns beside leases (flow runs) names it by :func:`owner`,
-whose heartbeat is ``HOME/leases/alive/``. Nothing here needs a server.
+network), whose process ids mean nothing here, and those of other users where the system hides their processes. What a
+process owns beside leases (flow runs) names it by :func:`owner`, whose heartbeat is ``HOME/leases/alive/``. Nothing
+here needs a server.
 """
 
 from __future__ import annotations
@@ -75,6 +76,19 @@ def start_time(pid: int) -> float | None:
             return None
     fields = text.rsplit(")", 1)[1].split()  # the command name may hold spaces and brackets
     return None if fields[0] in "ZX" else float(fields[19])
+
+
+def hidden(pid: int) -> bool:
+    """Whether a process is one of another user of which this system shows nothing (/proc mounted with hidepid), not even
+    when it began.
+    """
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return Path("/proc/self/stat").exists() and not os.access(f"/proc/{pid}/stat", os.R_OK)
+    except OSError:
+        pass
+    return False
 
 
 def this_process(pid: int | None = None) -> dict[str, Any]:
@@ -187,6 +201,8 @@ def alive(owner: dict[str, Any] | None, file: Path | None = None) -> bool:
     if not seen(owner):
         return _fresh(file or _beat_file(owner), BESIDE_STALE_SECONDS)
     started = start_time(int(owner["pid"]))
+    if started is None and hidden(int(owner["pid"])):
+        return _fresh(file or _beat_file(owner), BESIDE_STALE_SECONDS)
     return started is not None and (owner.get("start") is None or started == owner["start"])
 
 

@@ -40,7 +40,8 @@ def tidy(directory: Path) -> None:
 def begin(directory: Path, run: str | None, name_as: str | None) -> int:
     """Note an attempt, of the flow run ``run`` or of a stage by itself; how many there were with it."""
     count = int(read_json(directory / ATTEMPTS, {"count": 0})["count"]) + 1
-    atomic_write_json(directory / ATTEMPTS, {"count": count, "run": run, "name_as": name_as})
+    noted = {"count": count, "run": run, "name_as": name_as, "user": records.user()}
+    atomic_write_json(directory / ATTEMPTS, noted)
     return count
 
 
@@ -58,13 +59,13 @@ def note_progress(directory: Path, event: dict[str, Any]) -> None:
 
 
 def standing(key: str) -> dict[str, Any] | None:
-    """How a stage stands that has no result: {stage, module, key, status, error, run, name_as, started, seconds,
+    """How a stage stands that has no result: {stage, module, key, status, error, run, name_as, user, started, seconds,
     progress, step, metrics, metric_steps, config, seed, inputs, device, devices, workdir, log}; None where no process of
     it was ever started.
 
     status: ``running``; ``waiting`` (for a GPU slot, or until it is published); ``stopped`` (killed or failed). error: of
     what the last attempt failed, None where it was killed. run: the flow run that began it last, None of a stage by
-    itself.
+    itself; user: whose attempt that was.
     started, seconds: of its last attempt, until now or until it was last seen doing something. progress: {done, total,
     message} in the stage's own unit, {} before the first. step, metrics, metric_steps: the last step that it logged, the
     newest value of every metric and the step of that.
@@ -88,6 +89,7 @@ def standing(key: str) -> dict[str, Any] | None:
         "error": attempt.get("error") if status == "stopped" else None,
         "run": attempt.get("run"),
         "name_as": attempt.get("name_as"),
+        "user": attempt.get("user") or "",
         "started": times[0],
         "seconds": max(0.0, (max(times) if status == "stopped" else time.time()) - times[0]),
         "progress": read_json(directory / PROGRESS, {}),

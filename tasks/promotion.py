@@ -5,6 +5,7 @@ The `promote` stage decides and changes nothing; this module acts on its decisio
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -60,6 +61,8 @@ def conclude(
                 ),
                 *reasons,
             ]
+        elif promoted:
+            _announce(name, version, found, alias)
     tracking.flush_registry(timeout=10)
     return {
         "promoted": promoted,
@@ -69,6 +72,23 @@ def conclude(
         "version": version,
         "reasons": reasons,
     }
+
+
+def _announce(name: str, version: int, model: store.ResolvedInput, alias: str) -> None:
+    """Emit `posttrain.model.promoted`, when a server is configured to hear it."""
+    if not os.environ.get("PREFECT_API_URL"):
+        return
+    from prefect.events import emit_event
+
+    emit_event(
+        "posttrain.model.promoted",
+        resource={
+            "prefect.resource.id": f"posttrain.model.{name}",
+            "prefect.resource.name": name,
+            "posttrain.alias": alias,
+        },
+        payload={"ref": model.ref, "name": name, "digest": model.digest, "version": version, "alias": alias},
+    )
 
 
 def evaluations_of(digest: str) -> list[dict[str, Any]]:

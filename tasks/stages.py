@@ -292,10 +292,11 @@ def summary(label: str, value: dict) -> str:
 
 
 def announce(value: dict, *, by: str) -> None:
-    """Emit `posttrain.dataset.published` for every new dataset, when a server is configured to hear it.
+    """Emit `posttrain.dataset.published` for every new dataset and `posttrain.model.published` for every new model, when
+    a server is configured to hear it.
 
-    by: `stage` for a stage run alone, else `recipe`; automations listen to the former only, so that a recipe's own
-    datasets never start another recipe.
+    by: `stage` for a stage run alone, else `recipe`; the automation of `flows.deploy` listens to the former only, so
+    that a recipe's own datasets never start another recipe.
     """
     if not os.environ.get("PREFECT_API_URL"):
         return
@@ -303,21 +304,23 @@ def announce(value: dict, *, by: str) -> None:
 
     from storage.datasets import open_dataset
 
+    made = records.read(value["key"])["outputs"]
     for output, ref in value["outputs"].items():
-        kind, _, rest = ref.partition(":")
-        if kind != "dataset":
-            continue
-        name, _, digest = rest.partition("@")
-        manifest = open_dataset(value["paths"][output]).manifest
+        kind, name, digest = made[output]["kind"], made[output]["name"], made[output]["digest"]
+        about, payload = {}, {"ref": ref, "name": name, "digest": digest}
+        if kind == "dataset":
+            manifest = open_dataset(value["paths"][output]).manifest
+            about = {"posttrain.kind": manifest["kind"]}
+            payload |= {"kind": manifest["kind"], "rows": manifest["rows"]}
         emit_event(
-            "posttrain.dataset.published",
+            f"posttrain.{kind}.published",
             resource={
-                "prefect.resource.id": f"posttrain.dataset.{name}",
+                "prefect.resource.id": f"posttrain.{kind}.{name}",
                 "prefect.resource.name": name,
                 "posttrain.stage": value["stage"],
                 "posttrain.output": output,
-                "posttrain.kind": manifest["kind"],
                 "posttrain.published-by": by,
+                **about,
             },
-            payload={"ref": ref, "name": name, "digest": digest, "kind": manifest["kind"], "rows": manifest["rows"]},
+            payload=payload,
         )

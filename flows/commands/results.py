@@ -247,9 +247,9 @@ def promote(
 
     Exit code 1 when the gate refuses.
     """
-    from flows import env, report
+    from flows import env, report, services
 
-    env.prepare(quiet=True)
+    services.connect(env.prepare(quiet=True))
     decision = report.promote(model, name=name, alias=alias, inputs=input_ or [], sets=set_ or [])
     if json_:
         emit(decision)
@@ -293,9 +293,9 @@ def select(
 
     Example: posttrain select 4be1f0a2c3d4 --input reward_model=model:reward@candidate --alias selected
     """
-    from flows import display, env, report
+    from flows import display, env, report, services
 
-    env.prepare(quiet=True)
+    services.connect(env.prepare(quiet=True))
     value = report.select(
         candidates, name=name, alias=alias, inputs=input_ or [], sets=set_ or [], seed=seed if seed is not None else 0
     )

@@ -113,7 +113,7 @@ def dry_stage(name: str, inputs: dict[str, str], settings: Any, seed: int, force
 def run_one(
     name: str, inputs: dict[str, str], settings: Any, seed: int, name_as: str | None, force: bool, nodes: Any = None
 ) -> dict[str, Any]:
-    """Run one stage with its progress on the screen, and tell a running server of new datasets."""
+    """Run one stage with its progress on the screen, and tell a running server of what is new."""
     from flows import display, env, services
 
     connected = services.connect(env.state_dir())
@@ -132,7 +132,7 @@ def run_one(
             on_event=lambda event: screen(name.rpartition(".")[2], event),
         )
     value = small(result)
-    if connected and not result.cached and any(ref.startswith("dataset:") for ref in result.outputs.values()):
+    if connected and not result.cached and result.outputs:
         from tasks.stages import announce
 
         announce(value, by="stage")

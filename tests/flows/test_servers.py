@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from datetime import datetime
+from pathlib import Path
 from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
 
@@ -57,13 +59,59 @@ def test_ports_of_the_containers_are_chosen_by_the_environment():
         return yaml.safe_load(filled)["services"]
 
     usual, other = services(), services(POSTTRAIN_PREFECT_PORT="4201", POSTTRAIN_MLFLOW_PORT="5001")
+    links = {"PREFECT_UI_URL": "http://localhost:{}", "POSTTRAIN_MLFLOW_URL": "http://localhost:{}"}
     for found, prefect, mlflow in ((usual, 4200, 5000), (other, 4201, 5001)):
         assert found["prefect"]["ports"] == [f"127.0.0.1:{prefect}:4200"]
-        assert found["prefect"]["environment"]["PREFECT_UI_API_URL"] == f"http://localhost:{prefect}/api"
+        filled = {name: link.format(port) for (name, link), port in zip(links.items(), (prefect, mlflow))}
+        assert filled.items() <= found["worker"]["environment"].items()
         assert found["mlflow"]["ports"] == [f"127.0.0.1:{mlflow}:5000"]
         allowed = found["mlflow"]["entrypoint"][-1].split(",")
         assert {"mlflow:5000", f"localhost:{mlflow}", f"127.0.0.1:{mlflow}"} <= {*allowed}
+    for found in (usual, other):
+        for name in links:
+            del found["worker"]["environment"][name]
     assert usual["worker"] == other["worker"]
+
+
+def test_the_containers_have_the_settings_of_the_command_line():
+    """And a browser asks the server that it got the page from: the one that it calls localhost is another's."""
+    infra = PROJECT_ROOT / "infra"
+    lines = (infra / "prefect.env").read_text().splitlines()
+    found = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    usual = env.defaults(Path("/state"))
+    assert {name: value for name, value in usual.items() if not value.startswith("/state")}.items() <= found.items()
+    settings = yaml.safe_load((infra / "kubernetes" / "settings.yaml").read_text())["data"]
+    assert (usual | found).items() <= settings.items() and found["PREFECT_UI_API_URL"] == "/api"
+
+
+def test_mlflow_answers_browsers_of_other_machines_by_the_names_of_this_one(monkeypatch):
+    """By itself it takes a name or a public address for an attack, and what its own page sends for another site's."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from mlflow.server.fastapi_security import init_fastapi_security
+
+    from flows.services import names_here
+
+    path = "/ajax-api/2.0/mlflow/runs/search"
+
+    def answer(variables, name, origin=None):
+        for variable in ("MLFLOW_SERVER_ALLOWED_HOSTS", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"):
+            monkeypatch.delenv(variable, raising=False)
+            if variable in variables:
+                monkeypatch.setenv(variable, variables[variable])
+        app = FastAPI()
+        app.post(path)(lambda: {})
+        init_fastapi_security(app)
+        headers = {"Host": name, "Origin": origin or f"http://{name}"}
+        return TestClient(app).post(path, headers=headers).status_code
+
+    here = socket.gethostname().lower()
+    open_, given = names_here("0.0.0.0", 5000), names_here("train.example", 5000)
+    assert answer({}, f"{here}:5000") == 403 and answer(open_, f"{here}:5000") == 200
+    assert answer(open_, "train.example:5000") == 403 and answer(given, "train.example:5000") == 200
+    assert answer(open_, "localhost:8000") == 200  # a tunnel
+    assert answer(open_, f"{here}:5000", "http://evil.example") == 403
+    assert names_here("127.0.0.1", 5000) == names_here("localhost", 5000) == {}
 
 
 def test_interval_schedule_creates_runs(servers):
@@ -497,6 +545,19 @@ def test_new_pairs_start_the_preference_recipe(servers, tmp_path):
         servers.api(
             f"/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLED", "name": "Cancelled"}, "force": True}
         )
+
+
+def test_what_is_published_is_told_to_automations(servers):
+    made = servers.json("stage", "tests.toy_stage", "--set", "steps=6", "--name-as", "told")["outputs"]
+    events = lambda name: servers.api(
+        "/events/filter", {"filter": {"event": {"name": [f"posttrain.{name}.published"]}}}
+    )
+    for kind, output in (("model", "model"), ("dataset", "data")):
+        resource = f"posttrain.{kind}.told"
+        (told,) = servers.wait(
+            lambda: [one for one in events(kind)["events"] if one["resource"]["prefect.resource.id"] == resource]
+        )
+        assert told["payload"]["ref"] == made[output] and told["resource"]["posttrain.published-by"] == "stage"
 
 
 def test_doctor_is_content(servers):

@@ -81,6 +81,47 @@ def test_a_container_with_the_name_of_its_host_keeps_its_lease_while_it_beats(st
     leases.acquire("x", wait=False).release()
 
 
+HIDING = [
+    "sh",
+    "-c",
+    'mount -t proc -o hidepid=2,gid=4242 proc /proc && exec setpriv --bounding-set=-sys_ptrace,-kill "$@"',
+    "sh",
+]
+
+
+@pytest.mark.skipif(
+    not shutil.which("setpriv")
+    or subprocess.run(["unshare", "--mount", *HIDING, "true"], capture_output=True).returncode != 0,
+    reason="needs the right to hide processes",
+)
+def test_another_users_process_that_the_system_hides_is_judged_by_its_heartbeat(state_dir):
+    """Machines of many users mount /proc with hidepid: nothing is to be seen of the process, not even whether it is
+    there, and its run was declared killed and its lease taken while it worked."""
+    code = (
+        "import sys; from storage import leases; from storage.files import read_json; path = sys.argv[1];"
+        " print(leases.start_time(int(sys.argv[2])), leases.alive(read_json(path), leases.Path(path)))"
+    )
+    other = subprocess.Popen(["setpriv", "--reuid=12345", "--clear-groups", "sleep", "60"])
+    path = home.leases_dir() / "x.json"
+    look = lambda: subprocess.run(
+        ["unshare", "--mount", *HIDING, sys.executable, "-c", code, str(path), str(other.pid)],
+        cwd=PROJECT_ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    try:
+        atomic_write_json(path, leases.this_process(other.pid))
+        assert look() == ["None", "True"]
+        os.utime(path, (time.time() - leases.BESIDE_STALE_SECONDS - 1,) * 2)
+        assert look() == ["None", "False"]
+        atomic_write_json(path, leases.this_process(other.pid))
+    finally:
+        other.kill()
+        other.wait()
+    assert look() == ["None", "False"]
+
+
 def test_a_clock_that_was_set_back_does_not_keep_the_lease_of_a_dead_host_for_hours(state_dir, monkeypatch):
     path, passed = home.leases_dir() / "x.json", [0.0]
     clock = time.monotonic

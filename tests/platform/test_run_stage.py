@@ -128,20 +128,23 @@ def test_results_of_stages_that_ran_by_themselves_are_listed(state_dir):
     assert report.describe(listed[0]["key"])["key"] == second.key
 
 
-def test_a_stage_that_failed_by_itself_is_listed_with_its_error_and_how_to_go_on(state_dir, tmp_path):
+def test_a_stage_that_failed_by_itself_is_listed_with_its_error_and_how_to_go_on(state_dir, tmp_path, monkeypatch):
     """It was in no list: its key stood in the terminal where it had failed and nowhere else."""
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "ada")
     (tmp_path / "raw text.txt").write_text("x")
     given, config = {"text": str(tmp_path / "raw text.txt")}, {"steps": 9, "fail_at": 7}
     with pytest.raises(StageError) as caught:
         run_stage(TOY, given, config, seed=3, name_as="walk")
     done = run_stage(TOY, {}, {"steps": 3})
     (listed, text) = looked("ls", "results")
+    assert {row["user"] for row in listed["results"]} == {"ada"}
     assert [(row["key"], row["status"]) for row in listed["results"]] == [
         (done.key[:12], "finished"),
         (caught.value.key[:12], "failed"),
     ]
     assert listed["results"][1]["numbers"] == "RuntimeError: asked to fail at step 7" and "asked to fail" in text
     shown, text = looked("show", caught.value.key[:12])
+    assert shown["user"] == "ada" and "user    ada" in text
     assert shown["error"] == "RuntimeError: asked to fail at step 7" and f"go on   {shown['go_on']}" in text
     program, *command = shlex.split(shown["go_on"])
     assert program == "posttrain" and command[-4:] == ["--seed", "3", "--name-as", "walk"]

@@ -135,3 +135,14 @@ def test_a_worker_starts_where_no_server_comes(monkeypatch, capsys):
     worker.main(["prefect", "worker"])
     told, started = capsys.readouterr().out.splitlines()
     assert "were not looked for (ConnectError: refused)" in told and started == "started"
+
+
+def test_a_worker_has_a_temporary_directory_of_its_user(tmp_path, monkeypatch):
+    """In the common one Prefect's `runner_storage` belongs to who started a worker first, and no other user's starts."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = worker.own_temporary_directory()
+    assert os.path.dirname(own) == str(tmp_path) and os.stat(own).st_mode & 0o777 == 0o700
+    assert worker.own_temporary_directory() == own
+    os.rename(own, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", own)  # by somebody else, before this user had one
+    assert worker.own_temporary_directory() not in (own, str(tmp_path / "elsewhere"))
