@@ -32,7 +32,7 @@ ANSWERS = [
     {"prompt": chat(f"say {'a' * (i % 7)} {i}"), "completion": chat("", "b" * (1 + i % 5) + " x")[1:]}
     for i in range(12)
 ]
-#: Of one length in a step: TRL takes the mean of each answer and then of answers, and counts the data's own tokens.
+#: Of one length in a step: TRL takes the mean of each answer and then of answers.
 EVEN = [
     {
         "messages": chat(
@@ -114,8 +114,13 @@ def both(row: Row, models, prompts, folder):
         )
     if section.startswith("IWOPDTrainer"):
         run, said = our_side.self_distilled(policy, FOUR, folder / "ours", other, **ours)
-        assert {len(ids) for step in said for ids in step} == {4}
-        return run, trl_side.iw_opd(policy, other, FOUR, said, folder / "trl", **theirs), start()
+        lengths = [len(ids) for step in said for ids in step]
+        # TRL divides by the tokens of the data's own answers
+        asked = [
+            {"messages": chat(*(m["content"] for m in r["messages"][:-1]), "c" * (n - 1))}
+            for r, n in zip(FOUR, lengths)
+        ]
+        return run, trl_side.iw_opd(policy, other, asked, said, folder / "trl", **theirs), start()
     if section.startswith("SDFTTrainer"):
         run, said = our_side.self_distilled(policy, CONVERSATIONS, folder / "ours", **ours)
         assert {len(ids) for step in said for ids in step} == {4}  # else the means of answers are others

@@ -259,18 +259,20 @@ def gkd(path, teacher, rows, folder, **settings) -> Run:
 
 
 def gold(path, teacher, rows, folder, **settings) -> Run:
+    """Its floor of 1e-8 under probabilities lowered, which cuts off what spans of several tokens have."""
     from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
     config = GOLDConfig(**arguments(folder, **{"max_length": 256, "lmbda": 0.0, **settings}))
-    return train(
-        in_order(GOLDTrainer)(
-            model_of(path),
-            teacher_model=model_of(teacher),
-            args=config,
-            train_dataset=dataset_of(rows),
-            processing_class=tokenizer_of(path),
-        )
+    trainer = in_order(GOLDTrainer)(
+        model_of(path),
+        teacher_model=model_of(teacher),
+        args=config,
+        train_dataset=dataset_of(rows),
+        processing_class=tokenizer_of(path),
     )
+    floor = torch.Tensor.clamp_min
+    with patched(torch.Tensor, "clamp_min", lambda x, least: floor(x, 1e-30 if least == 1e-8 else least)):
+        return train(trainer)
 
 
 def iw_opd(path, teacher, rows, completions, folder, **settings) -> Run:

@@ -446,7 +446,9 @@ def test_without_gamma_the_expected_gradient_is_that_of_the_reverse_kl(spec, tin
         assert torch.allclose(found[name], p.grad, atol=1e-7), name  # row weights are float32
     # of given answers it is the divergence itself
     given = collate([make_item("p", prompt, [[5]], [[1]], weight=1.0)])
-    assert float(objective(model, given).loss["divergence"][0].detach()) == pytest.approx(float(exact.detach()), rel=1e-12)
+    assert float(objective(model, given).loss["divergence"][0].detach()) == pytest.approx(
+        float(exact.detach()), rel=1e-12
+    )
 
 
 def test_early_tokens_weigh_more(spec, tiny, data):
