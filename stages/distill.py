@@ -894,7 +894,7 @@ def answers(stage, items, objective, renderer, model):
     from stages.batching import make_item
     from stages.models.modeling import load_weights, move_towards, weights_file
     from stages.models.sharding import Acting, asked
-    from stages.token_spans import spans
+    from stages.token_spans import spans, text_of
     from stages.training import ShuffledRows, was_skipped
 
     config = stage.config
@@ -963,20 +963,21 @@ def answers(stage, items, objective, renderer, model):
                 ids, extra = group[0].ids, {**rows[i].extra, "own": True}
                 said = [ids], [[1] * len(ids)]
                 if reader is not None:
-                    extra |= self.said_across(rows[i].row_id, extra["teacher_asked"], ids)
+                    extra |= self.said_across(rows[i], ids)
                 elif "teacher_asked" in extra:
                     extra["teacher_item"] = make_item(rows[i].row_id, theirs[i], *said)
                 answered[i] = make_item(rows[i].row_id, prompts[i], *said, **extra)
             return [answered.get(i, row) for i, row in enumerate(rows)]
 
-        def said_across(self, row_id: str, asked, ids) -> dict:
+        def said_across(self, row, ids) -> dict:
             """The teacher's item of the text of an answer, as far as it has positions, and the spans of both."""
-            prompt, answer = reader.theirs.answered_ids(asked, *reader.mine_said.text(ids))
+            said = text_of(renderer, reader.mine_said, row.extra["asked"], ids)
+            prompt, answer = reader.theirs.answered_ids(row.extra["teacher_asked"], *said)
             found = spans(reader.mine_said.of(ids), reader.theirs_said.of(answer))
             if positions is not None:
                 answer = answer[: max(0, positions - len(prompt))]
             return {
-                "teacher_item": make_item(row_id, prompt, [answer], [[1] * len(answer)]),
+                "teacher_item": make_item(row.row_id, prompt, [answer], [[1] * len(answer)]),
                 "spans": found[found[:, 3] <= len(answer)],
             }
 

@@ -24,6 +24,8 @@ from stages.spec import ConfigError
 
 #: Bytes that no UTF-8 text has: the token that ends a turn, and one that says nothing that can be written.
 END, UNKNOWN = b"\xfe", b"\xff"
+#: Pairs of bytes of two stretches that differ, up to which they are compared.
+COMPARED = 1 << 20
 
 
 @functools.cache
@@ -112,6 +114,16 @@ class Pieces:
         return codecs.getincrementaldecoder("utf-8")("replace").decode(said, ended), ended
 
 
+def text_of(renderer, pieces: Pieces, asked, ids: Sequence[int]) -> tuple[str, bool]:
+    """:meth:`Pieces.text` of an answer to the messages ``asked``, without the space that some tokenizers write behind a
+    control token of their own accord (Phi 3, Llama 2).
+    """
+    text, ended = pieces.text(ids)
+    if text.startswith(" ") and pieces.text(renderer.answered_ids(asked, text[1:], ended)[1])[0] == text:
+        return text[1:], ended
+    return text, ended
+
+
 def spans(mine: Sequence[bytes], theirs: Sequence[bytes]) -> np.ndarray:
     """Spans ``[G, 4]`` of two tokenisations: first token and the one behind the last of ``mine``, and of ``theirs``.
 
@@ -148,17 +160,38 @@ def _borders(text: bytes, other: bytes, ends: dict[int, int]) -> Iterator[tuple[
         return
     before = _common(text, other)
     after = min(_common(text[::-1], other[::-1]), len(text) - before, len(other) - before)
-    middle, more = text[before : len(text) - after], other[before : len(other) - after]
+    middle = _agreeing(text[before : len(text) - after], other[before : len(other) - after])
     # first those that stand behind text that agrees, then those before it
-    blocks = [(0, 0, before)]
-    blocks += [
-        (i + before, j + before, n) for i, j, n in SequenceMatcher(None, middle, more, False).get_matching_blocks()
-    ]
-    blocks += [(len(text) - after, len(other) - after, after)]
+    blocks = [(0, 0, before), *((i + before, j + before, n) for i, j, n in middle)]
+    blocks.append((len(text) - after, len(other) - after, after))
+    at = 0
     for x in ends:
-        for i, j, n in blocks:
+        while at + 1 < len(blocks) and blocks[at][0] + blocks[at][2] < x:
+            at += 1
+        for i, j, n in blocks[at : at + 3]:
             if n and i <= x <= i + n:
                 yield x, j + x - i
+
+
+def _agreeing(text: bytes, other: bytes) -> list[tuple[int, int, int]]:
+    """(place in ``text``, place in ``other``, length) of what two texts have in common, in order: byte by byte where
+    they are as long and mostly the same (another case), else by words, and by bytes within those that differ.
+    """
+    if len(text) == len(other):
+        same = np.frombuffer(text, np.uint8) == np.frombuffer(other, np.uint8)
+        if 2 * same.sum() >= len(text):
+            return [(a, a, b - a) for a, b in runs(same)]
+    words = [re.findall(rb"\s*\S+|\s+", part) for part in (text, other)]
+    starts = [np.cumsum([0, *map(len, part)]).tolist() for part in words]
+    found = []
+    for kind, a, b, c, d in SequenceMatcher(None, *words, False).get_opcodes():
+        (i, end), (j, other_end) = (starts[0][a], starts[0][b]), (starts[1][c], starts[1][d])
+        if kind == "equal":
+            found.append((i, j, end - i))
+        elif kind == "replace" and (end - i) * (other_end - j) <= COMPARED:
+            blocks = SequenceMatcher(None, text[i:end], other[j:other_end], False).get_matching_blocks()
+            found += [(i + x, j + y, n) for x, y, n in blocks if n]
+    return found
 
 
 def _common(text: bytes, other: bytes) -> int:

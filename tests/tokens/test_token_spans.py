@@ -5,7 +5,8 @@ import pytest
 
 from stages.chat import Renderer
 from stages.spec import ConfigError
-from stages.token_spans import END, UNKNOWN, Pieces, form_of, shared_vocabulary, spans, spans_of_turns
+from stages.token_spans import END, UNKNOWN, Pieces, form_of, runs, shared_vocabulary, spans, spans_of_turns, text_of
+from tests.tokens.test_families import FAMILIES, renderer_of
 from tests.training.other_tokenizers import other_tokenizer
 
 
@@ -150,6 +151,46 @@ def test_turns_are_aligned_one_by_one():
         texts.append(one[0])
     assert b"".join(texts) == "the answer<end>東京 yes<end>".encode() and texts.count(b"<end>") == 2
     assert spans_of_turns((rows[0].ids, rows[0].mask), (rows[1].ids, [0] * len(rows[1].ids)), *pieces) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_of_every_family_is_its_text_and_an_end(family):
+    renderer = renderer_of(family)
+    pieces, said = Pieces(renderer, "teacher"), "Hello  the same 123 naïve 🙂"
+    row = renderer.conversation([{"role": "user", "content": "hi </s>"}, {"role": "assistant", "content": said}])
+    ((first, end),) = runs(row.mask)
+    shown = b"".join(pieces.of(row.ids[first:end]))
+    assert said.encode() in shown and shown.endswith(END) and shown.count(END) == 1
+    asked = [{"role": "user", "content": "hi"}]
+    for text in (said, " " + said, ""):
+        for ended in (True, False):
+            _, ids = renderer.answered_ids(asked, text, ended)
+            if ids == renderer.answered_ids(asked, text.lstrip(), ended)[1]:  # a control token that swallows spaces
+                text = text.lstrip()
+            assert text_of(renderer, pieces, asked, ids) == (text, ended)
+
+
+def test_borders_in_a_text_that_is_read_otherwise():
+    """Another case (of as many bytes, or not), composed and decomposed characters: whatever is said between two borders
+    is the same but for that.
+    """
+    import unicodedata
+
+    rng, words = np.random.default_rng(1), "Hello WORLD the Straße İstanbul ﬁne naïve café 東京 12".split()
+    for change in (str.lower, str.casefold, lambda text: unicodedata.normalize("NFKC", text)):
+        for _ in range(30):
+            text = " ".join(rng.choice(words, 12))
+            mine, theirs = parted(text.encode(), rng), parted(change(text).encode(), rng)
+            found = spans(mine, theirs)
+            assert (found[-1, 1], found[-1, 3]) == (len(mine), len(theirs)) and found[0, 0] == found[0, 2] == 0
+            x = y = 0
+            for a, b, c, d in found:
+                x, y = x + sum(map(len, mine[a:b])), y + sum(map(len, theirs[c:d]))
+                cut = text.encode()[:x].decode(errors="ignore")
+                assert change(cut).encode()[: max(0, y - 6)] == change(text).encode()[: max(0, y - 6)]
+                assert abs(len(change(cut).encode()) - y) < 6
+    long = " ".join(rng.choice(words, 3000))
+    assert len(spans([bytes([b]) for b in long.encode()], [bytes([b]) for b in long.casefold().encode()])) > 15000
 
 
 def test_a_tokenizer_of_another_form_is_refused_with_the_way_out():
