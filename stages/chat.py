@@ -267,6 +267,16 @@ class Renderer:
             )
         return prompt, row.ids[len(prompt) :], row.mask[len(prompt) :]
 
+    def answered_ids(self, messages, text: str, ended: bool = True) -> tuple[list[int], list[int]]:
+        """(prompt ids, ids of ``text`` as an assistant says it behind that prompt), whatever it holds: it is tokenised by
+        itself, as in :meth:`conversation`, and where it ``ended`` the token that closes a turn follows.
+        """
+        shown, hidden = self._render_safely(messages, generation=True)
+        written, more = self._hide(text)
+        end = self.tokenizer.eos_token_id if self.turn_end_id is None else self.turn_end_id
+        ids = self._tokenise(written, more, shown) if written else []
+        return self._tokenise(shown, hidden), ids + [end] * ended
+
     def observation_ids(self, messages, closed: bool) -> list[int]:
         """Ids between two assistant turns: what closes the first one, ``messages`` (tool or user), and the next
         generation prompt.

@@ -16,6 +16,18 @@ own answer. So the student learns on answers of its own from itself having read 
 fine-tuning (Shenfeld et al. 2026, arXiv:2601.19897), meant to teach what ``sft`` would and forget less.
 ``teacher_update=ema`` has such a teacher follow the student.
 
+What is compared is the ``objective``:
+
+``divergence``  the two distributions at every token, over one vocabulary; the teacher has the student's tokenizer.
+``uld``         a teacher with any tokenizer and chat template: both tokenise the answer's text, tokens are merged where
+                their borders differ (:mod:`stages.token_spans`), and of every such span the sorted probabilities are
+                compared (Universal Logit Distillation, Boizard et al. 2024, arXiv:2402.12030).
+``gold``        the same, but entries that both vocabularies have are compared by name, by the divergence that
+                ``direction`` names, and only the others sorted (General Online Logit Distillation, Patino et al. 2025).
+``iw_opd``      policy gradient of the reverse KL on the student's answers, which weighs a token less the more of the
+                row's distance from the teacher lies before it (``method=on_policy lmbda=1``; Xie et al. 2026,
+                arXiv:2606.22600). Validation, on given answers, is the reverse KL over the whole vocabulary.
+
 From the dataset of a ``capture`` stage it trains without the teacher, on the K most likely tokens of every position and
 what is left as one class (``tail``); what the teacher saw was decided there, so ``method`` is logit.
 
@@ -25,7 +37,9 @@ Sequence-level distillation (``kd.sequence``) needs no stage of its own: sample 
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -35,6 +49,14 @@ from stages.sft import RowsConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from stages.chat import Renderer
+    from stages.token_spans import Pieces
+
+#: Objectives that align what the teacher's tokenizer makes of an answer's text.
+ACROSS = ("uld", "gold")
 #: Stand in ``context`` for the row's own answer, and for its last question, whose place the context then takes.
 ANSWER, PROMPT = "{answer}", "{prompt}"
 
@@ -64,16 +86,40 @@ class Config(RowsConfig):
             "only a teacher that is the starting model behind a context follows the student; write context=TEXT",
         ),
         (("teacher_decay",), lambda c: c.teacher_update == "ema", "the teacher stays; write teacher_update=ema"),
+        (
+            ("direction",),
+            lambda c: c.objective in ("divergence", "gold"),
+            "sorted probabilities have no direction, and iw_opd is of the reverse KL; write objective=divergence or gold",
+        ),
+        (
+            ("span_merge",),
+            lambda c: c.objective in ACROSS,
+            "with one tokenizer there are no spans; write objective=gold",
+        ),
+        (
+            ("matched_weight", "unmatched_weight"),
+            lambda c: c.objective == "gold",
+            "entries of the vocabularies are matched by objective=gold alone; write objective=gold",
+        ),
+        (("iw_opd_gamma",), lambda c: c.objective == "iw_opd", "tokens weigh the same; write objective=iw_opd"),
     )
 
     method: Literal["logit", "context", "on_policy"] = Field(
         "logit", description="What the teacher sees and who writes the answers; see the stage's description."
     )
+    objective: Literal["divergence", "uld", "gold", "iw_opd"] = Field(
+        "divergence",
+        description=(
+            "What is compared: divergence = distributions over one vocabulary; uld, gold = also a teacher with another"
+            " tokenizer, by sorted probabilities, or by shared entries and the others sorted; iw_opd = sampled tokens,"
+            " early ones more (method=on_policy, lmbda 1 unless given)."
+        ),
+    )
     direction: Literal["forward", "reverse", "jsd"] = Field(
         "forward",
         description=(
-            "KL(teacher||student), KL(student||teacher), or their generalised Jensen-Shannon divergence; "
-            "with method=on_policy the last unless given (GKD)."
+            "KL(teacher||student), KL(student||teacher), or their generalised Jensen-Shannon divergence (of gold: over"
+            " the shared entries); with method=on_policy the last unless given (GKD)."
         ),
     )
     jsd_beta: float = Field(
@@ -81,6 +127,30 @@ class Config(RowsConfig):
     )
     distillation_temperature: float = Field(
         1.0, gt=0, description="Temperature of both distributions; the loss is multiplied by its square."
+    )
+    span_merge: Literal["last", "first"] = Field(
+        "last",
+        description=(
+            "uld, gold: which token of a span of several has its distribution compared, times the probabilities of the"
+            " span's other tokens (last: by the chain rule, the text's own probability is that of the last token)."
+        ),
+    )
+    matched_weight: float | None = Field(
+        None,
+        ge=0,
+        title="Weight of matched entries",
+        description="gold: of entries that both vocabularies have; empty, as the other: their share of the teacher's.",
+    )
+    unmatched_weight: float | None = Field(
+        None,
+        ge=0,
+        title="Weight of unmatched entries",
+        description="gold: of the sorted others; empty, as the other: the rest of that share.",
+    )
+    iw_opd_gamma: float = Field(
+        0.5,
+        ge=0,
+        description="iw_opd: a row's first token weighs 1 + gamma, one behind all of its distance 1; 0: all the same.",
     )
     soft_weight: float = Field(
         1.0,
@@ -142,13 +212,40 @@ class Config(RowsConfig):
 
     @model_validator(mode="after")
     def _gkd(self):
-        if self.method == "on_policy" and "direction" not in self.model_fields_set:
+        compared = self.objective in ("divergence", "gold")
+        if self.method == "on_policy" and compared and "direction" not in self.model_fields_set:
             self.__dict__["direction"] = "jsd"
+        if self.objective == "iw_opd" and self.method == "on_policy":
+            if "lmbda" not in self.model_fields_set:
+                self.__dict__["lmbda"] = 1.0
+            if "sampling_temperature" not in self.model_fields_set:
+                self.__dict__["sampling_temperature"] = self.distillation_temperature
         refuse_unread(self, self.READ_BY_METHOD)
         if self.method == "on_policy" and self.lmbda and not (self.soft_weight or self.soft_weight_end):
             raise ValueError(
                 "soft_weight=0 leaves the likelihood of given answers alone, and answers of the student have none, so"
                 f" that lmbda={self.lmbda:g} of the rows would train nothing; write soft_weight=0.5, or lmbda=0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compared(self):
+        if self.objective == "iw_opd" and (self.method != "on_policy" or self.lmbda < 1):
+            raise ValueError(
+                "objective=iw_opd weighs tokens that the student itself drew; write method=on_policy lmbda=1, or"
+                " objective=divergence"
+            )
+        if (self.matched_weight is None) != (self.unmatched_weight is None):
+            raise ValueError(
+                "matched_weight and unmatched_weight go together; write both, or leave both out, where each is the share"
+                " of the teacher's vocabulary that it is about"
+            )
+        if self.matched_weight == 0 and self.unmatched_weight == 0:
+            raise ValueError("matched_weight=0 unmatched_weight=0 compares nothing; write matched_weight=1")
+        if self.objective in ACROSS and self.train_on == "full":
+            raise ValueError(
+                f"objective={self.objective} compares what is said in two chat templates, which train_on=full would"
+                " train, too; write train_on=all_assistant"
             )
         return self
 
@@ -200,7 +297,8 @@ SPEC = StageSpec(
         "teacher": InputSpec(
             "model",
             required=False,
-            doc="The teacher, with the student's tokenizer; with a context: default the student as it starts.",
+            doc="The teacher, with the student's tokenizer (objective=uld, gold: any); with a context: default the"
+            " student as it starts.",
         ),
         "data": InputSpec(
             "dataset",
@@ -230,22 +328,31 @@ READ_OF_INPUTS: ReadWhen = (
 class Distillation:
     """Objective: soft_weight * divergence + (1 - soft_weight) * negative log-likelihood, per trained token over the
     whole step, rows weighted by their weight. A row that the student answered (``extra["own"]``) has no label to be
-    likely: its likelihood would only make the student surer of itself.
+    likely: its likelihood would only make the student surer of itself. With ``uld`` and ``gold`` the first term is per
+    span (``extra["spans"]``).
 
     Args:
         teacher: a frozen causal LM, or None where every item brings its teacher's distributions
             (``extra["captured"]``).
+        shared: entries that the vocabularies share (:func:`stages.token_spans.shared_vocabulary`), for ``gold``.
     """
 
-    def __init__(self, config: Config, teacher):
-        self.config, self.teacher, self.soft_weight = config, teacher, config.soft_weight
+    def __init__(self, config: Config, teacher, shared=None):
+        self.config, self.teacher, self.soft_weight, self.shared = config, teacher, config.soft_weight, shared
 
     def counts(self, items):
-        return {
+        found = {
             "tokens": float(sum(i.n_targets * i.extra["weight"] for i in items)),
             "targets": float(sum(i.n_targets for i in items)),
             "step": 1.0,
         }
+        if self.config.objective in ACROSS:
+            spans = [len(i.extra["spans"]) for i in items]
+            found |= {
+                "spans": float(sum(spans)),
+                "weighted_spans": float(sum(n * i.extra["weight"] for n, i in zip(spans, items))),
+            }
+        return found
 
     def __call__(self, model, batch):
         import torch
@@ -254,36 +361,125 @@ class Distillation:
         from stages.training import Sums
 
         states, head = hidden_states(model, batch, batch.src_N), head_of(model)
-        values = (self.divergence if self.teacher is not None else self.captured)(head, states, batch)
-        weights = torch.tensor([i.extra["weight"] for i in batch.items], device=values.device)[batch.seq_N]
-        terms = {"divergence": (self.soft_weight * (values * weights).sum(), "tokens")}
+        weight_S = torch.tensor([i.extra["weight"] for i in batch.items], device=states.device)
+        squared = self.config.distillation_temperature**2
+        if self.config.objective in ACROSS:
+            values, of, merged = self.across(head, states, batch)
+            by, seen = "weighted_spans", "spans"
+            metrics = {
+                "distance": (values.detach().sum() / squared, seen),
+                "merged_spans": (merged.to(values.dtype).sum(), seen),
+            }
+        else:
+            found = (
+                self.captured
+                if self.teacher is None
+                else self.sampled
+                if self.config.objective == "iw_opd"
+                else self.divergence
+            )(head, states, batch)
+            values, apart = found if isinstance(found, tuple) else (found, found.detach())
+            of, by = batch.seq_N, "tokens"
+            metrics = {"kl": (apart.sum() / squared, "targets")}
+        terms = {"divergence": (self.soft_weight * (values * weight_S[of]).sum(), by)}
         if self.soft_weight < 1:
-            labelled = torch.tensor([not i.extra.get("own") for i in batch.items], device=values.device)[batch.seq_N]
+            labelled = torch.tensor([not i.extra.get("own") for i in batch.items], device=states.device)
+            weights = (weight_S * labelled)[batch.seq_N]
             terms["nll"] = (
-                -(1 - self.soft_weight) * (token_logps(head, states, batch.target_N)[0] * weights * labelled).sum(),
+                -(1 - self.soft_weight) * (token_logps(head, states, batch.target_N)[0] * weights).sum(),
                 "tokens",
             )
-        return Sums(
-            terms,
-            {
-                "kl": (values.detach().sum() / self.config.distillation_temperature**2, "targets"),
-                "trained_tokens": (torch.tensor(float(len(values))), "step"),
-            },
-        )
+        return Sums(terms, {**metrics, "trained_tokens": (torch.tensor(float(len(batch.target_N))), "step")})
 
-    def divergence(self, head, states, batch):
-        """From the teacher in memory, over the student's whole vocabulary ``[N]``."""
-        from dataclasses import replace
-
+    def read(self, batch):
+        """(the batch that the teacher reads, its hidden states at the targets ``[N, K]``)."""
         import torch
 
         from stages.batching import collate
-        from stages.models.divergence import divergence
-        from stages.models.modeling import head_of, hidden_states
+        from stages.models.modeling import hidden_states
 
         theirs = collate([i.extra.get("teacher_item") or i for i in batch.items], batch.ids_U.device)
         with torch.no_grad():
-            teacher_states = hidden_states(self.teacher, theirs, theirs.src_N)
+            return theirs, hidden_states(self.teacher, theirs, theirs.src_N)
+
+    def sampled(self, head, states, batch):
+        """(loss, log q - log p) ``[N]`` of the student's own tokens, whose gradient in expectation is that of the
+        reverse KL, weighted; of given answers, which are validated, the reverse KL itself, twice.
+        """
+        import torch
+
+        from stages.models.divergence import iw_opd_advantages
+        from stages.models.modeling import head_of, token_logps
+
+        temperature = self.config.distillation_temperature
+        own = torch.tensor([bool(i.extra.get("own")) for i in batch.items], device=states.device)[batch.seq_N]
+        if not own.any():
+            return self.divergence(head, states, batch, "reverse")
+        _, teacher_states = self.read(batch)
+        logq = token_logps(head, states, batch.target_N, temperature)[0]
+        with torch.no_grad():
+            logp = token_logps(head_of(self.teacher), teacher_states, batch.target_N, temperature)[0].to(logq.dtype)
+            gained = iw_opd_advantages(batch.padded(logp), batch.padded(logq), self.config.iw_opd_gamma)
+        values = -gained[batch.seq_N, batch.col_N] * logq
+        apart = (logq - logp).detach()
+        if not own.all():
+            exact = self.divergence(head, states, batch, "reverse") / temperature**2
+            values, apart = torch.where(own, values, exact), torch.where(own, apart, exact.detach())
+        return values * temperature**2, apart * temperature**2
+
+    def across(self, head, states, batch):
+        """(distance, row, whether tokens were merged) of every span of texts ``[G]``."""
+        import numpy as np
+        import torch
+
+        from stages.models.modeling import head_of, precise, token_logps
+        from stages.models.span_losses import Gold, span_distances, uld
+
+        config, temperature, device = self.config, self.config.distillation_temperature, states.device
+        theirs, teacher_states = self.read(batch)
+        teacher, spans, rows, at = head_of(self.teacher), [], [], np.zeros(4, np.int64)
+        for n, (mine, read) in enumerate(zip(batch.items, theirs.items)):
+            spans.append(mine.extra["spans"] + at)
+            rows += [n] * len(spans[-1])
+            at = at + np.array([mine.n_targets] * 2 + [read.n_targets] * 2)
+        spans = np.concatenate(spans)
+        tensor = lambda found: torch.as_tensor(np.asarray(found, np.int64)).to(device)  # noqa: E731
+
+        def side(first, end, owner, hidden, targets):
+            """(hidden states at the tokens that are compared, log-prob of the others together)."""
+            last = config.span_merge == "last"
+            others = [np.arange(a, b - 1) if last else np.arange(a + 1, b) for a, b in zip(first, end)]
+            span_of = tensor(np.repeat(np.arange(len(first)), [len(part) for part in others]))
+            together = precise(hidden).new_zeros(len(first))
+            if len(span_of):
+                others = tensor(np.concatenate(others))
+                logps = token_logps(owner, hidden[others], targets[others], temperature)[0]
+                together = together.index_add(0, span_of, logps)
+            return hidden[tensor(end - 1 if last else first)], together
+
+        mine = side(spans[:, 0], spans[:, 1], head, states, batch.target_N)
+        with torch.no_grad():
+            read = side(spans[:, 2], spans[:, 3], teacher, teacher_states, theirs.target_N)
+        distance = uld
+        if config.objective == "gold":
+            distance = Gold(
+                tensor(self.shared),
+                config.direction,
+                config.jsd_beta,
+                config.matched_weight,
+                config.unmatched_weight,
+            ).of(len(head.weight), len(teacher.weight), device)
+        merged = tensor((spans[:, 1] - spans[:, 0] > 1) | (spans[:, 3] - spans[:, 2] > 1))
+        return span_distances(head, *mine, teacher, *read, distance, temperature), tensor(rows), merged
+
+    def divergence(self, head, states, batch, direction: str | None = None):
+        """From the teacher in memory, over the student's whole vocabulary ``[N]``."""
+        from dataclasses import replace
+
+        from stages.models.divergence import divergence
+        from stages.models.modeling import head_of
+
+        _, teacher_states = self.read(batch)
         config, teacher, rows = self.config, head_of(self.teacher), head.weight.shape[0]
         if teacher.weight.shape[0] > rows:  # one tokenizer, and a head that is padded further
             bias = None if teacher.bias is None else teacher.bias[:rows]
@@ -293,7 +489,7 @@ class Distillation:
             states,
             teacher,
             teacher_states,
-            config.direction,
+            direction or config.direction,
             config.distillation_temperature,
             config.jsd_beta,
         )
@@ -346,6 +542,11 @@ def run(stage):
             f"distill: the teacher of {dataset.name} was asked when it was captured, and what it saw was decided there;"
             " leave teacher out and write method=logit, or give demonstrations"
         )
+    if captured and config.objective != "divergence":
+        raise ConfigError(
+            f"distill: objective={config.objective} asks the teacher of every token, and of {dataset.name} only the most"
+            " likely ones are known; write objective=divergence, or give demonstrations and teacher=REF"
+        )
     if config.tail != "bucket" and (not captured or config.direction != "forward"):
         raise ConfigError(
             f"distill: tail={config.tail} is for direction=forward with captured data, a teacher in memory has no tail;"
@@ -356,12 +557,14 @@ def run(stage):
         raise ConfigError(f"distill: method={config.method} needs a teacher; give teacher=REF, or write {way}")
     renderer = stage_renderer(stage)
     teacher_path = stage.path("teacher" if stage.has("teacher") else "model")
-    if not captured and renderer_for(teacher_path).tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
+    one_vocabulary = not captured and config.objective not in ACROSS
+    if one_vocabulary and renderer_for(teacher_path).tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
         raise ConfigError(
-            "distill: teacher and student have different tokenizers, so their distributions cannot be compared; sample"
-            " the teacher's answers with the rejection stage and fine-tune on them with sft instead"
+            "distill: teacher and student have different tokenizers, so their distributions cannot be compared token by"
+            " token; write objective=gold, which compares them where they say the same text, or sample the teacher's"
+            " answers with the rejection stage and fine-tune on them with sft"
         )
-    if not captured and (few := vocabulary_of(teacher_path)[0]) < (rows := vocabulary_of(stage.path("model"))[0]):
+    if one_vocabulary and (few := vocabulary_of(teacher_path)[0]) < (rows := vocabulary_of(stage.path("model"))[0]):
         raise ConfigError(
             f"distill: the teacher's head has {few} rows and the student's {rows} (one tokenizer, but the student's head"
             f" is padded further), so the student's last ids have no probability in the teacher; they belong to no"
@@ -383,7 +586,8 @@ def run(stage):
         teacher = AdapterOff(model)
     else:
         teacher = load_frozen(teacher_path, stage.device, config.frozen_dtype)
-    objective = Distillation(config, teacher)
+    reader = across_of(stage, renderer)
+    objective = Distillation(config, teacher, None if reader is None else reader.shared)
     source = answers(stage, train, objective, renderer, model)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
     preflight(stage, trainer, train, config.batch_size, renderer)
@@ -410,7 +614,8 @@ def run(stage):
         **{f"dropped/{k}": v for k, v in dropped.items()},
     }
     if final:
-        summary |= {"validation/kl": final["kl"], "validation/kl_before": before["kl"]}
+        name = "distance" if config.objective in ACROSS else "kl"
+        summary |= {f"validation/{name}": final[name], f"validation/{name}_before": before[name]}
     stage.summary(summary)
     training_report(stage, f"Distillation ({config.method})", summary)
 
@@ -420,17 +625,21 @@ def encode(stage, renderer, split: str, limit: int | None = None):
     from stages.sft import encode_demonstrations
 
     config = stage.config
-    positions = teacher_positions(stage)
+    positions, reader = teacher_positions(stage), across_of(stage, renderer)
     # with lmbda=1 no training row keeps its answer
     given = config.method != "on_policy" or split != "train" or config.lmbda < 1
-    more = {
-        "on_policy": asked_of(renderer, config, positions),
-        "context": behind_context(renderer, config),
-        "logit": None,
-    }[config.method]
+    theirs = None if config.context is None else behind_context(renderer, config)
+    if reader is not None:
+        theirs = read_across(renderer, reader, config)
+    more = (
+        asked_of(renderer if reader is None else reader.theirs, config, positions, theirs)
+        if config.method == "on_policy"
+        else theirs
+    )
     more = within_positions(more, positions) if given else more
     items, dropped = encode_demonstrations(stage.dataset("data"), split, renderer, config, limit, more)
-    return items, {"context_does_not_fit": 0, **dropped}
+    dropped = {"context_does_not_fit": 0, **dropped}
+    return items, dropped if reader is None else {"turns_differ": 0, "texts_differ": 0, **dropped}
 
 
 def within_positions(more, positions: int | None):
@@ -445,7 +654,7 @@ def within_positions(more, positions: int | None):
         behind = found.get("teacher_item")
         if (len(mine.ids) if behind is None else behind.n_tokens) <= positions:
             return found
-        return "teacher_has_no_positions" if behind is None else "context_does_not_fit"
+        return "teacher_has_no_positions" if behind is None or "spans" in found else "context_does_not_fit"
 
     return checked
 
@@ -457,12 +666,11 @@ def teacher_positions(stage) -> int | None:
     return vocabulary_of(stage.path("teacher" if stage.has("teacher") else "model"))[1]
 
 
-def asked_of(renderer, config, positions: int | None):
+def asked_of(reader, config, positions: int | None, theirs):
     """``more`` of :func:`stages.sft.encode_demonstrations`: the messages that the student answers, those before the
-    last trained turn, and what :func:`behind_context` adds where the teacher reads a context, which has to leave one
-    of its ``positions`` for an answer.
+    last trained turn, and what ``theirs`` (:func:`behind_context`, :func:`read_across`, None) adds where the teacher
+    reads something else, which has to leave one of its ``positions`` for an answer. ``reader``: the teacher's renderer.
     """
-    theirs = None if config.context is None else behind_context(renderer, config)
 
     def more(row, mine, turns):
         last = answered_turn(row["messages"], turns)
@@ -473,8 +681,8 @@ def asked_of(renderer, config, positions: int | None):
             return added
         read = with_context(row["messages"], last, config.context)
         read = read[: len(read) - len(row["messages"]) + last]
-        if positions is not None and len(renderer.prompt_ids(read)) >= positions:
-            return "context_does_not_fit"
+        if positions is not None and len(reader.prompt_ids(read)) >= positions:
+            return "context_does_not_fit" if config.context is not None else "teacher_has_no_positions"
         return found | added | {"teacher_asked": read}
 
     return more
@@ -488,12 +696,14 @@ def answered_turn(messages: list[dict], turns) -> int:
     )
 
 
-def with_context(messages: list[dict], last: int, context: str) -> list[dict]:
+def with_context(messages: list[dict], last: int, context: str | None) -> list[dict]:
     """What the teacher reads of a conversation whose last answer is at ``last``: ``context`` as its system message, or
-    in the place of the question before that answer.
+    in the place of the question before that answer; without one the conversation.
     """
     from stages.policy.members import with_system
 
+    if context is None:
+        return messages
     asked = max((i for i in range(last) if messages[i]["role"] == "user"), default=None)
     said = lambda i: messages[i].get("content") or ""
     parts = {ANSWER: lambda: said(last), PROMPT: lambda: "" if asked is None else said(asked)}
@@ -511,10 +721,77 @@ def behind_context(renderer, config):
     """
 
     def more(row, mine, turns):
-        messages = with_context(row["messages"], answered_turn(row["messages"], turns), config.context)
-        shifted = None if turns is None else [t + len(messages) - len(row["messages"]) for t in turns]
+        messages, shifted = read_by_teacher(row["messages"], turns, config.context)
         item = aligned(row["row_id"], renderer.conversation(messages, train=config.train_on, train_turns=shifted), mine)
         return "context_does_not_fit" if item is None else {"teacher_item": item}
+
+    return more
+
+
+def read_by_teacher(messages: list[dict], turns, context: str | None):
+    """(messages, trained turns or None) as the teacher reads them: :func:`with_context`."""
+    read = with_context(messages, answered_turn(messages, turns), context)
+    return read, None if turns is None else [t + len(read) - len(messages) for t in turns]
+
+
+@dataclass(frozen=True)
+class Across:
+    """How a teacher with a tokenizer of its own reads what the student says: its renderer, what the tokens of both say,
+    and the entries ``[M, 2]`` that both vocabularies have.
+    """
+
+    theirs: Renderer
+    mine_said: Pieces
+    theirs_said: Pieces
+    shared: np.ndarray | None
+
+
+def across_of(stage, renderer) -> Across | None:
+    """None where teacher and student read the same ids (``objective`` is neither uld nor gold)."""
+    from stages.chat import renderer_for
+
+    if stage.config.objective not in ACROSS:
+        return None
+    theirs = renderer_for(stage.path("teacher")) if stage.has("teacher") else renderer
+    return _across(renderer, theirs, stage.config.objective == "gold")
+
+
+@lru_cache(2)
+def _across(renderer, theirs, matched: bool) -> Across:
+    from stages.token_spans import Pieces, shared_vocabulary
+
+    said = Pieces(renderer, "student"), Pieces(theirs, "teacher")
+    return Across(theirs, *said, shared_vocabulary(*said) if matched else None)
+
+
+def read_across(renderer, reader: Across, config):
+    """``more`` of :func:`stages.sft.encode_demonstrations`: the teacher's item under its own chat template, its BOS and
+    stop token, and the spans between its targets and the student's; a row that was cut keeps those before the cut.
+    """
+    from stages.batching import make_item
+    from stages.chat import RenderError
+    from stages.token_spans import spans_of_turns
+
+    def more(row, mine, turns):
+        messages, shifted = read_by_teacher(row["messages"], turns, config.context)
+        try:
+            theirs = reader.theirs.conversation(messages, train=config.train_on, train_turns=shifted)
+        except RenderError as error:
+            raise RenderError(f"as the teacher reads it: {error}") from error
+        whole = mine
+        if mine.truncated:
+            whole = renderer.conversation(row["messages"], train=config.train_on, train_turns=turns)
+        # the first token of a row has nothing before it that predicts it
+        sides = [(found.ids, [0, *found.mask[1:]]) for found in (whole, theirs)]
+        spans = spans_of_turns(*sides, reader.mine_said, reader.theirs_said)
+        if spans is None:
+            return "turns_differ"
+        spans = spans[spans[:, 1] <= mine.n_targets]
+        if not len(spans):
+            return "texts_differ"
+        ids, mask = sides[1]
+        end = [n for n, m in enumerate(mask) if m][spans[-1, 3] - 1] + 1
+        return {"teacher_item": make_item(row["row_id"], [], [ids[:end]], [mask[:end]]), "spans": spans}
 
     return more
 
@@ -617,12 +894,13 @@ def answers(stage, items, objective, renderer, model):
     from stages.batching import make_item
     from stages.models.modeling import load_weights, move_towards, weights_file
     from stages.models.sharding import Acting, asked
+    from stages.token_spans import spans, text_of
     from stages.training import ShuffledRows, was_skipped
 
     config = stage.config
     acting = Acting(model, asked(config)) if config.method == "on_policy" else None
     moving = objective.teacher if config.teacher_update == "ema" else None
-    positions = teacher_positions(stage)
+    positions, reader = teacher_positions(stage), across_of(stage, renderer)
 
     class Source(ShuffledRows):
         sampler = None
@@ -653,8 +931,9 @@ def answers(stage, items, objective, renderer, model):
                 self.stays = sampling_stays(stage)
             acting.refresh()
             prompts = [renderer.prompt_ids(row.extra["asked"]) for row in rows]
+            asks = renderer if reader is None else reader.theirs
             theirs = [
-                renderer.prompt_ids(row.extra["teacher_asked"]) if "teacher_asked" in row.extra else prompt
+                asks.prompt_ids(row.extra["teacher_asked"]) if "teacher_asked" in row.extra else prompt
                 for row, prompt in zip(rows, prompts)
             ]
             rooms = [
@@ -683,10 +962,24 @@ def answers(stage, items, objective, renderer, model):
             for i, group in zip(fit, groups):
                 ids, extra = group[0].ids, {**rows[i].extra, "own": True}
                 said = [ids], [[1] * len(ids)]
-                if "teacher_asked" in extra:
+                if reader is not None:
+                    extra |= self.said_across(rows[i], ids)
+                elif "teacher_asked" in extra:
                     extra["teacher_item"] = make_item(rows[i].row_id, theirs[i], *said)
                 answered[i] = make_item(rows[i].row_id, prompts[i], *said, **extra)
             return [answered.get(i, row) for i, row in enumerate(rows)]
+
+        def said_across(self, row, ids) -> dict:
+            """The teacher's item of the text of an answer, as far as it has positions, and the spans of both."""
+            said = text_of(renderer, reader.mine_said, row.extra["asked"], ids)
+            prompt, answer = reader.theirs.answered_ids(row.extra["teacher_asked"], *said)
+            found = spans(reader.mine_said.of(ids), reader.theirs_said.of(answer))
+            if positions is not None:
+                answer = answer[: max(0, positions - len(prompt))]
+            return {
+                "teacher_item": make_item(row.row_id, prompt, [answer], [[1] * len(answer)]),
+                "spans": found[found[:, 3] <= len(answer)],
+            }
 
         def after_step(self, step: int, metrics):
             if moving is not None and not was_skipped(metrics):

@@ -37,6 +37,8 @@ def why_not(stage: str, c: dict) -> str | None:
         return "adapters on experts"
     if c.get("method") == "on_policy" and c["sampling_temperature"] > 1e-3:
         return "answers that are drawn"
+    if stage == "distill" and c["method"] == "on_policy" and c["objective"] in ("uld", "gold"):
+        return "answers that the teacher's tokenizer reads anew"
     if stage == "reward_model" and (c.get("init_head", "fresh") != "fresh" or c.get("spoiled_fraction")):
         return "a head that is there, or rows spoiled by probes"
     if stage == "reward_model" and c["max_length"] < 512 and c["objective"] in ("pairwise", "t2t_point", "t2t_pair"):
@@ -1180,6 +1182,8 @@ class Distill:
         self.direction = (
             config.direction if config.method != "on_policy" or "direction" in config.model_fields_set else "jsd"
         )
+        if config.objective == "iw_opd":
+            self.direction = "reverse"
 
     def rows(self, rendered, rows, limit=None):
         config, self.rendered = self.config, rendered
@@ -1274,21 +1278,36 @@ class Distill:
                     p, q = torch.cat(p, -1), torch.cat(q, -1)
                 else:
                     p, q = p[0] - (p[0].logsumexp(-1, keepdim=True) if config.tail == "renormalise" else 0.0), q[0]
-            if self.direction == "jsd":
+            own = config.objective == "iw_opd" and row.more.get("own")
+            if config.objective == "uld":
+                value = (q.exp().sort(-1).values - p.exp().sort(-1).values).abs().sum(-1)
+            elif own:
+                at = torch.tensor([[i] for i, m in zip(*row.sequences[0]) if m])
+                said, read = q.gather(1, at)[:, 0], p.gather(1, at)[:, 0]
+                gained, gone = (read - said).tolist(), 0.0
+                whole = max(sum(map(abs, gained)), 1e-8)
+                for n, gain in enumerate(gained):
+                    gained[n], gone = gain * (1 + config.iw_opd_gamma * (1 - gone / whole)), gone + abs(gain)
+                value = -torch.tensor(gained, dtype=said.dtype) * said
+            elif self.direction == "jsd":
                 middle = torch.log(config.jsd_beta * p.exp() + (1 - config.jsd_beta) * q.exp())
                 value = config.jsd_beta * (p.exp() * (p - middle)).sum(-1) + (1 - config.jsd_beta) * (
                     q.exp() * (q - middle)
                 ).sum(-1)
             else:
                 value = (p.exp() * (p - q)).sum(-1) if self.direction == "forward" else (q.exp() * (q - p)).sum(-1)
-            seen.append(value.detach())
+            seen.append((said - read if own else value).detach())
+            if config.objective == "gold":  # every entry has its counterpart
+                value = value * (1.0 if config.matched_weight is None else config.matched_weight)
+                seen[-1] = value.detach()
             apart = apart + row.weight * T * T * value.sum()
             hard = hard - row.weight * logps.sum() * (not row.more.get("own"))
             tokens = tokens + row.weight * len(logps)
         total = (soft * apart + (1 - soft) * hard) / max(tokens, 1e-12)
         if router:
             total = total + config.router_aux_loss_coef * balance(router, model.config)
-        return total, {"kl": torch.cat(seen).mean(), "trained_tokens": float(sum(map(len, seen)))}
+        name = "distance" if config.objective in ("uld", "gold") else "kl"
+        return total, {name: torch.cat(seen).mean(), "trained_tokens": float(sum(map(len, seen)))}
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------

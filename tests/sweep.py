@@ -236,6 +236,8 @@ def refused(stage: str, combination: dict) -> str | None:
                 combination["given"] == "teacher" or made.method != "logit" or made.train_on != "all_assistant"
             ):
                 raise ValueError("data, given, train_on: the teacher was asked already; write method=logit")
+            if captured and made.objective != "divergence":
+                raise ValueError("data: only the likeliest tokens are known; write objective=divergence")
             if made.tail != "bucket" and (not captured or made.direction != "forward"):
                 raise ValueError("data, direction: the whole vocabulary has no tail; write tail=bucket")
             if not captured and combination["given"] == "nothing" and made.context is None:

@@ -117,7 +117,26 @@ def topk_divergence(
         )
     else:
         logq, logp = logq_NK, logp_NK - (logp_NK.logsumexp(-1, keepdim=True) if tail == "renormalise" else 0.0)
-    return _values(logq, logp, direction, jsd_beta) * temperature**2
+    return values_of(logq, logp, direction, jsd_beta) * temperature**2
+
+
+#: The least sum of distances that IW-OPD divides by.
+LEAST = 1e-8
+
+
+def iw_opd_advantages(logp_SL, logq_SL, gamma: float = 0.5):
+    """Advantages ``[S, L]`` of sampled tokens, constants: log p - log q times 1 + gamma (1 - share of the row's summed
+    distances |log p - log q| that lies before the token), so that tokens behind a prefix that the teacher would not
+    have written count less (IW-OPD, Xie et al. 2026, arXiv:2606.22600; ``gamma`` 0: on-policy distillation by the
+    reverse KL's policy gradient).
+
+    Args:
+        logp_SL, logq_SL: log-probabilities of the row's tokens by teacher and student, equal (0) where there is none.
+    """
+    gained = (logp_SL - logq_SL).detach()
+    far = gained.abs()
+    before = far.cumsum(-1) - far
+    return gained * (1.0 + gamma * (1.0 - before / far.sum(-1, keepdim=True).clamp(min=LEAST)))
 
 
 class _Divergence(torch.autograd.Function):
@@ -127,7 +146,7 @@ class _Divergence(torch.autograd.Function):
         wide, theirs = student.widened(), teacher.widened()
         for rows in head_chunks(hidden.shape[0], weight):
             out[rows] = (
-                _values(*_logs(wide, hidden[rows], theirs, teacher_hidden[rows], temperature), direction, beta)
+                values_of(*_logs(wide, hidden[rows], theirs, teacher_hidden[rows], temperature), direction, beta)
                 * temperature**2
             )
         ctx.save_for_backward(hidden, weight, bias, teacher_hidden)
@@ -181,7 +200,9 @@ def _mixture(logp, logq, beta):
     return torch.logaddexp(logp + math.log(beta), logq + math.log1p(-beta))
 
 
-def _values(logq, logp, direction, beta):
+def values_of(logq, logp, direction, beta):
+    """Divergence over the last axis, in one of :data:`DIRECTIONS`, of two distributions or of their parts."""
+
     def kl(a, b):
         return (a.exp() * (a - b)).sum(-1)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.conftest import tiny  # noqa: F401
+from tests.training.other_tokenizers import other_policy
 
 #: ChatML that shows tools and calls, and marks what the assistant says.
 WITH_TOOLS = (
@@ -23,7 +24,8 @@ WITH_TOOLS = (
 @pytest.fixture(scope="session")
 def models(tiny, tmp_path_factory):  # noqa: F811
     """{"policy", "other", "reward": Llamas with nothing behind the end of a turn; "qwen2": the same with biases and
-    tied embeddings; "chatml", "chatml_reward": a line break there; "tools"}: paths.
+    tied embeddings; "chatml", "chatml_reward": a line break there; "tools"; "other tokenizer": a Llama with one of its
+    own}: paths.
     """
     root = tmp_path_factory.mktemp("peers")
     found = {"chatml": tiny["policy"], "chatml_reward": tiny["reward"]}
@@ -69,6 +71,12 @@ def models(tiny, tmp_path_factory):  # noqa: F811
         for name, parameter in qwen2.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.2)
+    found["other tokenizer"] = other_policy(
+        str(root / "other tokenizer"),
+        "bytes",
+        template=Path(found["policy"], "chat_template.jinja").read_text(),
+        specials=("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|pad|>"),
+    )
     found["qwen2"] = str(root / "qwen2")
     save_policy(qwen2, tokenizer, found["qwen2"])
     return found

@@ -161,18 +161,38 @@ def distill(path, teacher, rows, folder, **settings) -> Run:
     return steps_of(policy_of(path), Distillation(config, freeze(policy_of(teacher))), config, items)
 
 
-def self_distilled(path, rows, folder, **settings) -> tuple[Run, list[list[list[int]]]]:
-    """Stage ``distill`` with its own sampler and a teacher of its own: (its run, the completions of every step)."""
+def distill_across(path, teacher, rows, folder, **settings) -> Run:
+    """Stage ``distill`` with a teacher that has a tokenizer of its own."""
+    from stages.chat import renderer_for
+    from stages.distill import Distillation, across_of, encode
+    from stages.models.modeling import freeze
+
+    given = {"model": path, "teacher": teacher}
+    stage = stage_of(
+        "distill", {**COMMON, "max_length": 256, **settings}, given, folder, data=ingested(rows, folder).path
+    )
+    items, _ = encode(stage, renderer_for(path), "train")
+    shared = across_of(stage, renderer_for(path)).shared
+    return steps_of(
+        policy_of(path), Distillation(stage.config, freeze(policy_of(teacher)), shared), stage.config, items
+    )
+
+
+def self_distilled(path, rows, folder, teacher=None, **settings) -> tuple[Run, list[list[list[int]]]]:
+    """Stage ``distill`` with its own sampler and a teacher of its own, or another one: (its run, the completions of
+    every step).
+    """
     from stages.chat import renderer_for
     from stages.distill import Distillation, answers, encode
     from stages.models.modeling import freeze
     from stages.training import Trainer
 
     more = {**COMMON, "max_length": 256, "batch_size": ROWS, "max_completion_length": 4, **settings}
-    stage = stage_of("distill", more, {"model": path}, folder, data=ingested(rows, folder).path)
+    given = {"model": path} | ({} if teacher is None else {"teacher": teacher})
+    stage = stage_of("distill", more, given, folder, data=ingested(rows, folder).path)
     renderer, model = renderer_for(path), policy_of(path)
     items, _ = encode(stage, renderer, "train")
-    objective = Distillation(stage.config, freeze(policy_of(path)))
+    objective = Distillation(stage.config, freeze(policy_of(teacher or path)))
     source = answers(stage, items, objective, renderer, model)
     trainer, run, said = Trainer(model, objective, stage.config, STEPS), Run(), []
     for step in range(STEPS):

@@ -32,6 +32,16 @@ ANSWERS = [
     {"prompt": chat(f"say {'a' * (i % 7)} {i}"), "completion": chat("", "b" * (1 + i % 5) + " x")[1:]}
     for i in range(12)
 ]
+#: Of one length in a step: TRL takes the mean of each answer and then of answers.
+EVEN = [
+    {
+        "messages": chat(
+            f"say {'a' * (i % 5)} {i}", ("what is two plus", "answer: two or four", "is what four is 4")[i // 4]
+        )
+    }
+    for i in range(12)
+]
+FOUR = [{"messages": chat(f"say {'a' * (i % 5)} {i}", "ccc")} for i in range(12)]
 TEXTS = [{"text": "the quick brown fox " * (1 + i % 3) + str(i)} for i in range(12)]
 MARGINS = [{**row, "margin": 0.2 * (i % 4)} for i, row in enumerate(PAIRS)]
 LABELLED = [
@@ -96,6 +106,21 @@ def both(row: Row, models, prompts, folder):
             trl_side.gkd(policy, other, CONVERSATIONS, folder / "trl", **theirs),
             start(),
         )
+    if section.startswith("GOLDTrainer"):
+        return (
+            our_side.distill_across(policy, models["other tokenizer"], EVEN, folder / "ours", **ours),
+            trl_side.gold(policy, models["other tokenizer"], EVEN, folder / "trl", **theirs),
+            start(),
+        )
+    if section.startswith("IWOPDTrainer"):
+        run, said = our_side.self_distilled(policy, FOUR, folder / "ours", other, **ours)
+        lengths = [len(ids) for step in said for ids in step]
+        # TRL divides by the tokens of the data's own answers
+        asked = [
+            {"messages": chat(*(m["content"] for m in r["messages"][:-1]), "c" * (n - 1))}
+            for r, n in zip(FOUR, lengths)
+        ]
+        return run, trl_side.iw_opd(policy, other, asked, said, folder / "trl", **theirs), start()
     if section.startswith("SDFTTrainer"):
         run, said = our_side.self_distilled(policy, CONVERSATIONS, folder / "ours", **ours)
         assert {len(ids) for step in said for ids in step} == {4}  # else the means of answers are others

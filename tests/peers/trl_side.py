@@ -258,6 +258,48 @@ def gkd(path, teacher, rows, folder, **settings) -> Run:
     )
 
 
+def gold(path, teacher, rows, folder, **settings) -> Run:
+    """Its floor of 1e-8 under probabilities lowered, which cuts off what spans of several tokens have."""
+    from trl.experimental.gold import GOLDConfig, GOLDTrainer
+
+    config = GOLDConfig(**arguments(folder, **{"max_length": 256, "lmbda": 0.0, **settings}))
+    trainer = in_order(GOLDTrainer)(
+        model_of(path),
+        teacher_model=model_of(teacher),
+        args=config,
+        train_dataset=dataset_of(rows),
+        processing_class=tokenizer_of(path),
+    )
+    floor = torch.Tensor.clamp_min
+    with patched(torch.Tensor, "clamp_min", lambda x, least: floor(x, 1e-30 if least == 1e-8 else least)):
+        return train(trainer)
+
+
+def iw_opd(path, teacher, rows, completions, folder, **settings) -> Run:
+    """Importance-weighted on-policy distillation on given completions, as :func:`sdft`."""
+    from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
+
+    at = iter(completions)
+    trainer = in_order(IWOPDTrainer)(
+        model_of(path),
+        teacher_model=model_of(teacher),
+        args=IWOPDConfig(**arguments(folder, **{"max_length": 256, "max_completion_length": 4, **settings})),
+        train_dataset=dataset_of(rows),
+        processing_class=tokenizer_of(path),
+    )
+
+    def generate(slices, places):
+        prompts = [
+            ids[mask.bool()]
+            for place in places
+            for ids, mask in zip(slices[place]["prompts"], slices[place]["prompt_attention_mask"])
+        ]
+        trainer._store_completions_in_buffer(slices, places, places * len(prompts), prompts, next(at))
+
+    trainer._generate_student_completions = generate
+    return train(trainer)
+
+
 def sdft(path, rows, completions, folder, **settings) -> Run:
     """Self-distillation on given completions: the token ids of each row's, in the order of the rows, step by step."""
     from trl.experimental.sdft import SDFTConfig, SDFTTrainer

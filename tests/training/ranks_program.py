@@ -12,7 +12,7 @@ from stages.reward_models.reward_heads import new_reward_model
 from stages.models.sharding import whole
 from stages.models.modeling import load_policy
 from stages.training import Trainer
-from tests.training.test_invariance import objectives
+from tests.training.test_invariance import objectives, taught
 
 #: One preset for each way a policy gradient is summed over ranks; the others differ in what is computed per token.
 PRESETS = (
@@ -47,7 +47,7 @@ def main(policy: str, out: str, sharding: str = "none") -> None:
             objective.anchor = load_policy(policy).double()
             for parameter in objective.anchor.parameters():
                 parameter.data.mul_(0.9)
-        trainer = Trainer(model, objective, config, 3)
+        trainer = Trainer(model, taught(objective), config, 3)
         items = make(np.random.default_rng(0))
         metrics = trainer.step(items)
         found[name] = (

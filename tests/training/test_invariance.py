@@ -69,12 +69,68 @@ def text_items(rng, n=7):
     return items
 
 
+def read_items(rng, n=7):
+    """Answers that a teacher with a vocabulary of its own reads in other tokens, behind another prompt."""
+    items = []
+    for i in range(n):
+        sides = [
+            (rng.integers(10, 250, rng.integers(3, 20)).tolist(), rng.integers(10, 250, rng.integers(4, 12)).tolist())
+            for _ in range(2)
+        ]
+        count = int(rng.integers(1, 4))
+        edges = [
+            [0, *sorted(rng.choice(np.arange(1, len(ids)), count - 1, replace=False).tolist()), len(ids)]
+            for _, ids in sides
+        ]
+        mine, read = (make_item(f"row-{i}", prompt, [ids], [[1] * len(ids)]) for prompt, ids in sides)
+        spans = np.array([(*a, *b) for a, b in zip(*(zip(edge, edge[1:]) for edge in edges))])
+        mine.extra.update(weight=1.0 + i % 2, own=i % 3 > 0, teacher_item=read, spans=spans)
+        items.append(mine)
+    return items
+
+
+def answered_items(rng, n=7):
+    """The same answers read by a teacher that shares the vocabulary."""
+    items = read_items(rng, n)
+    for item in items:
+        read = item.extra["teacher_item"]
+        item.extra["teacher_item"] = make_item(item.row_id, read.prompt, item.responses, item.masks)
+    return items
+
+
+def taught(objective):
+    """The objective, with a small teacher whose vocabulary is larger than the student's where it takes one."""
+    if getattr(objective, "teacher", True) is not None:
+        return objective
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from stages.models.modeling import freeze
+
+    torch.manual_seed(1)
+    objective.teacher = freeze(
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=330,
+                hidden_size=24,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                initializer_range=0.2,
+            )
+        ).double()
+    )
+    return objective
+
+
 def objectives():
     from stages.align import Config as AlignConfig
     from stages.direct.direct_alignment import DirectAlignment
     from stages.reward_models.reward_losses import RewardLoss
     from stages.reward_model import Config as RewardConfig
     from stages.reward_models.reward_objectives import REWARD_OBJECTIVES
+    from stages.distill import Config as DistillConfig
+    from stages.distill import Distillation
     from stages.policy.policy_update import PolicyGradient
     from stages.algorithms import RL_PRESETS
     from stages.rl import Config as RLConfig
@@ -116,6 +172,16 @@ def objectives():
         pair_items,
         False,
     )
+    shared = np.array([(i, i + 40) for i in range(0, 250, 2)])
+    for name, more in (
+        ("uld", {}),
+        ("gold", {"direction": "jsd", "soft_weight": 0.6}),
+        ("gold, first", {"objective": "gold", "span_merge": "first", "matched_weight": 1.0, "unmatched_weight": 0.3}),
+        ("iw_opd", {"method": "on_policy", "distillation_temperature": 1.5}),
+    ):
+        config = DistillConfig(**{"objective": name, **more})
+        make = answered_items if name == "iw_opd" else read_items
+        out[f"distill/{name}"] = (Distillation(config, None, shared), make, False)
     for preset, row in RL_PRESETS.items():
         out[f"rl/{preset}"] = (
             PolicyGradient(row, RLConfig(preset=preset, num_generations=3, entropy_coef=0.01)),
@@ -142,6 +208,7 @@ def test_step_is_invariant_to_microbatching(tiny, name):
     objective, make, reward = objectives()[name]
     model = (new_reward_model(tiny["policy"]) if reward else load_policy(tiny["policy"])).double()
     items = make(np.random.default_rng(0))
+    taught(objective)
     if name.startswith("rl/") and objective.row.kl_loss_estimator == "full":
         objective.anchor = load_policy(tiny["other"]).double()
     value, whole = gradient(model, objective, items, 10**6)

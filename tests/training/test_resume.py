@@ -284,6 +284,20 @@ KINDS = {  # the other stages that train: config, rows, further inputs
         "demonstrations",
         {"teacher": "other"},
     ),
+    "distill from a teacher that reads texts": (
+        {
+            "method": "on_policy",
+            "objective": "gold",
+            "lmbda": 0.5,
+            "max_completion_length": 6,
+            "learning_rate": 1e-3,
+            "batch_size": 6,
+            "max_length": 64,
+            "num_train_epochs": 2,
+        },
+        "demonstrations",
+        {"teacher": "other"},
+    ),
     "distill from a teacher that follows": (
         {
             "method": "on_policy",

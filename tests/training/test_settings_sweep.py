@@ -209,6 +209,20 @@ REPLAYED = [
         {"data": "teacher_logps/1", "given": "nothing", "tail": "renormalise", "distillation_temperature": 2.0},
     ),
     ("distill", {"method": "on_policy", "direction": "jsd", "sampling_temperature": 1e-6, "max_completion_length": 6}),
+    ("distill", {"objective": "uld", "soft_weight": 0.3, "distillation_temperature": 2.0}),
+    ("distill", {"objective": "gold", "direction": "jsd", "matched_weight": 0.3, "unmatched_weight": 0.3}),
+    (
+        "distill",
+        {
+            "objective": "iw_opd",
+            "method": "on_policy",
+            "lmbda": 1.0,
+            "iw_opd_gamma": 0.3,
+            "distillation_temperature": 2.0,
+            "sampling_temperature": 1e-6,
+            "max_completion_length": 6,
+        },
+    ),
     (
         "distill",
         {
