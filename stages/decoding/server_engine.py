@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import json
 import math
-import time
 
 from stages.decoding.engines import EngineError, refuse_all_failed, vocabulary_of
 from stages.decoding.sampler import Completion, DerivedText, SamplerError, check_request
 from stages.decoding.sampling import bad_word_ids
 from stages.decoding.vllm_engine import completion_of, model_ends, vllm_settings
 from stages.running import usage
-from stages.running.http_json import ServerError, each, patiently, request_json
+from stages.running.http_json import ServerError, request_json
+from stages.running.servers import Served, Settings, each, finish_of, first_choice, patiently
 
 #: Sampling settings that each dialect cannot express.
 MISSING = {
@@ -37,8 +37,6 @@ MISSING = {
     "transformers": ("frequency_penalty", "presence_penalty"),
     "openai": ("top_k", "min_p", "repetition_penalty", "min_tokens", "bad_words"),
 }
-#: Prompts that a server failed on in a row, each asked for again, after which it is taken to fail on all.
-FAILING = 3
 
 
 class ServerEngine:
@@ -71,8 +69,13 @@ class ServerEngine:
         )
         self.root = self.url.removesuffix("/v1")
         self.concurrency, self.weights = concurrency, "input"
-        self.failing: set[tuple[int, ...]] = set()
-        self.answered_at = -math.inf
+        self.served = Served(
+            f"the server at {self.url}",
+            "completions",
+            EngineError,
+            timeout_s,
+            Settings("engine_url", "engine_model", "engine_key_variable", "engine_timeout_s", "engine_concurrency"),
+        )
         self.vocabulary, self.positions = vocabulary_of(path)
         self.api = self._dialect() if api == "auto" else api
         self.model = model or (path if self.api == "transformers" else self._only())
@@ -174,52 +177,27 @@ class ServerEngine:
             )
 
     def _row(self, prompt, seed, params, settings, text) -> Completion:
-        """One completion; asked for again where that may help. EngineError where nobody would get one."""
-        began = time.monotonic()
+        """One completion, asked for as ``stages.running.servers`` says. EngineError where nobody would get one."""
         try:
             sent = prompt if self.api == "vllm" else self._as_text(prompt)
             body = {"model": self.model, "prompt": sent, "seed": int(seed) % 2**31, **settings}
-            answer = patiently(lambda: self._asked(body))
-            self.failing.clear()
-            self.answered_at = time.monotonic()
+            answer = self.served.settle(lambda: patiently(lambda: self._asked(body)), tuple(prompt))
             return self._completion(answer, prompt, params, text)
         except ServerError as error:
-            ever, others = self.answered_at > -math.inf, self.answered_at > began  # were answered, and meanwhile
-            flagged = error.status == 403  # which where others are answered is about what the prompt says
-            if not (error.refusal or others or ever and flagged):
-                self.failing.add(tuple(prompt))
-            alone = error.of_one and (ever or flagged)
-            if error.away and not alone or len(self.failing) >= FAILING:
-                slow = isinstance(error.__cause__, TimeoutError)
-                raise EngineError(
-                    f"the server at {self.url} gives no completions any more ({error}). "
-                    + (
-                        f"None came within engine_timeout_s={self.timeout_s:g}: write a larger one, or a smaller"
-                        " engine_concurrency"
-                        if slow
-                        else f"See to it (is it running, with room, the model {self.model} and the key?)"
-                    )
-                    + "; then the same command continues."
-                ) from error
             why = str(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             why = f"the answer is not a completion ({type(error).__name__}: {error})"
         return Completion([], None, "error", "", self.api != "vllm", why)
 
     def _asked(self, body: dict) -> dict:
-        """The answer to one request. Of a vLLM server that ended nothing more is taken: started again it has the
-        weights of its files and not those that it was given.
-        """
+        """The answer to one request, with the choice that it holds."""
         try:
-            return self._call(self.url + "/completions", body)
+            answer = self._call(self.url + "/completions", body)
         except ServerError as error:
-            gone = error.unreachable or error.status in (502, 503)  # behind a gateway
-            if gone and self.api == "vllm" and self.weights != "input":
-                raise EngineError(
-                    f"nobody answers at {self.url} any more ({error}), and a server that is started again does not have"
-                    " the policy's weights. Start it; then the same command continues and gives it them."
-                ) from error
+            self.served.refuse_restarted(error)
             raise
+        first_choice(answer, "completion")
+        return answer
 
     def _as_text(self, prompt: list[int]) -> str:
         """The text that the server's tokenizer turns into these ids again (it may add the same special tokens in front
@@ -280,23 +258,25 @@ class ServerEngine:
 
     def _completion(self, answer: dict, prompt, params, text) -> Completion:
         choice = answer["choices"][0]
+        read = (answer.get("usage") or {}).get("prompt_tokens")
+        if self.api != "openai" and read is not None and read != len(prompt):
+            raise ValueError(
+                f"the server read the prompt as {read} tokens instead of {len(prompt)}: it does not have the model's"
+                " tokenizer, or answers another request"
+            )
         if self.api == "vllm":
             if choice.get("token_ids") is None:
                 raise ValueError(
                     "it has no token_ids; vLLM returns them since 0.10.2, or write engine_api=openai to take text"
                 )
             return self._from_ids([int(t) for t in choice["token_ids"]], choice, params, text)
-        read = (answer.get("usage") or {}).get("prompt_tokens")
-        if self.api == "transformers" and read is not None and read != len(prompt):
-            raise ValueError(
-                f"the server read the prompt as {read} tokens instead of {len(prompt)}: it does not have the model's"
-                " tokenizer"
-            )
-        return self._from_text(choice["text"], choice["finish_reason"], params, text)
+        return self._from_text(choice.get("text"), finish_of(choice), params, text)
 
     def _from_ids(self, ids, choice, params, text) -> Completion:
-        if choice["finish_reason"] not in ("stop", "length") or not ids:
-            raise ValueError(f"finish_reason is {choice['finish_reason']!r}")
+        if (finish := finish_of(choice)) not in ("stop", "length") or not ids:
+            raise ValueError(f"finish_reason is {choice.get('finish_reason')!r}")
+        if not all(0 <= token < self.vocabulary for token in ids):
+            raise ValueError("its token ids are not of the model's vocabulary")
         # a server gives raw log-probs unless started otherwise: they are those of the sampled distribution for sure
         # only where nothing changes it
         sure = self.processed_logps or params.temperature in (0, 1) and not params.filtered and not params.processed
@@ -304,9 +284,11 @@ class ServerEngine:
         logps = [float(v) for v in given] if given is not None and len(given) == len(ids) else None
         if logps is not None and not all(map(math.isfinite, logps)):
             raise ValueError("its log-probs are not finite")
-        return completion_of(ids, logps, choice["finish_reason"], choice.get("stop_reason"), text)
+        return completion_of(ids, logps, finish, choice.get("stop_reason"), text)
 
     def _from_text(self, said: str, finish: str, params, text) -> Completion:
+        if not isinstance(said, str):
+            raise ValueError("it holds no text")
         # content_filter, or none where the request was given up: not an end of the model's
         if finish not in ("stop", "length"):
             raise ValueError(f"finish_reason is {finish!r}")
@@ -341,7 +323,7 @@ class ServerEngine:
                 self._push(directory)
         if self.api == "transformers":
             self.model = str(directory)
-        self.weights = weights
+        self.weights, self.served.loaded = weights, self.api == "vllm" and weights != "input"
 
     def _push(self, directory: str) -> None:
         try:

@@ -8,8 +8,10 @@ server makes of a seed is its own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -174,18 +176,27 @@ class ModelWriter:
 
 
 class ServerWriter:
-    """The model of a server with the OpenAI chat interface (``/chat/completions``)."""
+    """The model of a server with the OpenAI chat interface (``/chat/completions``). directory: of the stage, where its
+    answers are kept, so that none is asked for, and paid, twice.
+    """
 
     role = None
 
-    def __init__(self, config: WriterConfig):
-        from stages.running.http_json import ChatServer
+    def __init__(self, config: WriterConfig, directory: Path):
+        from stages.decoding.engines import EngineError
+        from stages.running.journal import Journal
+        from stages.running.servers import ChatServer, Served, Settings
 
-        self.config, self.server = (
-            config,
-            ChatServer(
-                config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s, config.engine_concurrency
-            ),
+        self.config, self.journal = config, Journal(directory / "written.jsonl", lambda kept: Written(**kept))
+        self.server = ChatServer(
+            config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s, config.engine_concurrency
+        )
+        self.served = Served(
+            f"the server at {config.endpoint}",
+            "answers",
+            EngineError,
+            config.timeout_s,
+            Settings(fewer="engine_concurrency"),
         )
 
     def write(
@@ -194,17 +205,30 @@ class ServerWriter:
         """One text per request; one that the server does not answer is that request's error."""
         from stages.decoding.engines import EngineError
 
-        out = self.server.each(lambda pair: self._one(*pair, max_tokens, temperature), zip(requests, seeds))
+        keys = [self._key(*pair, max_tokens, temperature) for pair in zip(requests, seeds)]
+        found = self.journal.ask(
+            dict(zip(keys, zip(requests, seeds))),
+            lambda pair: self._one(*pair, max_tokens, temperature),
+            self.config.engine_concurrency,
+        )
+        out = [found[key] for key in keys]
         if out and all(w.error is not None for w in out):
+            self.served.not_silent(len(out))
             raise EngineError(
                 f"the server at {self.config.endpoint} failed on all {len(out)} requests ({out[0].error}). Check"
                 " endpoint and endpoint_model; run the stage again to continue with this block."
             )
         return out
 
+    def _key(self, request: Request, seed: int, max_tokens: int, temperature: float) -> str:
+        from storage.files import canonical_json, sha256_text
+
+        shown = json.dumps(messages_of(request))  # escapes halves of characters, which texts may hold
+        return sha256_text(canonical_json([self.config.endpoint_model, shown, seed, max_tokens, temperature]))[:32]
+
     def _one(self, request: Request, seed: int, max_tokens: int, temperature: float) -> Written:
-        from stages.decoding.engines import EngineError
-        from stages.running.http_json import ServerError, said
+        from stages.running.http_json import ServerError
+        from stages.running.servers import finish_of, said, withheld
 
         gen = {
             "model_id": self.config.endpoint_model,
@@ -214,24 +238,18 @@ class ServerWriter:
             "rng_seed": seed,
         }
         try:
-            choice = self.server.ask(
-                messages_of(request), temperature=temperature, max_tokens=max_tokens, seed=seed % 2**31
+            choice = self.served.settle(
+                lambda: self.server.ask(
+                    messages_of(request), temperature=temperature, max_tokens=max_tokens, seed=seed % 2**31
+                ),
+                (str(request), seed),
             )
         except ServerError as error:
-            # where all are flagged, or a key is not taken, `write` says that all failed
-            if error.away and not (error.of_one and (self.server.answered or error.status == 403)):
-                raise EngineError(
-                    f"the server at {self.config.endpoint} gives no answers any more ({error}). See to it (is it"
-                    f" running, with room, the model {self.config.endpoint_model} and the key?); then the same command"
-                    " continues."
-                ) from error
             return Written("", "error", gen, str(error))
-        reason = choice.get("finish_reason")
-        return (
-            Written(said(choice), reason, gen)
-            if reason in ("stop", "length")
-            else Written("", "error", gen, f"finish_reason is {reason!r}")
-        )
+        reason, why = finish_of(choice), withheld(choice)
+        if why is None and reason not in ("stop", "length"):
+            why = f"finish_reason is {choice.get('finish_reason')!r}"
+        return Written(said(choice), reason, gen) if why is None else Written("", "error", gen, why)
 
 
 def make_writer(stage, *roles: str, engines: dict | None = None):
@@ -243,7 +261,7 @@ def make_writer(stage, *roles: str, engines: dict | None = None):
     from stages.spec import ConfigError
 
     if stage.config.endpoint:
-        return ServerWriter(stage.config)
+        return ServerWriter(stage.config, stage.workdir)
     role = next((name for name in roles if stage.has(name)), None)
     if role is None:
         raise ConfigError(

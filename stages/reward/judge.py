@@ -23,7 +23,8 @@ import numpy as np
 from stages.measures.preference import OUTCOME
 from stages.reward_models.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
 from stages.running import usage
-from stages.running.http_json import ChatServer, ServerError, said
+from stages.running.http_json import ServerError
+from stages.running.servers import ChatServer, Served, finish_of, said, withheld
 from stages.verification.responses import view
 
 MODES = ("score", "reference", "additive", "preference", "verdict")
@@ -288,42 +289,37 @@ class LocalJudge(LabelScorer):
         return said
 
 
-def _to_do(error: ServerError) -> str:
-    """What helps where a judge's server answers nobody."""
-    if error.status in (401, 403):
-        return "Write the name of the environment variable that holds its key as key_variable=NAME."
-    if isinstance(error.__cause__, TimeoutError):
-        return "Write a larger timeout_s=SECONDS, or a smaller concurrency=N."
-    if error.status == 500:
-        return "Its own log says why; some servers answer so to an endpoint_model that they do not know."
-    if error.status == 429 or (error.status or 0) > 500:
-        return "It was asked again after growing waits: wait until it has room, or write a smaller concurrency=N."
-    return "Check endpoint and endpoint_model, or use a local model (--input judge=MODEL)."
-
-
 class ServerJudge:
-    """The model of a server with the OpenAI chat interface (:class:`stages.running.http_json.ChatServer`, with its
+    """The model of a server with the OpenAI chat interface (:class:`stages.running.servers.ChatServer`, with its
     arguments).
 
     A request that the server refuses has no answer; JudgeError is raised where it answers nobody: it is away,
-    overloaded for long, or does not know the key or the model.
+    overloaded for long, or does not know the key or the model (``stages.running.servers.RULES``).
     """
 
     def __init__(
         self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0, concurrency: int = 8
     ):
         self.server = ChatServer(endpoint, model, key_variable, timeout_s, concurrency)
+        self.served = Served(
+            f"the judge at {endpoint}",
+            "answers",
+            JudgeError,
+            timeout_s,
+            instead=", or use a local model (--input judge=MODEL)",
+        )
         self.one_token: dict[str, bool] = {}
         self.refusal = ""  # why the last request that it refused was refused
 
     def _ask(self, text: str, **more) -> dict:
+        """The choice that answers a request. Raises ServerError where it has none, JudgeError where none has."""
         try:
-            choice = self.server.ask([{"role": "user", "content": text}], **more)
+            choice = self.served.settle(lambda: self.server.ask([{"role": "user", "content": text}], **more), text)
         except ServerError as error:
-            self.refusal = str(error) if self._of_one(error) else self.refusal
-            raise JudgeError(
-                f"The judge at {self.server.endpoint} did not answer as a chat server does ({error}). {_to_do(error)}"
-            ) from error
+            self.refusal = str(error)
+            if more.get("logprobs") and error.status in (400, 422) and "logprob" in str(error):
+                raise self._without_logprobs() from error
+            raise
         usage.count(
             judge_calls=1,
             judge_tokens_in=choice["usage"].get("prompt_tokens") or 0,
@@ -336,29 +332,40 @@ class ServerJudge:
         written, whether the answer ended by itself).
         """
         choice = choice or self._ask(text, max_tokens=tokens, temperature=0, logprobs=True, top_logprobs=20)
-        content = (choice.get("logprobs") or {}).get("content") or []
+        try:
+            content = (choice.get("logprobs") or {}).get("content") or []
+            likely = [
+                {one["token"]: float(one["logprob"]) for one in position.get("top_logprobs") or []}
+                for position in content
+            ]
+            first = content[0]["token"].strip() if content else ""
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._without_logprobs() from error
         # this request's answer was withheld, which says nothing about the server
-        if not content and choice.get("finish_reason") == "content_filter":
-            self.refusal = "the server's content filter withheld the answer"
-            raise JudgeError(self.refusal) from ServerError(self.refusal, 200)
+        if not content and (why := withheld(choice)):
+            raise self._refusal(why)
         if not content:
-            raise JudgeError(
-                f"The judge at {self.server.endpoint} gives no token probabilities; write mode=verdict (of a reward"
-                " component judge_mode=verdict), which reads its text."
-            )
-        return (
-            [{e["token"]: e["logprob"] for e in position.get("top_logprobs") or []} for position in content],
-            content[0]["token"].strip(),
-            choice.get("finish_reason") == "stop",
+            raise self._without_logprobs()
+        return likely, first, finish_of(choice) == "stop"
+
+    def _without_logprobs(self) -> JudgeError:
+        return JudgeError(
+            f"The judge at {self.server.endpoint} gives no token probabilities; write mode=verdict (of a reward"
+            " component judge_mode=verdict), which reads its text."
         )
+
+    def _refusal(self, why: str) -> ServerError:
+        self.refusal = why
+        return ServerError(why, 200)
 
     def _one_token(self, word: str) -> bool:
         """Whether the server writes a number as one token; it is asked to write it, once."""
         if word not in self.one_token:
-            self.one_token[word] = any(
-                token.strip() == word
-                for token in self._likely(f"Write the number {word} in digits, and nothing else.", 1)[0][0]
-            )
+            try:
+                likely = self._likely(f"Write the number {word} in digits, and nothing else.", 1)[0]
+            except ServerError as error:
+                raise self.served.away(error) from error
+            self.one_token[word] = any(token.strip() == word for token in likely[0])
         return self.one_token[word]
 
     def word_table(self, texts, words) -> np.ndarray:
@@ -380,10 +387,8 @@ class ServerJudge:
             row = np.full(len(words), -math.inf)
             try:
                 likely, written, ended = self._likely(text, 2 if split else 1)
-            except JudgeError as error:
-                if self._refused(error):
-                    return np.full(len(words), math.nan)
-                raise
+            except ServerError:
+                return np.full(len(words), math.nan)
             for token, logp in likely[0].items():
                 if token.strip() in words:
                     row[words.index(token.strip())] = np.logaddexp(row[words.index(token.strip())], logp)
@@ -403,7 +408,9 @@ class ServerJudge:
                     row[[i, j]] = np.log([p[i] * max(1.0 - longer, 0.0), p[i] * min(longer, 1.0)])
             return row
 
-        return np.array(self.server.each(of, texts)).reshape(len(texts), len(words))
+        rows = self.server.each(of, texts)
+        self.served.not_silent(len(rows))
+        return np.array(rows).reshape(len(texts), len(words))
 
     def answers(self, texts, max_tokens: int, attempt: int) -> list[str]:
         """One answer per request, empty where the server refuses it: at temperature 0 at attempt 0, 0.7 in later
@@ -413,13 +420,20 @@ class ServerJudge:
 
     def replies(self, texts, max_tokens: int, attempt: int = 0) -> list[Reply]:
         """As :meth:`answers`, with what they cost."""
-        return self.server.each(lambda text: self.reply(text, max_tokens, attempt), texts)
+        found = self.server.each(lambda text: self.reply(text, max_tokens, attempt), texts)
+        self.served.not_silent(len(found))
+        return found
 
     def reply(self, text: str, max_tokens: int, attempt: int = 0) -> Reply:
         """As :meth:`answers` to one request, with what it cost, or why there is no answer."""
+
+        def read(choice: dict) -> dict:
+            if why := withheld(choice):
+                raise self._refusal(why)
+            return {"text": said(choice), "cut": finish_of(choice) == "length"}
+
         return self._replied(
-            lambda: self._ask(text, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt),
-            lambda choice: {"text": said(choice), "cut": choice.get("finish_reason") == "length"},
+            lambda: self._ask(text, max_tokens=max_tokens, temperature=0.7 if attempt else 0.0, seed=attempt), read
         )
 
     def choice(self, text: str, words: Sequence[str]) -> Reply:
@@ -443,20 +457,15 @@ class ServerJudge:
 
         return self._replied(lambda: self._ask(text, max_tokens=1, temperature=0, logprobs=True, top_logprobs=20), read)
 
-    def _refused(self, error: JudgeError) -> bool:
-        return isinstance(error.__cause__, ServerError) and self._of_one(error.__cause__)
-
-    def _of_one(self, error: ServerError) -> bool:
-        return error.refusal or error.status == 403 and self.server.answered
-
     def _replied(self, ask, read) -> Reply:
         try:
             choice = ask()
+        except ServerError as error:
+            return Reply(error=str(error))
+        try:
             found = read(choice)
-        except JudgeError as error:
-            if self._refused(error):
-                return Reply(error=str(error.__cause__))
-            raise
+        except ServerError as error:
+            found = {"error": str(error)}
         return Reply(
             **found,
             tokens_in=int(choice["usage"].get("prompt_tokens") or 0),
@@ -660,16 +669,15 @@ class Judge(ComparingScorer):
 def until_read(asked, texts: Sequence[str], read, again: str, retries: int, max_tokens: int) -> dict[str, tuple]:
     """{request: (what ``read`` makes of the :class:`Reply`, its text)} of a local or served judge at temperature 0, equal
     requests asked once. What cannot be read (None) is asked for up to ``retries`` times more, each time with ``again``
-    behind the request once more."""
+    behind the request once more; what got no reply at all is not (a server was asked patiently)."""
     found: dict[str, tuple] = {}
+    fresh = list(dict.fromkeys(texts))
     for attempt in range(retries + 1):
-        fresh = [text for text in dict.fromkeys(texts) if found.get(text, (None,))[0] is None]
         if not fresh:
             break
-        found |= {
-            text: (read(reply), reply.text)
-            for text, reply in zip(fresh, asked.replies([text + again * attempt for text in fresh], max_tokens))
-        }
+        replies = asked.replies([text + again * attempt for text in fresh], max_tokens)
+        found |= {text: (read(reply), reply.text) for text, reply in zip(fresh, replies)}
+        fresh = [text for text, reply in zip(fresh, replies) if found[text][0] is None and reply.error is None]
     return found
 
 

@@ -21,12 +21,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Optional
 
 from pydantic import Field, model_validator
@@ -367,6 +365,8 @@ class Asker:
     """
 
     def __init__(self, stage):
+        from stages.running.journal import Journal
+
         config = stage.config
         if bool(config.endpoint) == stage.has("judge"):
             raise ConfigError(
@@ -378,7 +378,7 @@ class Asker:
             config.endpoint_model if config.endpoint else f"model:{stage.inputs['judge'].digest[:16] or 'local'}"
         )
         self._asked = None
-        self._journal = Journal(stage.workdir / "answers.jsonl") if config.endpoint else None
+        self._journal = Journal(stage.workdir / "answers.jsonl", _of_server) if config.endpoint else None
 
     @property
     def asked(self):
@@ -434,6 +434,7 @@ class Asker:
         from stages.harness import StageFailure
         from stages.reward.judge import JudgeError
         from stages.running.blocks import remaining_blocks
+        from stages.running.http_json import ServerError
 
         stage, config = self.stage, self.config
         writer = stage.writer("judgements", "judgements/1", meta={"judge": self.judge_id, **meta})
@@ -452,7 +453,8 @@ class Asker:
             try:
                 calls = ask(block)
             except JudgeError as error:
-                raise StageFailure(f"{error} Then give the same command again: it goes on where it stopped.") from error
+                again = "" if isinstance(error.__cause__, ServerError) else " Then the same command continues."
+                raise StageFailure(f"{error}{again}") from error
             final = [call.rows[-1] for call in calls]
             if start == 0 and len(final) >= HOPELESS and all(row["error"] for row in final):
                 raise StageFailure(
@@ -502,13 +504,13 @@ class Asker:
         equal requests once.
         """
         found = {key: _reply(self.known[key]) for key in keys if key in self.known}
-        if self._journal is not None:
-            found |= {key: self._journal.known[key] for key in keys if key in self._journal.known and key not in found}
         fresh = {key: text for key, text in zip(keys, texts) if key not in found}
         if fresh and self._journal is None:
             found |= zip(fresh, together(list(fresh.values())))
         elif fresh:
             found |= self._journal.ask(fresh, one_by_one, self.config.concurrency)
+            if all(reply.error is not None for reply in found.values()):
+                self.asked.served.not_silent(len(fresh))
         return [(key, found[key]) for key in keys]
 
 
@@ -752,50 +754,15 @@ def _reply(row: dict):
     return Reply(row["raw"], logps, row["tokens_in"], row["tokens_out"], cut=note.get("cut", False))
 
 
+def _of_server(kept: dict):
+    """A reply of the journal."""
+    from stages.reward.judge import Reply
+
+    return Reply(**{**kept, "logps": tuple(kept["logps"])})
+
+
 def _brief(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else text[:limit] + "..."
-
-
-class Journal:
-    """A server's answers on disk as they come, so that a killed run asks for none of them twice."""
-
-    def __init__(self, path):
-        from stages.reward.judge import Reply
-
-        self.path, self.known = path, {}
-        text = path.read_bytes() if path.exists() else b""
-        whole = text[: text.rfind(b"\n") + 1]
-        if len(whole) < len(text):  # the kill tore the last line
-            os.truncate(path, len(whole))
-        for line in whole.splitlines():
-            one = json.loads(line)
-            self.known[one["key"]] = Reply(**{**one["reply"], "logps": tuple(one["reply"]["logps"])})
-
-    def ask(self, requests: dict[str, str], ask, concurrency: int) -> dict:
-        """{key: Reply} of each request; the first error that concerns the server ends it, once what is under way is
-        written.
-        """
-        from concurrent.futures import ThreadPoolExecutor
-
-        lock = threading.Lock()
-
-        def one(key: str, text: str):
-            reply = ask(text)
-            if reply.error is None:
-                with lock, open(self.path, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"key": key, "reply": asdict(reply)}) + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                    self.known[key] = reply
-            return reply
-
-        with ThreadPoolExecutor(concurrency) as pool:
-            futures = {key: pool.submit(one, key, text) for key, text in requests.items()}
-            try:
-                return {key: future.result() for key, future in futures.items()}
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
 
 
 # -- what can be said about a judge ------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ answers]}``, what OpenRLHF posts ``messages``  ``{"model": name, "messages": [co
 "answers": [gold answers], "rows": [columns of the prompts], "finish_reasons": [...]}``
 
 The answer is ``{"rewards": [...]}`` (another name: ``score_key``) or the list alone, one number per answer in their
-order. A server that is away, overloaded or answers otherwise is asked again after growing waits
-(stages/running/http_json.py); if it stays away, the stage ends (RewardServerError) instead of learning from what is
-left. A batch that it refuses is halved, so that one answer that is too long costs its own score only.
+order. A server that is away, overloaded or answers otherwise is asked again after growing waits; if it stays away, the
+stage ends (RewardServerError) instead of learning from what is left (stages/running/servers.py). A batch that it
+refuses is halved, so that one answer that is too long costs its own score only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stages.running.http_json import ServerError, each, patiently, request_json
-
-
-#: Requests of one call that a server failed on, each asked for again, after which one that scored none is taken to be
-#: away.
-FAILING = 3
+from stages.running.http_json import ServerError, request_json
+from stages.running.servers import FAILING, Served, Settings, each, patiently, refuse_error
 
 
 class RewardServerError(RuntimeError):
@@ -85,49 +81,45 @@ class RewardServer:
     ):
         self.url, self.model, self.form, self.score_key, self.batch_size = url, model, form, score_key, batch_size
         self.concurrency, self.timeout_s, self.key_variable = concurrency, timeout_s, key_variable
+        self.served = Served(
+            f"the reward server at {url}",
+            "scores",
+            RewardServerError,
+            timeout_s,
+            Settings(address="url", fewer="batch_size=N or concurrency"),
+        )
 
     def scores(self, answers: Sequence[Answer]) -> list[float | str]:
         """A finite number for each answer, in order, or the reason why there is none."""
         batches = [answers[i : i + self.batch_size] for i in range(0, len(answers), self.batch_size)]
-        self.answered, self.failed = False, []
         found = each(self._batch, batches, self.concurrency)
-        if len(self.failed) >= FAILING and not self.answered:
-            raise RewardServerError(
-                f"the reward server at {self.url} scores nothing ({self.failed[-1]}). Its own log says why; where it is"
-                " too slow write a larger timeout_s or a smaller batch_size; then the same command continues."
-            )
+        if len(answers) >= FAILING:  # fewer may each be an answer that it has no number for
+            self.served.not_silent(len(batches))
         return [one for of_batch in found for one in of_batch]
 
     def _batch(self, answers: Sequence[Answer]) -> list[float | str]:
         try:
-            values = patiently(lambda: self._ask(answers))
-            self.answered = True
+            values = self.served.settle(lambda: patiently(lambda: self._ask(answers)), object())
             return [_number(value) for value in values]
         except ServerError as error:
             if error.status in (400, 413, 422) and len(answers) > 1:  # it may be about one of them
                 half = len(answers) // 2
                 return self._batch(answers[:half]) + self._batch(answers[half:])
-            if error.away:
-                raise RewardServerError(
-                    f"the reward server at {self.url} scores nothing ({error}). See to it (is it running, with room, are"
-                    " url and key_variable right?); then the same command continues."
-                ) from error
-            if not error.refusal:
-                self.failed.append(error)
             return [f"the reward server did not score it: {error}"] * len(answers)
 
     def _ask(self, answers: Sequence[Answer]) -> list:
         said = request_json(
             self.url, FORMS[self.form](self.model, answers), key_variable=self.key_variable, timeout_s=self.timeout_s
         )
+        refuse_error(said)
         values = said.get(self.score_key) if isinstance(said, dict) else said
         if not isinstance(values, list):
             held = f"only {', '.join(map(str, said))[:100]}" if isinstance(said, dict) else f"{said!r:.100}"
             raise ServerError(
-                f"the answer holds no list {self.score_key!r} but {held}; score_key=NAME says what it is called", 200
+                f"the answer holds no list {self.score_key!r} but {held}; score_key=NAME says what it is called"
             )
         if len(values) != len(answers):
-            raise ServerError(f"{len(values)} numbers for {len(answers)} answers", 200)
+            raise ServerError(f"{len(values)} numbers for {len(answers)} answers")
         return values
 
 

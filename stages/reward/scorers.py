@@ -229,16 +229,18 @@ def _remote(rewards: Rewards, component: RewardComponent, rows) -> list:
             prompt,
         )
 
-    server = RewardServer(
-        component.url,
-        component.endpoint_model,
-        component.request_form,
-        component.score_key,
-        component.batch_size,
-        component.concurrency,
-        component.timeout_s,
-        component.key_variable,
-    )
+    if component.name not in rewards.servers:  # one of all calls: it knows whether it ever answered
+        rewards.servers[component.name] = RewardServer(
+            component.url,
+            component.endpoint_model,
+            component.request_form,
+            component.score_key,
+            component.batch_size,
+            component.concurrency,
+            component.timeout_s,
+            component.key_variable,
+        )
+    server = rewards.servers[component.name]
     asked = [i for i, row in enumerate(rows) if component.no_eos_reward is None or ended(row)]
     found = dict(zip(asked, server.scores([answer(rows[i]) for i in asked])))
     scores = (

@@ -1,5 +1,5 @@
 """JSON over HTTP to servers with an OpenAI interface (judges, writers, sampling engines) and to reward servers: one
-call, one deadline, one kind of error, one way of asking again.
+call, one deadline, one kind of error. What becomes of an error is told in stages/running/servers.py.
 """
 
 from __future__ import annotations
@@ -7,7 +7,9 @@ from __future__ import annotations
 import email.utils
 import functools
 import http.client
+import io
 import json
+import math
 import os
 import re
 import ssl
@@ -15,55 +17,32 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+import zlib
 
 #: Settings that say which server is asked and how, wherever a stage asks one.
 SERVER_SETTINGS = ("endpoint", "endpoint_model", "key_variable", "timeout_s", "concurrency")
-#: Seconds before a server that is away or overloaded is asked again, unless it asks for more (``Retry-After``).
-WAITS = (1.0, 4.0, 15.0)
-#: Seconds of a server's ``Retry-After`` that are waited at most.
-LONGEST_WAIT = 120.0
+#: Bytes of an answer at most, unpacked: log-probabilities of a long completion are some MiB.
+LONGEST_ANSWER = 64 << 20
+#: What http.client says of a proxy that takes no user, or another.
+REFUSED_TUNNEL = "Tunnel connection failed: 407"
 
 
 class ServerError(RuntimeError):
-    """A server did not answer as it should; ``status`` is its HTTP status, None where there was no answer;
-    ``retry_after``: seconds after which it wants to be asked again; ``unreachable``: no connection came about.
+    """A server did not answer as it should; ``status`` is its HTTP status, None where there was no whole answer;
+    ``retry_after``: seconds after which it wants to be asked again; ``unreachable``: no connection came about;
+    ``final``: asking again would give the same.
     """
 
-    def __init__(self, text: str, status: int | None = None, retry_after: float = 0.0, unreachable: bool = False):
+    def __init__(
+        self,
+        text: str,
+        status: int | None = None,
+        retry_after: float = 0.0,
+        unreachable: bool = False,
+        final: bool = False,
+    ):
         super().__init__(text)
-        self.status, self.retry_after, self.unreachable = status, retry_after, unreachable
-
-    @property
-    def passing(self) -> bool:
-        """Whether asking again may help: no answer or one that is none, overload, or a fault of the server."""
-        return self.status is None or self.status in (200, 408, 429) or self.status >= 500
-
-    @property
-    def refusal(self) -> bool:
-        """Whether it is about this one request (too long, refused content, an answer that is none) and not about the
-        server.
-        """
-        return self.status in (200, 400, 413, 422)
-
-    @property
-    def away(self) -> bool:
-        """Whether it is about the server whatever is asked: nobody listens there, it does not take the key, wants to be
-        paid, does not know the path or the model, or has no room for long.
-        """
-        return (
-            self.unreachable
-            or 300 <= (self.status or 0) < 400
-            or self.status in (401, 402, 403, 404, 405, 407, 410, 429, 502, 503, 504)
-        )
-
-    @property
-    def of_one(self) -> bool:
-        """Whether it may be about one request where the server answers others: it took too long, for the server or one
-        before it, or is refused for what it says.
-        """
-        return self.status in (403, 504) or self.status is None and not self.unreachable
+        self.status, self.retry_after, self.unreachable, self.final = status, retry_after, unreachable, final
 
 
 def request_json(url: str, body: dict | None = None, *, key_variable: str = "", timeout_s: float = 60.0):
@@ -71,10 +50,11 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
 
     key_variable: environment variable that holds the bearer key, if one is needed.
 
-    timeout_s: seconds until the server says something, and until all of its answer is there.
+    timeout_s: seconds until a connection is there, and until all of the answer is there, from its first byte on.
 
     Raises:
-        ServerError: no whole answer in time, an HTTP error, an answer that is no JSON, or a key that is not set.
+        ServerError: no whole answer in time, an HTTP error, an answer that is no JSON or longer than
+            ``LONGEST_ANSWER``, or a key that is not set.
     """
     headers, key = {"Content-Type": "application/json"}, _key(key_variable) if key_variable else ""
     if key:
@@ -82,29 +62,32 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     try:
         with _opener(request.type, _proxy(url)).open(request, timeout=timeout_s) as answer:
-            text = _whole(answer, timeout_s)
-        return _writable(json.loads(text)) if text.strip() else None
+            text, kind = _whole(answer), answer.headers.get("Content-Type")
+        return _parsed(text, kind, key) if text.strip() else None
     except urllib.error.HTTPError as error:
         try:
-            said = error.read(4000).decode(errors="replace").strip()
-        except (OSError, http.client.HTTPException):  # the status is what counts
+            said = _unpacked(error.read(4000), error.headers, partly=True).decode(errors="replace").strip()
+        except (OSError, ValueError, zlib.error, http.client.HTTPException):  # the status is what counts
             said = ""
         if 300 <= error.code < 400:
             said = f"it sends on to {error.headers.get('Location')}; write that address, keys are not sent on"
-        if key:  # some servers repeat what they do not take
-            said = said.replace(key, "(the key)")
+        wait = _seconds(error.headers)
         raise ServerError(
-            f"HTTP {error.code}: {said[:400] or error.reason}", error.code, _seconds(error.headers.get("Retry-After"))
+            f"HTTP {error.code}: {_without(said, key)[:400] or error.reason}"
+            + f" (ask again after {wait:.0f} seconds)" * (wait >= 1),
+            error.code,
+            wait,
         ) from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, ValueError, RecursionError, zlib.error, http.client.HTTPException) as error:
         # urllib's own error is of the connection; one that broke while the request was sent is of this request
         reason = getattr(error, "reason", None)
         unreachable = isinstance(error, urllib.error.URLError) and not isinstance(
             reason, (ConnectionResetError, BrokenPipeError)
         )
         raise ServerError(
-            f"{type(error).__name__}: {error}{_way_there(url, reason) if unreachable else ''}",
+            f"{type(error).__name__}: {_without(str(error), key)}{_way_there(url, reason) if unreachable else ''}",
             unreachable=unreachable,
+            final=unreachable and (isinstance(reason, ssl.SSLError) or REFUSED_TUNNEL in str(reason)),
         ) from error
 
 
@@ -150,7 +133,8 @@ def _proxy(url: str) -> str | None:
 
 @functools.cache
 def _opener(scheme: str, proxy: str | None) -> urllib.request.OpenerDirector:
-    return urllib.request.build_opener(_Stays, urllib.request.ProxyHandler({scheme: proxy} if proxy else {}))
+    proxies = urllib.request.ProxyHandler({scheme: proxy} if proxy else {})
+    return urllib.request.build_opener(_Stays, proxies, _SecureHandler() if scheme == "https" else _Handler)
 
 
 def _way_there(url: str, reason) -> str:
@@ -161,6 +145,11 @@ def _way_there(url: str, reason) -> str:
         return "; a server without TLS is written with http://"
     if proxy := _proxy(url):
         host = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
+        if REFUSED_TUNNEL in str(reason):
+            return (
+                f"; the proxy at {host.hostname}:{host.port} wants another user, export"
+                " https_proxy=http://USER:PASSWORD@HOST:PORT (percent-encoded)"
+            )
         return (
             f"; it was asked through the environment's proxy at {host.hostname}:{host.port}, no_proxy=HOST asks without"
         )
@@ -178,122 +167,133 @@ def _writable(value):
     return {_writable(name): _writable(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
-def _whole(answer, timeout_s: float) -> bytes:
-    """The body of an answer. A socket's time-out begins anew with every byte, which servers send to keep a waiting
-    request alive, so the whole has a deadline of its own.
+def _without(text: str, key: str) -> str:
+    """What a server says, without the key, which some repeat where they do not take it."""
+    return text.replace(key, "(the key)") if key else text
+
+
+def _parsed(text: bytes, kind: str | None, key: str):
+    try:
+        return _writable(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        begins = _without(text[:4000].decode(errors="replace").strip(), key)[:120]
+        raise ServerError(
+            f"{type(error).__name__}: {error}; the answer is no JSON but {kind or 'of no named kind'} and begins"
+            f" {begins!r}"
+        ) from error
+
+
+class _Until(io.RawIOBase):
+    """A socket's bytes until a deadline: a socket's own time-out begins anew with every byte, which servers send to
+    keep a waiting request alive.
     """
-    parts, deadline = [], time.monotonic() + timeout_s
+
+    def __init__(self, raw, sock, until: float, seconds: float):
+        self.raw, self.sock, self.until, self.seconds, self.begun = raw, sock, until, seconds, False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int | None:
+        try:
+            if (left := self.until - time.monotonic()) <= 0:
+                raise TimeoutError
+            self.sock.settimeout(left)
+            size = self.raw.readinto(buffer)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{'only a part of the answer' if self.begun else 'no answer'} came in {self.seconds:g} seconds"
+            ) from None
+        self.begun = self.begun or bool(size)
+        return size
+
+    def close(self) -> None:
+        if not self.closed:
+            self.raw.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer, of a proxy too, whose headers and body have one deadline."""
+
+    def __init__(self, sock, *arguments, until: float, seconds: float, **more):
+        super().__init__(sock, *arguments, **more)
+        self.fp = io.BufferedReader(_Until(self.fp.detach(), sock, until, seconds))
+
+
+class _Limited:
+    """A connection whose answers have a deadline, its time-out from now on."""
+
+    def __init__(self, *arguments, timeout: float, **more):
+        super().__init__(*arguments, timeout=timeout, **more)
+        self.response_class = functools.partial(_Response, until=time.monotonic() + timeout, seconds=timeout)
+
+
+class _Connection(_Limited, http.client.HTTPConnection):
+    pass
+
+
+class _SecureConnection(_Limited, http.client.HTTPSConnection):
+    pass
+
+
+class _Handler(urllib.request.HTTPHandler):
+    def http_open(self, request):
+        return self.do_open(_Connection, request)
+
+
+class _SecureHandler(urllib.request.HTTPSHandler):
+    def __init__(self):
+        super().__init__()
+        self.certificates = ssl.create_default_context()
+        self.certificates.set_alpn_protocols(["http/1.1"])
+
+    def https_open(self, request):
+        return self.do_open(_SecureConnection, request, context=self.certificates)
+
+
+def _whole(answer) -> bytes:
+    """The body of an answer, unpacked. Raises ServerError for one longer than ``LONGEST_ANSWER``."""
+    parts, size = [], 0
     while part := answer.read1(1 << 16):
         parts.append(part)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"only a part of the answer came in {timeout_s:g} seconds")
+        if (size := size + len(part)) > LONGEST_ANSWER:
+            raise _too_long()
     if answer.length:  # read1 does not say so by itself
         raise http.client.IncompleteRead(b"".join(parts), answer.length)
-    return b"".join(parts)
+    return _unpacked(b"".join(parts), answer.headers)
 
 
-def _seconds(text: str | None) -> float:
-    """Seconds of a Retry-After header, which may be a date."""
-    try:
-        return max(0.0, float(text or 0))
-    except ValueError:
+def _too_long() -> ServerError:
+    return ServerError(f"the answer is longer than {LONGEST_ANSWER >> 20} MiB", 413)
+
+
+def _unpacked(body: bytes, headers, partly: bool = False) -> bytes:
+    """A body without its compression, which some gateways use unasked."""
+    if (headers.get("Content-Encoding") or "").strip().lower() not in ("gzip", "x-gzip", "deflate"):
+        return body
+    unpack = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
+    text = unpack.decompress(body, LONGEST_ANSWER + 1)
+    if len(text) > LONGEST_ANSWER:
+        raise _too_long()
+    if not unpack.eof and not partly:
+        raise ValueError("the compressed answer is cut")
+    return text
+
+
+def _seconds(headers) -> float:
+    """Seconds after which a server wants to be asked again: of ``Retry-After``, which may be a date, or, where it says
+    them, milliseconds of ``retry-after-ms``.
+    """
+    for name, unit in (("retry-after-ms", 1e-3), ("Retry-After", 1.0)):
+        text = headers.get(name)
         try:
-            return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+            seconds = float(text or 0) * unit
         except ValueError:
-            return 0.0
-
-
-def patiently(ask: Callable):
-    """What ``ask()`` gives. Where asking again may help it is asked again, after growing waits.
-
-    Raises the last ServerError.
-    """
-    for wait in (*WAITS, None):
-        try:
-            return ask()
-        except ServerError as error:
-            if wait is None or not error.passing:
-                raise
-            time.sleep(max(wait, min(error.retry_after, LONGEST_WAIT)))
-
-
-class ChatServer:
-    """The model of a server with the OpenAI chat interface (``/chat/completions``).
-
-    Args:
-        endpoint: base URL, for example ``http://localhost:8000/v1``. model: name the server knows. key_variable:
-            environment variable that holds the key, if one is needed; keys never enter a configuration. timeout_s:
-            seconds of one answer. concurrency: requests under way at once.
-    """
-
-    def __init__(
-        self, endpoint: str, model: str, key_variable: str = "", timeout_s: float = 60.0, concurrency: int = 8
-    ):
-        self.endpoint = endpoint.rstrip("/")
-        self.model = model
-        self.key_variable = key_variable
-        self.timeout_s = timeout_s
-        self.concurrency = concurrency
-        self.answered = False  # anything at all: a 403 may then be of one request
-
-    def ask(self, messages: list[dict], **settings) -> dict:
-        """The choice that answers a conversation, with the answer's ``usage``.
-
-        Raises ServerError, after asking again where that may help.
-        """
-        body = {"model": self.model, "messages": messages, **settings}
-
-        def once() -> dict:
-            answer = request_json(
-                self.endpoint + "/chat/completions", body, key_variable=self.key_variable, timeout_s=self.timeout_s
-            )
             try:
-                return {**answer["choices"][0], "usage": answer.get("usage") or {}}
-            except (KeyError, IndexError, TypeError, AttributeError) as error:
-                raise ServerError(
-                    f"the answer is no chat completion ({type(error).__name__}: {error})"
-                    + f": {json.dumps(answer)[:200]}" * (answer is not None),
-                    200,
-                ) from error
-
-        choice = patiently(once)
-        self.answered = True
-        return choice
-
-    def each(self, function: Callable, of: Iterable) -> list:
-        """As :func:`each`, with as many under way as the server is to be asked at once."""
-        return each(function, of, self.concurrency)
-
-
-def each(
-    function: Callable, of: Iterable, concurrency: int, progress: Callable[[int, int], None] | None = None
-) -> list:
-    """``function`` of each, in their order, at most ``concurrency`` under way at once; its first error ends it.
-    progress: told after each how many there are by now, and of how many.
-    """
-    of, found = list(of), []
-
-    def keep(value) -> None:
-        found.append(value)
-        if progress is not None:
-            progress(len(found), len(of))
-
-    if len(of) < 2 or concurrency == 1:
-        for one in of:
-            keep(function(one))
-        return found
-    with ThreadPoolExecutor(min(concurrency, len(of))) as pool:
-        futures = [pool.submit(function, one) for one in of]
-        try:
-            for future in futures:
-                keep(future.result())
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return found
-
-
-def said(choice: dict) -> str:
-    """The text of a choice, which some servers send in parts; empty where it has none."""
-    content = (choice.get("message") or {}).get("content") or ""
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+                seconds = email.utils.parsedate_to_datetime(text).timestamp() - time.time()
+            except (ValueError, OverflowError):
+                continue
+        if seconds > 0 and math.isfinite(seconds):
+            return seconds
+    return 0.0

@@ -619,10 +619,10 @@ def test_a_server_that_dies_midway_is_not_asked_again_for_what_it_answered(judge
     """The first run ends with an error that says so; the next goes on behind the last answer, and ends with the bytes
     of one without interruption.
     """
-    from stages.running import http_json
+    from stages.running import servers
     from storage.files import tree_digest
 
-    monkeypatch.setattr(http_json, "WAITS", (0.01,))
+    monkeypatch.setattr(servers, "WAITS", (0.01,))
     data = {"data": given("pairs/1", pairs(12))}
     with chat_server(by_quality) as server:
         config = at(server, block=4, concurrency=1)
@@ -636,7 +636,7 @@ def test_a_server_that_dies_midway_is_not_asked_again_for_what_it_answered(judge
             return by_quality(body)
 
         server.choice = dies
-        with pytest.raises(StageFailure, match="did not answer as a chat server does.*it goes on where it stopped"):
+        with pytest.raises(StageFailure, match="gives no answers any more.*the same command continues"):
             judge(config, data, "killed")
         answered = list(map(asked, server.seen))[:13]
         with open(tmp_path / "killed" / "answers.jsonl", "ab") as file:
@@ -683,9 +683,9 @@ def test_kill9_ends_with_the_same_bytes(given, tmp_path, tiny, forks):
 
 
 def test_a_judge_that_cannot_be_read_or_asked_is_said_at_once(judge, given, tiny, monkeypatch):
-    from stages.running import http_json
+    from stages.running import servers
 
-    monkeypatch.setattr(http_json, "WAITS", ())
+    monkeypatch.setattr(servers, "WAITS", ())
     data = {"data": given("pairs/1", pairs(30))}
     with chat_server(lambda body: said("I like both.")) as server:
         with pytest.raises(StageFailure, match=r"no readable answer to any of 16 requests.*I like both"):

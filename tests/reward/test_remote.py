@@ -14,7 +14,7 @@ from stages.chat import renderer_for
 from stages.reward.components import RewardComponent
 from stages.reward.remote_rewards import RewardServerError
 from stages.reward.rewards import Rewards, build_rewards
-from stages.running import http_json
+from stages.running import servers
 from tests.chat_server import chat_server
 from tests.common import assistant, user
 
@@ -138,8 +138,8 @@ def test_a_server_of_ones_own_is_shown_messages_and_rows(monkeypatch):
 )
 def test_a_server_that_answers_otherwise_leaves_rows_unscorable(answer, why, monkeypatch):
     """Never a zero: the whole batch has the reason, after asking again where that may help."""
-    monkeypatch.setattr(http_json, "WAITS", (0.0, 0.0))
-    monkeypatch.setattr(http_json.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(servers, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(servers, "pause", lambda seconds: None)
     with chat_server(lambda body: answer) as server:
         found = scored(server, [row("a"), row("b")])
         assert [one.total for one in found] == [None, None] and all(why in one.reasons["rm"] for one in found), found[
@@ -168,9 +168,9 @@ def test_one_number_that_is_none_costs_its_own_row(value, why):
 
 
 def test_an_overloaded_server_is_asked_again_and_others_at_once(monkeypatch):
-    monkeypatch.setattr(http_json, "WAITS", (0.01, 0.02))
+    monkeypatch.setattr(servers, "WAITS", (0.01, 0.02))
     slept, refused, real = [], set(), threading.Event().wait
-    monkeypatch.setattr(http_json.time, "sleep", slept.append)
+    monkeypatch.setattr(servers, "pause", slept.append)
 
     def choice(body):
         real(0.1)
@@ -198,11 +198,11 @@ def test_one_answer_that_is_refused_costs_its_own_score():
 
 def test_a_slow_answer_costs_its_rows_and_a_server_that_is_away_ends_the_stage(monkeypatch):
     """A run that goes on without its rewards would learn from the few that are left, and be kept as if it had all."""
-    monkeypatch.setattr(http_json, "WAITS", ())
+    monkeypatch.setattr(servers, "WAITS", ())
     with chat_server(lambda body: threading.Event().wait(1.0) or lengths(body)) as server:
         (one,) = scored(server, [row("a")], timeout_s=0.2)
         assert one.total is None and "Timeout" in one.reasons["rm"]
-        with pytest.raises(RewardServerError, match="NO_SUCH_KEY.*url and key_variable right"):
+        with pytest.raises(RewardServerError, match="NO_SUCH_KEY.*key_variable=NAME.*the same command continues"):
             scored(server, [row("a")], key_variable="NO_SUCH_KEY")
         for status in (401, 404, 429, 503):
             server.choice = lambda body: status

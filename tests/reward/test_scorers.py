@@ -778,7 +778,7 @@ def test_a_judge_forgets_what_was_unused_for_the_longest(monkeypatch):
 
 
 def test_a_server_is_asked_through_the_chat_interface(monkeypatch):
-    from stages.running import http_json
+    from stages.running import servers
 
     def choice(body):
         top = [{"token": str(s), "logprob": math.log(0.5 if s == 10 else 0.5 / 9)} for s in range(1, 11)]
@@ -808,7 +808,7 @@ def test_a_server_is_asked_through_the_chat_interface(monkeypatch):
         judging.ServerJudge(url, "judge", timeout_s=1).answers(["x"], 4, 0)
     with pytest.raises(judging.JudgeError, match="NO_SUCH_KEY.*key_variable=NAME"):
         judging.ServerJudge(url, "judge", "NO_SUCH_KEY").answers(["x"], 4, 0)
-    monkeypatch.setattr(http_json, "WAITS", ())
+    monkeypatch.setattr(servers, "WAITS", ())
     for status, told in (
         (401, "HTTP 401: no.*key_variable=NAME"),
         (429, "smaller concurrency=N"),
@@ -872,24 +872,24 @@ def test_an_answer_that_is_broken_on_its_way_is_asked_for_again(broken, said, mo
     """Whatever is wrong with an answer is a ServerError, of which the next answer tells whether it passes; no other
     exception ends a run.
     """
-    from stages.running import http_json
+    from stages.running import servers
 
-    monkeypatch.setattr(http_json, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(servers, "WAITS", (0.01, 0.01))
     with broken_server(lambda connection, number: connection.sendall(broken if number < 3 else SIZED + WHOLE)) as (
         url,
         asked,
     ):
-        assert http_json.said(http_json.ChatServer(url, "judge").ask(user("q"))) == "fine" and len(asked) == 3
-    with broken_server(broken) as (url, asked), pytest.raises(http_json.ServerError, match=said):
-        http_json.ChatServer(url, "judge").ask(user("q"))
+        assert servers.said(servers.ChatServer(url, "judge").ask(user("q"))) == "fine" and len(asked) == 3
+    with broken_server(broken) as (url, asked), pytest.raises(servers.ServerError, match=said):
+        servers.ChatServer(url, "judge").ask(user("q"))
     assert len(asked) == 3
 
 
 def test_an_answer_has_one_deadline_however_its_bytes_come(monkeypatch):
     """Servers send blank lines to keep a waiting request alive: a socket's own time-out would begin anew with each."""
-    from stages.running import http_json
+    from stages.running import servers
 
-    monkeypatch.setattr(http_json, "WAITS", ())
+    monkeypatch.setattr(servers, "WAITS", ())
 
     def slow(connection, number):
         connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -899,16 +899,16 @@ def test_an_answer_has_one_deadline_however_its_bytes_come(monkeypatch):
 
     with (
         broken_server(slow) as (url, asked),
-        pytest.raises(http_json.ServerError, match="only a part of the answer came in 0.3 seconds") as raised,
+        pytest.raises(servers.ServerError, match="only a part of the answer came in 0.3 seconds") as raised,
     ):
-        http_json.ChatServer(url, "judge", timeout_s=0.3).ask(user("q"))
-    assert raised.value.passing and not raised.value.refusal
+        servers.ChatServer(url, "judge", timeout_s=0.3).ask(user("q"))
+    assert servers.rule_of(raised.value) is servers.SLOW
     with broken_server(
         lambda connection, number: connection.sendall(
             b"\n".join([SIZED.replace(b"%d" % len(WHOLE), b"%d" % (len(WHOLE) + 3)) + b"\n\n", WHOLE])
         )
     ) as (url, _):
-        assert http_json.said(http_json.ChatServer(url, "judge", timeout_s=5).ask(user("q"))) == "fine", (
+        assert servers.said(servers.ChatServer(url, "judge", timeout_s=5).ask(user("q"))) == "fine", (
             "blank lines before an answer are no part of it"
         )
 
@@ -917,12 +917,12 @@ def test_half_a_character_of_a_server_can_be_written():
     """JSON can say half of a surrogate pair, which no dataset can hold: a run would end at it, and with a journal of
     answers end there again.
     """
-    from stages.running import http_json
+    from stages.running import servers
 
     with chat_server(
         lambda body: {"message": {"content": "so \ud83d or \U0001f600"}, "finish_reason": "stop"}
     ) as server:
-        text = http_json.said(http_json.ChatServer(server.url, "judge").ask(user("q")))
+        text = servers.said(servers.ChatServer(server.url, "judge").ask(user("q")))
     assert text == "so \ufffd or \U0001f600" and text.encode()
 
 
@@ -950,11 +950,11 @@ def test_a_served_judge_is_asked_for_many_answers_at_once_and_again_where_it_is_
     """Eight requests are under way at a time; 429 is asked again after what the server says; a refused request is that
     answer's, which has no score and says why.
     """
-    from stages.running import http_json
+    from stages.running import servers
 
-    monkeypatch.setattr(http_json, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(servers, "WAITS", (0.01, 0.01))
     overloaded, slept = set(), []
-    monkeypatch.setattr(http_json.time, "sleep", slept.append)
+    monkeypatch.setattr(servers, "pause", slept.append)
 
     def choice(body):
         text = body["messages"][0]["content"]

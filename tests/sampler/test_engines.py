@@ -300,9 +300,9 @@ def test_a_stop_string_that_is_a_special_token_stops_vllm(made, tmp_path, monkey
 
 def test_a_server_row_is_asked_for_twice_and_then_named(made, monkeypatch):
     from stages.decoding import server_engine
-    from stages.running import http_json
+    from stages.running import servers
 
-    monkeypatch.setattr(http_json, "WAITS", (0.0,))
+    monkeypatch.setattr(servers, "WAITS", (0.0,))
     path = made["policy"][0]
     for broken, reasons in ((lambda n: n == 2, ["length"] * 3), (lambda n: n in (2, 3), ["length", "error", "length"])):
         with vllm_server(fake_vllm.LLM(path), broken) as (url, _):

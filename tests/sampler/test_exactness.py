@@ -410,11 +410,13 @@ def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(stop, te
 @pytest.mark.parametrize("finish", ["content_filter", None, "abort"])
 def test_a_text_that_a_server_broke_off_is_no_completion(tokenizer, finish):
     """It was taken for one that the model had ended, an end token behind it."""
+    from stages.decoding.engines import EngineError
     from stages.decoding.server_engine import ServerEngine
+    from stages.running.servers import Served
 
     engine = ServerEngine.__new__(ServerEngine)
     engine.api, engine.tokenizer, engine.model, engine.url = "openai", tokenizer, "m", "http://127.0.0.1:9/v1"
-    engine.failing, engine.answered_at = set(), 0.0
+    engine.served = Served("the server", "completions", EngineError, 60.0)
     engine._call = lambda *_, **__: {"choices": [{"text": "abc", "finish_reason": finish}]}
     got = engine._row([1, 2], 0, SamplingParams(stop_ids={95}), {}, DerivedText(tokenizer, SamplingParams()))
     assert got.finish_reason == "error" and repr(finish) in got.error and not got.ids

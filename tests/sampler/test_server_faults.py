@@ -15,8 +15,9 @@ import pytest
 from stages.decoding.engines import EngineError
 from stages.decoding.sampler import SamplingParams
 from stages.decoding.server_engine import ServerEngine
-from stages.running import http_json
+from stages.running import http_json, servers
 from stages.running.http_json import ServerError, request_json
+from stages.running.servers import rule_of
 from stages.spec import ConfigError, parse_config
 from tests.chat_server import chat_server
 from tests.evaluation.conftest import tiny  # noqa: F401
@@ -30,7 +31,7 @@ KEY = "sk-nobody-sees-this"
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
-    monkeypatch.setattr(http_json, "WAITS", (0.0,))
+    monkeypatch.setattr(servers, "WAITS", (0.0,))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_a_server_that_dies_costs_no_rows(tiny, tokenizer, monkeypatch, after): 
         engine = ServerEngine(url, tokenizer, tiny["policy"], concurrency=1)
         whole, told = engine.generate(PROMPTS, PARAMS, SEEDS), []
         monkeypatch.setattr("stages.decoding.server_engine.request_json", dies)
-        with pytest.raises(EngineError, match=r"no completions any more.*the model tiny and the key.*continues"):
+        with pytest.raises(EngineError, match=r"no completions any more.*Check engine_url and engine_model.*continues"):
             engine.generate(PROMPTS, PARAMS, SEEDS, lambda *progress: told.append(progress))
         assert len(calls) == after + 2, "asked for once more, and nothing behind it"
         assert told == [(i + 1, 6) for i in range(after)]
@@ -166,7 +167,7 @@ def test_a_server_that_is_too_slow_says_which_settings_give_it_time(tiny, tokeni
         engine = ServerEngine(server.url, tokenizer, tiny["policy"], model="m", api="vllm", timeout_s=0.1)
         with pytest.raises(EngineError, match=r"engine_timeout_s=0.1: write a larger one, or a smaller engine_conc"):
             engine.generate([[1, 40], [1, 41], [1, 42]], PARAMS, [[1], [2], [3]])
-        with pytest.raises(JudgeError, match="larger timeout_s=SECONDS"):
+        with pytest.raises(JudgeError, match="timeout_s=0.1: write a larger one, or a smaller concurrency"):
             ServerJudge(server.url, "m", timeout_s=0.1).answers(["x"], 4, 0)
         slow.set()
 
@@ -198,21 +199,27 @@ def test_a_vllm_server_that_was_started_again_is_not_asked_with_its_old_weights(
             engine.generate(PROMPTS, PARAMS, SEEDS)
 
 
-def test_a_writers_server_that_goes_away_costs_no_requests():
+def test_a_writers_server_that_goes_away_costs_no_requests(tmp_path):
+    """Also none of those that were answered, which may have been paid: the next run asks for the others."""
     from stages.decoding.writers import ServerWriter
     from stages.write_prompts import Config
 
+    def write(seed):
+        config = Config(endpoint=server.url, endpoint_model="m", engine_concurrency=1)
+        return ServerWriter(config, tmp_path).write(["a", "b", "c"], [seed, seed, seed], 5, 0.5)
+
     fine = {"message": {"content": "x"}, "finish_reason": "stop"}
     with chat_server(lambda body: 400 if len(server.seen) == 2 else fine) as server:
-        config = Config(endpoint=server.url, endpoint_model="m", engine_concurrency=1)
-        found = ServerWriter(config).write(["a", "b", "c"], [1, 2, 3], 5, 0.5)
-        assert [one.error is None for one in found] == [True, False, True], "one that is refused is its own"
+        assert [one.error is None for one in write(1)] == [True, False, True], "one that is refused is its own"
         server.choice = lambda body: 403 if len(server.seen) == 5 else fine
-        found = ServerWriter(config).write(["a", "b", "c"], [1, 2, 3], 5, 0.5)
-        assert [one.error is None for one in found] == [True, False, True], "so is one whose text is flagged"
+        assert [one.error is None for one in write(2)] == [True, False, True], "so is one whose text is flagged"
         server.choice = lambda body: 503 if len(server.seen) > 7 else fine
         with pytest.raises(EngineError, match="HTTP 503.*the same command continues"):
-            ServerWriter(config).write(["a", "b", "c"], [1, 2, 3], 5, 0.5)
+            write(3)
+        server.seen.clear()
+        server.choice = lambda body: fine
+        assert [one.text for one in write(3)] == ["x"] * 3
+        assert [body["messages"][0]["content"] for body in server.seen] == ["b", "c"]
 
 
 # -- the way there -----------------------------------------------------------------------------------------------------
@@ -235,11 +242,11 @@ def test_a_server_that_cannot_be_reached_says_what_is_in_the_way(answers, monkey
     monkeypatch.setenv("https_proxy", f"http://me:{KEY}@127.0.0.1:{port}")
     with pytest.raises(ServerError, match=f"refused.*proxy at 127.0.0.1:{port}, no_proxy=HOST asks without") as raised:
         request_json("https://judge.invalid/v1", {})
-    assert raised.value.away and KEY not in str(raised.value)
+    assert rule_of(raised.value).then == "stage" and KEY not in str(raised.value)
     monkeypatch.setenv("no_proxy", "judge.invalid")
     with pytest.raises(ServerError) as raised:
         request_json("https://judge.invalid/v1", {})
-    assert raised.value.away and "proxy" not in str(raised.value)
+    assert rule_of(raised.value).then == "stage" and "proxy" not in str(raised.value)
     with pytest.raises(ServerError, match="written with http://"):
         request_json(f"https://127.0.0.1:{answers.server_port}/v1", {})
 
@@ -255,7 +262,7 @@ def test_a_certificate_that_nobody_knows_says_how_it_is_made_known(answers, monk
     url = f"https://localhost:{answers.server_port}/v1"
     with pytest.raises(ServerError, match="CERTIFICATE_VERIFY_FAILED.*export SSL_CERT_FILE=FILE") as raised:
         request_json(url, {})
-    assert raised.value.away
+    assert raised.value.final and rule_of(raised.value).then == "stage"
     monkeypatch.setenv("SSL_CERT_FILE", "cert.pem")
     http_json._opener.cache_clear()
     assert request_json(url, {}) == {}
@@ -264,11 +271,11 @@ def test_a_certificate_that_nobody_knows_says_how_it_is_made_known(answers, monk
 
 def test_a_date_after_which_a_server_wants_to_be_asked_is_waited_for(answers, monkeypatch):
     slept = []
-    monkeypatch.setattr(http_json.time, "sleep", slept.append)
+    monkeypatch.setattr(servers, "pause", slept.append)
     for said, least, most in ((formatdate(time.time() + 60, usegmt=True), 55, 61), ("soon", 0, 0), ("7", 7, 7)):
         answers.answer = (429, {"Retry-After": said}, "")
         with pytest.raises(ServerError):
-            http_json.patiently(lambda: request_json(answers.url, {}))
+            servers.patiently(lambda: request_json(answers.url, {}))
         assert least <= slept.pop() <= most
 
 
@@ -284,7 +291,7 @@ def test_a_request_that_is_sent_on_says_where_and_takes_no_key_along(answers, ti
             for body in (None, {"a": 1}):
                 with pytest.raises(ServerError, match=f"{there}; write that address") as raised:
                     request_json(answers.url, body, key_variable="A_KEY")
-                assert raised.value.away and not raised.value.passing
+                assert (rule_of(raised.value).then, rule_of(raised.value).again) == ("stage", False)
         with pytest.raises(EngineError, match=f"{there}; write that address"):
             ServerEngine(answers.url, tokenizer, tiny["policy"])
         assert other.seen == []
