@@ -214,6 +214,8 @@ ELSEWHERE = {
     "reference_free": "method: reference_free",
     "use_weighting": "method: wpo, with options.aligned=true",
     "cpo_alpha": "nll_coef",
+    "tpo_alpha": "nll_coef",
+    "tpo_l_gamma": "options: {simpo_gamma: 0.5}, of method=tpo_l",
     "pref_loss": "method",
     "preset": "objective",
     "sync_ref_model": "reference_update: tr_soft",
@@ -268,6 +270,13 @@ ELSEWHERE = {
     "modules_to_save": "lora_modules_to_save",
     "use_bnb_nested_quant": "frozen_dtype: nf4_double",
     "aux_loss_coef": "router_aux_loss_coef",
+    **dict.fromkeys(
+        ("update_freq", "ema_power", "bias_power", "update_after", "min_ema_multiplier"),
+        "bema: {update_freq: 400, ema_power: 0.5, bias_power: 0.2, lag: 10}",
+    ),
+    "update_ref_model": "reference_update: bema",
+    "ref_model_update_freq": "reference_interval: with reference_update=bema",
+    "ref_model_update_after": "reference_bema: {update_after: 10}, with reference_update=bema",
     "enable_ema": "ema_decay: above 0",
     "ema_beta": "ema_decay",
     "load_best_model_at_end": "select_by: loss, with eval_every=STEPS; it publishes the best validation pass",
@@ -457,6 +466,41 @@ ELSEWHERE = {
         ": prompts of more than max_prompt_length tokens are left out and counted; leave it out",
     ),
     "apply_chat_template": ": messages are shown by the chat template, always; leave it out",
+    # of TRL, where a stage has nothing to set for them
+    **dict.fromkeys(
+        ("model_init_kwargs", "teacher_model_init_kwargs"),
+        ": compute_dtype, frozen_dtype and forward say how models are held and computed; leave it out",
+    ),
+    "teacher_model_name_or_path": ": give it as --input teacher=DIR",
+    "teacher_model_revision": ": give it behind the id: --input teacher=OWNER/NAME@REVISION",
+    "dataset_kwargs": ": stage ingest makes the rows; leave it out",
+    "vllm_model_impl": "engine_options: {model_impl: transformers}",
+    "vllm_structured_outputs_regex": (
+        ": completions are not held to a pattern here; rewards='[{kind: format}]' pays for one"
+    ),
+    "vllm_group_port": ": a server reads the weights from a directory; leave it out",
+    "engine": ": what this stage samples it samples with the built-in engine; leave it out",
+    **dict.fromkeys(
+        ("engine_options", "engine_sleep", "engine_url", "engine_timeout_s"),
+        ": what this stage samples it samples with the built-in engine; leave it out",
+    ),
+    **dict.fromkeys(
+        ("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        ": entropy_coef stays as it is written, there is no controller of it; leave it out",
+    ),
+    "log_multimodal": ": models of text are trained; leave it out",
+    "log_completions_hub_repo": ": every rollout is kept, and `posttrain export DATASET --push OWNER/NAME` publishes it",
+    "transformers_continuous_batching_config": "generation_batch",
+    "train_sampling_strategy": ": rows come in an order drawn by the seed, anew in every epoch; leave it out",
+    "torch_empty_cache_steps": ": memory is given back when a step needs it; leave it out",
+    "temperature": "sampling_temperature",
+    "beta": "jsd_beta: with direction=jsd; direction=forward is TRL's 0, direction=reverse its 1",
+    "jsd_beta": ": this stage has no such coefficient; leave it out",
+    "max_turns": ": what this stage samples is a single turn; leave it out",
+    **dict.fromkeys(
+        ("top_p", "top_k", "min_p", "repetition_penalty"),
+        ": what this stage samples it draws from the whole distribution; leave it out",
+    ),
     **dict.fromkeys(
         ("param_offload", "optimizer_offload", "adam_offload", "ref_offload", "offload"),
         ": nothing is moved to the CPU; lora_rank, frozen_dtype=bfloat16, optimizer=adamw_8bit or sharding=full need"
@@ -605,6 +649,7 @@ VALUES: dict[str, dict[Any, str]] = {
         "exo": "method=exo_pair",
         "kto_pair": "method=kto",
         "sft": "nll_coef=1 nll_reduction=token-mean beside another method",
+        "tpo-l": "method=tpo_l",
     },
     "preset": {
         "gae": "preset=ppo",

@@ -619,9 +619,15 @@ class DirectMethod:
     # reads differences of implicit rewards only, so these may come from another f-divergence than the KL (f-DPO)
     divergence: bool = False
     settings: dict = field(default_factory=dict)  # options of the statistic or of the NLL term, not of the loss
-    nll_coef: float = 0.0  # coefficient of an NLL term on the chosen response
+    nll_coef: float = 0.0  # coefficient of an NLL term
+    nll_of: str = "chosen"  # the response that it is of: chosen | target (a gold answer of the prompt, beside the pair)
     nll_reduction: str = "seq-mean"  # of that term: seq-mean | seq-sum (per response) | token-mean (of the step)
     source: str = ""
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether a pair has a third response, the target answer of its prompt."""
+        return "target" in self.columns or self.nll_of == "target"
 
 
 _DIRECT_ROWS = (
@@ -860,6 +866,28 @@ _DIRECT_ROWS = (
         nll_coef=1.0,
         nll_reduction="seq-sum",
         source="da.cpo",
+    ),
+    DirectMethod(
+        "tpo",
+        "stages.direct.direct_losses:reference_free_loss",
+        needs_reference=False,
+        default_beta=0.01,
+        nll_coef=1.0,
+        nll_of="target",
+        nll_reduction="token-mean",
+        source="TPO (Saeidi et al. 2024, arXiv:2405.16681), with TRL's beta and mean over tokens; nll_coef is alpha",
+    ),
+    DirectMethod(
+        "tpo_l",
+        "stages.direct.direct_losses:simpo_loss",
+        needs_reference=False,
+        logp_reduction="mean",
+        default_beta=2.0,
+        options={"simpo_gamma": 0.5, "label_smoothing": 0.0},
+        nll_coef=1.0,
+        nll_of="target",
+        nll_reduction="token-mean",
+        source="TPO-L (Saeidi et al. 2024), means with a margin; beta is simpo's, whose term it is",
     ),
     DirectMethod(
         "orpo",

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import Role
-from stages.settings import EPOCHS, ChatConfig, EpochsConfig
+from stages.settings import EPOCHS, BemaConfig, ChatConfig, EpochsConfig
 from stages.spec import (
     ConfigError,
     InputSpec,
@@ -73,6 +73,8 @@ Method = Literal[
     "simpo",
     "alphapo",
     "cpo",
+    "tpo",
+    "tpo_l",
     "orpo",
     "slic",
 ]
@@ -167,8 +169,8 @@ class Config(EpochsConfig, ChatConfig):
         ge=0,
         title="NLL coefficient",
         description=(
-            "Coefficient of an NLL term on the chosen response; default the method's "
-            "(cpo, dpo_nll, orpo 1; else 0). simpo with nll_coef is CPO-SimPO."
+            "Coefficient of an NLL term on the chosen response (tpo, tpo_l: on the gold answer); default the method's "
+            "(cpo, dpo_nll, orpo, tpo, tpo_l 1; else 0). simpo with nll_coef is CPO-SimPO."
         ),
     )
     nll_reduction: Literal["seq-mean", "seq-sum", "token-mean"] | None = Field(
@@ -179,11 +181,12 @@ class Config(EpochsConfig, ChatConfig):
             " (TRL's loss_type sft); default the method's (cpo: seq-sum)."
         ),
     )
-    reference_update: Literal["frozen", "tr_soft", "ema", "per_interval"] = Field(
+    reference_update: Literal["frozen", "tr_soft", "ema", "per_interval", "bema"] = Field(
         "frozen",
         description=(
             "Moving reference (da.reference): tr_soft = mixed in every reference_interval steps (TR-DPO), ema = every"
-            " step, per_interval = copied every reference_interval steps (BPO)."
+            " step, per_interval = copied every reference_interval steps (BPO), bema = every reference_interval steps the"
+            " bias-corrected moving average of the policy (reference_bema; TRL bema_for_ref_model)."
         ),
     )
     reference_alpha: float = Field(
@@ -193,7 +196,15 @@ class Config(EpochsConfig, ChatConfig):
         0.995, ge=0, lt=1, description="ema: share of the old reference, ref <- d*ref + (1-d)*pi."
     )
     reference_interval: int = Field(
-        512, ge=1, description="tr_soft, per_interval: optimizer steps between updates (TRL 512)."
+        512,
+        ge=1,
+        description=(
+            "tr_soft, per_interval, bema: optimizer steps between updates (TRL 512; of bema unless given its"
+            " update_freq)."
+        ),
+    )
+    reference_bema: BemaConfig = Field(
+        default_factory=BemaConfig, description="bema: how the average moves, such as {update_freq: 10}."
     )
     z_ref_mode: Literal["batch_mismatched", "heldout", "zero"] = Field(
         "batch_mismatched",
@@ -248,6 +259,20 @@ class Config(EpochsConfig, ChatConfig):
         return summing_to_1("aspect_weights", weights, "{accuracy: 0.7, tone: 0.3}")
 
     @model_validator(mode="after")
+    def _averaged_reference(self):
+        if self.reference_update == "bema":
+            every = self.reference_bema.update_freq
+            if "reference_interval" not in self.model_fields_set:
+                self.__dict__["reference_interval"] = every
+            if self.reference_interval % every:
+                raise ValueError(
+                    f"reference_interval={self.reference_interval}: the average moves every update_freq={every} steps,"
+                    f" and the reference with it; write reference_interval={-(-self.reference_interval // every) * every},"
+                    f" or reference_bema='{{update_freq: {self.reference_interval}}}'"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _heldout_z0(self):
         if self.method == "kto" and self.z_ref_mode == "heldout" and not self.eval_every:
             raise ValueError(
@@ -296,7 +321,9 @@ def roles(config, given) -> list[Role]:
     if not DIRECT_METHODS[config.method].needs_reference:
         return found
     if config.reference_update != "frozen":
-        return [*found, Role("reference", source, moves=True)]
+        kept = ("start of the reference's average", "mean of the reference's average")
+        averaged = [Role(name, "model", moves=True) for name in kept] if config.reference_update == "bema" else []
+        return [*found, Role("reference", source, moves=True), *averaged]
     return found + [Role("reference", source, before=True, sharded=True)] * ("reference" in given)
 
 
@@ -326,7 +353,10 @@ SPEC = StageSpec(
             "dataset",
             kinds=("demonstrations/1",),
             required=False,
-            doc="slic: target answers, by prompt; default: the chosen answers.",
+            doc=(
+                "slic: target answers, by prompt; default: the chosen answers. tpo, tpo_l: gold answers, by prompt;"
+                " default: the column `reference` of the data."
+            ),
         ),
         "objective": InputSpec(
             "dataset",
@@ -393,14 +423,26 @@ def run(stage):
     if method.needs_reference and not frozen:
         given = stage.has("reference")
         start = follower(stage.path("reference" if given else "model"), stage.device, model, config, not given)
-        moving = MovingReference(config, start, stage.device)
+        apart = given and config.reference_update == "bema"  # the average begins at the policy all the same
+        moving = MovingReference(
+            config,
+            start,
+            stage.device,
+            follower(stage.path("model"), stage.device, model, config, True) if apart else None,
+        )
     source = AlignmentRows(stage, model, objective, train, validation, moving)
     trainer = Trainer(model, objective, config, source.total_steps, stage.device)
-    if config.reference_update in ("tr_soft", "per_interval") and config.reference_interval >= source.total_steps:
+    waits = config.reference_bema.update_after if config.reference_update == "bema" else 0
+    if (
+        config.reference_update in ("tr_soft", "per_interval", "bema")
+        and waits + config.reference_interval >= source.total_steps
+    ):
         stage.warn(
             "reference_never_moves",
             f"reference_update={config.reference_update} moves the reference every"
-            f" reference_interval={config.reference_interval} steps, and this run has {source.total_steps} optimizer"
+            f" reference_interval={config.reference_interval} steps"
+            + (f" after update_after={waits}" if waits else "")
+            + f", and this run has {source.total_steps} optimizer"
             " steps, so that it stays where it was. Write a smaller reference_interval, or reference_update=frozen.",
         )
     if config.select_by and stage.checkpoints.latest() is None:
@@ -542,13 +584,15 @@ def overfits(rows: Sequence[dict], batch_size: int) -> bool:
 
 
 def target_answers(stage, method) -> dict[str, list[dict]] | None:
-    """prompt_id -> the demonstration's answer, from the ``targets`` input (``da.slic``)."""
+    """prompt_id -> the demonstration's answer, from the ``targets`` input (``da.slic``, TPO)."""
     from storage.schema import prompt_id
 
     if not stage.has("targets"):
         return None
-    if "target" not in method.columns:
-        raise ConfigError(f"the input `targets` is read by method slic only; leave it out for {method.name}.")
+    if not method.reads_target:
+        raise ConfigError(
+            f"the input `targets` is read by methods slic, tpo and tpo_l only; leave it out for {method.name}."
+        )
     found = {}
     for row in stage.dataset("targets").iter_rows():
         first = min(row["train_turns"])

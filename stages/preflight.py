@@ -342,7 +342,11 @@ def held_bytes(models, trainers) -> tuple[int, int]:
         for t in trainers
         for p, shape, dtype in state_shapes(t.optimizer)
     ]
-    averages = [local(a).nbytes for t in trainers for a in t.averages.values()]
+    averages = [
+        local(a).nbytes
+        for t in trainers
+        for a in (*t.averages.values(), *(() if t.bema is None else t.bema.tensors().values()))
+    ]
     return sum(held.values()), sum(gradients) + sum(states) + sum(averages)
 
 

@@ -83,6 +83,48 @@ def refuse_unread_inputs(stage: str, given: Collection[str], rules: ReadWhen, *c
 Schedule = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "wsd"]
 
 
+class BemaConfig(StageConfig):
+    """Constants of the bias-corrected moving average of weights (:class:`stages.models.averages.Bema`), with TRL's names
+    and defaults.
+    """
+
+    update_freq: int = Field(400, ge=1, description="Optimizer steps between updates of the average (phi).")
+    ema_power: float = Field(
+        0.5,
+        ge=0,
+        description=(
+            "The moving average takes in a share (lag + multiplier * step)^-ema_power of the weights (kappa); 0: all of"
+            " them."
+        ),
+    )
+    bias_power: float = Field(
+        0.2,
+        ge=0,
+        description=(
+            "The share (lag + multiplier * step)^-bias_power of the way from the start is added to it (eta); 0: all of"
+            " the way, always, and a large power next to nothing, which is a plain moving average."
+        ),
+    )
+    lag: float = Field(10.0, ge=0, description="Steps that the average counts as older than it is (rho).")
+    update_after: int = Field(
+        0, ge=0, description="Optimizer steps that are not averaged; the weights behind them are the start (tau)."
+    )
+    multiplier: float = Field(1.0, ge=0, description="How much each step adds to the age (gamma).")
+    min_ema_multiplier: float = Field(
+        0.0, ge=0, le=1, description="Smallest share of the weights that the moving average takes in."
+    )
+
+    @model_validator(mode="after")
+    def _age(self):
+        age = self.lag + self.multiplier * (self.update_after + self.update_freq)
+        if age < 1:
+            raise ValueError(
+                f"at the first update the average is lag + multiplier * step = {age:g} steps old, and below 1 it would take"
+                " in more than the weights; write lag=10"
+            )
+        return self
+
+
 class OptimizerConfig(StageConfig):
     """Settings shared by every trained stage. ``LORA_RATE``: what a LoRA adapter multiplies the default learning rate
     by, where none is given.
@@ -313,6 +355,14 @@ class OptimizerConfig(StageConfig):
             "Train, but validate and publish the exponential moving average of the weights with this decay; 0 = off."
         ),
     )
+    bema: BemaConfig | None = Field(
+        None,
+        title="BEMA",
+        description=(
+            "Train, but validate and publish the bias-corrected moving average of the weights (Block & Zhang 2025; TRL"
+            " BEMACallback), such as {update_freq: 10}; empty: off."
+        ),
+    )
     select_by: str | None = Field(
         None,
         title="Select by",
@@ -420,6 +470,11 @@ class OptimizerConfig(StageConfig):
 
     @model_validator(mode="after")
     def _selection(self):
+        if self.bema is not None and self.ema_decay:
+            raise ValueError(
+                f"ema_decay={self.ema_decay:g} and bema are two averages of the weights, and one is published; write"
+                " ema_decay=0, or leave bema out"
+            )
         if self.early_stopping_patience and not self.select_by:
             raise ValueError(
                 "early_stopping_patience needs to know what gets better; write select_by=loss (and eval_every=STEPS)"

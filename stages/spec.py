@@ -670,6 +670,10 @@ REMEDIES = {
     "weight_0": (
         "their weight is 0, so that they count nothing: give rows whose weight is above 0, or leave the column out"
     ),
+    "no_target_answer": (
+        "their prompts have no target answer: give the input targets=DEMONSTRATIONS with an answer to each (methods tpo"
+        " and tpo_l also read a column reference of the data)"
+    ),
     "no_score": "they have no score: ingest data with chosen_score and rejected_score (rankings: scores)",
     "score_gap_not_positive": (
         "the chosen response scores no higher than the rejected one: give pairs whose scores agree with the preference,"

@@ -28,6 +28,7 @@ import torch
 
 from stages.batching import Batch, Item, collate, cut, filled, plan, size
 from stages.models import balance, dropout, lean, optimizers, sharding
+from stages.models.averages import Bema
 from stages.models.modeling import head_of, hidden_states, tokens_together
 from stages.models.tensor_files import TensorFiles, writer_of
 from stages.reporting.curves import logged_metrics
@@ -177,9 +178,14 @@ class Trainer:
         model: float32 master weights; ``requires_grad`` says what is trained.
         objective: see :class:`Objective`.
         total_steps: optimizer steps of the whole run (the schedule's length).
+
+    Raises:
+        TrainingError: the run ends before its average (``bema``) would move.
     """
 
     def __init__(self, model, objective: Objective, config: OptimizerConfig, total_steps: int, device: str = "cpu"):
+        if config.bema is not None:
+            refuse_unmoved(config.bema, total_steps)
         self.model, self.objective, self.config = model, objective, config
         self.total_steps, self.device = total_steps, device
         self.step_index = self.skipped = 0
@@ -210,7 +216,9 @@ class Trainer:
             else:
                 tokens_together(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.averages = {n: p.detach().clone() for n, p in self.parameters.items()} if config.ema_decay else {}
+        self.bema = None if config.bema is None else Bema(config.bema, self.parameters)
+        averaged = config.ema_decay or config.bema is not None
+        self.averages = {n: p.detach().clone() for n, p in self.parameters.items()} if averaged else {}
         self.best_weights: dict[str, torch.Tensor] = {}
         self.optimizer = optimizers.make(config, model, self.parameters)
 
@@ -370,7 +378,14 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
+    @torch.no_grad()
     def _average(self) -> None:
+        if self.bema is not None:
+            self.bema.after_step(self.parameters.items(), self.averages)
+            if self.bema.burning_in:
+                for name, average in self.averages.items():
+                    average.copy_(self.parameters[name])
+            return
         for name, average in self.averages.items():
             average.lerp_(self.parameters[name].detach(), 1.0 - self.config.ema_decay)
 
@@ -421,7 +436,7 @@ class Trainer:
     # -- which weights count ------------------------------------------------------------------------------------
     @contextlib.contextmanager
     def averaged(self):
-        """The averaged weights (``ema_decay``) in place inside the block; nothing happens without them."""
+        """The averaged weights (``ema_decay``, ``bema``) in place inside the block; nothing happens without them."""
         kept = {n: self.parameters[n].detach().clone() for n in self.averages}
         self._load(self.averages)
         try:
@@ -457,8 +472,8 @@ class Trainer:
         return 0 < self.config.early_stopping_patience <= self.best["passes_since"]
 
     def settle(self) -> None:
-        """Put the weights in place that the stage publishes: the best (``select_by``), the averaged (``ema_decay``), or
-        the last.
+        """Put the weights in place that the stage publishes: the best (``select_by``), the averaged (``ema_decay``,
+        ``bema``), or the last.
         """
         self._load(self.best_weights or self.averages)
 
@@ -470,6 +485,10 @@ class Trainer:
         tensors |= {f"average/{n}": t for n, t in self.averages.items()} | {
             f"best/{n}": t for n, t in self.best_weights.items()
         }
+        averaged = {}
+        if self.bema is not None:
+            tensors |= self.bema.tensors()
+            averaged = {"averaged_steps": self.bema.steps}
         for name, parameter in self.parameters.items():
             tensors |= {
                 f"optimizer/{key}/{name}": value
@@ -478,7 +497,7 @@ class Trainer:
             }
         parts, mine = (self.ranks, ranks.rank()) if self.root is not None else (1, 0)
         return (
-            {"step": self.step_index, "skipped": self.skipped, "best": self.best, "parts": parts},
+            {"step": self.step_index, "skipped": self.skipped, "best": self.best, "parts": parts, **averaged},
             {f"trainer-{mine}.safetensors": writer_of(tensors)},
         )
 
@@ -501,12 +520,28 @@ class Trainer:
                     )
                     for key, where in held.items()
                 }
+        if self.bema is not None:
+            self.bema.restore(state["averaged_steps"], stored)
         self.step_index, self.skipped, self.best = state["step"], state["skipped"], state["best"]
 
 
 def was_skipped(metrics: dict[str, float]) -> bool:
     """Whether the step of these metrics changed nothing because its loss or gradient was not finite."""
     return not all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
+
+
+def refuse_unmoved(bema, total_steps: int) -> None:
+    """Refuse an average (``bema``) that would stay where it starts, so that untrained weights would be published.
+
+    Raises:
+        TrainingError: its first update lies behind the last step.
+    """
+    if bema.update_after + bema.update_freq > total_steps:
+        raise TrainingError(
+            f"bema moves every update_freq={bema.update_freq} optimizer steps after update_after={bema.update_after}, and"
+            f" this run has {total_steps}, so that what is published would not be trained; write for example"
+            f" bema='{{update_freq: {max(1, total_steps // 10)}}}', or leave bema out"
+        )
 
 
 def choose_forward(model, forward: str) -> None:

@@ -112,6 +112,8 @@ PAIRS = {
     "reference_free": lambda s: logistic(s.beta * (s.w - s.l)),
     "cpo": lambda s: logistic(s.beta * (s.w - s.l)),
     "simpo": lambda s: smoothed(s.beta * s.w - s.beta * s.l - s.o.simpo_gamma, s.o.label_smoothing),
+    "tpo": lambda s: logistic(s.beta * s.w - s.beta * s.l),
+    "tpo_l": lambda s: smoothed(s.beta * s.w - s.beta * s.l - s.o.simpo_gamma, s.o.label_smoothing),
     "alphapo": lambda s: logistic(shaped(s.w, s.beta, s.o.alpha) - shaped(s.l, s.beta, s.o.alpha) - s.o.simpo_gamma),
     "orpo": lambda s: s.beta * logistic(log_odds(s.w) - log_odds(s.l)),
     "slic": lambda s: (s.o.delta - s.w + s.l).clamp(min=0.0) - s.o.reg_coef * s.w,

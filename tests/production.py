@@ -124,7 +124,7 @@ def averaged(average, policy, decay: float) -> torch.Tensor:
     """The published average of the weights after one step (``ema_decay``, :class:`stages.training.Trainer`)."""
     trainer = object.__new__(Trainer)
     trainer.averages, trainer.parameters = {"vector": Weights(average).numbers()}, {"vector": Weights(policy).vector}
-    trainer.config = align.Config(ema_decay=decay)
+    trainer.config, trainer.bema = align.Config(ema_decay=decay), None
     trainer._average()
     return trainer.averages["vector"]
 

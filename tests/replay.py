@@ -168,11 +168,14 @@ def encoded(
     trimmed: bool = False,
     formatting: bool = False,
     listwise: bool = False,
+    differ: int | None = None,
 ):
-    """(sequences, tokens of the prompt), or None where two responses are the same or one has no target."""
+    """(sequences, tokens of the prompt), or None where two responses (of the first ``differ``) are the same or one has no
+    target.
+    """
     start, found, longest = rendered.answers(clean(prompt), [clean(c) for c in completions], config.max_length)
     sequences, texts, before = cut(start, found, longest, config.max_length, trimmed)
-    was_cut = len(start) + longest > config.max_length
+    was_cut, texts = len(start) + longest > config.max_length, texts[:differ]
     if len(set(texts)) < len(texts) and (not listwise or was_cut or len(texts) == 2):
         return None
     if formatting:  # without the special tokens among the targets
@@ -188,12 +191,16 @@ def pairs(
     trimmed: bool = False,
     positive: bool = False,
     formatting: bool = False,
+    gold: bool = False,
 ) -> list[Row]:
     made = []
     for row in rows:
         if row["label_prob"] == 0.5 and not soft or positive and row["chosen_score"] <= row["rejected_score"]:
             continue
-        found = encoded(rendered, row["prompt"], [row["chosen"], row["rejected"]], config, trimmed, formatting)
+        answers = [row["chosen"], row["rejected"]]
+        if gold:
+            answers.append([{"role": "assistant", "content": json.loads(row["extra_json"])["reference"]}])
+        found = encoded(rendered, row["prompt"], answers, config, trimmed, formatting, differ=2)
         if found is not None:
             made.append(
                 Row(
@@ -521,6 +528,7 @@ class Align:
             "label_prob" in self.method.columns,
             positive=self.method.positive_gap,
             formatting=config.mask_formatting,
+            gold=self.method.name.startswith("tpo"),
         )
         if self.method.name.startswith("aot"):
             found = [Row(row.sequences, 1.0, row.more) for row in found if row.weight]
@@ -717,6 +725,9 @@ class Align:
                 ids = row.sequences[0][0]
                 columns["whole"].append(logps_of(model, ids, [0, *[1] * (len(ids) - 1)], router)[0].sum())
                 columns["places"].append(torch.tensor(float(len(ids) - 1), dtype=torch.float64))
+            elif name.startswith("tpo"):  # the gold answer
+                columns["whole"].append(tokens[2].sum())
+                columns["places"].append(torch.tensor(float(len(tokens[2])), dtype=torch.float64))
         v = {key: torch.stack(values) for key, values in columns.items() if values}
         x, y = [v["xc"], v["xr"]], [v["yc"], v["yr"]]
         if config.f_divergence_type != "reverse_kl":
@@ -1470,7 +1481,12 @@ def _trained(stage: str, c: dict, config, model, objective, data: str, world: sw
         "sgd": lambda: torch.optim.SGD(groups, lr=1.0, momentum=config.momentum or 0.0),
         "adafactor": lambda: torch.optim.Adafactor(groups),
     }[config.optimizer]()
-    average = {n: p.detach().clone() for n, p in trained.items()} if config.ema_decay else None
+    average = {n: p.detach().clone() for n, p in trained.items()} if config.ema_decay or config.bema else None
+    unbiased = Unbiased(config.bema, trained) if config.bema else None
+    ahead = None
+    if stage == "align" and config.reference_update == "bema":
+        plain = copy.deepcopy(model).merge_and_unload() if config.lora_rank else model
+        ahead = Unbiased(config.reference_bema, dict(plain.named_parameters()))
     every = {"epoch": max(1, -(-len(train) // config.batch_size))}.get(config.eval_every, config.eval_every)
     found, best, patience = {"steps": [], "validation": [], "rows": len(train)}, None, 0
 
@@ -1509,7 +1525,11 @@ def _trained(stage: str, c: dict, config, model, objective, data: str, world: sw
         for group in optimizer.param_groups:
             group["lr"] = rate(step, total, config)
         optimizer.step()
-        if average is not None:
+        if unbiased is not None:
+            moved = unbiased.after_step(trained)
+            burning_in = unbiased.t <= config.bema.update_after
+            average = moved or ({n: p.detach().clone() for n, p in trained.items()} if burning_in else average)
+        elif average is not None:
             for n, a in average.items():
                 a.mul_(config.ema_decay).add_(trained[n].detach(), alpha=1 - config.ema_decay)
         getattr(objective, "after_step", lambda: None)()
@@ -1522,7 +1542,14 @@ def _trained(stage: str, c: dict, config, model, objective, data: str, world: sw
                 **{k: float(v) for k, v in metrics.items()},
             }
         )
-        if (
+        if ahead is not None:
+            plain = copy.deepcopy(model).merge_and_unload() if config.lora_rank else model
+            moved = ahead.after_step(dict(plain.named_parameters()))
+            if moved and (step + 1 - config.reference_bema.update_after) % config.reference_interval == 0:
+                with torch.no_grad():
+                    for n, p in objective.reference.named_parameters():
+                        p.copy_(moved[n])
+        elif (
             stage == "align"
             and config.reference_update != "frozen"
             and (config.reference_update == "ema" or (step + 1) % config.reference_interval == 0)
@@ -1550,6 +1577,27 @@ def _trained(stage: str, c: dict, config, model, objective, data: str, world: sw
     with tempfile.TemporaryDirectory() as folder:  # names and shapes as files have them
         plain.save_pretrained(Path(folder, "out/model"))
         return {**found, "weights": sweep.weights(Path(folder)), "selected": best and best[1]}
+
+
+class Unbiased:
+    """BEMA by its formulas, in new tensors at every update."""
+
+    def __init__(self, config, start):
+        self.config, self.t = config, 0
+        self.start = self.mean = {n: p.detach().clone() for n, p in start.items()}
+
+    def after_step(self, now) -> dict | None:
+        """The average, where this step gives one."""
+        config, self.t = self.config, self.t + 1
+        now = {n: p.detach().clone() for n, p in now.items()}
+        if self.t == config.update_after:
+            self.start = self.mean = now
+        if self.t <= config.update_after or (self.t - config.update_after) % config.update_freq:
+            return None
+        age = config.lag + config.multiplier * self.t
+        beta, alpha = max(age**-config.ema_power, config.min_ema_multiplier), age**-config.bias_power
+        self.mean = {n: (1 - beta) * w + beta * now[n] for n, w in self.mean.items()}
+        return {n: w + alpha * (now[n] - self.start[n]) for n, w in self.mean.items()}
 
 
 def differences(stage: str, c: dict, run: Path, plain: dict, tolerance: float = 1e-6) -> list[str]:

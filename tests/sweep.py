@@ -87,6 +87,7 @@ VALUES: dict[tuple[str, str], list] = {
     ("", "lora_dropout"): [0.0, 0.2],
     ("", "weight_decay"): [0.0, 0.1],
     ("", "ema_decay"): [0.0, 0.7],
+    ("", "bema"): [None, {"update_freq": 1, "lag": 2.0, "ema_power": 0.7}],
     ("sft", "eval_every"): [0, 2, "epoch"],
     ("sft", "neftune_noise_alpha"): [None, 5.0],
     ("sft", "self_paced_threshold"): [None, 5.7],
@@ -105,6 +106,7 @@ VALUES: dict[tuple[str, str], list] = {
     ],
     ("align", "aspect_weights"): [{}, {"a": 0.75, "b": 0.25}],
     ("align", "reference_interval"): [512, 2],
+    ("align", "reference_bema"): [{}, {"update_freq": 1, "lag": 3.0, "bias_power": 0.5}],
     ("align", "ld_alpha"): [None, 0.4],
     ("align", "nll_coef"): [None, 0.5],
     ("align", "logp_reduction"): [None, "mean", "sum"],
@@ -414,6 +416,7 @@ def rows_of(kind: str, n: int = 18) -> list[dict]:
             "rejected_score": 2.4 if i % 6 == 4 else 1.0,
             "rank_gap": 1 + i % 3,
             "stage_index": i % 2,
+            "extra_json": json.dumps({"reference": said(i, 5)}),
         },
         "unpaired/1": lambda i: {
             "prompt": prompt(i // 2),

@@ -43,8 +43,13 @@ DIRECT_READ_WHEN = (
     ),
     (
         ("reference_interval",),
-        lambda m, c: c.reference_update in ("tr_soft", "per_interval"),
-        "the reference does not move every so many steps; write reference_update=tr_soft or per_interval",
+        lambda m, c: c.reference_update in ("tr_soft", "per_interval", "bema"),
+        "the reference does not move every so many steps; write reference_update=tr_soft, per_interval or bema",
+    ),
+    (
+        ("reference_bema",),
+        lambda m, c: c.reference_update == "bema",
+        "it is the average that stands as the reference; write reference_update=bema",
     ),
     (("z_ref_mode",), lambda m, c: m.statistic == "z0", "only kto has a reference point; write method=kto"),
     (
@@ -129,7 +134,7 @@ def refuse_addend(row: DirectMethod, added: DirectMethod, config) -> None:
             "it has an NLL term of its own, and a run has one; write it as method and add the other, or nll_coef=1"
             " with " + {"dpo_nll": "dpo", "cpo": "reference_free"}.get(added.name, "another loss")
         )
-    if "target" in added.columns or added.name == "written":
+    if added.reads_target or added.name == "written":
         refuse(f"write method={added.name} and add the other to it")
     if ("label_prob" in row.columns) != ("label_prob" in added.columns):
         refuse(

@@ -27,6 +27,8 @@ from stages.direct.direct_losses import (
     weighted_mean,
 )
 from stages.losses import displacement_metrics, sign_beyond_rounding
+from stages.models.adapters import plain_parameters
+from stages.models.averages import Bema
 from stages.models.modeling import (
     head_of,
     hidden_states,
@@ -37,6 +39,7 @@ from stages.models.modeling import (
     token_logps,
     weights_file,
 )
+from stages.models.tensor_files import TensorFiles, writer_of
 from stages.settings import refuse_unread
 from stages.spec import ConfigError
 from stages.training import ShuffledRows, Sums, products, was_skipped
@@ -140,6 +143,11 @@ class DirectAlignment:
                 f"nll_coef adds the NLL of a chosen response; {config.method} trains on {UNIT[method.data]} of"
                 f" {method.data}, so leave it out."
             )
+        if config.nll_coef == 0 and method.nll_of == "target":
+            raise ValueError(
+                f"{method.name} without its NLL term does not read the gold answers that it is for; write nll_coef=1, or"
+                f" method={'simpo' if method.logp_reduction == 'mean' else 'reference_free'}"
+            )
         if config.nll_coef == 0 and method.name == "cpo":
             raise ValueError(
                 "cpo without its NLL term has nothing that keeps the policy where it was; write nll_coef=1, or"
@@ -225,8 +233,10 @@ class DirectAlignment:
 
     @property
     def _nll_of(self) -> int:
-        """Which response of an item the NLL term is of: the chosen one, or prompt and chosen answer as a third."""
-        return 2 if self.settings.get("nll_on_prompt") else 0
+        """Which response of an item the NLL term is of: the chosen one, or as a third prompt and chosen answer, or the
+        target answer.
+        """
+        return 2 if self.settings.get("nll_on_prompt") or self.method.nll_of == "target" else 0
 
     def counts(self, items):
         labels = [i.extra.get("label") for i in items]
@@ -549,10 +559,19 @@ def margin(metrics: dict[str, float]) -> dict[str, float]:
 
 
 class MovingReference:
-    """A reference policy that follows the trained one (``da.reference``: tr_soft, ema, per_interval)."""
+    """A reference policy that follows the trained one (``da.reference``: tr_soft, ema, per_interval; bema: every so many
+    steps it is the bias-corrected moving average of the policy's weights, an adapter counting as merged).
 
-    def __init__(self, config, start: torch.nn.Module, device: str):
+    Args:
+        start: the reference at first.
+        policy: the policy as it starts, for bema where that is another model.
+    """
+
+    def __init__(self, config, start: torch.nn.Module, device: str, policy: torch.nn.Module | None = None):
         self.config, self.device, self.model = config, device, start
+        self.bema = None
+        if config.reference_update == "bema":
+            self.bema = Bema(config.reference_bema, dict((start if policy is None else policy).named_parameters()))
 
     def attach(self, objective: DirectAlignment, items) -> None:
         """Give items (and their mismatched rows) this reference's values."""
@@ -563,12 +582,30 @@ class MovingReference:
     def after_step(self, step: int, policy) -> None:
         """The update after the policy's optimizer step ``step`` (1-based, skipped ones not counted)."""
         config = self.config
+        if config.reference_update == "bema":
+            since = self.bema.steps + 1 - self.bema.config.update_after
+            due = since > 0 and since % config.reference_interval == 0
+            self.bema.after_step(plain_parameters(policy), dict(self.model.named_parameters()) if due else None)
+            return
         if config.reference_update != "ema" and step % config.reference_interval:
             return
         keep = {"ema": config.reference_decay, "tr_soft": 1.0 - config.reference_alpha, "per_interval": 0.0}[
             config.reference_update
         ]
         move_towards(self.model, policy, keep)
+
+    def state(self) -> tuple[dict, dict]:
+        """(JSON state, files)."""
+        if self.bema is None:
+            return {}, {"reference.safetensors": weights_file(self.model)}
+        tensors = {**dict(self.model.named_parameters()), **self.bema.tensors()}
+        return {"averaged_steps": self.bema.steps}, {"reference.safetensors": writer_of(tensors)}
+
+    def restore(self, state: dict, read) -> None:
+        path = read.path("reference.safetensors")
+        load_weights(self.model, path)
+        if self.bema is not None:
+            self.bema.restore(state["averaged_steps"], TensorFiles([path]))
 
 
 class AlignmentRows(ShuffledRows):
@@ -630,8 +667,8 @@ class AlignmentRows(ShuffledRows):
         return {**super().after_step(step, metrics), **self.logged, **margin(metrics)}
 
     def state(self):
-        files = {} if self.moving is None else {"reference.safetensors": weights_file(self.moving.model)}
-        return {"z0": self.objective.z0, "means": self.objective.means, "history": self.history}, files
+        state, files = ({}, {}) if self.moving is None else self.moving.state()
+        return {"z0": self.objective.z0, "means": self.objective.means, "history": self.history, **state}, files
 
     def restore(self, state, read) -> None:
         self.objective.z0, self.objective.means, self.history = (
@@ -640,4 +677,4 @@ class AlignmentRows(ShuffledRows):
             list(state["history"]),
         )
         if self.moving is not None:
-            load_weights(self.moving.model, read.path("reference.safetensors"))
+            self.moving.restore(state, read)

@@ -7,6 +7,7 @@ identical, what has no trained token and what lacks a value that the loss needs 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 
@@ -107,7 +108,8 @@ class Encoder:
     Args:
         method: row of ``stages.algorithms.DIRECT_METHODS``.
         config: ``stages.align.Config``.
-        targets: prompt_id -> messages of the regularisation target (``da.slic``); None: the chosen response.
+        targets: prompt_id -> messages of the regularisation target (``da.slic``) or gold answer (TPO); None: the chosen
+            response, of TPO :func:`gold_answer`.
         rng: ``rng(purpose, *counters)``, counter-based.
     """
 
@@ -201,10 +203,11 @@ class Encoder:
         if self.method.positive_gap and gap <= 0:
             return self._drop("score_gap_not_positive")
         completions = [row["chosen"], row["rejected"], *more]
-        if "target" in self.method.columns and self.targets is not None:
-            if row["prompt_id"] not in self.targets:
+        if self.method.reads_target and (self.targets is not None or self.method.nll_of == "target"):
+            target = gold_answer(row) if self.targets is None else self.targets.get(row["prompt_id"])
+            if target is None:
                 return self._drop("no_target_answer")
-            completions.append(self.targets[row["prompt_id"]])
+            completions.append(target)
         encoded = self._encode(row, completions, "chosen", "rejected")
         if encoded is None:
             return None
@@ -333,6 +336,25 @@ def score_gap(row: dict) -> float | None:
     if row.get("chosen_score") is not None and row.get("rejected_score") is not None:
         return float(row["chosen_score"]) - float(row["rejected_score"])
     return None if row.get("margin") is None else float(row["margin"])
+
+
+def gold_answer(row) -> list[dict] | None:
+    """The gold answer that a pair's row brings along: what the file had in a column `reference` (TRL's TPO), which
+    ingestion keeps in ``extra_json``; a text, or messages (with the prompt before them, or without). None where there is
+    none.
+    """
+    extra = row.get("extra_json")
+    if not extra or '"reference"' not in extra:
+        return None
+    said = json.loads(extra).get("reference")
+    if isinstance(said, str):
+        said = [{"role": "assistant", "content": said}]
+    if not isinstance(said, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in said):
+        return None
+    plain = lambda messages: [(m.get("role"), m["content"]) for m in messages]
+    prompt = row["prompt"]
+    answer = said[len(prompt) :] if plain(said[: len(prompt)]) == plain(prompt) else said
+    return answer if answer and {m.get("role") for m in answer} == {"assistant"} else None
 
 
 def win_probabilities(mode: str, ranks, scores) -> list[float]:

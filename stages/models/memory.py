@@ -247,6 +247,14 @@ class Need:
         )
 
 
+def copies_of(config) -> int:
+    """Copies of the trained weights that a trainer keeps beside them: averages (of ``bema`` with its start and mean) and
+    the best.
+    """
+    averaged = 3 if getattr(config, "bema", None) is not None else bool(getattr(config, "ema_decay", 0))
+    return averaged + bool(getattr(config, "select_by", None))
+
+
 def need(
     roles: Sequence[Role], shapes: Mapping[str, Shape | None], config, devices: int = 1, device: str = "cpu"
 ) -> Need:
@@ -279,11 +287,7 @@ def need(
         trained = 0 if not role.trained else shape.parameters if adapter is None else adapter
         changes = role.moves or role.whole or not lora and (role.trained or role.name == SAMPLING)
         held = FROZEN * shape.parameters if changes else shape.frozen_bytes(frozen_dtype(config))
-        extra = (
-            0
-            if role.whole or not role.trained
-            else trained * 4 * (bool(getattr(config, "ema_decay", 0)) + bool(getattr(config, "select_by", None)))
-        )
+        extra = 0 if role.whole or not role.trained else trained * 4 * copies_of(config)
         size = (
             trained_bytes(config, shape, role, adapter)
             + (held if not role.trained or adapter is not None else 0)
@@ -558,7 +562,7 @@ def refusal(
     ):
         advice.append(f"optimizer=adamw_8bit ({says(fits(optimizer='adamw_8bit'))})")
         advice.append(f"optimizer=adafactor ({says(fits(optimizer='adafactor'))})")
-    for setting, off in (("ema_decay", 0.0), ("select_by", None)):
+    for setting, off in (("ema_decay", 0.0), ("bema", None), ("select_by", None)):
         if getattr(config, setting, None):
             advice.append(f"{setting} left out ({says(fits(**{setting: off}))})")
     for role in roles:

@@ -151,6 +151,7 @@ class Critic:
                 "learning_rate": config.critic_learning_rate,
                 "lora_rank": 0,
                 "ema_decay": 0.0,
+                "bema": None,
                 "select_by": None,
                 "optimizer": "adamw",
                 "router_aux_loss_coef": 0.0,

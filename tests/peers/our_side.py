@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 
 from stages.running import randomness
 from storage.datasets import open_dataset
@@ -51,6 +52,8 @@ def steps_of(
         found = trainer.step(part)
         after(step + 1)
         run.step(found["loss"], found["grad_norm"], found["learning_rate"], model)
+        if trainer.averages:  # what would be published
+            run.weights[-1] = torch.cat([w.detach().clone().flatten() for _, w in sorted(trainer.averages.items())])
     return run
 
 
@@ -93,7 +96,7 @@ def align(path, reference, rows, folder, ingest=None, rotate: bool = False, **se
     items = Encoder(renderer_for(path), objective.reads, config, rng)(data, "train")
     moving = None
     if config.reference_update != "frozen":
-        moving = MovingReference(config, freeze(policy_of(reference)), "cpu")
+        moving = MovingReference(config, freeze(policy_of(reference)), "cpu", policy_of(path))
     if rotate:
         rotated(items)
     policy = policy_of(path)
@@ -271,7 +274,14 @@ def on_policy(path, reference, prompts, folder, change=None, **settings) -> tupl
         given,
         reference=freeze(policy_of(reference)) if row.needs_reference else None,
     )
-    seen, fill = [], source.groups.fill
+    seen, fill, behind = [], source.groups.fill, {}
+    measured = source.crediting.baseline_of
+
+    def baseline_of(group):
+        behind[tuple(group[0].prompt_ids)] = [s.total for s in group]
+        return measured(group)
+
+    source.crediting.baseline_of = baseline_of
     # else the trainer computes old log-probs itself, of what became of the samples
     source.policy.exact_logps = source.policy.exact_logps and change is None
 
@@ -286,6 +296,7 @@ def on_policy(path, reference, prompts, folder, change=None, **settings) -> tupl
                 "completion_ids": [list(s.ids) for s in samples],
                 "logprobs": [list(s.logps) for s in samples],
                 "cut": [not s.terminated for s in samples],
+                "behind": [behind.get(tuple(s.prompt_ids)) for s in samples],
                 "greedy": None if groups[0].greedy_sample is None else [g.greedy_sample.total for g in groups],
                 "rewards": [
                     (

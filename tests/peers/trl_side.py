@@ -81,9 +81,10 @@ def in_order(kind):
     return InOrder
 
 
-def train(trainer, by_step: bool = False) -> Run:
+def train(trainer, by_step: bool = False, published=None) -> Run:
     """Run a constructed trainer and take down its steps; the loss is the sum over its micro-batches, as it goes into
-    the backward. ``by_step``: the trainer has no compute_loss.
+    the backward. ``by_step``: the trainer has no compute_loss. ``published``: gives the model whose weights are taken
+    down, where that is not the trained one.
     """
     from transformers import TrainerCallback
     from transformers.trainer_callback import PrinterCallback
@@ -114,7 +115,9 @@ def train(trainer, by_step: bool = False) -> Run:
             run.norms.append(seen.norm)
             run.rates.append(seen.rate)
             run.gradients.append(seen.gradients)
-            run.weights.append(flat(trainer.accelerator.unwrap_model(trainer.model)))
+            run.weights.append(
+                flat(trainer.accelerator.unwrap_model(trainer.model) if published is None else published())
+            )
             seen.loss = 0.0
 
     whole = trainer.training_step
@@ -178,6 +181,105 @@ def sft(path, rows, folder, **settings) -> Run:
             model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)
         )
     )
+
+
+def averaged_sft(path, rows, folder, **constants) -> Run:
+    """SFT with BEMACallback; the weights are those that it saves. Its copy of the model is made as float32."""
+    from trl import BEMACallback, SFTConfig, SFTTrainer
+
+    average = BEMACallback(**constants)
+    config = SFTConfig(**arguments(folder, max_length=256, shuffle_dataset=False, assistant_only_loss=True))
+    return train(
+        in_order(SFTTrainer)(
+            model_of(path),
+            args=config,
+            train_dataset=dataset_of(rows),
+            processing_class=tokenizer_of(path),
+            callbacks=[average],
+        ),
+        published=lambda: average.running_model,
+    )
+
+
+def averaged_reference(path, reference, rows, folder, **constants) -> Run:
+    """DPO whose reference becomes what the callback of ``trl.experimental.bema_for_ref_model`` averages."""
+    from trl import DPOConfig
+    from trl.experimental.bema_for_ref_model import BEMACallback, DPOTrainer
+
+    return train(
+        in_order(DPOTrainer)(
+            model_of(path),
+            ref_model=model_of(reference),
+            args=DPOConfig(**arguments(folder, max_length=256)),
+            train_dataset=dataset_of(rows),
+            processing_class=tokenizer_of(path),
+            callbacks=[BEMACallback(**constants)],
+        )
+    )
+
+
+def tpo(path, rows, folder, **settings) -> Run:
+    from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+    config = TPOConfig(**arguments(folder, **{"max_length": 256, **settings}))
+    return train(
+        in_order(TPOTrainer)(
+            model_of(path), args=config, train_dataset=dataset_of(rows), processing_class=tokenizer_of(path)
+        )
+    )
+
+
+def a2po(path, reference, iterations, folder, limit: int, **settings) -> Run:
+    """A*-PO on given completions, one of each prompt, and given rewards behind V*, which the trainer computes itself.
+
+    Args:
+        iterations: as for :func:`on_policy`, with ``behind``: the rewards of the reference's completions of the prompt.
+    """
+    from trl.experimental.a2po import A2POConfig, A2POTrainer
+
+    rows = [
+        {
+            "prompt": f"prompt {'-'.join(map(str, given['prompt_ids'][i]))}",
+            **{name: given[name][i] for name in ("prompt_ids", "completion_ids", "rewards", "behind")},
+        }
+        for given in iterations
+        for i in range(len(given["prompt_ids"]))
+    ]
+    trainer = in_order(A2POTrainer)(
+        model_of(path),
+        reward_funcs=lambda prompts, completions, behind, **columns: [
+            value for k in range(0, len(behind), len(behind[0])) for value in behind[k]
+        ],
+        args=A2POConfig(**arguments(folder, **{"max_completion_length": limit, "max_prompt_length": None, **settings})),
+        train_dataset=dataset_of(rows),
+        processing_class=tokenizer_of(path),
+    )
+    trainer.ref_model.get_input_embeddings().padding_idx = None
+    trainer.ref_model.load_state_dict(model_of(reference).state_dict())
+    samples = settings["num_value_samples"]
+    trainer.ref_model.generate = lambda input_ids, **more: torch.cat(
+        [input_ids, torch.full((len(input_ids), 1), 5)], 1
+    ).repeat_interleave(samples, 0)
+
+    def given(inputs):
+        before, after = ([row[name] for row in inputs] for name in ("prompt_ids", "completion_ids"))
+        wide, long = max(map(len, before)), max(map(len, after))
+        ids = [[3] * (wide - len(a)) + a + b + [3] * (long - len(b)) for a, b in zip(before, after)]
+        mask = [[0] * (wide - len(a)) + [1] * (len(a) + len(b)) + [0] * (long - len(b)) for a, b in zip(before, after)]
+        ids, mask = torch.tensor(ids), torch.tensor(mask)
+        with torch.no_grad():
+            ref_logps = trainer._get_sequence_logps(trainer.ref_model, ids, mask, long)
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "logits_to_keep": long,
+            "ref_logps": ref_logps,
+            "rewards": torch.tensor([row["rewards"] for row in inputs], dtype=torch.float64),
+            "v_star": torch.tensor([trainer._optimal_values[row["prompt"]] for row in inputs], dtype=torch.float64),
+        }
+
+    trainer._prepare_inputs = given
+    return train(trainer)
 
 
 def dpo(path, reference, rows, folder, **settings) -> Run:

@@ -157,7 +157,7 @@ SETUPS = {
 #: its own (tests/training/test_grape.py, test_resume.py, test_rl_parts.py).
 FIXED = {
     *"""preset engine engine_url engine_model engine_api engine_key_variable engine_timeout_s engine_concurrency engine_options engine_sleep engine_max_mismatch allow_reencoded_ids sampling_dtype
-    generation_batch forward sharding activation_checkpointing frozen_dtype save_dtype compute_dtype device_memory_gib memory_check router_aux_loss_coef select_by early_stopping_patience optimizer momentum
+    generation_batch forward sharding activation_checkpointing frozen_dtype save_dtype compute_dtype device_memory_gib memory_check router_aux_loss_coef bema select_by early_stopping_patience optimizer momentum
     adam_beta1 adam_beta2 adam_epsilon lr_schedule warmup_ratio warmup_steps decay_ratio decay_type lr_power lr_cycles min_lr_ratio learning_rate critic_learning_rate max_steps max_nonfinite_steps packing
     lora_alpha lora_rslora lora_dora lora_dropout lora_targets lora_exclude lora_modules_to_save chat_template chat_template_digest chat_template_kwargs prompt_template split max_prompts max_prompt_length
     stop_on eval_every eval_prompts log_entropy environment_options environment_digest environment_timeout_s environment_memory_mib environment_network environment_workers max_turns max_turn_length

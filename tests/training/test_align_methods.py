@@ -2,6 +2,7 @@
 computation.
 """
 
+import json
 import math
 from dataclasses import replace
 
@@ -47,6 +48,7 @@ def preferences(tmp_path_factory):
                 "chosen_score": 2.5 + 0.25 * i,
                 "rejected_score": 0.5,
                 "label_prob": 0.9 - 0.05 * i,
+                "extra_json": json.dumps({"reference": "gold " * (1 + i % 4) + str(i)}),
                 "weight": 1.0 + i % 2,
             },
         ),
@@ -314,6 +316,16 @@ def nll(r):
     return -r["S"][0] / r["n"][0]
 
 
+def with_gold(f):
+    """The pairs' mean, and of the third responses' tokens, by the weights of their rows."""
+
+    def loss(rows):
+        tokens = sum(r["weight"] * r["n"][2] for r in rows)
+        return free(f)(rows) - sum(r["weight"] * r["S"][2] for r in rows) / tokens
+
+    return loss
+
+
 FORMULAS = {
     "dpo": pairwise(lambda r, w, l: L(0.1 * (w - l))),
     "cdpo": pairwise(lambda r, w, l: 0.9 * L(0.1 * (w - l)) + 0.1 * L(-0.1 * (w - l))),
@@ -365,6 +377,8 @@ FORMULAS = {
         )
     ),
     "cpo": free(lambda r, w, l: L(0.1 * (w - l)) - w),
+    "tpo": with_gold(lambda r, w, l: L(0.01 * (w - l))),
+    "tpo_l": with_gold(lambda r, w, l: L(2.0 * (M(r)[0] - M(r)[1]) - 0.5)),
     "orpo": free(lambda r, w, l: 0.1 * L(log_odds_ratio(r)) + nll(r)),
     "slic": free(lambda r, w, l: (1.0 - w + l).clamp(min=0) - 0.1 * w),
 }

@@ -947,6 +947,129 @@ def test_reference_updates(tiny, tmp_path):
         assert torch.equal(next(twin.model.parameters()), next(moving.model.parameters()))
 
 
+def test_a_reference_is_the_bias_corrected_average_of_the_policy(tiny, tmp_path):
+    """Every two steps behind a burn-in of one, from where the policy started and not from where the reference did; the
+    same from a checkpoint.
+    """
+    from stages.direct.direct_alignment import MovingReference
+    from stages.models.modeling import freeze, load_policy
+
+    config = Config(
+        reference_update="bema",
+        reference_bema={"update_freq": 1, "update_after": 1, "lag": 3.0, "bias_power": 0.5},
+        reference_interval=2,
+    )
+    made = lambda: MovingReference(
+        config, freeze(load_policy(tiny["other"])), "cpu", freeze(load_policy(tiny["policy"]))
+    )
+    moving, policy = made(), load_policy(tiny["policy"])
+    name, parameter = next(iter(policy.named_parameters()))
+    of = lambda reference: dict(reference.model.named_parameters())[name].detach().double()
+    given, seen, mean = of(moving), [parameter.detach().double()], None
+    expected = given
+    for step in range(1, 8):
+        with torch.no_grad():
+            parameter.add_(0.1 * torch.sin(step + parameter))
+        moving.after_step(step, policy)
+        seen.append(parameter.detach().double())
+        if step == 1:
+            mean = seen[1]
+        else:
+            beta = (3.0 + step) ** -0.5
+            mean = (1 - beta) * mean + beta * seen[step]
+            if step % 2:
+                expected = mean + (3.0 + step) ** -0.5 * (seen[step] - seen[1])
+        assert torch.allclose(of(moving), expected, rtol=0, atol=1e-6), step
+        if step == 4:
+            state, files = moving.state()
+            for file, write in files.items():
+                write(tmp_path / file)
+            moving = made()
+            moving.restore(state, SimpleNamespace(path=lambda file: tmp_path / file))
+    assert not torch.allclose(expected, given, atol=1e-2)
+
+
+def test_an_averaged_reference_moves_with_its_average():
+    assert Config(reference_update="bema", reference_bema={"update_freq": 7}).reference_interval == 7
+    again = Config(**Config(reference_update="bema", reference_bema={"update_freq": 7}).resolved())
+    assert again.reference_interval == 7 and again.reference_bema.update_freq == 7
+    with pytest.raises(ValueError, match="write reference_interval=14, or reference_bema='{update_freq: 10}'"):
+        Config(reference_update="bema", reference_bema={"update_freq": 7}, reference_interval=10)
+
+
+GOLD = {
+    "a text": ("the gold", "the gold"),
+    "messages": ([{"role": "assistant", "content": "the gold"}], "the gold"),
+    "with the prompt": ([*user("hi"), {"role": "assistant", "content": "the gold"}], "the gold"),
+    "a question more": ([*user("other"), {"role": "assistant", "content": "the gold"}], None),
+    "nothing said": ([], None),
+    "the prompt alone": (user("hi"), None),
+    "a number": (3, None),
+    "no text": ([{"role": "assistant", "content": None}], None),
+}
+
+
+@pytest.mark.parametrize("said, wanted", GOLD.values(), ids=GOLD)
+def test_a_gold_answer_comes_with_its_row(said, wanted):
+    from stages.direct.preference_items import gold_answer
+
+    found = gold_answer({"prompt": user("hi"), "extra_json": json.dumps({"reference": said})})
+    assert found == (None if wanted is None else [{"role": "assistant", "content": wanted}])
+    assert gold_answer({"prompt": user("hi"), "extra_json": None}) is None
+
+
+def test_tpo_learns_from_the_gold_answers_of_its_rows_or_of_the_input_targets(tiny, spec, tmp_path):
+    """From a file as TRL's TPOTrainer takes it; the same answers as an input give the same numbers, others other ones,
+    and rows without one are left out.
+    """
+    gold = lambda i: assistant("gold " * (1 + i % 3) + str(i))
+    rows = [
+        {
+            "prompt": user(f"number {i}"),
+            "chosen": assistant("yes " * (1 + i % 3)),
+            "rejected": assistant("no " * (1 + i % 2) + str(i)),
+            "split": "validation" if i % 4 == 3 else "train",
+        }
+        for i in range(12)
+    ]
+
+    def ingested(name, rows):
+        from tests.data.driver import ingest, write_lines
+
+        found = ingest(write_lines(tmp_path / f"{name}.jsonl", rows), tmp_path / name)
+        assert found.counts["rows_kept"] == len(rows), found.refused
+        return str(tmp_path / name / "out" / "data")
+
+    def run(name, data, targets=None):
+        config = {"method": "tpo", "max_steps": 2, "batch_size": 4, "max_length": 96, "learning_rate": 1e-3}
+        made = spec("align", config, {"model": tiny["policy"], "data": data}, name)
+        if targets is not None:
+            made["inputs"] |= {"targets": {"kind": "dataset", "path": targets, "ref": "t", "digest": "t"}}
+        return execute(made, silent)["summary"]
+
+    with_gold = ingested("gold", [{**row, "reference": gold(i)} for i, row in enumerate(rows)])
+    plain, some = (
+        ingested("plain", rows),
+        ingested("half", [{**row, **({"reference": gold(i)} if i % 2 else {})} for i, row in enumerate(rows)]),
+    )
+    answers = lambda shift: written(
+        str(tmp_path / f"answers{shift}"),
+        "t",
+        "demonstrations/1",
+        [{"messages": row["prompt"] + gold(i + shift), "train_turns": [1]} for i, row in enumerate(rows)],
+    )
+    own = run("own", with_gold)
+    assert run("given", plain, answers(0))["validation/loss"] == own["validation/loss"]
+    assert run("others", with_gold, answers(1))["validation/loss"] != own["validation/loss"]
+    assert run("some", some)["pairs"] == 3
+    with pytest.raises(ConfigError, match="no target answer: give the input targets=DEMONSTRATIONS"):
+        run("none", plain)
+    with pytest.raises(ValueError, match="write nll_coef=1, or method=reference_free"):
+        DirectAlignment(Config(method="tpo", nll_coef=0.0))
+    with pytest.raises(ValueError, match="write nll_coef=1, or method=simpo"):
+        DirectAlignment(Config(method="tpo_l", nll_coef=0.0))
+
+
 @pytest.mark.parametrize("mode", ["ema", "tr_soft", "per_interval"])
 def test_a_skipped_step_does_not_move_the_reference_and_is_not_counted(tiny, mode):
     """Of three steps the first is skipped: an interval of two ends with the third."""
@@ -993,6 +1116,14 @@ STATEFUL = {
     "bco": {"method": "bco", "options": {"momentum": 0.5}},
     "kto_heldout": {"method": "kto", "z_ref_mode": "heldout", "eval_every": 2},
     "tr_dpo": {"method": "dpo", "reference_update": "tr_soft", "reference_interval": 3},
+    "bema": {
+        "method": "dpo",
+        "reference_update": "bema",
+        "reference_bema": {"update_freq": 1, "update_after": 1},
+        "reference_interval": 2,
+        "bema": {"update_freq": 3, "lag": 2.0},
+        "lora_rank": 3,
+    },
 }
 
 
@@ -1035,6 +1166,7 @@ def test_an_interrupted_run_with_a_state_of_its_own_ends_with_the_same_bytes(tin
         ({"method": "kto", "logp_reduction": "mean"}, {}, "logp_reduction"),
         ({"method": "orpo"}, {"reference": "policy"}, "reference input"),
         ({"reference_interval": 3}, {}, "reference_update=tr_soft"),
+        ({"reference_bema": {"update_freq": 3}}, {}, "write reference_update=bema"),
         ({"reference_update": "ema", "reference_alpha": 0.5}, {}, "tr_soft"),
         ({"win_probability": "scores"}, {}, "method=sppo"),
         ({"corruption_share": 0.25}, {}, "method=mdpo"),

@@ -126,6 +126,23 @@ CASES = {  # name: (stage, settings, rows)
         {**ROWS, **FULL, "batch_size": 21, "publish_epochs": True, "ema_decay": 0.5},
         "demonstrations",
     ),
+    "sft, corrected averages, LoRA, sharded": (
+        "sft",
+        {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "bema": {"update_freq": 1, "update_after": 1}},
+        "demonstrations",
+    ),
+    "align, corrected averages and a reference of them, sharded": (
+        "align",
+        {
+            **ROWS,
+            **FULL,
+            "bema": {"update_freq": 2},
+            "reference_update": "bema",
+            "reference_bema": {"update_freq": 1},
+            "reference_interval": 2,
+        },
+        "pairs",
+    ),
     "align, pairs matched over the step and weighed in parts, sharded": (
         "align",
         {**ROWS, **FULL, "method": "aot_paired", "ld_alpha": 0.5},

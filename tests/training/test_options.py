@@ -4,6 +4,7 @@ computes the layers.
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -183,6 +184,121 @@ def test_averaged_weights_are_the_published_ones(tiny):
     trainer.settle()
     assert all(torch.allclose(expected[n], p, atol=1e-6) for n, p in trainer.parameters.items())
     assert trainer.evaluate(items)["loss"] == inside
+
+
+BEMA = {
+    "every step": {"update_freq": 1, "lag": 2.0},
+    "now and then, after a burn-in": {"update_freq": 2, "update_after": 1, "ema_power": 0.7, "multiplier": 0.5},
+    "all of the way": {"update_freq": 1, "bias_power": 0.0},
+    "no mean": {"update_freq": 1, "ema_power": 0.0, "bias_power": 0.3},
+    "a plain average": {"update_freq": 1, "bias_power": 40.0, "min_ema_multiplier": 0.4},
+}
+
+
+@pytest.mark.parametrize("constants", BEMA.values(), ids=BEMA)
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_bema_is_that_of_its_formulas(tiny, constants, dtype):
+    """Block & Zhang 2025 in float64 from the weights of every step; products in bfloat16 change the weights, not what
+    is made of them. A step that trains nothing or is skipped is no step of the average.
+    """
+    items = text_items(np.random.default_rng(0))
+    config = OptimizerConfig(learning_rate=1e-2, bema=constants, compute_dtype=dtype)
+    trainer = Trainer(load_policy(tiny["policy"]), NextToken("token-mean"), config, 6)
+    seen = [{n: p.detach().double() for n, p in trainer.parameters.items()}]
+    for step in range(6):
+        trainer.step([replace(i, extra={**i.extra, "skip_forward": step == 2}) for i in items])
+        if step != 2:
+            seen.append({n: p.detach().double() for n, p in trainer.parameters.items()})
+    tau, phi = constants.get("update_after", 0), constants["update_freq"]
+    lag, gamma = constants.get("lag", 10.0), constants.get("multiplier", 1.0)
+    start = mean = average = seen[tau]
+    for t in range(tau + phi, len(seen), phi):
+        age = lag + gamma * t
+        beta = max(age ** -constants.get("ema_power", 0.5), constants.get("min_ema_multiplier", 0.0))
+        alpha = age ** -constants.get("bias_power", 0.2)
+        mean = {n: (1 - beta) * mean[n] + beta * seen[t][n] for n in mean}
+        average = {n: mean[n] + alpha * (seen[t][n] - start[n]) for n in mean}
+    if constants.get("bias_power") == 40.0:
+        assert all(torch.allclose(average[n], mean[n], atol=1e-9) for n in mean)
+    assert all(w.dtype == torch.float32 for w in trainer.averages.values())
+    assert all(torch.allclose(trainer.averages[n].double(), w, rtol=0, atol=1e-6) for n, w in average.items())
+    assert max(float((average[n] - seen[-1][n]).abs().max()) for n in mean) > 1e-3
+    trainer.settle()
+    assert all(torch.equal(p, trainer.averages[n]) for n, p in trainer.parameters.items())
+
+
+SHORT = {"max_steps": 3, "batch_size": 6, "learning_rate": 1e-3, "max_length": 96}
+STAGES = {
+    "sft": (SHORT, "demonstrations"),
+    "reward_model": (SHORT, "pairs"),
+    "align": (SHORT, "pairs"),
+    "distill": ({**SHORT, "method": "context", "context": "be brief"}, "demonstrations"),
+    "rl": (
+        {
+            "max_steps": 3,
+            "learning_rate": 1e-3,
+            "preset": "ppo",
+            "prompts_per_step": 4,
+            "num_generations": 2,
+            "max_completion_length": 8,
+            "reward_override": "random",
+        },
+        "prompts",
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_publishes_what_bema_makes_of_its_weights(tiny, data, spec, stage):
+    """With both powers 0 that is the weights and all of the way that they have come once more."""
+    from safetensors.torch import load_file
+
+    config, rows = STAGES[stage]
+    inputs = {"model": tiny["reward" if stage == "reward_model" else "policy"], "data": data[rows]}
+    if stage == "reward_model":
+        config = {**config, "init_head": "keep"}
+    if stage == "rl":
+        config = {**config, "rewards": [{"name": "length", "kind": "length"}]}
+    found = [
+        load_file(
+            str(
+                Path(
+                    execute(spec(stage, {**config, **more}, inputs, name), silent)["outputs"]["model"]["path"],
+                    "model.safetensors",
+                )
+            )
+        )
+        for name, more in (
+            ("plain", {}),
+            ("ahead", {"bema": {"update_freq": 1, "ema_power": 0.0, "bias_power": 0.0}}),
+        )
+    ]
+    start = load_file(str(Path(inputs["model"], "model.safetensors")))
+    assert found[0].keys() == found[1].keys() == start.keys()
+    assert all(torch.allclose(found[1][n], 2 * w - start[n], rtol=0, atol=1e-6) for n, w in found[0].items())
+    assert max(float((w - start[n]).abs().max()) for n, w in found[0].items()) > 1e-4
+
+
+def test_bema_of_a_burn_in_is_the_weights_as_they_are(tiny):
+    items = text_items(np.random.default_rng(0))
+    config = OptimizerConfig(learning_rate=1e-2, bema={"update_freq": 2, "update_after": 2})
+    trainer = Trainer(load_policy(tiny["policy"]), NextToken("token-mean"), config, 4)
+    for step in range(1, 4):
+        trainer.step(items)
+        same = [torch.equal(p, trainer.averages[n]) for n, p in trainer.parameters.items()]
+        assert all(same) if step <= 2 else not any(same)
+
+
+def test_an_average_that_never_moves_or_has_no_age_or_is_one_of_two_is_refused(tiny):
+    model = load_policy(tiny["policy"])
+    for constants, steps in (({}, 399), ({"update_freq": 2, "update_after": 9}, 10)):
+        with pytest.raises(TrainingError, match="would not be trained; write for example bema='{update_freq: "):
+            Trainer(model, NextToken("token-mean"), OptimizerConfig(bema=constants), steps)
+    Trainer(model, NextToken("token-mean"), OptimizerConfig(bema={"update_freq": 2, "update_after": 8}), 10)
+    with pytest.raises(ValueError, match="write lag=10"):
+        OptimizerConfig(bema={"lag": 0, "multiplier": 0.1, "update_freq": 5})
+    with pytest.raises(ValueError, match="write ema_decay=0, or leave bema out"):
+        OptimizerConfig(bema={}, ema_decay=0.9)
 
 
 def test_the_best_validation_pass_is_published_and_training_stops(tiny, data, spec):

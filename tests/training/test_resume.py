@@ -69,6 +69,16 @@ STAGES = {
         {"learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96},
         ("model", "pairs"),
     ),
+    "reward_model, averaged": (
+        {
+            "learning_rate": 1e-3,
+            "batch_size": 6,
+            "num_train_epochs": 2,
+            "max_length": 96,
+            "bema": {"update_freq": 2, "update_after": 1, "lag": 2.0},
+        },
+        ("model", "pairs"),
+    ),
     "align": ({"learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96}, ("model", "pairs")),
     "align/bco": (
         {

@@ -413,6 +413,7 @@ SHARED_ALWAYS = {
     "activation_checkpointing",
     "lora_rank",
     "ema_decay",
+    "bema",
     "select_by",
     "save_dtype",
     "device_memory_gib",

@@ -175,6 +175,18 @@ def test_a_run_is_that_of_plain_transformers(stage, world, tmp_path):
 REPLAYED = [
     ("align", {"method": "kto", "z_ref_mode": "heldout", "eval_every": 1, "options": {"desirable_weight": 1.4}}),
     ("align", {"method": "kto", "reference_update": "tr_soft", "reference_interval": 2, "lora_rank": 3}),
+    (
+        "align",
+        {
+            "reference_update": "bema",
+            "reference_bema": {"update_freq": 1, "lag": 3.0, "bias_power": 0.5},
+            "reference_interval": 2,
+            "given": "reference",
+            "lora_rank": 3,
+        },
+    ),
+    ("align", {"method": "tpo", "max_length": 72, "eval_every": 2}),
+    ("align", {"method": "tpo_l", "options": {"label_smoothing": 0.2}}),
     ("align", {"method": "bco", "options": {"momentum": 0.5}, "given": "reference"}),
     ("align", {"method": "aql", "max_length": 72}),
     ("align", {"method": "aot_paired", "given": "reference"}),
@@ -187,6 +199,7 @@ REPLAYED = [
     ("align", {"method": "rrhf", "options": {"average": True}}),
     ("align", {"method": "orpo", "options": {"nll_on_prompt": True}}),
     ("align", {"method": "wpo", "options": {"aligned": True}}),
+    ("sft", {"bema": {"update_freq": 2, "update_after": 1, "lag": 2.0}, "lora_rank": 3, "eval_every": 1}),
     ("sft", {"neftune_noise_alpha": 5.0, "model": "gemma2"}),
     ("sft", {"curriculum": "length", "max_steps": None}),
     ("sft", {"data": "text/1", "train_on": "full", "max_length": 72}),
