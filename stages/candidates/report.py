@@ -73,7 +73,8 @@ def report(stage, rows, scored, matrix, correct, chosen, duplicates: int) -> Non
     summary = component_means(rows, valid, is_picked) | summary
     hinted = np.array([rationalised_row(r) for r in rows], bool)
     if any(r["correct"] is not None for r in rows):
-        # no verdict is no wrong answer
+        # no verdict is no wrong answer. As in `evaluate`, an answer that was cut has the verdict of what there is of it
+        # (reward.truncation: score, the verifiers' default), though no selector takes it
         right = [r["correct"] for r, taken in zip(rows, is_picked) if taken and r["correct"] is not None]
         summary |= {
             "correct/mean": float(
@@ -84,6 +85,8 @@ def report(stage, rows, scored, matrix, correct, chosen, duplicates: int) -> Non
             ),
             "correct/selected": float(np.mean(right)) if right else None,
         }
+        if cut := sum(bool(r["correct"]) for r in rows if r["drop_reason"] == "truncated"):
+            summary["truncated/correct"] = cut
     if hinted.any():  # per prompt, what training can take from it (rs.star)
         first, second = ({r["prompt_idx"]: False for r in rows if r["correct"] is not None} for _ in range(2))
         for row, with_hint in zip(rows, hinted):
