@@ -66,6 +66,8 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
         if reason := other_protocol(label, one, two):
             refused.append(reason)
             continue
+        if told := given_answers(one, two):
+            more["notes"].append(f"{label}: {told}")
         rubrics = (
             len(
                 {
@@ -149,7 +151,7 @@ def scored_apart(one: dict[str, Any], two: dict[str, Any]) -> dict[str, list[str
                 **{name: record["config"].get(name) for name in ("mt_bench", "refusal_judge")},
                 **({"prompts": 1} if "prompts" in record["inputs"] else {}),
             },
-            "model": record["inputs"]["model"]["digest"],
+            "model": (record["inputs"].get("model") or {}).get("digest"),
             "scorers": {name: given["digest"] for name, given in record["inputs"].items()},
         }
         for side, record in (("a", one), ("b", two))
@@ -322,6 +324,8 @@ def other_protocol(label: str, one: dict[str, Any], two: dict[str, Any]) -> str:
     hashes = [record["metrics"].get("protocol_hash") or record["metrics"].get("protocol") for record in (one, two)]
     if hashes[0] == hashes[1]:
         return ""
+    if given_answers(one, two) and not apart(one, two):
+        return ""
     what, commits = differences(one.get("config") or {}, two.get("config") or {}), [one.get("git"), two.get("git")]
     if commits[0] != commits[1]:
         what.append(f"code: {' -> '.join((commit or 'unknown')[:12] for commit in commits)}")
@@ -330,6 +334,35 @@ def other_protocol(label: str, one: dict[str, Any], two: dict[str, Any]) -> str:
         f"cannot be compared. They differ in: {'; '.join(what) or 'their held-out data'}. Evaluate both models with the"
         " same settings and prompts, in one version of the code."
     )
+
+
+def given_answers(one: dict[str, Any], two: dict[str, Any]) -> str:
+    """What must be known of a comparison with answers that were given; empty where two models answered."""
+    from stages.evaluation.protocol import told_of_given
+
+    if one["stage"] != "evaluate" or not any("answers" in (record.get("inputs") or {}) for record in (one, two)):
+        return ""
+    return told_of_given(protocols_of(one, two))
+
+
+def apart(one: dict[str, Any], two: dict[str, Any]) -> dict[str, tuple]:
+    """What was asked and graded otherwise in two evaluations, of which one at least is of given answers."""
+    from stages.evaluation.protocol import comparable, differences as differing
+
+    return differing(*comparable(protocols_of(one, two)).values())
+
+
+def protocols_of(one: dict[str, Any], two: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The protocols of two evaluations; empty ones where their samples are gone."""
+    from storage.datasets import DatasetError, open_dataset
+
+    found = {}
+    for which, record in (("a", one), ("b", two)):
+        try:
+            found[which] = open_dataset(record["outputs"]["samples"]["path"]).manifest["meta"]["protocol"]
+        except (DatasetError, KeyError):
+            found[which] = {}
+    return found
 
 
 ABSENT = "(not there)"

@@ -7,6 +7,7 @@ from typing import Any
 from flows.config import ConfigError
 from flows.recipe import Outputs, Run
 from stages.compare import Config as CompareConfig
+from stages.evaluate import Config as EvaluateConfig
 from stages.running.http_json import SERVER_SETTINGS
 
 #: Shares of files that have no splits; a prompt is in the same split of all of them. Datasets with held-out rows, the
@@ -178,6 +179,37 @@ def evaluate_all(
     )
     found.best = compared.metrics.get("best") or list(found)[-1]  # nothing to choose by: the last, most trained one
     return found
+
+
+def beside_given(
+    run: Run, answers: dict[str, str], evaluations: Evaluations, config: Any, **inputs: str | None
+) -> list[dict[str, Any]]:
+    """Grade what others answered to the prompts that models were evaluated on (steps evaluate_given_NAME), and set it
+    beside the best model (step compare_given); one row per set of answers, none where there are none.
+    """
+    if not answers:
+        return []
+    if taken := [name for name in answers if name in evaluations or "/" in name]:
+        raise ConfigError(
+            f"data.answers: {taken[0]!r} is the name of a model of this run, or has a slash; call the answers otherwise"
+        )
+    grading = {name: getattr(config, name) for name in ("split", "limit", "rewards", "refusal_judge", "chunk")}
+    graders = EvaluateConfig(**grading, multiple_choice=["generation"])
+    outputs = run.together(
+        [
+            lambda name=name, ref=ref: run("evaluate", f"evaluate_given_{name}", answers=ref, config=graders, **inputs)
+            for name, ref in answers.items()
+        ]
+    )
+    given = Evaluations(zip(answers, outputs))
+    every = Evaluations({evaluations.best: evaluations[evaluations.best], **given})
+    run(
+        "compare",
+        "compare_given",
+        evaluations={name: outputs["samples"] for name, outputs in every.items()},
+        config=CompareConfig(metric=shared_metric(every), order=list(every)),
+    )
+    return given.table()
 
 
 def contamination(run: Run, models: dict[str, str], evaluations: Evaluations, prompts: str, config: Any) -> Outputs:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from flows.recipe import RecipeConfig, Run, recipe
 from flows.start import RewardSources, reward_inputs
-from flows.steps import ALL_TEST, Source, contamination, evaluate_all, ingest, promote
+from flows.steps import ALL_TEST, Source, beside_given, contamination, evaluate_all, ingest, promote
 from stages.contamination import Config as ContaminationConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
@@ -30,6 +30,13 @@ class Data(StageConfig):
     )
     test: Optional[str] = Field(
         None, title="Test", description="Problems with answers to judge on; empty: the test split of the prompts."
+    )
+    answers: dict[str, str] = Field(
+        {},
+        description=(
+            "What others answered to the problems that are judged on, {NAME: file of answers} (stage evaluate): graded"
+            " likewise, and set beside the best model."
+        ),
     )
 
 
@@ -83,13 +90,14 @@ def verifiable(run: Run, config: Config) -> dict:
     models = {"start": config.model, "sft": instructed, "rl": reinforced}
     held_out = {"prompts": test, **reward_inputs(source, config, config.evaluate.rewards, instructed)}
     evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, **held_out)
+    others = beside_given(run, config.data.answers, evaluations, config.evaluate, **held_out)
     clean = contamination(run, models, evaluations, test, config)
     decision = promote(
         run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, **held_out
     )
     return {
         "models": models,
-        "scores": evaluations.table(),
+        "scores": evaluations.table() + others,
         "best": evaluations.best,
         "contamination": clean["scores"],
         "decision": decision,

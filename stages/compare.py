@@ -93,6 +93,7 @@ COLUMNS = (
     "reward",
     "kl_reference",
     "length_mean",
+    "length_characters",
     "truncation_rate",
 )
 
@@ -194,7 +195,14 @@ class Part:
 
     def __init__(self, stage, benchmark: str, inputs: dict[str, str]):
         from stages.evaluation import scores
-        from stages.evaluation.protocol import differing_inputs, protocol_hash, require_same, require_same_scorers
+        from stages.evaluation.protocol import (
+            comparable,
+            differing_inputs,
+            protocol_hash,
+            require_same,
+            require_same_scorers,
+            told_of_given,
+        )
         from stages.evaluation.scores import lower_is_better
         from stages.spec import ConfigError
 
@@ -216,6 +224,9 @@ class Part:
             }
             for name in inputs
         }
+        if told := told_of_given(protocols):
+            stage.warn("answers_given", told)
+        protocols = comparable(protocols)
         require_same(protocols)
         self.protocol_hash = protocol_hash(protocols[self.names[0]])
         for metric in (config.metric, config.select_by):
@@ -223,6 +234,8 @@ class Part:
         self.records = {name: scores.records_of(stage.dataset(inputs[name]).iter_rows()) for name in inputs}
         self.metrics = {name: scores.all_metrics(records) for name, records in self.records.items()}
         self.records = {name: scores.originals(records) for name, records in self.records.items()}
+        if told:  # the tokens of given answers are not known
+            self.metrics = {name: m | scores.in_characters(self.records[name]) for name, m in self.metrics.items()}
         self.comparable = lambda metric: not differing_inputs(metric, self.metas)
         self.columns = [
             column for column in COLUMNS if self.comparable(column) and all(column in m for m in self.metrics.values())
@@ -450,6 +463,7 @@ def write(stage, parts: list[Part], taxes: dict[str, dict]) -> None:
     """``eval_scores/1`` rows: NAME/METRIC, NAME/METRIC/gain over the model before, and NAME/METRIC/tax against the
     first.
     """
+    from stages.evaluation.protocol import judged
     from stages.evaluation.scores import known, score_row
 
     rows = []
@@ -488,8 +502,11 @@ def write(stage, parts: list[Part], taxes: dict[str, dict]) -> None:
             value,
             se,
             n,
-            config={"protocol_hash": meta["protocol_hash"], "model": meta["model"]},
-            source=f"model:m-{meta['model'][:12]}",
+            config={
+                "protocol_hash": meta["protocol_hash"],
+                **{name: meta[name] for name in ("model", "answers") if meta.get(name)},
+            },
+            source=judged(meta),
             detail=known(detail),
         )
         for benchmark, metric, value, se, n, detail, meta in rows
@@ -611,6 +628,7 @@ def publish(stage, part: Part, best: dict) -> None:
 
 def _draw_values(stage, part: Part, before: str) -> None:
     """Bars per metric; rewards and lengths of the first and the last model's samples."""
+    from stages.evaluation.scores import lengths_of
     from stages.reporting import reports
 
     names, metrics, columns, records = part.names, part.metrics, part.columns, part.records
@@ -641,14 +659,17 @@ def _draw_values(stage, part: Part, before: str) -> None:
             f"{before}reward-before-after",
             png=reports.histogram(ends, title="Reward of sampled answers, first and last model", xlabel="reward"),
         )
-    lengths = {
-        name or "model": [r["tokens"] for r in records[name] if r["mode"] == "sample"]
+    ends = {
+        name or "model": [r for r in records[name] if r["mode"] == "sample"]
         for name in dict.fromkeys([names[0], names[-1]])
     }
-    if all(lengths.values()):
+    if all(ends.values()):
+        every, unit = lengths_of([r for answers in ends.values() for r in answers])
+        measured = iter(every)
+        lengths = {name: [next(measured) for _ in answers] for name, answers in ends.items()}
         stage.report(
             f"{before}length-before-after",
-            png=reports.histogram(lengths, title="Answer length, first and last model", xlabel="tokens"),
+            png=reports.histogram(lengths, title="Answer length, first and last model", xlabel=unit),
         )
 
 
@@ -685,7 +706,13 @@ def side_by_side(names: list[str], records: dict, count: int = 24, changes_first
     """Greedy answers of every model to the first prompts, with a mark for right ones; ``changes_first``: prompts whose
     verdicts differ, then those whose answers do, come first.
     """
-    found = {name: {r["item_id"]: r for r in records[name] if r["mode"] == "greedy"} for name in names}
+    from stages.evaluation.scores import counted
+
+    found = {
+        name: {r["item_id"]: r for r in records[name] if r["mode"] == "greedy"}
+        or {r["item_id"]: r for r in records[name] if not counted(r) and r["sample_idx"] == 0}  # that were given
+        for name in names
+    }
     rows, items = [], list(found[names[0]].items())
     if changes_first:
         same = {

@@ -15,6 +15,8 @@
                              ``token_shift``: how much alignment changed
                          (``evaluation/shift.py``). Several samples: what more samples and tokens buy
                          (``evaluation/compute.py``).
+                         Answers that somebody else made (input ``answers``, in the place of a model) are graded in the same
+                             way (``evaluation/given.py``).
                          Prompts with a label safe or unsafe, or with a mirror image: refusals
                              (``evaluation/refusals.py``); with ``mt_bench``
                          questions of several turns, rated by a judge (``evaluation/mt_bench.py``). Always signs of
@@ -34,17 +36,18 @@ complete chunk.
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from stages.evaluation import given, pairs, protocol
 from stages.evaluation.asked import AskedJudge, MTBench
 from stages.evaluation.grading import constraint_verdicts, difficulty_of, parse_all, read_of
 from stages.evaluation.report import conclude
+from stages.evaluation.sampled import Sampled, not_of_the_policy
 from stages.reward.components import REWARD_INPUTS, FixedComponent, RewardComponent
 from stages.settings import (
-    CHANGES_OF_LOGITS,
     PROMPT_TEMPLATE,
     AgentConfig,
     BenchmarkConfig,
@@ -56,7 +59,7 @@ from stages.settings import (
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
-class Config(SamplingConfig, AgentConfig, BenchmarkConfig, ChatConfig):
+class Config(SamplingConfig, AgentConfig, BenchmarkConfig, ChatConfig, given.GivenConfig):
     target: Literal["policy", "reward_model", "judge"] = Field(
         "policy",
         description=(
@@ -243,8 +246,17 @@ SPEC = StageSpec(
     config=Config,
     gpu=True,
     judges="model",
+    check=given.check,
     inputs={
-        "model": InputSpec("model", doc="The model that is judged."),
+        "model": InputSpec("model", required=False, doc="The model that is judged."),
+        "answers": InputSpec(
+            "file",
+            required=False,
+            doc=(
+                "Answers that somebody else made, in the place of the model: a file of them (an API's, AlpacaEval's"
+                " model_outputs, HumanEval's samples, MT-Bench's model_answer ...), or samples of an older evaluation."
+            ),
+        ),
         "prompts": InputSpec(
             "dataset",
             kinds=("prompts/1",),
@@ -295,7 +307,6 @@ SPEC = StageSpec(
 
 
 def run(stage):
-    from stages.evaluation.protocol import protocol_hash
     from stages.evaluation.scores import records_of
     from stages.reward.rubric_reward import score_rows, write_review
     from storage.datasets import open_dataset
@@ -304,9 +315,9 @@ def run(stage):
     meta = {
         "target": stage.config.target,
         "protocol": plan.protocol,
-        "protocol_hash": protocol_hash(plan.protocol),
+        "protocol_hash": protocol.protocol_hash(plan.protocol),
         "scorers": plan.scorers,
-        "model": stage.inputs["model"].digest,
+        **{name: stage.inputs[name].digest for name in ("model", "answers") if stage.has(name)},
     }
     writer = stage.writer("samples", "eval_samples/1", meta=meta)
     rubric = bool(plan.prompts) and any(component.kind == "rubric" for component in stage.config.rewards)
@@ -318,7 +329,12 @@ def run(stage):
         rows, scored = (
             plan.answers(part)
             if kind == "prompts"
-            else ({"choices": plan.choice_scores, "pairs": plan.pair_scores, "texts": plan.text_scores}[kind](part), [])
+            else (
+                {"choices": plan.choice_scores, "pairs": partial(pairs.score, plan), "texts": plan.text_scores}[kind](
+                    part
+                ),
+                [],
+            )
         )
         writer.write(rows)
         if rubric:
@@ -429,7 +445,9 @@ class Plan:
         config = stage.config
         policy = config.target == "policy"
         check_inputs(stage)
-        self.renderer = stage_renderer(stage) if policy else None  # a reward model reads text in its own way
+        # a reward model reads text in its own way, and given answers are texts
+        self.renderer = stage_renderer(stage) if policy and not stage.has("answers") else None
+        self.given: given.Given | None = None
         self.prompts = []
         self.choices = []
         self.pairs = []
@@ -486,7 +504,8 @@ class Plan:
                 " the KL itself.",
             )
         self.run_id = stage.key[:16]
-        self.protocol = self._protocol()
+        self.answerer = self.given or Sampled(self)
+        self.protocol = protocol.of(self)
         self._loaded = {}
         self.debate = next((component.name for component in config.rewards if component.kind == "debate"), None)
         if (config.environment == "debate") != (self.debate is not None):
@@ -516,67 +535,31 @@ class Plan:
             raise ConfigError("evaluate: an environment takes the turns of a policy; write target=policy")
 
     def _read_prompts(self) -> None:
-        from transformers import AutoConfig
-
-        from stages.verification.choices import is_choice
-        from stages.evaluation.few_shot import Shots
         from stages.evaluation import mt_bench, opinions, perturbed, refusals
         from stages.generation import prompt_rows
+        from stages.ingestion import answers
         from stages.spec import ConfigError
+        from stages.verification.choices import is_choice
 
         config, data = self.config, self.stage.dataset("prompts")
-        room = getattr(
-            AutoConfig.from_pretrained(self.stage.path("model")).get_text_config(decoder=True),
-            "max_position_embeddings",
-            None,
+        read = (
+            prompt_rows(self.stage, data, config.split, None, 0, config.limit, ids_of=lambda row: [])
+            if self.stage.has("answers")
+            else self._shown(data)
         )
-        generates = "generation" in config.multiple_choice or any(
-            not is_choice(row) for row in data.iter_rows(split=config.split)
-        )
-        longest = (
-            config.max_prompt_length
-            if room is None
-            else min(config.max_prompt_length, room - (config.max_completion_length if generates else 1))
-        )
-        self.positions = room
-        self.shots = Shots(self.stage, data)
-        ids_of = lambda row: self.shots.ids(
-            self.renderer,
-            row,
-            "generation" if "generation" in config.multiple_choice or not is_choice(row) else config.multiple_choice[0],
-        )
-        orders = lambda row: (
-            [{**row, "order": order} for order in range(config.few_shot_orders)]
-            if config.few_shot_orders > 1
-            else [row]
-        )
-        read = prompt_rows(
-            self.stage,
-            data,
-            config.split,
-            self.renderer,
-            longest,
-            config.limit,
-            config.prompt_template,
-            ids_of=lambda row: max(map(ids_of, orders(row)), key=len),
-        )
-        perturbed.check([row for row, _ in read])
-        if config.perturb_options:
-            if any(perturbed.asked_of(row) for row, _ in read):
-                raise ConfigError(
-                    "evaluate: these prompts bring their perturbed forms (columns pair_id and perturbation); leave"
-                    " perturb_options out"
-                )
-            forms = [
-                perturbed.with_reordered(row, self.stage.rng("options", row["row_id"])) if is_choice(row) else (row,)
-                for row, _ in read
-            ]
-            read = [(form, ids_of(form)) for each in forms for form in each]
+        if not config.perturb_options:
+            perturbed.check([row for row, _ in read])
         self.n_prompts = sum(perturbed.asked_of(row).get("perturbation", "") == "" for row, _ in read)
         self.readings = [reading for reading in config.multiple_choice if reading != "generation"]
         if config.few_shot_orders > 1:
-            read = [(again, ids_of(again)) for row, _ in read for again in orders(row)]
+            read = [(again, self._ids_of(again)) for row, _ in read for again in self._orders(row)]
         self.with_choices = any(is_choice(row) for row, _ in read)
+        if self.with_choices and self.readings and self.stage.has("answers"):
+            raise ConfigError(
+                f"evaluate: multiple_choice reads the {' and the '.join(self.readings)} of choices by a model's"
+                " probabilities, and answers are given; write multiple_choice=[generation], which reads the choice that"
+                " they name"
+            )
         self.choices = [row for row, _ in read if is_choice(row)] if self.readings else []
         self.prompts = [
             (row, ids)
@@ -592,6 +575,73 @@ class Plan:
         refusals.check([row for row, _ in self.prompts])
         if config.mt_bench:
             mt_bench.check([row for row, _ in self.prompts])
+        if self.stage.has("answers"):
+            found = answers.read(self.stage, "answers", config.answer_column)
+            self.given = given.Given(self.stage, [row for row, _ in self.prompts], found)
+
+    def _ids_of(self, row: dict) -> list[int]:
+        """What a completion starts from, or a reading of choices."""
+        from stages.verification.choices import is_choice
+
+        readings = self.config.multiple_choice
+        return self.shots.ids(
+            self.renderer, row, "generation" if "generation" in readings or not is_choice(row) else readings[0]
+        )
+
+    def _orders(self, row: dict) -> list[dict]:
+        """A row under each choice and order of the examples."""
+        count = self.config.few_shot_orders
+        return [{**row, "order": order} for order in range(count)] if count > 1 else [row]
+
+    def _shown(self, data) -> list[tuple[dict, list[int]]]:
+        """(row, ids) of the evaluated prompts as the model is shown them, those that it has room for."""
+        from transformers import AutoConfig
+
+        from stages.evaluation import perturbed
+        from stages.evaluation.few_shot import Shots
+        from stages.generation import prompt_rows
+        from stages.spec import ConfigError
+        from stages.verification.choices import is_choice
+
+        config = self.config
+        room = getattr(
+            AutoConfig.from_pretrained(self.stage.path("model")).get_text_config(decoder=True),
+            "max_position_embeddings",
+            None,
+        )
+        generates = "generation" in config.multiple_choice or any(
+            not is_choice(row) for row in data.iter_rows(split=config.split)
+        )
+        longest = (
+            config.max_prompt_length
+            if room is None
+            else min(config.max_prompt_length, room - (config.max_completion_length if generates else 1))
+        )
+        self.positions = room
+        self.shots = Shots(self.stage, data)
+        read = prompt_rows(
+            self.stage,
+            data,
+            config.split,
+            self.renderer,
+            longest,
+            config.limit,
+            config.prompt_template,
+            ids_of=lambda row: max(map(self._ids_of, self._orders(row)), key=len),
+        )
+        if config.perturb_options:
+            perturbed.check([row for row, _ in read])
+            if any(perturbed.asked_of(row) for row, _ in read):
+                raise ConfigError(
+                    "evaluate: these prompts bring their perturbed forms (columns pair_id and perturbation); leave"
+                    " perturb_options out"
+                )
+            forms = [
+                perturbed.with_reordered(row, self.stage.rng("options", row["row_id"])) if is_choice(row) else (row,)
+                for row, _ in read
+            ]
+            read = [(form, self._ids_of(form)) for each in forms for form in each]
+        return read
 
     def _read_texts(self) -> list[dict]:
         from stages.spec import ConfigError
@@ -632,100 +682,6 @@ class Plan:
             return
         wanted = {item.row_id for item in self.pairs}
         self.texts = {row["row_id"]: row for row in data.iter_rows(split=config.split) if row["row_id"] in wanted}
-
-    def _protocol(self) -> dict:
-        """Everything that a score depends on besides the weights."""
-        from stages.decoding.engines import engine_label
-
-        stage, config = self.stage, self.config
-        plain = config.model_dump(mode="json")
-        changed = {
-            name: plain[name]
-            for name in CHANGES_OF_LOGITS
-            if getattr(config, name) != type(config).model_fields[name].get_default(call_default_factory=True)
-        }
-        protocol = {
-            "target": config.target,
-            "split": config.split,
-            "limit": config.limit,
-            "template": self.renderer.template_hash if self.renderer else "own",
-            "few_shot": "none",
-            "engine": engine_label(config),
-            "dtype": config.sampling_dtype if config.engine == "builtin" else "the engine's",
-        }
-        if config.target == "judge":
-            from stages.reward.judge import PROMPTS
-            from storage.files import sha256_text
-
-            protocol |= {"judge_mode": config.judge_mode, "template": sha256_text(PROMPTS[config.judge_mode])[:12]}
-        if self.prompts:
-            from stages.evaluation import forcing, mt_bench, refusals
-            from stages.evaluation.protocol import grader_version
-            from storage.files import canonical_json
-
-            protocol |= {
-                "prompts": stage.dataset("prompts").digest,
-                "num_samples": config.num_samples,
-                "greedy": config.greedy,
-                "temperature": config.temperature,
-                "top_p": config.top_p,
-                "top_k": config.top_k,
-                "min_p": config.min_p,
-                "max_completion_length": config.max_completion_length,
-                "max_prompt_length": config.max_prompt_length,
-                "stop_tokens": sorted(self.renderer.tokenizer.convert_ids_to_tokens(sorted(self.renderer.stop_ids))),
-                "stop_strings": list(config.stop_strings),
-                "seed": stage.seed,
-                "graders": [component.identity() for component in config.rewards],
-                "grader_version": grader_version(config, [row for row, _ in self.prompts]),
-            } | ({"logits": canonical_json(changed)} if changed else {})
-            if config.prompt_template != "chat":
-                protocol["prompt_template"] = config.prompt_template
-            protocol["few_shot"] = self.shots.facts
-            protocol |= {"system": config.system} if config.system else {}
-            protocol |= (
-                {name: getattr(config, name) for name in ("think_max", "think_min", "think_waits")}
-                if forcing.asked(config)
-                else {}
-            )
-            protocol |= refusals.protocol(self) | mt_bench.protocol(self)
-            if config.environment:
-                protocol |= {
-                    name: getattr(config, name)
-                    for name in (
-                        "environment",
-                        "environment_options",
-                        "environment_digest",
-                        "max_turns",
-                        "max_turn_length",
-                        "observation_role",
-                    )
-                }
-        if self.with_choices:
-            from stages.evaluation.protocol import source_of
-
-            protocol |= ({"perturb_options": True} if config.perturb_options else {}) | (
-                {"system": config.system} if config.system else {}
-            )
-            protocol |= {
-                "prompts": stage.dataset("prompts").digest,
-                "prompt_template": config.prompt_template,
-                "few_shot": self.shots.facts,
-                "multiple_choice": {
-                    "readings": config.multiple_choice,
-                    "forms": source_of("stages.evaluation.few_shot:Shots", "stages.evaluation.multiple_choice:read"),
-                },
-            }
-        if self.plain:
-            protocol |= {"texts": stage.dataset("texts").digest, "max_length": config.max_length}
-            if not (self.prompts or self.choices or self.pairs):
-                protocol["template"] = "unused"  # plain text: models of different templates compare
-        if self.pairs:
-            protocol |= {"pairs": stage.dataset("pairs").digest} | (
-                {"max_length": config.max_length} if self.renderer else {}
-            )
-            protocol |= {"ties": "left out"} if self.dropped.get("pairs_ties") else {}
-        return protocol
 
     def units(self) -> list[tuple[str, list]]:
         """Chunks of work in order; each one's rows depend on nothing but itself."""
@@ -774,95 +730,59 @@ class Plan:
             lambda: load_scorer(self.stage.path(role), self.stage.device, self.config.max_tokens_per_micro_batch),
         )
 
-    def draw(self, sampler, rows, params, seeds) -> list[list]:
-        """Answers, or in an environment trajectories, of each ``(row, prompt ids)``."""
-        from stages.acting.agents import Agent
-        from stages.reward.debate import Debaters
-        from stages.evaluation import forcing
-        from stages.generation import check_continued, sample_groups
+    @property
+    def sampler(self):
+        """The engine that the policy answers with."""
+        from stages.decoding.engines import make_engine
 
-        if not self.config.environment:
-            if forcing.asked(self.config):
-                check_continued(sampler, params)
-            groups = sample_groups(sampler, rows, params, seeds)
-            if not forcing.asked(self.config):
-                return groups
-            return forcing.forced(
-                self.config,
-                sampler,
-                self.renderer,
-                rows,
-                groups,
-                params,
-                lambda row, k, n: self.stage.seed_for("forced", row["row_id"], row.get("order", 0), k, n),
-            )
-        return self._once("agent", lambda: (Debaters if self.debate else Agent)(self.config, self.renderer)).sample(
-            sampler, rows, params, seeds
-        )
+        return self._once("sampler", lambda: make_engine(self.stage, self.renderer, self.policy))
 
     def close(self) -> None:
         """End the environment's processes."""
-        if "agent" in self._loaded:
-            self._loaded["agent"].close()
+        if isinstance(self.answerer, Sampled):
+            self.answerer.close()
 
     # -- answers to prompts --------------------------------------------------------------------------------------------
 
     def answers(self, rows) -> tuple[list[dict], list]:
-        """Generate, grade and score the answers of one chunk of prompts: finished ``eval_samples/1`` rows, and what a
-        rubric said of each.
+        """Sample the answers of one chunk of prompts, or take those that are given, grade and score them: finished
+        ``eval_samples/1`` rows, and what a rubric said of each.
         """
-        import time
-
-        from stages.decoding.engines import make_engine
         from stages.evaluation import mt_bench, refusals
-        from stages.generation import sampling_params, score, warn_of_failures
+        from stages.generation import score
         from stages.reward.rewards import build_rewards
 
         stage, config = self.stage, self.config
         if config.mt_bench:
-            return mt_bench.answers(self, rows), []
-        sampler = self._once("sampler", lambda: make_engine(stage, self.renderer, self.policy))
+            return (mt_bench.given if self.given else mt_bench.answers)(self, rows), []
         rewards = self._once(
             "rewards", lambda: build_rewards(config.rewards, stage.inputs, renderer=self.renderer, device=stage.device)
         )
         rewards.check([row for row, _ in rows])
-        rewards.check_company(config.num_samples + config.greedy, "write num_samples=4")
-        params = sampling_params(config, self.renderer)
-        started = time.monotonic()
-        groups = {}
-        if config.num_samples:
-            seeds = [
-                [
-                    stage.seed_for("eval", row["row_id"], k + row.get("order", 0) * config.num_samples)
-                    for k in range(config.num_samples)
-                ]
-                for row, _ in rows
-            ]
-            groups["sample"] = self.draw(sampler, rows, params, seeds)
-        if config.greedy:
-            greedy = _replace(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-            groups["greedy"] = self.draw(sampler, rows, greedy, [[0] for _ in rows])
-        tokens = sum(len(s.ids) for part in groups.values() for group in part for s in group)
-        stage.perf(len(rows), {"tokens_per_second": tokens / max(1e-9, time.monotonic() - started)})
-        flat = [(mode, sample) for i in range(len(rows)) for mode, part in groups.items() for sample in part[i]]
-        warn_of_failures(stage, sampler, [sample for _, sample in flat])
-        score(rewards, [sample for _, sample in flat])
-        model_scores = self._reward([s for _, s in flat]) if stage.has("reward_model") else [None] * len(flat)
-        ranks = iter(self._ranks([s for mode, s in flat if mode == "greedy"])) if config.token_shift else iter(())
-        divergences = self._kl([s for _, s in flat]) if stage.has("reference") else [None] * len(flat)
-        refused = refusals.answered(self, [s for _, s in flat])
+        rewards.check_company(
+            self.answerer.fewest, "give several answers per prompt" if self.given else "write num_samples=4"
+        )
+        flat = self.answerer.drawn(rows)
+        samples = [sample for _, sample, _ in flat]
+        score(rewards, samples)
+        model_scores = self._reward(samples) if stage.has("reward_model") else [None] * len(flat)
+        ranks = iter(self._ranks([s for mode, s, _ in flat if mode == "greedy"])) if config.token_shift else iter(())
+        divergences = self._kl(samples) if stage.has("reference") else [None] * len(flat)
+        refused = refusals.answered(self, samples)
         refused = [
             more | (next(ranks) if config.token_shift and mode == "greedy" else {})
-            for (mode, _), more in zip(flat, refused)
+            for (mode, _, _), more in zip(flat, refused)
         ]
         readings = parse_all(
-            [(s.prompt, read_of(s, self.verifier)) if not s.lost else None for _, s in flat], self.verifier
+            [(s.prompt, read_of(s, self.verifier)) if not s.lost else None for s in samples], self.verifier
         )
         made = [
-            self._answer_row(mode, sample, read, model_score, kl, more)
-            for (mode, sample), read, model_score, kl, more in zip(flat, readings, model_scores, divergences, refused)
+            self._answer_row(mode, sample, read, model_score, kl, more | beside)
+            for (mode, sample, beside), read, model_score, kl, more in zip(
+                flat, readings, model_scores, divergences, refused
+            )
         ]
-        return made, [sample.items for _, sample in flat]
+        return made, [sample.items for sample in samples]
 
     def _reward(self, samples) -> list[float | None]:
         from stages.reward.scorers import closed
@@ -922,6 +842,7 @@ class Plan:
 
         source = sample.prompt
         strict, flexible, extracted = read
+        tokens = more.pop("tokens", None)  # of an answer that was given, where somebody counted them
         no_program = (
             self.code is not None
             and bool(source.get("tests"))
@@ -979,7 +900,7 @@ class Plan:
             mode,
             index,
             sample.text,
-            len(sample.ids),
+            len(sample.ids) if tokens is None else tokens,
             extra,
             extracted=extracted,
             correct=strict if sample.correct is None else sample.correct,
@@ -1085,153 +1006,3 @@ class Plan:
             )
             for row, found in zip(rows, score(rows, self.renderer, self.logps_of, self.config.max_length))
         ]
-
-    # -- pairs ---------------------------------------------------------------------------------------------------------
-
-    def pair_scores(self, items) -> list[dict]:
-        """Score one chunk of pairs: a ``chosen`` and a ``rejected`` row each, and the probes of a reward model."""
-        if self.config.target == "policy":
-            return [
-                row
-                for item, score in zip(items, self._likelihoods(items))
-                for row in self._pair_rows(self.texts[item.row_id], score, [len(r) for r in item.responses])
-            ]
-        from stages.reward_models.reward_eval import answers_of, log_odds, margins_of
-
-        scorer = self.scorer("model")
-        pairs = [answers_of(row) for row in items]
-        margins, scores = margins_of(scorer, pairs)
-        compared = scores is None
-        odds = margins if compared else log_odds(scorer, margins, scores)
-        scores = scores if scores is not None else [[1 / (1 + math.exp(-m)), 1 / (1 + math.exp(m))] for m in margins]
-        rows = [
-            made
-            for row, pair, margin, odd, (a, b) in zip(items, pairs, margins.tolist(), odds.tolist(), scores)
-            if not math.isnan(margin)
-            for made in self._pair_rows(
-                row,
-                {"chosen": {"reward": float(a)}, "rejected": {"reward": float(b)}, "margin": margin}
-                | ({"compared": True} if compared else {})
-                | ({"log_odds": odd} if odds is not margins else {}),
-                scorer.lengths(pair),
-            )
-        ]
-        return rows + ([] if scorer.relative else self._probe_rows(items))
-
-    def _likelihoods(self, items) -> list[dict]:
-        """Sequence log-probabilities of both sides; with a reference the implicit reward decides, else the log-prob
-        sum.
-        """
-        from stages.decoding.likelihood import response_logps
-
-        budget, device = self.config.max_tokens_per_micro_batch, self.stage.device
-        mine = response_logps(self.policy(), items, budget, device)
-        theirs = (
-            response_logps(self.policy("reference"), items, budget, device) if self.stage.has("reference") else None
-        )
-        scored = []
-        for i, sides in enumerate(mine):
-            values = [
-                {"reward": sum(side), "logp": sum(side), "logp_mean": sum(side) / max(1, len(side))} for side in sides
-            ]
-            if theirs is not None:
-                for value, other in zip(values, theirs[i]):
-                    value["reward"] = self.config.beta * (value["logp"] - sum(other))
-            chosen, rejected = values
-            scored.append({"chosen": chosen, "rejected": rejected, "margin": chosen["reward"] - rejected["reward"]})
-        return scored
-
-    def _pair_rows(self, source: dict, score: dict, lengths: list[int]) -> list[dict]:
-        from stages.evaluation import best_of, rewardbench
-
-        lists = best_of.asked_of(source)
-        shared = {
-            "prompt": source["prompt"][-1]["content"] if source["prompt"] else "",
-            "source": source.get("source"),
-            "strength": source.get("strength"),
-            "subset": None if lists else rewardbench.subset_of(source),
-            "compared": score.get("compared"),
-            **lists,
-        }
-        rows = []
-        for index, side in enumerate(("chosen", "rejected")):
-            extra = {**shared, **score[side], "mode": side}
-            if side == "chosen":
-                extra |= {name: score[name] for name in ("margin", "log_odds") if name in score}
-            rows.append(
-                self._row(
-                    source,
-                    side,
-                    index,
-                    source[side][-1].get("content") or "",
-                    lengths[index],
-                    extra,
-                    correct=score["margin"] > 0 if side == "chosen" else None,
-                )
-            )
-        return rows
-
-    def _probe_rows(self, items) -> list[dict]:
-        from stages.measures.reward_model import paraphrases_of, probes, transforms
-        from stages.reward_models.reward_scorers import Response
-
-        probed = {row["row_id"] for row in self.pairs[: self.config.probe_pairs]}
-        asked = []
-        for source in items:
-            if source["row_id"] not in probed:
-                continue
-            answers = {side: source[side][-1].get("content") or "" for side in ("chosen", "rejected")}
-            paraphrases = paraphrases_of(source)
-            made = {
-                f"probe:{name}": text
-                for name, text in probes(
-                    answers["chosen"],
-                    self.stage.rng("probe", source["row_id"]),
-                    source["prompt"][-1]["content"] or "" if source["prompt"] else "",
-                ).items()
-            }
-            for side, answer in answers.items():
-                for name, text in (
-                    transforms(answer, self.stage.rng("transform", source["row_id"], side)) | paraphrases.get(side, {})
-                ).items():
-                    made[f"transform:{name}:{side}"] = text
-            asked += [(source, mode, index, text) for index, (mode, text) in enumerate(sorted(made.items()))]
-        responses = [
-            Response(source["prompt"], [*source["chosen"][:-1], {"role": "assistant", "content": text}], row=source)
-            for source, _, _, text in asked
-        ]
-        scorer = self.scorer("model")
-        return [
-            self._row(
-                source, mode, index, text, length, {"mode": mode, "reward": value if math.isfinite(value) else None}
-            )
-            for (source, mode, index, text), length, value in zip(
-                asked, scorer.lengths(responses), scorer.score(responses)
-            )
-        ]
-
-
-def _replace(params, **changes):
-    from dataclasses import replace
-
-    return replace(params, **changes)
-
-
-def not_of_the_policy(config) -> str:
-    """Why answers are not drawn from the policy's own distribution; empty where they are."""
-    if not config.num_samples:
-        return "they are greedy (num_samples=0)"
-    changed = [
-        f"{name}={getattr(config, name)}"
-        for name, plain in (
-            ("temperature", 1.0),
-            ("top_p", 1.0),
-            ("top_k", 0),
-            ("min_p", 0.0),
-            ("repetition_penalty", 1.0),
-            ("frequency_penalty", 0.0),
-            ("presence_penalty", 0.0),
-        )
-        if getattr(config, name) != plain
-    ]
-    return f"they are drawn with {', '.join(changed)}" if changed else ""

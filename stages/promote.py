@@ -195,6 +195,7 @@ class Evaluation:
     @classmethod
     def read(cls, stage, name: str) -> "Evaluation":
         """Read ``NAME_samples`` and ``NAME_scores`` and check that both, and the model input, belong together."""
+        from stages.evaluation.protocol import is_given
         from stages.spec import ConfigError
 
         samples = stage.dataset(f"{name}_samples")
@@ -203,6 +204,12 @@ class Evaluation:
             raise ConfigError(
                 f"promote: {name}_samples was not written by the evaluate stage (its manifest holds no protocol); run"
                 " evaluate on the model and give its samples output"
+            )
+        if is_given(meta["protocol"]):
+            raise ConfigError(
+                f"promote: {name}_samples grade answers that were given, and nothing shows which model made them, or how;"
+                " evaluate the model itself (posttrain stage evaluate --input model=MODEL --input prompts=REF_OR_PATH)."
+                " What given answers are worth beside a model's says stage compare"
             )
         if stage.has(f"{name}_scores") and stage.dataset(f"{name}_scores").manifest.get("meta") != meta:
             raise ConfigError(

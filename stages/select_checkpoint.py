@@ -25,6 +25,7 @@ from typing import Any, Literal, Optional
 from pydantic import Field, model_validator
 
 from stages.evaluate import Config as EvaluateConfig
+from stages.evaluation.given import GivenConfig
 from stages.reward.components import CUT_REWARD, RewardComponent
 from stages.reward.judging import JUDGE_INPUTS
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec
@@ -107,6 +108,7 @@ class Config(StageConfig):
             ("mt_bench", "questions of several turns have no answer that a reward model could score"),
             ("token_shift", "there is no base model to rank tokens under"),
             ("refusal_judge", "nobody classifies refusals here"),
+            *((name, "candidates answer by themselves") for name in GivenConfig.model_fields),
         ):
             if getattr(self.evaluate, name) != EvaluateConfig.model_fields[name].default:
                 raise ValueError(f"evaluate.{name} is not read by a selection: {why}; leave it out")

@@ -80,7 +80,9 @@ def judged(d: Doc, models: dict[str, str]) -> dict[str, tuple[str, str, str]]:
         label = re.split(r"[/.]", key, maxsplit=1)[0]
         if labelled.get(label):
             found[key] = (labelled[label], *about)
-    main = given.get(d.get("judges") or "model") or (next(iter(given.values())) if len(given) == 1 else None)
+    main = given.get(d.get("judges") or "model")
+    if main is None and not d.get("judges"):  # of an evaluation without a model, the other models only score
+        main = next(iter(given.values())) if len(given) == 1 else None
     if main and model_id_of(main["digest"]):
         found[""] = (model_id_of(main["digest"]) or "", *about)
     return found

@@ -130,6 +130,11 @@ def evidence(
                 f"{candidate} has no evaluation yet, so there is no evidence; run: posttrain stage evaluate "
                 f"--input model={candidate} --input prompts=REF_OR_PATH"
             )
+    if judged and "model" not in judged[0]["inputs"]:
+        raise ConfigError(
+            f"{given['candidate_samples']} grades answers that were given, and nothing shows that {candidate} made them;"
+            f" evaluate the model itself: posttrain stage evaluate --input model={candidate} --input prompts=REF_OR_PATH"
+        )
     inputs = {"candidate": found.ref, **(outputs(judged[0], "candidate") if judged else {}), **given}
     office = champion(name, alias)
     if (

@@ -5,7 +5,10 @@ From prompts to numbers:
 ``grader_code``      what of the code decides a verdict, definition by definition
 ``few_shot``         examples before a question, and what another choice and order of them changes
 ``forcing``          how long a model thinks, set from outside
+``sampled``          answers that the evaluated policy samples
+``given``            answers that somebody else made, and which prompt each is to
 ``grading``          how one answer is read, parsed and verified
+``pairs``            held-out pairs, by likelihood, reward model or judge
 ``multiple_choice``  choices read by the likelihood of their letter or text
 ``held_out_text``    perplexity and bits per byte
 ``scores``           from stored samples (``eval_samples/1``) to metrics with confidence intervals and paired tests

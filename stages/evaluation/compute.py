@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stages.evaluation.scores import Metric, by_votes, cluster_of, powers, share
+from stages.evaluation.scores import Metric, by_votes, cluster_of, counted, lengths_of, powers, share
 from stages.measures import statistics, suites
 
 BUDGETS = 8  # token budgets shown at most, halving from the longest answer
@@ -40,7 +40,7 @@ def metrics(records: Sequence[dict]) -> dict[str, Metric]:
             for name, key in (("closed_rate", "closed"), ("waits", "waits"))
         }
     )
-    lengths, right = [float(r["tokens"]) for r in flat], [float(r["correct"]) for r in flat]
+    lengths, right = [float(length) for length in lengths_of(flat)[0]], [float(r["correct"]) for r in flat]
     if len(set(lengths)) < 2 or len(set(right)) < 2:
         return found
     return found | {"length_correct_correlation": Metric(float(statistics.pearson(lengths, right)), len(flat))}
@@ -74,12 +74,13 @@ def by_tokens(records: Sequence[dict], budgets: Sequence[int] | None = None) -> 
 
 def by_samples(records: Sequence[dict], metrics: dict[str, Metric]) -> list[dict]:
     """Rows {samples, tokens, pass, vote, best}: what k = 1, 2, 4, ... samples of a prompt reach, and their tokens per
-    prompt.
+    prompt, where these are known.
     """
     groups = list(_graded(records).values())
     k_max = min(map(len, groups), default=0)
     if k_max < 2 or "accuracy" not in metrics:
         return []
+    known = all(counted(r) for group in groups for r in group)
     tokens = sum(sum(r["tokens"] for r in group) / len(group) for group in groups) / len(groups)
     rows = []
     for k in powers(k_max):
@@ -96,7 +97,9 @@ def by_samples(records: Sequence[dict], metrics: dict[str, Metric]) -> list[dict
             ),
         }
         rows.append(
-            {"samples": k, "tokens": k * tokens} | {name: value for name, value in found.items() if value is not None}
+            {"samples": k}
+            | ({"tokens": k * tokens} if known else {})
+            | {name: value for name, value in found.items() if value is not None}
         )
     return rows
 
@@ -139,13 +142,14 @@ def publish(stage, records: Sequence[dict], metrics: dict[str, Metric]) -> list[
         names = [
             name for name in dict.fromkeys(key for row in samples for key in row) if name not in ("samples", "tokens")
         ]
+        by = "tokens" if "tokens" in samples[0] else "samples"
         stage.report(
             "accuracy-by-samples",
             table=samples,
             png=reports.line_chart(
-                {name: ([row["tokens"] for row in samples], [row.get(name) for row in samples]) for name in names},
+                {name: ([row[by] for row in samples], [row.get(name) for row in samples]) for name in names},
                 title="What more samples of a prompt buy",
-                xlabel="tokens per prompt",
+                xlabel=f"{by} per prompt",
                 ylabel="accuracy",
                 markers=True,
                 log_x=True,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from stages.evaluation.asked import MTBench
-from stages.evaluation.scores import Metric, average, cluster_of
+from stages.evaluation.scores import Metric, average, cluster_of, counted
 from stages.measures import suites
 
 #: Temperatures of the categories; 0 for all others.
@@ -163,6 +163,35 @@ def answers(plan, part: Sequence[tuple[dict, list[int]]]) -> list[dict]:
     return rows
 
 
+def given(plan, part: Sequence[tuple[dict, list[int]]]) -> list[dict]:
+    """:func:`answers` of answers that somebody else made: rows of the same form, of the given turns."""
+    from stages.reward.judge import parse_rating
+    from stages.verification.responses import view
+
+    stage, settings, said = plan.stage, plan.config.mt_bench, []
+    for row, ids in part:
+        talk = Talk(row, *questions_of(row), ids, list(row["prompt"]))
+        for turn, text in enumerate(plan.given.turns(row, len(talk.turns))):
+            said.append((talk, turn, text))
+            answer = {"role": "assistant", "content": view(text, "answer_only")}
+            talk.messages += [answer, *({"role": "user", "content": one} for one in talk.turns[turn + 1 : turn + 2])]
+    judge = plan._once("mt_bench", lambda: settings.load("mt_bench", stage.inputs, stage.device))
+    asked = [request(talk, turn, view(text, "answer_only")) for talk, turn, text in said]
+    rows = []
+    for (talk, turn, text), (rating, judgement) in zip(said, settings.ask(judge, asked, parse_rating, AGAIN)):
+        extra = {
+            "mode": "turn",
+            "turn": turn + 1,
+            "category": talk.row.get("category"),
+            "prompt": talk.turns[turn],
+            "rating": rating,
+            "judgement": judgement,
+            "characters": len(text),
+        }
+        rows.append(plan._row(talk.row, "turn", turn, text, 0, extra))
+    return rows
+
+
 def _ask_next(plan, talk: Talk, turn: int) -> bool:
     """Put the last answer and the next question behind what was sampled; False, and why, where the model has no
     positions left.
@@ -225,10 +254,10 @@ def metrics(records: Sequence[dict], seed: int = 0) -> dict[str, Metric]:
     for category in sorted({r["category"] for r in turns if r.get("category")}):
         add(f"mt_bench/category={category}", [r for r in turns if r.get("category") == category])
     found["mt_bench_missing_rate"] = Metric(means["n_missing"] / len(turns), len(turns))
-    given = [r for r in turns if not r.get("error")]
-    if given:
-        found["length_mean"] = average([float(r["tokens"]) for r in given], [cluster_of(r) for r in given], seed)
-        found["truncation_rate"] = Metric(sum(r["finish"] == "length" for r in given) / len(given), len(given))
+    answered = [r for r in turns if not r.get("error") and counted(r)]
+    if answered:
+        found["length_mean"] = average([float(r["tokens"]) for r in answered], [cluster_of(r) for r in answered], seed)
+        found["truncation_rate"] = Metric(sum(r["finish"] == "length" for r in answered) / len(answered), len(answered))
     return found
 
 

@@ -46,6 +46,124 @@ def protocol_hash(protocol: Mapping) -> str:
     return sha256_text(canonical_json(dict(protocol)))[:16]
 
 
+def of(plan) -> dict:
+    """The protocol of an evaluation: everything that a score depends on besides the weights.
+
+    Args:
+        plan: a ``stages.evaluate.Plan``.
+    """
+    return _of_given(plan) if plan.given else _of_model(plan)
+
+
+def _of_given(plan) -> dict:
+    """Of answers that somebody else made, nobody knows more than what they answer and how they are graded."""
+    from stages.evaluation import mt_bench, refusals
+
+    stage, config = plan.stage, plan.config
+    return {
+        "target": config.target,
+        "split": config.split,
+        "limit": config.limit,
+        "prompts": stage.dataset("prompts").digest,
+        "graders": [component.identity() for component in config.rewards],
+        "grader_version": grader_version(config, [row for row, _ in plan.prompts]),
+        **plan.given.facts(),
+        **refusals.protocol(plan),
+        **mt_bench.protocol(plan),
+    }
+
+
+def _of_model(plan) -> dict:
+    """Of a model that answers, orders pairs or reads texts: all that decides what it says, too."""
+    from stages.decoding.engines import engine_label
+    from stages.settings import CHANGES_OF_LOGITS
+
+    stage, config = plan.stage, plan.config
+    plain = config.model_dump(mode="json")
+    changed = {
+        name: plain[name]
+        for name in CHANGES_OF_LOGITS
+        if getattr(config, name) != type(config).model_fields[name].get_default(call_default_factory=True)
+    }
+    protocol = {
+        "target": config.target,
+        "split": config.split,
+        "limit": config.limit,
+        "template": plan.renderer.template_hash if plan.renderer else "own",
+        "few_shot": "none",
+        "engine": engine_label(config),
+        "dtype": config.sampling_dtype if config.engine == "builtin" else "the engine's",
+    }
+    if config.target == "judge":
+        from stages.reward.judge import PROMPTS
+
+        protocol |= {"judge_mode": config.judge_mode, "template": sha256_text(PROMPTS[config.judge_mode])[:12]}
+    if plan.prompts:
+        from stages.evaluation import forcing, mt_bench, refusals
+
+        protocol |= {
+            "prompts": stage.dataset("prompts").digest,
+            "num_samples": config.num_samples,
+            "greedy": config.greedy,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k,
+            "min_p": config.min_p,
+            "max_completion_length": config.max_completion_length,
+            "max_prompt_length": config.max_prompt_length,
+            "stop_tokens": sorted(plan.renderer.tokenizer.convert_ids_to_tokens(sorted(plan.renderer.stop_ids))),
+            "stop_strings": list(config.stop_strings),
+            "seed": stage.seed,
+            "graders": [component.identity() for component in config.rewards],
+            "grader_version": grader_version(config, [row for row, _ in plan.prompts]),
+        } | ({"logits": canonical_json(changed)} if changed else {})
+        if config.prompt_template != "chat":
+            protocol["prompt_template"] = config.prompt_template
+        protocol["few_shot"] = plan.shots.facts
+        protocol |= {"system": config.system} if config.system else {}
+        protocol |= (
+            {name: getattr(config, name) for name in ("think_max", "think_min", "think_waits")}
+            if forcing.asked(config)
+            else {}
+        )
+        protocol |= refusals.protocol(plan) | mt_bench.protocol(plan)
+        if config.environment:
+            protocol |= {
+                name: getattr(config, name)
+                for name in (
+                    "environment",
+                    "environment_options",
+                    "environment_digest",
+                    "max_turns",
+                    "max_turn_length",
+                    "observation_role",
+                )
+            }
+    if plan.with_choices:
+        protocol |= ({"perturb_options": True} if config.perturb_options else {}) | (
+            {"system": config.system} if config.system else {}
+        )
+        protocol |= {
+            "prompts": stage.dataset("prompts").digest,
+            "prompt_template": config.prompt_template,
+            "few_shot": plan.shots.facts,
+            "multiple_choice": {
+                "readings": config.multiple_choice,
+                "forms": source_of("stages.evaluation.few_shot:Shots", "stages.evaluation.multiple_choice:read"),
+            },
+        }
+    if plan.plain:
+        protocol |= {"texts": stage.dataset("texts").digest, "max_length": config.max_length}
+        if not (plan.prompts or plan.choices or plan.pairs):
+            protocol["template"] = "unused"  # plain text: models of different templates compare
+    if plan.pairs:
+        protocol |= {"pairs": stage.dataset("pairs").digest} | (
+            {"max_length": config.max_length} if plan.renderer else {}
+        )
+        protocol |= {"ties": "left out"} if plan.dropped.get("pairs_ties") else {}
+    return protocol
+
+
 def grader_version(config, rows: Sequence[Mapping]) -> dict[str, str]:
     """What turns an answer to one of these prompts into a verdict, {module: digest of its definitions that are reached}
     (``grader_code``): a changed parser is another protocol, a changed message or another verifier is not.
@@ -109,6 +227,51 @@ def _place(function) -> str:
 def source_of(*definitions: str) -> str:
     """12 hex digits over what definitions (``module:name``) that a score depends on reach."""
     return sha256_text(canonical_json(digests(definitions)))[:12]
+
+
+#: What the protocol of given answers says of the answers.
+OF_ANSWERS = {"answers", "num_samples", "greedy", "unanswered"}
+#: What makes answers of another kind, which a protocol names where it is so.
+OF_KIND = {"mt_bench", "refusal_judge", "environment"}
+
+
+def is_given(protocol: Mapping) -> bool:
+    """Whether answers were given, so that nothing is known of how they were sampled."""
+    return protocol.get("answers") == "given"
+
+
+def judged(meta: Mapping) -> str:
+    """What an evaluation is of, as the source of its scores: a model, or answers that were given. ``meta``: its."""
+    return f"model:m-{meta['model'][:12]}" if meta.get("model") else f"answers:{meta['answers'][:12]}"
+
+
+def comparable(protocols: Mapping[str, Mapping]) -> dict[str, dict]:
+    """The protocols of evaluations as far as they have to be equal: where answers were given to one, what was asked and
+    how it is graded; all of them else.
+    """
+    of_given = [set(protocol) for protocol in protocols.values() if is_given(protocol)]
+    if not of_given:
+        return {name: dict(protocol) for name, protocol in protocols.items()}
+    fields = set().union(*of_given, OF_KIND) - OF_ANSWERS
+    return {
+        name: {field: value for field, value in protocol.items() if field in fields}
+        for name, protocol in protocols.items()
+    }
+
+
+def told_of_given(protocols: Mapping[str, Mapping]) -> str:
+    """What must be known of a comparison with answers that were given; empty where none were."""
+    found = {name or "the first": protocol for name, protocol in protocols.items() if is_given(protocol)}
+    if not found:
+        return ""
+    lacking = [f"{protocol['unanswered']} of {name}" for name, protocol in found.items() if protocol.get("unanswered")]
+    told = ", ".join(f"{name or 'the first'} {protocol.get('num_samples')}" for name, protocol in protocols.items())
+    return (
+        f"The answers of {', '.join(found)} were given, and nothing is known of their template, examples and sampling:"
+        " what compares is what the same graders say of answers to the same prompts, not the models under one way of"
+        f" asking. Answers per prompt: {told}."
+        + (f" Prompts without an answer count as wrong: {', '.join(lacking)}." if lacking else "")
+    )
 
 
 def differences(a: Mapping, b: Mapping) -> dict[str, tuple]:

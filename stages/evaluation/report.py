@@ -38,6 +38,7 @@ def conclude(stage, plan: Plan, meta: dict, records: list[dict]) -> None:
         "prompts": plan.n_prompts,
         "pairs": len(plan.pairs),
         **({"texts": len(plan.plain)} if plan.plain else {}),
+        **(plan.given.summary() if plan.given else {}),
         "protocol_hash": meta["protocol_hash"],
         "benchmark": benchmark_name(stage),
         **plan.dropped,
@@ -69,6 +70,7 @@ def write_scores(stage, plan: Plan, meta: dict, metrics: dict, tables: dict) -> 
     the interval.
     """
     from stages.evaluation.multiple_choice import RATES
+    from stages.evaluation.protocol import judged
     from stages.evaluation.scores import known, score_row
 
     benchmark, config = benchmark_name(stage), {**meta["protocol"], "protocol_hash": meta["protocol_hash"]}
@@ -96,7 +98,7 @@ def write_scores(stage, plan: Plan, meta: dict, metrics: dict, tables: dict) -> 
             se,
             n,
             config=config,
-            source=f"model:m-{meta['model'][:12]}",
+            source=judged(meta),
             origin="ai",
             detail=known(interval),
         )
@@ -156,9 +158,14 @@ def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0)
     if truncated and truncated.value > 0.1:
         stage.warn(
             "answers_truncated",
-            f"{truncated.value:.0%} of the answers hit max_completion_length={stage.config.max_completion_length} and"
-            " count as they stand (accuracy_cut_wrong and reward_cut_penalised are the figures in which they do not)."
-            " Raise max_completion_length, or train the stop token.",
+            f"{truncated.value:.0%} of the answers"
+            + (
+                " were cut where they were made"
+                if stage.has("answers")
+                else f" hit max_completion_length={stage.config.max_completion_length}"
+            )
+            + " and count as they stand (accuracy_cut_wrong and reward_cut_penalised are the figures in which they do"
+            f" not).{'' if stage.has('answers') else ' Raise max_completion_length, or train the stop token.'}",
         )
     if stage.config.target != "policy" and chance:
         if chance.value > 0.98:
@@ -196,6 +203,7 @@ HEADLINES = {
     "greedy_reward": "reward model score of the greedy answers as they stand, cut ones too",
     "kl_reference": "KL to the reference per answer, nats",
     "length_mean": "answer length, tokens",
+    "length_characters": "answer length, characters",
     "stop_rate": "answers that end by themselves",
     "truncation_rate": "answers cut at the length or turn limit",
     "turns": "turns per trajectory",
@@ -356,14 +364,16 @@ def publish(
         else []
     )
     graded = item_values(answered, "accuracy") if answered else {}
+    of = "given answers" if plan.given else f"a {stage.config.target.replace('_', ' ')}"
     what = (
         f"{plan.n_prompts} prompts, {len(plan.pairs)} pairs{f', {len(plan.plain)} texts' if plan.plain else ''} of"
         f" split `{stage.config.split}`; {len(graded)} prompts with a checkable answer."
+        f"{plan.given.told() if plan.given else ''}"
     )
     stage.report(
         "summary",
         markdown=reports.document(
-            f"Evaluation of a {stage.config.target.replace('_', ' ')} on {benchmark_name(stage)}",
+            f"Evaluation of {of} on {benchmark_name(stage)}",
             what,
             "Brackets are 95% intervals over prompts.",
             ("Metrics", _headline(stage, metrics)),
@@ -463,17 +473,18 @@ def _draw_table(stage, field: str, table: list[dict]) -> None:
 def _draw_answers(stage, sampled: list[dict]) -> None:
     """Lengths and rewards of the sampled answers."""
     from stages.reporting import reports
-    from stages.evaluation.scores import cut
+    from stages.evaluation.scores import cut, lengths_of
 
+    lengths, unit = lengths_of(sampled)
     stage.report(
         "length-distribution",
         png=reports.histogram(
             {
-                "ended": [r["tokens"] for r in sampled if not cut(r)],
-                "cut": [r["tokens"] for r in sampled if cut(r)],
+                "ended": [length for r, length in zip(sampled, lengths) if not cut(r)],
+                "cut": [length for r, length in zip(sampled, lengths) if cut(r)],
             },
             title="Answer length",
-            xlabel="tokens",
+            xlabel=unit,
         ),
     )
     scored = [r for r in sampled if r["reward"] is not None]
@@ -492,10 +503,10 @@ def _draw_answers(stage, sampled: list[dict]) -> None:
         stage.report(
             "reward-against-length",
             png=reports.scatter(
-                [r["tokens"] for r in scored],
+                [length for r, length in zip(sampled, lengths) if r["reward"] is not None],
                 [r["reward"] for r in scored],
                 title="Reward against length",
-                xlabel="tokens",
+                xlabel=unit,
                 ylabel="reward",
             ),
         )
@@ -569,6 +580,8 @@ def sample_examples(records: list[dict], count: int) -> dict[str, list[dict]]:
     """Rows worth reading: right and wrong answers (those the reward model likes best first), or the pairs ordered most
     wrongly.
     """
+    from stages.evaluation.scores import counted
+
     if not count:
         return {}
     pairs = sorted((r for r in records if r["mode"] == "chosen"), key=lambda r: (r["margin"], r["item_id"]))
@@ -589,7 +602,7 @@ def sample_examples(records: list[dict], count: int) -> dict[str, list[dict]]:
                 "expected": r.get("answer"),
                 "correct": r["correct"],
                 "reward": r["reward"],
-                "tokens": r["tokens"],
+                "tokens": r["tokens"] if counted(r) else None,
                 "finish": r["finish"],
             }
             for r in one_each[:count]

@@ -145,11 +145,12 @@ def evaluated(a: Sequence[dict], b: Sequence[dict], apart: Mapping = {}) -> tupl
     """(rows {metric, a, b, difference b - a, low, high, p, prompts, better, worse}, note) of two evaluations' samples,
     paired per item. ``apart``: metrics whose values do not compare; the note says of how many items only one of the two
     has a value."""
-    from stages.evaluation.scores import paired
+    from stages.evaluation.scores import counted, paired
     from stages.evaluation.tax import METRICS
 
     found, notes, answered = [], {}, any(r["mode"] in ("sample", "greedy") for r in a)
-    for metric in dict.fromkeys([*METRICS, *ALSO]):
+    in_characters = ["length_characters"] * (not all(map(counted, [*a, *b])))
+    for metric in dict.fromkeys([*METRICS, *ALSO, *in_characters]):
         if metric in apart or metric == "pair_accuracy" and not answered:  # of pairs alone accuracy is the same
             continue
         try:

@@ -32,6 +32,7 @@ LOWER_IS_BETTER = (
     "unscorable_rate",
     "kl_reference",
     "length_mean",
+    "length_characters",
     "repetition_3",
     "log_loss",
     "ece",
@@ -159,6 +160,18 @@ def cut(record: dict) -> bool:
     return record["finish"] in ("length", "turn_limit")
 
 
+def counted(record: dict) -> bool:
+    """Whether the tokens of an answer are known; of one that was given its characters may be all that is."""
+    return record.get("characters") is None
+
+
+def lengths_of(records: Sequence[dict]) -> tuple[list[int], str]:
+    """(lengths of answers, their unit): tokens, or characters where the tokens of some are not known."""
+    if all(map(counted, records)):
+        return [r["tokens"] for r in records], "tokens"
+    return [len(r["output"]) for r in records], "characters"
+
+
 _SAMPLED, _GREEDY, _PAIRS = ("sample", "greedy"), ("greedy",), ("chosen",)
 _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
     # metric: (modes, the first one present is used; value of a record)
@@ -176,9 +189,14 @@ _VALUES: dict[str, tuple[tuple[str, ...], Callable[[dict], float | None]]] = {
         lambda r: None if r["reward"] is None else CUT_REWARD if cut(r) else float(r["reward"]),
     ),
     "greedy_reward": (_GREEDY, lambda r: _flag(r["reward"])),
-    "length_mean": (_SAMPLED, lambda r: float(r["tokens"])),
-    "truncation_rate": (_SAMPLED, lambda r: float(cut(r))),
-    "stop_rate": (_SAMPLED, lambda r: float(r["finish"] in ("eos", "stop", "goal"))),
+    "length_mean": (_SAMPLED, lambda r: float(r["tokens"]) if counted(r) else None),
+    "length_characters": (_SAMPLED, lambda r: float(len(r["output"]))),
+    # of a given answer nobody may know how it ended
+    "truncation_rate": (_SAMPLED, lambda r: None if r["finish"] is None else float(cut(r))),
+    "stop_rate": (
+        _SAMPLED,
+        lambda r: None if r["finish"] is None else float(r["finish"] in ("eos", "stop", "goal")),
+    ),
     "format_error_rate": (_SAMPLED, lambda r: float(bool(r["format_error"]))),
     "kl_reference": (_SAMPLED, lambda r: _flag(r["kl"])),
     # of trajectories in an environment, as the next three
@@ -347,6 +365,8 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
         found = item_values(records, name)
         if found:
             metrics[name] = average(*map(list, zip(*found.values())), seed)
+    if not all(map(counted, records)):
+        metrics |= in_characters(records, seed)
     sampled = [r for r in records if r["mode"] == "sample"] or [r for r in records if r["mode"] == "greedy"]
     if not sampled:
         return metrics
@@ -397,6 +417,12 @@ def policy_metrics(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[
         metrics["repetition_3"] = Metric(float(np.mean(repeats)), len(repeats))
     metrics["stock_phrase_rate"] = Metric(text.phrase_rates([r["output"] for r in sampled])["rate"], len(sampled))
     return metrics | best_of_n_metrics(by_item.values()) | ifeval_metrics(sampled)
+
+
+def in_characters(records: Sequence[dict], seed: int = BOOTSTRAP_SEED) -> dict[str, Metric]:
+    """``length_characters``, in the place of tokens where nobody counted these."""
+    found = item_values(records, "length_characters")
+    return {"length_characters": average(*map(list, zip(*found.values())), seed)} if found else {}
 
 
 def _components(records: Sequence[dict]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from stages.evaluation import refusals
-from stages.evaluation.scores import Metric, average, cluster_of, cut, share
+from stages.evaluation.scores import Metric, average, cluster_of, counted, cut, share
 from stages.measures import text
 from stages.verification.responses import view
 
@@ -127,7 +127,10 @@ def metrics(records: Sequence[dict]) -> dict[str, Metric]:
                 lambda r, right=right: thought_words(r) if r["correct"] is right else None,
             )
     for name, right in (("right", True), ("wrong", False)):
-        add(f"reasoning/length_{name}", lambda r, right=right: r["tokens"] if r["correct"] is right else None)
+        add(
+            f"reasoning/length_{name}",
+            lambda r, right=right: r["tokens"] if r["correct"] is right and counted(r) else None,
+        )
     return found | diversity(answered)
 
 
@@ -216,5 +219,6 @@ def odd_but_right(records: Sequence[dict], count: int) -> list[dict]:
             if found
         ]
         if why:
-            rows.append({"prompt": r["prompt"], "output": r["output"], "why": ", ".join(why), "tokens": r["tokens"]})
+            tokens = r["tokens"] if counted(r) else None
+            rows.append({"prompt": r["prompt"], "output": r["output"], "why": ", ".join(why), "tokens": tokens})
     return rows

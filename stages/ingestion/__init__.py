@@ -12,6 +12,7 @@ best_of.py     several good and several bad answers to each prompt: RewardBench 
 fields.py      one value of a record as the schemas want it
 rules.py       the quarantine codes of `data.validate`
 plain.py       rows of a file as they are, uncurated
+answers.py     answers that somebody else made, for evaluations
 conversions.py the conversion matrix A.1 as row-wise and grouped converters
 pairing.py     rankings, ratings, Likert labels, votes and thumbs -> pairs (and back)
 grouping.py    the second pass: what becomes of the rows of one prompt once they have met

@@ -149,7 +149,8 @@ def test_the_reward_of_constraints_reads_the_answer_too():
 
 
 def test_style_is_of_the_answer_and_kl_of_the_policy_as_it_is():
-    from stages.evaluate import Config, not_of_the_policy
+    from stages.evaluate import Config
+    from stages.evaluation.sampled import not_of_the_policy
 
     found = signs.metrics([record("a", "<think>Perhaps **this**, sorry.</think>Four."), record("b", "Perhaps.")])
     assert (

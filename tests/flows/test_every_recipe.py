@@ -33,7 +33,10 @@ BRANCHES = {
     ],
     "verifiable": [
         {**MINE, "data": {"demonstrations": "(d)"}, "rl": JUDGED},
-        {**MINE, "data": {"demonstrations": "(d)", "prompts": "(p)", "test": "(t)"}},
+        {
+            **MINE,
+            "data": {"demonstrations": "(d)", "prompts": "(p)", "test": "(t)", "answers": {"theirs": "(a)"}},
+        },
     ],
     "instruction_following": [
         {**MINE, "data": {"prompts": "(p)"}},

@@ -1,0 +1,373 @@
+"""Evaluations of answers that somebody else made: which answer is to which prompt, what is graded, what is refused, and
+how such numbers stand beside a model's.
+"""
+
+import json
+
+import pytest
+
+from stages.evaluation.protocol import ProtocolError
+from stages.harness import execute
+from stages.reward_models.reward_scorers import Response, load_scorer
+from stages.spec import ConfigError
+from storage.datasets import open_dataset
+from tests.chat_server import chat_server
+from tests.common import assistant, silent, user, written
+from tests.evaluation.test_stages import POLICY, spec
+from tests.evaluation.test_suites import QUESTIONS, answers_of, ingested, rating, warned
+
+SUMS = [{"prompt": user(f"what is {i} plus {i}?"), "answer": str(2 * i), "answer_type": "integer"} for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("sums") / "d", "sums", "prompts/1", SUMS, split="test")
+
+
+@pytest.fixture()
+def graded(tmp_path):
+    """graded(rows or bytes of a file, prompts, config, inputs) -> the result of the stage, its answers."""
+
+    def go(rows, prompts, config=None, name="answers.jsonl", **inputs):
+        file = tmp_path / name
+        text = rows if isinstance(rows, bytes) else "\n".join(map(json.dumps, rows)).encode()
+        file.write_bytes(text)
+        made = spec("evaluate", tmp_path / "run", {"answers": prompts, "prompts": prompts, **inputs}, config or {})
+        made["inputs"]["answers"] = {"path": str(file), "digest": f"{hash(text):x}"}
+        made["workdir"] = str(tmp_path / f"run-{made['inputs']['answers']['digest']}-{len(list(tmp_path.iterdir()))}")
+        result = execute(made, silent)
+        return result, list(open_dataset(result["outputs"]["samples"]["path"]).iter_rows())
+
+    return go
+
+
+def right(i, **more):
+    return {"question": SUMS[i]["prompt"][0]["content"], "output": f"So it is #### {2 * i}", **more}
+
+
+def wrong(i, **more):
+    return {**right(i), "output": "#### 77", **more}
+
+
+def test_a_model_s_answers_read_from_a_file_are_graded_as_the_model_s(tiny, graded, tmp_path):
+    """Every number that needs the text alone is the model's own, also from its dataset of samples, which keeps what is
+    known of lengths and ends."""
+    inputs = {"prompts": tiny["prompts"], "reward_model": tiny["reward"]}
+    config = {"rewards": [{"kind": "verifier"}, {"kind": "format", "preset": "answer_mark"}], "chunk": 6}
+    sampling = {name: POLICY[name] for name in ("num_samples", "max_completion_length", "generation_batch")}
+    own = execute(spec("evaluate", tmp_path / "own", {**inputs, "model": tiny["other"]}, config | sampling), silent)
+    samples = open_dataset(tmp_path / "own" / "out" / "samples")
+    rows = [
+        {"item": extra["prompt"], "prompt": extra["prompt"], "output": row["output"]}
+        for row in samples.iter_rows()
+        for extra in [json.loads(row["extra_json"])]
+        if extra["mode"] == "sample"
+    ]
+    result, made = graded(rows, tiny["prompts"], config, reward_model=tiny["reward"])
+    summary = result["summary"]
+    of_lengths = ("reward", "reasoning/length", "length_correct", "best_of", "protocol_hash")
+    shared = [name for name in summary if name in own["summary"] and not name.startswith(of_lengths)]
+    assert {"accuracy_low", "flexible_accuracy", "format_error_rate", "pass_at_3", "distinct_1"} <= set(shared)
+    for name in shared:
+        assert summary[name] == pytest.approx(own["summary"][name], abs=1e-12), name
+    # nobody says how they ended, so all are read as whole answers
+    assert {"stop_rate", "truncation_rate", "length_mean", "greedy_accuracy", "kl_reference"}.isdisjoint(summary)
+    scorer = load_scorer(tiny["reward"], "cpu")
+    for row in made[:7]:
+        extra = json.loads(row["extra_json"])
+        shown = Response(user(extra["prompt"]), assistant(row["output"]))
+        assert extra["reward"] == pytest.approx(scorer.score([shown])[0], abs=1e-5)
+    assert summary["length_characters"] == pytest.approx(sum(len(row["output"]) for row in rows) / len(rows))
+    assert {"answers": 60, "answers_from": "unknown", "prompts_unanswered": 0}.items() <= summary.items()
+    stored = spec(
+        "evaluate", tmp_path / "stored", {**inputs, "answers": str(tmp_path / "own" / "out" / "samples")}, config
+    )
+    kept = execute(stored, silent)["summary"]
+    for metric in ("accuracy", "greedy_accuracy", "length_mean", "truncation_rate", "stop_rate"):
+        assert kept[metric] == pytest.approx(own["summary"][metric], abs=1e-12), metric
+    assert "length_characters" not in kept
+
+
+FORMS = {
+    "text": [right(0), right(1), wrong(2), right(3)],
+    "messages": [{"messages": [*SUMS[i]["prompt"], *assistant(right(i)["output"])]} for i in (0, 1, 3)] + [wrong(2)],
+    "spaced": [{**right(i), "question": f"  what is {i}\nplus {i}? "} for i in (0, 1, 3)] + [wrong(2)],
+    "completion of messages": [
+        {"prompt": SUMS[i]["prompt"], "completion": assistant(f"#### {6 if i == 3 else 2 * i - (i == 2)}")}
+        for i in range(4)
+    ],
+    "api": [
+        {
+            "custom_id": f"sum-{i}",
+            "response": {
+                "status_code": 200,
+                "body": {"choices": [{"message": {"content": f"#### {2 * i + (i == 2)}"}, "finish_reason": "stop"}]},
+            },
+        }
+        for i in range(4)
+    ],
+    "other api": [
+        {
+            "custom_id": f"sum-{i}",
+            "result": {"message": {"content": [{"type": "text", "text": f"#### {2 * i + (i == 2)}"}]}},
+        }
+        for i in range(4)
+    ],
+    "harness": [
+        {
+            "doc_id": i,
+            "doc": {"question": right(i)["question"], "answer": "gold"},
+            "resps": [[f"#### {2 * i + (i == 2)}"]],
+        }
+        for i in range(4)
+    ],
+    "ids": [{"id": f"sum-{i}", "response": f"#### {2 * i + (i == 2)}"} for i in range(4)],
+    "an id of its own": [{"id": 100 + i, **(wrong(i) if i == 2 else right(i))} for i in range(4)],
+}
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    """The sums with ids of their file."""
+    rows = [{**row, "extra_json": json.dumps({"id": f"sum-{i}"})} for i, row in enumerate(SUMS)]
+    return written(tmp_path_factory.mktemp("named") / "d", "sums", "prompts/1", rows, split="test")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_files(graded, named, form):
+    """Answers find their prompts in any order, by an id or by the text."""
+    result, rows = graded(FORMS[form][::-1], named)
+    by_prompt = {json.loads(row["extra_json"])["prompt"]: row["correct"] for row in rows}
+    assert by_prompt == {SUMS[i]["prompt"][0]["content"]: i != 2 for i in range(4)}
+    assert result["summary"]["accuracy"] == 0.75 and not result["warnings"]
+    if form == "api":
+        assert result["summary"]["stop_rate"] == 1.0
+
+
+def test_programs_by_their_task(graded, tmp_path):
+    """HumanEval's samples file: pass@k, of completions that continue their prompt."""
+    tasks = [
+        {
+            "task_id": f"HumanEval/{i}",
+            "prompt": f'def add{i}(a):\n    """Add {i}."""\n',
+            "entry_point": f"add{i}",
+            "canonical_solution": f"    return a + {i}\n",
+            "test": f"def check(candidate):\n    assert candidate(1) == {1 + i}\n",
+        }
+        for i in range(2)
+    ]
+    prompts = ingested(tmp_path, "humaneval", tasks, kind="prompts/1")
+    rows = [
+        {"task_id": f"HumanEval/{i}", "completion": f"    return a + {i if k < 2 - i else 9}\n"}
+        for k in range(3)
+        for i in range(2)
+    ]
+    summary = graded(rows, prompts, {"split": "train", "rewards": [{"kind": "code"}]})[0]["summary"]
+    assert summary["accuracy"] == pytest.approx((2 / 3 + 1 / 3) / 2) and summary["pass_at_3"] == 1.0
+    assert summary["pass_at_2"] == pytest.approx((1 + 2 / 3) / 2)
+
+
+def test_unanswered_prompts_are_refused_or_wrong(graded, sums):
+    rows = [right(0), right(0), right(1), right(1), right(3), right(3)]
+    with pytest.raises(
+        ConfigError, match=r"1 of 4 prompts have no answer \('what is 2 plus 2\?'.*write unanswered=empty"
+    ):
+        graded(rows, sums)
+    result, made = graded(rows, sums, {"unanswered": "empty"})
+    whole, _ = graded([*rows, wrong(2), wrong(2)], sums)
+    assert result["summary"]["accuracy"] == whole["summary"]["accuracy"] == 0.75 and len(made) == 8
+    assert result["summary"]["pass_at_2"] == 0.75 and result["summary"]["prompts_unanswered"] == 1
+    assert result["summary"]["answers"] == 6 and "what is 2 plus 2?" in warned(result)["prompts_unanswered"]
+    assert result["summary"]["protocol_hash"] != whole["summary"]["protocol_hash"]
+
+
+def test_what_belongs_to_no_prompt_is_counted_by_reason(graded, named):
+    """Damaged lines, rows without an answer, with nothing to match by, of other prompts, of two prompts at once."""
+    rows = [
+        right(0),
+        right(1),
+        right(2),
+        right(3),
+        {"question": "what is 9 plus 9?", "output": "18"},
+        {"output": "#### 4"},
+        {"id": "sum-1"},
+        {"id": "sum-1", "output": None},
+        right(1, id="sum-2"),
+        {"custom_id": "sum-3", "response": {"status_code": 500, "body": {"error": {"message": "no"}}}},
+    ]
+    text = "\n".join(map(json.dumps, rows)).encode() + b'\n{"id": "sum-1", "outp\n\xff\xfe\n'
+    result, made = graded(text, named)
+    assert result["summary"]["accuracy"] == 1.0 and len(made) == 4 and result["summary"]["answers_left_out"] == 8
+    told = warned(result)["answers_left_out"]
+    for part in (
+        "8 of 12 rows",
+        "1 to no prompt of the data (the first: answers.jsonl, line 5)",
+        "1 nothing in it says which prompt it answers",
+        "2 no answer in it",
+        "1 its id is that of one prompt, its text that of another",
+        "1 whoever was asked gave none",
+        "cannot be read (parse_error)",
+    ):
+        assert part in told, part
+
+
+def test_answers_to_prompts_that_are_not_evaluated_are_left_out(graded, sums):
+    result, _ = graded([right(i) for i in range(4)], sums, {"limit": 2})
+    assert (
+        result["summary"]["prompts"] == 2
+        and "2 to prompts that are not evaluated" in warned(result)["answers_left_out"]
+    )
+
+
+def test_numbers_of_answers_differ_and_rows_come_twice(graded, sums):
+    """A prompt counts once; pass@k is of the fewest; the same sample is none again."""
+    rows = [right(0), wrong(0), right(1), right(1), wrong(1), wrong(1), right(2), wrong(2), right(3), wrong(3)]
+    result, _ = graded(rows, sums)
+    assert result["summary"]["accuracy"] == 0.5 and result["summary"]["pass_at_2"] == pytest.approx((3 + 5 / 6) / 4)
+    assert "pass_at_4" not in result["summary"]
+    told = warned(result)
+    assert "3 prompts have 2, 1 prompts have 4" in told["answers_uneven"] and "2 rows" in told["answers_repeated"]
+    indexed = [{**right(i), "sample_idx": k} for i in range(4) for k in (0, 1, 1)]
+    result, made = graded(indexed, sums)
+    assert len(made) == 8 and "4 the same sample of its prompt again" in warned(result)["answers_left_out"]
+
+
+@pytest.mark.parametrize(
+    "rows, told",
+    [
+        (b"", "the input answers is empty; give a file"),
+        ([{"foo": 1, "bar": "x"}], "no row of answers belongs to any of the 4 prompts.*Columns found: foo, bar. Write"),
+        ([{"question": "other", "output": "x"}], "to no prompt of the data.*give the prompts that were asked"),
+    ],
+)
+def test_files_of_something_else_are_refused(graded, sums, rows, told):
+    for unanswered in ("refuse", "empty"):
+        with pytest.raises(ConfigError, match=told):
+            graded(rows, sums, {"unanswered": unanswered})
+
+
+def test_columns_of_any_name(graded, named):
+    rows = [{"nr": f"sum-{i}", "says": f"#### {2 * i}", "output": "#### 77"} for i in range(4)]
+    result, _ = graded(rows, named, {"answer_column": "says", "id_column": "nr"})
+    assert result["summary"]["accuracy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "config, inputs, told",
+    [
+        ({"temperature": 0.5}, (), "temperature=0.5 would change nothing: answers are given.*answers_from"),
+        ({"num_samples": 1}, (), "num_samples=1 would change nothing"),
+        ({"few_shot": 2}, (), "few_shot=2 would change nothing"),
+        ({"system": "be kind"}, (), "system=be kind would change nothing"),
+        ({"rewards": [{"kind": "length"}]}, (), r"reward 'length' \(length\) reads the tokens"),
+        ({"rewards": [{"kind": "environment"}]}, (), "reads the turns that a model sampled"),
+        ({}, ("model",), "answers and model do not go together"),
+        ({}, ("pairs",), "orders pairs by its own likelihood; give --input model=MODEL"),
+        ({}, ("texts",), "loss and perplexity of texts are a model's"),
+        ({}, ("reference",), "a KL is between two models"),
+    ],
+)
+def test_what_only_a_model_has_is_refused(config, inputs, told):
+    from stages.evaluate import SPEC, Config
+
+    with pytest.raises(ConfigError, match=told):
+        SPEC.check_inputs(["answers", "prompts", *inputs], Config(**config))
+
+
+def test_neither_a_model_nor_answers():
+    from stages.evaluate import SPEC, Config
+
+    with pytest.raises(ConfigError, match="needs input 'model'.*--input model=REF_OR_PATH, or --input answers=FILE"):
+        SPEC.check_inputs(["prompts"], Config())
+    with pytest.raises(ConfigError, match="unanswered=empty would change nothing: the model answers by itself"):
+        SPEC.check_inputs(["model", "prompts"], Config(unanswered="empty"))
+    with pytest.raises(ConfigError, match="give --input prompts=REF_OR_PATH"):
+        SPEC.check_inputs(["answers"], Config())
+
+
+def test_choices_are_read_from_the_words_alone(graded, tmp_path):
+    rows = [{"prompt": user("one?\nA. 1\nB. 2"), "choices": ["1", "2"], "answer": "A", "answer_type": "mc"}]
+    quiz = written(tmp_path / "quiz", "quiz", "prompts/1", rows, split="test")
+    answers = [{"question": "one?", "output": "Therefore, the answer is (A)."}]
+    with pytest.raises(ConfigError, match=r"letter and the text of choices.*write multiple_choice=\[generation\]"):
+        graded(answers, quiz)
+    summary = graded(answers, quiz, {"multiple_choice": ["generation"]})[0]["summary"]
+    assert summary["accuracy"] == 1.0 and "mc_letter_acc" not in summary
+
+
+def test_mt_bench_s_model_answers_are_rated_turn_by_turn(graded, tmp_path):
+    """The judge reads the given first answer before the second question; a turn without an answer is no answer."""
+    questions = ingested(tmp_path, "mtbench", QUESTIONS)
+    said = [
+        {"question_id": q["question_id"], "model_id": "m", "choices": [{"index": 0, "turns": ["first I say", "then"]}]}
+        for q in QUESTIONS
+    ]
+    with chat_server(rating) as server:
+        judge = {"endpoint": server.url, "endpoint_model": "judge", "judge_retries": 2}
+        result, _ = graded(said, questions, {"split": "train", "mt_bench": judge})
+        texts = [body["messages"][0]["content"] for body in server.seen]
+        short = [{**said[0], "choices": [{"turns": ["first I say"]}]}, *said[1:]]
+        with pytest.raises(ConfigError, match="1 of 4 prompts have no answer"):
+            graded(short, questions, {"split": "train", "mt_bench": judge})
+    summary = result["summary"]
+    assert summary["mt_bench"] == pytest.approx((4 * 8 + 3 * 4) / 7) and summary["mt_bench_missing_rate"] == 1 / 8
+    assert (summary["mt_bench/turn=1"], summary["mt_bench/turn=2"]) == (8.0, 4.0) and "length_mean" not in summary
+    second = next(text for text in texts if "three plus three" in text)
+    assert "Assistant: first I say\n\nHuman: and three plus three?" in second and "6 it is" in second
+
+
+@pytest.fixture(scope="module")
+def beside(tiny, tmp_path_factory):
+    """Evaluations of a model and of answers to the same prompts: {name: samples}."""
+    root = tmp_path_factory.mktemp("beside")
+    rows = [
+        {"prompt": row["prompt"], "output": f"#### {row['answer']}"}
+        for row in open_dataset(tiny["prompts"]).iter_rows()
+    ]
+    (root / "best.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = {
+        "model": spec("evaluate", root / "model", {"model": tiny["other"], "prompts": tiny["prompts"]}, POLICY),
+        "best": spec("evaluate", root / "best", {"prompts": tiny["prompts"]}, {"answers_from": "gold"}),
+        "shown": spec(
+            "evaluate",
+            root / "shown",
+            {"prompts": tiny["prompts"]},
+            {"rewards": [{"kind": "verifier", "view": "full"}]},
+        ),
+    }
+    for name in ("best", "shown"):
+        made[name]["inputs"]["answers"] = {"path": str(root / "best.jsonl"), "digest": "d" * 64}
+    for one in made.values():
+        execute(one, silent)
+    return {name: str(root / name / "out" / "samples") for name in made}
+
+
+def test_given_answers_stand_beside_a_model_s(beside, tmp_path):
+    given = {f"evaluations.{name}": beside[name] for name in ("model", "best")}
+    result = execute(spec("compare", tmp_path / "compare", given, {}), silent)
+    summary = result["summary"]
+    assert summary["best/accuracy"] == 1.0 > summary["model/accuracy"]
+    assert summary["best/accuracy_gain"] == pytest.approx(1.0 - summary["model/accuracy"])
+    assert "model/length_characters" in summary and "model/length_mean" not in summary
+    told = warned(result)["answers_given"]
+    assert "The answers of best were given" in told and "model 3, best 1" in told
+    rows = list(open_dataset(tmp_path / "compare" / "out" / "comparison").iter_rows())
+    assert {row["source"] for row in rows} >= {"answers:dddddddddddd"}
+    with pytest.raises(ProtocolError, match="graders"):
+        given["evaluations.best"] = beside["shown"]
+        execute(spec("compare", tmp_path / "other", given, {}), silent)
+
+
+def test_given_answers_are_no_evidence(beside, tiny, tmp_path):
+    scores = beside["best"].replace("samples", "scores")
+    inputs = {"candidate": tiny["other"], "candidate_samples": beside["best"], "candidate_scores": scores}
+    with pytest.raises(ConfigError, match="nothing shows which model made them.*evaluate the model itself"):
+        execute(spec("promote", tmp_path, inputs, {"gates": [{"metric": "accuracy", "min": 0.5}]}), silent)
+
+
+def test_the_report_says_whose_answers_they_are(beside):
+    from pathlib import Path
+
+    page = (Path(beside["best"]).parents[1] / "reports" / "summary.md").read_text()
+    assert page.startswith("# Evaluation of given answers on sums/test") and "20 answers were given (gold)" in page
+    assert not answers_of(Path(beside["best"]).parents[1])[0].get("finish")
