@@ -403,7 +403,7 @@ class Projector:
                 "posttrain.attempts": str(d.get("attempts", "")),
                 **{f"prefect.{k}": str(v) for k, v in prefect.items() if v},
                 **{f"posttrain.output.{n}": o["ref"] for n, o in (d.get("outputs") or {}).items()},
-                **{f"posttrain.warning.{w['code']}": w["text"] for w in d.get("warnings") or []},
+                **{f"posttrain.warning.{code}": text for code, text in _by_code(d.get("warnings") or []).items()},
                 **{f"posttrain.version.{n}": v for n, v in (d.get("versions") or {}).items()},
                 "posttrain.error": d.get("error") or "",
                 "mlflow.note.content": _stage_note(d, prefect),
@@ -1160,6 +1160,14 @@ def _experiment_note(recipe: str) -> str:
         return "Stages that were run by themselves: `posttrain stage NAME`."
     what = f"stage `{recipe[6:]}` from its deployment" if recipe.startswith("stage:") else f"recipe `{recipe}`"
     return f"Runs of {what}; the + before a run shows its stages, which have the curves, datasets, models and reports."
+
+
+def _by_code(warnings: list[dict[str, str]]) -> dict[str, str]:
+    """All texts of each code, one a line."""
+    found: dict[str, list[str]] = {}
+    for one in warnings:
+        found.setdefault(one["code"], []).append(one["text"])
+    return {code: "\n".join(texts) for code, texts in found.items()}
 
 
 def _stage_note(d: Doc, prefect: dict[str, Any]) -> str:
