@@ -524,7 +524,8 @@ def report(stage, items, opinions, rows, reasons: Counter, judge: PairJudge) -> 
         stage.warn(
             "judge_disagrees",
             f"Cohen's kappa of the judge with the labels of the data is {agreed['kappa']:.2f} (below 0.4): the judge's"
-            " labels are not those of whoever labelled the data.",
+            " labels are not those of whoever labelled the data. Read the pairs on which they differ, then write a"
+            " clearer preamble, or take another judge.",
         )
     if confidence:
         stage.report(

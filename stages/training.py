@@ -158,6 +158,8 @@ LESS_IS_BETTER = (
     "clipped_ratio",
     "repetition",
     "special_characters",
+    "stock_phrases",
+    "refusals",
     "language_switch",
     "all_wrong_fraction",
     "start_sequence_sum",

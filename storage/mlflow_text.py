@@ -154,6 +154,14 @@ def experiment_note(recipe: str) -> str:
     return f"Runs of {what}; the + before a run shows its stages, which have the curves, datasets, models and reports."
 
 
+def by_code(warnings: list[dict[str, str]]) -> dict[str, str]:
+    """All texts of each code, one a line."""
+    found: dict[str, list[str]] = {}
+    for one in warnings:
+        found.setdefault(one["code"], []).append(one["text"])
+    return {code: "\n".join(texts) for code, texts in found.items()}
+
+
 def stage_note(d: Doc, prefect: dict[str, Any]) -> str:
     inputs = [f"- {n}: `{i['ref']}` (digest `{i['digest'][:12]}`)" for n, i in d["inputs"].items()]
     outputs = [f"- {n}: `{o['ref']}`" for n, o in (d.get("outputs") or {}).items()]

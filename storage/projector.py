@@ -18,6 +18,7 @@ from storage.mlflow_client import Connection, Replaced
 from storage.mlflow_models import judged, log_models, registry_is_told, tell_registry
 from storage.mlflow_run import MlflowRun
 from storage.mlflow_text import (
+    by_code,
     final_name,
     flatten,
     flow_note,
@@ -289,7 +290,7 @@ class Projector:
                 "posttrain.attempts": str(d.get("attempts", "")),
                 **{f"prefect.{k}": str(v) for k, v in prefect.items() if v},
                 **{f"posttrain.output.{n}": o["ref"] for n, o in (d.get("outputs") or {}).items()},
-                **{f"posttrain.warning.{w['code']}": w["text"] for w in d.get("warnings") or []},
+                **{f"posttrain.warning.{code}": text for code, text in by_code(d.get("warnings") or []).items()},
                 **{f"posttrain.version.{n}": v for n, v in (d.get("versions") or {}).items()},
                 "posttrain.error": d.get("error") or "",
                 "mlflow.note.content": stage_note(d, prefect),

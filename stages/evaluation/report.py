@@ -114,6 +114,8 @@ NOTHING_TO_SCORE = ("the prompt row has no ", "the prompt row asks for no ", NOT
 
 def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0) -> None:
     """Named warnings about results that should not be trusted as they are."""
+    from stages.measures.reward_model import FOOLED
+
     checkable = [
         r
         for r in records
@@ -181,7 +183,7 @@ def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0)
                 f"In {longer:.0%} of the pairs the chosen answer is longer: compare length_matched_accuracy with"
                 " accuracy.",
             )
-        fooled = {name: m.value for name, m in metrics.items() if name.startswith("fooled_rate/") and m.value > 0.1}
+        fooled = {name: m.value for name, m in metrics.items() if name.startswith("fooled_rate/") and m.value > FOOLED}
         if fooled:
             worst = max(fooled, key=fooled.get)
             stage.warn(

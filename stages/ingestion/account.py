@@ -254,7 +254,11 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
             " and rejected swapped? (chosen_column=rejected rejected_column=chosen swaps them)",
         )
     if counts.long_prompts:
-        stage.warn("very_long_prompt", f"{counts.long_prompts} prompts have more than {LONG_PROMPT} characters")
+        stage.warn(
+            "very_long_prompt",
+            f"{counts.long_prompts} prompts have more than {LONG_PROMPT} characters: stages leave out or cut what does"
+            f" not fit (max_length, max_prompt_length). Write max_chars={LONG_PROMPT} to refuse such rows here.",
+        )
     if run.kind == "demonstrations/1" and counts.native.get("pairs/1"):
         stage.warn(
             "chosen_only",
@@ -264,17 +268,19 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
     if run.kind == "unpaired/1" and counts.labels:
         band = lambda_band(counts.labels.get("desirable", 0), counts.labels.get("undesirable", 0))
         if band is None or not band[1]:
-            stage.warn("one_class", "all labels are the same; KTO and BCO need both")
+            stage.warn("one_class", "all labels are the same; KTO and BCO need both: add rows of the other label")
         elif not band[0] <= 1 <= band[1]:
             stage.warn(
                 "class_balance",
-                f"with lambda_U = 1, lambda_D should lie in [{band[0]:.3g}, {band[1]:.3g}]; suggested: {band[0]:.3g}",
+                f"with lambda_U = 1, lambda_D should lie in [{band[0]:.3g}, {band[1]:.3g}]: for align method=kto write"
+                f" options.desirable_weight={band[0]:.3g}",
             )
     rate = account.get("decontamination", {}).get("contamination_rate", 0)
     if rate > 0.02:
         stage.warn(
             "contamination",
-            f"{rate:.1%} of the evaluation items overlap with this data (more than 2%): decide whether to use it",
+            f"{rate:.1%} of the evaluation items overlap with this data (more than 2%). The rows that overlap are in"
+            " quarantine; decide whether to use the others, or leave these benchmarks out of the evaluation.",
         )
 
 

@@ -48,6 +48,12 @@ class History:
             len(self.values(name)) >= points and self.start(name) > 0 and self.level(name) > factor * self.start(name)
         )
 
+    def doubled(self, name: str, least: float, points: int = 8) -> bool:
+        """Whether the level of a rate is over twice its start, which may be 0, and over ``least``, once there are
+        ``points`` points.
+        """
+        return len(self.values(name)) >= points and self.level(name) > max(least, 2.0 * self.start(name))
+
     def gain(self, name: str) -> float:
         return (self.level(name) or 0.0) - (self.start(name) or 0.0)
 
@@ -180,14 +186,31 @@ ALARMS: dict[str, Alarm] = {
         " soft_punish_cache, or a length reward.",
     ),
     "repetition": Alarm(
-        lambda h: h.grew("completions/repetition", 2.0) and h.level("completions/repetition") > 0.05,
+        lambda h: h.doubled("completions/repetition", 0.05),
         "Completions repeat themselves twice as much as at the start. Read samples; raise kl_coef or beta, or penalise"
         " repetition in the reward.",
     ),
     "special_characters": Alarm(
-        lambda h: h.grew("completions/special_characters", 2.0) and h.level("completions/special_characters") > 0.1,
+        lambda h: h.doubled("completions/special_characters", 0.1),
         "Completions hold twice the share of special characters that they held at the start. Read samples; raise"
         " kl_coef or beta, or add a reward of kind language.",
+    ),
+    "stock_phrases": Alarm(
+        lambda h: h.doubled("completions/stock_phrases", 0.1),
+        "Twice as many completions as at the start have a stock phrase (Certainly!, I hope this helps ...). Read"
+        " samples; raise kl_coef or beta, or train the reward model again with such answers among the rejected ones"
+        " (spoiled_fraction=0.1).",
+    ),
+    "refusals": Alarm(
+        lambda h: h.doubled("completions/refusals", 0.05),
+        "Twice as many completions as at the start refuse, in full or in part. Read samples; where the prompts are"
+        " harmless, lower the weight of the reward that pays for refusals, or raise kl_coef or beta.",
+    ),
+    "rubric_low_confidence": Alarm(
+        lambda h: h.above("rubric/flagged_items", 0.5),
+        "The judge is not sure of an item of the rubric: its mean confidence is below flag_below. Read what it said"
+        " (dataset rubric_scores), then make the criterion more precise, split it (sub_items), or give another judge."
+        " Rewards are not changed by this.",
     ),
     "format_invalid": Alarm(
         lambda h: len(h.values("completions/format_valid")) >= 20 and h.level("completions/format_valid") < 0.9,
@@ -254,6 +277,9 @@ WATCHED = (
     "completions/mean_length",
     "completions/repetition",
     "completions/special_characters",
+    "completions/stock_phrases",
+    "completions/refusals",
+    "rubric/flagged_items",
     "completions/format_valid",
     "critic/explained_variance",
     "critic/td_error",

@@ -655,6 +655,19 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
             f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's"
             " scale, write reward_norm=none"
         )
+    mixing = {
+        "scale_rewards=batch": row.scale == "batch",
+        f"reward_norm={config.reward_norm}": config.reward_norm != "none",
+        f"baseline={row.read_baseline}": row.read_baseline in ("batch_mean", "moving_average"),
+        "whiten=true": row.whiten,
+    }
+    single = [c.name for c in config.rewards if c.domains and c.counts]
+    if single and (mixed := [name for name, on in mixing.items() if on]):
+        warnings.append(
+            f"{' and '.join(mixed)}: one mean or std over the prompts of all domains, and rewards of single domains"
+            f" ({', '.join(map(str, single))}) have scales of their own, so the domain with the widest rewards decides;"
+            " write preset=grpo, or what compares inside a prompt (scale_rewards=group, advantage=group_mean)"
+        )
     if config.minibatch_unit == "prompt" and config.prompts_per_step % config.num_minibatches:
         fits = [n for n in range(1, config.prompts_per_step + 1) if config.prompts_per_step % n == 0]
         warnings.append(

@@ -630,6 +630,10 @@ RL_ALARMS_WATCH = {
         lambda r, c: any(one.kind == "format" for one in c.rewards),
         "no reward says whether a completion has its form; add {kind: format, weight: 0}",
     ),
+    "rubric_low_confidence": (
+        lambda r, c: any(one.kind == "rubric" for one in c.rewards),
+        "no reward is a rubric; write one of kind: rubric",
+    ),
     "dead_groups": (lambda r, c: r.compares, "no completions of a group are compared; write preset=grpo"),
     "clip_fraction_high": (
         lambda r, c: not r.objective and not r.strictly_on_policy and r.surrogate in CLIPPED,

@@ -70,5 +70,5 @@ def training_report(stage, title: str, summary: dict, *blocks) -> None:
         present = [n for n in wanted if n in names]
         if present:
             stage.report(f"curve-{figure}", png=metric_curves(rows, present, title=f"{title}: {figure}"))
-    warned = facts({w["code"]: w["text"] for w in stage.warnings})
+    warned = "\n".join(facts({w["code"]: w["text"]}) for w in stage.warnings)  # a code may have several texts
     stage.report("summary", markdown=document(title, facts(summary), ("Warnings", warned), *blocks))

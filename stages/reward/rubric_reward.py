@@ -454,7 +454,7 @@ def write_review(stage) -> list[dict]:
         stage.warn(
             "rubric_unscorable",
             f"Not every answer could be scored on {', '.join(map(name, lost))}; the column `error` of rubric_scores"
-            " says why.",
+            " says why. Give the judge more time or room, or take another one, and score again (stage rescore).",
         )
     wanted = {(r["category"], r["item_id"]) for r in poor + lost}
     examples, shown = [], {}

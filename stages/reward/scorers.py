@@ -279,19 +279,11 @@ def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
     weights: verdicts of the component that ``votes_of`` names; a row that it cannot score does not vote.
     """
     from stages.selection import majority
+    from stages.verification.equality import classes
     from stages.verification.extraction import FLEXIBLE_ORDER, STRICT_ORDER, extract
-    from stages.verification.normalisation import normalise_math
-    from stages.verification.plain_numbers import as_rational
 
-    def answer(row):
-        found = extract(
-            text_read(component, row), FLEXIBLE_ORDER if component.extraction == "flexible" else STRICT_ORDER
-        )
-        plain = None if found is None else normalise_math(found)
-        number = None if plain is None else as_rational(plain)
-        return found, plain if number is None else str(number)
-
-    answers = [answer(row) for row in rows]
+    order = FLEXIBLE_ORDER if component.extraction == "flexible" else STRICT_ORDER
+    answers = [extract(text_read(component, row), order) for row in rows]
     out: list = [None] * len(rows)
     for members in in_groups(rows, lambda row: row["prompt_row"]["row_id"]):
         counted = [1.0 if weights is None else getattr(weights[i], "value", None) for i in members]
@@ -300,11 +292,10 @@ def vote(component: RewardComponent, rows, weights: list | None = None) -> list:
                 f"reward {component.name!r}: votes_of={component.votes_of} gives negative votes; write squash=sigmoid"
                 " for that component, or leave votes_of out"
             )
-        winner, _ = majority(
-            [None if w is None else answers[i][1] for i, w in zip(members, counted)], [w or 0.0 for w in counted]
-        )
-        for i in members:
-            out[i] = Verdict(float(winner is not None and answers[i][1] == winner), None, answers[i][0])
+        said = classes([answers[i] for i in members])
+        winner, _ = majority([None if w is None else one for one, w in zip(said, counted)], [w or 0.0 for w in counted])
+        for i, one in zip(members, said):
+            out[i] = Verdict(float(winner is not None and one == winner), None, answers[i])
     return out
 
 

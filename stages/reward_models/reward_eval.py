@@ -13,6 +13,7 @@ import numpy as np
 
 from stages.generation import UNANSWERED
 from stages.measures import statistics
+from stages.measures.reward_model import FOOLED
 from stages.pairs import ended_of, is_tie
 from stages.reward_models.reward_data import attribute_scores, transition
 from stages.reward_models.reward_objectives import READ_BY
@@ -60,6 +61,8 @@ def answers_of(row: dict) -> tuple[Response, Response]:
 #: Held-out rows below which accuracies, correlations and calibration are noise, and no reason to warn of the model
 #: (ours).
 FEW = 20
+#: Held-out accuracy that is usual for comparisons of people (F.2), and above which a leak is likely (ours).
+EXPECTED, LEAK = (0.65, 0.8), 0.98
 
 
 def held_out(
@@ -494,6 +497,20 @@ def warn_about(stage, found: dict[str, float], train_accuracy: float | None = No
             f"Held-out accuracy is {accuracy:.3f} (texts expect 0.65-0.80). Raise learning_rate or "
             "num_train_epochs, add rows, or look at the data's bias report.",
         )
+    elif "pairs" in found and found.get("accuracy_ci_high", 1.0) < EXPECTED[0]:
+        stage.warn(
+            "reward_model_accuracy_low",
+            f"Held-out accuracy is {accuracy:.3f}, and {EXPECTED[0]:.2f} to {EXPECTED[1]:.2f} is usual for people's"
+            " comparisons: the labels are noisy, or too little was learned. Look at the agreement of annotators in the"
+            " ingest report, train longer, or add rows.",
+        )
+    elif "pairs" in found and EXPECTED[1] < found.get("accuracy_ci_low", 0.0) and accuracy <= LEAK:
+        stage.warn(
+            "reward_model_accuracy_high",
+            f"Held-out accuracy is {accuracy:.3f}, and {EXPECTED[0]:.2f} to {EXPECTED[1]:.2f} is usual for people's"
+            " comparisons: these pairs are easier, or something beside the answer's quality tells them apart. Look at"
+            " length, source and format of chosen against rejected in the ingest report.",
+        )
     base = found.get("base_rate", 0.5)
     common = max(base, 1 - base) if "base_rate" in found else 0.0
     if accuracy is not None and accuracy <= common and found.get("auc", 0.5) < 0.65:  # no auc: one label only
@@ -503,7 +520,7 @@ def warn_about(stage, found: dict[str, float], train_accuracy: float | None = No
             f" right as the model ({accuracy:.3f}), which is not known to tell good from bad. Give rows of both labels:"
             " prompts of medium difficulty, answers of an earlier policy, or a greater replay_fraction.",
         )
-    elif accuracy is not None and accuracy > max(0.98, common):
+    elif accuracy is not None and accuracy > max(LEAK, common):
         stage.warn(
             "reward_model_too_good",
             "Held-out accuracy above 0.98 suggests a leak: check length and source-model shares of chosen against "
@@ -540,17 +557,14 @@ def warn_about(stage, found: dict[str, float], train_accuracy: float | None = No
                 else ", or on more rows."
             ),
         )
-    fooled = {
-        name: share
-        for name, share in found.items()
-        if name.startswith("probe/") and share > 0.5 and name != "probe/padded"
-    }
+    fooled = {name: share for name, share in found.items() if name.startswith("probe/") and share > FOOLED}
     if fooled:
         worst = max(fooled, key=fooled.get)
         stage.warn(
             "reward_model_fooled",
             f"The probe {worst.removeprefix('probe/')} scores at least as high as the chosen answer in"
-            f" {fooled[worst]:.0%} of cases. "
+            f" {fooled[worst]:.0%} of cases"
+            + (f", and {len(fooled) - 1} more in more than {FOOLED:.0%}. " if len(fooled) > 1 else ". ")
             + (
                 "Train it with spoiled_fraction=0.1 (pairs), or add"
                 if objective in READ_BY["spoiled_fraction"]

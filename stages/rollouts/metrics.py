@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from stages.estimators import is_constant, reward_to_go, td_errors
+from stages.evaluation.refusals import classify
 from stages.generation import Sample
 from stages.measures.statistics import pairwise_accuracy
-from stages.measures.text import reflection_counts, repetition_n, scripts, special_character_rate
+from stages.measures.text import phrase_rates, reflection_counts, repetition_n, scripts, special_character_rate
 from stages.policy.credit import Batch, Credit, explained_variance
 from stages.reward.verdicts import failures
+from stages.verification.responses import view
 
 
 def rollout_metrics(samples: Sequence[Sample], rewards, group_of, std_ddof: int = 1) -> dict[str, float]:
@@ -112,6 +114,10 @@ def completion_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         ),
         "completions/reflection": reflection_counts([s.text for s in samples])["share_with_any"],
         "completions/special_characters": float(np.mean([special_character_rate(s.text) for s in samples])),
+        "completions/stock_phrases": phrase_rates([s.text for s in samples])["rate"],
+        "completions/refusals": float(
+            np.mean([classify(view(s.text, "answer_only")) in ("full", "partial") for s in samples])
+        ),
         "completions/language_switch": float(
             np.mean(
                 [

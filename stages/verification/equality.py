@@ -100,6 +100,18 @@ def math_equal(answer: str, gold: str, *, rel_tol: float = 0.0) -> bool:
     return True
 
 
+def classes(answers: Sequence[str | None]) -> list[str | None]:
+    """For each answer the first of them that it equals (:func:`math_equal`), which stands for all that are one vote; None
+    for None (reward.majority).
+    """
+    of: dict[str, str] = {}  # normal form -> the answer that stands for its class
+    forms = [None if answer is None else normalise_math(answer) for answer in answers]
+    for answer, form in zip(answers, forms):
+        if form is not None and form not in of:
+            of[form] = next((one for one in dict.fromkeys(of.values()) if math_equal(answer, one)), answer)
+    return [None if form is None else of[form] for form in forms]
+
+
 def _measure(text: str, normal: str) -> Fraction | None:
     """The number of an answer whose normal form is given, also of one with a unit in plain letters (``18 km``)."""
     value = as_rational(normal)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from stages.harness import execute
 from tests.processes import UNDRAWN
-from tests.reward.conftest import encoder  # noqa: F401
+from tests.reward.conftest import encoder, rows  # noqa: F401
+from tests.training.test_align_methods import preferences  # noqa: F401
 
 # Ranks end with the process that started them, as under a task.
 ENVIRONMENT = {
@@ -42,6 +43,24 @@ def test_every_objectives_gradient_is_the_single_process_one(tiny, tmp_path, sha
         assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6) and other_judged == pytest.approx(
             judged, rel=1e-5, abs=1e-6
         ), name
+
+
+def test_every_loss_has_the_single_process_gradient(tiny, preferences, rows, tmp_path, forks):
+    """On two ranks to 1e-12: every row of the tables of direct alignment, reward models and RL, the variants of a policy
+    loss and the critics, with what they need of the whole step (KTO's z0, AOT's matches, the mean margin of AQL).
+    """
+    given = tiny["policy"], tiny["other"], json.dumps(preferences), json.dumps(rows)
+    target = "tests.training.ranks_program:every_loss"
+    for count in (1, 2):
+        forks.run(*given, tmp_path / f"{count}.pt", target=target, ranks=count)
+    one, two = (torch.load(tmp_path / f"{count}.pt") for count in (1, 2))
+    assert one.keys() == two.keys() and len(one) > 100
+    for name, (gradient, metrics, judged) in one.items():
+        other, other_metrics, other_judged = two[name]
+        assert gradient.abs().max() > 0, name
+        assert torch.allclose(other, gradient, rtol=0, atol=1e-12 * float(gradient.abs().max())), name
+        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6), name
+        assert other_judged == pytest.approx(judged, rel=1e-5, abs=1e-6), name
 
 
 #: The checkpoint behind which a run is killed that is to be resumed.
@@ -322,6 +341,28 @@ def test_ranks_share_a_server(tiny, data, spec, sharding, forks):
     before = load_file(os.path.join(tiny["policy"], "model.safetensors"))
     assert max(float((found[0][k] - before[k]).abs().max()) for k in before) > 1e-4
     assert all(torch.allclose(found[1][k], v, atol=2e-5) for k, v in found[0].items())
+
+
+ANY = (
+    "rl, shared critic, averages, sharded",
+    "rl, critic, reference, sharded",
+    "align, LoRA, moving reference, sharded",
+)
+
+
+@pytest.mark.parametrize("case", ANY)
+def test_what_is_beside_the_weights_resumes_on_another_number_of_ranks(case, tiny, data, spec, tmp_path, forks):
+    """A critic with its optimizer, averages, a moving reference: two ranks end a run that one began, and the other way
+    round.
+    """
+    stage, config, kind = CASES[case]
+    inputs = {"model": tiny["policy"], "data": data[kind]}
+    expected, _ = trained(spec, stage, config, inputs, "undisturbed", [2], forked(forks))
+    for plan in ([2, 1], [1, 2]):
+        name = "-".join(map(str, plan))
+        found, result = trained(spec, stage, config, inputs, name, plan, forked(forks))
+        assert result["resumed_from"]
+        assert all(alike(found[k], v) for k, v in expected.items()), plan
 
 
 def test_sharded_checkpoints_resume_on_any_number_of_ranks(tiny, data, spec, tmp_path, forks):

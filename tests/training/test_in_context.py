@@ -319,6 +319,8 @@ def test_votes_need_no_gold_answer_and_can_be_weighted():
         s.correct is None for s in plain.score(numbers)
     )
     assert [s.total for s in plain.score(verdict_rows(["x", "y"]))] == [0, 0]
+    pairs = verdict_rows([r"\boxed{(0.5, 1)}", r"\boxed{2}", r"\boxed{(\frac{1}{2}, 1)}", r"\boxed{(1, 0.5)}"])
+    assert [s.total for s in plain.score(pairs)] == [1, 0, 1, 0], "equal as reward.math takes it"
     loose = build_rewards([RewardComponent(kind="majority", extraction="flexible")], {})
     said = verdict_rows(["It is 12 in all.", "That makes 12", "so 7"])
     assert [s.total for s in loose.score(said)] == [1, 1, 0] and [s.total for s in plain.score(said)] == [0, 0, 0]

@@ -98,16 +98,14 @@ def answered_items(rng, n=7):
     return items
 
 
-def taught(objective):
-    """The objective, with a small teacher whose vocabulary is larger than the student's where it takes one."""
-    if getattr(objective, "teacher", True) is not None:
-        return objective
+def teacher_of_more_tokens():
+    """A small teacher whose vocabulary is larger than the student's."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from stages.models.modeling import freeze
 
     torch.manual_seed(1)
-    objective.teacher = freeze(
+    return freeze(
         LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=330,
@@ -120,17 +118,45 @@ def taught(objective):
             )
         ).double()
     )
-    return objective
+
+
+def distill_items(rng, n=7):
+    """Demonstrations with what a teacher adds: a row of its own to read, its captured distributions, an answer of the
+    student's.
+    """
+    items = text_items(rng, n)
+    for i, item in enumerate(items):
+        count = item.n_targets
+        ids = np.stack([rng.permutation(250)[:4] for _ in range(count)]).astype(np.int32)
+        kept = rng.dirichlet(np.ones(5), count)
+        item.extra["captured"] = ids, np.log(kept[:, :4]).astype(np.float32), np.log(kept[:, 4]).astype(np.float32)
+        if i % 3 == 1:
+            context = rng.integers(10, 250, 5).tolist()
+            said = [[*context, *item.responses[0].tolist()]], [[0] * 5 + item.masks[0].tolist()]
+            item.extra["teacher_item"] = make_item(item.row_id, [], *said)
+        if i % 3 == 2:
+            item.extra["own"] = True
+    return items
+
+
+def complete(name, objective, frozen):
+    """Give an objective that compares the policy with another model that model, ``frozen()`` in float64."""
+    if getattr(getattr(objective, "row", None), "kl_loss_estimator", "") == "full":
+        objective.anchor = frozen().double()
+    if name in ("distill/forward", "distill/reverse", "distill/jsd"):
+        objective.teacher = frozen().double()
+    elif name.startswith("distill/") and "captured" not in name:
+        objective.teacher = teacher_of_more_tokens()
 
 
 def objectives():
     from stages.align import Config as AlignConfig
     from stages.direct.direct_alignment import DirectAlignment
+    from stages.distill import Config as DistillConfig
+    from stages.distill import Distillation
     from stages.reward_models.reward_losses import RewardLoss
     from stages.reward_model import Config as RewardConfig
     from stages.reward_models.reward_objectives import REWARD_OBJECTIVES
-    from stages.distill import Config as DistillConfig
-    from stages.distill import Distillation
     from stages.policy.policy_update import PolicyGradient
     from stages.algorithms import RL_PRESETS
     from stages.rl import Config as RLConfig
@@ -182,6 +208,14 @@ def objectives():
         config = DistillConfig(**{"objective": name, **more})
         make = answered_items if name == "iw_opd" else read_items
         out[f"distill/{name}"] = (Distillation(config, None, shared), make, False)
+    for name, settings in (
+        ("forward", {"soft_weight": 0.6, "distillation_temperature": 2.0}),
+        ("reverse", {"direction": "reverse"}),
+        ("jsd", {"direction": "jsd", "jsd_beta": 0.3}),
+        ("captured", {"soft_weight": 0.6}),
+        ("captured, renormalised", {"tail": "renormalise"}),
+    ):
+        out[f"distill/{name}"] = (Distillation(DistillConfig(**settings), None), distill_items, False)
     for preset, row in RL_PRESETS.items():
         out[f"rl/{preset}"] = (
             PolicyGradient(row, RLConfig(preset=preset, num_generations=3, entropy_coef=0.01)),
@@ -208,9 +242,7 @@ def test_step_is_invariant_to_microbatching(tiny, name):
     objective, make, reward = objectives()[name]
     model = (new_reward_model(tiny["policy"]) if reward else load_policy(tiny["policy"])).double()
     items = make(np.random.default_rng(0))
-    taught(objective)
-    if name.startswith("rl/") and objective.row.kl_loss_estimator == "full":
-        objective.anchor = load_policy(tiny["other"]).double()
+    complete(name, objective, lambda: load_policy(tiny["other"]))
     value, whole = gradient(model, objective, items, 10**6)
     assert torch.isfinite(whole).all() and whole.abs().max() > 0
     # The model's own forward rounds norms and rotary tables to float32: it serves as the check of the value, not of the

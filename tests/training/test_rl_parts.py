@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -1010,6 +1011,39 @@ def test_prompt_orders(rl):
     assert rows(later, 3) == rows(rerank, 3) == [2, 9, 10]
     with pytest.raises(ValueError, match="difficulty"):
         rl.source("none", {"preset": "dr_grpo", "curriculum": "cosine"})
+
+
+@pytest.mark.parametrize("curriculum", get_args(Config.model_fields["curriculum"].annotation))
+@pytest.mark.parametrize("solved", [None, 0.7])
+def test_every_order_of_prompts_goes_on_from_a_checkpoint(curriculum, solved):
+    """With what was learned of prompts so far: restored behind every batch it gives the prompts that it would have."""
+    prompts = [({"row_id": str(i), "extra_json": json.dumps({"difficulty": i % 3})}, [i]) for i in range(12)]
+    config = Config(curriculum=curriculum, curriculum_mix=0.3 * (curriculum == "easy_to_hard"), prompts_per_step=4)
+    config = config.model_copy(update={"no_resampling_pass_rate": solved})
+
+    def made():
+        return PromptOrder(config, prompts, lambda *purpose: randomness.rng(5, "rl", *purpose), 20)
+
+    straight, broken = made(), made()
+    if straight.wants_counts:
+        for order in (straight, broken):
+            order.start_from({str(i): (8, i % 9) for i in range(11)})  # one was never scored
+    taken, sample = [], Sample({}, [], 0, [7, 8], [-0.5, -1.5], "eos", "")
+    for step in range(20):
+        drawn = [[row["row_id"] for row, _ in order.take(4, step)] for order in (straight, broken)]
+        assert drawn[0] == drawn[1], step
+        taken.append(tuple(drawn[0]))
+        right = np.random.default_rng(step).random((4, 3)) < 0.2 + 0.04 * step
+        groups = [
+            Group(prompts[int(row_id)][0], [], [replace(sample, total=float(ok), correct=bool(ok)) for ok in oks], 0)
+            for row_id, oks in zip(drawn[0], right)
+        ]
+        for order in (straight, broken):
+            order.learn(groups)
+        again = made()
+        again.restore(json.loads(json.dumps(broken.state(), sort_keys=True)))
+        broken = again
+    assert len(set(taken)) > 2
 
 
 def test_what_is_learned_of_prompts_orders_them_by_hand():

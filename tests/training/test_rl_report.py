@@ -70,11 +70,17 @@ WILD = {  # rows that set an alarm off, and rows that must not
         rows(completions__special_characters=lambda k: 0.1 + 0.05 * k),
         rows(completions__special_characters=lambda k: 0.2 + 0.005 * k),
     ),
+    "stock_phrases": (
+        rows(completions__stock_phrases=lambda k: 0.02 * k),
+        rows(completions__stock_phrases=lambda k: 0.3 + 0.02 * k),
+    ),
+    "refusals": (rows(completions__refusals=lambda k: 0.01 * k), rows(completions__refusals=lambda k: 0.004 * k)),
+    "rubric_low_confidence": (rows(rubric__flagged_items=1.0), rows(rubric__flagged_items=lambda k: float(k == 5))),
     "format_invalid": (
         rows(24, completions__format_valid=0.8),
         rows(24, completions__format_valid=lambda k: min(0.95, 0.1 * k)),
     ),
-    "harmful_critic": (rows(critic__explained_variance=-0.2), rows(6, critic__explained_variance=-0.2)),
+    "harmful_critic": (rows(critic__explained_variance=-0.2), rows(critic__explained_variance=0.1)),
     "td_error_stays": (
         rows(24, critic__td_error=0.3, critic__explained_variance=0.1),
         rows(24, critic__td_error=lambda k: 0.3 - 0.005 * k, critic__explained_variance=0.1),
@@ -202,6 +208,14 @@ def test_a_small_effective_sample_size_is_an_alarm():
     assert "ratio_off" in alarms(rows(policy__ratio=1.0, policy__ess_fraction=0.2)) and "ratio_off" not in alarms(
         rows(policy__ratio=1.0, policy__ess_fraction=0.5)
     )
+
+
+def test_a_rate_that_starts_at_nothing_may_double_too():
+    for name in ("repetition", "special_characters", "stock_phrases", "refusals"):
+        assert name in alarms([{"step": k, f"completions/{name}": 0.3 * (k > 5)} for k in range(12)])
+        assert name not in alarms([{"step": k, f"completions/{name}": 0.04 * (k > 5)} for k in range(12)])
+    short = rows(9, critic__explained_variance=-0.2)
+    assert "harmful_critic" not in alarms(short), "a critic that has begun is no harm yet"
 
 
 def test_no_alarm_without_numbers():

@@ -482,6 +482,8 @@ def test_every_optional_input_and_alarm_says_when_it_is_read():
         "length_growth",
         "repetition",
         "special_characters",
+        "stock_phrases",
+        "refusals",
         "engine_mismatch",
     }
 
@@ -579,6 +581,7 @@ def test_a_recipe_gives_rl_the_reward_model_only_where_something_asks_it():
         ({"preset": "reinforce", "stop_on": ["dead_groups"]}, "preset=grpo"),
         ({"preset": "reinforce", "stop_on": ["ratio_off"]}, "surrogate=clip"),
         ({"stop_on": ["format_invalid"]}, "kind: format"),
+        ({"stop_on": ["rubric_low_confidence"]}, "kind: rubric"),
         ({"preset": "topr", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
         ({"preset": "sapo", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
         ({"stop_on": ["td_error_stays"]}, "preset=ppo"),
@@ -607,7 +610,11 @@ def test_alarms_that_can_go_off_are_taken():
             eval_prompts=4,
             eval_every=2,
             rewards=[{"kind": "verifier"}, {"kind": "format"}, {"kind": "model"}],
-            stop_on=[name for name in get_args(AlarmName) if name not in ("harmful_critic", "td_error_stays")],
+            stop_on=[
+                name
+                for name in get_args(AlarmName)
+                if name not in ("rubric_low_confidence", "harmful_critic", "td_error_stays")
+            ],
         )
     )
     resolve_preset(
@@ -619,6 +626,24 @@ def test_alarms_that_can_go_off_are_taken():
     )
     watched = [{"kind": "model", "name": "proxy"}, {"kind": "model", "name": "gold", "input": "gold", "weight": 0.0}]
     resolve_preset(Config(rewards=watched, reward_override="random", stop_on=["reward_model_drift"]))
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    (
+        ({"preset": "grpo", "scale_rewards": "batch"}, "scale_rewards=batch"),
+        ({"preset": "ppo", "truncation_policy": "score"}, "whiten=true"),
+        ({"preset": "dr_grpo", "reward_norm": "minmax"}, "reward_norm=minmax"),
+        ({"preset": "reinforce", "baseline": "moving_average"}, "baseline=moving_average"),
+        ({"preset": "grpo"}, ""),
+    ),
+)
+def test_rewards_of_single_domains_are_not_normalised_over_all_of_them_unsaid(config, says):
+    """reward.domain_route: scales may differ between domains, since advantages are taken inside a prompt."""
+    by_domain = [{"kind": "verifier", "domains": ["maths"]}, {"kind": "length_penalty", "domains": ["chat"]}]
+    for rewards, told in ((by_domain, bool(says)), ([{"kind": "verifier"}], False)):
+        found = [t for t in resolve_preset(Config(rewards=rewards, **config))[1] if "scales of their own" in t]
+        assert len(found) == told and all(says in text for text in found)
 
 
 @pytest.mark.parametrize(
