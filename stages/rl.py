@@ -1,9 +1,9 @@
 """rl: policy-gradient fine-tuning with rewards from verifiers, reward models or mixtures.
 
 An algorithm is a row of ``stages.algorithms.RL_PRESETS`` (``ppo``, ``grpo``, ``dapo``, ``rloo``, ``topr``, ...):
-advantage, scaling, ratio and surrogate, KL in reward or loss, aggregation, critic, epochs. Every setting left empty
-(:mod:`stages.policy.settings`) takes the preset's value (:mod:`stages.policy.presets`, which also refuses what does not
-go together); the resolved row is printed at the start.
+advantage, scaling, ratio and surrogate, KL in reward or loss, aggregation, critic, epochs. Every field left empty below
+takes the preset's value (:mod:`stages.policy.presets`, which also refuses what does not go together); the resolved row
+is printed at the start.
 
 One iteration: :mod:`stages.rollouts` chooses prompts, samples G completions each, scores, filters, credits
 and records them; :mod:`stages.policy.credit` turns rewards into an advantage per token;
