@@ -94,7 +94,9 @@ class ServerEngine:
         try:
             paths = self._call(self.root + "/openapi.json", timeout_s=min(60.0, self.timeout_s)).get("paths") or {}
         except ServerError as error:
-            if error.status in (None, 407, 502, 503, 504) or 300 <= error.status < 400:
+            # a page that is no JSON is an answer (of a user interface); what may be different the next time is none
+            page = isinstance(error.__cause__, ValueError)
+            if not page and (error.status in (None, 407, 408, 429, 502, 503, 504) or 300 <= error.status < 400):
                 raise self._silent(error) from error
             return "openai"
         except AttributeError:

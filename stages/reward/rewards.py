@@ -306,7 +306,6 @@ class Rewards:
         self.step: int | None = None  # optimizer step that ``from_step`` is compared with; None: every component counts
         # in the place of the weights of components with ``at_least``; empty: what they start at
         self.multipliers: dict[str, float] = {}
-        self.servers: dict[str, object] = {}  # reward servers by component
 
     def score(self, rows: Sequence[dict]) -> list[Scored]:
         """One `Scored` per row, in order; an error inside a component becomes an unscorable part with the error's text.

@@ -229,8 +229,8 @@ def _remote(rewards: Rewards, component: RewardComponent, rows) -> list:
             prompt,
         )
 
-    if component.name not in rewards.servers:  # one of all calls: it knows whether it ever answered
-        rewards.servers[component.name] = RewardServer(
+    if component.name not in rewards.scorers:  # one of all calls: it knows whether it ever answered
+        rewards.scorers[component.name] = RewardServer(
             component.url,
             component.endpoint_model,
             component.request_form,
@@ -240,7 +240,7 @@ def _remote(rewards: Rewards, component: RewardComponent, rows) -> list:
             component.timeout_s,
             component.key_variable,
         )
-    server = rewards.servers[component.name]
+    server = rewards.scorers[component.name]
     asked = [i for i, row in enumerate(rows) if component.no_eos_reward is None or ended(row)]
     found = dict(zip(asked, server.scores([answer(rows[i]) for i in asked])))
     scores = (

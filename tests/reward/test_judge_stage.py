@@ -5,6 +5,8 @@ scripts.
 import json
 import math
 import re
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -220,6 +222,33 @@ def test_a_spent_budget_leaves_the_rest_unlabelled(judge, given):
         assert sum(row["ann"]["annotator_type"] == "human" for row in made) == 6
     with pytest.raises(ValueError, match="price_in=3"):
         judging.JudgeSettings(budget_usd=1)
+
+
+def test_a_pair_that_is_never_answered_costs_its_label_and_no_retry_costs_money(judge, given, monkeypatch):
+    """A judge that took too long for one pair ended the stage at it, every time. A request that is asked again, here
+    each, is paid once: where it is answered.
+    """
+    from stages.running import servers
+
+    monkeypatch.setattr(servers, "WAITS", (0.0,))
+    data, tried, over = {"data": given("pairs/1", pairs(6))}, Counter(), threading.Event()
+    settings = {"price_in": 5e5, "price_out": 1e6, "block": 2, "timeout_s": 1.0, "fallback": "given"}
+
+    def choice(body):
+        tried[asked(body)] += 1
+        if "question 2?" in asked(body):
+            over.wait(60)
+        return 500 if tried[asked(body)] == 1 else by_quality(body)
+
+    with chat_server(choice) as server:
+        server.usage = {"prompt_tokens": 6, "completion_tokens": 1}
+        result, made, calls = judge(at(server, **settings), data)
+        over.set()
+    assert set(tried.values()) == {2} and len(tried) == 12 and result["usage"]["judge_calls"] == 10
+    assert result["summary"]["judge/cost_usd"] == pytest.approx(40) and result["summary"]["judge/errors"] == 1
+    assert [row["ann"]["annotator_type"] for row in made].count("human") == 1
+    late = {row["error"] for row in calls if row["error"]}
+    assert len(late) == 1 and "no answer came in 1 seconds" in late.pop()
 
 
 def test_labels_train_a_reward_model_and_a_policy(judge, given, tiny, train):

@@ -517,3 +517,23 @@ def test_a_stage_ends_while_its_requests_hang_and_keeps_what_was_answered(tmp_pa
     assert (out, process.returncode) == ("ended\n", 143)
     kept = [json.loads(line)["key"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert sorted(kept) == ["0", "1", "2"] and len(server.seen) == 34
+
+
+# -- what a server is --------------------------------------------------------------------------------------------------
+
+
+def test_a_page_in_the_place_of_a_description_is_of_a_plain_server(tiny, tokenizer):  # noqa: F811
+    """One that is overloaded, or does not answer in time, is not taken for another kind than it is."""
+    from stages.decoding.server_engine import ServerEngine
+
+    with raw_server(lambda connection, body, number: fine(body) if body else whole(HTML)) as server:
+        assert ServerEngine(server.url, tokenizer, tiny["policy"], model="m").api == "openai"
+        for made in (whole(b"", "429 Too Many Requests"), whole(b"", "408 Request Timeout"), SHORT, drip):
+            server.answer = lambda connection, body, number, made=made: (
+                made(connection, body) if callable(made) else made
+            )
+            with pytest.raises(EngineError, match="no OpenAI server answers"):
+                ServerEngine(server.url, tokenizer, tiny["policy"], model="m", timeout_s=0.5)
+
+
+SHORT = BAD["half a body"][0]
