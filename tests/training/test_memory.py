@@ -105,6 +105,7 @@ def test_the_plan_of_rl_is_what_it_holds(tiny, data, spec, monkeypatch, changes)
     "stage,changes,inputs",
     (
         ("sft", {"ema_decay": 0.9, "eval_every": 1, "select_by": "loss"}, {"data": "demonstrations"}),
+        ("sft", {"bema": {"update_freq": 1}}, {"data": "demonstrations"}),
         ("sft", {"lora_rank": 4}, {"data": "demonstrations"}),
         ("align", {"method": "dpo", "reference_update": "ema"}, {"data": "pairs"}),
         ("align", {"method": "dpo"}, {"data": "pairs", "reference": "tiny"}),

@@ -69,7 +69,7 @@ STAGES = {
         {"learning_rate": 1e-3, "batch_size": 6, "num_train_epochs": 2, "max_length": 96},
         ("model", "pairs"),
     ),
-    "reward_model, averaged": (
+    "reward_model averaged": (
         {
             "learning_rate": 1e-3,
             "batch_size": 6,
