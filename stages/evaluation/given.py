@@ -303,11 +303,11 @@ class Given:
                 f"Prompts have different numbers of answers ({told}). A prompt counts once, by the mean of its answers;"
                 f" pass@k and votes are of k up to {min(self.per_prompt)}.",
             )
-        if self.repeated:
+        if self.repeated and 2 * self.repeated >= self.read:
             self.stage.warn(
                 "answers_repeated",
-                f"{self.repeated} rows of answers are the same as an earlier row to their prompt, and count as samples of"
-                " their own. Take them out where the file holds them twice by mistake.",
+                f"{self.repeated} of {self.read} rows of answers are the same as an earlier row to their prompt, and count"
+                " as samples of their own. Take them out where the file holds everything twice by mistake.",
             )
 
     def summary(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def read(stage, name: str = "answers", column: str = "") -> Iterator[Read]:
             row, code = record.row, record.code
             if code is None and row is None:
                 row, code = parse_json(record.raw)
-            where = f"{source.name}, line {record.line}"
+            where = f"{source.name}, {'line' if source.format in ('jsonl', 'csv', 'tsv') else 'row'} {record.line}"
             if code is None:
                 row = _unpacked(row)
                 yield Read(where, row, _in(row, column))

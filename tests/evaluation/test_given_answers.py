@@ -226,7 +226,9 @@ def test_numbers_of_answers_differ_and_rows_come_twice(graded, sums):
     assert result["summary"]["accuracy"] == 0.5 and result["summary"]["pass_at_2"] == pytest.approx((3 + 5 / 6) / 4)
     assert "pass_at_4" not in result["summary"]
     told = warned(result)
-    assert "3 prompts have 2, 1 prompts have 4" in told["answers_uneven"] and "2 rows" in told["answers_repeated"]
+    assert "3 prompts have 2, 1 prompts have 4" in told["answers_uneven"] and "answers_repeated" not in told
+    twice, _ = graded([right(i) for i in range(4)] * 2, sums)
+    assert "4 of 8 rows" in warned(twice)["answers_repeated"]
     indexed = [{**right(i), "sample_idx": k} for i in range(4) for k in (0, 1, 1)]
     result, made = graded(indexed, sums)
     assert len(made) == 8 and "4 the same sample of its prompt again" in warned(result)["answers_left_out"]
