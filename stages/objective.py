@@ -44,10 +44,16 @@ class Config(StageConfig):
     )
     metric: str = Field("accuracy", description="Metric of the `scores` that says how good a tried loss was.")
     max_tokens: int = Field(512, ge=16, description="proposer=model, server: tokens of an answer at most.")
-    endpoint: ServerBase = Field("", description="proposer=server: base URL, for example http://localhost:8000/v1.")
+    endpoint: ServerBase = Field(
+        "",
+        description="proposer=server: base URL, for example http://localhost:8000/v1.",
+        json_schema_extra={"identity": "given", "address": True},
+    )
     endpoint_model: str = Field("", description="proposer=server: model name the server knows.")
     key_variable: KeyVariable = Field(
-        "", description="proposer=server: environment variable that holds the key, if one is needed."
+        "",
+        description="proposer=server: environment variable that holds the key, if one is needed.",
+        json_schema_extra={"identity": ""},
     )
     timeout_s: float = Field(120.0, gt=0, description="proposer=server: seconds to wait for an answer.")
 

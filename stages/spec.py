@@ -197,8 +197,9 @@ class StageConfig(BaseModel):
     settings.
 
     A field that changes only speed or logging, never a number, is declared with
-    ``json_schema_extra={"identity": False}`` and stays out of the stage key. So does the address of a server, with
-    ``"address": True`` beside it: what answers there is known by the name of its model, which is in the key.
+    ``json_schema_extra={"identity": False}`` and stays out of the stage key; with a text in the place of False, every
+    value that is given counts as that text. So does the address of a server, with ``"address": True`` beside it: what
+    answers there is known by the name of its model, which is in the key.
     """
 
     model_config = ConfigDict(
@@ -218,8 +219,11 @@ class StageConfig(BaseModel):
         """The part of :meth:`resolved` that belongs to the stage key."""
         values = self.resolved()
         for _, holder, name, extra in list(_declared(type(self), values)):
-            if extra.get("identity") is False:
+            counts_as = extra.get("identity", True)
+            if counts_as is False:
                 holder.pop(name, None)
+            elif isinstance(counts_as, str) and holder.get(name):
+                holder[name] = counts_as
         return values
 
     def addresses(self, values: dict[str, Any] | None = None) -> dict[str, str]:

@@ -19,10 +19,17 @@ class AskedJudge(StageConfig):
         "judge", description="Stage input that holds the judge, a language model; not used with an endpoint."
     )
     endpoint: ServerBase = Field(
-        "", description="Base URL of a server with the OpenAI chat interface; empty: the local model of `input`."
+        "",
+        description=(
+            "Base URL of a server with the OpenAI chat interface; empty: the local model of `input`. A result is known by"
+            " endpoint_model and not by this."
+        ),
+        json_schema_extra={"identity": "given", "address": True},
     )
     endpoint_model: str = Field("", description="Name of the model on the server.")
-    key_variable: KeyVariable = Field("", description="Environment variable with the server's key.")
+    key_variable: KeyVariable = Field(
+        "", description="Environment variable with the server's key.", json_schema_extra={"identity": ""}
+    )
     concurrency: int = Field(
         8, ge=1, description="Requests to a server under way at the same time.", json_schema_extra={"identity": False}
     )

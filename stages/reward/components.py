@@ -359,7 +359,12 @@ class RewardComponent(StageConfig):
         ),
     )
     endpoint: ServerBase = Field(
-        "", description="judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`."
+        "",
+        description=(
+            "judge: base URL of a server with the OpenAI chat interface; empty: the local model of `input`. A result is"
+            " known by endpoint_model and not by this."
+        ),
+        json_schema_extra={"identity": "given", "address": True},
     )
     endpoint_model: str = Field(
         "",
@@ -368,7 +373,11 @@ class RewardComponent(StageConfig):
             " scores need another name."
         ),
     )
-    key_variable: KeyVariable = Field("", description="judge, remote: environment variable with the server's key.")
+    key_variable: KeyVariable = Field(
+        "",
+        description="judge, remote: environment variable with the server's key.",
+        json_schema_extra={"identity": ""},
+    )
     concurrency: int = Field(
         8,
         ge=1,

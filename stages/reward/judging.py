@@ -77,10 +77,17 @@ class AskedSettings(StageConfig):
     )
     endpoint: ServerBase = Field(
         "",
-        description="Base URL of a server with the OpenAI chat interface; empty: the local model of the input `judge`.",
+        description=(
+            "Base URL of a server with the OpenAI chat interface; empty: the local model of the input `judge`. A result"
+            " is known by endpoint_model and not by this: with the server elsewhere the same command continues or reuses"
+            " it."
+        ),
+        json_schema_extra={"identity": "given", "address": True},
     )
     endpoint_model: str = Field("", description="Name of the model on the server.")
-    key_variable: KeyVariable = Field("", description="Environment variable with the server's key.")
+    key_variable: KeyVariable = Field(
+        "", description="Environment variable with the server's key.", json_schema_extra={"identity": ""}
+    )
     timeout_s: float = Field(
         60.0, gt=0, description="Seconds to wait for one answer of a server.", json_schema_extra={"identity": False}
     )

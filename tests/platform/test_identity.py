@@ -1,5 +1,6 @@
 """What a stage key sees and what it does not."""
 
+import json
 import os
 import subprocess
 import sys
@@ -79,6 +80,30 @@ def test_addresses_of_servers_are_no_identity():
     assert one.addresses() == {"engine_url": "http://a:8000/v1", "rewards.0.url": "http://a:5000/score"}
     assert one.addresses(other.resolved())["engine_url"] == "http://b:8000/v1"
     assert Rejection(**here | {"engine_model": "n"}).identity() != one.identity()
+
+
+def test_where_a_judge_is_asked_is_no_identity_but_that_a_server_is():
+    """A server that moved made every result by its judge again. Of a local judge all is as it was."""
+    from stages.evaluate import Config as Evaluate
+    from stages.reward.judging import JudgeSettings as Judge
+    from stages.objective import Config as Objective
+    from stages.rl import Config as RL
+
+    def asked(**server):
+        judge = {"name": "r", "kind": "judge", **server}
+        yield Judge(**server)
+        yield Evaluate(rewards=[judge], refusal_judge=server)
+        yield Evaluate(mt_bench=server)
+        yield RL(preset="grpo", rewards=[judge])
+        yield Objective(proposer="server" if server else "mutation", **server)
+
+    here = {"endpoint": "http://a:1/v1", "endpoint_model": "m", "key_variable": "A_KEY"}
+    moved, other = {**here, "endpoint": "http://b:2/v1", "key_variable": ""}, {**here, "endpoint_model": "n"}
+    for one, then, another, local in zip(asked(**here), asked(**moved), asked(**other), asked(), strict=True):
+        assert one.identity() == then.identity() != another.identity() and one.identity() != local.identity()
+        assert set(one.addresses().values()) == {"http://a:1/v1"} and not local.addresses()
+        assert set(one.addresses(then.resolved()).values()) == {"http://b:2/v1"}
+        assert '"endpoint": ""' in json.dumps(local.identity()) and '"key_variable": ""' in json.dumps(local.identity())
 
 
 def test_key_is_the_same_in_any_process():
