@@ -65,3 +65,19 @@ def written(path, name: str, kind: str, rows, *, dataset=None, source="s", origi
     common = {"dataset": dataset or name, "source": source, "origin": origin, "split": split}
     write_dataset(path, name, kind, [complete_row(kind, row, **common) for row in rows])
     return str(path)
+
+
+def ingested(path, kind: str, workdir, seed: int = 0, **config) -> str:
+    """A file as a dataset of this kind, by stage ingest in this process. Returns its path."""
+    from stages.harness import execute
+
+    spec = {
+        "stage": "ingest",
+        "key": "ingested",
+        "config": {"kind": kind, **config},
+        "seed": seed,
+        "device": "cpu",
+        "inputs": {"data": str(path)},
+        "workdir": str(workdir),
+    }
+    return execute(spec, silent)["outputs"]["data"]["path"]

@@ -10,7 +10,7 @@ from stages.harness import execute
 from stages.spec import ConfigError
 from storage.datasets import open_dataset
 from storage.files import tree_digest
-from tests.common import written
+from tests.common import user, written
 from tests.data.driver import write_lines
 from tests.evaluation.test_stages import spec
 
@@ -108,10 +108,6 @@ def test_every_dataset_of_the_lineage_is_looked_through(tiny, home, tmp_path):
 def dataset(path, kind, rows, split="train"):
     written(str(path), path.name, kind, [{"split": split, **row} for row in rows], source="made")
     return str(path)
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
 
 
 def run(tmp_path, inputs, name="run", **config):

@@ -11,7 +11,7 @@ from stages.harness import execute
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.chat_server import chat_server
-from tests.common import assistant, silent, user
+from tests.common import assistant, ingested, silent, user
 from tests.flows.test_iterated import planned
 
 
@@ -296,21 +296,10 @@ def by_word(body):
     }
 
 
-def ingested(tmp_path, name, principles):
-    (tmp_path / f"{name}.yaml").write_text(json.dumps(principles))
-    made = execute(
-        {
-            "stage": "ingest",
-            "key": "i",
-            "config": {"kind": "principles/1"},
-            "seed": 0,
-            "device": "cpu",
-            "inputs": {"data": str(tmp_path / f"{name}.yaml")},
-            "workdir": str(tmp_path / f"{name}-principles"),
-        },
-        silent,
-    )
-    return made["outputs"]["data"]["path"]
+def principles_of(tmp_path, name, principles):
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(json.dumps(principles))
+    return ingested(file, "principles/1", tmp_path / f"{name}-principles")
 
 
 def judged(tmp_path, name, config, rows, kind, principles=None):
@@ -318,7 +307,7 @@ def judged(tmp_path, name, config, rows, kind, principles=None):
     write_dataset(str(tmp_path / f"{name}-rows"), name, kind, rows)
     inputs = {"data": str(tmp_path / f"{name}-rows")}
     if principles is not None:
-        inputs["principles"] = ingested(tmp_path, name, principles)
+        inputs["principles"] = principles_of(tmp_path, name, principles)
     with chat_server(by_word) as server:
         result = execute(
             {
@@ -435,7 +424,7 @@ def test_models_are_compared_by_the_trait_of_each_prompt(tmp_path):
     write_dataset(str(tmp_path / "prompts"), "prompts", "prompts/1", prompts)
     inputs = {
         "prompts": str(tmp_path / "prompts"),
-        "principles": ingested(
+        "principles": principles_of(
             tmp_path, "traits", [{"id": "x", "kind": "trait", "text": "XX"}, {"id": "y", "kind": "trait", "text": "YY"}]
         ),
     }

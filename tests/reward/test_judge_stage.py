@@ -17,7 +17,7 @@ from stages.spec import ConfigError
 from storage.datasets import open_dataset, write_dataset
 from storage.schema import complete_row
 from tests.chat_server import chat_server
-from tests.common import assistant, silent, user
+from tests.common import assistant, ingested, silent, user
 
 SHORT = {"template": "{principle}{context} A:{a} B:{b}", "request": "?"}
 QUALITY = re.compile(r"quality (\d+)")
@@ -416,17 +416,7 @@ def test_principles_are_drawn_by_the_row_and_shown(judge, given, tmp_path):
         "Choose the shorter answer.",
         "Choose the true answer.",
     ]
-    path = execute(
-        {
-            "stage": "ingest",
-            "key": "p",
-            "config": {"kind": "principles/1"},
-            "seed": 5,
-            "inputs": {"data": {"kind": "file", "path": str(file), "digest": "f"}},
-            "workdir": str(tmp_path / "ingest"),
-        },
-        silent,
-    )["outputs"]["data"]["path"]
+    path = ingested(file, "principles/1", tmp_path / "ingest")
     data = pairs(30)
     with chat_server(by_quality) as server:
         _, made, calls = judge(at(server), {"data": given("pairs/1", data), "principles": path})
@@ -782,17 +772,7 @@ def test_agreement_with_people_on_public_preferences(judge, tmp_path):
     """A server that always prefers the longer answer agrees with people exactly where their choice is longer, counted
     from the data.
     """
-    path = execute(
-        {
-            "stage": "ingest",
-            "key": "hh",
-            "config": {"kind": "pairs/1", "limit": 120},
-            "seed": 5,
-            "inputs": {"data": {"kind": "file", "path": str(SHARED / "hh_harmless_base_test.jsonl.gz"), "digest": "f"}},
-            "workdir": str(tmp_path / "ingest"),
-        },
-        silent,
-    )["outputs"]["data"]["path"]
+    path = ingested(SHARED / "hh_harmless_base_test.jsonl.gz", "pairs/1", tmp_path / "ingest", seed=5, limit=120)
     rows = list(open_dataset(path).iter_rows())
     lengths = [(len(text(row["chosen"])), len(text(row["rejected"]))) for row in rows]
     with chat_server(

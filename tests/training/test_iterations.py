@@ -12,7 +12,7 @@ import torch
 
 from stages.batching import make_item
 from stages.generation import Sample
-from stages.rollouts.groups import Group, control
+from stages.rollouts.groups import Group, override_reward
 from stages.rollouts.replay import ReplayWindow, _groups_of
 from stages.running.randomness import rng
 from stages.training import TrainingError
@@ -232,7 +232,7 @@ def test_controls_pay_by_weight_and_not_what_was_lost(rl):  # noqa: F811
         ],
     ).samples
     for sample in made:
-        control(source.stage, sample, 0)
+        override_reward(source.stage, sample, 0)
     assert [s.total for s in made[:2]] == [1.5, 2.0] and all(np.isnan(s.total) for s in made[2:])
     assert made[0].correct is None and made[0].turn_rewards is None
 

@@ -14,7 +14,7 @@ from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
 from tests.chat_server import chat_server
-from tests.common import BESIDE, assistant, beside, silent, user
+from tests.common import BESIDE, assistant, beside, ingested, silent, user
 
 PRINCIPLES = "# what an assistant owes\nDo no harm.\n\nSay what is uncertain.\nBe brief.\n"
 
@@ -43,19 +43,7 @@ def constitution(tmp_path_factory):
     """Three principles as a dataset, ingested from a text file."""
     root = tmp_path_factory.mktemp("principles")
     (root / "constitution.txt").write_text(PRINCIPLES)
-    result = execute(
-        {
-            "stage": "ingest",
-            "key": "p",
-            "config": {"kind": "principles/1"},
-            "seed": 0,
-            "device": "cpu",
-            "inputs": {"data": str(root / "constitution.txt")},
-            "workdir": str(root / "work"),
-        },
-        silent,
-    )
-    return result["outputs"]["data"]["path"]
+    return ingested(root / "constitution.txt", "principles/1", root / "work")
 
 
 @pytest.fixture()

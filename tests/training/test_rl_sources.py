@@ -15,7 +15,7 @@ from stages.generation import Sample, sample_groups, score
 from stages.models.modeling import load_policy
 from stages.reward_models.reward_heads import RewardCard, write_card
 from stages.rl import Config, resolve_preset
-from stages.rollouts.groups import control
+from stages.rollouts.groups import override_reward
 from stages.rollouts.replay import full_group, plain_group
 from stages.spec import ConfigError
 from storage.datasets import open_dataset
@@ -491,7 +491,7 @@ def test_a_format_that_is_not_asked_of_a_prompt_pays_nothing(rl):
     )
     here, there = (Sample({}, [1], 0, [2], [0.0], "eos", "x", 3.0, {"form": value}, {}) for value in (1.0, None))
     for sample in (here, there):
-        control(source.stage, sample, 0)
+        override_reward(source.stage, sample, 0)
     assert here.total == 0.1 and np.isnan(there.total)
 
 

@@ -13,7 +13,7 @@ from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
 from tests.chat_server import chat_server
-from tests.common import BESIDE, beside, silent, user
+from tests.common import BESIDE, beside, ingested, silent, user
 from tests.training.test_revise import roomy, rows_of, said  # noqa: F401
 
 TRAITS = {"patient": "Patient with people who are new to something.", "frank": "Frank about what is not known."}
@@ -27,19 +27,7 @@ def traits(tmp_path_factory):
             [{"id": name, "kind": "trait", "text": text} for name, text in TRAITS.items()] + ["A principle, no trait."]
         )
     )
-    result = execute(
-        {
-            "stage": "ingest",
-            "key": "t",
-            "config": {"kind": "principles/1"},
-            "seed": 0,
-            "device": "cpu",
-            "inputs": {"data": str(root / "traits.yaml")},
-            "workdir": str(root / "work"),
-        },
-        silent,
-    )
-    return result["outputs"]["data"]["path"]
+    return ingested(root / "traits.yaml", "principles/1", root / "work")
 
 
 @pytest.fixture(scope="session")
