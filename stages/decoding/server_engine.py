@@ -198,7 +198,7 @@ class ServerEngine:
         except ServerError as error:
             self.served.refuse_restarted(error)
             raise
-        first_choice(answer, "completion")
+        first_choice(answer, "completion", self.key_variable)
         return answer
 
     def _as_text(self, prompt: list[int]) -> str:

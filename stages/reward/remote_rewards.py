@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stages.running.http_json import ServerError, request_json
+from stages.running.http_json import ServerError, request_json, shown
 from stages.running.servers import FAILING, Served, Settings, each, patiently, refuse_error
 
 
@@ -100,7 +100,7 @@ class RewardServer:
     def _batch(self, answers: Sequence[Answer]) -> list[float | str]:
         try:
             values = self.served.settle(lambda: patiently(lambda: self._ask(answers)), object())
-            return [_number(value) for value in values]
+            return [_number(value, self.key_variable) for value in values]
         except ServerError as error:
             if error.status in (400, 413, 422) and len(answers) > 1:  # it may be about one of them
                 half = len(answers) // 2
@@ -111,10 +111,14 @@ class RewardServer:
         said = request_json(
             self.url, FORMS[self.form](self.model, answers), key_variable=self.key_variable, timeout_s=self.timeout_s
         )
-        refuse_error(said)
+        refuse_error(said, self.key_variable)
         values = said.get(self.score_key) if isinstance(said, dict) else said
         if not isinstance(values, list):
-            held = f"only {', '.join(map(str, said))[:100]}" if isinstance(said, dict) else f"{said!r:.100}"
+            held = (
+                f"only {', '.join(map(str, said))[:100]}"
+                if isinstance(said, dict)
+                else shown(said, self.key_variable, 100)
+            )
             raise ServerError(
                 f"the answer holds no list {self.score_key!r} but {held}; score_key=NAME says what it is called"
             )
@@ -123,7 +127,7 @@ class RewardServer:
         return values
 
 
-def _number(value) -> float | str:
+def _number(value, key_variable: str) -> float | str:
     """A finite number, or one alone in a list as models with one output give it; else what is wrong."""
     from stages.reward.verdicts import finite
 
@@ -133,5 +137,5 @@ def _number(value) -> float | str:
     return (
         "the reward server gave no number for it"
         if value is None
-        else f"the reward server gave {value!r:.60}, which is no finite number"
+        else f"the reward server gave {shown(value, key_variable, 60)}, which is no finite number"
     )

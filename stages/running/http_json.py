@@ -167,6 +167,11 @@ def _writable(value):
     return {_writable(name): _writable(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
+def shown(answer, key_variable: str, length: int) -> str:
+    """The beginning of a parsed answer as JSON, as an error may show it."""
+    return _without(json.dumps(answer), os.environ.get(key_variable, "").strip() if key_variable else "")[:length]
+
+
 def _without(text: str, key: str) -> str:
     """What a server says, without the key, which some repeat where they do not take it."""
     return text.replace(key, "(the key)") if key else text

@@ -32,7 +32,6 @@ per request, from its first byte to the last of its answer (:func:`stages.runnin
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import queue
@@ -42,7 +41,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from stages.running.http_json import ServerError, request_json
+from stages.running.http_json import ServerError, request_json, shown
 from stages.running.stopping import GRACE_SECONDS
 
 #: Seconds before a server that is away or overloaded is asked again, unless it asks for more (``Retry-After``).
@@ -325,12 +324,12 @@ class ChatServer:
             answer = request_json(
                 self.endpoint + "/chat/completions", body, key_variable=self.key_variable, timeout_s=self.timeout_s
             )
-            choice, used = first_choice(answer, "chat completion"), answer.get("usage")
+            choice, used = first_choice(answer, "chat completion", self.key_variable), answer.get("usage")
             used = used.items() if isinstance(used, dict) else ()
             try:
                 said(choice)
             except (TypeError, AttributeError):
-                raise _none(answer, "chat completion", "its message holds no text") from None
+                raise _none(answer, "chat completion", "its message holds no text", self.key_variable) from None
             return {**choice, "usage": {name: n for name, n in used if isinstance(n, int)}}
 
         return patiently(once)
@@ -340,20 +339,21 @@ class ChatServer:
         return each(function, of, self.concurrency)
 
 
-def first_choice(answer, what: str) -> dict:
-    """The first choice of an answer. Raises ServerError where it is no ``what``."""
-    refuse_error(answer)
+def first_choice(answer, what: str, key_variable: str) -> dict:
+    """The first choice of an answer. Raises ServerError where it is no ``what``, in which the key is not shown."""
+    refuse_error(answer, key_variable)
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-        raise _none(answer, what, "it holds no choices" if answer is not None else "it is empty")
+        raise _none(answer, what, "it holds no choices" if answer is not None else "it is empty", key_variable)
     return choices[0]
 
 
-def _none(answer, what: str, why: str) -> ServerError:
-    return ServerError(f"the answer is no {what}, {why}" + f": {json.dumps(answer)[:200]}" * (answer is not None))
+def _none(answer, what: str, why: str, key_variable: str) -> ServerError:
+    said = "" if answer is None else f": {shown(answer, key_variable, 200)}"
+    return ServerError(f"the answer is no {what}, {why}{said}")
 
 
-def refuse_error(answer) -> None:
+def refuse_error(answer, key_variable: str) -> None:
     """Raise the ServerError that an answer of 200 tells of in its field ``error``, as gateways write it; with a code
     that is a status, as if the answer had that status.
     """
@@ -362,7 +362,7 @@ def refuse_error(answer) -> None:
         return
     code = error.get("code") if isinstance(error, dict) else None
     status = int(code) if isinstance(code, (int, str)) and str(code).isdecimal() and 300 <= int(code) < 600 else 200
-    raise ServerError(f"HTTP 200 with an error: {json.dumps(error)[:300]}", status)
+    raise ServerError(f"HTTP 200 with an error: {shown(error, key_variable, 300)}", status)
 
 
 def said(choice: dict) -> str:

@@ -272,6 +272,28 @@ def test_every_status_falls_under_one_rule():
         assert rule.do.format(**Served("a", "b", EngineError, 1.0).named)
 
 
+@pytest.mark.parametrize("client", ["judge", "engine", "reward"])
+@pytest.mark.parametrize("of_200", [lambda key: {"error": f"who is {key}?"}, lambda key: [f"who is {key}?"], str])
+def test_a_key_that_an_answer_repeats_is_not_told(tokenizer, tiny, monkeypatch, client, of_200):  # noqa: F811
+    from stages.decoding.server_engine import ServerEngine
+
+    monkeypatch.setenv("A_KEY", "sk-nobody-sees-this")
+    made = whole(of_200("sk-nobody-sees-this"))
+    with raw_server(lambda connection, body, number: made) as server:
+        if client == "reward":
+            asked = RewardServer(server.url, "m", "messages", key_variable="A_KEY")
+            (why,) = asked.scores([Answer([{"role": "user", "content": "x"}], {}, "eos")])
+        elif client == "engine":
+            asked = ServerEngine(
+                server.url, tokenizer, tiny["policy"], model="m", api="vllm", key_variable="A_KEY", concurrency=1
+            )
+            why = asked._row([1, 40], 0, SamplingParams(max_new_tokens=2), {}, None).error
+        else:
+            why = ServerJudge(server.url, "m", "A_KEY").reply("x", 4).error
+        assert "Bearer sk-nobody-sees-this" in server.heads[-1]
+    assert "(the key)" in why and "sk-" not in why
+
+
 # -- what waits --------------------------------------------------------------------------------------------------------
 
 
