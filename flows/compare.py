@@ -66,7 +66,8 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
         if reason := other_protocol(label, one, two):
             refused.append(reason)
             continue
-        if told := given_answers(one, two):
+        told = given_answers(one, two)
+        if told:
             more["notes"].append(f"{label}: {told}")
         rubrics = (
             len(
@@ -100,7 +101,7 @@ def compare(a: str, b: str, out: Path | None = None) -> dict[str, Any]:
                 continue
             both = all(isinstance(value, (int, float)) for value in (x, y))
             rows.append({"step": label, "metric": metric, "a": x, "b": y, "difference": y - x if both else None})
-        settings += [f"{label}.{line}" for line in differences(one.get("config") or {}, two.get("config") or {})]
+        settings += [f"{label}.{line}" for line in differences(*(read_settings(record, told) for record in (one, two)))]
         if one["key"] != two["key"] and one["stage"] == "evaluate":
             for name, found in evaluations(label, one, two, apart).items():
                 more[name] += found
@@ -343,6 +344,14 @@ def given_answers(one: dict[str, Any], two: dict[str, Any]) -> str:
     if one["stage"] != "evaluate" or not any("answers" in (record.get("inputs") or {}) for record in (one, two)):
         return ""
     return told_of_given(protocols_of(one, two))
+
+
+def read_settings(record: dict[str, Any], given: str) -> dict[str, Any]:
+    """The settings of a result; where answers were ``given``, without those of how a model is asked."""
+    from stages.evaluation.given import OF_A_MODEL
+
+    config = record.get("config") or {}
+    return {name: value for name, value in config.items() if name not in OF_A_MODEL} if given else config
 
 
 def apart(one: dict[str, Any], two: dict[str, Any]) -> dict[str, tuple]:

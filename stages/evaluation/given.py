@@ -80,6 +80,18 @@ INDICES = ("sample_idx", "completion_idx", "sample_index", "completion_index")
 OF_TOKENS = ("length", "length_group", "length_target", "length_penalty", "truncation", "icdpo")
 OF_TURNS = ("environment", "milestones", "step_weighted", "debate")
 
+#: Settings of how a model is asked, which nothing reads where answers are given.
+OF_A_MODEL = (
+    *(
+        name
+        for of in (SamplingConfig, AgentConfig, ChatConfig, BenchmarkConfig)
+        for name in of.model_fields
+        if name != "multiple_choice"
+    ),
+    *("num_samples", "greedy", "prompt_template", "max_prompt_length", "max_length", "beta", "think_max", "think_min"),
+    *("think_waits", "token_shift", "perturb_options", "probe_pairs"),
+)
+
 UNREAD = "no answer in it"
 UNNAMED = "nothing in it says which prompt it answers"
 UNKNOWN = "to no prompt of the data"
@@ -144,22 +156,12 @@ def check(config, names: Sequence[str]) -> None:
             "evaluate: answers are graded beside what they answer; give --input prompts=REF_OR_PATH (prompts/1), the"
             " prompts with their answers, tests or constraints"
         )
-    asked_of_a_model = [
-        name
-        for of in (SamplingConfig, AgentConfig, ChatConfig, BenchmarkConfig)
-        for name in of.model_fields
-        if name != "multiple_choice"
-    ]
     refuse_unread(
         config,
         [
             (("target",), lambda c: False, "given answers are those of a policy; write target=policy"),
             (
-                (
-                    *asked_of_a_model,
-                    *("num_samples", "greedy", "prompt_template", "max_prompt_length", "max_length", "beta"),
-                    *("think_max", "think_min", "think_waits", "token_shift", "perturb_options", "probe_pairs"),
-                ),
+                OF_A_MODEL,
                 lambda c: False,
                 "answers are given and nothing is sampled; write what is known of how they were made into answers_from",
             ),
