@@ -639,7 +639,7 @@ def encode(stage, renderer, split: str, limit: int | None = None):
     more = within_positions(more, positions) if given else more
     items, dropped = encode_demonstrations(stage.dataset("data"), split, renderer, config, limit, more)
     dropped = {"context_does_not_fit": 0, **dropped}
-    return items, dropped if reader is None else {"turns_differ": 0, "texts_differ": 0, **dropped}
+    return items, dropped if reader is None else {"turns_differ": 0, "no_span": 0, **dropped}
 
 
 def within_positions(more, positions: int | None):
@@ -788,7 +788,7 @@ def read_across(renderer, reader: Across, config):
             return "turns_differ"
         spans = spans[spans[:, 1] <= mine.n_targets]
         if not len(spans):
-            return "texts_differ"
+            return "no_span"
         ids, mask = sides[1]
         end = [n for n, m in enumerate(mask) if m][spans[-1, 3] - 1] + 1
         return {"teacher_item": make_item(row["row_id"], [], [ids[:end]], [mask[:end]]), "spans": spans}
