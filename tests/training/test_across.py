@@ -328,6 +328,32 @@ def test_answers_of_the_student_are_read_by_the_teacher(spec, tiny, teachers, ta
     assert any("\ufffd" in text for text, _ in seen) and {ended for _, ended in seen} >= {False}
 
 
+def test_an_answer_that_says_nothing_trains_nothing(spec, tiny, teachers, talks):
+    """The first byte of a character, cut: the teacher reads nothing, and there is no span; behind it others are."""
+    from stages.batching import make_item
+
+    config = {"objective": "gold", "method": "on_policy", "lmbda": 1.0}
+    stage = stage_of(spec, tiny, talks, config, "nothing", teacher=teachers["bytes"])
+    renderer = renderer_for(tiny["policy"])
+    train, _ = encode(stage, renderer, "train")
+    model, objective = in_float64(stage, tiny, teachers["bytes"])
+    source, reader = answers(stage, train, objective, renderer, model), across_of(stage, renderer)
+    start = next(i for i, said in reader.mine_said.bytes.items() if said == b"\xe6")
+    items = []
+    for ids in ([start], [start, renderer.turn_end_id], [renderer.turn_end_id]):
+        prompt = renderer.prompt_ids(train[0].extra["asked"])
+        extra = {**train[0].extra, "own": True, **source.said_across(train[0], ids)}
+        items.append(make_item("own", prompt, [ids], [[1] * len(ids)], **extra))
+    assert [len(item.extra["spans"]) for item in items] == [0, 2, 1]
+    assert [len(item.extra["teacher_item"].responses[0]) for item in items][::2] == [0, 1]
+    loss, grads = gradient(model, objective, [items[:1]])
+    assert loss == 0.0 and all((g == 0).all() for g in grads.values())
+    loss, grads = gradient(model, objective, [items[1:]])
+    other, again = gradient(model, objective, [[item] for item in items])
+    assert other == pytest.approx(loss, rel=1e-12) and loss > 0
+    assert max(float((again[n] - grads[n]).abs().max()) for n in grads) < 1e-12
+
+
 def test_an_answer_longer_than_the_teachers_positions_keeps_the_spans_before(spec, tiny, teachers, talks, monkeypatch):
     config = {"objective": "uld", "method": "on_policy", "lmbda": 1.0, "max_completion_length": 12}
     stage = stage_of(spec, tiny, talks, config, "short", teacher=teachers["bytes"])
