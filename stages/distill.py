@@ -371,14 +371,11 @@ class Distillation:
                 "merged_spans": (merged.to(values.dtype).sum(), seen),
             }
         else:
-            found = (
-                self.captured
-                if self.teacher is None
-                else self.sampled
-                if self.config.objective == "iw_opd"
-                else self.divergence
-            )(head, states, batch)
-            values, apart = found if isinstance(found, tuple) else (found, found.detach())
+            if self.config.objective == "iw_opd":
+                values, apart = self.sampled(head, states, batch)
+            else:
+                values = (self.divergence if self.teacher is not None else self.captured)(head, states, batch)
+                apart = values.detach()
             of, by = batch.seq_N, "tokens"
             metrics = {"kl": (apart.sum() / squared, "targets")}
         terms = {"divergence": (self.soft_weight * (values * weight_S[of]).sum(), by)}
@@ -404,7 +401,7 @@ class Distillation:
 
     def sampled(self, head, states, batch):
         """(loss, log q - log p) ``[N]`` of the student's own tokens, whose gradient in expectation is that of the
-        reverse KL, weighted; of given answers, which are validated, the reverse KL itself, twice.
+        reverse KL, weighted; of given answers, which are validated, the reverse KL itself, twice. Times T^2.
         """
         import torch
 
@@ -414,7 +411,8 @@ class Distillation:
         temperature = self.config.distillation_temperature
         own = torch.tensor([bool(i.extra.get("own")) for i in batch.items], device=states.device)[batch.seq_N]
         if not own.any():
-            return self.divergence(head, states, batch, "reverse")
+            exact = self.divergence(head, states, batch, "reverse")
+            return exact, exact.detach()
         _, teacher_states = self.read(batch)
         logq = token_logps(head, states, batch.target_N, temperature)[0]
         with torch.no_grad():
@@ -639,7 +637,7 @@ def encode(stage, renderer, split: str, limit: int | None = None):
     more = within_positions(more, positions) if given else more
     items, dropped = encode_demonstrations(stage.dataset("data"), split, renderer, config, limit, more)
     dropped = {"context_does_not_fit": 0, **dropped}
-    return items, dropped if reader is None else {"turns_differ": 0, "texts_differ": 0, **dropped}
+    return items, dropped if reader is None else {"turns_differ": 0, "no_span": 0, **dropped}
 
 
 def within_positions(more, positions: int | None):
@@ -788,7 +786,7 @@ def read_across(renderer, reader: Across, config):
             return "turns_differ"
         spans = spans[spans[:, 1] <= mine.n_targets]
         if not len(spans):
-            return "texts_differ"
+            return "no_span"
         ids, mask = sides[1]
         end = [n for n, m in enumerate(mask) if m][spans[-1, 3] - 1] + 1
         return {"teacher_item": make_item(row["row_id"], [], [ids[:end]], [mask[:end]]), "spans": spans}

@@ -670,6 +670,18 @@ REMEDIES = {
     "teacher_has_no_positions": (
         "they are longer than the teacher has positions for: lower max_length, or give another teacher"
     ),
+    "context_does_not_fit": (
+        "with the context they are longer than the teacher has positions for, or not the same tokens: shorten context,"
+        " lower max_length, or give another teacher"
+    ),
+    "turns_differ": (
+        "the teacher's chat template does not show the same trained turns as the student's, such as two answers in a row"
+        " as one: give rows whose turns alternate, or a teacher that reads the student's tokens (objective=divergence)"
+    ),
+    "no_span": (
+        "no token of the teacher's ends where a trained token ends before max_length cuts them: raise max_length, or give"
+        " rows with longer answers"
+    ),
     "no_target": "no trained token is left in them: raise max_length, or give rows with assistant turns",
     "weight_0": (
         "their weight is 0, so that they count nothing: give rows whose weight is above 0, or leave the column out"

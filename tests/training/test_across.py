@@ -56,7 +56,7 @@ def plain_distance(q, p, pairs, how, direction, beta, weights):
 )
 @pytest.mark.parametrize("temperature", (1.0, 1.7))
 def test_the_distance_of_spans_equals_autograd(how, direction, weights, temperature, monkeypatch):
-    monkeypatch.setattr(modeling, "HEAD_CHUNK_ELEMENTS", 8 * 40)
+    monkeypatch.setattr(modeling, "HEAD_CHUNK_ELEMENTS", 40)
     torch.manual_seed(0)
     tensor = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
     hidden, weight, bias = (tensor(*shape).requires_grad_() for shape in ((9, 6), (13, 6), (13,)))
@@ -146,7 +146,7 @@ def test_the_teacher_reads_its_own_template_and_spans_say_the_same(spec, tiny, t
     stage = stage_of(spec, tiny, talks, {"objective": "uld"}, form, teacher=teachers[form])
     renderer, theirs = renderer_for(tiny["policy"]), renderer_for(teachers[form])
     items, dropped = encode(stage, renderer, "train")
-    assert len(items) == 5 and dropped["truncated"] == 1 and not dropped["texts_differ"] + dropped["turns_differ"]
+    assert len(items) == 5 and dropped["truncated"] == 1 and not dropped["no_span"] + dropped["turns_differ"]
     reader = across_of(stage, renderer)
     for item, (asked, said) in zip(items, TALKS):
         read = item.extra["teacher_item"]
@@ -271,6 +271,34 @@ def test_with_one_tokenizer_gold_is_the_ordinary_divergence(spec, tiny, talks):
     assert gradient(*in_float64(stage, tiny, tiny["policy"]), [items])[0] == pytest.approx(0.0, abs=1e-12)
 
 
+def test_rows_without_a_span_and_with_other_turns_are_left_out(spec, tiny, tmp_path):
+    """A cut inside of the first token of the teacher's, and a template that has nothing between two answers."""
+    joined = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'Q ' + m['content'] + ' A ' }}{% else %}"
+        "{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+    )
+    teacher = other_policy(str(tmp_path / "teacher"), "bytes", template=joined)
+    said = lambda role, text: {"role": role, "content": text}  # noqa: E731
+    mine, theirs = (renderer_for(path).tokenizer for path in (tiny["policy"], teacher))
+    pieces = lambda one, word: len(one(word, add_special_tokens=False)["input_ids"])  # noqa: E731
+    word = next(
+        w for w in sorted(theirs.get_vocab()) if w.isalpha() and w.isascii() and pieces(theirs, w) < pieces(mine, w)
+    )
+    talk = [said("user", "q"), said("assistant", word), said("assistant", "more")]
+    for name, messages, length in (("no_span", talk[:2], None), ("turns_differ", talk, 96)):
+        path = str(tmp_path / name)
+        row = {"messages": messages, "train_turns": list(range(1, len(messages))), "kept": True}
+        rows = [complete_row("demonstrations/1", row, dataset=name, source="s", origin="human", split="train")]
+        write_dataset(path, name, "demonstrations/1", rows)
+        if length is None:  # the first token of the answer
+            length = len(renderer_for(tiny["policy"]).prompt_ids(messages[:1])) + 1
+        stage = stage_of(spec, tiny, path, {"objective": "uld", "max_length": length}, name, teacher=teacher)
+        items, dropped = encode(stage, renderer_for(tiny["policy"]), "train")
+        assert not items and dropped[name] == 1
+        with pytest.raises(ConfigError, match=f"1 of 1 are {name}: .*(raise max_length|objective=divergence)"):
+            get_stage("distill").run(stage)
+
+
 # -- answers of the student's own --------------------------------------------------------------------------------------
 
 
@@ -298,6 +326,32 @@ def test_answers_of_the_student_are_read_by_the_teacher(spec, tiny, teachers, ta
         loss, grads = gradient(model, objective, [source.sample(train, step)])
         assert loss > 0 and all(g.isfinite().all() for g in grads.values())
     assert any("\ufffd" in text for text, _ in seen) and {ended for _, ended in seen} >= {False}
+
+
+def test_an_answer_that_says_nothing_trains_nothing(spec, tiny, teachers, talks):
+    """The first byte of a character, cut: the teacher reads nothing, and there is no span; behind it others are."""
+    from stages.batching import make_item
+
+    config = {"objective": "gold", "method": "on_policy", "lmbda": 1.0}
+    stage = stage_of(spec, tiny, talks, config, "nothing", teacher=teachers["bytes"])
+    renderer = renderer_for(tiny["policy"])
+    train, _ = encode(stage, renderer, "train")
+    model, objective = in_float64(stage, tiny, teachers["bytes"])
+    source, reader = answers(stage, train, objective, renderer, model), across_of(stage, renderer)
+    start = next(i for i, said in reader.mine_said.bytes.items() if said == b"\xe6")
+    items = []
+    for ids in ([start], [start, renderer.turn_end_id], [renderer.turn_end_id]):
+        prompt = renderer.prompt_ids(train[0].extra["asked"])
+        extra = {**train[0].extra, "own": True, **source.said_across(train[0], ids)}
+        items.append(make_item("own", prompt, [ids], [[1] * len(ids)], **extra))
+    assert [len(item.extra["spans"]) for item in items] == [0, 2, 1]
+    assert [len(item.extra["teacher_item"].responses[0]) for item in items][::2] == [0, 1]
+    loss, grads = gradient(model, objective, [items[:1]])
+    assert loss == 0.0 and all((g == 0).all() for g in grads.values())
+    loss, grads = gradient(model, objective, [items[1:]])
+    other, again = gradient(model, objective, [[item] for item in items])
+    assert other == pytest.approx(loss, rel=1e-12) and loss > 0
+    assert max(float((again[n] - grads[n]).abs().max()) for n in grads) < 1e-12
 
 
 def test_an_answer_longer_than_the_teachers_positions_keeps_the_spans_before(spec, tiny, teachers, talks, monkeypatch):
@@ -340,7 +394,7 @@ def test_the_student_moves_to_a_teacher_with_another_tokenizer(spec, tiny, data,
         summary["validation/distance"]
         < (0.95 if config.get("num_train_epochs") else 1.0) * summary["validation/distance_before"]
     )
-    assert summary["rows"] == 42 and summary["dropped/texts_differ"] == 0
+    assert summary["rows"] == 42 and summary["dropped/no_span"] == 0
     rows = [json.loads(line)["metrics"] for line in Path(made["workdir"], "metrics.jsonl").read_text().splitlines()]
     assert all(0 < row["merged_spans"] <= 1 for row in rows if "loss" in row)
 

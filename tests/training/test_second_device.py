@@ -207,6 +207,16 @@ READS = {  # stage, settings, inputs: which of the tiny models and datasets
         {**SHORT, "direction": "jsd", "compute_dtype": "bfloat16", "frozen_dtype": "bfloat16"},
         {"model": "policy", "teacher": "other", "data": "demonstrations"},
     ),
+    "distill, a teacher that reads texts": (
+        "distill",
+        {**SHORT, "objective": "gold", "method": "on_policy", "max_completion_length": 4, "compute_dtype": "bfloat16"},
+        {"model": "policy", "teacher": "other", "data": "demonstrations"},
+    ),
+    "distill, sampled tokens": (
+        "distill",
+        {**SHORT, "objective": "iw_opd", "method": "on_policy", "max_completion_length": 4},
+        {"model": "policy", "teacher": "other", "data": "demonstrations"},
+    ),
     "reward_model of an encoder in bfloat16": (
         "reward_model",
         {**SHORT, "compute_dtype": "bfloat16"},
