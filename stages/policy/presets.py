@@ -666,7 +666,7 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
         warnings.append(
             f"{' and '.join(mixed)}: one mean or std over the prompts of all domains, and rewards of single domains"
             f" ({', '.join(map(str, single))}) have scales of their own, so the domain with the widest rewards decides;"
-            " write preset=grpo, or what compares inside a prompt (scale_rewards=group, advantage=group_mean)"
+            " leave that out and write preset=grpo, which compares inside a prompt"
         )
     if config.minibatch_unit == "prompt" and config.prompts_per_step % config.num_minibatches:
         fits = [n for n in range(1, config.prompts_per_step + 1) if config.prompts_per_step % n == 0]
