@@ -183,11 +183,17 @@ def headline(metrics: dict[str, Any], most: int = 4) -> str:
     numbers = {
         key: value for key, value in metrics.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-    rank = lambda key: next(
-        (i for i, word in enumerate(FIRST) if key == word or key.endswith("/" + word)),
-        len(FIRST) + bool(LAST.search(key)),
-    )
-    return "  ".join(f"{key}={number(numbers[key])}" for key in sorted(numbers, key=rank)[:most])
+    return "  ".join(f"{key}={number(value)}" for key, value in [*telling(numbers).items()][:most])
+
+
+def telling(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a stage, those that say most first, the others as they are."""
+
+    def rank(key: str) -> int:
+        first = (i for i, word in enumerate(FIRST) if key == word or key.endswith("/" + word))
+        return next(first, len(FIRST) + bool(LAST.search(key)))
+
+    return {key: metrics[key] for key in sorted(metrics, key=rank)}
 
 
 def number(value: Any) -> str:

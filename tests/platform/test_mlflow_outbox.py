@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stages.spec import PROJECT_ROOT
-from flows.report import mlflow_page
+from flows.outcome import mlflow_page
 from storage import mlflow_database, outbox, projector, records, registry, tracking
 from storage.files import atomic_write_json, read_json
 from tasks.run import StageError, finish_flow, run_stage, start_flow
