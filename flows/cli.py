@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from flows.commands.app import EXIT_CODES, app, emit, fail, terminate, told
+from flows.commands.app import EXIT_CODES, app, emit, fail, flowing, terminate, told
 from flows.commands.pipelines import answer, rerun, run, sweep
 from flows.commands.results import alias, chat, compare, cost, export, lineage, ls, promote, rm, select, show
 from flows.commands.servers import deploy, doctor, down, status, up
@@ -21,7 +21,7 @@ GOES_ON = (run, sweep, rerun, stage, promote, select)
 
 for panel, commands in COMMANDS.items():
     for command in commands:
-        app.command(rich_help_panel=panel, epilog=EXIT_CODES)(command)
+        app.command(help=flowing(command.__doc__), rich_help_panel=panel, epilog=EXIT_CODES)(command)
 
 
 def main() -> None:

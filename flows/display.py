@@ -246,6 +246,10 @@ def setting(default: Any, width: int = 40) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
+#: Columns of what people copy: a narrow terminal breaks the others.
+WHOLE = ("ref", "key", "run")
+
+
 def table(rows: list[dict[str, Any]], title: str | None = None) -> None:
     """Rows as a table on stdout; plain tab-separated text when that is not a terminal."""
     if not rows:
@@ -267,6 +271,7 @@ def table(rows: list[dict[str, Any]], title: str | None = None) -> None:
             name,
             justify="right" if all(isinstance(row.get(name), (int, float)) for row in rows) else "left",
             overflow="fold",
+            no_wrap=name in WHOLE,
         )
     for row in rows:
         view.add_row(*(number(row.get(name, "")) for name in names))

@@ -127,7 +127,12 @@ def moves(text: str) -> dict[str, Any]:
     """Who has an alias, and how it moved: {name, alias, version, model, previous, moves: rows, newest first}."""
     name, alias = parse_alias(text)
     model = registry.lookup(name)
-    version = model.aliases.get(alias)
+    version, entries = model.aliases.get(alias), registry.moves(model, alias)
+    if not entries:
+        raise ConfigError(
+            f"model {name} has no alias {alias!r}; its aliases are: {', '.join(sorted(model.aliases)) or 'none'}; to make"
+            f" it one: posttrain alias {text} VERSION"
+        )
     return {
         "name": name,
         "alias": alias,
@@ -136,7 +141,7 @@ def moves(text: str) -> dict[str, Any]:
         "previous": registry.version_before(model, alias),
         "moves": [
             {name: entry.get(name) for name in ("time", "user", "version", "before", "how", "reason")}
-            for entry in reversed(registry.moves(model, alias))
+            for entry in reversed(entries)
         ],
     }
 
@@ -149,20 +154,19 @@ def print_moves(value: dict[str, Any]) -> None:
     print(f"{called} is " + ("no version" if value["version"] is None else f"version {value['version']}"))
     if value["previous"] is not None:
         print(f"before it was version {value['previous']}: posttrain alias {called} --previous")
-    if value["moves"]:
-        table(
-            [
-                {
-                    "when": when(one["time"]),
-                    "by": one["user"] or "",
-                    "from": "" if one["before"] is None else one["before"],
-                    "to": "taken away" if one["version"] is None else one["version"],
-                    "how": {"back": "a step back", "hand": "by hand"}.get(one["how"], ""),
-                    "why": one["reason"],
-                }
-                for one in value["moves"]
-            ]
-        )
+    table(
+        [
+            {
+                "when": when(one["time"]),
+                "by": one["user"] or "",
+                "from": "" if one["before"] is None else one["before"],
+                "to": "taken away" if one["version"] is None else one["version"],
+                "how": {"back": "a step back", "hand": "by hand"}.get(one["how"], ""),
+                "why": one["reason"],
+            }
+            for one in value["moves"]
+        ]
+    )
 
 
 def print_point(value: dict[str, Any]) -> None:

@@ -276,11 +276,7 @@ def moved_by_hand(name: str, version: int) -> list[str]:
     found = []
     for alias in dict.fromkeys(entry["alias"] for entry in model.history if entry["event"] == "alias"):
         last = [entry for entry in moves(model, alias) if version in (entry["version"], entry["before"])][-1:]
-        found += [
-            f"{alias if entry['version'] == version else f'no longer {alias}'} {told(entry, entry['version'] == version)}"
-            for entry in last
-            if entry.get("how")
-        ]
+        found += [f"{alias} {told(entry, entry['version'] == version)}" for entry in last if entry.get("how")]
     return found
 
 

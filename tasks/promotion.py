@@ -98,7 +98,8 @@ def point(name: str, alias: str, version: int | None, *, back: bool = False, rea
         raise ConfigError(
             f"model:{name}@{alias} has had no version before "
             + ("this" if before is None else f"version {before}")
-            + f"; write the number of one ({', '.join(map(str, sorted(model.versions)))}), or --remove"
+            + f"; write the number of one ({', '.join(map(str, sorted(model.versions)))})"
+            + (", or --remove" if before is not None else "")
         )
     if version is None and not registry.moves(model, alias):
         raise ConfigError(

@@ -104,7 +104,7 @@ def cost(
     what: Annotated[
         Optional[str],
         typer.Argument(
-            metavar="[RUN|REF]",
+            metavar="RUN|REF",
             help=(
                 "A run id, or a model or dataset: then everything that it was made by counts. Without it, everything in"
                 " the state directory."
@@ -264,7 +264,7 @@ def alias(
     version: Annotated[
         Optional[str],
         typer.Argument(
-            metavar="[VERSION]",
+            metavar="VERSION",
             help="The version that gets it: a number, or a ref. Without it, who has the alias and how it moved.",
         ),
     ] = None,

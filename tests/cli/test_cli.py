@@ -600,6 +600,43 @@ def test_the_run_of_one_stage_is_repeated_by_the_command_that_is_named(tmp_path,
         assert (found["key"], found["plan"], found["seed"]) == (key, plan, 3)
 
 
+def test_only_what_goes_on_says_so_when_it_is_interrupted(posttrain):
+    """`ls` promised to go on where it stopped; `alias --previous`, given again, would go one further back."""
+    program = (
+        "import sys\nfrom flows import report\nfrom flows.cli import main\ndef stop(*given):\n    raise"
+        " KeyboardInterrupt\nreport.listing = stop\nmain()\n"
+    )
+    done = posttrain("ls", "models", "--json", code=130, program=program)
+    assert done.stderr.strip() == "error: interrupted" and last_line(done)["exit_code"] == 130
+
+
+def test_usage_errors_are_json_too(posttrain):
+    assert last_line(posttrain("ls", "models", "--jsno", "--json", code=2)) == {
+        "status": "failed",
+        "exit_code": 2,
+        "error": "No such option: --jsno (Possible options: --json)",
+    }
+
+
+def test_the_lines_of_a_paragraph_of_help_are_one():
+    """Where the source breaks them a terminal of another width broke them again."""
+    from flows.commands.app import flowing
+
+    assert flowing("Say it\n    in one.\n\n    Then\n    more.\n\n    Example: a\n    b\n    Example: c\n    ") == (
+        "Say it in one.\n\nThen more.\n\nExample: a b\nExample: c"
+    )
+
+
+def test_references_stay_whole_in_a_narrow_terminal(monkeypatch, capsys):
+    from flows.display import table
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    row = {"ref": "model:policy/12", "aliases": "candidate champion tried again", "stage": "reward_model", "files": ""}
+    table([{**row, "what": "many words that have to be broken somewhere"}])
+    assert "model:policy/12" in capsys.readouterr().out
+
+
 def test_a_forced_step_that_the_plan_has_not_is_refused_before_anything_runs(posttrain):
     done = posttrain("run", "post_training", "--preset", "demo", "--force", "nosuch", "--dry-run", code=2)
     assert "force names no step of this run: nosuch" in done.stderr
