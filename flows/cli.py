@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from flows.commands.app import EXIT_CODES, app, fail, terminate, told
+from flows.commands.app import EXIT_CODES, app, emit, fail, flowing, terminate, told
 from flows.commands.pipelines import answer, rerun, run, sweep
-from flows.commands.results import chat, compare, cost, export, lineage, ls, promote, rm, select, show
+from flows.commands.results import alias, chat, compare, cost, export, lineage, ls, promote, rm, select, show
 from flows.commands.servers import deploy, doctor, down, status, up
 from flows.commands.stage import stage
 
@@ -14,11 +14,14 @@ from flows.commands.stage import stage
 COMMANDS = {
     "Pipelines": (run, sweep, rerun, answer, stage),
     "Servers": (up, down, status, deploy, doctor),
-    "Results": (ls, show, rm, cost, lineage, compare, promote, select, export, chat),
+    "Results": (ls, show, rm, cost, lineage, compare, promote, alias, select, export, chat),
 }
+#: What goes on where it was stopped when the same command is given again.
+GOES_ON = (run, sweep, rerun, stage, promote, select)
+
 for panel, commands in COMMANDS.items():
     for command in commands:
-        app.command(rich_help_panel=panel, epilog=EXIT_CODES)(command)
+        app.command(help=flowing(command.__doc__), rich_help_panel=panel, epilog=EXIT_CODES)(command)
 
 
 def main() -> None:
@@ -35,10 +38,16 @@ def main() -> None:
     except BaseException as error:
         # typer keeps the interrupt to itself and exits
         if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == 130):
-            fail(f"interrupted; this goes on where it stopped: {shlex.join(['posttrain', *sys.argv[1:]])}", 130)
+            goes_on = any(sys.argv[1:2] == [command.__name__] for command in GOES_ON)
+            again = f"; this goes on where it stopped: {shlex.join(['posttrain', *sys.argv[1:]])}"
+            fail("interrupted" + again * goes_on, 130)
         if isinstance(error, SystemExit):
             if isinstance(error.__context__, BrokenPipeError):  # who read this has gone (`posttrain ls runs | head`)
                 sys.exit(128 + signal.SIGPIPE)
+            if "--json" in sys.argv and hasattr(
+                error.__context__, "format_message"
+            ):  # an option or command that is none
+                emit({"status": "failed", "exit_code": error.code, "error": error.__context__.format_message()})
             raise
         if (expected := told(error)) is None:
             raise

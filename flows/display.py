@@ -183,11 +183,17 @@ def headline(metrics: dict[str, Any], most: int = 4) -> str:
     numbers = {
         key: value for key, value in metrics.items() if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
-    rank = lambda key: next(
-        (i for i, word in enumerate(FIRST) if key == word or key.endswith("/" + word)),
-        len(FIRST) + bool(LAST.search(key)),
-    )
-    return "  ".join(f"{key}={number(numbers[key])}" for key in sorted(numbers, key=rank)[:most])
+    return "  ".join(f"{key}={number(value)}" for key, value in [*telling(numbers).items()][:most])
+
+
+def telling(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a stage, those that say most first, the others as they are."""
+
+    def rank(key: str) -> int:
+        first = (i for i, word in enumerate(FIRST) if key == word or key.endswith("/" + word))
+        return next(first, len(FIRST) + bool(LAST.search(key)))
+
+    return {key: metrics[key] for key in sorted(metrics, key=rank)}
 
 
 def number(value: Any) -> str:
@@ -240,6 +246,10 @@ def setting(default: Any, width: int = 40) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
+#: Columns of what people copy: a narrow terminal breaks the others.
+WHOLE = ("ref", "key", "run")
+
+
 def table(rows: list[dict[str, Any]], title: str | None = None) -> None:
     """Rows as a table on stdout; plain tab-separated text when that is not a terminal."""
     if not rows:
@@ -261,6 +271,7 @@ def table(rows: list[dict[str, Any]], title: str | None = None) -> None:
             name,
             justify="right" if all(isinstance(row.get(name), (int, float)) for row in rows) else "left",
             overflow="fold",
+            no_wrap=name in WHOLE,
         )
     for row in rows:
         view.add_row(*(number(row.get(name, "")) for name in names))

@@ -13,8 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from flows import services
 from flows.config import ConfigError
-from storage import home, removal
+from storage import home, removal, tracking
 
 UNITS = {"h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -64,6 +65,9 @@ def remove(what: list[str], *, before: str | None, unalias: bool, dry_run: bool)
     ]
     for one in () if dry_run else going:
         removal.remove(one, unalias)
+    if unalias and going and not dry_run:
+        services.connect(home.home())
+        tracking.flush_registry(timeout=10)
     return {
         "removed": rows,
         "kept": [{"ref": one.ref, "why": kept[one.path]} for one in there if one.path in kept and before is None],
@@ -86,8 +90,6 @@ def moment(age: str) -> float:
 
 def planned() -> dict[str, str]:
     """digest -> which deployment, or run that Prefect is to begin, names it in its settings."""
-    from flows import services
-
     found: dict[str, str] = {}
     rows = []
     if api := os.environ.get("PREFECT_API_URL"):

@@ -1,24 +1,20 @@
-"""What `ls`, `show`, `status`, `lineage`, `promote` and `export` say, as plain JSON values and as text."""
+"""What `ls`, `show`, `lineage` and `status` say, as plain JSON values and as text."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from flows.config import nearest, parse_sets, scalar
+from flows.config import nearest, scalar
 from flows.display import headline, number, table
 from flows.recipe import RECIPES, short
-from stages.spec import ConfigError, InputSpec
-from storage import home, leases, records, registry, store, work
-from storage.files import atomic_write_text
+from stages.spec import ConfigError
+from storage import leases, records, registry, store, work
 
 KINDS = ("runs", "results", "datasets", "models", "stages", "recipes")
 
@@ -255,7 +251,12 @@ def describe(text: str) -> dict[str, Any]:
         value["quarantined"] = quarantined(found.path)
     if found.kind == "model":
         value["names"] = [
-            {"name": name, "version": version, "aliases": aliases}
+            {
+                "name": name,
+                "version": version,
+                "aliases": aliases,
+                "history": registry.history_of(name, version),
+            }
             for name, version, aliases in registry.names_of(found.digest)
         ]
         value["judged_by"] = [
@@ -270,15 +271,35 @@ def go_on(one: dict[str, Any]) -> str | None:
     """The command that goes on with what was stopped (:func:`storage.work.standing`); None of what is not, and of what
     no command of this checkout makes.
     """
+    if one["status"] != "stopped" or "module" not in one:  # its process had not started: nothing to go on with
+        return None
+    if one["run"] and not of_one_stage(one["run"]):
+        return f"posttrain rerun {one['run'][:8]}"
+    inputs = {
+        name: given["ref"] if store.is_ref(given["ref"]) else given["path"] for name, given in one["inputs"].items()
+    }
+    return stage_command(one, inputs)
+
+
+def repeats(run: records.RunRecord) -> str | None:
+    """The command that repeats, or goes on with, a run of one stage from its deployment; None where no command of this
+    checkout does, and where it had not begun.
+    """
+    for one in run.data["stages"]:
+        if not one["label"].partition(".")[2]:  # not what was ingested or merged for it
+            return stage_command(one, one["inputs"])
+    return next((command for one in work.unfinished(run).values() if (command := go_on(one))), None)
+
+
+def stage_command(one: dict[str, Any], inputs: dict[str, str]) -> str | None:
+    """`posttrain stage` with what a stage was run with, of ``one`` {stage, module, config, seed, name_as}; None where
+    no stage of this checkout takes these settings.
+    """
     from pydantic import ValidationError
 
     from stages.registry import get_stage
     from storage.lineage import flat
 
-    if one["status"] != "stopped" or "module" not in one:  # its process had not started: nothing to go on with
-        return None
-    if one["run"] and not of_one_stage(one["run"]):
-        return f"posttrain rerun {one['run'][:8]}"
     name = one["stage"] if one["module"].startswith("stages.") else one["module"]
     try:
         config = get_stage(name).SPEC.config.model_validate(one["config"])
@@ -286,8 +307,8 @@ def go_on(one: dict[str, Any]) -> str | None:
         return None
     chosen = config.model_dump(mode="json", exclude_defaults=True)
     words = ["posttrain", "stage", name]
-    for key, given in one["inputs"].items():
-        words += ["--input", f"{key}={given['ref'] if store.is_ref(given['ref']) else given['path']}"]
+    for key, given in inputs.items():
+        words += ["--input", f"{key}={given}"]
     for key, value in flat(chosen):
         plain = isinstance(value, str) and scalar(value) == value
         words += ["--set", f"{key}={value if plain else json.dumps(value, ensure_ascii=False)}"]
@@ -309,6 +330,7 @@ def so_far(run: records.RunRecord) -> dict[str, Any]:
     error, started, seconds, progress, step, metrics, metric_steps, log, go_on}, next: the steps after those (None: not known), cost: {item:
     units}}.
     """
+    from flows.ledger import cost_rows
     from storage import costs
 
     begun = work.unfinished(run)
@@ -378,6 +400,7 @@ def maker(record: dict[str, Any]) -> dict[str, Any]:
             "effective",
             "seed",
             "inputs",
+            "warnings",
             "metrics",
             "perf",
             "git",
@@ -431,6 +454,8 @@ def print_description(value: dict[str, Any]) -> None:
             f"  named   model:{one['name']}/{one['version']}"
             + (f" ({', '.join(one['aliases'])})" if one["aliases"] else "")
         )
+        for line in one["history"]:
+            print(f"  alias   {line}")
     manifest = value.get("manifest") or {}
     if manifest:
         print(
@@ -506,6 +531,8 @@ def _print_unfinished(one: dict[str, Any]) -> None:
 def _print_maker(record: dict[str, Any]) -> None:
     for name, one in (record.get("inputs") or {}).items():
         print(f"  from    {name} = {short(one.get('given') or one['ref'])}")
+    for warning in record.get("warnings") or []:
+        print(f"  warning {warning['code']}: {warning['text']}")
     settings = {**(record.get("config") or {}), **(record.get("effective") or {})}
     rows = list(settings_of(record["stage"], settings))
     for default in (False, True):  # what was chosen, or follows from a preset that was, comes first
@@ -554,108 +581,6 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-# ---------------------------------------------------------------- what a stage would do
-
-
-def stage_plan(name: str, inputs: dict[str, str], config: Any, seed: int, force: bool) -> dict[str, Any]:
-    """What `posttrain stage NAME` would do, without doing it: {stage, config, seed, inputs: rows {input, ref, digest,
-    kind, rows, splits}, plan: run, continue (what an earlier attempt left) or cached, key (None where raw data would be
-    ingested first), outputs (of the record), unfinished, memory, advice, refused}.
-    """
-    from flows.recipe import Plan
-    from stages.registry import get_stage
-    from tasks.run import NotMadeYet, prepare
-
-    spec = get_stage(name).SPEC
-    plan = Plan(f"stage:{name}", seed, [name] if force else [])
-    planned = plan.execute(name, name, inputs, config, None, seed)
-    (row,), key = plan.table, None
-    try:
-        prepared = prepare(name, inputs, config, seed=seed, dry=True)
-        given, key, config = prepared.inputs, prepared.key, prepared.config
-    except NotMadeYet:
-        given = {one: _as_given(text, spec.input_spec(one)) for one, text in inputs.items()}
-    begun = work.standing(key) if key and not planned["cached"] and not force else None
-    shown = ("status", "seconds", "progress", "step", "log")
-    return {
-        "stage": spec.name,
-        "config": config.resolved(),
-        "seed": seed,
-        "inputs": [
-            {
-                "input": one,
-                "ref": found.ref,
-                "digest": found.digest,
-                "kind": found.manifest.get("kind")
-                or ("raw data, ingested first" if spec.input_spec(one).kind == "dataset" else found.kind),
-                "rows": found.manifest.get("rows"),
-                "splits": found.manifest.get("splits") or {},
-            }
-            for one, found in given.items()
-        ],
-        "plan": "continue" if begun else row["plan"],
-        "key": key,
-        "outputs": planned["outputs"] if planned["cached"] else {},
-        "unfinished": begun and {one: begun[one] for one in shown},
-        "memory": row.get("memory"),
-        "advice": plan.advice,
-        "refused": plan.refused,
-    }
-
-
-def _as_given(text: str, wanted: InputSpec) -> store.ResolvedInput:
-    """What an input is before anything is made of it."""
-    try:
-        return store.resolve(text, wanted.kind, wanted.hub)
-    except store.OnlyAdapter as adapter:
-        digest = store.cached_digest(Path(adapter.path))
-        return store.ResolvedInput(f"adapter, put into {adapter.base} first", adapter.path, text, digest)
-
-
-def print_stage_plan(value: dict[str, Any], settings: Any) -> None:
-    import yaml
-
-    chosen = settings.model_dump(mode="json", exclude_defaults=True)
-    print(f"stage {value['stage']}, seed {value['seed']}")
-    print(yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True) if chosen else "every setting at its default")
-    print(
-        f"(what stays at its default is left out; every setting: posttrain stage {value['stage']} --keys, every value:"
-        " --dry-run --json)\n"
-    )
-    if value["inputs"]:
-        table(
-            [
-                {
-                    "input": one["input"],
-                    "ref": short(one["ref"]),
-                    "digest": one["digest"][:12],
-                    "kind": one["kind"],
-                    "rows": "" if one["rows"] is None else one["rows"],
-                    "splits": " ".join(f"{split}:{count}" for split, count in one["splits"].items()),
-                }
-                for one in value["inputs"]
-            ]
-        )
-        print()
-    if value["plan"] == "cached":
-        print("plan    nothing: a record exists and would be reused (--force executes it again)")
-    elif begun := value["unfinished"]:
-        what = "continue what was stopped" if begun["status"] == "stopped" else "wait for the process that runs it"
-        print(f"plan    {what}, at {progress_of(begun) or 'its beginning'}")
-    else:
-        raw = any(one["kind"].startswith("raw data") for one in value["inputs"])
-        first = ", once " + ("its raw data has been ingested" if raw else "its adapter has been put into the model")
-        print("plan    run" + ("" if value["key"] else first))
-    if value["key"]:
-        print(f"key     {value['key'][:12]}")
-    for name, ref in value["outputs"].items():
-        print(f"output  {name}: {ref}")
-    if value["memory"]:
-        print(f"memory  {value['memory']}")
-    for line in value["advice"]:
-        print(f"advice  {line}")
-
-
 # ---------------------------------------------------------------- lineage
 
 
@@ -669,381 +594,6 @@ def print_lineage(node: dict[str, Any]) -> None:
     from storage.lineage import lines
 
     print("\n".join(lines(node)))
-
-
-# ---------------------------------------------------------------- cost
-
-
-def cost(what: str, prices_file: Path | None, against: str | None = None, metric: str = "accuracy") -> dict[str, Any]:
-    """The ledger of a run (its own steps; those it found done had been paid for) or of a model or dataset (every stage
-    behind it).
-    """
-    from storage import costs
-
-    prices, run, unfinished, what = costs.prices_from(prices_file), None, [], store.pinned(what)
-    if store.is_ref(what) or Path(what).exists():
-        steps = [(record.get("label") or record["stage"], record, False) for record in costs.behind(what).values()]
-        if not steps:
-            raise ConfigError(f"{what} was brought from outside, so nothing here was paid for it")
-    else:
-        run = records.get_run(what)
-        steps = costs.of_run(run)
-        unfinished = [label for label, one in work.unfinished(run).items() if costs.so_far(one)]
-    rows = (
-        cost_rows(run, prices)
-        if run
-        else costs.ledger(costs.counted((label, record) for label, record, _ in steps), prices)
-    )
-    value = {
-        "what": what,
-        "ledger": rows,
-        **costs.totals(rows),
-        "reused": [label for label, _, reused in steps if reused],
-        "unfinished": unfinished,
-        "without_counts": [label for label, record, reused in steps if not reused and "usage" not in record],
-    }
-    if against is not None:
-        if not what.startswith("model:"):
-            raise ConfigError(
-                f"--against compares two models by their evaluations, and {what} is none; write a model, such as"
-                " model:policy@champion"
-            )
-        value["gain"] = costs.gain(what, against, metric, prices)
-    return value
-
-
-def cost_of_all(
-    prices_file: Path | None, since: datetime | None, until: datetime | None, by: str = "user"
-) -> dict[str, Any]:
-    """The ledger of every stage that finished from ``since`` until before ``until`` (None: open), each once, whoever
-    used it again: a row per item of what ``by`` says, user, recipe, stage or month.
-    """
-    from storage import costs
-
-    of_runs, made = {run.run_id: run for run in records.all_runs()}, list(records.all_records())
-
-    def group(record: dict[str, Any]) -> str:
-        run = of_runs.get(record.get("flow_run") or "")
-        return {
-            "user": lambda: records.user_of(record, of_runs) or "unknown",
-            "recipe": lambda: run.data["recipe"] if run else "single stages",
-            "stage": lambda: record["stage"],
-            "month": lambda: datetime.fromtimestamp(record["finished"]).strftime("%Y-%m"),
-        }[by]()
-
-    summed: dict[str, dict[str, float]] = {}
-    # over all of them, so that a file's labels are paid for when they came
-    for record, (name, counts) in zip(made, costs.counted((group(record), record) for record in made)):
-        finished = datetime.fromtimestamp(record["finished"])
-        if (since is None or finished >= since) and (until is None or finished < until):
-            items = summed.setdefault(name, {})
-            for item, n in counts.items():
-                items[item] = items.get(item, 0.0) + n
-    rows = costs.ledger(sorted(summed.items()), costs.prices_from(prices_file))
-    return {"by": by, "ledger": rows, **costs.totals(rows), "reused": [], "unfinished": [], "without_counts": []}
-
-
-def cost_rows(run: records.RunRecord, prices: dict[str, float]) -> list[dict[str, Any]]:
-    """The ledger of a run: of the steps that it paid for, and of those that it has not finished until now."""
-    from storage import costs
-
-    counts = costs.counted((label, record) for label, record, reused in costs.of_run(run) if not reused)
-    return costs.ledger(counts + [(label, costs.so_far(one)) for label, one in work.unfinished(run).items()], prices)
-
-
-def totals_by(value: dict[str, Any]) -> dict[str, float]:
-    """{user, recipe, stage or month: USD}; empty for the ledger of one run, model or dataset, and without prices."""
-    found: dict[str, float] = {}
-    for row in value["ledger"] if "by" in value else ():
-        if row["total"] is not None:
-            found[row["stage"]] = found.get(row["stage"], 0.0) + row["total"]
-    return found
-
-
-def print_cost(value: dict[str, Any]) -> None:
-    from storage.costs import ITEMS
-
-    if value["ledger"]:
-        table(
-            [
-                {
-                    value.get("by", "step"): row["stage"],
-                    "item": row["item"],
-                    "count": row["count"],
-                    "unit": ITEMS[row["item"]][0],
-                    "USD per unit": "" if row["unit_cost"] is None else row["unit_cost"],
-                    "USD": "" if row["total"] is None else row["total"],
-                }
-                for row in value["ledger"]
-            ]
-        )
-        print(
-            "total   "
-            + ", ".join(f"{number(n)} {item}" for item, n in value["items"].items())
-            + ("" if value["total"] is None else f"; {number(value['total'])} USD")
-        )
-    else:
-        print("nothing was paid for here" + (" yet" if value["unfinished"] else ""))
-    for name, total in totals_by(value).items():
-        print(f"{name}: {number(total)} USD")
-    if value["unfinished"]:
-        print(
-            f"not finished, the hours of the last attempt until now: {', '.join(value['unfinished'])}; generated tokens"
-            " and questions to judges are counted when a stage ends"
-        )
-    if value["unpriced"]:
-        print(
-            f"no price for {', '.join(value['unpriced'])}; give them with --prices FILE or in prices.yaml of the state"
-            " directory"
-        )
-    if value["reused"]:
-        print(f"found done, paid for by earlier runs: {', '.join(value['reused'])}")
-    if value["without_counts"]:
-        print(f"made by an older version, tokens and judge calls not counted: {', '.join(value['without_counts'])}")
-    if "gain" in value:
-        gain = value["gain"]
-        print(
-            f"{gain['metric']} {number(gain['model'])} against {number(gain['against'])}: gain {gain['gain']:+.4g}; per"
-            " unit spent beyond the other model:"
-        )
-        table([{"item": item, "gain per unit": n} for item, n in gain["gain_per"].items()])
-
-
-# ---------------------------------------------------------------- results of a run
-
-
-def print_result(result: dict[str, Any], state: Path) -> None:
-    """What a finished recipe run tells: models, their scores, the decision, and where to look."""
-    from flows import services
-
-    print()
-    if result.get("scores"):
-        table(result["scores"], "held-out prompts")
-        print()
-    for name, title in (
-        ("ability", "what the models can do (data.ability)"),
-        ("win_rates", "win rates, by a judge"),
-        ("rounds", "rounds: the reward model of each, on its held-out rows"),
-        ("alignment_tax", "what was lost against the first model (step alignment_tax)"),
-    ):
-        if result.get(name):
-            table(result[name], title)
-            print()
-    if result.get("choice"):
-        won = result["choice"]["won"]
-        print(
-            f"loss {result['choice']['method']}: {result['choice']['why']}"
-            + (f" (revisions won {won:.0%})" if won is not None else "")
-            + "\n"
-        )
-    if result.get("trials"):
-        table(result["trials"], "trials, best first")
-        for line in result["failures"]:
-            print(f"failed  {line}")
-        for seed, outputs in (result.get("best") or {}).get("outputs", {}).items():
-            print("\n".join(f"best, seed {seed}: {name} {ref}" for name, ref in outputs.items()))
-    for name, ref in (result.get("models") or {}).items():
-        print(f"{name:<14} {ref}")
-    if result.get("decision"):
-        print_decision(result["decision"])
-    print(f"\nrun {result['run']}")
-    alive = services.running(state)
-    if "prefect" in alive:
-        print(
-            "Prefect "
-            f" {alive['prefect']['url']}/v2/runs/flow-run/{records.get_run(result['run']).data['prefect']['flow_run_id']}"
-        )
-        if "mlflow" in alive:
-            print(f"MLflow   {mlflow_page(alive['mlflow']['url'], result['run'])}")
-    else:
-        print("see it in the browser: posttrain up      look closer: posttrain show " + result["run"][:8])
-
-
-def mlflow_page(server: str, run_id: str) -> str:
-    """The page of a flow's run on a server of ours; the server itself while MLflow has not been told of the run."""
-    from storage import outbox
-
-    cursor = outbox.cursor_of(outbox.flow_unit(run_id))
-    if not cursor.get("run_id") or not cursor.get("ours"):
-        return server
-    return f"{server}/#/experiments/{cursor['experiment_id']}/runs/{cursor['run_id']}?workflowType=machine_learning"
-
-
-# ---------------------------------------------------------------- promote, export
-
-
-def promote(model: str, *, name: str, alias: str, inputs: list[str], sets: list[str]) -> dict[str, Any]:
-    """Put a model through the gate of stage `promote` on its newest evaluation and the champion's like it; evidence
-    given as inputs takes their place.
-    """
-    from flows.config import build
-    from flows.display import Display
-    from stages.registry import get_stage
-    from tasks.promotion import conclude, evidence
-    from tasks.run import run_stage
-
-    spec = get_stage("promote").SPEC
-    given = {}
-    for pair in inputs:
-        key, sign, ref = pair.partition("=")
-        if not sign:
-            raise ConfigError(f"--input {pair!r}: write NAME=REF; the inputs of the gate are: {', '.join(spec.inputs)}")
-        given[key] = ref
-    settings = build(spec.config, parse_sets(sets))
-    with Display() as screen:
-        listen = lambda event: screen("promote", event)
-        given = evidence(given.get("candidate", model), name=name, alias=alias, given=given, on_event=listen)
-        result = run_stage("promote", given, settings, on_event=listen)
-    return conclude(given["candidate"], result.paths["decision"], name=name, alias=alias)
-
-
-def select(
-    given: list[str], *, name: str | None, alias: str, inputs: list[str], sets: list[str], seed: int
-) -> dict[str, Any]:
-    """Choose among checkpoints by stage `select_checkpoint`, and give the chosen one an alias in the registry."""
-    from flows.config import build
-    from flows.display import Display
-    from stages.registry import get_stage
-    from stages.select_checkpoint import as_trained
-    from tasks.promotion import candidates, conclude
-    from tasks.run import run_stage
-
-    spec = get_stage("select_checkpoint").SPEC
-    found, trained, known = candidates(given)
-    for pair in inputs:
-        key, sign, ref = pair.partition("=")
-        if not sign:
-            raise ConfigError(f"--input {pair!r}: write NAME=REF; the inputs are: {', '.join(spec.inputs)}")
-        found[key] = ref
-    name = name or known
-    if name is None:
-        raise ConfigError("models that are given one by one have no name in common; write --name NAME")
-    config = as_trained(build(spec.config, parse_sets(sets)), trained)
-    with Display() as screen:
-        result = run_stage(
-            "select_checkpoint",
-            found,
-            config,
-            seed=seed,
-            name_as=name,
-            on_event=lambda event: screen("select_checkpoint", event),
-        )
-    decided = conclude(
-        result.outputs["model"], result.paths["decision"], name=name, alias=alias, stage="select_checkpoint"
-    )
-    return decided | {"key": result.key, "selected": result.metrics["selected"], "scores": result.metrics}
-
-
-def print_decision(value: dict[str, Any]) -> None:
-    print(
-        f"{value['model']} is {'now' if value['promoted'] else 'not'} model:{value['name']}@{value['alias']}"
-        + (f" (version {value['version']})" if value["promoted"] else "")
-    )
-    for reason in value["reasons"]:
-        print(f"  {reason}")
-
-
-#: What transformers notes in a saved tokenizer_config.json of where its maker had loaded it from, which is nothing that
-#: a reader of the exported model should take for a setting.
-HOW_LOADED = ("is_local", "local_files_only")
-
-
-def export(
-    ref: str,
-    directory: Path | None,
-    adapter: bool = False,
-    base: str | None = None,
-    push: str | None = None,
-    private: bool = False,
-) -> dict[str, Any]:
-    """Copy a model's files, or a dataset's rows as Parquet by split, to a new directory, with a card where it brings
-    none, and to the Hub.
-
-    Args:
-        directory: None: only to the Hub.
-        adapter: its LoRA adapter alone, as peft loads one, with the tokenizer. base: path or hub id of the model that
-            it belongs on, for its config.
-        push: repository OWNER/NAME; private: made for its owner only.
-    """
-    import tempfile
-
-    from storage import hub
-
-    kind = (
-        "dataset"
-        if ref.startswith("dataset:") or not ref.startswith("model:") and store.is_dataset_dir(ref)
-        else "model"
-    )
-    found = store.resolve(ref, kind)
-    if directory is None and push is None:
-        raise ConfigError(f"where to? write posttrain export {ref} DIR, or --push OWNER/NAME, or both")
-    if private and push is None:
-        raise ConfigError("--private is about a repository; write --push OWNER/NAME too, or leave it out")
-    if directory is not None and directory.exists() and not directory.is_dir():
-        raise ConfigError(f"{directory} is a file; name a new directory")
-    if directory is not None and directory.exists() and any(directory.iterdir()):
-        raise ConfigError(f"{directory} is not empty; name a new directory")
-    if kind == "dataset" and (adapter or base):
-        raise ConfigError(f"--adapter and --base are for models, and {ref} is a dataset; leave them out")
-    if base and not adapter:
-        raise ConfigError(
-            f"--base {base} is the model that an adapter belongs on; write --adapter too, or leave it out"
-        )
-    if adapter and not Path(found.path, "adapter").is_dir():
-        raise ConfigError(
-            f"{ref} has no adapter beside its weights: it was not trained with lora_rank; leave --adapter out"
-        )
-    if push:
-        hub.repository(push, kind, private)
-    with contextlib.ExitStack() as stack:
-        target = directory or Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="export-", dir=home.home())), "files"
-        )
-        with home.outside(target):
-            _write_out(found, target, adapter, base, linked=directory is None)
-        value = {
-            "ref": found.ref,
-            "digest": found.digest,
-            "directory": str(directory.resolve()) if directory else None,
-            "files": sum(1 for path in target.rglob("*") if path.is_file()),
-        }
-        if push:
-            value |= {"repository": push, "url": hub.push(target, push, kind, f"{found.ref} (digest {found.digest})")}
-    return value
-
-
-def _write_out(found, directory: Path, adapter: bool, base: str | None, linked: bool) -> None:
-    """The files of :func:`export`; ``linked``: those of a whole model are no copies, since they are only read."""
-    from storage.cards import dataset_card, model_card
-    from storage.datasets import open_dataset
-    from storage.files import link_tree
-
-    if found.kind == "dataset":
-        open_dataset(found.path).export(directory)
-    elif linked and not adapter:
-        link_tree(Path(found.path), directory)
-    elif not adapter:
-        shutil.copytree(found.path, directory, dirs_exist_ok=True)
-    else:
-        shutil.copytree(Path(found.path, "adapter"), directory, dirs_exist_ok=True)
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-            if Path(found.path, name).is_file():
-                shutil.copy2(Path(found.path, name), directory / name)
-        if base:
-            settings = json.loads((directory / "adapter_config.json").read_text())
-            atomic_write_text(
-                directory / "adapter_config.json",
-                json.dumps({**settings, "base_model_name_or_path": base}, sort_keys=True, indent=1) + "\n",
-            )
-    for file in directory.rglob("tokenizer_config.json"):
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        if settings.keys() & set(HOW_LOADED):  # another file takes its place: it may be a link into the store
-            left = {name: value for name, value in settings.items() if name not in HOW_LOADED}
-            atomic_write_text(file, json.dumps(left, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
-    if not (directory / "README.md").exists():
-        atomic_write_text(
-            directory / "README.md", dataset_card(found.ref) if found.kind == "dataset" else model_card(found.ref)
-        )
 
 
 # ---------------------------------------------------------------- status

@@ -76,6 +76,11 @@ def url(state: Path, name: str) -> str | None:
     return running(state).get(name, {}).get("url")
 
 
+def models_page(server: str) -> str:
+    """The page of an MLflow server with the registered models."""
+    return f"{server}/#/models?workflowType=machine_learning"
+
+
 def connect(state: Path) -> bool:
     """Point this process at the running servers of `state`; False when no Prefect server runs here.
 

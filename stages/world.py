@@ -8,7 +8,9 @@ across all of the data sets. The same seed gives the same bytes.
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, ValidationInfo, field_validator
 
 from stages.spec import OutputSpec, StageConfig, StageSpec
 
@@ -19,6 +21,11 @@ class Sizes(StageConfig):
     train: int = Field(ge=1, description="rows in the train split")
     validation: int = Field(ge=0, description="rows in the validation split")
     test: int = Field(0, ge=0, description="rows in the test split")
+
+
+def rest_as_usual(cls: type[StageConfig], value: Any, info: ValidationInfo) -> Any:
+    """Sizes that are given in part (``{train: 100}``) keep the rest of the setting's default."""
+    return {**cls.model_fields[info.field_name].default.model_dump(), **value} if isinstance(value, dict) else value
 
 
 class StyleWeights(StageConfig):
@@ -46,6 +53,8 @@ class ToolSizes(StageConfig):
     )
     tasks: Sizes = Field(Sizes(train=2000, validation=100, test=300), description="Tasks for the environment `tools`.")
     wrong_share: float = Field(0.3, ge=0, lt=1, description="Share of demonstrations that guess or are careless.")
+
+    _part = field_validator("demonstrations", "tasks", mode="before")(classmethod(rest_as_usual))
 
 
 class Config(StageConfig):
@@ -81,6 +90,10 @@ class Config(StageConfig):
         None,
         title="Tools",
         description="Also make questions that need a tool, with demonstrations of tool use; unset = none.",
+    )
+
+    _part = field_validator("text", "demonstrations", "comparisons", "prompts", mode="before")(
+        classmethod(rest_as_usual)
     )
 
 

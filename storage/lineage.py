@@ -98,8 +98,9 @@ def _names(kind: str, digest: str) -> list[str]:
     if kind != "model":
         return []
     return [
-        f"model:{name}/{version}" + (f" ({', '.join(aliases)})" if aliases else "")
+        f"model:{name}/{version}" + (f" ({'; '.join(said)})" if said else "")
         for name, version, aliases in registry.names_of(digest)
+        for said in [[*([", ".join(aliases)] if aliases else []), *registry.moved_by_hand(name, version)]]
     ]
 
 

@@ -226,6 +226,9 @@ def tell_registry(connection: Connection, entries: list[dict[str, Any]]) -> None
                 client.set_registered_model_alias(name, entry["alias"], version)
             elif entry["version"] is None and any(known.startswith(f"{name}/") for known in state["versions"]):
                 client.delete_registered_model_alias(name, entry["alias"])
+            for place, to in (("before", False), ("version", True)) if entry.get("how") else ():
+                if (version := state["versions"].get(f"{name}/{entry[place]}")) is not None:
+                    client.set_model_version_tag(name, version, f"posttrain.{entry['alias']}", registry.told(entry, to))
         elif (
             entry["event"] == "decision"
             and (version := state["versions"].get(f"{name}/{entry['version']}")) is not None

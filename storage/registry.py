@@ -84,14 +84,12 @@ def _append(make: Any) -> dict[str, Any]:
         entries = made if isinstance(made, list) else [made]
         if entries[0].pop("_existing", False):
             return entries[0]
+        entries = [{**entry, "time": time.time()} for entry in entries]
         handle.seek(0, os.SEEK_END)
         torn = handle.tell() > 0 and path.read_bytes()[-1:] != b"\n"
         handle.write(
             ("\n" if torn else "")
-            + "".join(
-                json.dumps({**entry, "time": time.time()}, sort_keys=True, ensure_ascii=False) + "\n"
-                for entry in entries
-            )
+            + "".join(json.dumps(entry, sort_keys=True, ensure_ascii=False) + "\n" for entry in entries)
         )
         handle.flush()
         os.fsync(handle.fileno())
@@ -158,12 +156,31 @@ def register(
             e["event"] == "alias" and e["alias"] == "candidate" and e["version"] == version for e in model.history
         )
     ):
-        set_alias(name, "candidate", version, reason="newest version")
+        set_alias(name, "candidate", version, reason="newest version", user=user)
     return version
 
 
-def set_alias(name: str, alias: str, version: int | None, *, reason: str = "") -> None:
-    """Point an alias (``candidate``, ``champion``, your own) at a version; None takes the alias away."""
+#: ``over`` of :func:`set_alias`: whoever has the alias.
+ANYBODY = object()
+
+
+def set_alias(
+    name: str,
+    alias: str,
+    version: int | None,
+    *,
+    reason: str = "",
+    user: str = "",
+    how: str = "",
+    over: Any = ANYBODY,
+) -> dict[str, Any]:
+    """Point an alias (``candidate``, ``champion``, your own) at a version; None takes the alias away.
+
+    how: what a person has done: ``hand``, or ``back`` for a step back to the version before (:func:`version_before`).
+    over: the version that it is taken from; RegistryError where another one has it by now.
+
+    Returns the entry in the log; ``{}`` where the alias was there already.
+    """
     check_name(name)
     check_name(alias)
 
@@ -172,6 +189,11 @@ def set_alias(name: str, alias: str, version: int | None, *, reason: str = "") -
         if version is not None and version not in model.versions:
             raise RegistryError(f"model {name} has no version {version}; its versions are {_listed(model.versions)}")
         before = model.aliases.get(alias)
+        if over is not ANYBODY and before != over:
+            raise RegistryError(
+                f"model:{name}@{alias} was {_called(over)} and is {_called(before)} by now; see who moved it (posttrain"
+                f" alias model:{name}@{alias}), and give the command again"
+            )
         if before == version:
             return {"_existing": True}
         return {
@@ -181,10 +203,81 @@ def set_alias(name: str, alias: str, version: int | None, *, reason: str = "") -
             "version": version,
             "before": before,
             "reason": reason,
+            "user": user,
             "evidence": {},
+            **({"how": how} if how else {}),
         }
 
-    _append(make)
+    return _append(make)
+
+
+def moves(model: ModelName, alias: str) -> list[dict[str, Any]]:
+    """The entries by which an alias has moved, oldest first."""
+    return [entry for entry in model.history if entry["event"] == "alias" and entry["alias"] == alias]
+
+
+def version_before(model: ModelName, alias: str) -> int | None:
+    """The version that an alias pointed at before the present one (of an alias that was taken away: the last one); None
+    where there was none. A step back is no move of its own: the next one goes further back.
+    """
+    held: list[int] = []
+    for entry in moves(model, alias):
+        version = None if entry["version"] is None else int(entry["version"])
+        if entry.get("how") == "back" and version in held:
+            while held[-1] != version:
+                held.pop()
+        elif version is not None and held[-1:] != [version]:
+            held.append(version)
+    if alias in model.aliases:
+        held = held[:-1]
+    return held[-1] if held else None
+
+
+def taken_by_hand(model: ModelName, alias: str, version: int) -> dict[str, Any] | None:
+    """The entry by which a person took an alias from a version that has not had it again since; None where nobody did."""
+    found = None
+    for entry in moves(model, alias):
+        if entry["version"] == version:
+            found = None
+        elif entry["before"] == version:
+            found = entry if entry.get("how") else None
+    return found
+
+
+def told(entry: dict[str, Any], to: bool = True) -> str:
+    """When, by whom and why an alias moved, for people; ``to``: said of the version that got it, not of the one that
+    lost it.
+    """
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["time"]))
+    words = [f"since {when}" if to else f"until {when}", *([f"by {entry['user']}"] if entry.get("user") else [])]
+    if entry.get("how") == "back" and to:
+        words += [f"back from {_called(entry['before'])}"]
+    elif not to:
+        words += [f"now {_called(entry['version'])}"]
+    return ", ".join(words) + (f": {entry['reason']}" if entry["reason"] else "")
+
+
+def history_of(name: str, version: int) -> list[str]:
+    """When a version got and lost which aliases, by whom and why, oldest first; without what every new version is, the
+    candidate.
+    """
+    return [
+        f"{entry['alias']} {told(entry, to)}"
+        for entry in lookup(name).history
+        if entry["event"] == "alias" and (entry["alias"] != "candidate" or entry.get("how"))
+        for place, to in (("before", False), ("version", True))
+        if entry[place] == version
+    ]
+
+
+def moved_by_hand(name: str, version: int) -> list[str]:
+    """What a person's last word on a version is, of every alias: it has it by hand, or was taken from it."""
+    model = lookup(name)
+    found = []
+    for alias in dict.fromkeys(entry["alias"] for entry in model.history if entry["event"] == "alias"):
+        last = [entry for entry in moves(model, alias) if version in (entry["version"], entry["before"])][-1:]
+        found += [f"{alias} {told(entry, entry['version'] == version)}" for entry in last if entry.get("how")]
+    return found
 
 
 def record_decision(
@@ -195,17 +288,21 @@ def record_decision(
     evidence: dict[str, Any],
     alias: str = "champion",
     over: str | None = None,
-) -> str | None:
-    """Keep a promotion decision, whichever way it went; a positive one moves the alias.
+    user: str = "",
+) -> dict[str, Any]:
+    """Keep a promotion decision, whichever way it went; a positive one moves the alias, and the entry is returned.
 
     over: digest, or its beginning, of the model that the evidence compares with ("": with none in office; None: not
     checked). Where another one holds the alias by now, the decision says nothing about it: it is kept as ``promoted:
-    false``, the alias stays, and the digest of who holds it is returned.
+    false``, the alias stays, and ``office`` of the entry is the digest of who holds it. What a person took the alias
+    from gets it again by a person only: nothing is kept, and ``taken`` is the entry of that move.
     """
 
-    def make() -> list[dict[str, Any]]:
+    def make() -> Any:
         model = lookup(name, version)
         before = model.aliases.get(alias)
+        if promoted and before != version and (taken := taken_by_hand(model, alias, version)) is not None:
+            return {"_existing": True, "taken": taken}
         office = model.versions[before]["digest"] if before in model.versions else None
         unknown = (
             promoted
@@ -223,6 +320,7 @@ def record_decision(
                 "alias": alias,
                 "promoted": moved,
                 "evidence": evidence,
+                "user": user,
                 **({"office": office} if unknown else {}),
             }
         ]
@@ -235,13 +333,14 @@ def record_decision(
                     "version": version,
                     "before": before,
                     "reason": "promoted by its gate",
+                    "user": user,
                     "evidence": evidence,
                 }
             )
         return entries
 
     check_name(alias)
-    return _append(make).get("office")
+    return _append(make)
 
 
 def lookup(name: str, version: int | None = None) -> ModelName:
@@ -287,3 +386,7 @@ def names_of(digest: str) -> list[tuple[str, int, list[str]]]:
 
 def _listed(versions: dict[int, Any]) -> str:
     return ", ".join(str(v) for v in sorted(versions)) or "none"
+
+
+def _called(version: int | None) -> str:
+    return "no version" if version is None else f"version {version}"

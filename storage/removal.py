@@ -174,22 +174,30 @@ def why_kept(result: Result, shelf: Shelf, needed: Mapping[str, str], unalias: b
     """Why a result has to stay, and what to write instead; None where it may go."""
     if result.digest in needed:
         return needed[result.digest]
-    aliases = [
-        f"model:{name}/{version} is {' and '.join(aliases)}"
-        for name, version, aliases in registry.names_of(result.digest)
-        if aliases and result.kind == "model"
-    ]
-    if aliases and not unalias:
-        return (
-            f"{', '.join(aliases)}; give that to another (champion: `posttrain promote MODEL`; candidate is the newest"
-            f" version), or take it away with the files: posttrain rm {result.ref} --unalias"
-        )
+    if (why := None if unalias else _in_office(result)) is not None:
+        return why
     if not result.makers:
         return (
             "no record says what made it, so nothing could make it again; `posttrain export` gives a copy to keep, and"
             f" rm -r {result.path} removes it"
         )
     return None
+
+
+def _in_office(result: Result) -> str | None:
+    """Why a model that has an alias has to stay, and what to write instead; None where it has none."""
+    aliases = [
+        f"model:{name}/{version} is {' and '.join(aliases)}"
+        for name, version, aliases in registry.names_of(result.digest)
+        if aliases and result.kind == "model"
+    ]
+    if not aliases:
+        return None
+    return (
+        f"{', '.join(aliases)}; give that to another (champion: `posttrain promote MODEL` or `posttrain alias"
+        f" model:NAME@champion VERSION`; candidate is the newest version), or take it away with the files: posttrain rm"
+        f" {result.ref} --unalias"
+    )
 
 
 def shared(result: Result, shelf: Shelf) -> str | None:
@@ -255,20 +263,22 @@ def cannot_be_made_again(result: Result, shelf: Shelf) -> list[str]:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
+    """Held while files go, and while an alias is given to what must not."""
     with open(home.subdir("removed") / ".lock", "a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def remove(result: Result, unalias: bool = False) -> None:
-    """Remove the files of a result. Raises StoreError where a stage has begun to use it meanwhile."""
-    with _alone():
-        if (why := busy().get(result.digest)) is not None:
+    """Remove the files of a result. Raises StoreError where a stage has begun to use it, or it has been given
+    an alias, meanwhile."""
+    with alone():
+        if (why := busy().get(result.digest) or (None if unalias else _in_office(result))) is not None:
             raise store.StoreError(f"{result.ref}: {why}")
         for name, version, aliases in registry.names_of(result.digest) if result.kind == "model" and unalias else ():
             for alias in aliases:
-                registry.set_alias(name, alias, None, reason=f"version {version} was removed")
+                registry.set_alias(name, alias, None, reason=f"version {version} was removed", user=records.user())
         mark = {"ref": result.ref, "path": result.path, "time": time.time(), "user": records.user()}
         atomic_write_json(store.mark_of(result.kind, result.name, result.digest), mark)
         if store.is_url(result.path):
@@ -299,7 +309,7 @@ def finish() -> int:
     left = [path for pattern in LEFT for path in home.home().glob(pattern)]
     if not left and not any((home.home() / "removed").glob("*.json")):
         return 0  # also where the state directory may only be read
-    with _alone():
+    with alone():
         left = [path for pattern in LEFT for path in home.home().glob(pattern)]
         for path in left:
             shutil.rmtree(path)

@@ -5,13 +5,14 @@ The `promote` stage decides and changes nothing; this module acts on its decisio
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from stages.spec import ConfigError
-from storage import records, registry, store, tracking
+from storage import records, registry, removal, store, tracking
 
 
 def champion(name: str, alias: str = "champion") -> str | None:
@@ -29,7 +30,8 @@ def conclude(
     """Register the candidate, keep the decision with its evidence, move the alias on a positive one. Repeatable.
 
     A decision of stage ``promote`` that does not know who is in office by now, because another run promoted a model in
-    between, moves nothing and says so; one of ``select_checkpoint`` is about its candidates, whoever has the alias.
+    between, moves nothing and says so; one of ``select_checkpoint`` is about its candidates, whoever has the alias. Nor
+    does one about a version that a person has taken the alias from (:func:`point`).
 
     Returns {promoted, model, name, alias, version, reasons}.
     """
@@ -43,15 +45,25 @@ def conclude(
     kept = [entry for entry in model.history if entry["event"] == "decision" and entry["version"] == version]
     in_office = model.aliases.get(alias) == version
     if not kept or kept[-1]["evidence"] != decision or promoted != in_office:
-        office = registry.record_decision(
+        kept = registry.record_decision(
             name,
             version,
             promoted=promoted,
             evidence=decision,
             alias=alias,
             over=(decision.get("champion") or "").removeprefix("model:m-") if stage == "promote" else None,
+            user=records.user(),
         )
-        if office is not None:
+        if (taken := kept.get("taken")) is not None:
+            promoted = False
+            reasons = [
+                (
+                    f"model:{name}/{version} was {alias} {registry.told(taken, to=False)}. What a person has taken back a"
+                    f" person gives again: posttrain alias model:{name}@{alias} {version}"
+                ),
+                *reasons,
+            ]
+        if (office := kept.get("office")) is not None:
             promoted = False
             reasons = [
                 (
@@ -89,6 +101,53 @@ def _announce(name: str, version: int, model: store.ResolvedInput, alias: str) -
         },
         payload={"ref": model.ref, "name": name, "digest": model.digest, "version": version, "alias": alias},
     )
+
+
+def point(name: str, alias: str, version: int | None, *, back: bool = False, reason: str = "") -> dict[str, Any]:
+    """Move an alias by hand, to a version, or to none (it is taken away), or ``back`` to the one before, without the
+    gate; the registry's log keeps who did, when and why. Repeatable, and so is what MLflow is told of it.
+
+    Returns {name, alias, version, model (its ref), before, moved, reason, user}.
+
+    Raises ConfigError where there is no version before, RegistryError where name or version are unknown, StoreError
+    where the version's files are gone (with the command that makes them again).
+    """
+    model = registry.lookup(name)
+    before = model.aliases.get(alias)
+    if back and (version := registry.version_before(model, alias)) is None:
+        raise ConfigError(
+            f"model:{name}@{alias} has had no version before "
+            + ("this" if before is None else f"version {before}")
+            + f"; write the number of one ({', '.join(map(str, sorted(model.versions)))})"
+            + (", or --remove" if before is not None else "")
+        )
+    if version is None and not registry.moves(model, alias):
+        raise ConfigError(
+            f"model {name} has no alias {alias!r} to take away; its aliases are:"
+            f" {', '.join(sorted(model.aliases)) or 'none'}"
+        )
+    found = None
+    with removal.alone():  # whose files are there now keeps them
+        if version is not None:
+            registry.lookup(name, version)
+            found = store.resolve(f"model:{name}/{version}", "model")
+        entry = registry.set_alias(
+            name, alias, version, reason=reason, user=records.user(), how="back" if back else "hand", over=before
+        )
+    with contextlib.suppress(KeyboardInterrupt):  # it has moved: a step back that is given again would be another one
+        if found is not None and "version" in entry:
+            _announce(name, version, found, alias)
+        tracking.flush_registry(timeout=10)
+    return {
+        "name": name,
+        "alias": alias,
+        "version": version,
+        "model": found.ref if found is not None else None,
+        "before": before,
+        "moved": "version" in entry,
+        "reason": reason,
+        "user": records.user(),
+    }
 
 
 def evaluations_of(digest: str) -> list[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -85,6 +87,13 @@ Rendezvous = Annotated[
         "--rendezvous", metavar="HOST:PORT", help="Where node 0 listens; by default MASTER_ADDR and MASTER_PORT."
     ),
 ]
+
+
+def flowing(text: str) -> str:
+    """A docstring as help: the lines of a paragraph are one, which a terminal of any width breaks where it ends; examples
+    stay lines of their own.
+    """
+    return re.sub(r"(?<!\n)\n(?!\n|Example)", " ", inspect.cleandoc(text))
 
 
 def with_settings(

@@ -182,7 +182,7 @@ def rerun(
     Example: posttrain rerun model:policy@champion
     Example: posttrain rerun model:policy@champion --recorded
     """
-    from flows import env
+    from flows import env, report
     from flows.config import ConfigError, merge, parse_sets, section
     from flows.recipe import get_recipe, load_config, unread
     from storage import records, store
@@ -205,7 +205,9 @@ def rerun(
     run = records.get_run(run_id)
     record, recipe = run.data, run.data["recipe"]
     if recipe.startswith("stage:"):
-        raise ConfigError(f"run {run_id} ran one stage; repeat it with: posttrain stage {recipe[6:]} --input … --set …")
+        command = report.repeats(run) or f"posttrain stage {recipe[6:]} --input … --set …"
+        forced = " --force" if run.status == "FINISHED" and set_ is None and not more and seed is None else ""
+        raise ConfigError(f"run {run_id} ran one stage; repeat it with: {command}{forced}")
     recipe_flow = get_recipe(recipe)
     given = parse_sets([*(set_ or []), *(more or [])])
     again: list[str] = []
@@ -237,7 +239,7 @@ def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool, r
     """
     from flows.config import ConfigError, build, merge
     from flows.display import table
-    from flows.report import short
+    from flows.recipe import short
     from stages.registry import get_stage
     from storage import records
 
@@ -252,12 +254,15 @@ def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool, r
         raise ConfigError(
             f"{ref} was made by the stage {record['stage']}, which records no rollouts; leave out --recorded"
         )
+    config = merge(record["config"], changes)
     if recorded:
         inputs |= {"recorded": record["outputs"]["rollouts"]["ref"]}
+        if not changed:
+            config, inputs = with_baselines(record, config, inputs)
     value = run_one(
         record["module"],
         inputs,
-        build(spec.config, merge(record["config"], changes)),
+        build(spec.config, config),
         record["seed"] if seed is None else seed,
         record["name_as"],
         not changed and not recorded,
@@ -290,6 +295,25 @@ def remake(ref: str, changes: dict[str, Any], seed: int | None, as_json: bool, r
         what = f"{odd:.0f} things that were recorded are others now" if odd else "The bytes are not those of then"
         print(f"{what}; {why}.", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def with_baselines(
+    record: dict[str, Any], config: dict[str, Any], inputs: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings and inputs of an RL run that is computed again, with the baselines that it sampled before training, so
+    that nothing is sampled, and nobody asked, for them. As they are where it left prompts out for want of one, which
+    are refused where baselines are given.
+    """
+    from storage import records
+
+    made = record["outputs"].get("baselines")
+    left_out = any(warning["code"] == "baselines_unknown" for warning in record["warnings"])
+    if made is None or left_out or not records.there(made):
+        return config, inputs
+    of_sampling = ("baseline_samples", "v_star_beta")
+    return {name: value for name, value in config.items() if name not in of_sampling}, inputs | {
+        "baselines": made["ref"]
+    }
 
 
 def held_against(key: str) -> list[dict[str, Any]]:
@@ -403,7 +427,7 @@ def perform(recipe: str, values: dict[str, Any], force: list[str], as_json: bool
     if as_json:
         emit({"status": "finished", **result})
     else:
-        from flows.report import print_result
+        from flows.outcome import print_result
 
         print_result(result, state)
     return 0

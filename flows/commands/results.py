@@ -1,4 +1,4 @@
-"""The commands on what runs have made: ls, show, rm, cost, lineage, compare, promote, select, export, chat."""
+"""The commands on what runs have made: ls, show, rm, cost, lineage, compare, promote, alias, select, export, chat."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def cost(
     what: Annotated[
         Optional[str],
         typer.Argument(
-            metavar="[RUN|REF]",
+            metavar="RUN|REF",
             help=(
                 "A run id, or a model or dataset: then everything that it was made by counts. Without it, everything in"
                 " the state directory."
@@ -145,7 +145,7 @@ def cost(
 
     Example: posttrain cost model:policy@champion --against model:sft/1 --prices prices.yaml
     """
-    from flows import env, report
+    from flows import env, ledger
     from stages.spec import ConfigError
 
     env.prepare(quiet=True)
@@ -154,14 +154,14 @@ def cost(
             raise ConfigError(
                 "--against compares a model with another; write both: posttrain cost MODEL --against MODEL"
             )
-        value = report.cost_of_all(prices, since, until, by or "user")
+        value = ledger.cost_of_all(prices, since, until, by or "user")
     elif by or since or until:
         raise ConfigError(f"--by, --since and --until are of everything that was run; leave {what} or them out")
     else:
-        value = report.cost(what, prices, against, metric)
+        value = ledger.cost(what, prices, against, metric)
     if json_:
         return emit(value)
-    report.print_cost(value)
+    ledger.print_cost(value)
 
 
 def lineage(ref: Annotated[str, typer.Argument(help="A dataset or model ref.")], json_: Json = False) -> None:
@@ -247,16 +247,54 @@ def promote(
 
     Exit code 1 when the gate refuses.
     """
-    from flows import env, report, services
+    from flows import env, promotion
 
-    services.connect(env.prepare(quiet=True))
-    decision = report.promote(model, name=name, alias=alias, inputs=input_ or [], sets=set_ or [])
+    env.prepare(quiet=True)
+    decision = promotion.promote(model, name=name, alias=alias, inputs=input_ or [], sets=set_ or [])
     if json_:
         emit(decision)
     else:
-        report.print_decision(decision)
+        promotion.print_decision(decision)
     if not decision["promoted"]:
         raise typer.Exit(1)
+
+
+def alias(
+    which: Annotated[str, typer.Argument(metavar="model:NAME@ALIAS", help="The alias, e.g. model:policy@champion.")],
+    version: Annotated[
+        Optional[str],
+        typer.Argument(
+            metavar="VERSION",
+            help="The version that gets it: a number, or a ref. Without it, who has the alias and how it moved.",
+        ),
+    ] = None,
+    previous: Annotated[
+        bool, typer.Option("--previous", help="Back to the version before; given again, to the one before that.")
+    ] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Take the alias away.")] = False,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, kept with who and when.")] = "",
+    json_: Json = False,
+) -> None:
+    """Give an alias to another version by hand, without the gate: back at once after a bad promotion.
+
+    Whatever reads model:NAME@ALIAS, deployments and triggers too, reads that version from then on. No gate gives the
+    alias again to what it was taken from by hand; this command does.
+
+    Example: posttrain alias model:policy@champion --previous --reason "answers in French"
+    Example: posttrain alias model:policy@champion
+    """
+    from flows import env, promotion
+
+    env.prepare(quiet=True)
+    if version is None and not previous and not remove:
+        if reason:
+            from flows.config import ConfigError
+
+            raise ConfigError("--reason is of a move; write VERSION, --previous or --remove too")
+        value = promotion.moves(which)
+        return emit(value) if json_ else promotion.print_moves(value)
+    value = promotion.point(which, version, previous=previous, remove=remove, reason=reason)
+    return emit(value) if json_ else promotion.print_point(value)
 
 
 def select(
@@ -293,15 +331,15 @@ def select(
 
     Example: posttrain select 4be1f0a2c3d4 --input reward_model=model:reward@candidate --alias selected
     """
-    from flows import display, env, report, services
+    from flows import display, env, promotion
 
-    services.connect(env.prepare(quiet=True))
-    value = report.select(
+    env.prepare(quiet=True)
+    value = promotion.select(
         candidates, name=name, alias=alias, inputs=input_ or [], sets=set_ or [], seed=seed if seed is not None else 0
     )
     if json_:
         return emit(value)
-    report.print_decision(value)
+    promotion.print_decision(value)
     display.table(display.metric_rows({key: number for key, number in value["scores"].items() if number is not None}))
 
 
@@ -352,10 +390,11 @@ def export(
 
     Example: posttrain export model:policy@champion --push me/policy --private
     """
-    from flows import env, report
+    from flows import env
+    from flows.export import export as copy_out
 
     env.prepare(quiet=True)
-    value = report.export(what, directory, adapter, base, push, private)
+    value = copy_out(what, directory, adapter, base, push, private)
     if json_:
         return emit(value)
     if value["directory"]:

@@ -40,10 +40,8 @@ def up(
     if json_:
         return emit({name: entry["url"] for name, entry in alive.items()})
     print(f"Prefect  {alive['prefect']['url']}")
-    print(
-        f"MLflow   {alive['mlflow']['url']}   (choose Model training at the top left; GenAI, where it opens, is about"
-        " traces)"
-    )
+    print(f"MLflow   {services.models_page(alive['mlflow']['url'])}")
+    print("         (choose Model training at the top left for the runs; GenAI, where it opens, is about traces)")
     print("Next: `posttrain deploy` registers the recipes and stages; `posttrain down` stops everything.")
 
 

@@ -91,19 +91,22 @@ def stage(
     value = run_one(name, inputs, settings, seed or 0, name_as, force, nodes_of(nodes, node_rank, rendezvous))
     if json_:
         return emit({"status": "finished", **value})
+    for warning in value["warnings"]:  # they were said while it ran, perhaps hours ago
+        print(f"warning {warning['code']}: {warning['text']}")
     for output, ref in value["outputs"].items():
         print(f"{output}: {ref}")
-    display.table(display.metric_rows({key: number for key, number in value["metrics"].items() if number is not None}))
+    numbers = {key: number for key, number in value["metrics"].items() if number is not None}
+    display.table(display.metric_rows(display.telling(numbers)))
 
 
 def dry_stage(name: str, inputs: dict[str, str], settings: Any, seed: int, force: bool, as_json: bool) -> None:
     """Print what a stage would do."""
-    from flows import report
+    from flows import stage_plan
     from flows.config import ConfigError
 
-    value = report.stage_plan(name, inputs, settings, seed, force)
+    value = stage_plan.stage_plan(name, inputs, settings, seed, force)
     if not as_json:
-        report.print_stage_plan(value, settings)
+        stage_plan.print_stage_plan(value, settings)
     if value["refused"]:
         raise ConfigError("\n  ".join(value["refused"]))
     if as_json:

@@ -23,8 +23,8 @@ from tests.serving import free_port, with_prefects_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    "run stage rerun answer up down status deploy ls show rm cost lineage compare promote export chat doctor".split()
-)
+    "run sweep stage rerun answer up down status deploy ls show rm cost lineage compare promote alias select export chat doctor"
+).split()
 TINY = [
     part
     for kind in ("text", "demonstrations", "comparisons", "prompts")
@@ -263,6 +263,25 @@ def test_an_rl_run_is_computed_again_from_its_rollouts(posttrain, tmp_path):
     shown = last_line(posttrain("show", ref, "--json"))
     said = posttrain("rerun", shown["made_by"]["inputs"]["data"]["ref"], "--recorded", code=2).stderr
     assert "made by the stage ingest, which records no rollouts" in said
+
+
+def test_an_rl_run_with_a_table_of_baselines_is_computed_again_from_its_own(posttrain, tmp_path):
+    """They were sampled, and whoever scores them asked, again."""
+    tiny_policy(tmp_path / "policy", 0)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i} plus {i}?", "answer": str(2 * i)}) + "\n" for i in range(8)))
+    settings = ["preset=a_lol", "max_steps=2", "num_generations=2", "prompts_per_step=2", "max_completion_length=4"]
+    first = last_line(
+        posttrain(
+            *("stage", "rl", "--input", f"model={tmp_path / 'policy'}", "--input", f"data={prompts}", *settings),
+            *("rewards=[{kind: length, weight: -1}]", "learning_rate=0.01", "baseline_samples=3", "--json"),
+        )
+    )
+    again = last_line(posttrain("rerun", first["outputs"]["model"], "--recorded", "--json"))
+    assert [row["output"] for row in again["compared"] if row["same"]] == ["model", "rollouts"]
+    assert not again["metrics"].get("recorded/sampled_again") and "baselines" not in again["outputs"]
+    shown = last_line(posttrain("show", again["key"], "--json"))
+    assert shown["inputs"]["baselines"]["ref"] == first["outputs"]["baselines"]
 
 
 def test_failed_stage_exits_1_with_its_own_message(posttrain):
@@ -514,6 +533,108 @@ def test_a_repeated_run_whose_branch_is_switched_off_leaves_the_settings_of_that
     pipelines.rerun(run.run_id, ["rl_after=false", "rl.kl_coef=0.2"])  # said by the user now: refused by what runs it
     kept = [(config.rl_after, config.rl.kl_coef, config.sample.temperature) for config in seen]
     assert kept == [(False, None, 0.5), (False, 0.2, 0.5)]
+
+
+def test_a_data_set_of_the_world_may_be_given_in_part(posttrain):
+    """`demonstrations.train=N` alone was refused for the other two numbers, which have defaults."""
+    sets = ["--set", "demonstrations.train=8", "--set", "comparisons={test: 4}", "--set", "tools.tasks.test=7"]
+    config = last_line(posttrain("stage", "world", *sets, "--dry-run", "--json"))["config"]
+    assert config["demonstrations"] == {"train": 8, "validation": 100, "test": 0}
+    assert config["comparisons"] == {"train": 5000, "validation": 200, "test": 4}
+    assert config["tools"]["tasks"] == {"train": 2000, "validation": 100, "test": 7}
+    said = posttrain("stage", "world", "--set", "demonstrations.trian=8", "--dry-run", code=2).stderr
+    assert "did you mean 'demonstrations.train'" in said
+
+
+def test_a_finished_stage_says_its_warnings_first_and_then_the_numbers_that_matter(posttrain, monkeypatch):
+    command = ("stage", "tests.toy_stage", "steps=3", "--set")
+    posttrain(*command, "server=http://a:1/v1")
+    lines = posttrain(*command, "server=http://b:2/v1").stdout.splitlines()
+    assert lines[0].startswith("warning server_elsewhere: This result is reused") and lines[1].startswith("data: ")
+    (key,) = {row["key"] for row in last_line(posttrain("ls", "results", "--json"))["results"]}
+    assert last_line(posttrain("show", key, "--json"))["warnings"] == []
+
+    from flows.display import telling
+
+    told = {"perf/x": 1, "dropped/a": 2, "reward_low": 0.1, "reward": 0.2, "test/accuracy": 0.5, "kl": 3, "b_se": 4}
+    assert [*telling(told)] == ["test/accuracy", "reward", "kl", "perf/x", "dropped/a", "reward_low", "b_se"]
+
+
+def test_warnings_of_a_stage_are_shown_with_it(capsys):
+    from flows.report import _print_maker
+
+    _print_maker({"stage": "sft", "warnings": [{"code": "odd", "text": "it is"}], "metrics": {"loss": 1.0}})
+    text = capsys.readouterr().out
+    assert text.index("warning odd: it is") < text.index("number  loss")
+
+
+def test_the_run_of_one_stage_is_repeated_by_the_command_that_is_named(tmp_path, monkeypatch):
+    """It was named with `--input … --set …`, for which nobody could know the settings."""
+    import shlex
+
+    from flows.commands import pipelines
+    from stages.spec import ConfigError
+    from tasks.run import StageError, finish_flow, run_stage, start_flow
+    from tests.platform.test_run_stage import looked
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("POSTTRAIN_TRACKING", "off")
+    monkeypatch.setattr("flows.env.prepare", lambda **how: None)
+    (tmp_path / "raw text.txt").write_text("x")
+    given = {"text": str(tmp_path / "raw text.txt")}
+    for number, (fails, plan, last) in enumerate(((-1, "run", "--force"), (2, "continue", "walk"))):
+        run = start_flow("stage:tests.toy_stage", {}, run_id=f"1234567{number}-1")
+        how = {"seed": 3, "name_as": "walk", "flow_run": run.as_flow_run("toy")}
+        if fails < 0:
+            key = run_stage("tests.toy_stage", given, {"steps": 4}, **how).key
+        else:
+            with pytest.raises(StageError) as failed:
+                run_stage("tests.toy_stage", given, {"steps": 5, "fail_at": fails}, **how)
+            key = failed.value.key
+        finish_flow(run.run_id, "FINISHED" if fails < 0 else "FAILED", None if fails < 0 else "so")
+        with pytest.raises(ConfigError, match="ran one stage; repeat it with: ") as told:
+            pipelines.rerun(run.run_id)
+        program, *command = shlex.split(str(told.value).partition("repeat it with: ")[2])
+        assert program == "posttrain" and command[-1] == last
+        found, _ = looked(*command, "--dry-run")
+        assert (found["key"], found["plan"], found["seed"]) == (key, plan, 3)
+
+
+def test_only_what_goes_on_says_so_when_it_is_interrupted(posttrain):
+    """`ls` promised to go on where it stopped; `alias --previous`, given again, would go one further back."""
+    program = (
+        "import sys\nfrom flows import report\nfrom flows.cli import main\ndef stop(*given):\n    raise"
+        " KeyboardInterrupt\nreport.listing = stop\nmain()\n"
+    )
+    done = posttrain("ls", "models", "--json", code=130, program=program)
+    assert done.stderr.strip() == "error: interrupted" and last_line(done)["exit_code"] == 130
+
+
+def test_usage_errors_are_json_too(posttrain):
+    assert last_line(posttrain("ls", "models", "--jsno", "--json", code=2)) == {
+        "status": "failed",
+        "exit_code": 2,
+        "error": "No such option: --jsno (Possible options: --json)",
+    }
+
+
+def test_the_lines_of_a_paragraph_of_help_are_one():
+    """Where the source breaks them a terminal of another width broke them again."""
+    from flows.commands.app import flowing
+
+    assert flowing("Say it\n    in one.\n\n    Then\n    more.\n\n    Example: a\n    b\n    Example: c\n    ") == (
+        "Say it in one.\n\nThen more.\n\nExample: a b\nExample: c"
+    )
+
+
+def test_references_stay_whole_in_a_narrow_terminal(monkeypatch, capsys):
+    from flows.display import table
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    row = {"ref": "model:policy/12", "aliases": "candidate champion tried again", "stage": "reward_model", "files": ""}
+    table([{**row, "what": "many words that have to be broken somewhere"}])
+    assert "model:policy/12" in capsys.readouterr().out
 
 
 def test_a_forced_step_that_the_plan_has_not_is_refused_before_anything_runs(posttrain):

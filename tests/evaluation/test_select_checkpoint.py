@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import report
+from flows import promotion
 from stages.harness import StageFailure, execute
 from stages.select_checkpoint import Config, check, choose, in_order, shared_means
 from stages.spec import ConfigError
@@ -318,7 +318,7 @@ def test_reward_and_validation_loss_choose_different_epochs(overfitted):
         store.resolve(f"{tuned.key[:12]}:epoch.9", "model")
 
     def select(*sets, alias="selected"):
-        return report.select(
+        return promotion.select(
             [tuned.key[:12]],
             name=None,
             alias=alias,
@@ -339,7 +339,7 @@ def test_reward_and_validation_loss_choose_different_epochs(overfitted):
     (decided,) = [e for e in history if e["event"] == "decision" and e["alias"] == "selected"]
     assert decided["evidence"]["metric"] == "rm_score" and len(decided["evidence"]["evidence"]) > 4
     assert (
-        report.select(
+        promotion.select(
             [epochs["epoch.1"]],
             name="other",
             alias="best",
@@ -361,6 +361,6 @@ def test_reward_and_validation_loss_choose_different_epochs(overfitted):
 def test_what_has_no_epochs_is_told_how_to_get_them(overfitted, tiny):
     _, reward = overfitted
     with pytest.raises(ConfigError, match="published no epochs; train with publish_epochs=true"):
-        report.select([reward], name=None, alias="selected", inputs=[], sets=[], seed=0)
+        promotion.select([reward], name=None, alias="selected", inputs=[], sets=[], seed=0)
     with pytest.raises(ConfigError, match="write --name NAME"):
-        report.select([tiny["policy"], tiny["other"]], name=None, alias="selected", inputs=[], sets=[], seed=0)
+        promotion.select([tiny["policy"], tiny["other"]], name=None, alias="selected", inputs=[], sets=[], seed=0)

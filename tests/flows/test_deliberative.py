@@ -7,7 +7,7 @@ import pytest
 
 from flows.deliberative import BY_SPECIFICATION
 from flows.recipe import get_recipe, load_config
-from flows.report import print_result
+from flows.outcome import print_result
 from stages.reward import judge as judging
 from stages.reward.debate import verdicts
 from stages.reward.judge import JudgeError

@@ -7,7 +7,7 @@ import pytest
 from flows.config import load_preset, merge
 from flows.published import scaled, with_benchmarks
 from flows.recipe import Run, get_recipe, load_config
-from flows.report import print_result
+from flows.outcome import print_result
 from stages.registry import get_stage
 from stages.rl import resolve_preset
 from tests.common import silent

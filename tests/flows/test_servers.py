@@ -495,6 +495,7 @@ def test_a_run_that_is_killed_with_all_servers_starts_again_once_when_they_are_u
         process.kill()
     assert not psutil.wait_procs(everything, timeout=60)[1]
     assert servers.json("up") == servers.urls
+    assert f"{servers.urls['mlflow']}/#/models?workflowType=machine_learning" in servers.cli("up").stdout
     servers.wait(lambda: servers.state(run) == "Completed", limit=240)  # sooner than heartbeats could be missed
     states = [row["name"] for row in servers.api(f"/flow_run_states/?flow_run_id={run}")]
     assert [states.count(name) for name in ("Crashed", "AwaitingRetry", "Running")] == [1, 1, 2], states

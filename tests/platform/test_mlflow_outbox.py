@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stages.spec import PROJECT_ROOT
-from flows.report import mlflow_page
+from flows.outcome import mlflow_page
 from storage import mlflow_client, mlflow_database, mlflow_models, outbox, projector, records, registry, tracking
 from storage.mlflow_run import MlflowRun
 from storage.files import atomic_write_json, read_json

@@ -62,15 +62,15 @@ def test_what_is_written_into_a_directory_of_a_group_is_the_groups(shared):
 
 def test_what_is_exported_from_a_directory_of_a_group_is_its_users(shared, tmp_path):
     """The group could write to, or read, whatever a process wrote anywhere once it had looked at the state directory."""
-    from flows import report
+    from flows.export import export
 
     result = run_stage(TOY, {}, {"steps": 7}, name_as="walk")
     (tmp_path / "there").mkdir(mode=0o755)
     (tmp_path / "there" / "mine").touch()
     (tmp_path / "there").chmod(0o2775)
     (tmp_path / "there" / "mine").chmod(0o664)
-    report.export(result.outputs["data"], tmp_path / "there" / "new" / "data")
-    report.export(result.outputs["model"], tmp_path / "there" / "model")
+    export(result.outputs["data"], tmp_path / "there" / "new" / "data")
+    export(result.outputs["model"], tmp_path / "there" / "model")
     made = [path for path in (tmp_path / "there").rglob("*") if path.name != "mine"]
     assert len(made) > 6 and not [path for path in made if path.stat().st_mode & 0o077]
     assert all(path.stat().st_mode & stat.S_ISGID for path in made if path.is_dir())  # as its user wants it there
