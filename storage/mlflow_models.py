@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
-from storage import home
+from storage import home, registry
 from storage.files import atomic_write_json, link_tree, read_json, sha256_text
 from storage.mlflow_client import Connection
 from storage.mlflow_database import local_path
