@@ -14,7 +14,10 @@ The command line (``commands/``, a file per group of commands):
 ``cli``             the program
 ``report``          what ls, show, status, lineage say; ``rows``: rows of a dataset for a person
 ``display``         progress while stages run; ``run_log``: what the log of a run says of an error
+``stage_plan``      what a stage would do; ``outcome``: what a finished recipe prints; ``ledger``: what `cost` says
 ``compare``         two runs or evaluations side by side
+``promotion``       which version of a name is in office, why, and on what numbers
+``export``          a model or dataset out of the store
 ``remove``          what `posttrain rm` takes away
 ``chat``            a conversation with a model
 ``doctor``          checks of machine and state

@@ -18,5 +18,6 @@ What training leans on:
 ``estimators``  advantages, returns, baselines, KL controllers as plain functions
 ``selection``   choosing completions by their scores
 ``pairs``       preference rows as items
+``token_spans`` two tokenisations of one text side by side
 ``in_context``  scores by demonstrations in the prompt, without training
 """

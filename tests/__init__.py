@@ -28,7 +28,8 @@ Fixtures stand in the package's ``conftest.py``. What several packages use:
 ``common``          rows, and what they are written with
 ``toy_stage``       a stage small enough to kill a hundred times; ``epochs_stage``: one that publishes every epoch
 ``processes``       stage processes forked from warm parents
-``serving``         a server while a test runs; ``chat_server``, ``hub_server``: servers with others' interfaces
+``serving``         a server while a test runs; ``chat_server``, ``hub_server``, ``raw_server``: servers with
+                    others' interfaces, and one that answers with bytes
 ``architectures``   tiny models of many architectures
 ``formulas``        losses as their papers print them; ``oracles``: closed-form answers; none of it is the project's own
 ``production``      the project's code driven with plain numbers

@@ -14,7 +14,9 @@ is in ``stages.decoding``, heads of reward models in ``stages.reward_models``, l
 ``sharding``      weights split over ranks (FSDP2); ``pending``: read from files in parts only
 ``memory``        what a stage will need, before anything is loaded
 ``optimizers``    the optimizers there are
-``divergence``    a student's distributions against a teacher's, over the whole vocabulary
+``averages``      averages of weights that move while training goes on
+``divergence``    a student's distributions against a teacher's, over the whole vocabulary; ``span_losses``: against those
+                  of a teacher with another vocabulary
 ``new_tokens``    tokens for a chat template's marks, and their rows
 ``epochs``        the model behind every pass over the rows
 ``tensor_files``  tensors in files, one at a time in memory
