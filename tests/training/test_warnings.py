@@ -245,3 +245,37 @@ def test_every_warning_of_a_code_is_on_the_report_and_in_mlflow(tiny, data, spec
     page = (stage.workdir / "reports" / "summary.md").read_text()
     assert all(f"**{w['code']}**: {w['text']}" in page for w in stage.warnings)
     assert _by_code(stage.warnings) == {"align_settings": "the first\nthe second", "diverged": "another"}
+
+
+def test_a_reward_model_that_was_fooled_is_said_to_be_where_it_rewards(tiny, data, spec, tmp_path):
+    """reward.hack_probes: what did not pass is used by an explicit choice, which the record of the run keeps."""
+    import shutil
+
+    from stages.harness import execute
+    from stages.reward_models.reward_eval import fooled_by
+    from stages.reward_models.reward_heads import read_card, write_card
+    from tests.common import silent
+
+    assert fooled_by({"probe/boxes": 0.2, "probe/padded": 0.1, "flips/typo": 0.9}) == {"boxes": 0.2}
+    fooled = tmp_path / "fooled"
+    shutil.copytree(tiny["reward"], fooled)
+    card = read_card(fooled)
+    card.options["held_out"] = {"accuracy": 0.7, "rows": 64, "fooled_by": {"boxes": 0.2, "repeated": 0.5}}
+    write_card(fooled, card)
+    config = {
+        "preset": "dr_grpo",
+        "max_steps": 1,
+        "prompts_per_step": 2,
+        "num_generations": 2,
+        "max_completion_length": 4,
+    }
+    for model, weight, told in ((tiny["reward"], 1.0, False), (str(fooled), 1.0, True), (str(fooled), 0.0, False)):
+        rewards = [{"kind": "model", "name": "rm", "weight": weight}, {"kind": "length_penalty"}]
+        inputs = {"model": tiny["policy"], "data": data["prompts"], "reward_model": model}
+        name = f"{told} {weight}"
+        warned = {
+            w["code"]: w["text"]
+            for w in execute(spec("rl", {**config, "rewards": rewards}, inputs, name), silent)["warnings"]
+        }
+        assert ("reward_model_fooled" in warned) is told
+        assert not told or "repeated 50%, boxes 20%" in warned["reward_model_fooled"]
