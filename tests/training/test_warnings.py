@@ -35,7 +35,21 @@ class Told:
 
 
 def says_what_to_do(text: str) -> bool:
-    words = ("look", "raise", "take", "train", "add", "check", "write", "balance", "read", "drop", "mix", "compare")
+    words = (
+        "look",
+        "raise",
+        "take",
+        "train",
+        "add",
+        "check",
+        "write",
+        "balance",
+        "read",
+        "drop",
+        "mix",
+        "compare",
+        "decide",
+    )
     return any(word in text.lower() for word in words)
 
 
@@ -279,3 +293,42 @@ def test_a_reward_model_that_was_fooled_is_said_to_be_where_it_rewards(tiny, dat
         }
         assert ("reward_model_fooled" in warned) is told
         assert not told or "repeated 50%, boxes 20%" in warned["reward_model_fooled"]
+
+
+def test_pairs_that_give_themselves_away(tmp_path):
+    """data.bias_audit: chosen longer in more than 60%, a model's share more than 0.3 apart; data.decontam: more than 2%
+    of a benchmark.
+    """
+
+    def said(name, rows, code, inputs=None, **config):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found = ingest(file, tmp_path / name, inputs=inputs, **config).result["warnings"]
+        return [w["text"] for w in found if w["code"] == code]
+
+    def pairs(longer, own):
+        """Of twenty pairs so many whose chosen answer is the longer one, and so many whose chosen one model wrote."""
+        return [
+            {
+                "prompt": f"question {i}",
+                "chosen": f"{i} is {'right, as one sees' if i < longer else 'so'}",
+                "rejected": f"{i} was {'no' if i < longer else 'right, as nobody sees'}",
+                "chosen_model": "m" if i < own else "n",
+                "rejected_model": "n" if i < own else "m",
+            }
+            for i in range(20)
+        ]
+
+    assert not said("even", pairs(12, 13), "bias")
+    (text,) = said("longer", pairs(13, 10), "bias")
+    assert "longer in 65.0% of the pairs" in text and says_what_to_do(text)
+    (text,) = said("one model", pairs(10, 14), "bias")
+    assert "differs by 0.40" in text and says_what_to_do(text)
+
+    words = lambda k: " ".join(f"w{k}x{j}" for j in range(12))
+    bench = tmp_path / "bench.jsonl"
+    bench.write_text("".join(json.dumps({"question": words(k), "answer": "#### 1"}) + "\n" for k in range(50)))
+    for seen, told in ((2, True), (1, False)):
+        rows = [{"prompt": words(k)} for k in range(seen)] + [{"prompt": f"clean {k}"} for k in range(20)]
+        found = said(f"seen {seen}", rows, "contamination", {"benchmarks.b": bench}, decontaminate="coverage")
+        assert bool(found) is told and all(map(says_what_to_do, found))
