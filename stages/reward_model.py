@@ -585,7 +585,7 @@ def run(stage):
 
     from stages.preflight import preflight
     from stages.reporting.curves import training_report
-    from stages.reward_models.reward_eval import FEW, count_of, held_out, held_out_of_all, warn_about
+    from stages.reward_models.reward_eval import FEW, count_of, fooled_by, held_out, held_out_of_all, warn_about
     from stages.reward_models.reward_heads import drop_lm_head
     from stages.training import Trainer, fit
 
@@ -682,6 +682,8 @@ def run(stage):
     )
     summary |= {f"earlier/{k}": v for k, v in earlier.items()}
     card.options["held_out"] = {k: best[k] for k in ("accuracy", "ece") if k in best} | {"rows": count_of(best)}
+    if count_of(best) >= FEW and (fooled := fooled_by(best)):
+        card.options["held_out"]["fooled_by"] = fooled
     with stage.output_model("model", role="reward") as directory:
         setup.save(directory, card)
     if stage.has("previous"):

@@ -450,10 +450,11 @@ class BiasAudit:
                 f"the chosen answer is longer in {report['share_chosen_longer_chars']:.1%} of the pairs (more than"
                 " 60%): a reward model will learn length; balance the pairs or use a length-debiased reward"
             )
-        if report.get("max_model_imbalance", 0) > 0.3:
+        if report.get("max_model_imbalance", 0) > 0.3 + 1e-9:  # a difference of two shares
             out.append(
                 f"one model's share differs by {report['max_model_imbalance']:.2f} between chosen and rejected (more"
-                " than 0.3): a reward model will learn that model's style"
+                " than 0.3): a reward model will learn that model's style; take chosen and rejected answers of the"
+                " same models, or balance them"
             )
         telling = [row for row in self.prefix_bias() if abs(row["z"]) > 3]
         if telling:

@@ -478,6 +478,31 @@ def _histogram(groups, title, xlabel):
     return histogram(groups, title=title, xlabel=xlabel)
 
 
+def fooled_by(found: dict[str, float]) -> dict[str, float]:
+    """Probe -> share of held-out pairs in which it scored at least as high as the chosen answer, where that is more than
+    ``FOOLED`` (reward.hack_probes).
+    """
+    probes = {name.removeprefix("probe/"): share for name, share in found.items() if name.startswith("probe/")}
+    return {name: share for name, share in probes.items() if share > FOOLED}
+
+
+def warn_of_fooled(stage, components, scorers) -> None:
+    """What the cards of the reward models that count say of probes that fooled them when they were trained."""
+    for component in components:
+        card = getattr(scorers.get(component.name), "card", None)
+        fooled = card.options.get("held_out", {}).get("fooled_by") if card is not None and component.counts else None
+        if fooled:
+            listed = ", ".join(
+                f"{name} {share:.0%}" for name, share in sorted(fooled.items(), key=lambda one: -one[1])[:3]
+            )
+            stage.warn(
+                "reward_model_fooled",
+                f"The reward model of {component.name!r} scores spoiled answers at least as high as chosen ones ({listed}),"
+                " which a policy may find. Train it again with spoiled_fraction=0.1 (stage reward_model), hold the policy"
+                " near its start (beta, kl_coef), or watch held-out answers (eval_prompts=64 eval_every=10).",
+            )
+
+
 def warn_about(stage, found: dict[str, float], train_accuracy: float | None = None, objective: str = "bt") -> None:
     """Named warnings from held-out metrics; each says what to do, with settings that the objective reads. Of fewer than
     :data:`FEW` rows only that they are few.
@@ -557,12 +582,11 @@ def warn_about(stage, found: dict[str, float], train_accuracy: float | None = No
                 else ", or on more rows."
             ),
         )
-    fooled = {name: share for name, share in found.items() if name.startswith("probe/") and share > FOOLED}
-    if fooled:
+    if fooled := fooled_by(found):
         worst = max(fooled, key=fooled.get)
         stage.warn(
             "reward_model_fooled",
-            f"The probe {worst.removeprefix('probe/')} scores at least as high as the chosen answer in"
+            f"The probe {worst} scores at least as high as the chosen answer in"
             f" {fooled[worst]:.0%} of cases"
             + (f", and {len(fooled) - 1} more in more than {FOOLED:.0%}. " if len(fooled) > 1 else ". ")
             + (

@@ -22,6 +22,7 @@ from stages.policy.held_models import follows_policy
 from stages.policy.members import Members
 from stages.policy.schedules import changed_roles, freshness_guard, reference_due, stops_early
 from stages.reward.verdicts import commonest_failure, failures
+from stages.reward_models.reward_eval import warn_of_fooled
 from stages.rollouts.ahead import Ahead
 from stages.rollouts.beside import Beside
 from stages.rollouts.comparisons import (
@@ -85,6 +86,7 @@ class Rollouts:
         if stage.has("stored"):
             check_stored(stage, row)
         check_company(config, row, rewards, stage.has("stored"))
+        warn_of_fooled(stage, rewards.components, rewards.scorers)
         check_constraints(rewards)
         self.held_out = held_out(stage, rewards)
         self.policy = PolicySampler(stage, renderer, acting, agent_for(config, row, renderer, rewards, stage))

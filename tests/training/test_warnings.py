@@ -35,7 +35,21 @@ class Told:
 
 
 def says_what_to_do(text: str) -> bool:
-    words = ("look", "raise", "take", "train", "add", "check", "write", "balance", "read", "drop", "mix", "compare")
+    words = (
+        "look",
+        "raise",
+        "take",
+        "train",
+        "add",
+        "check",
+        "write",
+        "balance",
+        "read",
+        "drop",
+        "mix",
+        "compare",
+        "decide",
+    )
     return any(word in text.lower() for word in words)
 
 
@@ -245,3 +259,76 @@ def test_every_warning_of_a_code_is_on_the_report_and_in_mlflow(tiny, data, spec
     page = (stage.workdir / "reports" / "summary.md").read_text()
     assert all(f"**{w['code']}**: {w['text']}" in page for w in stage.warnings)
     assert _by_code(stage.warnings) == {"align_settings": "the first\nthe second", "diverged": "another"}
+
+
+def test_a_reward_model_that_was_fooled_is_said_to_be_where_it_rewards(tiny, data, spec, tmp_path):
+    """reward.hack_probes: what did not pass is used by an explicit choice, which the record of the run keeps."""
+    import shutil
+
+    from stages.harness import execute
+    from stages.reward_models.reward_eval import fooled_by
+    from stages.reward_models.reward_heads import read_card, write_card
+    from tests.common import silent
+
+    assert fooled_by({"probe/boxes": 0.2, "probe/padded": 0.1, "flips/typo": 0.9}) == {"boxes": 0.2}
+    fooled = tmp_path / "fooled"
+    shutil.copytree(tiny["reward"], fooled)
+    card = read_card(fooled)
+    card.options["held_out"] = {"accuracy": 0.7, "rows": 64, "fooled_by": {"boxes": 0.2, "repeated": 0.5}}
+    write_card(fooled, card)
+    config = {
+        "preset": "dr_grpo",
+        "max_steps": 1,
+        "prompts_per_step": 2,
+        "num_generations": 2,
+        "max_completion_length": 4,
+    }
+    for model, weight, told in ((tiny["reward"], 1.0, False), (str(fooled), 1.0, True), (str(fooled), 0.0, False)):
+        rewards = [{"kind": "model", "name": "rm", "weight": weight}, {"kind": "length_penalty"}]
+        inputs = {"model": tiny["policy"], "data": data["prompts"], "reward_model": model}
+        name = f"{told} {weight}"
+        warned = {
+            w["code"]: w["text"]
+            for w in execute(spec("rl", {**config, "rewards": rewards}, inputs, name), silent)["warnings"]
+        }
+        assert ("reward_model_fooled" in warned) is told
+        assert not told or "repeated 50%, boxes 20%" in warned["reward_model_fooled"]
+
+
+def test_pairs_that_give_themselves_away(tmp_path):
+    """data.bias_audit: chosen longer in more than 60%, a model's share more than 0.3 apart; data.decontam: more than 2%
+    of a benchmark.
+    """
+
+    def said(name, rows, code, inputs=None, **config):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found = ingest(file, tmp_path / name, inputs=inputs, **config).result["warnings"]
+        return [w["text"] for w in found if w["code"] == code]
+
+    def pairs(longer, own):
+        """Of twenty pairs so many whose chosen answer is the longer one, and so many whose chosen one model wrote."""
+        return [
+            {
+                "prompt": f"question {i}",
+                "chosen": f"{i} is {'right, as one sees' if i < longer else 'so'}",
+                "rejected": f"{i} was {'no' if i < longer else 'right, as nobody sees'}",
+                "chosen_model": "m" if i < own else "n",
+                "rejected_model": "n" if i < own else "m",
+            }
+            for i in range(20)
+        ]
+
+    assert not said("even", pairs(12, 13), "bias")
+    (text,) = said("longer", pairs(13, 10), "bias")
+    assert "longer in 65.0% of the pairs" in text and says_what_to_do(text)
+    (text,) = said("one model", pairs(10, 14), "bias")
+    assert "differs by 0.40" in text and says_what_to_do(text)
+
+    words = lambda k: " ".join(f"w{k}x{j}" for j in range(12))
+    bench = tmp_path / "bench.jsonl"
+    bench.write_text("".join(json.dumps({"question": words(k), "answer": "#### 1"}) + "\n" for k in range(50)))
+    for seen, told in ((2, True), (1, False)):
+        rows = [{"prompt": words(k)} for k in range(seen)] + [{"prompt": f"clean {k}"} for k in range(20)]
+        found = said(f"seen {seen}", rows, "contamination", {"benchmarks.b": bench}, decontaminate="coverage")
+        assert bool(found) is told and all(map(says_what_to_do, found))
