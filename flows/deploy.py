@@ -34,17 +34,19 @@ def deploy(
     *,
     gpu_slots: int | None = None,
     trigger_model: str = "model:policy@champion",
-    nightly: str = NIGHTLY,
+    nightly: str | None = None,
     timezone: str = "UTC",
     on_progress: Callable[[int, int, str], None] = lambda done, total, message: None,
 ) -> dict[str, Any]:
     """Register everything with the server of PREFECT_API_URL; returns the names by kind.
 
     trigger_model: the policy that the recipe started by new preference data improves.
-    nightly: when the nightly demo runs, a cron expression in ``timezone``.
+    nightly: when the nightly demo runs, a cron expression in ``timezone``; None: as it does already, at first at
+    :data:`NIGHTLY`.
     on_progress: called with (deployments registered so far, of how many, what is done now).
 
-    What somebody paused in the UI stays so, and is listed under ``paused``.
+    What somebody paused in the UI stays so, and is listed under ``paused``; schedules that were made or changed there stay,
+    too, apart from that of a ``nightly``.
     """
     from prefect.client.orchestration import get_client
 
@@ -77,11 +79,12 @@ def deploy(
 # ---------------------------------------------------------------- deployments
 
 
-def recipe_deployments(nightly: str = NIGHTLY, timezone: str = "UTC"):
+def recipe_deployments(nightly: str | None = None, timezone: str = "UTC"):
     """(flow, name, options) for every recipe: `RECIPE` with the class defaults, `RECIPE-PRESET` (all but small tries of
     another preset, NAME_demo), and the nightly demo. The UI lists deployments by their own names, so each says what it
     is."""
-    schedule = cron_schedule(nightly, timezone, "nightly")
+    given = "schedule" if nightly or timezone != "UTC" else "first_schedule"
+    schedule = cron_schedule(nightly or NIGHTLY, timezone, "nightly")
     for name in RECIPES:
         flow = get_recipe(name)
         yield flow, name, {"queue": "cpu", "tag": "recipe"}
@@ -92,7 +95,7 @@ def recipe_deployments(nightly: str = NIGHTLY, timezone: str = "UTC"):
                 yield (
                     flow,
                     f"{name}-nightly",
-                    {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule},
+                    {"queue": "cpu", "tag": "recipe", "parameters": parameters, given: schedule},
                 )
 
 
@@ -241,7 +244,7 @@ def apply(
     form: dict[str, Any] | None = None,
 ) -> str:
     """Register one deployment unless the server has it as it is; returns its full name. What was paused in the UI stays
-    so.
+    so, and so do the schedules that it has, unless ``options`` say its `schedule`; of a new one it is `first_schedule`.
 
     there: what :func:`registered` has found; form: the flow's of :func:`forms`.
 
@@ -265,7 +268,8 @@ def apply(
         "job_variables": {},
         "parameter_openapi_schema": form or forms([flow])[flow],
     }
-    schedules = [DeploymentScheduleCreate(schedule=options["schedule"])] if options.get("schedule") else []
+    planned = options.get("schedule") or options.get("first_schedule")
+    schedules = [DeploymentScheduleCreate(schedule=planned)] if planned else []
     with nullcontext(client) if client else get_client(sync_client=True) as client:
         existing = (there or {}).get(full_name)
         if existing is None:  # also one whose tags were edited in the UI
@@ -273,8 +277,14 @@ def apply(
                 existing = client.read_deployment_by_name(full_name)
         if existing:
             wanted["paused"] = existing.paused
-            for one in schedules:
-                one.active = not existing.schedules or any(row.active for row in existing.schedules)
+            if options.get("schedule"):
+                for one in schedules:
+                    one.active = not existing.schedules or any(row.active for row in existing.schedules)
+            else:  # registering it again would remove them
+                schedules = [
+                    DeploymentScheduleCreate(**row.model_dump(include={*DeploymentScheduleCreate.model_fields}))
+                    for row in existing.schedules
+                ]
         if existing and registered_as(existing, wanted, schedules):
             return full_name
         deployment = client.create_deployment(  # or updates

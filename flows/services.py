@@ -110,7 +110,7 @@ def reachable(api: str) -> None:
 
 def _hidden(entry: dict) -> bool:
     """Whether a service is one of another user, of whose processes this system shows nothing."""
-    return entry.get("boot") == leases.boot_id() and "pid" in entry and leases.hidden(entry["pid"])
+    return entry.get("boot") == leases.boot_id() and leases.hidden(entry["pid"])
 
 
 def _process(entry: dict):

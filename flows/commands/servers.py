@@ -82,12 +82,19 @@ def deploy(
     trigger_model: Annotated[
         str, typer.Option(help="Model that new preference data improves (the event-triggered recipe).")
     ] = "model:policy@champion",
-    nightly: Annotated[str, typer.Option(metavar="CRON", help="When the nightly demo runs.")] = "0 3 * * *",
+    nightly: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="CRON",
+            help="When the nightly demo runs (default: as registered before, at first '0 3 * * *').",
+        ),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Register every recipe and stage with the server, a nightly schedule, crash recovery and event-triggered runs.
 
-    Uses the server of `posttrain up`, or the one PREFECT_API_URL names. Deploying again updates in place.
+    Uses the server of `posttrain up`, or the one PREFECT_API_URL names. Deploying again updates in place and
+    leaves what was paused or scheduled in Prefect's UI.
     With a recipe and --cron, registers only a deployment RECIPE-scheduled that runs with the settings given here; the
     same command with another time moves it, pausing or deleting it in Prefect's UI ends it; what is paused there stays
     so until it is switched on there.

@@ -114,6 +114,18 @@ def test_mlflow_answers_browsers_of_other_machines_by_the_names_of_this_one(monk
     assert names_here("127.0.0.1", 5000) == names_here("localhost", 5000) == {}
 
 
+def test_links_lead_where_browsers_find_the_servers(monkeypatch):
+    """In containers the names by which processes find them mean nothing outside."""
+    from flows.recipe import ui_url
+
+    monkeypatch.delenv("POSTTRAIN_EMBEDDED", raising=False)
+    monkeypatch.setenv("PREFECT_API_URL", "http://prefect:4200/api")
+    monkeypatch.delenv("PREFECT_UI_URL", raising=False)
+    assert ui_url("runs/flow-run", 7) == "http://prefect:4200/v2/runs/flow-run/7"
+    monkeypatch.setenv("PREFECT_UI_URL", "http://localhost:4201/")
+    assert ui_url("runs/flow-run", 7) == "http://localhost:4201/v2/runs/flow-run/7"
+
+
 def test_interval_schedule_creates_runs(servers):
     """With SQLAlchemy 2.1 no runs appear, and nothing but the server's log says so."""
     servers.python(
@@ -239,6 +251,28 @@ def test_a_schedule_that_was_paused_stays_so_when_its_recipe_is_deployed_again(a
     for said, *_ in (by_schedule, by_deployment):
         assert "was paused in Prefect's UI and stays so; to make it active, switch it on there" in said
     assert resumed == ("post_training/post_training-demo-scheduled runs at '0 2 * * *' Europe/Berlin\n", False, [True])
+
+
+def test_schedules_that_people_made_or_changed_in_the_ui_stay(servers):
+    """Registering again, which containers do whenever they start, removed them without a word."""
+    register = (
+        "from flows.deploy import apply, cron_schedule; from flows.single import stage_flow\napply(stage_flow('mix'),"
+        " 'timed', {'queue': 'cpu', %r: cron_schedule('0 4 1 1 *', 'UTC', 'nightly')})"
+    )
+    times = lambda: sorted((one["schedule"]["cron"], one["active"]) for one in row()["schedules"])
+    row = lambda: servers.deployment("stage-mix/timed")
+    servers.python(register % "first_schedule")
+    assert times() == [("0 4 1 1 *", True)]
+    here = f"/deployments/{row()['id']}"
+    moved = {"schedule": {"cron": "0 5 1 1 *", "timezone": "UTC"}}
+    servers.api(f"{here}/schedules/{row()['schedules'][0]['id']}", moved, method="PATCH")
+    servers.api(f"{here}/schedules", [{"schedule": {"cron": "0 6 1 1 *", "timezone": "UTC"}, "active": False}])
+    servers.api(here, {"description": "edited"}, method="PATCH")
+    servers.python(register % "first_schedule")
+    assert times() == [("0 5 1 1 *", True), ("0 6 1 1 *", False)] and row()["description"] != "edited"
+    servers.python(register % "schedule")  # as --nightly says it
+    assert times() == [("0 4 1 1 *", True)]
+    servers.api(here, method="DELETE")
 
 
 def test_deploy_is_idempotent(servers, again):
@@ -548,17 +582,30 @@ def test_new_pairs_start_the_preference_recipe(servers, tmp_path):
         )
 
 
-def test_what_is_published_is_told_to_automations(servers):
+def test_what_is_published_and_promoted_is_told_to_automations(servers, tmp_path):
     made = servers.json("stage", "tests.toy_stage", "--set", "steps=6", "--name-as", "told")["outputs"]
-    events = lambda name: servers.api(
-        "/events/filter", {"filter": {"event": {"name": [f"posttrain.{name}.published"]}}}
-    )
+    named = lambda name: {"filter": {"event": {"name": [name]}}}
+    events = lambda kind, what: servers.api("/events/filter", named(f"posttrain.{kind}.{what}"))["events"]
     for kind, output in (("model", "model"), ("dataset", "data")):
         resource = f"posttrain.{kind}.told"
         (told,) = servers.wait(
-            lambda: [one for one in events(kind)["events"] if one["resource"]["prefect.resource.id"] == resource]
+            lambda: [one for one in events(kind, "published") if one["resource"]["prefect.resource.id"] == resource]
         )
         assert told["payload"]["ref"] == made[output] and told["resource"]["posttrain.published-by"] == "stage"
+    decision = {"promote": True, "reasons": [], "champion": None}
+    servers.python(
+        "from storage.datasets import write_dataset; from tasks.promotion import conclude\n"
+        f"write_dataset({str(tmp_path / 'decision')!r}, 'decision', 'eval_scores/1', [], meta={{'decision': {decision}}})\n"
+        f"for _ in range(2): conclude({made['model']!r}, {str(tmp_path / 'decision')!r}, name='hero')"
+    )
+    (told,) = servers.wait(lambda: events("model", "promoted"))
+    assert told["payload"] == {
+        "ref": made["model"],
+        "name": "hero",
+        "digest": told["payload"]["digest"],
+        "version": 1,
+        "alias": "champion",
+    }
 
 
 def test_doctor_is_content(servers):
