@@ -204,7 +204,9 @@ class Config(EpochsConfig, ChatConfig):
         ),
     )
     reference_bema: BemaConfig = Field(
-        default_factory=BemaConfig, description="bema: how the average moves, such as {update_freq: 10}."
+        default_factory=BemaConfig,
+        title="Reference BEMA",
+        description="bema: how the average moves, such as {update_freq: 10}.",
     )
     z_ref_mode: Literal["batch_mismatched", "heldout", "zero"] = Field(
         "batch_mismatched",

@@ -116,6 +116,9 @@ ALIASES = {
 _ANSWERS = frozenset(("chosen", "rejected", "completion", "completions", "response_a", "messages"))
 _ANSWERS_HOWEVER_NAMED = _ANSWERS.union(*(SYNONYMS.get(name, ()) for name in _ANSWERS))
 
+# Columns that stay in extra_json and are read there (the gold answers of TPO's pairs).
+_READ_LATER = frozenset(("reference",))
+
 # Kind of the rows of a format, for files of which no sampled row can be read.
 _KINDS = {
     "alpaca_eval": "comparisons/1",
@@ -441,7 +444,9 @@ def misspelt(columns: list[str]) -> dict[str, str]:
     """{column: known name} of columns that no format reads and whose names are nearly one that names a format."""
     required = {column for _, columns, _ in FORMATS.values() for column in columns}
     named = required.union(*(SYNONYMS.get(column, ()) for column in required))
-    known = {*_ASKED, *_COMMON}.union(*(further for _, _, further in FORMATS.values()), *SYNONYMS.values(), required)
+    known = {*_ASKED, *_COMMON, *_READ_LATER}.union(
+        *(further for _, _, further in FORMATS.values()), *SYNONYMS.values(), required
+    )
     near = {
         name: difflib.get_close_matches(name, sorted(named), 1, 0.8)
         for name in columns

@@ -1038,6 +1038,7 @@ def test_tpo_learns_from_the_gold_answers_of_its_rows_or_of_the_input_targets(ti
 
         found = ingest(write_lines(tmp_path / f"{name}.jsonl", rows), tmp_path / name)
         assert found.counts["rows_kept"] == len(rows), found.refused
+        assert "column_unread" not in {warning["code"] for warning in found.result["warnings"]}
         return str(tmp_path / name / "out" / "data")
 
     def run(name, data, targets=None):
