@@ -287,11 +287,11 @@ class Given:
         )
 
     def _tell(self) -> None:
-        if self.counts:
-            self.stage.warn(
-                "answers_left_out",
-                f"{sum(self.counts.values())} of {self.read} rows of answers are not graded: {self._why()}.",
-            )
+        told = f"{sum(self.counts.values())} of {self.read} rows of answers are not graded: {self._why()}."
+        if set(self.counts) == {ELSEWHERE}:
+            self.stage.log(told)
+        elif self.counts:
+            self.stage.warn("answers_left_out", told)
         if self.lacking:
             self.stage.warn(
                 "prompts_unanswered",

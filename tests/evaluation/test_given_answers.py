@@ -212,11 +212,10 @@ def test_what_belongs_to_no_prompt_is_counted_by_reason(graded, named):
 
 
 def test_answers_to_prompts_that_are_not_evaluated_are_left_out(graded, sums):
-    result, _ = graded([right(i) for i in range(4)], sums, {"limit": 2})
-    assert (
-        result["summary"]["prompts"] == 2
-        and "2 to prompts that are not evaluated" in warned(result)["answers_left_out"]
-    )
+    """As many as the limit says are left out without a warning."""
+    result, made = graded([right(i) for i in range(4)], sums, {"limit": 2})
+    assert len(made) == result["summary"]["prompts"] == result["summary"]["answers_left_out"] == 2
+    assert not result["warnings"]
 
 
 def test_numbers_of_answers_differ_and_rows_come_twice(graded, sums):
@@ -365,6 +364,40 @@ def test_given_answers_are_no_evidence(beside, tiny, tmp_path):
     inputs = {"candidate": tiny["other"], "candidate_samples": beside["best"], "candidate_scores": scores}
     with pytest.raises(ConfigError, match="nothing shows which model made them.*evaluate the model itself"):
         execute(spec("promote", tmp_path, inputs, {"gates": [{"metric": "accuracy", "min": 0.5}]}), silent)
+
+
+def test_the_commands_know_given_answers(tiny, tmp_path, monkeypatch):
+    """`posttrain compare` sets them beside a model's and says so; they are no evidence for `posttrain promote`."""
+    from flows.compare import compare
+    from tasks.promotion import evidence
+    from tasks.run import run_stage
+
+    for name, value in {"POSTTRAIN_HOME": str(tmp_path / "home"), "POSTTRAIN_TRACKING": "off"}.items():
+        monkeypatch.setenv(name, value)
+    rows = [
+        {"prompt": row["prompt"], "output": f"#### {row['answer']}"}
+        for row in open_dataset(tiny["prompts"]).iter_rows()
+    ]
+    (tmp_path / "best.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    short = {"num_samples": 1, "greedy": False, "max_completion_length": 4}
+    model = run_stage("evaluate", {"model": tiny["other"], "prompts": tiny["prompts"]}, short)
+    best = run_stage("evaluate", {"answers": str(tmp_path / "best.jsonl"), "prompts": tiny["prompts"]}, {})
+    found = compare(model.key, best.key)
+    (accuracy,) = [row for row in found["held_out"] if row["metric"] == "accuracy"]
+    assert (accuracy["b"], accuracy["prompts"]) == (1.0, 16)
+    assert any("The answers of b were given" in note for note in found["notes"]) and not found["config"]
+    with pytest.raises(ConfigError, match="nothing shows that .* made them; evaluate the model itself"):
+        evidence(tiny["other"], name="p", alias="champion", given={"candidate_samples": best.outputs["samples"]})
+
+
+def test_a_scorer_of_given_answers_is_not_what_their_numbers_are_about(monkeypatch):
+    from storage import projector
+
+    monkeypatch.setattr(projector, "model_id_of", lambda digest: f"m-{digest}")
+    scorer = {"kind": "model", "digest": "d", "ref": "model:scorer", "path": "/scorer"}
+    document = {"inputs": {"reward_model": scorer}, "summary": {"accuracy": 1.0}}
+    assert projector._judged({**document, "judges": "model"}, {}) == {}
+    assert projector._judged({**document, "judges": ""}, {})[""][0] == "m-d"
 
 
 def test_the_report_says_whose_answers_they_are(beside):
