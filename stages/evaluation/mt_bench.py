@@ -221,6 +221,7 @@ def protocol(plan) -> dict:
     return {
         "mt_bench": (
             plan.config.mt_bench.model_dump(mode="json", exclude={"timeout_s"})
+            | plan.config.mt_bench.identity()  # a server by its model, wherever it is
             | {"template": sha256_text("".join((QUESTION, ONE, _SCALE, TASK, GUIDED_TASK, AGAIN)))[:12]}
         )
     }

@@ -257,7 +257,8 @@ def protocol(plan) -> dict:
     settings = plan.config.refusal_judge
     if settings is None or not any(asked_of(row) for row, _ in plan.prompts):
         return {}
-    return {"refusal_judge": settings.model_dump(mode="json", exclude={"timeout_s"})}
+    # a server by its model, wherever it is
+    return {"refusal_judge": settings.model_dump(mode="json", exclude={"timeout_s"}) | settings.identity()}
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------

@@ -106,6 +106,31 @@ def test_where_a_judge_is_asked_is_no_identity_but_that_a_server_is():
         assert '"endpoint": ""' in json.dumps(local.identity()) and '"key_variable": ""' in json.dumps(local.identity())
 
 
+def test_where_the_judge_of_an_evaluation_is_asked_is_no_part_of_its_protocol():
+    """Of local judges the protocols are those of before, so that evaluations stay comparable."""
+    from types import SimpleNamespace
+
+    from stages.evaluate import Config
+    from stages.evaluation import mt_bench, refusals
+
+    def protocols(**server):
+        prompts = [({"category": "unsafe"}, None)]
+        yield mt_bench.protocol(SimpleNamespace(config=Config(mt_bench=server)))["mt_bench"]
+        plan = SimpleNamespace(config=Config(refusal_judge=server), prompts=prompts)
+        yield refusals.protocol(plan)["refusal_judge"]
+
+    here = {"endpoint": "http://a:1/v1", "endpoint_model": "m", "key_variable": "A_KEY"}
+    moved, other = {**here, "endpoint": "http://b:2/v1", "key_variable": ""}, {**here, "endpoint_model": "n"}
+    for one, then, another, local in zip(protocols(**here), protocols(**moved), protocols(**other), protocols()):
+        assert one == then != another and one != local
+        assert {name: local[name] for name in ("endpoint", "key_variable", "concurrency", "input")} == {
+            "endpoint": "",
+            "key_variable": "",
+            "concurrency": 8,
+            "input": "judge",
+        }
+
+
 def test_key_is_the_same_in_any_process():
     code = "import tests.platform.test_identity as t; print(t.key({'learning_rate': 3e-5}, {'b': '1'*64, 'a': '2'*64}))"
     keys = set()
