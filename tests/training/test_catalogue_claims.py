@@ -503,6 +503,15 @@ def test_means_of_a_selection_are_of_the_same_rows_under_names_of_their_own(tiny
     made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "d", "digest": "d"}
     summary = execute(made, silent)["summary"]
     assert (summary["selected"], summary["correct/mean"], summary["correct/selected"]) == (2, 1.0, 1.0)
+    assert "truncated/correct" not in summary
+    # one that was cut counts by what there is of it, as in evaluate, and is not selected
+    rows[3] |= {"correct": True, "kept": False, "drop_reason": "truncated"}
+    rows[2] |= {"correct": False}
+    made = spec("rejection", {}, {"model": tiny["policy"], "prompts": data["prompts"]}, "cut")
+    path = write(tmp_path / "cut", "candidates/1", rows)
+    made["inputs"]["candidates"] = {"kind": "dataset", "path": path, "ref": "e", "digest": "e"}
+    summary = execute(made, silent)["summary"]
+    assert (summary["selected"], summary["correct/mean"], summary["truncated/correct"]) == (1, 0.75, 1)
 
 
 def test_selectors_of_the_whole_matrix(tiny, data, spec, tmp_path):
