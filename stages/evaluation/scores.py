@@ -22,8 +22,7 @@ from stages.evaluation import bbq, held_out_text, multiple_choice, opinions
 from stages.measures import reward_model, sampling, statistics, suites, text
 from stages.reward.components import CUT_REWARD
 from stages.reward.verdicts import failures
-from stages.verification.normalisation import normalise_math
-from stages.verification.plain_numbers import as_rational
+from stages.verification.equality import classes
 
 BOOTSTRAP_SEED = 0  # one for all stages, so that a number has the same interval wherever it is shown
 LOWER_IS_BETTER = (
@@ -441,33 +440,23 @@ def powers(limit: int) -> list[int]:
     return sorted({2**i for i in range(limit.bit_length()) if 2**i <= limit} | {limit}) if limit else []
 
 
-def answer_class(extracted: str) -> Hashable:
-    """What answers have in common that are one vote: their exact value where they are numbers, else their normal form
-    (eval.maj_at_k).
-    """
-    plain = normalise_math(extracted)
-    number = as_rational(plain)
-    return plain if number is None else number
-
-
 def by_votes(sampled: Sequence[dict], k: int, seed: int = BOOTSTRAP_SEED) -> list[tuple[float, str]]:
     """(is the most frequent answer of ``k`` right, over all k-subsets of an item's answers; cluster) per item. All
-    right answers are one class, ties are shared, no vote is wrong. Empty without extraction."""
+    right answers are one class, and so are wrong ones that are equal (reward.math); ties are shared, no vote is wrong.
+    Empty without extraction (eval.maj_at_k)."""
     groups: dict[str, list[dict]] = defaultdict(list)
     for record in sampled:
         if record["correct"] is not None:
             groups[record["item_id"]].append(record)
     if not any(r["extracted"] is not None for group in groups.values() for r in group):
         return []
-    # wrong answers are pairs, so none is called this
-    right, rng = "right", np.random.Generator(np.random.Philox(key=seed))
-    votes = lambda r: (
-        None if r["extracted"] is None else right if r["correct"] else ("wrong", answer_class(r["extracted"]))
-    )
-    return [
-        (sampling.maj_at_k([votes(r) for r in group], right, k, rng=rng), cluster_of(group[0]))
-        for group in groups.values()
-    ]
+    right, rng = ("right",), np.random.Generator(np.random.Philox(key=seed))
+
+    def votes(group: list[dict]) -> list[Hashable]:
+        wrong = iter(classes([r["extracted"] for r in group if not r["correct"]]))
+        return [(None if r["extracted"] is None else right) if r["correct"] else next(wrong) for r in group]
+
+    return [(sampling.maj_at_k(votes(group), right, k, rng=rng), cluster_of(group[0])) for group in groups.values()]
 
 
 def best_of_n_metrics(groups: Iterable[Sequence[dict]]) -> dict[str, Metric]:
