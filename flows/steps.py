@@ -181,18 +181,18 @@ def evaluate_all(
     return found
 
 
-def beside_given(
-    run: Run, answers: dict[str, str], evaluations: Evaluations, config: Any, **inputs: str | None
-) -> list[dict[str, Any]]:
-    """Grade what others answered to the prompts that models were evaluated on (steps evaluate_given_NAME), and set it
-    beside the best model (step compare_given); one row per set of answers, none where there are none.
+def graded(
+    run: Run, answers: dict[str, str], models: tuple[str, ...], config: Any, **inputs: str | None
+) -> Evaluations:
+    """Grade what others answered to the prompts that ``models`` will be evaluated on (steps evaluate_given_NAME). It
+    needs none of these, so it stands before what trains them: answers that do not fit end the run in seconds.
     """
-    if not answers:
-        return []
-    if taken := [name for name in answers if name in evaluations or "/" in name]:
+    if taken := [name for name in answers if name in models or "/" in name]:
         raise ConfigError(
             f"data.answers: {taken[0]!r} is the name of a model of this run, or has a slash; call the answers otherwise"
         )
+    if not answers:
+        return Evaluations()
     grading = {name: getattr(config, name) for name in ("split", "limit", "rewards", "refusal_judge", "chunk")}
     graders = EvaluateConfig(**grading, multiple_choice=["generation"])
     outputs = run.together(
@@ -201,7 +201,13 @@ def beside_given(
             for name, ref in answers.items()
         ]
     )
-    given = Evaluations(zip(answers, outputs))
+    return Evaluations(zip(answers, outputs))
+
+
+def beside_given(run: Run, given: Evaluations, evaluations: Evaluations) -> list[dict[str, Any]]:
+    """Set the best model beside answers that others gave (step compare_given); one row per set of these."""
+    if not given:
+        return []
     every = Evaluations({evaluations.best: evaluations[evaluations.best], **given})
     run(
         "compare",

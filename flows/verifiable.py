@@ -11,7 +11,7 @@ from pydantic import Field
 
 from flows.recipe import RecipeConfig, Run, recipe
 from flows.start import RewardSources, reward_inputs
-from flows.steps import ALL_TEST, Source, beside_given, contamination, evaluate_all, ingest, promote
+from flows.steps import ALL_TEST, Source, beside_given, contamination, evaluate_all, graded, ingest, promote
 from stages.contamination import Config as ContaminationConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
@@ -77,6 +77,9 @@ def verifiable(run: Run, config: Config) -> dict:
     prompts = ingest(run, "prompts", config.data.prompts or config.data.demonstrations, config)
     test = ingest(run, "test", config.data.test, config) if config.data.test else prompts
 
+    grading = {"prompts": test, **reward_inputs(source, config, config.evaluate.rewards, config.model)}
+    others = graded(run, config.data.answers, ("start", "sft", "rl"), config.evaluate, **grading)
+
     instructed = run("sft", model=config.model, data=demonstrations, config=config.sft, name_as="sft")["model"]
     reinforced = run(
         "rl",
@@ -90,14 +93,14 @@ def verifiable(run: Run, config: Config) -> dict:
     models = {"start": config.model, "sft": instructed, "rl": reinforced}
     held_out = {"prompts": test, **reward_inputs(source, config, config.evaluate.rewards, instructed)}
     evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, **held_out)
-    others = beside_given(run, config.data.answers, evaluations, config.evaluate, **held_out)
+    beside = beside_given(run, others, evaluations)
     clean = contamination(run, models, evaluations, test, config)
     decision = promote(
         run, models, evaluations, config.promote, config.evaluate, baseline="start", name=config.promote_as, **held_out
     )
     return {
         "models": models,
-        "scores": evaluations.table() + others,
+        "scores": evaluations.table() + beside,
         "best": evaluations.best,
         "contamination": clean["scores"],
         "decision": decision,
