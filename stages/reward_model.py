@@ -402,7 +402,7 @@ class Setup:
         self.lm_head = keep_lm_head(self.model, path) if gain or self.config.lm_loss_weight else None
         if self.config.lm_loss_weight and self.pooling == "mean":
             raise ModelError(
-                "lm_loss_weight needs the prompt apart from the response, which pooling=mean merges; set pooling=last."
+                "lm_loss_weight needs the prompt apart from the response, which pooling=mean merges; write pooling=last."
             )
         self.objective = RewardLoss(
             self.row, self.config, self.pooling, self.lm_head if self.config.lm_loss_weight else None

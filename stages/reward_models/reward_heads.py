@@ -505,13 +505,13 @@ def resolve_pooling(pooling: str, model, reads: str) -> str:
         pooling = "mean" if both and reads == "response" else "last"
     if pooling == "cls" and not both:
         raise ModelError(
-            "pooling=cls reads the first token, which in a decoder has seen nothing yet; set pooling=last or mean."
+            "pooling=cls reads the first token, which in a decoder has seen nothing yet; write pooling=last or mean."
         )
     if pooling == "last" and both and reads == "response":
-        raise ModelError("pooling=last reads an encoder's closing separator; set pooling=mean or cls.")
+        raise ModelError("pooling=last reads an encoder's closing separator; write pooling=mean or cls.")
     if reads != "response" and pooling != "last":
         raise ModelError(
-            f"pooling={pooling} gives one state per response, but this objective reads every trained token; set"
+            f"pooling={pooling} gives one state per response, but this objective reads every trained token; write"
             " pooling=auto."
         )
     if pooling == "mean" and hasattr(model.config, "classifier_pooling"):
