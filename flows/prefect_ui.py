@@ -33,11 +33,16 @@ def quiet(folder: Path) -> dict[str, str]:
         (target / "UI_SERVE_BASE").is_file() and (target / "UI_SERVE_BASE").read_text() == stamp
     ):
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(source, target)
-        for file in target.rglob("*"):
+        for file in source.rglob(
+            "*"
+        ):  # with the modes of new files, so that in a group's directory they are the group's
+            to = target / file.relative_to(source)
+            (to if file.is_dir() else to.parent).mkdir(parents=True, exist_ok=True)
             if file.suffix in (".js", ".css", ".html", ".json", ".webmanifest"):
                 text = file.read_text("utf-8", "surrogateescape")
-                file.write_text(text.replace(PLACEHOLDER, BASE).replace(KEY, ""), "utf-8", "surrogateescape")
+                to.write_text(text.replace(PLACEHOLDER, BASE).replace(KEY, ""), "utf-8", "surrogateescape")
+            elif file.is_file():
+                shutil.copyfile(file, to)
         (target / "UI_SERVE_BASE").write_text(stamp)
     return {"PREFECT_UI_STATIC_DIRECTORY": str(folder)}
 

@@ -158,3 +158,13 @@ def test_prefects_own_files_are_the_groups_too(shared, monkeypatch):
         timeout=120,
     )
     assert list((shared / "prefect" / "concurrency_leases").glob("*.json")) and closed_to_the_group(shared) == []
+
+
+def test_the_ui_that_one_user_made_another_can_make_anew(shared):
+    """After another version of Prefect was installed nobody else's `posttrain up` could start the server."""
+    from flows import prefect_ui
+
+    home.home()
+    prefect_ui.quiet(shared / "ui")
+    assert (shared / "ui" / "v2" / "assets").is_dir() and closed_to_the_group(shared / "ui") == []
+    assert all(path.stat().st_mode & stat.S_ISGID for path in (shared / "ui").rglob("*") if path.is_dir())
