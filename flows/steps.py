@@ -193,6 +193,12 @@ def graded(
         )
     if not answers:
         return Evaluations()
+    for name in ("environment", "mt_bench"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"data.answers: under evaluate.{name} the models are asked otherwise than given texts answer, so they do"
+                f" not compare; leave data.answers or evaluate.{name} out"
+            )
     grading = {name: getattr(config, name) for name in ("split", "limit", "rewards", "refusal_judge", "chunk")}
     graders = EvaluateConfig(**grading, multiple_choice=["generation"])
     outputs = run.together(

@@ -11,7 +11,17 @@ from pydantic import Field
 
 from flows.recipe import RecipeConfig, Run, recipe
 from flows.start import RewardSources, reward_inputs
-from flows.steps import ALL_TEST, Source, beside_given, contamination, evaluate_all, graded, ingest, promote
+from flows.steps import (
+    ALL_TEST,
+    Evaluations,
+    Source,
+    beside_given,
+    contamination,
+    evaluate_all,
+    graded,
+    ingest,
+    promote,
+)
 from stages.contamination import Config as ContaminationConfig
 from stages.evaluate import Config as EvaluateConfig
 from stages.ingest import Config as IngestConfig
@@ -77,8 +87,15 @@ def verifiable(run: Run, config: Config) -> dict:
     prompts = ingest(run, "prompts", config.data.prompts or config.data.demonstrations, config)
     test = ingest(run, "test", config.data.test, config) if config.data.test else prompts
 
-    grading = {"prompts": test, **reward_inputs(source, config, config.evaluate.rewards, config.model)}
-    others = graded(run, config.data.answers, ("start", "sft", "rl"), config.evaluate, **grading)
+    def grading(policy: str) -> dict:
+        return {"prompts": test, **reward_inputs(source, config, config.evaluate.rewards, policy)}
+
+    def grade(inputs: dict) -> Evaluations:
+        return graded(run, config.data.answers, ("start", "sft", "rl"), config.evaluate, **inputs)
+
+    # before what is trained, unless that judges them
+    trained_judges = grading("instructed") != grading("reinforced")
+    others = Evaluations() if trained_judges else grade(grading(config.model))
 
     instructed = run("sft", model=config.model, data=demonstrations, config=config.sft, name_as="sft")["model"]
     reinforced = run(
@@ -91,7 +108,9 @@ def verifiable(run: Run, config: Config) -> dict:
     )["model"]
 
     models = {"start": config.model, "sft": instructed, "rl": reinforced}
-    held_out = {"prompts": test, **reward_inputs(source, config, config.evaluate.rewards, instructed)}
+    held_out = grading(instructed)
+    if trained_judges:
+        others = grade(held_out)
     evaluations = evaluate_all(run, models, config.evaluate, select_by=config.promote.metric, **held_out)
     beside = beside_given(run, others, evaluations)
     clean = contamination(run, models, evaluations, test, config)

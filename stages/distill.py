@@ -263,7 +263,9 @@ class Config(RowsConfig):
                 "a teacher that has read {answer} in its context would only repeat it where the answer is the row's own;"
                 " write method=on_policy lmbda=1, or a context without {answer}"
             )
-        if self.select_by in ("loss", "kl", "divergence") and (self.teacher_update == "ema" or self.shows_answer):
+        if self.select_by in ("loss", "kl", "divergence", "distance") and (
+            self.teacher_update == "ema" or self.shows_answer
+        ):
             what = "moves between them" if self.teacher_update == "ema" else "has read the answers of their rows"
             raise ValueError(
                 f"select_by={self.select_by} compares validation passes whose teacher {what}; leave select_by out, or"
@@ -406,7 +408,7 @@ class Distillation:
         import torch
 
         from stages.models.divergence import iw_opd_advantages
-        from stages.models.modeling import head_of, token_logps
+        from stages.models.modeling import token_logps
 
         temperature = self.config.distillation_temperature
         own = torch.tensor([bool(i.extra.get("own")) for i in batch.items], device=states.device)[batch.seq_N]
@@ -416,7 +418,8 @@ class Distillation:
         _, teacher_states = self.read(batch)
         logq = token_logps(head, states, batch.target_N, temperature)[0]
         with torch.no_grad():
-            logp = token_logps(head_of(self.teacher), teacher_states, batch.target_N, temperature)[0].to(logq.dtype)
+            teacher = self.teachers_head(head.weight.shape[0])
+            logp = token_logps(teacher, teacher_states, batch.target_N, temperature)[0].to(logq.dtype)
             gained = iw_opd_advantages(batch.padded(logp), batch.padded(logq), self.config.iw_opd_gamma)
         values = -gained[batch.seq_N, batch.col_N] * logq
         apart = (logq - logp).detach()
@@ -472,25 +475,33 @@ class Distillation:
 
     def divergence(self, head, states, batch, direction: str | None = None):
         """From the teacher in memory, over the student's whole vocabulary ``[N]``."""
-        from dataclasses import replace
-
         from stages.models.divergence import divergence
-        from stages.models.modeling import head_of
 
         _, teacher_states = self.read(batch)
-        config, teacher, rows = self.config, head_of(self.teacher), head.weight.shape[0]
-        if teacher.weight.shape[0] > rows:  # one tokenizer, and a head that is padded further
-            bias = None if teacher.bias is None else teacher.bias[:rows]
-            teacher = replace(teacher, weight=teacher.weight[:rows], bias=bias)
+        config = self.config
         return divergence(
             head,
             states,
-            teacher,
+            self.teachers_head(head.weight.shape[0]),
             teacher_states,
             direction or config.direction,
             config.distillation_temperature,
             config.jsd_beta,
         )
+
+    def teachers_head(self, rows: int):
+        """The head of the teacher in memory, over the student's ``rows``: one tokenizer, and a head that may be padded
+        further.
+        """
+        from dataclasses import replace
+
+        from stages.models.modeling import head_of
+
+        teacher = head_of(self.teacher)
+        if teacher.weight.shape[0] <= rows:
+            return teacher
+        bias = None if teacher.bias is None else teacher.bias[:rows]
+        return replace(teacher, weight=teacher.weight[:rows], bias=bias)
 
     def captured(self, head, states, batch):
         """From its captured top K ``[N]``."""

@@ -78,8 +78,10 @@ class Pieces:
         #: The token that the chat template ends a turn with.
         self.end = tokenizer.eos_token_id if renderer.turn_end_id is None else renderer.turn_end_id
         unknown = getattr(tokenizer, "unk_token_id", None)
+        # pieces of SentencePiece that its user defined (Gemma's runs of spaces) are added tokens with its marks
+        plain = self.special if self.form != "bytes" else added
         self.bytes: dict[int, bytes] = {
-            i: UNKNOWN if i == unknown and i != self.end else token.encode() if i in added else self._bytes(token)
+            i: UNKNOWN if i == unknown and i != self.end else token.encode() if i in plain else self._bytes(token)
             for token, i in self.vocabulary.items()
         }
 

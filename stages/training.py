@@ -136,6 +136,7 @@ LESS_IS_BETTER = (
     "brier",
     "kl",
     "divergence",
+    "distance",
     "bce",
     "cross_entropy",
     "mse",
@@ -454,7 +455,8 @@ class Trainer:
     def consider(self, metrics: dict[str, float]) -> bool:
         """Keep the weights of a validation pass if it is the best by ``select_by``; True when training should stop.
 
-        Call it inside :meth:`averaged`. A value that is not finite is never the best, and of equal ones the first is.
+        Call it inside :meth:`averaged`. A value that is not finite is never the best, and of equal ones the first is. A
+        pass over an average (``bema``) that has not moved since the last one does not count against patience.
         """
         name = self.config.select_by
         if not name:
@@ -465,13 +467,16 @@ class Trainer:
                 f" {', '.join(sorted(metrics)) or 'none (there are no validation rows)'}"
             )
         value = metrics[name] * (-1.0 if less_is_better(name) else 1.0)
-        least = self.best.get("value", -math.inf)
+        least, seen = self.best.get("value", -math.inf), self.best.get("average")
+        average = None if self.bema is None else self.bema.of_step
         if is_better(value, least):
             self.best = {"value": value, "step": self.step_index, "passes_since": 0}
             self.best_weights = {n: p.detach().clone() for n, p in self.parameters.items()}
-        else:
+        elif average is None or average != seen:
             self.best["passes_since"] = self.best.get("passes_since", 0) + 1
-        return 0 < self.config.early_stopping_patience <= self.best["passes_since"]
+        if average is not None:
+            self.best["average"] = average
+        return 0 < self.config.early_stopping_patience <= self.best.get("passes_since", 0)
 
     def settle(self) -> None:
         """Put the weights in place that the stage publishes: the best (``select_by``), the averaged (``ema_decay``,

@@ -221,14 +221,21 @@ def tell_registry(connection: Connection, entries: list[dict[str, Any]]) -> None
             continue
         if entry["event"] == "version":
             state["versions"][f"{name}/{entry['version']}"] = str(_version(client, entry, model_id))
+        elif entry["event"] == "alias" and not registry.is_alias(entry["alias"]):
+            pass  # of before there was a check: MLflow takes no such alias
         elif entry["event"] == "alias" and position == last[name, entry["alias"]]:
             if (version := state["versions"].get(f"{name}/{entry['version']}")) is not None:
                 client.set_registered_model_alias(name, entry["alias"], version)
             elif entry["version"] is None and any(known.startswith(f"{name}/") for known in state["versions"]):
                 client.delete_registered_model_alias(name, entry["alias"])
-            for place, to in (("before", False), ("version", True)) if entry.get("how") else ():
-                if (version := state["versions"].get(f"{name}/{entry[place]}")) is not None:
-                    client.set_model_version_tag(name, version, f"posttrain.{entry['alias']}", registry.told(entry, to))
+            tag = f"posttrain.{entry['alias']}"
+            for place, to in (("before", False), ("version", True)):
+                if (version := state["versions"].get(f"{name}/{entry.get(place)}")) is None:
+                    continue
+                if entry.get("how"):
+                    client.set_model_version_tag(name, version, tag, registry.told(entry, to))
+                else:  # what a person did is over
+                    client.delete_model_version_tag(name, version, tag)
         elif (
             entry["event"] == "decision"
             and (version := state["versions"].get(f"{name}/{entry['version']}")) is not None

@@ -45,6 +45,25 @@ def check_name(name: str) -> str:
     return name
 
 
+#: An alias: what MLflow takes, too, and nothing that is read as a version (3, v3, latest).
+ALIAS = re.compile(r"(?!(?:[vV]?\d+|(?i:latest))$)[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+def is_alias(alias: str) -> bool:
+    """Whether :func:`check_alias` takes it."""
+    return bool(ALIAS.fullmatch(alias or "")) and len(alias) <= LONGEST
+
+
+def check_alias(alias: str) -> str:
+    """Return a usable alias, or raise RegistryError saying what one may hold."""
+    if not is_alias(alias):
+        raise RegistryError(
+            f"{alias!r} cannot be an alias; write letters, digits, '-' and '_', starting with a letter or digit; a number,"
+            " v and a number, and latest mean versions"
+        )
+    return alias
+
+
 def _path():
     return home.registry_dir() / "models.jsonl"
 
@@ -182,7 +201,8 @@ def set_alias(
     Returns the entry in the log; ``{}`` where the alias was there already.
     """
     check_name(name)
-    check_name(alias)
+    if version is not None:  # one that was given before there was a check can be taken away
+        check_alias(alias)
 
     def make() -> dict[str, Any]:
         model = lookup(name)
@@ -339,7 +359,7 @@ def record_decision(
             )
         return entries
 
-    check_name(alias)
+    check_alias(alias)
     return _append(make)
 
 

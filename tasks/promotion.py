@@ -73,7 +73,7 @@ def conclude(
                 ),
                 *reasons,
             ]
-        elif promoted:
+        elif promoted and not in_office:
             _announce(name, version, found, alias)
     tracking.flush_registry(timeout=10)
     return {

@@ -198,6 +198,8 @@ class ServerWriter:
             config.timeout_s,
             Settings(fewer="engine_concurrency"),
         )
+        if self.journal.known:
+            self.served.has_answered()
 
     def write(
         self, requests: Sequence[Request], seeds: Sequence[int], max_tokens: int, temperature: float

@@ -205,13 +205,17 @@ class Given:
         self.by_row: dict[str, list[Answer]] = {row["row_id"]: [] for row in rows}
         self.read = 0
         self._match(read)
-        self.lacking = [row for row in rows if self._lacks(row)]
+        every = [one.mode for found in self.by_row.values() for one in found]
+        modes = [mode for mode in ("sample", "greedy") if mode in every]  # of an evaluation, both
+        self.lacking = [row for row in rows if self._lacks(row, modes)]
         self._refuse_missing()
-        self.graded = sum(map(len, self.by_row.values()))
-        mode = "sample" if any(one.mode == "sample" for found in self.by_row.values() for one in found) else "greedy"
-        counted = [sum(one.mode == mode for one in found) for found in self.by_row.values() if found]
-        for row in self.lacking:  # as many as any prompt has, so that pass@k is that of all prompts
-            self.by_row[row["row_id"]] = self.by_row[row["row_id"]] or [Answer("", mode=mode)] * max(1, min(counted))
+        self.graded = len(every)
+        for mode in modes:
+            counts = [sum(one.mode == mode for one in found) for found in self.by_row.values()]
+            fewest = min(n for n in counts if n)  # so that pass@k is that of all prompts
+            for found, n in zip(self.by_row.values(), counts):
+                found += [] if n else [Answer("", mode=mode)] * fewest
+        mode = modes[0]
         #: How many prompts have how many sampled (without any: greedy) answers.
         self.per_prompt = Counter(sum(one.mode == mode for one in found) for found in self.by_row.values())
         self._tell()
@@ -245,8 +249,10 @@ class Given:
         self.counts[why] += 1
         self.examples.setdefault(why, where)
 
-    def _lacks(self, row: dict) -> bool:
-        """Whether a prompt has no answer, or of several turns (mt_bench) not one to each."""
+    def _lacks(self, row: dict, modes: Sequence[str]) -> bool:
+        """Whether a prompt has no answer, sampled and greedy where others have both, or of several turns (mt_bench) not
+        one to each.
+        """
         from stages.evaluation.mt_bench import questions_of
 
         found = self.by_row[row["row_id"]]
@@ -255,7 +261,12 @@ class Given:
                 f"evaluate: mt_bench rates one answer to every question, and {_name_of(row)!r} has {len(found)}; give a"
                 " file with one answer per question"
             )
-        return not found or bool(self.config.mt_bench) and len(found[0].said) < len(questions_of(row)[0])
+        return (
+            not found
+            or any(all(one.mode != mode for one in found) for mode in modes)
+            or bool(self.config.mt_bench)
+            and len(found[0].said) < len(questions_of(row)[0])
+        )
 
     # -- what is told --------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ ANSWERS = (
     *("completion", "completions", "output", "outputs", "response", "responses", "generation", "generations"),
     *("generated_text", "model_output", "model_answer", "prediction", "predictions", "resps", "answer", "answers"),
 )
+#: Those of them that hold the right answer where a row has what somebody said elsewhere.
+GOLD = ("answer", "answers")
 ENDS = {"length": "length", "max_tokens": "length", "stop": "stop", "end_turn": "stop", "stop_sequence": "stop"}
 
 
@@ -61,10 +63,17 @@ def read(stage, name: str = "answers", column: str = "") -> Iterator[Read]:
                 f"stage {stage.name}: input {name!r} holds rows of kind {data.kind}, in which there are no answers; give"
                 f" {', '.join(STORED)}, or a file of answers"
             )
+        found = False
         for number, row in enumerate(data.iter_rows(), 1):
             row, answers = STORED[data.kind](row)
             if row is not None:
+                found = True
                 yield Read(f"row {number}", row, answers)
+        if len(data) and not found:
+            raise ConfigError(
+                f"stage {stage.name}: input {name!r} holds no sampled or greedy answers (its rows are turns of MT-Bench,"
+                " or were read by likelihood); give MT-Bench's model_answer file, or samples of an evaluation of prompts"
+            )
         return
     try:
         files = find_files(path)
@@ -92,8 +101,8 @@ def _unpacked(row: dict) -> dict:
     messages = row.get("messages", row.get("conversation", row.get("conversations")))
     if isinstance(messages, list) and messages and all(isinstance(one, dict) and "role" in one for one in messages):
         at = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=None)
-        if at is not None and not any(row.get(name) is not None for name in ANSWERS):
-            return {**row, "prompt": messages[:at], "completion": messages[at:]}
+        if at is not None and not any(row.get(name) is not None for name in ANSWERS if name not in GOLD):
+            return {**row, "prompt": messages[:at], "completion": messages[at : at + 1]}
         return {"prompt": messages, **row}
     response, result = row.get("response"), row.get("result")
     if isinstance(response, dict) and "body" in response:
@@ -105,7 +114,7 @@ def _unpacked(row: dict) -> dict:
         choice = {"text": "".join(said), "finish_reason": message.get("stop_reason")}
         return {**row, "choices": [choice] if said else []}
     if isinstance(row.get("doc"), dict) and "resps" in row:
-        return {**row["doc"], "answer": None, "answers": None, "resps": row["resps"]}
+        return {**row["doc"], **dict.fromkeys((*ANSWERS, "choices", "error")), "resps": row["resps"]}
     return row
 
 
@@ -177,7 +186,7 @@ def _of_demonstration(row: dict) -> tuple[dict, list[Answer]]:
     extra = json.loads(row["extra_json"]) if row.get("extra_json") else {}
     named = {name: extra[name] for name in IDS if isinstance(extra, dict) and name in extra}
     asked = {**named, "prompt": row["messages"][:last]}
-    return asked, [Answer(text) for text in _written(row["messages"][last:])]
+    return asked, [Answer(text) for text in _written(row["messages"][last : last + 1])]
 
 
 #: Kinds of datasets that answers are read from.

@@ -32,8 +32,15 @@ class Bema:
 
     @property
     def burning_in(self) -> bool:
-        """Whether no step after ``update_after`` has been taken."""
-        return self.steps <= self.config.update_after
+        """Whether no step has given an average yet."""
+        return self.steps < self.config.update_after + self.config.update_freq
+
+    @property
+    def of_step(self) -> int:
+        """The step whose average stands now; while it burns in, whose weights."""
+        if self.burning_in:
+            return self.steps
+        return self.steps - (self.steps - self.config.update_after) % self.config.update_freq
 
     @torch.no_grad()
     def after_step(self, weights: Iterable[tuple[str, torch.Tensor]], into: Mapping[str, torch.Tensor] | None) -> None:
@@ -49,7 +56,7 @@ class Bema:
         for name, w in weights:
             if name not in self.mean:  # a value head is not part of a reference
                 continue
-            w = w.detach()
+            w = w.detach().to(self.mean[name].dtype)  # frozen matrices under an adapter may be kept in bfloat16
             if since == 0:
                 self.start[name].copy_(w)
                 self.mean[name].copy_(w)

@@ -402,6 +402,8 @@ class Asker:
                 if config.endpoint
                 else LocalJudge(self.stage.path("judge"), RewardCard(), self.stage.device)
             )
+            if self._journal is not None and self._journal.known:
+                self._asked.served.has_answered()
         return self._asked
 
     @functools.cached_property

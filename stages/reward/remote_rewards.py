@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stages.running.http_json import ServerError, request_json, shown
-from stages.running.servers import FAILING, Served, Settings, each, patiently, refuse_error
+from stages.running.servers import FAILING, Served, Settings, each, patiently, refuse_error, rule_of
 
 
 class RewardServerError(RuntimeError):
@@ -102,7 +102,7 @@ class RewardServer:
             values = self.served.settle(lambda: patiently(lambda: self._ask(answers)), object())
             return [_number(value, self.key_variable) for value in values]
         except ServerError as error:
-            if error.status in (400, 413, 422) and len(answers) > 1:  # it may be about one of them
+            if rule_of(error).then == "row" and len(answers) > 1:  # it may be about one of them
                 half = len(answers) // 2
                 return self._batch(answers[:half]) + self._batch(answers[half:])
             return [f"the reward server did not score it: {error}"] * len(answers)

@@ -142,6 +142,11 @@ class Served:
         """Whether it has answered anything."""
         return self.answered_at > -math.inf
 
+    def has_answered(self) -> None:
+        """It answered an earlier start of this stage, so that what it fails on now is about a request as it was then."""
+        with self._lock:
+            self.answered_at = max(self.answered_at, 0.0)  # before any request of this process
+
     def settle(self, ask: Callable, about: Hashable):
         """What ``ask()`` gives, which asks patiently by itself. about: what the request is, so that one that fails
         several times counts once.

@@ -87,6 +87,25 @@ def test_a_model_s_answers_read_from_a_file_are_graded_as_the_model_s(tiny, grad
         assert kept[metric] == pytest.approx(own["summary"][metric], abs=1e-12), metric
     assert "length_characters" not in kept
 
+    def again(rows, name, **more):
+        file = written(tmp_path / name, "samples", "eval_samples/1", rows)
+        return execute(spec("evaluate", tmp_path / f"{name}-run", {**inputs, "answers": file}, config | more), silent)
+
+    # who is not answered is wrong, greedily too
+    mode = lambda row: json.loads(row["extra_json"])["mode"]
+    mine = list(samples.iter_rows())
+    first, count = mine[0]["item_id"], len({row["item_id"] for row in mine})
+    fewer = again([row for row in mine if row["item_id"] != first], "fewer", unanswered="empty")
+    assert fewer["summary"]["prompts_unanswered"] == 1
+    empty = [mode(row) for row in open_dataset(fewer["outputs"]["samples"]["path"]).iter_rows() if not row["output"]]
+    assert empty == ["sample", "sample", "sample", "greedy"]
+    sampled = [row for row in mine if row["item_id"] != first or mode(row) != "greedy"]
+    with pytest.raises(ConfigError, match=f"1 of {count} prompts have no answer"):
+        again(sampled, "sampled")
+    turns = [{**row, "extra_json": json.dumps({**json.loads(row["extra_json"]), "mode": "turn"})} for row in mine]
+    with pytest.raises(ConfigError, match="holds no sampled or greedy answers .*MT-Bench's model_answer file"):
+        again(turns, "turns")
+
 
 FORMS = {
     "text": [right(0), right(1), wrong(2), right(3)],
@@ -117,6 +136,25 @@ FORMS = {
         {
             "doc_id": i,
             "doc": {"question": right(i)["question"], "answer": "gold"},
+            "resps": [[f"#### {2 * i + (i == 2)}"]],
+        }
+        for i in range(4)
+    ],
+    "messages beside the right answer": [
+        {
+            "messages": [*SUMS[i]["prompt"], *assistant(f"#### {2 * i + (i == 2)}"), *user("thanks")],
+            "answer": str(2 * i),
+        }
+        for i in range(4)
+    ],
+    "harness of instructions": [
+        {
+            "doc_id": i,
+            "doc": {
+                "question": right(i)["question"],
+                "output": f"#### {2 * i}",
+                "choices": [{"text": f"#### {2 * i}"}],
+            },
             "resps": [[f"#### {2 * i + (i == 2)}"]],
         }
         for i in range(4)
@@ -391,13 +429,13 @@ def test_the_commands_know_given_answers(tiny, tmp_path, monkeypatch):
 
 
 def test_a_scorer_of_given_answers_is_not_what_their_numbers_are_about(monkeypatch):
-    from storage import projector
+    from storage import mlflow_models
 
-    monkeypatch.setattr(projector, "model_id_of", lambda digest: f"m-{digest}")
+    monkeypatch.setattr(mlflow_models, "model_id_of", lambda digest: f"m-{digest}")
     scorer = {"kind": "model", "digest": "d", "ref": "model:scorer", "path": "/scorer"}
     document = {"inputs": {"reward_model": scorer}, "summary": {"accuracy": 1.0}}
-    assert projector._judged({**document, "judges": "model"}, {}) == {}
-    assert projector._judged({**document, "judges": ""}, {})[""][0] == "m-d"
+    assert mlflow_models.judged({**document, "judges": "model"}, {}) == {}
+    assert mlflow_models.judged({**document, "judges": ""}, {})[""][0] == "m-d"
 
 
 def test_the_report_says_whose_answers_they_are(beside):

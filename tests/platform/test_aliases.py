@@ -91,6 +91,10 @@ def test_what_was_decided_is_kept_and_shown(three):
         ([CHAMPION, "best"], "'best' is no version; write its number, for example 3 of model:policy/3, or --previous"),
         ([CHAMPION, "model:m-{other}"], "is no version of policy, which has 1, 2, 3; .* promote model:m-"),
         (["model:policy@best", "--previous"], "has had no version before this"),
+        (["model:policy@v1", "1"], "'v1' cannot be an alias; write letters"),
+        (["model:policy@latest", "1"], "'latest' cannot be an alias"),
+        (["model:policy@2026.11", "1"], "'2026.11' cannot be an alias"),
+        (["model:policy@3", "1"], "'3' cannot be an alias"),
         (["model:policy@best", "--remove"], "has no alias 'best' to take away; its aliases are: candidate, champion"),
         ([CHAMPION, "2", "--remove"], "write one of: posttrain alias model:policy@champion VERSION, --previous"),
         ([CHAMPION, "--reason", "so"], "--reason is of a move"),
@@ -147,6 +151,17 @@ def test_of_two_that_move_an_alias_at_once_the_second_is_told(three, monkeypatch
     assert in_office() == 1
 
 
+def test_who_is_in_office_already_is_not_announced_again(three, tmp_path, monkeypatch):
+    """Automations would start anew for a model that new evidence speaks for."""
+    told = []
+    monkeypatch.setattr(promotion, "_announce", lambda name, version, model, alias: told.append((version, alias)))
+    assert promotion.conclude(three[2].ref, decided(tmp_path / "again", three[2], three[0]), name="policy")["promoted"]
+    assert told == []
+    promotion.point("policy", "champion", None, back=True)
+    promotion.point("policy", "champion", None)
+    assert told == [(2, "champion")]
+
+
 def test_a_gate_gives_nothing_back_that_a_person_took(three, tmp_path):
     """The same command, or the nightly run with a new evaluation, promoted the bad version again."""
     promotion.point("policy", "champion", None, back=True, reason="answers in French")
@@ -190,8 +205,24 @@ def test_mlflow_shows_a_step_back_and_why(tracked):
     }
     assert said[1].endswith("back from version 2: answers in French") and f"by {records.user()}" in said[1]
     assert said[2].endswith("now version 1: answers in French") and said[2].startswith("until ")
+    # a gate's word about it ends what a person said of it
+    registry.set_alias("policy", "champion", 2)
+    tracking.flush_registry(60)
+    assert int(aliases()["policy"]["champion"]) == 2
+    assert all("posttrain.champion" not in one.tags for one in client().search_model_versions("name = 'policy'"))
     promotion.point("policy", "champion", None)
     assert "champion" not in aliases()["policy"]
+
+
+def test_an_alias_that_mlflow_does_not_take_holds_up_no_other(tracked, monkeypatch):
+    """Of a store of before aliases were checked."""
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "check_alias", lambda alias: alias)
+        registry.set_alias("policy", "2026.11", 1)
+    promotion.point("policy", "champion", 1)
+    assert tracking.sync()["error"] is None and aliases()["policy"] == {"candidate": 2, "champion": 1}
+    promotion.point("policy", "2026.11", None)
+    assert "2026.11" not in registry.lookup("policy").aliases and tracking.sync()["error"] is None
 
 
 def test_killed_between_the_two_the_next_command_tells_mlflow(tracked, monkeypatch):

@@ -671,6 +671,34 @@ def test_a_server_that_dies_midway_is_not_asked_again_for_what_it_answered(judge
     assert again["summary"] == whole["summary"]
 
 
+def test_a_stage_that_goes_on_knows_that_its_judge_has_answered(judge, given, tmp_path, monkeypatch):
+    """What is flagged costs its pair where others are answered, also where these were answered before the kill."""
+    from stages.running import servers
+    from storage.files import tree_digest
+
+    monkeypatch.setattr(servers, "WAITS", (0.01,))
+    data = {"data": given("pairs/1", pairs(6))}
+    moderated = lambda body: 403 if re.search(r"question [345]\?", asked(body)) else by_quality(body)
+    with chat_server(moderated) as server:
+        config = at(server, block=6, concurrency=1)
+        whole, _, calls = judge(config, data, "whole")
+        assert len([row for row in calls if row["error"]]) >= 3
+        server.seen.clear()
+
+        def dies(body):
+            if re.search(r"question [345]\?", asked(body)):
+                raise ConnectionAbortedError
+            return by_quality(body)
+
+        server.choice = dies
+        with pytest.raises(StageFailure, match="the same command continues"):
+            judge(config, data, "killed")
+        server.choice = moderated
+        again, _, _ = judge(config, data, "killed")
+    for output in ("data", "judgements"):
+        assert tree_digest(again["outputs"][output]["path"]) == tree_digest(whole["outputs"][output]["path"])
+
+
 def test_kill9_ends_with_the_same_bytes(given, tmp_path, tiny, forks):
     """A local judge, killed twice between blocks."""
 

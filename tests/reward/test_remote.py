@@ -187,13 +187,14 @@ def test_an_overloaded_server_is_asked_again_and_others_at_once(monkeypatch):
         assert 1 < server.most <= 3 and len(server.seen) == 6
 
 
-def test_one_answer_that_is_refused_costs_its_own_score():
+@pytest.mark.parametrize("status", (413, 451))
+def test_one_answer_that_is_refused_costs_its_own_score(status):
     """HTTP 413 of a batch is about one of its answers: it is halved until it is alone."""
     with chat_server(
-        lambda body: 413 if any(len(one[-1]["content"]) > 5 for one in body["messages"]) else lengths(body)
+        lambda body: status if any(len(one[-1]["content"]) > 5 for one in body["messages"]) else lengths(body)
     ) as server:
         found = scored(server, [row(text) for text in ("a", "bb", "too long", "ccc", "dddd")])
-        assert [one.total for one in found] == [1.0, 2.0, None, 3.0, 4.0] and "HTTP 413" in found[2].reasons["rm"]
+        assert [one.total for one in found] == [1.0, 2.0, None, 3.0, 4.0] and f"HTTP {status}" in found[2].reasons["rm"]
 
 
 def test_a_slow_answer_costs_its_rows_and_a_server_that_is_away_ends_the_stage(monkeypatch):

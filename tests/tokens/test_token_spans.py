@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from stages.chat import Renderer
 from stages.spec import ConfigError
@@ -75,12 +76,19 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize("form", ("bytes", "spaces"))
-def test_pieces_are_the_text(form):
-    """Whatever is said, also what looks like a control token: the bytes of an answer's tokens are its UTF-8."""
-    renderer = Renderer(other_tokenizer(form))
+@pytest.mark.parametrize("form, added", (("bytes", False), ("spaces", False), ("spaces", True)))
+def test_pieces_are_the_text(form, added):
+    """Whatever is said, also what looks like a control token: the bytes of an answer's tokens are its UTF-8. Runs of
+    spaces may be tokens that were added (Gemma)."""
+    tokenizer = other_tokenizer(form)
+    if added:
+        tokenizer.add_tokens([AddedToken("\u2581\u2581", normalized=True, special=False)])
+    renderer = Renderer(tokenizer)
     pieces = Pieces(renderer, "teacher")
     assert pieces.form == form
+    if added:
+        ids = renderer.answered_ids([{"role": "user", "content": "q"}], SAID[1], True)[1]
+        assert tokenizer.convert_tokens_to_ids("\u2581\u2581") in ids
     for text in SAID:
         for ended in (True, False):
             prompt, ids = renderer.answered_ids([{"role": "user", "content": "q"}], text, ended)

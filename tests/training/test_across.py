@@ -422,6 +422,17 @@ def test_a_teacher_with_another_tokenizer_is_refused_where_it_cannot_be_used(spe
         ({"matched_weight": 1.0, "objective": "gold"}, "write both, or leave both out"),
         ({"matched_weight": 0.0, "unmatched_weight": 0.0, "objective": "gold"}, "write matched_weight=1"),
         ({"train_on": "full", "objective": "gold"}, "write train_on=all_assistant"),
+        (
+            {
+                "objective": "gold",
+                "method": "on_policy",
+                "lmbda": 1.0,
+                "context": "{prompt} For example: {answer}",
+                "select_by": "distance",
+                "eval_every": 2,
+            },
+            "select_by=distance compares validation passes whose teacher has read the answers of their rows; leave",
+        ),
         ({"objective": "iw_opd"}, "write method=on_policy lmbda=1"),
         ({"objective": "iw_opd", "method": "on_policy", "lmbda": 0.5}, "write method=on_policy lmbda=1"),
     ],
@@ -429,6 +440,12 @@ def test_a_teacher_with_another_tokenizer_is_refused_where_it_cannot_be_used(spe
 def test_settings_that_do_not_go_together_are_refused(given, says):
     with pytest.raises(ValueError, match=says):
         Config(**given)
+
+
+def test_a_teacher_that_is_nearer_is_better():
+    from stages.training import less_is_better
+
+    assert less_is_better("distance") and less_is_better("kl") and not less_is_better("accuracy")
 
 
 def test_settings_come_back_as_they_are():
@@ -498,6 +515,12 @@ def test_without_gamma_the_expected_gradient_is_that_of_the_reverse_kl(spec, tin
     exact.backward()
     for name, p in model.named_parameters():
         assert torch.allclose(found[name], p.grad, atol=1e-7), name  # row weights are float32
+    # a head that is padded further has no say in it
+    with torch.no_grad():
+        before = objective(model, collate(drawn)).loss["divergence"][0]
+        objective.teacher.resize_token_embeddings(rows + 7)
+        assert head_of(objective.teacher).weight.shape[0] == rows + 7
+        assert torch.equal(objective(model, collate(drawn)).loss["divergence"][0], before)
     # of given answers it is the divergence itself
     given = collate([make_item("p", prompt, [[5]], [[1]], weight=1.0)])
     assert float(objective(model, given).loss["divergence"][0].detach()) == pytest.approx(

@@ -1124,6 +1124,7 @@ STATEFUL = {
         "reference_interval": 2,
         "bema": {"update_freq": 3, "lag": 2.0},
         "lora_rank": 3,
+        "frozen_dtype": "bfloat16",
     },
 }
 

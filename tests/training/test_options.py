@@ -282,11 +282,31 @@ def test_every_stage_publishes_what_bema_makes_of_its_weights(tiny, data, spec, 
 def test_bema_of_a_burn_in_is_the_weights_as_they_are(tiny):
     items = text_items(np.random.default_rng(0))
     config = OptimizerConfig(learning_rate=1e-2, bema={"update_freq": 2, "update_after": 2})
-    trainer = Trainer(load_policy(tiny["policy"]), NextToken("token-mean"), config, 4)
-    for step in range(1, 4):
+    trainer = Trainer(load_policy(tiny["policy"]), NextToken("token-mean"), config, 5)
+    for step in range(1, 6):
         trainer.step(items)
         same = [torch.equal(p, trainer.averages[n]) for n, p in trainer.parameters.items()]
-        assert all(same) if step <= 2 else not any(same)
+        assert all(same) if step <= 3 else not any(same)
+
+
+def test_patience_waits_for_an_average_that_has_not_moved(tiny):
+    """A pass over the same average says nothing, so training ends by passes over others only."""
+    items = text_items(np.random.default_rng(0))
+    config = OptimizerConfig(
+        learning_rate=1e-2, bema={"update_freq": 4}, select_by="loss", early_stopping_patience=2, lr_schedule="constant"
+    )
+    trainer = Trainer(load_policy(tiny["policy"]), NextToken("token-mean"), config, 12)
+    counts = []
+    for step in range(13):
+        if step:
+            trainer.step(items)
+        with trainer.averaged():
+            stop = trainer.consider({"loss": 1.0 + step})
+        trainer.best = json.loads(json.dumps(trainer.best))  # as a checkpoint has it
+        counts.append(trainer.best["passes_since"])
+        assert stop == (counts[-1] >= 2)
+    # until the first update the weights are judged as they are
+    assert counts == [0, 1, 2, 3, 4, 4, 4, 4, 5, 5, 5, 5, 6]
 
 
 def test_an_average_that_never_moves_or_has_no_age_or_is_one_of_two_is_refused(tiny):

@@ -248,7 +248,7 @@ def test_every_warning_of_a_code_is_on_the_report_and_in_mlflow(tiny, data, spec
     from stages.harness import Stage
     from stages.registry import get_stage
     from stages.reporting.curves import training_report
-    from storage.projector import _by_code
+    from storage.mlflow_text import by_code
     from tests.common import silent
 
     made = spec("align", {}, {"model": tiny["policy"], "data": data["pairs"]}, "told")
@@ -258,7 +258,7 @@ def test_every_warning_of_a_code_is_on_the_report_and_in_mlflow(tiny, data, spec
     training_report(stage, "Direct alignment", {"steps": 3})
     page = (stage.workdir / "reports" / "summary.md").read_text()
     assert all(f"**{w['code']}**: {w['text']}" in page for w in stage.warnings)
-    assert _by_code(stage.warnings) == {"align_settings": "the first\nthe second", "diverged": "another"}
+    assert by_code(stage.warnings) == {"align_settings": "the first\nthe second", "diverged": "another"}
 
 
 def test_a_reward_model_that_was_fooled_is_said_to_be_where_it_rewards(tiny, data, spec, tmp_path):
