@@ -793,3 +793,27 @@ def test_rest_ends_where_a_round_gains_less_than_a_standard_error(monkeypatch):
 def test_thresholds_that_do_not_rise_are_refused():
     with pytest.raises(ConfigError, match=r"write thresholds=\[0.5, 0.9\]"):
         load_config("rest", {"model": "m", "data": {"prompts": "p"}, "thresholds": [0.9, 0.5, 0.5]})
+
+
+def test_given_answers_are_graded_before_what_is_trained_unless_that_judges_them(monkeypatch):
+    monkeypatch.setattr("flows.verifiable.promote", lambda *args, **more: {})
+
+    def steps(**values):
+        data = {"demonstrations": "(given.demonstrations)", "prompts": "(given.prompts)", "answers": {"theirs": "(a)"}}
+        return planned("verifiable", monkeypatch, {"evaluate": {"accuracy": 0.5}}, **{"data": data, **values})
+
+    judge = {"evaluate": {"rewards": [{"kind": "verifier"}, {"name": "judge", "kind": "judge", "weight": 0}]}}
+    for values, first in (({}, True), (judge, False), ({**judge, "judge": "(given.judge)"}, True)):
+        order = list(made := steps(**values))
+        assert (order.index("evaluate_given_theirs") < order.index("sft")) is first
+        judges = {label: made[label][1].get("judge") for label in ("evaluate_given_theirs", "evaluate_sft")}
+        assert len(set(judges.values())) == 1 and (values == {}) == (None in judges.values())
+        assert set(made["compare_given"][1]) >= {"evaluations.theirs"}
+    for name, value in (
+        ("environment", "tests.training.environments:Countdown"),
+        ("mt_bench", {"endpoint": "http://localhost:1", "endpoint_model": "x"}),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"under evaluate.{name} the models are asked otherwise.*leave data.answers"
+        ):
+            steps(evaluate={name: value} | ({"rewards": [{"kind": "environment"}]} if name == "environment" else {}))
