@@ -89,7 +89,8 @@ class Nodes:
         self._write(workdir, "running")
 
     def end(self, workdir: Path, error: str | None) -> None:
-        self._write(workdir, "failed" if error else "finished", error)
+        with contextlib.suppress(FileNotFoundError):  # node 0 has published meanwhile, and cleared up
+            self._write(workdir, "failed" if error else "finished", error)
 
     def _write(self, workdir: Path, state: str, error: str | None = None) -> None:
         (workdir / "nodes").mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from stages.reward_models.reward_scorers import Response
 from storage.datasets import open_dataset
 from tests.chat_server import chat_server
 from tests.evaluation.conftest import tiny  # noqa: F401
-from tests.flows.test_ai_feedback import ingested
+from tests.flows.test_ai_feedback import principles_of
 from tests.flows.test_iterated import planned
 from tests.flows.test_published import ENDS, RL, ROWS, InProcess, world  # noqa: F401
 
@@ -134,7 +134,7 @@ def test_the_judge_sees_the_specification_of_the_prompt_and_not_the_thought(tiny
             judge.score([Response(ask[0].prompt, ask[0].completion, None, {"category": "c"})])
         server.seen.clear()
         inputs = {
-            "principles": ingested(
+            "principles": principles_of(
                 tmp_path, "specs", [{"id": "a", "text": "Be brief."}, {"id": "b", "text": "old", "active": False}]
             )
         }
@@ -156,7 +156,9 @@ def test_the_judge_sees_the_specification_of_the_prompt_and_not_the_thought(tiny
             )
     asks = RewardComponent(kind="judge", judge_prompt=BY_SPECIFICATION, endpoint="http://x", endpoint_model="m")
     with pytest.raises(ValueError, match="active: true"):
-        build_rewards([asks], {"principles": ingested(tmp_path, "none", [{"id": "b", "text": "old", "active": False}])})
+        build_rewards(
+            [asks], {"principles": principles_of(tmp_path, "none", [{"id": "b", "text": "old", "active": False}])}
+        )
     with pytest.raises(ValueError, match="principles=FILE"):
         build_rewards([RewardComponent(kind="judge", judge_prompt=BY_SPECIFICATION)], {"judge": tiny["policy"]})
     with pytest.raises(ValueError, match="{principle}"):

@@ -4,6 +4,7 @@ would.
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -83,6 +84,20 @@ def test_a_node_that_ended_before_this_one_began_is_not_held_against_it(tmp_path
     assert first.lost(tmp_path).endswith(" died")
     again.end(tmp_path, None)
     assert first.lost(tmp_path) is None
+
+
+def test_a_node_that_ends_while_node_0_clears_up_has_ended_well(tmp_path, monkeypatch):
+    """The directory of its last word was gone while that was written."""
+    second = nodes.Nodes(2, 1, "h", 1)
+    second.begin(tmp_path)
+
+    def cleared(path, value):
+        shutil.rmtree(path.parent)
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(nodes, "atomic_write_json", cleared)
+    second.end(tmp_path, None)
+    assert not (tmp_path / "nodes").exists()
 
 
 QUICK = {

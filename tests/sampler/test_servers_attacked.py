@@ -493,6 +493,7 @@ from stages.running.journal import Journal
 from stages.running.stopping import Terminated, stopping
 
 signal.signal(signal.SIGTERM, stopping.heed)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
 judge = ServerJudge(sys.argv[1], "m", timeout_s=600.0, concurrency=32)
 journal = Journal(Path(sys.argv[2]), lambda kept: Reply(**{**kept, "logps": ()}))
 try:

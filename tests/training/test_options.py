@@ -570,7 +570,7 @@ def test_the_best_pass_is_the_lowest_of_what_goes_wrong_and_the_highest_of_every
     after a loss, least.
     """
     chooser = SimpleNamespace(
-        config=SimpleNamespace(select_by=metric, early_stopping_patience=0), best={}, parameters={}
+        config=SimpleNamespace(select_by=metric, early_stopping_patience=0), best={}, parameters={}, bema=None
     )
     for chooser.step_index, value in ((0, 0.5), (1, 0.25), (2, 0.75)):
         Trainer.consider(chooser, {metric: value})
