@@ -921,7 +921,11 @@ def ckpt_select(i, p):
 
     def best(name, values):
         trainer = SimpleNamespace(
-            config=SimpleNamespace(select_by=name, early_stopping_patience=0), best={}, parameters={}, step_index=0
+            config=SimpleNamespace(select_by=name, early_stopping_patience=0),
+            best={},
+            parameters={},
+            bema=None,
+            step_index=0,
         )
         for trainer.step_index, value in zip(i["epoch"], values):
             Trainer.consider(trainer, {name: value})
