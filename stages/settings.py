@@ -773,6 +773,15 @@ PROMPT_TEMPLATE = (
 )
 
 
+#: Settings of an environment that decide what is answered in it.
+OF_ENVIRONMENT = (
+    "environment",
+    "environment_options",
+    "environment_digest",
+    "max_turns",
+    "max_turn_length",
+    "observation_role",
+)
 #: Settings of an environment that are read under a condition only.
 AGENT_READ_WHEN: ReadWhen = (
     (

@@ -221,21 +221,8 @@ def tell_registry(connection: Connection, entries: list[dict[str, Any]]) -> None
             continue
         if entry["event"] == "version":
             state["versions"][f"{name}/{entry['version']}"] = str(_version(client, entry, model_id))
-        elif entry["event"] == "alias" and not registry.is_alias(entry["alias"]):
-            pass  # of before there was a check: MLflow takes no such alias
         elif entry["event"] == "alias" and position == last[name, entry["alias"]]:
-            if (version := state["versions"].get(f"{name}/{entry['version']}")) is not None:
-                client.set_registered_model_alias(name, entry["alias"], version)
-            elif entry["version"] is None and any(known.startswith(f"{name}/") for known in state["versions"]):
-                client.delete_registered_model_alias(name, entry["alias"])
-            tag = f"posttrain.{entry['alias']}"
-            for place, to in (("before", False), ("version", True)):
-                if (version := state["versions"].get(f"{name}/{entry.get(place)}")) is None:
-                    continue
-                if entry.get("how"):
-                    client.set_model_version_tag(name, version, tag, registry.told(entry, to))
-                else:  # what a person did is over
-                    client.delete_model_version_tag(name, version, tag)
+            _move_alias(client, entry, state["versions"])
         elif (
             entry["event"] == "decision"
             and (version := state["versions"].get(f"{name}/{entry['version']}")) is not None
@@ -250,6 +237,27 @@ def tell_registry(connection: Connection, entries: list[dict[str, Any]]) -> None
         _save_models_state(state, connection.check, waiting=True)
     state |= {"waiting": waiting, "log": len(entries), "told": _names_of(entries)}
     _save_models_state(state, connection.check, waiting=True)
+
+
+def _move_alias(client, entry: dict[str, Any], versions: dict[str, str]) -> None:
+    """Where an alias is now, and on the versions of a move by hand who made it and why, until the next move; nothing of
+    an alias of before they were checked, which MLflow does not take.
+    """
+    name, alias = entry["name"], entry["alias"]
+    if not registry.is_alias(alias):
+        return
+    before, now = (versions.get(f"{name}/{entry.get(place)}") for place in ("before", "version"))
+    if now is not None:
+        client.set_registered_model_alias(name, alias, now)
+    elif entry["version"] is None and any(known.startswith(f"{name}/") for known in versions):
+        client.delete_registered_model_alias(name, alias)
+    for version, to in ((before, False), (now, True)):
+        if version is None:
+            continue
+        if entry.get("how"):
+            client.set_model_version_tag(name, version, f"posttrain.{alias}", registry.told(entry, to))
+        else:
+            client.delete_model_version_tag(name, version, f"posttrain.{alias}")
 
 
 def _version(client: Any, entry: dict[str, Any], model_id: str) -> Any:

@@ -76,7 +76,7 @@ def _of_given(plan) -> dict:
 def _of_model(plan) -> dict:
     """Of a model that answers, orders pairs or reads texts: all that decides what it says, too."""
     from stages.decoding.engines import engine_label
-    from stages.settings import CHANGES_OF_LOGITS
+    from stages.settings import CHANGES_OF_LOGITS, OF_ENVIRONMENT
 
     stage, config = plan.stage, plan.config
     plain = config.model_dump(mode="json")
@@ -128,17 +128,7 @@ def _of_model(plan) -> dict:
         )
         protocol |= refusals.protocol(plan) | mt_bench.protocol(plan)
         if config.environment:
-            protocol |= {
-                name: getattr(config, name)
-                for name in (
-                    "environment",
-                    "environment_options",
-                    "environment_digest",
-                    "max_turns",
-                    "max_turn_length",
-                    "observation_role",
-                )
-            }
+            protocol |= {name: getattr(config, name) for name in OF_ENVIRONMENT}
     if plan.with_choices:
         protocol |= ({"perturb_options": True} if config.perturb_options else {}) | (
             {"system": config.system} if config.system else {}

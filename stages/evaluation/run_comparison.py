@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from stages.settings import CHANGES_OF_LOGITS
+from stages.settings import CHANGES_OF_LOGITS, OF_ENVIRONMENT
 
 #: Panels, in this order, where both runs logged the metric; reward components follow.
 PANELS = (
@@ -46,12 +46,7 @@ HELD_OUT_SETTINGS = (
     "min_p",
     "stop_strings",
     *CHANGES_OF_LOGITS,
-    "environment",
-    "environment_options",
-    "environment_digest",
-    "max_turns",
-    "max_turn_length",
-    "observation_role",
+    *OF_ENVIRONMENT,
 )
 SCORERS = ("rubric", "judge", "reward_model", "gold")
 
