@@ -15,7 +15,7 @@ import pytest
 from stages.decoding.engines import EngineError
 from stages.decoding.sampler import SamplingParams
 from stages.decoding.server_engine import ServerEngine
-from stages.running import http_json, servers
+from stages.running import servers
 from stages.running.http_json import ServerError, request_json
 from stages.running.servers import rule_of
 from stages.spec import ConfigError, parse_config
@@ -264,9 +264,7 @@ def test_a_certificate_that_nobody_knows_says_how_it_is_made_known(answers, monk
         request_json(url, {})
     assert raised.value.final and rule_of(raised.value).then == "stage"
     monkeypatch.setenv("SSL_CERT_FILE", "cert.pem")
-    http_json._opener.cache_clear()
     assert request_json(url, {}) == {}
-    http_json._opener.cache_clear()
 
 
 def test_a_date_after_which_a_server_wants_to_be_asked_is_waited_for(answers, monkeypatch):
