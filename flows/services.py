@@ -20,9 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -512,11 +510,13 @@ def state_of(log: str) -> Path:
 
 
 def answers(health: str, timeout: float = 2.0) -> bool:
-    """True when the URL answers with a success status."""
+    """True when the URL answers with a success status; of this machine's own servers no proxy is asked."""
+    from stages.running import connections
+
     try:
-        with urllib.request.urlopen(health, timeout=timeout) as response:
-            return response.status < 300
-    except (urllib.error.URLError, OSError, ValueError):
+        with connections.answer(health, None, {}, timeout) as found:
+            return found.status < 300
+    except connections.Broken:
         return False
 
 

@@ -183,7 +183,7 @@ class ServerEngine:
         try:
             sent = prompt if self.api == "vllm" else self._as_text(prompt)
             body = {"model": self.model, "prompt": sent, "seed": int(seed) % 2**31, **settings}
-            answer = self.served.settle(lambda: patiently(lambda: self._asked(body)), tuple(prompt))
+            answer = self.served.settle(lambda: patiently(lambda: self._asked(body), body), tuple(prompt))
             return self._completion(answer, prompt, params, text)
         except ServerError as error:
             why = str(error)

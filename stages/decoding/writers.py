@@ -199,7 +199,10 @@ class ServerWriter:
             Settings(fewer="engine_concurrency"),
         )
         if self.journal.known:
-            self.served.has_answered()
+            answered = self.journal.answered  # a request and its seed
+            self.served.has_answered(
+                answered and (lambda: self.server.ask(messages_of(answered[0]), temperature=0, max_tokens=1))
+            )
 
     def write(
         self, requests: Sequence[Request], seeds: Sequence[int], max_tokens: int, temperature: float

@@ -314,12 +314,15 @@ class ServerJudge:
     def _ask(self, text: str, **more) -> dict:
         """The choice that answers a request. Raises ServerError where it has none, JudgeError where none has."""
         try:
-            choice = self.served.settle(lambda: self.server.ask([{"role": "user", "content": text}], **more), text)
+            return self.served.settle(lambda: self._asked(text, **more), text)
         except ServerError as error:
             self.refusal = str(error)
             if more.get("logprobs") and error.status in (400, 422) and "logprob" in str(error):
                 raise self._without_logprobs() from error
             raise
+
+    def _asked(self, text: str, **more) -> dict:
+        choice = self.server.ask([{"role": "user", "content": text}], **more)
         usage.count(
             judge_calls=1,
             judge_tokens_in=choice["usage"].get("prompt_tokens") or 0,
@@ -353,6 +356,10 @@ class ServerJudge:
             f"The judge at {self.server.endpoint} gives no token probabilities; write mode=verdict (of a reward"
             " component judge_mode=verdict), which reads its text."
         )
+
+    def has_answered(self, text: str | None) -> None:
+        """It answered an earlier start of the stage, this request among others."""
+        self.served.has_answered(None if text is None else lambda: self._asked(text, max_tokens=1, temperature=0))
 
     def _refusal(self, why: str) -> ServerError:
         self.refusal = why

@@ -403,7 +403,7 @@ class Asker:
                 else LocalJudge(self.stage.path("judge"), RewardCard(), self.stage.device)
             )
             if self._journal is not None and self._journal.known:
-                self._asked.served.has_answered()
+                self._asked.has_answered(self._journal.answered)
         return self._asked
 
     @functools.cached_property
@@ -423,6 +423,13 @@ class Asker:
         (input ``judgements``) not at all.
         """
         return sum({row["cache_key"]: row["cost_usd"] for row in rows if row["cache_key"] not in self.known}.values())
+
+    def _asked_twice(self) -> float:
+        """USD of what a server was asked once more, since the last call, to see whether it answers at all."""
+        choices = self._asked.served.asked_twice if self.config.endpoint and self._asked is not None else []
+        used, choices[:] = [choice["usage"] for choice in choices], []
+        read, written = (sum(u.get(f"{what}_tokens") or 0 for u in used) for what in ("prompt", "completion"))
+        return (read * self.config.price_in + written * self.config.price_out) / 1e6
 
     def rows(self) -> Iterable[dict]:
         """The judgements that were written."""
@@ -481,7 +488,7 @@ class Asker:
                 },
             )
             writer.write(rows)
-            spent += self.paid(rows)
+            spent += self.paid(rows) + self._asked_twice()
         writer.close({counted: len(units)})
 
     def _replies(self, texts: Sequence[str], attempt: int) -> list:

@@ -99,7 +99,7 @@ class RewardServer:
 
     def _batch(self, answers: Sequence[Answer]) -> list[float | str]:
         try:
-            values = self.served.settle(lambda: patiently(lambda: self._ask(answers)), object())
+            values = self.served.settle(lambda: self._ask(answers), object())
             return [_number(value, self.key_variable) for value in values]
         except ServerError as error:
             if rule_of(error).then == "row" and len(answers) > 1:  # it may be about one of them
@@ -108,9 +108,11 @@ class RewardServer:
             return [f"the reward server did not score it: {error}"] * len(answers)
 
     def _ask(self, answers: Sequence[Answer]) -> list:
-        said = request_json(
-            self.url, FORMS[self.form](self.model, answers), key_variable=self.key_variable, timeout_s=self.timeout_s
-        )
+        body = FORMS[self.form](self.model, answers)
+        return patiently(lambda: self._asked(body, answers), body)
+
+    def _asked(self, body: dict, answers: Sequence[Answer]) -> list:
+        said = request_json(self.url, body, key_variable=self.key_variable, timeout_s=self.timeout_s)
         refuse_error(said, self.key_variable)
         values = said.get(self.score_key) if isinstance(said, dict) else said
         if not isinstance(values, list):

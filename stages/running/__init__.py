@@ -15,7 +15,8 @@ Its work:
 ``blocks``      values computed block by block, each once however often the stage is killed
 ``parallel``    rows to items on all cores
 ``usage``       tokens generated and questions asked so far
-``http_json``   JSON over HTTP; ``servers``: how servers are asked again, and what becomes of a request without answer
+``http_json``   JSON over HTTP; ``connections``: they are kept; ``servers``: how servers are asked again, and what becomes
+                of a request without answer
 ``journal``     a server's answers on disk as they come
 
 Untrusted code:

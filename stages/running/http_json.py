@@ -5,26 +5,18 @@ call, one deadline, one kind of error. What becomes of an error is told in stage
 from __future__ import annotations
 
 import email.utils
-import functools
-import http.client
-import io
 import json
 import math
 import os
 import re
-import ssl
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 import zlib
 
 #: Settings that say which server is asked and how, wherever a stage asks one.
 SERVER_SETTINGS = ("endpoint", "endpoint_model", "key_variable", "timeout_s", "concurrency")
 #: Bytes of an answer at most, unpacked: log-probabilities of a long completion are some MiB.
 LONGEST_ANSWER = 64 << 20
-#: What http.client says of a proxy that takes no user, or another.
-REFUSED_TUNNEL = "Tunnel connection failed: 407"
 
 
 class ServerError(RuntimeError):
@@ -50,45 +42,42 @@ def request_json(url: str, body: dict | None = None, *, key_variable: str = "", 
 
     key_variable: environment variable that holds the bearer key, if one is needed.
 
-    timeout_s: seconds until a connection is there, and until all of the answer is there, from its first byte on.
+    timeout_s: seconds until all of the answer is there, from looking up the server's name on.
 
     Raises:
         ServerError: no whole answer in time, an HTTP error, an answer that is no JSON or longer than
             ``LONGEST_ANSWER``, or a key that is not set.
     """
-    headers, key = {"Content-Type": "application/json"}, _key(key_variable) if key_variable else ""
-    if key:
+    from stages.running import connections  # most stages ask no server
+
+    headers, key = {"Content-Type": "application/json", "User-Agent": "posttrain"}, ""
+    if key_variable:
+        key = _key(key_variable)
         headers["Authorization"] = "Bearer " + key
-    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
+    sent = None if body is None else json.dumps(body).encode()
     try:
-        with _opener(request.type, _proxy(url)).open(request, timeout=timeout_s) as answer:
-            text, kind = _whole(answer), answer.headers.get("Content-Type")
-        return _parsed(text, kind, key) if text.strip() else None
-    except urllib.error.HTTPError as error:
-        try:
-            said = _unpacked(error.read(4000), error.headers, partly=True).decode(errors="replace").strip()
-        except (OSError, ValueError, zlib.error, http.client.HTTPException):  # the status is what counts
-            said = ""
-        if 300 <= error.code < 400:
-            said = f"it sends on to {error.headers.get('Location')}; write that address, keys are not sent on"
-        wait = _seconds(error.headers)
+        with connections.answer(url, sent, headers, timeout_s) as answer:
+            status, headers, why = answer.status, answer.headers, answer.reason
+            text = _whole(answer) if 200 <= status < 300 else _beginning(answer)
+    except connections.Broken as error:
+        reason = error.__cause__
         raise ServerError(
-            f"HTTP {error.code}: {_without(said, key)[:400] or error.reason}"
-            + f" (ask again after {wait:.0f} seconds)" * (wait >= 1),
-            error.code,
-            wait,
-        ) from error
-    except (OSError, ValueError, RecursionError, zlib.error, http.client.HTTPException) as error:
-        # urllib's own error is of the connection; one that broke while the request was sent is of this request
-        reason = getattr(error, "reason", None)
-        unreachable = isinstance(error, urllib.error.URLError) and not isinstance(
-            reason, (ConnectionResetError, BrokenPipeError)
-        )
-        raise ServerError(
-            f"{type(error).__name__}: {_without(str(error), key)}{_way_there(url, reason) if unreachable else ''}",
-            unreachable=unreachable,
-            final=unreachable and (isinstance(reason, ssl.SSLError) or REFUSED_TUNNEL in str(reason)),
-        ) from error
+            f"{type(reason).__name__}: {_without(str(reason), key)}"
+            + (_way_there(url, reason) if error.unreachable else ""),
+            unreachable=error.unreachable,
+            final=error.unreachable and connections.stays_broken(reason),
+        ) from reason
+    if 200 <= status < 300:
+        return _parsed(text, _first(headers, "Content-Type"), key) if text.strip() else None
+    said = text.decode(errors="replace").strip()
+    if 300 <= status < 400:
+        said = f"it sends on to {_first(headers, 'Location')}; write that address, keys are not sent on"
+    wait = _seconds(headers)
+    raise ServerError(
+        f"HTTP {status}: {_without(said, key)[:400] or why}" + f" (ask again after {wait:.0f} seconds)" * (wait >= 1),
+        status,
+        wait,
+    )
 
 
 def _key(variable: str) -> str:
@@ -109,43 +98,21 @@ def _key(variable: str) -> str:
     return key
 
 
-class _Stays(urllib.request.HTTPRedirectHandler):
-    """A request that is sent on is an HTTPError: urllib would send the key to another host, and a GET for a POST."""
-
-    def redirect_request(self, *arguments):
-        return None
-
-
-def _proxy(url: str) -> str | None:
-    """The proxy that the environment names for an address (``https_proxy``, ``no_proxy``); none for this machine's own
-    servers, which no proxy reaches.
-    """
-    parts = urllib.parse.urlsplit(url)
-    host = (parts.hostname or "").lower()
-    if (
-        host in ("localhost", "::1")
-        or re.fullmatch(r"127(\.\d+){3}", host)
-        or urllib.request.proxy_bypass(parts.netloc)
-    ):
-        return None
-    return urllib.request.getproxies().get(parts.scheme)
-
-
-@functools.cache
-def _opener(scheme: str, proxy: str | None) -> urllib.request.OpenerDirector:
-    proxies = urllib.request.ProxyHandler({scheme: proxy} if proxy else {})
-    return urllib.request.build_opener(_Stays, proxies, _SecureHandler() if scheme == "https" else _Handler)
-
-
-def _way_there(url: str, reason) -> str:
+def _way_there(url: str, reason: BaseException) -> str:
     """What is to be known where no connection came about."""
+    import ssl
+
+    from stages.running import connections
+
     if isinstance(reason, ssl.SSLCertVerificationError):
         return "; if the server is yours, export SSL_CERT_FILE=FILE with the certificate that signs its own"
     if isinstance(reason, ssl.SSLError):
         return "; a server without TLS is written with http://"
-    if proxy := _proxy(url):
-        host = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
-        if REFUSED_TUNNEL in str(reason):
+    if isinstance(reason, ValueError):  # the address of nobody
+        return ""
+    if proxy := connections.proxy_of(url):
+        host = urllib.parse.urlsplit(proxy)
+        if connections.REFUSED_TUNNEL in str(reason):
             return (
                 f"; the proxy at {host.hostname}:{host.port} wants another user, export"
                 " https_proxy=http://USER:PASSWORD@HOST:PORT (percent-encoded)"
@@ -188,85 +155,25 @@ def _parsed(text: bytes, kind: str | None, key: str):
         ) from error
 
 
-class _Until(io.RawIOBase):
-    """A socket's bytes until a deadline: a socket's own time-out begins anew with every byte, which servers send to
-    keep a waiting request alive.
-    """
-
-    def __init__(self, raw, sock, until: float, seconds: float):
-        self.raw, self.sock, self.until, self.seconds, self.begun = raw, sock, until, seconds, False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int | None:
-        try:
-            if (left := self.until - time.monotonic()) <= 0:
-                raise TimeoutError
-            self.sock.settimeout(left)
-            size = self.raw.readinto(buffer)
-        except TimeoutError:
-            raise TimeoutError(
-                f"{'only a part of the answer' if self.begun else 'no answer'} came in {self.seconds:g} seconds"
-            ) from None
-        self.begun = self.begun or bool(size)
-        return size
-
-    def close(self) -> None:
-        if not self.closed:
-            self.raw.close()
-        super().close()
-
-
-class _Response(http.client.HTTPResponse):
-    """An answer, of a proxy too, whose headers and body have one deadline."""
-
-    def __init__(self, sock, *arguments, until: float, seconds: float, **more):
-        super().__init__(sock, *arguments, **more)
-        self.fp = io.BufferedReader(_Until(self.fp.detach(), sock, until, seconds))
-
-
-class _Limited:
-    """A connection whose answers have a deadline, its time-out from now on."""
-
-    def __init__(self, *arguments, timeout: float, **more):
-        super().__init__(*arguments, timeout=timeout, **more)
-        self.response_class = functools.partial(_Response, until=time.monotonic() + timeout, seconds=timeout)
-
-
-class _Connection(_Limited, http.client.HTTPConnection):
-    pass
-
-
-class _SecureConnection(_Limited, http.client.HTTPSConnection):
-    pass
-
-
-class _Handler(urllib.request.HTTPHandler):
-    def http_open(self, request):
-        return self.do_open(_Connection, request)
-
-
-class _SecureHandler(urllib.request.HTTPSHandler):
-    def __init__(self):
-        super().__init__()
-        self.certificates = ssl.create_default_context()
-        self.certificates.set_alpn_protocols(["http/1.1"])
-
-    def https_open(self, request):
-        return self.do_open(_SecureConnection, request, context=self.certificates)
-
-
 def _whole(answer) -> bytes:
     """The body of an answer, unpacked. Raises ServerError for one longer than ``LONGEST_ANSWER``."""
     parts, size = [], 0
-    while part := answer.read1(1 << 16):
+    for part in answer.stream(1 << 16):
         parts.append(part)
         if (size := size + len(part)) > LONGEST_ANSWER:
             raise _too_long()
-    if answer.length:  # read1 does not say so by itself
-        raise http.client.IncompleteRead(b"".join(parts), answer.length)
     return _unpacked(b"".join(parts), answer.headers)
+
+
+def _beginning(answer) -> bytes:
+    """What an error says, as far as it can be read; its status is what counts."""
+    from stages.running.connections import Broken, broken
+
+    try:
+        with broken():
+            return _unpacked(answer.read(4000), answer.headers, partly=True)
+    except Broken:
+        return b""
 
 
 def _too_long() -> ServerError:
@@ -275,7 +182,7 @@ def _too_long() -> ServerError:
 
 def _unpacked(body: bytes, headers, partly: bool = False) -> bytes:
     """A body without its compression, which some gateways use unasked."""
-    if (headers.get("Content-Encoding") or "").strip().lower() not in ("gzip", "x-gzip", "deflate"):
+    if (_first(headers, "Content-Encoding") or "").strip().lower() not in ("gzip", "x-gzip", "deflate"):
         return body
     unpack = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
     text = unpack.decompress(body, LONGEST_ANSWER + 1)
@@ -286,12 +193,17 @@ def _unpacked(body: bytes, headers, partly: bool = False) -> bytes:
     return text
 
 
+def _first(headers, name: str) -> str | None:
+    """The header of a name; the first, where there are several."""
+    return next(iter(headers.getlist(name)), None)
+
+
 def _seconds(headers) -> float:
     """Seconds after which a server wants to be asked again: of ``Retry-After``, which may be a date, or, where it says
     them, milliseconds of ``retry-after-ms``.
     """
     for name, unit in (("retry-after-ms", 1e-3), ("Retry-After", 1.0)):
-        text = headers.get(name)
+        text = _first(headers, name)
         try:
             seconds = float(text or 0) * unit
         except ValueError:

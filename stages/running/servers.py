@@ -18,20 +18,26 @@ TLS that does not come about              no           ends the stage
 any other status                          no           in doubt
 ========================================  ===========  ======================================================
 
-*Asked again*: after ``WAITS``, or what ``Retry-After`` says, ``LONGEST_WAIT`` at most. An answer of 200 with an
+*Asked again*: after ``WAITS``, or what ``Retry-After`` says, ``LONGEST_WAIT`` at most, and up to half of the wait more,
+drawn from request and attempt, so that what was refused together does not come back together. An answer of 200 with an
 ``error`` that has the code of a status is that status. *In doubt*: it costs the row, since it may be about this one
-request (too long for a gateway, flagged text); the stage ends once ``FAILING`` different requests failed so one behind
-the other and none was answered meanwhile. It also ends where a server that has answered nothing yet answers none of a
-whole call. Of a vLLM server that was given a policy's weights (:attr:`Served.loaded`), nobody listening, 502 and 503
-end the stage at once: started again it has the weights of its files.
+request (too long for a gateway, flagged text). Once ``FAILING`` different requests failed so one behind the other and
+none was answered meanwhile, the server is asked again for what it answered last: where it still gives that, these
+requests were to blame and cost their rows; else, or where it has answered nothing, the stage ends. It also ends where
+a server that has answered nothing yet answers none of a whole call. Of a vLLM server that was given a policy's weights
+(:attr:`Served.loaded`), nobody listening, 502 and 503 end the stage at once: started again it has the weights of its
+files.
 
-What ends a stage says which setting to write, and that the same command continues: blocks that
-are done are kept, of judges' stages and writers every single answer (stages/running/journal.py). A time-out is one number
-per request, from its first byte to the last of its answer (:func:`stages.running.http_json.request_json`).
+What ends a stage says which setting to write, and that the same command continues: blocks that are done are kept, of
+judges' stages and writers every single answer, and what got none comes last in its block
+(stages/running/journal.py), so that requests that no server answers do not end each start of a stage that asks one at
+a time. A time-out is one number per request, from looking up the server's name to the last byte of its answer
+(:func:`stages.running.http_json.request_json`).
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import queue
@@ -42,14 +48,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.running.http_json import ServerError, request_json, shown
+from stages.running.randomness import seed_for
 from stages.running.stopping import GRACE_SECONDS
 
 #: Seconds before a server that is away or overloaded is asked again, unless it asks for more (``Retry-After``).
 WAITS = (1.0, 4.0, 15.0)
 #: Seconds of a server's ``Retry-After`` that are waited at most.
 LONGEST_WAIT = 120.0
-#: Different requests that a server failed on one behind the other, each asked again, after which it is taken to fail on
-#: all.
+#: Different requests that a server failed on one behind the other, each asked again, after which it has to show that it
+#: does not fail on all.
 FAILING = 3
 
 
@@ -134,18 +141,24 @@ class Served:
         self.answered_at = -math.inf
         self.failing: set[Hashable] = set()
         self.loaded = False  # it has weights that are not those of its files
+        self.asked_twice: list = []  # what it answered a second time, to show that it answers
+        self._answered: Callable | None = None  # asks what it answered last
+        self._silent_at = -math.inf  # when it did not answer that a second time
         self._last: ServerError | None = None
-        self._lock = threading.Lock()
+        self._lock, self._asking_twice = threading.Lock(), threading.Lock()
 
     @property
     def answered(self) -> bool:
         """Whether it has answered anything."""
         return self.answered_at > -math.inf
 
-    def has_answered(self) -> None:
-        """It answered an earlier start of this stage, so that what it fails on now is about a request as it was then."""
+    def has_answered(self, ask: Callable | None) -> None:
+        """It answered an earlier start of this stage (``ask`` asks what), so that what it fails on now is about a
+        request as it was then.
+        """
         with self._lock:
             self.answered_at = max(self.answered_at, 0.0)  # before any request of this process
+            self._answered = self._answered or ask
 
     def settle(self, ask: Callable, about: Hashable):
         """What ``ask()`` gives, which asks patiently by itself. about: what the request is, so that one that fails
@@ -164,13 +177,31 @@ class Served:
                 if rule.then == "doubt" and not (self.answered_at > began or self.answered and error.status == 403):
                     self.failing.add(about)
                 failed = len(self.failing)
-            if rule.then == "stage" or rule.then == "doubt" and failed >= FAILING:
+            if rule.then == "stage" or rule.then == "doubt" and failed >= FAILING and not self._still_answers(began):
                 raise self.away(error, failed if rule.then == "doubt" else 1) from error
             raise
-        with self._lock:
-            self.answered_at = time.monotonic()
-            self.failing.clear()
+        self._has_given(ask)
         return found
+
+    def _has_given(self, ask: Callable) -> None:
+        with self._lock:
+            self.answered_at, self._answered = time.monotonic(), ask
+            self.failing.clear()
+
+    def _still_answers(self, since: float) -> bool:
+        """Whether it answered anything since then, or gives again what it gave last."""
+        with self._asking_twice:  # once for all that failed together
+            if self.answered_at > since:
+                return True
+            if self._answered is None or self._silent_at > since:
+                return False
+            try:
+                self.asked_twice.append(self._answered())
+            except ServerError:
+                self._silent_at = time.monotonic()
+                return False
+            self._has_given(self._answered)
+            return True
 
     def away(self, error: ServerError, failed: int = 1) -> Exception:
         """The error that ends the stage. failed: requests in a row that failed."""
@@ -203,19 +234,20 @@ class Served:
 _under_way = threading.local()
 
 
-def patiently(ask: Callable):
+def patiently(ask: Callable, body=None):
     """What ``ask()`` gives. Where asking again may help it is asked again, after growing waits; not once the other
-    requests of its call were given up.
+    requests of its call were given up. body: of the request, by which waits differ.
 
     Raises the last ServerError.
     """
-    for wait in (*WAITS, None):
+    for attempt, wait in enumerate((*WAITS, None)):
         try:
             return ask()
         except ServerError as error:
             if wait is None or error.final or not rule_of(error).again or given_up():
                 raise
-            pause(max(wait, min(error.retry_after, LONGEST_WAIT)))
+            share = seed_for(0, "servers", "wait", json.dumps(body, sort_keys=True), attempt) / 2**63
+            pause(max(wait, min(error.retry_after, LONGEST_WAIT)) + 0.5 * share * wait)
             if given_up():
                 raise
 
@@ -337,7 +369,7 @@ class ChatServer:
                 raise _none(answer, "chat completion", "its message holds no text", self.key_variable) from None
             return {**choice, "usage": {name: n for name, n in used if isinstance(n, int)}}
 
-        return patiently(once)
+        return patiently(once, body)
 
     def each(self, function: Callable, of: Iterable) -> list:
         """As :func:`each`, with as many under way as the server is to be asked at once."""

@@ -23,6 +23,7 @@ from flows.services import answers
 from stages.spec import PROJECT_ROOT
 from tests.common import stage_processes
 from tests.flows.conftest import DEPLOY, NIGHTLY
+from tests.raw_server import raw_server, whole
 
 TINY = {"train": 8, "validation": 2, "test": 2}
 WORLD = {"text": TINY, "demonstrations": TINY, "comparisons": TINY, "prompts": TINY}
@@ -124,6 +125,15 @@ def test_links_lead_where_browsers_find_the_servers(monkeypatch):
     assert ui_url("runs/flow-run", 7) == "http://prefect:4200/v2/runs/flow-run/7"
     monkeypatch.setenv("PREFECT_UI_URL", "http://localhost:4201/")
     assert ui_url("runs/flow-run", 7) == "http://localhost:4201/v2/runs/flow-run/7"
+
+
+def test_a_server_of_this_machine_is_found_whatever_proxy_the_environment_names(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with raw_server(lambda connection, body, number: whole(b"OK", "200 OK" if number == 1 else "503 Busy")) as server:
+        assert answers(server.url) and not answers(server.url)
+    assert not answers(server.url)
 
 
 def test_interval_schedule_creates_runs(servers):

@@ -699,6 +699,49 @@ def test_a_stage_that_goes_on_knows_that_its_judge_has_answered(judge, given, tm
         assert tree_digest(again["outputs"][output]["path"]) == tree_digest(whole["outputs"][output]["path"])
 
 
+@pytest.mark.parametrize("bad", ["01", "678"], ids=["nothing is answered yet", "another start was answered"])
+def test_requests_that_no_server_answers_do_not_end_every_start_of_a_stage(judge, given, tmp_path, monkeypatch, bad):
+    """One behind the other, at the beginning of what is asked, by a stage that asks one at a time."""
+    from stages.running import servers
+
+    monkeypatch.setattr(servers, "WAITS", ())
+    data = {"data": given("pairs/1", pairs(12))}
+    failing = lambda body: 500 if re.search(f"question [{bad}]\\?", asked(body)) else by_quality(body)
+    with chat_server(
+        failing if bad == "01" else lambda body: 503 if len(server.seen) > 12 else by_quality(body)
+    ) as server:
+        config = at(server, block=6, concurrency=1)
+        with pytest.raises(StageFailure, match="gives no answers.*the same command continues"):
+            judge(config, data, "again")
+        assert len(server.seen) == (3 if bad == "01" else 13)
+        server.seen.clear()
+        server.choice = failing
+        result, made, calls = judge(config, data, "again")
+        questions = [int(re.search(r"question (\d+)", asked(body))[1]) for body in server.seen]
+    assert result["summary"]["judge/errors"] == len(bad) and len(made) == 12 - len(bad)
+    if bad == "01":  # what got no answer comes last in its block; what was answered shows that it was to blame
+        assert questions[:13] == [1, 2, 2, 3, 3, 4, 4, 5, 5, 0, 0, 1, 5]
+    else:
+        assert questions[:8] == [6, 6, 7, 0, 7, 8, 8, 0], "of the journal's answers the first, after each three"
+
+
+def test_what_a_judge_is_asked_twice_is_spent_and_counted(judge, given, monkeypatch):
+    """To see whether it answers at all, one request is paid once more: ``budget_usd`` and the ledger know it."""
+    from stages.running import servers
+
+    monkeypatch.setattr(servers, "WAITS", ())
+    data = {"data": given("pairs/1", pairs(9))}
+    failing = lambda body: 500 if re.search(r"question [34]\?", asked(body)) else by_quality(body)
+    settings = {"price_in": 5e5, "price_out": 1e6, "block": 3, "concurrency": 1, "budget_usd": 34}
+    with chat_server(failing) as server:
+        server.usage = {"prompt_tokens": 6, "completion_tokens": 1}  # 4 USD
+        result, made, _ = judge(at(server, **settings), data)
+        assert result["usage"]["judge_calls"] == 9 and result["summary"]["judge/over_budget"] == 3
+        server.choice = by_quality
+        result, made, _ = judge(at(server, **(settings | {"budget_usd": 52})), data)
+        assert result["usage"]["judge_calls"] == 18 and len(made) == 9
+
+
 def test_kill9_ends_with_the_same_bytes(given, tmp_path, tiny, forks):
     """A local judge, killed twice between blocks."""
 

@@ -116,7 +116,7 @@ BAD = {
     "reset": (reset, "ConnectionResetError|IncompleteRead", 2),
     "slow headers": (drip, "only a part of the answer came in 0.5 seconds", 2),
     "half a body": (b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{", "IncompleteRead", 2),
-    "chunked garbage": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}", "IncompleteRead", 2),
+    "chunked garbage": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}", "InvalidChunkLength", 2),
     "no JSON": (whole(b'{"choices": [', "200 OK"), "JSONDecodeError", 2),
     "a login page": (whole(HTML, "200 OK", "Content-Type: text/html"), "no JSON but text/html and begins", 2),
     "deep": (whole(b"[" * 100_000), "RecursionError", 2),
@@ -229,8 +229,11 @@ def test_a_server_that_fails_on_all_ends_the_stage_after_three(ask, name, client
     made, said, times = BAD[name]
 
     def answer(connection, body, number):
-        return fine(body) if number_of(body) in (0, 2) else made
+        if number_of(body) == 3:
+            failing.append(number)
+        return fine(body) if number_of(body) in (0, 2) and not (failing and name != "flagged") else made
 
+    failing = []
     with raw_server(answer) as server:
         known = name == "flagged"  # by one that answers others: of what it says
         if known:
@@ -239,11 +242,57 @@ def test_a_server_that_fails_on_all_ends_the_stage_after_three(ask, name, client
             return
         with pytest.raises(ENDS, match=f"any more.*(?s:{said}).*3 requests one behind the other failed"):
             ask(client, server.url, 7)
-        assert len(server.seen) == 2 + 4 * times
+        assert len(server.seen) == 2 + 4 * times + times, "and what it had answered before"
+        assert number_of(server.seen[-1]) == 2
         server.answer, server.seen[:] = lambda connection, body, number: made, []
         with pytest.raises(ENDS, match=said):
             ask(client, server.url.replace("/v1", "/v2"), 7)
-        assert len(server.seen) == 3 * times
+        assert len(server.seen) == (3 + (client == "writer")) * times, "whose journal knows what was answered before"
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("name", ["no JSON", "a fault", "half a body"])
+def test_bad_requests_side_by_side_cost_their_own_rows(ask, name, client):
+    """Asked one at a time they looked like a server that fails on everything, at every start of the stage. It is asked
+    again for what it answered last, and gives it.
+    """
+    made, said, times = BAD[name]
+    with raw_server(lambda connection, body, number: made if 0 < number_of(body) < 7 else fine(body)) as server:
+        found = ask(client, server.url, 8)
+    assert [why is None for why in found] == [True] + [False] * 6 + [True]
+    assert all(re.search(said, why) for why in found[1:7])
+    assert [number_of(body) for body in server.seen] == [
+        0, *(i for i in (1, 2, 3) for _ in range(times)), 0, *(i for i in (4, 5, 6) for _ in range(times)), 0, 7,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_what_fails_together_has_the_server_asked_once_whether_it_answers(alive):
+    served, together, asked = Served("a", "b", EngineError, 1.0), threading.Barrier(8, timeout=60), []
+
+    def good():
+        asked.append(1)
+        if len(asked) > 1 and not alive:
+            raise ServerError("HTTP 500", 500)
+        return "fine"
+
+    def bad(i):
+        def ask():
+            together.wait()
+            raise ServerError("HTTP 500", 500)
+
+        try:
+            return served.settle(ask, i)
+        except ServerError as error:
+            return str(error)
+
+    assert served.settle(good, "good") == "fine"
+    if alive:
+        assert each(bad, range(8), 8, finish=True) == ["HTTP 500"] * 8 and served.asked_twice == ["fine"]
+    else:
+        with pytest.raises(EngineError, match="gives no b any more.*requests one behind the other failed"):
+            each(bad, range(8), 8, finish=True)
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -322,6 +371,30 @@ def test_every_form_of_retry_after_is_waited_for(headers, seconds, monkeypatch):
         with pytest.raises(ServerError, match="HTTP 429"):
             servers.patiently(lambda: request_json(server.url, {}))
     assert waited == [pytest.approx(seconds, abs=2e-3)]
+
+
+def test_requests_that_were_refused_together_do_not_come_back_together(monkeypatch):
+    """A wait is a function of the request and the attempt: a stage that is run again waits as long."""
+    monkeypatch.setattr(servers, "WAITS", (1.0, 4.0))
+
+    def waits(body, error):
+        waited = []
+        monkeypatch.setattr(servers, "pause", waited.append)
+
+        def ask():
+            raise error
+
+        with pytest.raises(ServerError):
+            servers.patiently(ask, body)
+        return tuple(waited)
+
+    full, later = ServerError("HTTP 429", 429), ServerError("HTTP 429", 429, retry_after=7.0)
+    of_32 = [waits({"prompt": f"\ud83d {i}"}, full) for i in range(32)]
+    assert of_32 == [waits({"prompt": f"\ud83d {i}"}, full) for i in range(32)]
+    for at, wait in enumerate((1.0, 4.0)):
+        found = sorted(waited[at] for waited in of_32)
+        assert wait <= found[0] < 1.1 * wait and 1.4 * wait < found[-1] < 1.5 * wait and len(set(found)) == 32
+    assert all(7.0 <= waits({"n": i}, later)[0] < 7.5 and 7.0 <= waits({"n": i}, later)[1] < 9.0 for i in range(8))
 
 
 def test_a_long_answer_is_not_read_to_its_end(monkeypatch):
