@@ -22,7 +22,7 @@ import numpy as np
 
 from stages.measures.preference import OUTCOME
 from stages.reward_models.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
-from stages.running import usage
+from stages.running import journal, usage
 from stages.running.http_json import ServerError
 from stages.running.servers import ChatServer, Served, finish_of, said, withheld
 from stages.verification.responses import view
@@ -314,7 +314,14 @@ class ServerJudge:
     def _ask(self, text: str, **more) -> dict:
         """The choice that answers a request. Raises ServerError where it has none, JudgeError where none has."""
         try:
-            choice = self.served.settle(lambda: self.server.ask([{"role": "user", "content": text}], **more), text)
+            choice = journal.once(
+                self.server.endpoint,
+                ["chat", self.server.model, text, more],
+                lambda: self.served.settle(lambda: self.server.ask([{"role": "user", "content": text}], **more), text),
+                self.served,
+                # a server that should say how likely tokens are may be started again so that it does
+                lambda choice: not more.get("logprobs") or bool(choice.get("logprobs") or withheld(choice)),
+            )
         except ServerError as error:
             self.refusal = str(error)
             if more.get("logprobs") and error.status in (400, 422) and "logprob" in str(error):
@@ -408,7 +415,7 @@ class ServerJudge:
                     row[[i, j]] = np.log([p[i] * max(1.0 - longer, 0.0), p[i] * min(longer, 1.0)])
             return row
 
-        rows = self.server.each(of, texts)
+        rows = self.server.each(of, texts, journal.keeps())
         self.served.not_silent(len(rows))
         return np.array(rows).reshape(len(texts), len(words))
 
@@ -420,7 +427,7 @@ class ServerJudge:
 
     def replies(self, texts, max_tokens: int, attempt: int = 0) -> list[Reply]:
         """As :meth:`answers`, with what they cost."""
-        found = self.server.each(lambda text: self.reply(text, max_tokens, attempt), texts)
+        found = self.server.each(lambda text: self.reply(text, max_tokens, attempt), texts, journal.keeps())
         self.served.not_silent(len(found))
         return found
 

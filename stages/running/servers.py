@@ -25,8 +25,8 @@ the other and none was answered meanwhile. It also ends where a server that has 
 whole call. Of a vLLM server that was given a policy's weights (:attr:`Served.loaded`), nobody listening, 502 and 503
 end the stage at once: started again it has the weights of its files.
 
-What ends a stage says which setting to write, and that the same command continues: blocks that
-are done are kept, of judges' stages and writers every single answer (stages/running/journal.py). A time-out is one number
+What ends a stage says which setting to write, and that the same command continues: every single
+answer is kept (stages/running/journal.py). A time-out is one number
 per request, from its first byte to the last of its answer (:func:`stages.running.http_json.request_json`).
 """
 
@@ -339,9 +339,9 @@ class ChatServer:
 
         return patiently(once)
 
-    def each(self, function: Callable, of: Iterable) -> list:
+    def each(self, function: Callable, of: Iterable, finish: bool = False) -> list:
         """As :func:`each`, with as many under way as the server is to be asked at once."""
-        return each(function, of, self.concurrency)
+        return each(function, of, self.concurrency, finish=finish)
 
 
 def first_choice(answer, what: str, key_variable: str) -> dict:

@@ -658,7 +658,7 @@ def test_a_server_that_dies_midway_is_not_asked_again_for_what_it_answered(judge
         with pytest.raises(StageFailure, match="gives no answers any more.*the same command continues"):
             judge(config, data, "killed")
         answered = list(map(asked, server.seen))[:13]
-        with open(tmp_path / "killed" / "answers.jsonl", "ab") as file:
+        with open(tmp_path / "killed" / "answers" / "judge.jsonl", "ab") as file:
             file.write(b'{"key": "tor')  # a kill in the middle of a line
         server.choice = by_quality
         server.seen.clear()
