@@ -10,6 +10,7 @@ speaks JSON lines on stdout ({"event": "progress" | "metric" | "perf" | "log" | 
     metrics.jsonl   step metrics, deterministic: byte-identical however often the process was killed
     perf.jsonl      wall-clock measurements, never part of an output
     checkpoints/    complete checkpoints only (storage/checkpoints.py)
+    answers/        what servers answered that no checkpoint holds yet (stages/running/journal.py)
     out/<name>/     finished outputs        reports/  figures, tables, texts
     result.json     written last: outputs, summary, warnings, peak memory
 
@@ -36,7 +37,7 @@ from typing import Any, Callable, Iterator
 from stages import advise
 from stages.models import memory
 from stages.registry import get_stage
-from stages.running import parallel, randomness, usage
+from stages.running import journal, parallel, randomness, usage
 from stages.spec import ConfigError, StageConfig, StageSpec, parse_config
 from storage.checkpoints import Checkpoint, Checkpoints
 from storage.files import atomic_write_bytes, atomic_write_json, atomic_write_text, fsync_tree, link_tree, read_json
@@ -584,7 +585,9 @@ class _ResumableCheckpoints(Checkpoints):
         return Checkpoint(found.step, found.state["stage"], found.path) if found else None
 
     def commit(self, step: int, folder: Path, state: dict[str, Any], listing: dict[str, dict[str, Any]]) -> Checkpoint:
-        return super().commit(step, folder, {"stage": state, "harness": self._stage._harness_state()}, listing)
+        made = super().commit(step, folder, {"stage": state, "harness": self._stage._harness_state()}, listing)
+        journal.settled(step, min(int(path.name[5:]) for path in self._all()))
+        return made
 
 
 # ------------------------------------------------------------------------------------------------------------- processes
@@ -602,9 +605,11 @@ def execute(spec: dict[str, Any], emit: Callable[[dict[str, Any]], None] | None 
     memory.check(stage)
     advise.tell(stage)
     before = parallel.telling.set(stage.progress)
+    journal.begin(stage.workdir / "answers", stage.rank, stage.units_done, stage.config.model_dump(mode="json"))
     try:
         stage._module.run(stage)
     finally:
+        journal.end()
         parallel.telling.reset(before)
     stage.total_usage()
     return stage.finish(time.monotonic() - started) if stage.rank == 0 else {}

@@ -27,7 +27,7 @@ from stages.decoding.engines import EngineError, refuse_all_failed, vocabulary_o
 from stages.decoding.sampler import Completion, DerivedText, SamplerError, check_request
 from stages.decoding.sampling import bad_word_ids
 from stages.decoding.vllm_engine import completion_of, model_ends, vllm_settings
-from stages.running import usage
+from stages.running import journal, usage
 from stages.running.http_json import ServerError, request_json
 from stages.running.servers import Served, Settings, each, finish_of, first_choice, patiently
 
@@ -152,6 +152,7 @@ class ServerEngine:
             rows,
             1 if self.api == "transformers" else self.concurrency,
             progress,
+            finish=journal.keeps(),
         )
         refuse_all_failed(found, f"the server at {self.url}")
         made = iter(found)
@@ -183,8 +184,19 @@ class ServerEngine:
         try:
             sent = prompt if self.api == "vllm" else self._as_text(prompt)
             body = {"model": self.model, "prompt": sent, "seed": int(seed) % 2**31, **settings}
-            answer = self.served.settle(lambda: patiently(lambda: self._asked(body), body), tuple(prompt))
-            return self._completion(answer, prompt, params, text)
+            about = body if self.weights == "input" else {**body, "model": self.name, "weights": self.weights}
+            made: list[Completion] = []
+
+            def whole(answer: dict) -> bool:
+                made.append(self._completion(answer, prompt, params, text))  # what is none is not kept
+                return True
+
+            def ask() -> dict:
+                return patiently(lambda: self._asked(body), body)
+
+            asked = ["completion", self.api, about]
+            answer = journal.once(self.url, asked, ask, self.served, tuple(prompt), whole)
+            return made[0] if made else self._completion(answer, prompt, params, text)
         except ServerError as error:
             why = str(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

@@ -187,7 +187,10 @@ class ServerWriter:
         from stages.running.journal import Journal
         from stages.running.servers import ChatServer, Served, Settings
 
-        self.config, self.journal = config, Journal(directory / "written.jsonl", lambda kept: Written(**kept))
+        self.config, self.journal = (
+            config,
+            Journal(directory / "answers" / "written.jsonl", lambda kept: Written(**kept)),
+        )
         self.server = ChatServer(
             config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s, config.engine_concurrency
         )

@@ -22,7 +22,7 @@ import numpy as np
 
 from stages.measures.preference import OUTCOME
 from stages.reward_models.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
-from stages.running import usage
+from stages.running import journal, usage
 from stages.running.http_json import ServerError
 from stages.running.servers import ChatServer, Served, finish_of, said, withheld
 from stages.verification.responses import view
@@ -314,7 +314,24 @@ class ServerJudge:
     def _ask(self, text: str, **more) -> dict:
         """The choice that answers a request. Raises ServerError where it has none, JudgeError where none has."""
         try:
-            return self.served.settle(lambda: self._asked(text, **more), text)
+            asked: list[dict] = []
+
+            def ask() -> dict:
+                asked.append(self._asked(text, **more))
+                return asked[-1]
+
+            choice = journal.once(
+                self.server.endpoint,
+                ["chat", self.server.model, text, more],
+                ask,
+                self.served,
+                text,
+                # a server that should say how likely tokens are may be started again so that it does
+                lambda choice: not more.get("logprobs") or bool(choice.get("logprobs") or withheld(choice)),
+            )
+            if not asked:
+                self._count(choice)  # paid for by an earlier start
+            return choice
         except ServerError as error:
             self.refusal = str(error)
             if more.get("logprobs") and error.status in (400, 422) and "logprob" in str(error):
@@ -323,12 +340,15 @@ class ServerJudge:
 
     def _asked(self, text: str, **more) -> dict:
         choice = self.server.ask([{"role": "user", "content": text}], **more)
+        self._count(choice)
+        return choice
+
+    def _count(self, choice: dict) -> None:
         usage.count(
             judge_calls=1,
             judge_tokens_in=choice["usage"].get("prompt_tokens") or 0,
             judge_tokens_out=choice["usage"].get("completion_tokens") or 0,
         )
-        return choice
 
     def _likely(self, text: str, tokens: int, choice: dict | None = None) -> tuple[list[dict], str, bool]:
         """({token: log-probability} of the 20 most likely tokens at each position of an answer, the first token
@@ -415,7 +435,7 @@ class ServerJudge:
                     row[[i, j]] = np.log([p[i] * max(1.0 - longer, 0.0), p[i] * min(longer, 1.0)])
             return row
 
-        rows = self.server.each(of, texts)
+        rows = self.server.each(of, texts, journal.keeps())
         self.served.not_silent(len(rows))
         return np.array(rows).reshape(len(texts), len(words))
 
@@ -427,7 +447,7 @@ class ServerJudge:
 
     def replies(self, texts, max_tokens: int, attempt: int = 0) -> list[Reply]:
         """As :meth:`answers`, with what they cost."""
-        found = self.server.each(lambda text: self.reply(text, max_tokens, attempt), texts)
+        found = self.server.each(lambda text: self.reply(text, max_tokens, attempt), texts, journal.keeps())
         self.served.not_silent(len(found))
         return found
 

@@ -385,7 +385,7 @@ class Asker:
             config.endpoint_model if config.endpoint else f"model:{stage.inputs['judge'].digest[:16] or 'local'}"
         )
         self._asked = None
-        self._journal = Journal(stage.workdir / "answers.jsonl", _of_server) if config.endpoint else None
+        self._journal = Journal(stage.workdir / "answers" / "judge.jsonl", _of_server) if config.endpoint else None
 
     @property
     def asked(self):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stages.running import journal
 from stages.running.http_json import ServerError, request_json, shown
 from stages.running.servers import FAILING, Served, Settings, each, patiently, refuse_error, rule_of
 
@@ -92,14 +93,22 @@ class RewardServer:
     def scores(self, answers: Sequence[Answer]) -> list[float | str]:
         """A finite number for each answer, in order, or the reason why there is none."""
         batches = [answers[i : i + self.batch_size] for i in range(0, len(answers), self.batch_size)]
-        found = each(self._batch, batches, self.concurrency)
+        found = each(self._batch, batches, self.concurrency, finish=journal.keeps())
         if len(answers) >= FAILING:  # fewer may each be an answer that it has no number for
             self.served.not_silent(len(batches))
         return [one for of_batch in found for one in of_batch]
 
     def _batch(self, answers: Sequence[Answer]) -> list[float | str]:
+        body = FORMS[self.form](self.model, answers)
         try:
-            values = self.served.settle(lambda: self._ask(answers), object())
+            values = journal.once(
+                self.url,
+                ["scores", self.model, self.form, body],
+                lambda: patiently(lambda: self._ask(body, len(answers)), body),
+                self.served,
+                object(),
+                lambda values: any(isinstance(_number(value, ""), float) for value in values),
+            )
             return [_number(value, self.key_variable) for value in values]
         except ServerError as error:
             if rule_of(error).then == "row" and len(answers) > 1:  # it may be about one of them
@@ -107,11 +116,7 @@ class RewardServer:
                 return self._batch(answers[:half]) + self._batch(answers[half:])
             return [f"the reward server did not score it: {error}"] * len(answers)
 
-    def _ask(self, answers: Sequence[Answer]) -> list:
-        body = FORMS[self.form](self.model, answers)
-        return patiently(lambda: self._asked(body, answers), body)
-
-    def _asked(self, body: dict, answers: Sequence[Answer]) -> list:
+    def _ask(self, body: dict, count: int) -> list:
         said = request_json(self.url, body, key_variable=self.key_variable, timeout_s=self.timeout_s)
         refuse_error(said, self.key_variable)
         values = said.get(self.score_key) if isinstance(said, dict) else said
@@ -124,8 +129,8 @@ class RewardServer:
             raise ServerError(
                 f"the answer holds no list {self.score_key!r} but {held}; score_key=NAME says what it is called"
             )
-        if len(values) != len(answers):
-            raise ServerError(f"{len(values)} numbers for {len(answers)} answers")
+        if len(values) != count:
+            raise ServerError(f"{len(values)} numbers for {count} answers")
         return values
 
 

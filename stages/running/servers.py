@@ -28,11 +28,10 @@ a server that has answered nothing yet answers none of a whole call. Of a vLLM s
 (:attr:`Served.loaded`), nobody listening, 502 and 503 end the stage at once: started again it has the weights of its
 files.
 
-What ends a stage says which setting to write, and that the same command continues: blocks that are done are kept, of
-judges' stages and writers every single answer, and what got none comes last in its block
-(stages/running/journal.py), so that requests that no server answers do not end each start of a stage that asks one at
-a time. A time-out is one number per request, from looking up the server's name to the last byte of its answer
-(:func:`stages.running.http_json.request_json`).
+What ends a stage says which setting to write, and that the same command continues: every single answer is kept
+(stages/running/journal.py), and of judges' stages and writers what got none comes last in its block, so that requests
+that no server answers do not end each start of a stage that asks one at a time. A time-out is one number per request,
+from looking up the server's name to the last byte of its answer (:func:`stages.running.http_json.request_json`).
 """
 
 from __future__ import annotations
@@ -371,9 +370,9 @@ class ChatServer:
 
         return patiently(once, body)
 
-    def each(self, function: Callable, of: Iterable) -> list:
+    def each(self, function: Callable, of: Iterable, finish: bool = False) -> list:
         """As :func:`each`, with as many under way as the server is to be asked at once."""
-        return each(function, of, self.concurrency)
+        return each(function, of, self.concurrency, finish=finish)
 
 
 def first_choice(answer, what: str, key_variable: str) -> dict:

@@ -658,7 +658,7 @@ def test_a_server_that_dies_midway_is_not_asked_again_for_what_it_answered(judge
         with pytest.raises(StageFailure, match="gives no answers any more.*the same command continues"):
             judge(config, data, "killed")
         answered = list(map(asked, server.seen))[:13]
-        with open(tmp_path / "killed" / "answers.jsonl", "ab") as file:
+        with open(tmp_path / "killed" / "answers" / "judge.jsonl", "ab") as file:
             file.write(b'{"key": "tor')  # a kill in the middle of a line
         server.choice = by_quality
         server.seen.clear()
@@ -685,8 +685,11 @@ def test_a_stage_that_goes_on_knows_that_its_judge_has_answered(judge, given, tm
         assert len([row for row in calls if row["error"]]) >= 3
         server.seen.clear()
 
+        dead = []
+
         def dies(body):
-            if re.search(r"question [345]\?", asked(body)):
+            if dead or re.search(r"question [345]\?", asked(body)):
+                dead.append(body)
                 raise ConnectionAbortedError
             return by_quality(body)
 
