@@ -38,7 +38,7 @@ from stages.generation import Sample, preferences
 from stages.policy.members import Members
 from stages.reward.process_rewards import merged
 from stages.rollouts.comparisons import inside, preferences_by
-from stages.rollouts.groups import Completions, Group, contexts_of, item_of
+from stages.rollouts.groups import Completions, Group, contexts_of, item_of, stale
 from stages.rollouts.logprobs import LogProbs
 from stages.rollouts.metrics import (
     credit_metrics,
@@ -177,7 +177,10 @@ class Crediting:
             rejected_BT=rejected if config.rejection_scope == "drop" else None,
         )
         if row.advantage == "token_baseline":
-            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(logps.old)) + padded(self.logprobs.collisions(items))) * (
+            # of the policy as it is, also where ratios are to whoever sampled
+            theirs = logps.old is logps.sampled and (not self.policy.exact_logps or stale(groups, version))
+            own = self.logprobs.of(self.policy.model, items) if theirs else logps.old
+            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(own)) + padded(self.logprobs.collisions(items))) * (
                 1.0 if weights is None else np.square(weights)
             )
         self._compare(batch, samples, all_B.group_at, iteration, version)
