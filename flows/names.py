@@ -484,9 +484,21 @@ ELSEWHERE = {
         ("engine_options", "engine_sleep", "engine_url", "engine_timeout_s"),
         ": what this stage samples it samples with the built-in engine; leave it out",
     ),
+    # SDPO
     **dict.fromkeys(
-        ("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-        ": entropy_coef stays as it is written, there is no controller of it; leave it out",
+        ("distillation_topk", "distillation_add_tail"),
+        ": the whole vocabulary is compared, chunk by chunk; write distillation_mode=full_logits",
+    ),
+    "teacher_model_kind": (
+        "ref_mode: the teacher is the reference; ema is TRL's ema, frozen its base, and refresh with ref_sync_steps=1"
+        " ref_sync_alpha=1 its live"
+    ),
+    "teacher_update_rate": "ref_decay: what is kept of the old teacher, 1 less TRL's rate",
+    "teacher_sync_steps": ": ref_mode=ema moves at every step; ref_mode=refresh has ref_sync_steps and ref_sync_alpha",
+    "use_teacher_server": ": the teacher computes in this process, where gradients are; leave it out",
+    **dict.fromkeys(
+        ("diagnostics_warning_interval", "diagnostics_flat_tolerance"),
+        ": an alarm warns once, and stop_on ends the stage by it; leave it out",
     ),
     "log_multimodal": ": models of text are trained; leave it out",
     "log_completions_hub_repo": ": every rollout is kept, and `posttrain export DATASET --push OWNER/NAME` publishes it",
@@ -673,6 +685,7 @@ VALUES: dict[str, dict[Any, str]] = {
         "float16": "compute_dtype=bfloat16",
         "fp32": "compute_dtype=float32",
     },
+    "distillation_mode": {"topk_logits": "distillation_mode=full_logits: the whole vocabulary is compared"},
     "kl_estimator": {"low_var_kl": "kl_estimator=k3", "mse": "kl_estimator=k2"},
     "engine": {"hf": "engine=builtin"},
     "packing": dict.fromkeys((True, False), ": nothing is padded here, so there is nothing to pack; leave it out"),

@@ -100,6 +100,8 @@ class RLPreset:
     kl_controller: str = "fixed"  # estimators.KL_CONTROLLERS
     target_kl: float | None = None  # of the controller: nats per sequence towards ref, nats per token towards old
     reads_reference: bool = False  # `objective` reads reference log-probs
+    # share of the distillation from the reference as it reads more than the policy did; the rest is the policy's loss
+    distillation_weight: float = 0.0
     pair_preference: bool = False  # `objective` reads P(first of a pair preferred to the second)
     aggregation: str = "token-mean"  # losses.LOSS_AGG_MODES
     std_ddof: int = 1
@@ -139,7 +141,7 @@ class RLPreset:
     @property
     def compares(self) -> bool:
         """Whether groups of equal rewards teach nothing."""
-        return self.advantage in GROUP_ADVANTAGES or self.unit == "pairs"
+        return (self.advantage in GROUP_ADVANTAGES or self.unit == "pairs") and self.distillation_weight < 1
 
     @property
     def strictly_on_policy(self) -> bool:
@@ -352,6 +354,18 @@ _RL_ROWS = (
         min_generations=2,
         source="pass@k (Tang et al. 2025)",
         note="of each group the best completion alone, by its lead; k is num_generations",
+    ),
+    RLPreset(
+        "sdpo",
+        "group_mean",
+        scale="group",
+        aggregation="seq-mean-token-mean",
+        distillation_weight=1.0,
+        source="SDPO (Huebotter et al. 2026, arXiv:2601.20802)",
+        note=(
+            "the policy learns on its own answers from its moving average (ref_mode=ema) that has read a right answer of"
+            " the same group, and what the rewards say of its own"
+        ),
     ),
     RLPreset(
         "grape",

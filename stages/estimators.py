@@ -644,3 +644,41 @@ class KLController:
 
     def load_state_dict(self, state: dict) -> None:
         self.coef = state["coef"]
+
+
+class EntropyController:
+    """The coefficient of the entropy bonus, moved towards a target entropy after each optimizer step (Skywork-OR1,
+    arXiv:2505.22312; TRL's use_adaptive_entropy); its state belongs in the checkpoint.
+
+    A step adds ``delta`` where the entropy of its tokens [nats per token] is at most ``target``, else takes it off,
+    within [``low``, ``high``]. The next step pays the bonus only where this one's entropy was at most the target, so
+    that the first pays none. Without a target the coefficient stays and is always paid.
+    """
+
+    def __init__(
+        self, coef: float, target: float | None = None, delta: float = 0.005, low: float = 0.0, high: float = 1.0
+    ):
+        self.coef, self.target, self.delta, self.low, self.high = coef, target, delta, low, high
+        self.entropy: float | None = None  # of the newest step
+
+    def paid(self) -> float:
+        """The coefficient that the next step pays."""
+        low = self.target is None or (self.entropy is not None and self.entropy <= self.target)
+        return self.coef if low else 0.0
+
+    def update(self, entropy: float) -> float:
+        """Move the coefficient by the entropy of a step and return it."""
+        if self.target is not None:
+            self.entropy = entropy
+            self.coef = (
+                min(self.coef + self.delta, self.high)
+                if entropy <= self.target
+                else max(self.coef - self.delta, self.low)
+            )
+        return self.coef
+
+    def state(self) -> dict:
+        return {"coef": self.coef, "entropy": self.entropy}
+
+    def restore(self, state: dict) -> None:
+        self.coef, self.entropy = state["coef"], state["entropy"]

@@ -65,6 +65,7 @@ class Sample:
     # (last token, reward) of its reasoning steps, once they were scored (advantage=process)
     steps: tuple[list[int], list[float]] | None = None
     preferred: float | None = None  # P(it beats the other of its pair), where a record says it
+    feedback: str | None = None  # what rewards said of it in words
 
     @property
     def seen(self) -> str:
@@ -509,7 +510,7 @@ def score(rewards, samples: list[Sample], group_of: list | None = None) -> None:
             result.turn_rewards,
             result.turn_parts,
         )
-        sample.step_rewards = result.step_rewards
+        sample.step_rewards, sample.feedback = result.step_rewards, result.feedback
 
 
 def regrade(rewards, samples: list[Sample]) -> None:

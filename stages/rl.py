@@ -23,6 +23,7 @@ from typing import ClassVar
 
 from pydantic import field_validator, model_validator
 
+from stages.algorithms import rl_preset
 from stages.policy.held_models import load_critic, load_old_policy, load_reference, load_start, roles
 from stages.policy.presets import RL_AXES, not_read, resolve_preset, row_of
 from stages.policy.settings import PolicyGradientConfig
@@ -98,6 +99,16 @@ class Config(PolicyGradientConfig):
                 )
             values["max_prompt_length"] = min(number("max_prompt_length"), room)
         return values
+
+    @model_validator(mode="after")
+    def _teacher_follows(self):
+        """A preset that distils has its reference follow the policy, as its paper does, unless told otherwise."""
+        if rl_preset(self.preset).distillation_weight:
+            if "ref_mode" not in self.model_fields_set:
+                self.__dict__["ref_mode"] = "ema"
+            if self.ref_mode == "ema" and "ref_decay" not in self.model_fields_set:
+                self.__dict__["ref_decay"] = 0.95
+        return self
 
     def effective(self) -> dict:
         row = row_of(self)
@@ -315,6 +326,8 @@ def run(stage):
         source.kl_loss_coef,
         anchor,
         critic.head if critic is not None and config.critic_mode == "shared" else None,
+        reference if row.distillation_weight else None,
+        source.entropy.paid,
     )
     trainer = (TrustRegionTrainer if row.update == "trust_region" else Trainer)(
         model, objective, config, source.total_steps, stage.device

@@ -50,7 +50,12 @@ def follows_policy(config) -> bool:
 
 def loads_reference(row, config) -> bool:
     """Whether a reference model is held; that of ref_mode=previous is in the log-probs of the samples already."""
-    return row.opponent == "mixture" or (row.needs_reference or config.monitor_kl) and config.ref_mode != "previous"
+    return (
+        row.opponent == "mixture"
+        or row.distillation_weight > 0
+        or (row.needs_reference or config.monitor_kl)
+        and config.ref_mode != "previous"
+    )
 
 
 def reference_in_shards(row, config) -> bool:
@@ -60,6 +65,7 @@ def reference_in_shards(row, config) -> bool:
     return (
         not follows_policy(config)
         and row.kl_loss_estimator != "full"
+        and not row.distillation_weight
         and row.opponent != "mixture"
         and not exact_in_reward(row, config)
     )

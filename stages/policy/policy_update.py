@@ -1,7 +1,7 @@
 """What one optimizer step of RL minimises, as sums over a micro-batch.
 
-surrogate or loss on whole responses + KL in the loss - entropy bonus + value loss of a shared trunk + pretraining mix,
-each aggregated over the whole step. Which terms there are is a preset's row; nothing here asks for its name.
+surrogate or loss on whole responses + distillation from the reference behind another prompt + KL in the loss - entropy
+bonus + value loss of a shared trunk + pretraining mix, each aggregated over the whole step. Which terms there are is a preset's row; nothing here asks for its name.
 
 Shapes: S responses, L longest response, N trained positions, P pairs, H hidden size.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from stages.algorithms import resolve
+from stages.batching import collate, make_item, plan
 from stages.losses import (
     aggregate,
     denominator_of,
@@ -21,8 +22,9 @@ from stages.losses import (
     value_clips,
     value_loss,
 )
-from stages.models.divergence import exact_kl
-from stages.models.modeling import head_of, hidden_states, precise, token_logps
+from stages.models import sharding
+from stages.models.divergence import divergence, exact_kl
+from stages.models.modeling import head_of, hidden_states, precise, token_logps, tokens_together
 from stages.training import Sums
 
 #: Nats by which a log-prob of the sampler or of another micro-batch differs from the trainer's although nothing has
@@ -50,6 +52,11 @@ def pairs_of(items, trained_S) -> list[tuple[int, int]]:
         pairs += list(zip(live[0::2], live[1::2]))
         start += len(item.responses)
     return pairs
+
+
+def prompts_of(item) -> list[list[int] | None]:
+    """The prompt that the teacher reads each response of an item behind; None where it reads none."""
+    return item.extra.get("teacher_prompts") or [None] * len(item.responses)
 
 
 def counted_sequences(items, seq_denominator: str) -> float:
@@ -82,11 +89,14 @@ class PolicyGradient:
         anchor: model of the exact KL in the loss (reference, or the policy that sampled), for
             ``kl_loss_estimator=full``.
         value_head: scalar head on the policy's trunk, where policy and critic share it.
+        teacher: model that the policy is distilled from, behind the prompts ``extra["teacher_prompts"]``.
+        entropy_coef: a function giving the current coefficient of the entropy bonus; default the config's.
     """
 
-    def __init__(self, row, config, kl_coef=None, anchor=None, value_head=None):
-        self.row, self.config, self.anchor, self.value_head = row, config, anchor, value_head
+    def __init__(self, row, config, kl_coef=None, anchor=None, value_head=None, teacher=None, entropy_coef=None):
+        self.row, self.config, self.anchor, self.value_head, self.teacher = row, config, anchor, value_head, teacher
         self.kl_coef = kl_coef or (lambda: row.kl_loss_coef)
+        self.entropy_coef = entropy_coef or (lambda: config.entropy_coef)
         self.scale = config.loss_scale_factor or config.longest_completion
         self.objective = resolve(row.objective) if row.objective else None
         self.by_group = over_groups(row, config)
@@ -103,6 +113,9 @@ class PolicyGradient:
             "pairs": float(len(pairs_of(rl, [bool(m.any()) for i in rl for m in i.masks]))),
             "forwarded": float(sum(i.n_targets for i in rl if not i.extra.get("skip_forward"))),
             "correct_tokens": float(sum(m.sum() for i in rl for m, c in zip(i.masks, i.extra.get("correct", [])) if c)),
+            "distilled_tokens": float(
+                sum(m.sum() for i in rl for m, p in zip(i.masks, prompts_of(i)) if p is not None)
+            ),
             "ptx_tokens": float(sum(i.n_targets for i in ptx)),
             "ptx_documents": float(sum(i.extra.get("documents", 1.0) for i in ptx)),
         }
@@ -120,7 +133,7 @@ class PolicyGradient:
 
     def __call__(self, model, batch):
         row, config = self.row, self.config
-        want_entropy = config.log_entropy or config.entropy_coef > 0
+        want_entropy = config.log_entropy or config.pays_entropy
         hidden = hidden_states(model, batch, batch.src_N)
         head = head_of(model)
         logps, entropy = token_logps(head, hidden, batch.target_N, config.temperature, want_entropy)
@@ -160,6 +173,13 @@ class PolicyGradient:
         # whatever the surrogate makes of the ratio
         off = torch.expm1(masked(logps_SL.detach() - old_SL, mask).clamp(-20, 20)).abs()
         metrics["policy/ratio_deviation"] = (off.sum().float(), "forwarded")
+        if share := row.distillation_weight:
+            loss, by = terms.pop("policy_loss")
+            if share < 1:
+                terms["policy_loss"] = ((1 - share) * loss, by)
+            distilled_SL, at_SL, gap = self._distilled(batch, head, hidden, logps, logps_SL, old_SL, mask)
+            terms["distillation_loss"] = (share * self.aggregate(distilled_SL, at_SL, batch.items), self.count)
+            metrics["self_distillation/kl"] = (gap, "distilled_tokens")
         if row.kl_loss_coef:
             kl_SL = self._kl(batch, head, hidden, logps_SL, old_SL, ref_SL, mask)
             terms["kl_loss"] = (self.kl_coef() * self.aggregate(kl_SL, mask, batch.items), self.count)
@@ -172,9 +192,9 @@ class PolicyGradient:
         if want_entropy:
             entropy_SL = batch.padded(entropy)
             metrics["entropy"] = (masked(entropy_SL.detach(), mask).sum(), "forwarded")
-            if config.entropy_coef:
+            if config.pays_entropy:
                 terms["entropy_bonus"] = (
-                    -config.entropy_coef * self.aggregate(entropy_SL, mask, batch.items),
+                    -self.entropy_coef() * self.aggregate(entropy_SL, mask, batch.items),
                     self.count,
                 )
         if row.positive_nll_coef:
@@ -188,8 +208,8 @@ class PolicyGradient:
             terms["ptx_loss"] = (row.ptx_coef * nll, by)
             metrics["ptx/nll"] = (nll.detach(), "ptx_tokens")
         if len(terms) == 1:  # which the trainer shows as the loss only
-            (loss, by), *_ = terms.values()
-            metrics["policy_loss"] = (loss.detach(), by)
+            (name, (loss, by)), *_ = terms.items()
+            metrics[name] = (loss.detach(), by)
         return Sums(terms, metrics)
 
     def _token_losses(self, batch, logps_SL, old_SL, advantages, mask, column):
@@ -228,6 +248,70 @@ class PolicyGradient:
             )
             losses, sums["off_policy_masked"] = torch.where(keep, losses, 0.0), (mask & ~keep).sum()
         return losses, sums
+
+    def _distilled(self, batch, head, hidden, logps, logps_SL, old_SL, mask):
+        """(loss of every token [S, L] that the teacher has read, times the ratio to the policy that started the
+        iteration; where that is [S, L]; the sum of log pi - log teacher over these tokens).
+        """
+        config, prompts = self.config, [p for i in batch.items for p in prompts_of(i)]
+        owners = [(item, k) for item in batch.items for k in range(len(item.responses))]
+        there = [p is not None and bool(m) for p, m in zip(prompts, mask.any(-1).tolist())]
+        read = [
+            make_item(item.row_id, prompt, [item.responses[k]], [item.masks[k]])
+            for prompt, (item, k), on in zip(prompts, owners, there)
+            if on
+        ]
+        states = self._read_by_teacher(read, batch)
+        at_N = torch.tensor(there, dtype=torch.bool, device=logps.device)[batch.seq_N]
+        at_SL = mask & torch.tensor(there, dtype=torch.bool, device=logps.device)[:, None]
+        if not read:
+            return 0.0 * logps_SL, at_SL, logps.new_zeros(()).float()
+        theirs, own, targets = head_of(self.teacher), logps[at_N], batch.target_N[at_N]
+        with torch.no_grad():
+            gap = own.detach() - token_logps(theirs, states, targets, config.temperature)[0].to(own.dtype)
+        if config.distillation_mode == "sampled_token":
+            values = gap * own
+        else:
+            values = (
+                divergence(
+                    head,
+                    hidden[at_N],
+                    theirs,
+                    states,
+                    {0.0: "forward", 1.0: "reverse"}.get(config.distillation_alpha, "jsd"),
+                    config.temperature,
+                    config.distillation_alpha if 0 < config.distillation_alpha < 1 else 0.5,
+                )
+                / config.temperature**2
+            )
+        if config.distillation_is_clip is not None:
+            moved = (own.detach() - old_SL[batch.seq_N, batch.col_N][at_N]).clamp(-20, 20)
+            values = values * moved.exp().clamp(max=config.distillation_is_clip)
+        out = values.new_zeros(mask.shape).index_put((batch.seq_N[at_N], batch.col_N[at_N]), values)
+        return out, at_SL, gap.sum().float()
+
+    def _read_by_teacher(self, read, batch):
+        """Hidden states of the teacher at the targets of ``read``, in their order; None where nothing is read.
+
+        It computes without gradients, in micro-batches of its own. In shards, whose layers every rank gathers, it reads
+        all at once, and the batch itself where nothing else is to be read: as often on every rank.
+        """
+        device, whole = batch.ids_U.device, sharding.root_of(getattr(self.teacher, "model", self.teacher)) is None
+        with torch.no_grad():
+            if not whole:
+                seen = collate(read, device) if read else batch
+                states = hidden_states(self.teacher, seen, seen.src_N)
+                return states if read else None
+            if not read:
+                return None
+            parts = plan(list(read), self.config.micro_batch_tokens, cost=tokens_together(self.teacher))
+            place, found = {id(item): k for k, item in enumerate(read)}, [None] * len(read)
+            for part in parts:
+                seen = collate(part, device)
+                states = hidden_states(self.teacher, seen, seen.src_N).split([item.n_targets for item in part])
+                for item, own in zip(part, states):
+                    found[place[id(item)]] = own
+            return torch.cat(found)
 
     def _value(self, batch, hidden, mask, column):
         """(the value loss of a critic on the policy's trunk, metrics)."""

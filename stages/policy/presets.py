@@ -56,6 +56,7 @@ RL_AXES = {
             "truncation_policy",
             "dynamic_sampling",
             "ptx_coef",
+            "distillation_weight",
         )
     },
 }
@@ -122,7 +123,15 @@ def resolve_preset(config: Config):
         allow_double_kl=config.allow_double_kl,
         loss_scale_factor=config.loss_scale_factor,
     )
-    for refuse in (refuse_batch, refuse_rewards, refuse_off_policy, refuse_kl, refuse_prompts, refuse_update):
+    for refuse in (
+        refuse_batch,
+        refuse_rewards,
+        refuse_off_policy,
+        refuse_kl,
+        refuse_prompts,
+        refuse_update,
+        refuse_distillation,
+    ):
         refuse(row, config)
     dead = not_read(config)
     if dead:
@@ -615,6 +624,61 @@ def refuse_update(row, config: Config) -> None:
             f"engine_sleep=true puts vLLM to sleep, but engine={config.engine}; write engine=vllm, or leave"
             " engine_sleep out"
         )
+
+
+def refuse_distillation(row, config: Config) -> None:
+    """Distillation from the reference behind another prompt, where there is none, or where nothing fits behind it."""
+    if config.use_adaptive_entropy and not config.entropy_coef_min <= config.entropy_coef <= config.entropy_coef_max:
+        raise ValueError(
+            f"entropy_coef={config.entropy_coef:g} is what the coefficient starts at, outside of"
+            f" entropy_coef_min={config.entropy_coef_min:g} and entropy_coef_max={config.entropy_coef_max:g}; write a"
+            " number between them."
+        )
+    if not row.distillation_weight:
+        return
+    refused = {
+        f"the loss of preset={config.preset} on whole responses has no share to give away; write preset=sdpo or grpo": (
+            bool(row.objective)
+        ),
+        "update=trust_region takes its step from the surrogate alone; write preset=sdpo or grpo": (
+            row.update == "trust_region"
+        ),
+        "the teacher is a model that reads, and ref_mode=previous keeps log-probs alone; write ref_mode=refresh"
+        " ref_sync_steps=1 ref_sync_alpha=1 for the policy of the step itself": config.ref_mode == "previous",
+        "a teacher that reads no more than the policy teaches nothing; write use_successful_as_teacher=true or"
+        " include_environment_feedback=true": (
+            not config.use_successful_as_teacher and not config.include_environment_feedback
+        ),
+        "in groups of one there is no other answer to show, and no feedback is shown; write num_generations=8 or"
+        " include_environment_feedback=true": (
+            config.num_generations < 2
+            and config.dont_reprompt_on_self_success
+            and not config.include_environment_feedback
+        ),
+        f"environment={config.environment} has several turns, behind whose first question the teacher would read a whole"
+        " trajectory; write environment='' and rewards that judge one answer": bool(config.environment),
+        f"mode_mix={config.mode_mix} samples answers behind earlier ones; write mode_mix=fresh": (
+            config.mode_mix != "fresh"
+        ),
+        f"sft_member={config.sft_member} puts answers into the group that nobody sampled; write sft_member=none": (
+            config.sft_member != "none"
+        ),
+        "zero_advantage=mask leaves out groups of equal rewards, from whose right answers the policy would learn; write"
+        " zero_advantage=keep": config.zero_advantage == "mask",
+        "async_rollouts=true learns from answers of an older policy; write async_rollouts=false": config.async_rollouts,
+    }
+    for text in (text for text, on in refused.items() if on):
+        raise ValueError(f"distillation_weight={row.distillation_weight:g}: {text}.")
+    templates = {
+        "reprompt_template": ("{prompt}", *(("{solution}",) * config.use_successful_as_teacher)),
+        "solution_template": ("{successful_previous_attempt}",),
+        "feedback_template": ("{feedback_raw}",),
+    }
+    if config.include_environment_feedback:
+        templates["reprompt_template"] += ("{feedback}",)
+    for name, parts in templates.items():
+        for part in (part for part in parts if part not in getattr(config, name)):
+            raise ValueError(f"{name} has no place for {part}; write it where that is to stand.")
 
 
 def warned(row, config: Config) -> tuple[Any, list[str]]:

@@ -16,7 +16,7 @@ def _pays_steps(c) -> bool:
 
 def _aggregates(r: RLPreset, c) -> bool:
     """Whether any term of the loss is a sum over tokens that the aggregation weighs."""
-    return not r.objective or r.unit == "tokens" or r.kl_loss_coef > 0 or c.entropy_coef > 0 or r.needs_critic
+    return not r.objective or r.unit == "tokens" or r.kl_loss_coef > 0 or c.pays_entropy or r.needs_critic
 
 
 def _pays_outcomes(r: RLPreset, c) -> bool:
@@ -319,6 +319,78 @@ RL_READ_WHEN = (
         lambda r, c: r.num_iterations * c.num_minibatches > 1,
         "each batch of completions is used for one step; write num_iterations=2 or num_minibatches=2",
     ),
+    # entropy and distillation
+    (
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        lambda r, c: c.use_adaptive_entropy,
+        "the coefficient of the entropy bonus stays as it is written; write use_adaptive_entropy=true",
+    ),
+    (
+        (
+            "distillation_mode",
+            "distillation_is_clip",
+            "use_successful_as_teacher",
+            "include_environment_feedback",
+            "reprompt_template",
+            "max_reprompt_len",
+        ),
+        lambda r, c: r.distillation_weight > 0,
+        "nothing is distilled; write distillation_weight=0.5, or preset=sdpo",
+    ),
+    (
+        ("distillation_alpha",),
+        lambda r, c: r.distillation_weight > 0 and c.distillation_mode == "full_logits",
+        "of a sampled token only the reverse KL is known; write distillation_mode=full_logits (with preset=sdpo)",
+    ),
+    (
+        (
+            "success_reward_threshold",
+            "dont_reprompt_on_self_success",
+            "solution_template",
+            "remove_thinking_from_demonstration",
+        ),
+        lambda r, c: r.distillation_weight > 0 and c.use_successful_as_teacher,
+        "no successful answer is shown; write use_successful_as_teacher=true (with preset=sdpo)",
+    ),
+    (
+        ("environment_feedback_only_without_solution", "feedback_template"),
+        lambda r, c: r.distillation_weight > 0 and c.include_environment_feedback,
+        "no feedback is shown; write include_environment_feedback=true (with preset=sdpo)",
+    ),
+    (
+        ("environment_feedback_only_without_solution",),
+        lambda r, c: c.use_successful_as_teacher,
+        "no successful answer is shown beside it; write use_successful_as_teacher=true",
+    ),
+    (
+        (
+            "advantage",
+            "baseline",
+            "scale_rewards",
+            "std_ddof",
+            "std_eps",
+            "whiten",
+            "adv_norm_ddof",
+            "advantage_clip",
+            "gamma",
+            "multi_objective_aggregation",
+            "surrogate",
+            "ratio_level",
+            "epsilon",
+            "epsilon_high",
+            "clip_ratio_c",
+            "top_entropy_quantile",
+            "covariance_clip",
+            "covariance_kl",
+            "off_policy_mask_threshold",
+            "importance_correction",
+            "kl_coef",
+            "options",
+            "zero_advantage",
+        ),
+        lambda r, c: r.distillation_weight < 1,
+        "all of the loss is distillation, which reads no advantages; write distillation_weight=0.5",
+    ),
     # KL
     (
         ("kl_estimator", "kl_direction", "kl_target", "kl_is_weighted"),
@@ -371,7 +443,12 @@ RL_READ_WHEN = (
     ),
     (
         ("ref_mode", "ref_sync_steps", "ref_sync_alpha", "ref_decay"),
-        lambda r, c: r.needs_reference or c.monitor_kl or (r.opponent == "mixture" and c.ref_mode != "previous"),
+        lambda r, c: (
+            r.needs_reference
+            or c.monitor_kl
+            or r.distillation_weight > 0
+            or (r.opponent == "mixture" and c.ref_mode != "previous")
+        ),
         "no reference is loaded; write beta=0.04, kl_coef=0.02 or monitor_kl=true",
     ),
     (
@@ -624,7 +701,7 @@ RL_ALARMS_WATCH = {
     ),
     **dict.fromkeys(
         ("entropy_collapse", "entropy_explosion"),
-        (lambda r, c: c.log_entropy or c.entropy_coef > 0, "the entropy is not measured; write log_entropy=true"),
+        (lambda r, c: c.log_entropy or c.pays_entropy, "the entropy is not measured; write log_entropy=true"),
     ),
     "format_invalid": (
         lambda r, c: any(one.kind == "format" for one in c.rewards),

@@ -39,6 +39,7 @@ Preset = Literal[
     "opo",
     "otb",
     "grpo_passk",
+    "sdpo",
     "grape",
     "grape_alt",
     "ppo",
@@ -378,12 +379,121 @@ class PolicyGradientConfig(OptimizerConfig, SamplingConfig, AgentConfig, ChatCon
     ref_decay: float = Field(
         0.995, ge=0, lt=1, description="Share of the old reference kept at every step (ref_mode=ema)."
     )
-    entropy_coef: float = Field(0.0, ge=0, description="Entropy bonus (texts 0.01, off).")
+    entropy_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Entropy bonus (texts 0.01, off); with use_adaptive_entropy what the coefficient starts at.",
+    )
+    use_adaptive_entropy: bool = Field(
+        False,
+        description=(
+            "Every optimizer step raises the coefficient of the entropy bonus by entropy_coef_delta where the entropy is"
+            " at most entropy_target, and lowers it where it is above, where no bonus is paid (Skywork-OR1,"
+            " arXiv:2505.22312; TRL)."
+        ),
+    )
+    entropy_coef_min: float = Field(0.0, ge=0, description="Smallest coefficient (use_adaptive_entropy).")
+    entropy_coef_max: float = Field(1.0, gt=0, description="Largest coefficient (use_adaptive_entropy).")
+    entropy_coef_delta: float = Field(
+        0.005, gt=0, description="What a step adds to the coefficient, or takes off it (use_adaptive_entropy)."
+    )
+    entropy_target: float = Field(
+        0.2,
+        gt=0,
+        description="Entropy that is held, nats per token over the tokens of the step (use_adaptive_entropy; TRL 0.2).",
+    )
     log_entropy: bool = Field(
         True,
         description=(
             "Log the policy's exact entropy (free when entropy_coef > 0): of the tokens that go through the model,"
             " which are a share groups/forwarded_fraction of those trained."
+        ),
+    )
+
+    # Self-distillation: the reference reads more than the policy did.
+    distillation_weight: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        title="Distillation weight",
+        description=(
+            "Share w of the loss that is distillation on the policy's own tokens, w * distillation + (1 - w) * policy"
+            " loss. The teacher is the reference (ref_mode; with preset=sdpo ema of ref_decay 0.95 unless given), behind"
+            " a prompt that also shows a right answer of the same group or what the rewards said of this one"
+            " (SDPO)."
+        ),
+    )
+    distillation_mode: Literal["sampled_token", "full_logits"] = Field(
+        "sampled_token",
+        description=(
+            "What is compared with the teacher: the log-prob of the token that was sampled (policy gradient of the"
+            " reverse KL; TRL's default), or the whole distributions."
+        ),
+    )
+    distillation_alpha: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description=(
+            "distillation_mode=full_logits: 0 is KL(teacher||policy), 1 KL(policy||teacher), between them their"
+            " Jensen-Shannon divergence, whose mixture has this share of the teacher."
+        ),
+    )
+    distillation_is_clip: float | None = Field(
+        2.0,
+        gt=0,
+        title="Largest distillation ratio",
+        description=(
+            "The distillation of a token is multiplied by its ratio pi/pi_old, at most this, without a gradient; empty:"
+            " it is not."
+        ),
+    )
+    use_successful_as_teacher: bool = Field(
+        True, description="Show the teacher the first successful answer of the same group, where there is one."
+    )
+    success_reward_threshold: float | None = Field(
+        None,
+        title="Success threshold",
+        description=(
+            "An answer is successful from this reward on (TRL 1.0); empty: where a verifier says that it is right, and"
+            " without a verdict from 1.0 on."
+        ),
+    )
+    dont_reprompt_on_self_success: bool = Field(
+        True, description="An answer is not shown to the teacher that reads this very answer."
+    )
+    include_environment_feedback: bool = Field(
+        True,
+        description=(
+            "Show the teacher what was said of this answer: by rewards of kind code (the first failed test), python"
+            " (feedback of the dict that it returns) and rubric (critiques), else the row's column privileged_context"
+            " (TRL: off)."
+        ),
+    )
+    environment_feedback_only_without_solution: bool = Field(
+        False, description="Show that only where no successful answer is shown."
+    )
+    reprompt_template: str = Field(
+        "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n",
+        description="What the teacher reads in the place of the last question, {prompt}.",
+    )
+    solution_template: str = Field(
+        "\nCorrect solution:\n\n{successful_previous_attempt}\n\n",
+        description="{solution} of reprompt_template; nothing where no answer is shown.",
+    )
+    feedback_template: str = Field(
+        "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n",
+        description="{feedback} of reprompt_template; nothing where there is none.",
+    )
+    remove_thinking_from_demonstration: bool = Field(
+        False, description="Show a successful answer without its thought, <think> to </think>."
+    )
+    max_reprompt_len: int = Field(
+        10240,
+        ge=1,
+        description=(
+            "Tokens of the teacher's prompt at most; where it is longer, or the model has no positions for it and the"
+            " answer, this answer is not distilled, and counted."
         ),
     )
 
@@ -789,3 +899,8 @@ class PolicyGradientConfig(OptimizerConfig, SamplingConfig, AgentConfig, ChatCon
     eval_prompts: int = Field(
         0, ge=0, description="Validation prompts sampled once each; 0 = no validation in this stage."
     )
+
+    @property
+    def pays_entropy(self) -> bool:
+        """Whether the loss may have an entropy bonus."""
+        return self.entropy_coef > 0 or self.use_adaptive_entropy

@@ -74,8 +74,8 @@ def _given(component: RewardComponent, row: dict) -> tuple[dict, dict]:
 
 def _returned(value) -> Verdict | Unscorable:
     """What a function of one's own says of one answer: a number, or a dict with ``reward`` (verl: ``score``), of which
-    other numbers are metrics, and a bool called ``correct`` or ``acc`` (verl) is the verdict; what is no number counts
-    as nothing."""
+    other numbers are metrics, a bool called ``correct`` or ``acc`` (verl) is the verdict, and a text called ``feedback``
+    says what is wrong with it; what is nothing of this counts as nothing."""
     if not isinstance(value, dict):
         return value_of(value)
     key = next((name for name in ("reward", "score") if name in value), None)
@@ -89,11 +89,39 @@ def _returned(value) -> Verdict | Unscorable:
         )
     found = value_of(value[key])
     right = next((value[name] for name in ("correct", "acc") if isinstance(value.get(name), bool)), None)
+    said = value["feedback"].strip() if isinstance(value.get("feedback"), str) else None
     return (
         found
         if isinstance(found, Unscorable)
-        else replace(found, correct=found.correct if right is None else right, metrics=metrics)
+        else replace(
+            found, correct=found.correct if right is None else right, metrics=metrics, feedback=without_addresses(said)
+        )
     )
+
+
+#: Characters of one part of a feedback.
+SHOWN = 500
+
+
+def without_addresses(said: str | None) -> str | None:
+    """A text of a program without the places of its objects in memory, which are others in every run; None of none."""
+    return re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x...", said) if said else None
+
+
+def failed_test(test: dict, outcome) -> str:
+    """What a programmer is told of a test that his program did not pass: what was asked, what was expected, what came."""
+    cut = lambda text: text if len(text := str(text).strip()) <= SHOWN else text[:SHOWN] + " ..."
+    came = outcome.error or ""
+    if outcome.error is None and not test.get("code"):
+        came = outcome.value["stdout"] if outcome.value["exit"] == 0 else f"exit code {outcome.value['exit']}"
+    asked = (
+        {"Test": test["code"]}
+        if test.get("code")
+        else {"Input": test.get("input") or "", "Expected output": test.get("expected") or ""}
+    )
+    came_as = "Error" if test.get("code") or outcome.error else "Output"
+    parts = {**asked, came_as: came or ("it is not passed" if test.get("code") else "nothing")}
+    return without_addresses("\n".join(["A test failed.", *(f"{name}:\n{cut(text)}" for name, text in parts.items())]))
 
 
 def failure_of(component, error: str) -> Unscorable:
@@ -239,16 +267,18 @@ def score_code(rewards, component, rows) -> list:
             )
             jobs.append({**job, "source": program, "timeout_s": test.get("timeout_s")})
             owners.append((i, test))
-    passed = [0] * len(rows)
+    passed, failed = [0] * len(rows), [None] * len(rows)
     for (i, test), outcome in zip(owners, run_jobs(jobs, limits_of(component), fresh=True)):
-        if outcome.error is None:
-            passed[i] += (
-                outcome.value is True
-                if test.get("code")
-                else (outcome.value["exit"] == 0 and _same_output(outcome.value["stdout"], test.get("expected") or ""))
-            )
+        passes = outcome.error is None and (
+            outcome.value is True
+            if test.get("code")
+            else outcome.value["exit"] == 0 and _same_output(outcome.value["stdout"], test.get("expected") or "")
+        )
+        passed[i] += passes
+        if not passes and failed[i] is None:
+            failed[i] = failed_test(test, outcome)
     out = []
-    for tests, program, count in zip(asked, programs, passed):
+    for tests, program, count, told in zip(asked, programs, passed, failed):
         total = len(tests)
         value = code_reward(
             count, total, component.mode, well_formatted=program is not None, threshold=component.threshold
@@ -256,7 +286,11 @@ def score_code(rewards, component, rows) -> list:
         out.append(
             Unscorable("the prompt row has no tests")
             if value is None
-            else Verdict(value, program is not None and count == total)
+            else Verdict(
+                value,
+                program is not None and count == total,
+                feedback="The answer has no program in a fenced block." if program is None else told,
+            )
         )
     return out
 

@@ -478,6 +478,8 @@ class Rewards:
                 scored.reasons[component.name] = verdict.reason
                 continue
             scored.parts[component.name] = verdict.value
+            if verdict.feedback:
+                scored.feedback = "\n\n".join(filter(None, (scored.feedback, verdict.feedback)))
             if scored.correct is None and verdict.correct is not None:
                 scored.correct, scored.extracted = verdict.correct, verdict.extracted
         parts = dict(scored.parts)

@@ -26,7 +26,7 @@ class Scored:
     router, the one that decided. weights: the factor of each counted component in the total, what absent ones left to
     it included. turn_rewards: of a trajectory, what each turn earned of the total, and turn_parts the values that
     components give its turns. step_rewards: (last tokens, rewards) of what single steps of an answer earned of the
-    total, where a component pays them (``step_credit``)."""
+    total, where a component pays them (``step_credit``). feedback: what components said of the answer in words."""
 
     total: float | None
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -39,13 +39,15 @@ class Scored:
     turn_rewards: list[float] | None = None
     turn_parts: dict[str, list[float]] = field(default_factory=dict)
     step_rewards: tuple[list[int], list[float]] | None = None
+    feedback: str | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What a component says about one row: its value, whether the answer is right where it knows, how much an
     ensemble's members differ, a rubric's items, the value's parts by turn, what it would have been without the debate,
-    numbers beside the value, by name, and (last token, part of the value) of steps that are paid."""
+    numbers beside the value, by name, (last token, part of the value) of steps that are paid, and what is wrong with the
+    answer in words."""
 
     value: float
     correct: bool | None = None
@@ -56,6 +58,7 @@ class Verdict:
     without: float | None = None
     metrics: dict[str, float] | None = None
     steps: tuple[tuple[int, float], ...] | None = None
+    feedback: str | None = None
 
 
 #: Reasons of a component that is not asked about a row, because an earlier tier left nothing to say or the prompt is

@@ -38,7 +38,7 @@ from stages.generation import Sample, preferences
 from stages.policy.members import Members
 from stages.reward.process_rewards import merged
 from stages.rollouts.comparisons import inside, preferences_by
-from stages.rollouts.groups import Completions, Group, contexts_of, item_of
+from stages.rollouts.groups import Completions, Group, contexts_of, item_of, stale
 from stages.rollouts.logprobs import LogProbs
 from stages.rollouts.metrics import (
     credit_metrics,
@@ -50,6 +50,7 @@ from stages.rollouts.metrics import (
 )
 from stages.rollouts.policy import PolicySampler
 from stages.rollouts.recorded import ASKING
+from stages.rollouts.reprompts import Reprompt, Reprompts
 from stages.rollouts.steps import StepRewards, monte_carlo
 from stages.reward.rubric_reward import rubric_metrics
 from stages.training import TrainingError
@@ -81,6 +82,7 @@ class Scored:
     # tokens that the policy loss learns from (top_entropy_quantile, covariance_clip); None: all
     learned_BT: np.ndarray | None = None
     kept_close_BT: np.ndarray | None = None  # tokens that pay for |log pi/pi_old| (covariance_kl)
+    reprompts: list[Reprompt] | None = None  # what the teacher reads, where there is one
     items: list[Item] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -125,6 +127,13 @@ class Crediting:
             self.config.kl_horizon,
         )
         self.table: dict[str, float] = {}  # baseline per prompt id
+        self.reprompts = None
+        if row.distillation_weight:
+            from stages.decoding.decoders import max_positions
+
+            limits = [max_positions(m) for m in (policy.model, reference) if m is not None]
+            limit = min((n for n in limits if n is not None), default=None)
+            self.reprompts = Reprompts(self.config, policy.renderer, limit, members)
         self.last_kl, self.measured = 0.0, 0  # to the reference, nats in kl_unit, and of how many completions
         self.frozen_logps: int | None = None
 
@@ -168,7 +177,10 @@ class Crediting:
             rejected_BT=rejected if config.rejection_scope == "drop" else None,
         )
         if row.advantage == "token_baseline":
-            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(logps.old)) + padded(self.logprobs.collisions(items))) * (
+            # of the policy as it is, also where ratios are to whoever sampled
+            theirs = logps.old is logps.sampled and (not self.policy.exact_logps or stale(groups, version))
+            own = self.logprobs.of(self.policy.model, items) if theirs else logps.old
+            batch.energy_BT = (1.0 - 2.0 * np.exp(padded(own)) + padded(self.logprobs.collisions(items))) * (
                 1.0 if weights is None else np.square(weights)
             )
         self._compare(batch, samples, all_B.group_at, iteration, version)
@@ -203,6 +215,9 @@ class Crediting:
             kept_close,
             metrics=metrics,
         )
+        if self.reprompts is not None:
+            scored.reprompts, found = self.reprompts(groups)
+            metrics |= found
         scored.items = self._items(scored, items)
         # entropy, ratios and KL of the update are means over these groups' tokens
         if tokens := sum(i.n_targets for i in scored.items):
@@ -579,13 +594,16 @@ class Crediting:
                 extra["preferences"] = [float(np.nan_to_num(scored.preferred_B[i], nan=0.5)) for i in rows]
             if row.positive_nll_coef:
                 extra["correct"] = [bool(scored.samples[i].correct) for i in rows]
+            if scored.reprompts is not None:
+                extra["teacher_prompts"] = [scored.reprompts[i].ids for i in rows]
             masks = [on[i, : len(scored.samples[i].ids)].astype(int) for i in rows]
             by_response = tuple(extra)
             extra["skip_forward"] = not any(m.any() for m in masks) or bool(
                 not row.objective
-                and not advantages[rows.start : rows.stop].any()
+                and not (row.distillation_weight < 1 and advantages[rows.start : rows.stop].any())
+                and not any(ids is not None for ids in extra.get("teacher_prompts", ()))
                 and not row.kl_loss_coef
-                and not config.entropy_coef
+                and not config.pays_entropy
                 and not row.positive_nll_coef
                 and not (self.critic is not None and self.critic.trainer is None)
                 and not (scored.kept_close_BT is not None and scored.kept_close_BT[rows.start : rows.stop].any())

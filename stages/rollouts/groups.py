@@ -107,7 +107,7 @@ def override_reward(stage, sample: Sample, *counters) -> None:
     kind = stage.config.reward_override
     if kind == "none":
         return
-    sample.correct = None
+    sample.correct, sample.feedback = None, None
     # what an environment or an engine lost earns nothing, whatever the control
     if sample.lost:
         return

@@ -228,6 +228,7 @@ class Recorded:
             "tier": None if row["reward_tier"] == "unscorable" else row["reward_tier"],
             "context": row["sampling_prompt_id"],
             "preferred": extra.get("pair_preference"),
+            "feedback": extra.get("feedback"),
             "weights": {name: weight for name, weight in s.weights.items() if name in self.paid},
         }
         if s.mode == "sft":  # which nobody sampled

@@ -59,7 +59,9 @@ class Records:
         """``rollouts/1`` of one iteration, the turns of its completions and the rubric items of those that were not
         replayed, whose items are there already; the rows. A completion that could
         not be scored has reward_tier=unscorable, no shaped_reward, and each component's reason in
-        ``extra_json.unscorable``; its ``reward`` is 0 because the column has to have a number.
+        ``extra_json.unscorable``; its ``reward`` is 0 because the column has to have a number. Of a policy that learns
+        from itself, ``extra_json.teacher`` has the ids of the teacher's prompt (null: it read none), the index in its
+        group of the answer that this shows and the feedback that it shows; ``extra_json.feedback`` is what was said.
 
         Columns have the names of the catalogue's dataset kinds; what its section on RL calls prompt_token_ids and
         completion_token_ids is ``prompt_ids`` and ``completion_ids`` there, rollout_logprobs, old_logprobs and
@@ -127,6 +129,10 @@ class Records:
             else {}
         )
         extra |= {"steps_paid": True} if batch.steps_paid else {}
+        if scored.reprompts is not None:
+            read = scored.reprompts[i]
+            extra |= {"teacher": {"prompt_ids": read.ids, "solution": read.solution, "feedback": read.feedback}}
+            extra |= {"feedback": s.feedback} if s.feedback else {}
         failed = failures(s.parts, s.reasons)
         extra |= {"unscorable": failed} if failed else {}
         ok = bool(np.isfinite(batch.rewards_B[i]))

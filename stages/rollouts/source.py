@@ -13,7 +13,7 @@ import torch
 
 from stages.algorithms import RLPreset
 from stages.batching import Item, make_item
-from stages.estimators import Multipliers
+from stages.estimators import EntropyController, Multipliers
 from stages.generation import check_continued, score, warn_of_failures
 from stages.models.modeling import load_weights, move_towards, weights_digest, weights_file
 from stages.models.sharding import Acting
@@ -104,6 +104,13 @@ class Rollouts:
         self.groups = GroupSampler(stage, row, self.policy, rewards, members, self.opponent, steps)
         self.multipliers = Multipliers(
             {c.name: (c.weight, c.at_least, c.multiplier_step) for c in config.rewards if c.at_least is not None}
+        )
+        self.entropy = EntropyController(
+            config.entropy_coef,
+            config.entropy_target if config.use_adaptive_entropy else None,
+            config.entropy_coef_delta,
+            config.entropy_coef_min,
+            config.entropy_coef_max,
         )
         self.window = ReplayWindow(config, prompts, stage.rng, self.total_steps) if config.replay_fraction else None
         self.stored = StoredGroups(stage, prompts) if stage.has("stored") else None
@@ -230,8 +237,12 @@ class Rollouts:
             )
         if self.row.num_iterations > 1:  # which pass over the batch the ratios and approx_kl of the step are of
             extra["policy/epoch"] = float((self.inner - 1) // self.config.num_minibatches + 1)
-        if self.config.entropy_coef:
-            extra["entropy_coef"] = self.config.entropy_coef
+        if self.config.pays_entropy:
+            if self.config.use_adaptive_entropy:
+                extra["entropy_coef/paid"] = self.entropy.paid()
+                if not skipped and "entropy" in metrics:
+                    self.entropy.update(metrics["entropy"])
+            extra["entropy_coef"] = self.entropy.coef
         # effective sample size over the tokens, (sum w)^2 / (n sum w^2) (ops.monitor)
         if metrics.get("policy/ratio_sq"):
             extra["policy/ess_fraction"] = metrics["policy/ratio"] ** 2 / metrics["policy/ratio_sq"]
@@ -308,6 +319,7 @@ class Rollouts:
             "stored": self.stored,
             "recorded": self.recorded,
             "multipliers": self.multipliers if self.multipliers.bounds else None,
+            "entropy": self.entropy if self.config.use_adaptive_entropy else None,
         }
         return {name: part for name, part in found.items() if part is not None}
 

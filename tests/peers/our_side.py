@@ -272,7 +272,7 @@ def on_policy(path, reference, prompts, folder, change=None, **settings) -> tupl
         Acting(model, False),
         build_rewards(config.rewards, stage.inputs, renderer=renderer),
         given,
-        reference=freeze(policy_of(reference)) if row.needs_reference else None,
+        reference=freeze(policy_of(reference)) if row.needs_reference or row.distillation_weight else None,
     )
     seen, fill, behind = [], source.groups.fill, {}
     measured = source.crediting.baseline_of
@@ -292,6 +292,7 @@ def on_policy(path, reference, prompts, folder, change=None, **settings) -> tupl
             change(samples, len(seen))
         seen.append(
             {
+                "prompts": [s.prompt for s in samples],
                 "prompt_ids": [list(s.prompt_ids) for s in samples],
                 "completion_ids": [list(s.ids) for s in samples],
                 "logprobs": [list(s.logps) for s in samples],
@@ -313,7 +314,13 @@ def on_policy(path, reference, prompts, folder, change=None, **settings) -> tupl
         return groups, dropped, metrics
 
     source.groups.fill = filled
-    objective = PolicyGradient(row, config, source.kl_loss_coef, None, None)
+    objective = PolicyGradient(
+        row,
+        config,
+        source.kl_loss_coef,
+        teacher=source.reference if row.distillation_weight else None,
+        entropy_coef=source.entropy.paid,
+    )
     trainer, run = Trainer(model, objective, config, source.total_steps), Run()
     for step in range(STEPS):
         items = source.items(step)

@@ -8,6 +8,7 @@ steps; rows that differ must differ, and have a test here that shows why.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 
@@ -18,6 +19,8 @@ import yaml
 pytest.importorskip("trl", minversion="1.16", reason="TRL is in the extra `bench`")
 pytest.importorskip("datasets")
 
+from storage.datasets import open_dataset  # noqa: E402
+from tests.common import written  # noqa: E402
 from tests.peers import our_side, trl_side  # noqa: E402
 from tests.peers.completions import PAIRS, RATE, apart, chat, from_another_engine, uneven  # noqa: E402
 from tests.peers.page import DEFAULTS, PAGE, ROWS, Row  # noqa: E402
@@ -49,6 +52,16 @@ LABELLED = [
     {"prompt": chat(f"q {i}"), "completion": chat("", "yes " * (1 + i % 3) + "x" + str(i))[1:], "label": i % 3 != 1}
     for i in range(12)
 ]
+
+
+def told_prompts(prompts: str, folder) -> str:
+    """The prompts, with feedback for the teacher in every second row."""
+    rows = [
+        {**one, "extra_json": json.dumps({"privileged_context": f"mind the {i}"} if i % 2 else {})}
+        for i, one in enumerate(open_dataset(prompts).iter_rows())
+    ]
+    written(str(folder / "told"), "told", "prompts/1", rows)
+    return str(folder / "told")
 
 
 def both(row: Row, models, prompts, folder):
@@ -152,6 +165,18 @@ def both(row: Row, models, prompts, folder):
         run, said = our_side.self_distilled(policy, CONVERSATIONS, folder / "ours", **ours)
         assert {len(ids) for step in said for ids in step} == {4}  # else the means of answers are others
         return run, trl_side.sdft(policy, CONVERSATIONS, said, folder / "trl", **theirs), start()
+    if section.startswith("SDPOTrainer"):
+        tokenizer = trl_side.tokenizer_of(policy)
+
+        def said(samples, iteration):
+            uneven(samples, iteration)
+            for sample in samples:
+                sample.text = tokenizer.decode(sample.ids, skip_special_tokens=True)
+
+        asked = told_prompts(prompts, folder) if "include_environment_feedback=true" in row.theirs else prompts
+        settings = {"learning_rate": RATE, **ours}
+        run, sampled = our_side.on_policy(policy, policy, asked, folder / "ours", change=said, **settings)
+        return run, trl_side.sdpo(policy, sampled, folder / "trl", 4, 8, learning_rate=RATE, **theirs), start()
     assert section.startswith(("GRPOTrainer", "RLOOTrainer", "GMPOTrainer")), section
     sampler = section.endswith("/With")
     if ours.get("multi_objective_aggregation"):
@@ -368,17 +393,19 @@ STAGES = {
     "GRPO": "rl",
     "RLOO": "rl",
     "Distillation": "distill",
+    "SDPO": "rl",
 }
 
 
 def settings_of(trainer: str) -> list[str]:
     """What TRL itself declares for a trainer, beside what transformers does."""
     import trl
+    from trl.experimental.sdpo import SDPOConfig
 
-    kind = getattr(trl, f"{trainer}Config")
+    kind = SDPOConfig if trainer == "SDPO" else getattr(trl, f"{trainer}Config")
     own = {n for c in kind.__mro__ if c.__module__.startswith("trl.") for n in vars(c).get("__annotations__", ())}
     found = sorted(own & {f.name for f in dataclasses.fields(kind)})
-    assert len(found) > 15 and {"learning_rate", "model_init_kwargs", "bf16"} <= set(found)
+    assert len(found) > 15 and {"model_init_kwargs", "bf16"} <= set(found)
     return found
 
 

@@ -7,6 +7,7 @@ rewards given.
 
 from __future__ import annotations
 
+import json
 import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -417,6 +418,45 @@ def sdft(path, rows, completions, folder, **settings) -> Run:
         processing_class=tokenizer_of(path),
     )
     trainer._generate = lambda prompt_ids: (prompt_ids, next(at))
+    return train(trainer)
+
+
+def sdpo(path, iterations, folder, num_generations: int, limit: int, **settings) -> Run:
+    """Self-distillation on given completions and rewards; ``iterations`` as for :func:`on_policy`, with ``prompts``, the
+    rows that they answer.
+    """
+    from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+
+    at, current = iter(iterations), {}
+    rows = [
+        {
+            "prompt": row["prompt"],
+            "privileged_context": json.loads(row["extra_json"] or "{}").get("privileged_context"),
+        }
+        for given in iterations
+        for row in given["prompts"][::num_generations]
+    ]
+    more = {
+        "num_generations": num_generations,
+        "per_device_train_batch_size": len(iterations[0]["completion_ids"]),
+        "max_completion_length": limit,
+        "shuffle_dataset": False,
+        **settings,
+    }
+    trainer = SDPOTrainer(
+        model_of(path),
+        reward_funcs=lambda prompts, completions, **columns: list(current["rewards"]),
+        args=SDPOConfig(**arguments(folder, **more)),
+        train_dataset=dataset_of(rows),
+        processing_class=tokenizer_of(path),
+    )
+
+    def generate(prompt_ids):
+        current.update(next(at))
+        assert prompt_ids == current["prompt_ids"]
+        return current["prompt_ids"], current["completion_ids"]
+
+    trainer._generate = generate
     return train(trainer)
 
 

@@ -85,6 +85,8 @@ def every_loss(policy: str, other: str, preferences: str, rows: str, out: str) -
         objective = PolicyGradient(row, config, value_head=head)
         if row.kl_loss_estimator == "full":
             objective.anchor = load_policy(other).double()
+        if row.distillation_weight:
+            objective.teacher = load_policy(other).double()
         items = groups() + (texts() if row.ptx_coef else [])
         found[f"rl/{name}"] = stepped(load_policy(policy).double(), objective, items, 60)
     for preset, changes in (("ppo", {}), ("ppo", {"cliprange_value": 0.2}), ("ppo_outcome", {}), ("vapo", {})):

@@ -875,6 +875,42 @@ class Iteration:
             self.say(f"returns of row {i}", r["returns"], np.where(on[i], target, 0.0), 1e-3)
 
     # what is logged about all of it
+    def check_teachers(self):
+        """Each teacher's prompt shows the first successful other answer of the group, and what was said of this one."""
+        run, c, read = self.run, self.run.c, 0
+        least = 1.0 if c.success_reward_threshold is None else c.success_reward_threshold
+        by_verdict = c.success_reward_threshold is None
+        for i, r in enumerate(self.rows):
+            extra = json.loads(r["extra_json"])
+            found, others = extra["teacher"], [j for j in range(self.B) if self.group[j] == self.group[i]]
+            right = [
+                k
+                for k, j in enumerate(others)
+                if (j != i or not c.dont_reprompt_on_self_success)
+                and (
+                    bool(self.rows[j]["is_correct"])
+                    if by_verdict and self.rows[j]["is_correct"] is not None
+                    else (self.rows[j]["score"] or 0.0) >= least and self.rows[j]["score"] is not None
+                )
+            ]
+            shown = right[0] if right and c.use_successful_as_teacher else None
+            said = extra.get("feedback") if c.include_environment_feedback else None
+            if shown is not None and c.environment_feedback_only_without_solution:
+                said = None
+            if (found["solution"], found["feedback"]) != (shown, said):
+                run.problems.append(f"row {i} shows {found['solution']}, {found['feedback']} and not {shown}, {said}")
+            if (found["prompt_ids"] is None) != (shown is None and said is None):
+                run.problems.append(f"row {i}: the teacher reads {found}")
+            if found["prompt_ids"] is not None:
+                read += 1
+                text = run.tokenizer.decode(found["prompt_ids"], skip_special_tokens=True)
+                answer = "" if shown is None else self.rows[others[shown]]["completion_ids"]
+                answer = run.tokenizer.decode(answer, skip_special_tokens=True) if shown is not None else ""
+                for part in (answer.strip() if not c.remove_thinking_from_demonstration else "", said or ""):
+                    if part not in text:
+                        run.problems.append(f"row {i}: {part!r} is not in what the teacher reads")
+        self.log("self_distillation/reprompt_sample_fraction", read / self.B)
+
     def check_metrics(self):
         c, row, rows = self.c, self.row, self.rows
         shown = self.fresh if self.fresh.any() else ~self.fresh
@@ -1107,10 +1143,15 @@ class Step:
                     l = torch.where((a >= 0) | (drift <= c.off_policy_mask_threshold), l, 0.0)
                 out[i] = l
             terms["policy"] = self.agg(out)
+        if row.distillation_weight:
+            policy = terms.pop("policy")
+            if row.distillation_weight < 1:
+                terms["policy"] = (1 - row.distillation_weight) * policy
+            terms["distillation"] = row.distillation_weight * self.agg(self.distilled(live, new, full, d))
         if row.kl_loss_coef:
             terms["kl"] = run.loss_coef(it.number) * self.agg({i: self.kl(i, new, old, ref, d) for i in live})
-        if c.entropy_coef:
-            terms["entropy_bonus"] = -c.entropy_coef * self.agg({i: H[i] for i in live})
+        if c.entropy_coef or c.use_adaptive_entropy:
+            terms["entropy_bonus"] = -run.entropy_coef(self.number) * self.agg({i: H[i] for i in live})
         if row.positive_nll_coef:
             right = [i for i in live if it.rows[i]["is_correct"]]
             n = sum(int(self.masks[i].sum()) for i in right)
@@ -1153,6 +1194,37 @@ class Step:
             float(total),
             {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(names, grads)},
         )
+
+    def distilled(self, live, new, full, d):
+        """{row: loss of its tokens} of self-distillation: the reference of the step behind the prompt that the rollout
+        says it read, 0 where it read none.
+        """
+        it, c, run = self.it, self.c, self.it.run
+        weights, out = run.reference_at(self.number, it.number), {}
+        for i in live:
+            read = json.loads(it.rows[i]["extra_json"])["teacher"]["prompt_ids"]
+            if read is None:
+                out[i] = 0.0 * new[i]
+                continue
+            own = {"prompt_ids": read, "completion_ids": it.rows[i]["completion_ids"]}
+            with torch.no_grad():
+                ((h, _),) = run.other_model.read(weights, [own])
+                p = log_softmax(h, weights, c.temperature)
+            q, a = full[i], c.distillation_alpha
+            if c.distillation_mode == "sampled_token":
+                gap = new[i].detach() - picked(p, own)
+                loss = gap * new[i]
+            elif a == 0:
+                loss = (p.exp() * (p - q)).sum(-1)
+            elif a == 1:
+                loss = (q.exp() * (q - p)).sum(-1)
+            else:
+                mixed = (a * p.exp() + (1 - a) * q.exp()).log()
+                loss = a * (p.exp() * (p - mixed)).sum(-1) + (1 - a) * (q.exp() * (q - mixed)).sum(-1)
+            if c.distillation_is_clip is not None:
+                loss = loss * d[i].detach().exp().clamp(max=c.distillation_is_clip)
+            out[i] = loss
+        return out
 
     def kl(self, i, new, old, ref, d):
         it, row, c = self.it, self.row, self.c
@@ -1515,6 +1587,7 @@ class Run:
             space: dict = {}
             exec(comp.source, space)
             value = space["score"](completion_ids=ids)
+            value = value["reward"] if isinstance(value, dict) else value
             return None if value is None else float(value)
         if comp.kind == "model" and not self.c.environment:
             if not r["terminated"]:
@@ -1579,6 +1652,20 @@ class Run:
             return 0.0
         return self.row.kl_reward_coef if self.row.kl_loss_coef else self.coef(iteration)
 
+    def entropy_coef(self, step):
+        """The coefficient that a step pays: of Skywork-OR1's controller, by the entropies of the steps before it."""
+        c = self.c
+        coef = c.entropy_coef
+        if not c.use_adaptive_entropy:
+            return coef
+        last = math.inf
+        for m in self.metrics[:step]:
+            if "entropy" in m and not m.get("empty_step"):
+                last = m["entropy"]
+                move = c.entropy_coef_delta if last <= c.entropy_target else -c.entropy_coef_delta
+                coef = min(max(coef + move, c.entropy_coef_min), c.entropy_coef_max)
+        return coef if last <= c.entropy_target else 0.0
+
     def loss_coef(self, iteration):
         return self.coef(iteration)
 
@@ -1635,6 +1722,8 @@ class Run:
                     known.append(max(0.0, known[-1] + comp.multiplier_step * (comp.at_least - np.mean(values))))
                     it.log(f"reward/{name}/shortfall", comp.at_least - np.mean(values))
             it.check_metrics()
+            if self.row.distillation_weight:
+                it.check_teachers()
             for first in range(start, min(start + self.updates, len(self.steps)), c.num_minibatches):
                 seen = [np.zeros(r["length"], int) for r in rows]
                 for number_of_step in range(first, min(first + c.num_minibatches, len(self.steps))):

@@ -37,6 +37,15 @@ SOME = {
         "def score(completion_ids):\n    return None if sum(completion_ids) % 5 == 0 else len(completion_ids) % 3"
     ),
 }
+TALKING = {
+    "name": "talking",
+    "kind": "python",
+    "source": (
+        "def score(completion_ids):\n    right = sum(completion_ids) % 3 == 0\n"
+        "    said = '' if right else f'the sum is {sum(completion_ids)}'\n"
+        "    return {'reward': float(right), 'correct': right, 'feedback': said}"
+    ),
+}
 COST = {"name": "cost", "kind": "length_penalty", "length_alpha": 0.05, "weight": 2.0}
 CUT = {"name": "cut", "kind": "truncation"}
 MODEL = {"name": "model", "kind": "model", "weight": 0.5}
@@ -91,6 +100,14 @@ NUMBERS = {
     "ref_sync_alpha": [1.0],
     "ref_decay": [0.5],
     "entropy_coef": [0.05],
+    "entropy_coef_min": [0.01],
+    "entropy_coef_max": [0.06],
+    "entropy_coef_delta": [0.02],
+    "entropy_target": [4.6],
+    "distillation_weight": [0.5, 1.0],
+    "distillation_alpha": [0.0, 0.3],
+    "distillation_is_clip": [1.001],
+    "success_reward_threshold": [0.3],
     "n_steps": [2],
     "critic_warmup_steps": [1],
     "vf_coef": [0.1],
@@ -163,7 +180,8 @@ FIXED = {
     stop_on eval_every eval_prompts log_entropy environment_options environment_digest environment_timeout_s environment_memory_mib environment_network environment_workers max_turns max_turn_length
     observation_role mode_mix improve_share prior_choice conditioning sft_member sft_in_loss early_stop_kl options ptx_coef ptx_batch_ratio ptx_agg ptx_max_length max_kl cg_iters cg_damping
     backtrack_coeff backtrack_iters trust_region_max_parameters opponent_decay mixture_coef vine_samples step_separator curriculum_beta curriculum_sigma passk_bands passk_k passk_samples
-    self_paced_thresholds v_star_beta bad_words logit_bias frequency_penalty presence_penalty max_num_gen_batches""".split()
+    self_paced_thresholds v_star_beta bad_words logit_bias frequency_penalty presence_penalty max_num_gen_batches
+    reprompt_template solution_template feedback_template max_reprompt_len""".split()
 }
 OF_PRESET = {
     "vineppo": {"vine_samples": 2, "step_separator": "e"},
@@ -288,6 +306,12 @@ PARTNERS = {
     "ref_mode": [{"beta": 0.3}, {"monitor_kl": True}],
     "ref_sync_alpha": [{"ref_mode": "refresh", "ref_sync_steps": 1, "beta": 0.3}],
     "ref_decay": [{"ref_mode": "ema", "beta": 0.3}],
+    **dict.fromkeys(("distillation_mode", "distillation_is_clip"), [{"distillation_weight": 0.5}]),
+    "distillation_alpha": [{"distillation_weight": 0.5, "distillation_mode": "full_logits"}],
+    **dict.fromkeys(
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        [{"use_adaptive_entropy": True, "entropy_coef": 0.02}],
+    ),
     "baseline": [{"advantage": "reward_minus_baseline"}, {"advantage": "reward_to_go"}],
     "importance_clip_max": [{"importance_correction": "token_truncate", "top_p": 0.9}],
     "importance_correction": [{"top_p": 0.9}],
@@ -343,7 +367,7 @@ class World:
         ):
             given["reward_model"] = self.tiny["reward"]
         if (
-            (row.needs_reference or c.monitor_kl or row.opponent == "mixture")
+            (row.needs_reference or c.monitor_kl or row.opponent == "mixture" or row.distillation_weight)
             and c.ref_mode != "previous"
             and not (c.lora_rank and self.count % 2)
         ):

@@ -47,7 +47,16 @@ def group_items(rng, n=4, g=3):
                 prompt,
                 responses,
                 masks,
-                by_response=("advantages", "rewards", "correct", "values", "old_logps", "ref_logps"),
+                by_response=(
+                    "advantages",
+                    "rewards",
+                    "correct",
+                    "values",
+                    "old_logps",
+                    "ref_logps",
+                    "teacher_prompts",
+                ),
+                teacher_prompts=[None if (i + k) % 3 == 0 else [*prompt, 20 + k, 30] for k in range(g)],
                 advantages=rng.normal(size=g).tolist(),
                 rewards=rng.normal(size=g).tolist(),
                 correct=[1.0, 0.0, 1.0][:g],
@@ -143,6 +152,8 @@ def complete(name, objective, frozen):
     """Give an objective that compares the policy with another model that model, ``frozen()`` in float64."""
     if getattr(getattr(objective, "row", None), "kl_loss_estimator", "") == "full":
         objective.anchor = frozen().double()
+    if getattr(getattr(objective, "row", None), "distillation_weight", 0):
+        objective.teacher = frozen().double()
     if name in ("distill/forward", "distill/reverse", "distill/jsd"):
         objective.teacher = frozen().double()
     elif name.startswith("distill/") and "captured" not in name:

@@ -62,6 +62,7 @@ def groups(n=3, seed=0):
             "advantages": rng.normal(size=GROUP).tolist(),
             "rewards": rng.normal(size=GROUP).tolist(),
             "correct": (rng.random(GROUP) < 0.5).tolist(),
+            "teacher_prompts": [None if (i + k) % 3 == 0 else list(range(20, 26 + k)) for k in range(GROUP)],
         }
         items.append(
             make_item(
@@ -125,6 +126,11 @@ VARIANTS = {
     "vespo with tis": ("vespo", {"importance_correction": "token_truncate"}),
     "shared critic": ("ppo", {"critic_mode": "shared", "cliprange_value": 0.2}),
     "shared bandit critic": ("ppo", {"critic_mode": "shared", "critic_target": "bandit"}),
+    "distillation": (
+        "sdpo",
+        {"distillation_weight": 0.4, "distillation_mode": "full_logits", "distillation_alpha": 0.3},
+    ),
+    "distillation, token mean": ("sdpo", {"loss_agg_mode": "token-mean", "distillation_is_clip": None}),
     "pretraining mix": ("ppo_ptx", {"ptx_coef": 2.0}),
     "pretraining by documents": ("ppo_ptx", {"ptx_coef": 2.0, "ptx_agg": "seq-mean-token-sum"}),
 }
@@ -139,6 +145,8 @@ def test_groups_in_parts_have_the_gradients_and_metrics_of_whole_groups(tiny, na
     model, items = load_policy(tiny["policy"]).double(), groups()
     if row.kl_loss_estimator == "full":
         objective.anchor = load_policy(tiny["other"]).double()
+    if row.distillation_weight:
+        objective.teacher = load_policy(tiny["other"]).double()
     budgets = (30, 45) if row.unit != "pairs" else (60,)
     same(model, objective, items + (texts() if row.ptx_coef else []), config, budgets if not row.ptx_coef else (45,))
 

@@ -19,6 +19,7 @@ from tests.training.rl_combinations import (
     ENVIRONMENT,
     EVEN,
     SPREAD,
+    TALKING,
     Covering,
     axes,
     says_what_to_write,
@@ -27,6 +28,33 @@ from tests.training.rl_combinations import (
 
 #: What went wrong once, or what a pair would rarely hit.
 CHOSEN = {
+    "distillation, half": {
+        "preset": "sdpo",
+        "distillation_weight": 0.5,
+        "num_minibatches": 2,
+        "num_iterations": 2,
+        "distillation_is_clip": 1.001,
+        "rewards": [TALKING],
+        "num_generations": 4,
+    },
+    "distillation of whole distributions, adapter": {
+        "preset": "sdpo",
+        "distillation_mode": "full_logits",
+        "distillation_alpha": 0.3,
+        "lora_rank": 4,
+        "num_minibatches": 2,
+        "minibatch_unit": "sequence",
+        "rewards": [EVEN],
+        "temperature": 1.3,
+    },
+    "adaptive entropy": {
+        "preset": "grpo",
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.02,
+        "entropy_coef_delta": 0.03,
+        "entropy_target": 4.6,
+        "max_steps": 5,
+    },
     "KL-Cov's first step": {
         "preset": "grpo",
         "surrogate": "none",
@@ -205,8 +233,8 @@ def test_what_a_run_leaves_follows_from_its_settings(world, drawn, k):
 
 @pytest.mark.parametrize("name", list(CHOSEN))
 def test_combinations_by_name(world, name):
-    """The first three also in other micro-batches, and killed and gone on with."""
-    assert checked(world, CHOSEN[name], more=name in list(CHOSEN)[:3]) == "ran"
+    """The first ones also in other micro-batches, killed and gone on with, and from their own rollouts."""
+    assert checked(world, CHOSEN[name], more=name in list(CHOSEN)[:6]) == "ran"
 
 
 def test_stored_rollouts_of_another_run(world):

@@ -35,6 +35,7 @@ EXTRA = {
     "grpo_plus": {"truncation_policy": "score", "context_schedule": [(0, 6), (2, 8)]},
     "astar_po": {"num_generations": 1, "baseline_samples": 3, "options": {"beta": 0.1}},
     "sppo": {"options": {"eta": 1.0}},
+    "sdpo": {"ref_mode": "frozen"},
     "ppo_ptx": {"ptx_coef": 1.0},
     "online_ipo": {"options": {"tau": 1.0}},
     "vineppo": {"vine_samples": 3, "step_separator": "e"},
@@ -348,6 +349,15 @@ def papers_loss(name, rows, A, new, old, ref, full_new, full_old):
             D, ri, rj = r[i] - r[j], torch.exp(seq[i] - old[i].sum()), torch.exp(seq[j] - old[j].sum())
             total -= (clip(ri, rj.detach() * D, 0.2, 0.2) + clip(rj, -ri.detach() * D, 0.2, 0.2)) / 2
         return total / len(pairs)
+    if name == "sdpo":
+        return (
+            sum(
+                (r.detach().clamp(max=2.0) * (n.detach() - row["teacher"]) * n).mean()
+                for row, r, n in zip(rows, ratio, new)
+                if row["teacher"] is not None
+            )
+            / S
+        )
     h = [s - r.sum() for s, r in zip(seq, ref)]
     if name == "copg":
         return sum((R[i] - R[j] - 0.1 * (h[i] - h[j])) ** 2 / 0.2 for i, j in pairs) / len(pairs)
@@ -402,6 +412,9 @@ def test_the_update_follows_from_the_rollouts(tiny, data, spec, text, name):
     with torch.no_grad():
         sampled, full_old = zip(*(logps_of(sampler, r) for r in rows))
         reference = [logps_of(other, r)[0] for r in rows]
+        for r in rows if name == "sdpo" else ():
+            read = json.loads(r["extra_json"])["teacher"]["prompt_ids"]
+            r["teacher"] = None if read is None else logps_of(other, {**r, "prompt_ids": read})[0]
     own = [np.array(r["tool_mask"] or [0] * r["length"]) == 0 for r in rows]  # tokens that the policy chose
     new, sampled, reference, full_new, full_old = (
         [x[k] for x, k in zip(xs, own)] for xs in (new, sampled, reference, full_new, full_old)
