@@ -5,6 +5,7 @@ that is killed goes on with them. Steps, gradients and stages are real; only the
 import json
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from stages.batching import RowTooLarge, per_response, size
+from stages.harness import execute
 from stages.models.modeling import load_policy
 from stages.reward_models.reward_heads import new_reward_model
 from stages.running import cuda
 from stages.settings import OptimizerConfig
 from stages.training import Trainer
+from tests.common import silent
 from tests.processes import undrawn
+from tests.second_device import DEVICE, second_device
 from tests.training.test_invariance import complete, objectives
 from tests.training.test_resume import outputs
 
@@ -242,6 +246,30 @@ def test_a_sampler_without_memory_says_what_to_write(tiny, monkeypatch):
     ):
         with pytest.raises(sampler.SamplerError, match=rf"up to 9 tokens at a time\. Write {says}\.$"):
             engine.generate([[5, 6]], SamplingParams(max_new_tokens=9), [list(range(rows))])
+
+
+def test_it_is_the_same_step_on_a_device_of_its_own(tiny, data, spec, monkeypatch):
+    """What is released there is the device's; the numbers are those of the CPU."""
+    config, rows, most, first = STAGES["sft"]
+    released, whole, release = [], Trainer._sums, cuda.release
+
+    def sums(self, group):
+        if self.step_index >= first and sum(map(size, group)) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(self, group)
+
+    monkeypatch.setattr(Trainer, "_sums", sums)
+    monkeypatch.setattr(cuda, "release", lambda device: (released.append(device), release(device)))
+    told = []
+    for device in ("cpu", DEVICE):
+        given = {**spec("sft", config, {"model": tiny["policy"], "data": data[rows]}, device[:4]), "device": device}
+        with second_device(monkeypatch) if device == DEVICE else nullcontext():
+            execute(given, silent)
+        lines = (Path(given["workdir"]) / "metrics.jsonl").read_text().splitlines()
+        told.append([json.loads(line)["metrics"] for line in lines])
+    for there, here in zip(*told, strict=True):
+        assert there == pytest.approx(here, rel=1e-3, abs=1e-5)
+    assert set(released) == {"cpu", DEVICE} and "micro_batch_tokens" in told[1][-2]
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
