@@ -537,7 +537,8 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("use_dynamic_bsz", "log_prob_use_dynamic_bsz", "auto_find_batch_size", "dynamic_batch_enable"),
-        ": micro-batches go by tokens (max_tokens_per_micro_batch); leave it out",
+        ": micro-batches go by tokens (max_tokens_per_micro_batch), and are halved where they do not fit into memory;"
+        " leave it out",
     ),
     **dict.fromkeys(
         ("use_transformers_paged", "use_transformers_continuous_batching"),

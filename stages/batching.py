@@ -23,8 +23,12 @@ import numpy as np
 import torch
 
 from stages.models import sharding
-from stages.running import ranks
+from stages.running import cuda, ranks
 from stages.selection import pack_best_fit
+
+
+class RowTooLarge(RuntimeError):
+    """A row that does not fit into memory by itself; the text says what to change."""
 
 
 @dataclass(frozen=True)
@@ -387,7 +391,11 @@ def per_response(
     """``compute(batch)`` gives one value per response of a micro-batch; returns them per item, in the items' order.
 
     Micro-batches as in training, without gradients. ``model`` is what compute reads: where it pads, padding counts;
-    where it is sharded, every rank must call with the same items; each computes its share, and all get all values.
+    where it is sharded, every rank must call with the same items; each computes its share, and all get all values. A
+    micro-batch that does not fit into memory is computed in halves.
+
+    Raises:
+        RowTooLarge: a single item does not fit, or one micro-batch of a sharded model.
     """
     from stages.models.modeling import tokens_together
 
@@ -400,13 +408,20 @@ def per_response(
     groups = plan([piece for own in pieces for piece in own], max_tokens, cost=cost)
     if sharding.root_of(model) is None:
         with torch.inference_mode():
-            found = [compute(collate(group, device)) for group in groups]
+            found = [_in_halves(group, device, compute) for group in groups]
     else:
         shares = ranks.shares(list(enumerate(groups)), lambda numbered: sum(map(size, numbered[1])))
         mine = shares[ranks.rank()]
         # every rank must gather the layers as often as the others
         company = [(None, groups[0])] * (max(map(len, shares)) - len(mine))
-        known = {k: sharding.run(model, lambda: compute(collate(group, device))) for k, group in mine + company}
+        known = {}
+        for k, group in mine + company:
+            try:
+                known[k] = sharding.run(model, lambda: compute(collate(group, device)))
+            except (MemoryError, RuntimeError) as error:  # the others wait inside a layer: nothing can be done again
+                if not cuda.out_of_memory(error):
+                    raise
+                raise too_large(group, sharded=True) from error
         everyone = {k: values for part in ranks.gather(known) for k, values in part.items()}
         found = [everyone[k] for k in range(len(groups))]
     values_of: dict[int, list] = {}
@@ -414,6 +429,35 @@ def per_response(
         values = iter(given)
         values_of.update((id(piece), [next(values) for _ in piece.responses]) for piece in group)
     return [_in_order(places, [values_of[id(piece)] for piece in own]) for places, own in zip(parts, pieces)]
+
+
+def _in_halves(group: list[Item], device: str, compute: Callable[[Batch], Sequence]) -> list:
+    """``compute`` of a micro-batch; of its halves, and theirs, where memory does not suffice."""
+    try:
+        return list(compute(collate(group, device)))
+    except (MemoryError, RuntimeError) as error:
+        if not cuda.out_of_memory(error):
+            raise
+        if len(group) == 1:
+            raise too_large(group) from error
+    cuda.release(device)
+    half = len(group) // 2
+    return [*_in_halves(group[:half], device, compute), *_in_halves(group[half:], device, compute)]
+
+
+def too_large(group: Sequence[Item], sharded: bool = False) -> RowTooLarge:
+    """What to do about items that a model cannot read together, without gradients."""
+    tokens, rows = together(group), ", ".join(dict.fromkeys(item.row_id for item in group[:8]))
+    return RowTooLarge(
+        f"Memory does not suffice for a forward pass over {tokens:,} tokens (rows {rows}). "
+        + (
+            f"Write max_tokens_per_micro_batch={max(1, tokens // 2)}"
+            if sharded and len(group) > 1
+            else "A lower max_tokens_per_micro_batch cannot help, since this is one row. Write a lower max_length"
+            " (max_prompt_length or max_completion_length where completions are sampled)"
+        )
+        + ", or leave other work off this device."
+    )
 
 
 def _in_order(places, values) -> list:

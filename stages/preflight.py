@@ -42,8 +42,10 @@ def preflight(
             masked formatting).
 
     Raises:
-        TrainingError: the dearest micro-batch does not fit into memory.
+        TrainingError: a single row does not fit into memory.
     """
+    from stages.training import tell_budget
+
     if stage.checkpoints.latest() is not None or not items:
         return
     check_ids(trainer.model, items, renderer)
@@ -61,6 +63,7 @@ def preflight(
     if completions_end:
         check_stop_tokens(stage, items, renderer)
     seconds, tokens, peak = try_dearest(trainer, items, batch_size, prepare)
+    tell_budget(stage, trainer)
     whole = facts["tokens per step"] * trainer.total_steps * seconds / max(1, tokens)
     stage.log(
         f"the dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far {peak:,.0f} MiB; "
@@ -180,10 +183,12 @@ def rl_preflight(stage, trainer, source) -> None:
         source: the :class:`stages.rollouts.source.Rollouts` that will run.
 
     Raises:
-        TrainingError: a micro-batch of the longest completions does not fit into memory, or none of the completions
-            tried can be scored.
+        TrainingError: a prompt with one of the longest completions does not fit into memory, or none of the
+            completions tried can be scored.
         ConfigError: the model has no positions for the longest prompt and completion.
     """
+    from stages.training import tell_budget
+
     if stage.checkpoints.latest() is not None:
         return
     config, renderer = stage.config, source.policy.renderer
@@ -208,19 +213,10 @@ def rl_preflight(stage, trainer, source) -> None:
     per_step = max(1, -(-len(made) // config.num_minibatches))
     warn_of_repeated_prompts(stage, made[:per_step], facts["tokens per step at most"])
     times = []
-    for name, one, instead in (
-        ("policy", trainer, ""),
-        ("critic", getattr(source.critic, "trainer", None), "critic_mode=shared"),
-    ):
+    for name, one in (("policy", trainer), ("critic", getattr(source.critic, "trainer", None))):
         if one is not None:
-            seconds, tokens, peak = try_dearest(
-                one,
-                made,
-                per_step,
-                settings="max_completion_length or max_prompt_length",
-                instead=instead,
-                made_up=True,
-            )
+            seconds, tokens, peak = try_dearest(one, made, per_step, made_up=True)
+            tell_budget(stage, one)
             stage.log(
                 f"the {name}'s dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far"
                 f" {peak:,.0f} MiB"
@@ -610,33 +606,6 @@ def warn_of_repeated_prompts(stage, step: Sequence[Item], tokens: int) -> None:
         )
 
 
-def advice(trainer, step: Sequence[Item], tokens: int, settings: str, instead: str = "") -> str:
-    """What to write when a micro-batch of so many tokens of this step does not fit into memory: only what helps.
-
-    Args:
-        settings: what bounds a row. instead: what to write in place of a LoRA adapter, for a model that takes none.
-    """
-    config = trainer.config
-    least = max(
-        len(item.prompt) + sum(len(item.responses[k]) for k in unit)
-        for item in step
-        for unit in ([range(len(item.responses))] if item.by_response is None else trainer.units(item))
-    )
-    write = [
-        *(["activation_checkpointing=true"] if not config.activation_checkpointing else []),
-        *([instead] if instead else ["lora_rank=16"] if not config.lora_rank else []),
-    ]
-    budget = f"max_tokens_per_micro_batch (now {config.micro_batch_tokens:,}"
-    lower = (
-        f"Lower {budget}; that helps down to {least:,}) or {settings}"
-        if tokens > least
-        else (
-            f"A lower {budget}) cannot help, since these go through the model together whatever it is. Lower {settings}"
-        )
-    )
-    return lower + (f", or write {' or '.join(write)}." if write else ".")
-
-
 def filled(group: list[Item], others: Sequence[Item], budget: int) -> list[Item]:
     """A micro-batch of made-up rollouts with one more, as long as there is room: the rollouts of a run have all
     lengths, and fill it.
@@ -660,19 +629,15 @@ def filled(group: list[Item], others: Sequence[Item], budget: int) -> list[Item]
 
 
 def try_dearest(
-    trainer,
-    items: Sequence[Item],
-    batch_size: int,
-    prepare=None,
-    settings: str = "max_length",
-    instead: str = "",
-    made_up: bool = False,
+    trainer, items: Sequence[Item], batch_size: int, prepare=None, made_up: bool = False
 ) -> tuple[float, int, float]:
     """Forward and backward of the largest micro-batch that a step could hold, with the optimizer's memory: (seconds,
-    its tokens, peak MiB so far).
+    its tokens, peak MiB so far). One that does not fit into memory halves the trainer's micro-batches.
 
-    ``settings`` and ``instead``: see :func:`advice`; ``made_up``: the items are rollouts of the greatest length, see
-    :func:`filled`.
+    ``made_up``: the items are rollouts of the greatest length, see :func:`filled`.
+
+    Raises:
+        TrainingError: not even a single row fits, or the optimizer's state.
     """
     import torch
 
@@ -682,39 +647,35 @@ def try_dearest(
     from stages.training import TrainingError
 
     step = sorted(items, key=size, reverse=True)[:batch_size]
-    planned = trainer.planned(step)
     cost = tokens_together(trainer.model)
-    group = max(planned, key=cost)
-    if made_up and cost is together:
-        group = filled(
-            group,
-            [item for other in planned if other is not group for item in other],
-            trainer.config.micro_batch_tokens,
-        )
-    tokens = sum(map(size, group))
-    cuda.finish(trainer.device)
-    started = time.monotonic()
-    moments = []
     try:
         moments = optimizer_state(trainer)
-        if prepare is not None:
-            prepare(step)
-        counts = trainer.objective.counts(step)
-        try:
-            trainer.backward(group, counts)
-        except RuntimeError as error:
-            if not cuda.give_up(error):
-                raise
-            trainer.backward(group, counts)
-        cuda.finish(trainer.device)
-        seconds = time.monotonic() - started
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "alloc" not in str(error).lower():
+        if not cuda.out_of_memory(error):
             raise
+        smaller = ["lora_rank=16", "optimizer=adamw_8bit", "optimizer=adafactor"]
+        write = [trainer.instead] if trainer.instead else ["a lower lora_rank"] if trainer.config.lora_rank else smaller
         raise TrainingError(
-            f"The dearest micro-batch ({sum(len(i.responses) for i in group)} responses, {tokens:,} tokens) does not"
-            " fit into memory. " + advice(trainer, step, tokens, settings, instead)
+            f"What optimizer={trainer.config.optimizer} holds of every trained weight does not fit into memory. Write"
+            f" {' or '.join(write)}."
         ) from error
+    if prepare is not None:
+        prepare(step)
+    counts = trainer.objective.counts(step)
+
+    def attempt() -> tuple[float, int]:
+        planned = trainer.planned(step)
+        group = max(planned, key=cost)
+        if made_up and cost is together:
+            group = filled(group, [item for other in planned if other is not group for item in other], trainer.budget)
+        cuda.finish(trainer.device)
+        started = time.monotonic()
+        trainer.through([(group, True)], lambda group, counted: trainer.backward(group, counts))
+        cuda.finish(trainer.device)
+        return time.monotonic() - started, sum(map(size, group))
+
+    try:
+        seconds, tokens = trainer.within_memory(attempt)
     finally:
         trainer.optimizer.zero_grad(set_to_none=True)
         del moments

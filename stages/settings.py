@@ -258,7 +258,7 @@ class OptimizerConfig(StageConfig):
             "Tokens per forward pass (a shared prompt once; with its padding where the model's own code computes);"
             " bounds memory, cannot change the result. Empty: 4096; on a GPU up to 16384, as its memory allows. A prompt"
             " with more responses than fit goes through the model in parts, each with the prompt again; what a loss"
-            " compares stays together."
+            " compares stays together. Halved, with a warning, where a micro-batch does not fit into memory."
         ),
     )
     packing: Literal["sorted", "best_fit"] = Field(

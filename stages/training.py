@@ -38,10 +38,29 @@ from stages.running.stopping import Terminated, stopping
 from stages.selection import is_better, largest_remainder
 from stages.settings import OptimizerConfig, whole_part
 from storage.checkpoints import Files
+from storage.files import atomic_write_json, read_json
 
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message names the rows and what to change."""
+
+
+class NoRoom(Exception):
+    """Memory did not suffice for a micro-batch of ``tokens`` tokens, and smaller ones are possible. Nothing has moved,
+    and every rank raises it."""
+
+    def __init__(self, tokens: int):
+        super().__init__(tokens)
+        self.tokens = tokens
+
+
+class OutOfRoom(TrainingError):
+    """The same with sharded weights, where the other ranks wait inside a layer and the step cannot be done again in
+    these processes: ``tokens`` of a micro-batch may fit."""
+
+    def __init__(self, text: str, tokens: int):
+        super().__init__(text)
+        self.tokens = tokens
 
 
 @dataclass
@@ -192,6 +211,9 @@ class Trainer:
         self.model, self.objective, self.config = model, objective, config
         self.total_steps, self.device = total_steps, device
         self.step_index = self.skipped = 0
+        # of a micro-batch; halved where one does not fit into memory (within_memory)
+        self.budget = config.micro_batch_tokens
+        self.instead = ""  # what helps a model that takes no LoRA adapter where memory does not suffice
         self.fill = 0.0  # of the newest step's micro-batches
         self.best: dict[str, Any] = {}
         self.ranks = ranks.connect(device)
@@ -239,7 +261,7 @@ class Trainer:
 
     def planned(self, items: Sequence[Item]) -> list[list[Item]]:
         """All ranks' micro-batches of a step; small steps are shared out so that every rank has work."""
-        budget = self.config.micro_batch_tokens
+        budget = self.budget
         cost = tokens_together(self.model)
         items = cut(items, budget, self.units, cost)
         if self.ranks > 1:
@@ -270,15 +292,90 @@ class Trainer:
             return Sums({name: (totals[name], by) for name, (_, by) in found[0].loss.items()}, found[0].metrics)
 
     def step(self, items: Sequence[Item]) -> dict[str, float]:
-        """One optimizer step over ``items``; returns its metrics. A non-finite step changes nothing and is counted."""
+        """One optimizer step over ``items``; returns its metrics. A non-finite step changes nothing and is counted. One
+        whose micro-batches do not fit into memory is done again in smaller ones (:meth:`within_memory`).
+        """
+        return self.within_memory(lambda: self._step(items))
+
+    def within_memory(self, attempt: Callable):
+        """``attempt()``, which moves nothing before all its micro-batches are through the model. Where one of them does
+        not fit into memory ``budget`` is halved, and all is done again from the start: the same step, since no
+        micro-batch divides anything and randomness is by counters.
+        """
         index = self.step_index
-        try:
-            return self._step(items)
-        except RuntimeError as error:  # of the first backward there is: nothing has moved yet
-            if not cuda.give_up(error):
-                raise
-        self.step_index = index
-        return self._step(items)
+        while True:
+            tokens = None
+            try:
+                return attempt()
+            except NoRoom as error:
+                tokens = error.tokens
+            except RuntimeError as error:  # of the first backward there is
+                if not cuda.give_up(error):
+                    raise
+            self.step_index = index
+            self.optimizer.zero_grad(set_to_none=True)
+            if tokens is not None:
+                cuda.release(self.device)
+                self.budget = max(1, min(self.budget, tokens) // 2)
+
+    def through(self, groups: Sequence[tuple[list[Item], bool]], compute: Callable[[list[Item], bool], Any]) -> list:
+        """``compute(group, counted)`` of this rank's micro-batches; what it gave of those that count.
+
+        Raises:
+            NoRoom: memory did not suffice, here or on another rank.
+            TrainingError: it does not for a single row.
+            OutOfRoom: it did not, and weights are sharded.
+        """
+        found, refused = [], None
+        for group, counted in groups:
+            try:
+                one = compute(group, counted)
+            except (MemoryError, RuntimeError) as error:
+                if not cuda.out_of_memory(error):
+                    raise
+                refused = self.refused(group)
+                if self.root is not None:
+                    raise self._ends(*refused) from error
+            if refused is not None:
+                break
+            if counted:
+                found.append(one)
+        everyone = [one for one in ranks.gather(refused) if one is not None]
+        if any(text for _, text in everyone):
+            raise TrainingError(next(text for _, text in everyone if text))
+        if everyone:
+            raise NoRoom(min(tokens for tokens, _ in everyone))
+        return found
+
+    def refused(self, group: list[Item]) -> tuple[int, str]:
+        """(tokens of a micro-batch that does not fit into memory; what to write where it cannot be smaller, else "")."""
+        cost = tokens_together(self.model)
+        tokens = cost(group)
+        if max(cost([part]) for part in cut(group, 1, self.units, cost)) < tokens:
+            return tokens, ""
+        config = self.config
+        settings = (
+            "max_completion_length or max_prompt_length" if hasattr(config, "max_prompt_length") else "max_length"
+        )
+        write = [
+            *(["activation_checkpointing=true"] if not config.activation_checkpointing else []),
+            *([self.instead] if self.instead else ["lora_rank=16"] if not config.lora_rank else []),
+        ]
+        return tokens, (
+            f"Row {group[0].row_id} ({sum(len(i.responses) for i in group)} responses, {tokens:,} tokens) does not fit"
+            f" into memory by itself, so a lower max_tokens_per_micro_batch (now {self.budget:,}) cannot help. Lower"
+            f" {settings}" + (f", or write {' or '.join(write)}." if write else ".")
+        )
+
+    def _ends(self, tokens: int, text: str) -> TrainingError:
+        if text:
+            return TrainingError(text)
+        half = max(1, min(self.budget, tokens) // 2)
+        return OutOfRoom(
+            f"A micro-batch of {tokens:,} tokens does not fit into memory, and with sharding=full a step cannot be done"
+            f" again within the run. Write max_tokens_per_micro_batch={half}.",
+            half,
+        )
 
     def _step(self, items: Sequence[Item]) -> dict[str, float]:
         learning_rate = learning_rate_at(self.step_index, self.total_steps, self.config)
@@ -297,13 +394,9 @@ class Trainer:
                 "empty_step": 1.0,
             }
         groups = self._micro_batches(forwarded)
-        self.fill = filled([group for group, counted in groups if counted], self.config.micro_batch_tokens)
+        self.fill = filled([group for group, counted in groups if counted], self.budget)
         self._count_loads(groups)
-        found = []
-        for group, counted in groups:
-            sums = self.backward(group, counts, counted)
-            if counted:
-                found.append(sums.detached())
+        found = self.through(groups, lambda group, counted: self.backward(group, counts, counted).detached())
         self._add(totals, found, counts)
         totals = ranks.sum_numbers(totals)
         if isinstance(self.objective, balance.Balanced):
@@ -348,13 +441,15 @@ class Trainer:
         ):
             self.objective.know(None)
             return
-        loads = None
-        for group, counted in groups:
+
+        def loads_of(group, counted):
             batch = collate(group, self.device)
             with products(self.config, self.device), self.objective.watch as watch:
                 sharding.run(self.model, lambda: hidden_states(self.model, batch, batch.src_N))
-            if counted:
-                loads = watch.loads[1] if loads is None else loads + watch.loads[1]
+            return watch.loads[1]
+
+        found = self.through(groups, loads_of)
+        loads = sum(found[1:], found[0]) if found else None
         self.objective.know(
             sum(
                 part.to(self.device)
@@ -371,12 +466,14 @@ class Trainer:
 
     def gradient_norm(self, items: Sequence[Item]) -> float:
         """Norm of the gradient that a step over ``items`` would take; nothing moves."""
+        return self.within_memory(lambda: self._gradient_norm(items))
+
+    def _gradient_norm(self, items: Sequence[Item]) -> float:
         counts = self.objective.counts(items)
         self.optimizer.zero_grad(set_to_none=True)
         groups = self._micro_batches([i for i in items if not i.extra.get("skip_forward")] or items)
         self._count_loads(groups)
-        for group, counted in groups:
-            self.backward(group, counts, counted)
+        self.through(groups, lambda group, counted: self.backward(group, counts, counted).detached())
         norm = self._clipped(math.inf)
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -432,8 +529,10 @@ class Trainer:
             return {}
         counts = self.objective.counts(items)
         totals: dict[str, float] = {}
-        found = [(self._sums(group), counted) for group, counted in self._micro_batches(items)]
-        self._add(totals, [sums for sums, counted in found if counted], counts)
+        found = self.within_memory(
+            lambda: self.through(self._micro_batches(items), lambda group, counted: self._sums(group))
+        )
+        self._add(totals, found, counts)
         return ranks.sum_numbers(totals)
 
     # -- which weights count ------------------------------------------------------------------------------------
@@ -504,7 +603,14 @@ class Trainer:
             }
         parts, mine = (self.ranks, ranks.rank()) if self.root is not None else (1, 0)
         return (
-            {"step": self.step_index, "skipped": self.skipped, "best": self.best, "parts": parts, **averaged},
+            {
+                "step": self.step_index,
+                "skipped": self.skipped,
+                "best": self.best,
+                "parts": parts,
+                "micro_batch_tokens": self.budget,
+                **averaged,
+            },
             {f"trainer-{mine}.safetensors": writer_of(tensors)},
         )
 
@@ -530,11 +636,48 @@ class Trainer:
         if self.bema is not None:
             self.bema.restore(state["averaged_steps"], stored)
         self.step_index, self.skipped, self.best = state["step"], state["skipped"], state["best"]
+        self.budget = min(self.budget, state["micro_batch_tokens"])
 
 
 def was_skipped(metrics: dict[str, float]) -> bool:
     """Whether the step of these metrics changed nothing because its loss or gradient was not finite."""
     return not all(math.isfinite(metrics.get(name, 0.0)) for name in ("loss", "grad_norm"))
+
+
+def tell_budget(stage, trainer: Trainer) -> dict[str, float]:
+    """Warn where a trainer's micro-batches became smaller than they were to be, and the metric that says so: {} where
+    all fitted.
+    """
+    asked = trainer.config.micro_batch_tokens
+    if trainer.budget >= asked:
+        return {}
+    stage.warn(
+        "micro_batch_halved",
+        f"Micro-batches of max_tokens_per_micro_batch={asked:,} tokens did not fit into memory, so they have"
+        f" {trainer.budget:,} at most from then on; optimizer steps are the same up to rounding. Write"
+        f" max_tokens_per_micro_batch={trainer.budget} to spare the attempts, or activation_checkpointing=true.",
+    )
+    return {"micro_batch_tokens": float(trainer.budget)}
+
+
+#: In a stage's directory: the tokens of a micro-batch with which it goes on after an :class:`OutOfRoom`.
+SMALLER = "micro_batch_tokens.json"
+
+
+def step_or_keep(stage, trainer: Trainer, items: Sequence[Item]) -> dict[str, float]:
+    """``trainer.step``; where it ends with :class:`OutOfRoom` the next attempt of this stage has smaller micro-batches.
+
+    Raises:
+        TrainingError: says that the same command goes on.
+    """
+    try:
+        return trainer.step(items)
+    except OutOfRoom as error:
+        atomic_write_json(stage.workdir / SMALLER, {"tokens": error.tokens})
+        raise TrainingError(
+            f"{error} Or give the same command again: it goes on from the last checkpoint, with micro-batches of"
+            f" {error.tokens:,} tokens."
+        ) from error
 
 
 def refuse_unmoved(bema, total_steps: int) -> None:
@@ -648,6 +791,8 @@ def fit(
         trainer.restore(found.state["trainer"], Files(found))
         source.restore(found.state["source"], Files(found))
         stage.log(f"resumed at step {trainer.step_index} of {trainer.total_steps}")
+    kept = [one["tokens"] for one in ranks.gather(read_json(stage.workdir / SMALLER, None)) if one]
+    trainer.budget = min([trainer.budget, *kept])
 
     def judge() -> tuple[dict[str, float], bool]:
         if evaluate is None:
@@ -669,7 +814,7 @@ def fit(
     while trainer.step_index < trainer.total_steps and not stop:
         started = time.monotonic()
         items = source.items(trainer.step_index)
-        metrics = trainer.step(items)
+        metrics = step_or_keep(stage, trainer, items)
         step = trainer.step_index
         metrics.update(source.after_step(step, metrics))
         elapsed = time.monotonic() - started
@@ -687,6 +832,7 @@ def fit(
                 )
         if epochs is not None:
             epochs.after_step(trainer)
+        metrics.update(tell_budget(stage, trainer))
         stage.metric(step, metrics)
         if step > first + 1:
             counted = getattr(source, "step_tokens", None)
@@ -729,6 +875,8 @@ def fit(
     if epochs is not None:
         epochs.before_settling(trainer)
     trainer.settle()
+    if smaller := tell_budget(stage, trainer):
+        stage.summary(smaller)
     # others are texts: "nan"
     rows = [row for row in logged_metrics(stage) if isinstance(row.get("loss"), (int, float))]
     losses = [row["loss"] for row in rows]

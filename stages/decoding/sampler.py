@@ -151,7 +151,8 @@ class Sampler:
 
         progress(done, total) is called with completion counts as rows finish, on_token(prompt, completion, ids so far)
         with every token that is read.
-        Raises SamplerError for an empty prompt, ids outside the vocabulary, too long rows, unusable stop settings.
+        Raises SamplerError for an empty prompt, ids outside the vocabulary, too long rows, unusable stop settings, and
+        where memory does not suffice.
         """
         self._check(prompts, params, seeds)
         total = sum(len(s) for s in seeds)
@@ -172,6 +173,14 @@ class Sampler:
                     self.release()
                     self._held.append(run.held)
                 return found
+        except (MemoryError, RuntimeError) as error:
+            if not cuda.out_of_memory(error):
+                raise
+            rows = min(total, self.max_batch)
+            raise SamplerError(
+                f"Memory does not suffice to sample {rows} completions of up to {params.max_new_tokens:,} tokens at a"
+                f" time. Write {f'generation_batch={rows // 2} or ' if rows > 1 else ''}a lower max_completion_length."
+            ) from error
         finally:
             self.model.train(was_training)
 

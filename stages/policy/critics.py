@@ -31,7 +31,7 @@ from stages.reward_models.reward_heads import (
     save_reward_model,
     score_head,
 )
-from stages.training import Sums, Trainer
+from stages.training import Sums, Trainer, tell_budget
 
 
 class ValueRegression:
@@ -131,6 +131,7 @@ class Critic:
     """
 
     def __init__(self, stage, row, start: str, is_reward_model: bool, policy):
+        self.stage = stage
         config = self.config = stage.config
         self.device, self.row, self.bias = stage.device, row, 0.0
         self.only_first = row.critic_target == "bandit"
@@ -164,6 +165,7 @@ class Critic:
             config.max_steps + row.critic_warmup_steps,
             stage.device,
         )
+        self.trainer.instead = "critic_mode=shared"
 
     def values(self, items) -> tuple[list[list[float]], list[float]]:
         """(values of every response token, value after the last one), per response in the items' order; all of them
@@ -199,9 +201,8 @@ class Critic:
         if self.only_first:
             items = [replace(i, masks=tuple(m * (m.cumsum() == 1) for m in i.masks)) for i in items]
         items = [replace(i, extra={**i.extra, "skip_forward": not i.n_targets}) for i in items]
-        return {
-            f"critic/{k}": v for k, v in self.trainer.step(items).items() if k not in ("skipped_steps", "learning_rate")
-        }
+        metrics = self.trainer.step(items) | tell_budget(self.stage, self.trainer)
+        return {f"critic/{k}": v for k, v in metrics.items() if k not in ("skipped_steps", "learning_rate")}
 
     def state(self) -> tuple[dict, dict[str, bytes]]:
         if self.trainer is None:

@@ -24,12 +24,12 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stages.batching import Item, collate, pad
+from stages.batching import Item, collate, pad, together
 from stages.models import lean
 from stages.models.divergence import exact_kl
 from stages.models.modeling import Head, head_chunks, head_of, hidden_states, precise
 from stages.running import cuda, ranks
-from stages.training import Trainer, TrainingError
+from stages.training import NoRoom, Trainer, TrainingError
 
 
 #: Of a step that changes nothing.
@@ -108,14 +108,20 @@ class TrustRegionTrainer(Trainer):
         if not live:
             return {"loss": 0.0, "grad_norm": 0.0, **UNMOVED, "skipped_steps": float(self.skipped), "empty_step": 1.0}
         counts = self.objective.counts(items)
-        batches = [collate(group, self.device) for group, _ in self._micro_batches(live)]
-        totals, found = {"loss": 0.0}, []
+        groups = self._micro_batches(live)
+        batches = [collate(group, self.device) for group, _ in groups]
+        totals = {"loss": 0.0}
         g = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device, dtype=parameters[0].dtype)
-        for batch in batches:
-            sums = self.objective(self.model, batch)
+        each = iter(batches)
+
+        def descend(group, counted):
+            nonlocal g
+            sums = self.objective(self.model, next(each))
             with cuda.strictly(self.device):
                 g -= flat(torch.autograd.grad(sums.divided(counts), parameters, allow_unused=True), parameters)
-            found.append(sums.detached())
+            return sums.detached()
+
+        found = self.through(groups, descend)
         self._add(totals, found, counts)
         ranks.sum_tensor(g)
         totals = ranks.sum_numbers(totals)
@@ -131,11 +137,28 @@ class TrustRegionTrainer(Trainer):
                     for group, _ in self._micro_batches(thinned(live, self.config.fisher_fraction))
                 ]
             )
-            totals |= self._natural_step(batches, some, counts, g, totals["loss"], parameters)
+            start, refused = flat([p.detach() for p in parameters], parameters), None
+            try:
+                totals |= self._natural_step(batches, some, counts, g, totals["loss"], start, parameters)
+            except (MemoryError, RuntimeError) as error:
+                assign(parameters, start)
+                if not cuda.out_of_memory(error):
+                    raise
+                refused = self.refused(max((batch.items for batch in (*batches, *some)), key=together))
+                if self.ranks > 1 and not refused[1]:  # the others wait for this one's part of a product
+                    refused = (
+                        refused[0],
+                        (
+                            f"TRPO's products with the Fisher matrix do not fit into memory with {refused[0]:,} tokens. Write"
+                            f" max_tokens_per_micro_batch={max(1, refused[0] // 2)}, or a lower fisher_fraction."
+                        ),
+                    )
+            if refused is not None:
+                raise TrainingError(refused[1]) if refused[1] else NoRoom(refused[0])
             self._average()
         return {**totals, "skipped_steps": float(self.skipped)}
 
-    def _natural_step(self, batches, some, counts, g, loss, parameters) -> dict[str, float]:
+    def _natural_step(self, batches, some, counts, g, loss, start, parameters) -> dict[str, float]:
         config = self.config
         tokens, seen = (
             int(ranks.sum_numbers({"tokens": sum(len(b.src_N) for b in of)})["tokens"]) for of in (batches, some)
@@ -151,7 +174,6 @@ class TrustRegionTrainer(Trainer):
         if not (math.isfinite(curvature) and curvature > 0):
             return found
         step = full_step(x, curvature, config.max_kl)
-        start = flat([p.detach() for p in parameters], parameters)
 
         def try_step(fraction):
             assign(parameters, start + fraction * step)

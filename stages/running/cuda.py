@@ -135,6 +135,26 @@ def give_up(error: RuntimeError) -> bool:
     return True
 
 
+#: What torch, cuBLAS and the CPU's allocator say where memory does not suffice, other than by an exception's type.
+MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "alloc_failed")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory, the GPU's or the machine's, did not suffice."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(said in str(error).lower() for said in MEMORY)
+    )
+
+
+def release(device: str | torch.device) -> None:
+    """Give back what a computation that :func:`out_of_memory` ended has left behind; call it outside of the handler,
+    whose exception holds the tensors of every frame."""
+    with _CAPTURES:
+        gc.collect()
+        if is_cuda(device):
+            torch.cuda.empty_cache()
+
+
 def numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
     """Tensors of one number each as Python's, exactly; those of a GPU in one transfer, since each would wait for
     everything that was started there.

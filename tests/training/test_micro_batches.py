@@ -539,63 +539,55 @@ def test_the_trial_adds_a_shorter_rollout_where_there_is_room():
 @pytest.mark.parametrize(
     "budget, changes, says",
     (
-        (
-            200,
-            {},
-            (
-                r"Lower max_tokens_per_micro_batch \(now 200; that helps down to 24\) or max_completion_length or"
-                r" max_prompt_length, or write activation_checkpointing=true or lora_rank=16\.$"
-            ),
-        ),
-        (
-            24,
-            {},
-            (
-                r"A lower max_tokens_per_micro_batch \(now 24\) cannot help.*Lower max_completion_length or"
-                r" max_prompt_length, or write activation_checkpointing=true or lora_rank=16\.$"
-            ),
-        ),
-        (
-            8,
-            {"activation_checkpointing": True, "lora_rank": 4},
-            (
-                r"cannot help, since these go through the model together whatever it is\. Lower max_completion_length"
-                r" or max_prompt_length\.$"
-            ),
-        ),
+        (200, {}, ", or write activation_checkpointing=true or lora_rank=16"),
+        (24, {}, ", or write activation_checkpointing=true or lora_rank=16"),
+        (8, {"activation_checkpointing": True, "lora_rank": 4}, ""),
     ),
 )
-def test_a_rollout_that_does_not_fit_is_told_what_helps(tiny, budget, changes, says):
+def test_a_rollout_that_does_not_fit_by_itself_is_told_what_helps(tiny, budget, changes, says):
+    """Whatever the budget was, groups are parted down to single completions first."""
     from stages.preflight import try_dearest
 
     config = Config(preset="grpo", num_generations=6, max_tokens_per_micro_batch=budget, **changes)
     trainer = Trainer(load_policy(tiny["policy"]), PolicyGradient(resolve_preset(config)[0], config), config, 1)
     items = [make_item(str(k), [1] * 14, [[2] * 10] * 6, [[1] * 10] * 6, by_response=()) for k in range(2)]
+    tried = []
 
     def backward(group, counts):
+        tried.append(sum(map(size, group)))
         raise MemoryError
 
     trainer.backward = backward
-    with pytest.raises(TrainingError, match=says):
-        try_dearest(trainer, items, 2, settings="max_completion_length or max_prompt_length", made_up=True)
+    with pytest.raises(
+        TrainingError,
+        match=(
+            r"^Row 0 \(1 responses, 24 tokens\) does not fit into memory by itself, so a lower"
+            rf" max_tokens_per_micro_batch \(now \d+\) cannot help\. Lower max_completion_length or max_prompt_length{says}\.$"
+        ),
+    ):
+        try_dearest(trainer, items, 2, made_up=True)
+    assert tried[-1] == 24 and tried == sorted(tried, reverse=True) and (tried[0] > 100) == (budget == 200)
 
 
-def test_a_pair_that_does_not_fit_is_not_told_to_lower_the_budget(tiny):
+def test_a_pair_that_does_not_fit_stays_together_and_is_told_what_helps(tiny):
+    from stages.align import Config as Align
     from stages.preflight import try_dearest
 
     objective, make, _ = objectives()["align/dpo"]
     items = make(np.random.default_rng(0))
-    trainer = Trainer(load_policy(tiny["policy"]), objective, Config(max_tokens_per_micro_batch=1), 1)
+    for budget in (1, 4096):
+        trainer = Trainer(load_policy(tiny["policy"]), objective, Align(max_tokens_per_micro_batch=budget), 1)
 
-    def backward(group, counts):
-        raise MemoryError
+        def backward(group, counts):
+            raise MemoryError
 
-    trainer.backward = backward
-    with pytest.raises(TrainingError, match=r"\(2 responses, .*cannot help.*Lower max_length, or write"):
-        try_dearest(trainer, items, 4)
-    trainer.config = Config(max_tokens_per_micro_batch=4096)
-    with pytest.raises(TrainingError, match=rf"helps down to {max(map(size, items))}\)"):
-        try_dearest(trainer, items, len(items))
+        trainer.backward = backward
+        longest = max(items, key=size)
+        with pytest.raises(
+            TrainingError,
+            match=rf"^Row {longest.row_id} \(2 responses, {size(longest)} tokens\).*Lower max_length, or write",
+        ):
+            try_dearest(trainer, items, len(items))
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------
