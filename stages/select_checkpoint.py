@@ -384,7 +384,7 @@ class Questions:
 
     def plan(self, label: str):
         """The evaluation of one candidate."""
-        from stages.evaluate import Plan
+        from stages.evaluation.plan import Plan
 
         stage = self.stage
         model = stage.inputs[f"candidates.{label}"]
@@ -491,10 +491,11 @@ class Candidate:
 
     def answers(self, kind: str, part) -> list[dict]:
         """Rows of ``eval_samples/1`` of a chunk of prompts, with the candidate's label."""
+        from stages.evaluation.units import finished
         from storage.files import canonical_json
 
         self.plan._loaded["rewards"] = self.questions.rewards(self.plan.renderer)
-        rows = self.plan.answers(part)[0] if kind == "prompts" else self.plan.choice_scores(part)
+        rows, _ = finished(self.plan, kind, part)
         return [
             {**row, "extra_json": canonical_json({**json.loads(row["extra_json"]), "candidate": self.label})}
             for row in rows
