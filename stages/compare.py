@@ -264,7 +264,8 @@ class Part:
                         f"{side} has no {self.metric} for {lacking:.1%} of the answers that were scored for"
                         f" {before if side == name else name}{f' on {benchmark}' if benchmark else ''}: their gain is"
                         " over the items that both have, and each column over the model's own. Why is under unscorable"
-                        " in its samples; evaluate it again where a server or grader failed.",
+                        " in its samples, or the model has no room for these prompts (prompts_too_long); evaluate it"
+                        " again where a server or grader failed.",
                     )
         for name, before in zip(self.names[1:], self.names):
             length = self.differences.get((name, "length_mean"))

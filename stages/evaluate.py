@@ -46,9 +46,10 @@ from stages.spec import InputSpec, OutputSpec, StageSpec
 SPEC = StageSpec(
     name="evaluate",
     config=Config,
-    gpu=True,
+    gpu="models",
     judges="model",
     check=given.check,
+    unread=given.unread,
     inputs={
         "model": InputSpec("model", required=False, doc="The model that is judged."),
         "answers": InputSpec(

@@ -123,7 +123,7 @@ class Plan:
 
         config, data = self.config, self.stage.dataset("prompts")
         read = (
-            prompt_rows(self.stage, data, config.split, None, 0, config.limit, ids_of=lambda row: [])
+            prompt_rows(self.stage, data, config.split, None, 0, config.limit, ids_of=lambda row: [], first=True)
             if self.stage.has("answers")
             else self._shown(data)
         )
@@ -206,6 +206,7 @@ class Plan:
             config.limit,
             config.prompt_template,
             ids_of=lambda row: max(map(self._ids_of, self._orders(row)), key=len),
+            first=True,
         )
         if config.perturb_options:
             perturbed.check([row for row, _ in read])

@@ -39,7 +39,10 @@ class Config(SamplingConfig, AgentConfig, BenchmarkConfig, ChatConfig, GivenConf
         None,
         ge=1,
         title="Limit",
-        description="Prompts (and pairs, and texts) used at most, the first ones of the split; empty = all.",
+        description=(
+            "Prompts (and pairs, and texts) used at most, the first ones of the split; empty = all. Prompts that are too"
+            " long for the model are among them."
+        ),
     )
     num_samples: int = Field(
         4, ge=0, description="Sampled answers per prompt, k of avg@k and pass@k (section D.0); 0 = greedy only."
