@@ -145,6 +145,16 @@ CASES = {  # name: (stage, settings, rows)
         {**ROWS, **FULL, "batch_size": 21, "publish_epochs": True, "ema_decay": 0.5},
         "demonstrations",
     ),
+    "reward model, every epoch, LoRA, sharded": (
+        "reward_model",
+        {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "batch_size": 21, "publish_epochs": True},
+        "pairs",
+    ),
+    "reward model, every epoch, LM head beside": (
+        "reward_model",
+        {**ROWS, "batch_size": 21, "publish_epochs": True, "lm_loss_weight": 0.5},
+        "pairs",
+    ),
     "sft, corrected averages, LoRA, sharded": (
         "sft",
         {**ROWS, **FULL, "learning_rate": 1e-2, "lora_rank": 4, "bema": {"update_freq": 1, "update_after": 1}},
