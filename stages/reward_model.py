@@ -722,26 +722,12 @@ def trained(stage, setup: Setup, data, offset: float) -> tuple:
     return card, judged
 
 
-class Unreported:
-    """A stage whose figures and warnings are left to the end of the run."""
-
-    def __init__(self, stage):
-        self._stage = stage
-
-    def __getattr__(self, name):
-        return getattr(self._stage, name)
-
-    def report(self, *args, **more) -> None:
-        pass
-
-    warn = report
-
-
 def write_epoch(stage, setup: Setup, data, directory) -> None:
     """Write the reward model as it is (``publish_epochs``), with the card that it would have if training ended here;
     training goes on from it.
     """
     from stages.models.epochs import unrounded
+    from stages.reward_models.reward_eval import Unreported
     from stages.reward_models.reward_heads import without_lm_head
 
     setup.model.eval()
