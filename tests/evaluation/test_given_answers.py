@@ -391,6 +391,7 @@ def test_given_answers_stand_beside_a_model_s(beside, tmp_path):
     assert "model/length_characters" in summary and "model/length_mean" not in summary
     told = warned(result)["answers_given"]
     assert "The answers of best were given" in told and "model 3, best 1" in told
+    assert "answers_missing" not in warned(result)  # one answer to every prompt is none too few
     rows = list(open_dataset(tmp_path / "compare" / "out" / "comparison").iter_rows())
     assert {row["source"] for row in rows} >= {"answers:dddddddddddd"}
     with pytest.raises(ProtocolError, match="graders"):
