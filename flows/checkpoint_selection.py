@@ -22,7 +22,10 @@ class Data(StageConfig):
     demonstrations: Optional[str] = Field(
         None,
         title="Demonstrations",
-        description="What the candidates were fine-tuned on, with validation rows; empty: what the stage was.",
+        description=(
+            "What the candidates were fine-tuned on, with validation rows (of reward models: labelled answers); empty:"
+            " what the stage was."
+        ),
     )
     prompts: Optional[str] = Field(
         None,

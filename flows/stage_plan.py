@@ -34,7 +34,7 @@ def stage_plan(name: str, inputs: dict[str, str], config: Any, seed: int, force:
     shown = ("status", "seconds", "progress", "step", "log")
     return {
         "stage": spec.name,
-        "config": config.resolved(),
+        "config": spec.settings(config, given),
         "seed": seed,
         "inputs": [
             {

@@ -255,7 +255,9 @@ class Part:
             (name for name in ("reward", self.metric) if name in self.columns and not lower_is_better(name)), None
         )
         self.frontier_of = gain if gain and "kl_reference" in self.columns and len(self.names) > 1 else None
-        self.differences = paired_differences(self.names, self.records, self.columns, self.metric, config.confidence)
+        self.differences = paired_differences(
+            self.names, self.records, self.columns, self.metric, config.confidence, by_item=bool(told)
+        )
         for name, before in zip(self.names[1:], self.names):
             for side, missing in ((name, "candidate_missing"), (before, "champion_missing")):
                 if lacking := (self.differences.get((name, self.metric)) or {}).get(missing):
@@ -264,7 +266,8 @@ class Part:
                         f"{side} has no {self.metric} for {lacking:.1%} of the answers that were scored for"
                         f" {before if side == name else name}{f' on {benchmark}' if benchmark else ''}: their gain is"
                         " over the items that both have, and each column over the model's own. Why is under unscorable"
-                        " in its samples; evaluate it again where a server or grader failed.",
+                        " in its samples, or the model has no room for these prompts (prompts_too_long); evaluate it"
+                        " again where a server or grader failed.",
                     )
         for name, before in zip(self.names[1:], self.names):
             length = self.differences.get((name, "length_mean"))
@@ -402,9 +405,9 @@ def select(stage, config: Config, records: dict) -> dict:
 
 
 def paired_differences(
-    names: list[str], records: dict, columns: list[str], main: str, confidence: float
+    names: list[str], records: dict, columns: list[str], main: str, confidence: float, by_item: bool = False
 ) -> dict[tuple[str, str], dict]:
-    """{(name, metric): paired result against the model before it}."""
+    """{(name, metric): paired result against the model before it}; ``by_item``: see ``scores.paired``."""
     from stages.evaluation.scores import paired
     from stages.spec import ConfigError
 
@@ -413,7 +416,7 @@ def paired_differences(
     for before, name in zip(names, names[1:]):
         for metric in metrics:
             try:
-                found[name, metric] = paired(records[name], records[before], metric, confidence)
+                found[name, metric] = paired(records[name], records[before], metric, confidence, by_item=by_item)
             except ValueError as error:
                 if metric == main:
                     raise ConfigError(f"compare: {error}") from None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 
 @dataclass
@@ -134,14 +135,16 @@ def prompt_rows(
     limit: int | None = None,
     template: str = "chat",
     ids_of=None,
+    first: bool = False,
 ):
     """``[(row, prompt ids)]`` of a ``prompts/1`` split; prompts over the length limit are left out, counted and named.
-    ``ids_of``: row -> its ids, where its prompt alone is not what is shown.
+    ``ids_of``: row -> its ids, where its prompt alone is not what is shown. ``first``: ``limit`` counts those that are
+    left out, too, so that whoever answers is asked among the same prompts.
     """
     from stages.chat import rendering
 
     rows, too_long = [], 0
-    for row in dataset.iter_rows(split=split):
+    for row in islice(dataset.iter_rows(split=split), limit if first else None):
         with rendering(row):
             ids = prompt_ids(renderer, row["prompt"], template) if ids_of is None else ids_of(row)
         if len(ids) > max_prompt_length:

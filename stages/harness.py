@@ -352,14 +352,14 @@ class Stage:
         }
         self.emit("output", name=name, **self._state.outputs[name])
 
-    def link_model(self, name: str, source: str | Path) -> None:
+    def link_model(self, name: str, source: str | Path, role: str = "") -> None:
         """Give the declared model output ``name`` the files of a model directory, or of another output of this run: as
         hard links where they are the store's or this run's, whose files never change, else as copies.
         """
         found = Path(self._state.outputs.get(str(source), {}).get("path", source)).resolve()
         work = self.workdir.resolve()  # home/work/KEY, beside home/models
         ours = any(found.is_relative_to(place) for place in (work, work.parent.parent / "models"))
-        with self.output_model(name) as directory:
+        with self.output_model(name, role) as directory:
             if self.rank == 0:
                 link_tree(found, directory) if ours else shutil.copytree(found, directory, dirs_exist_ok=True)
 

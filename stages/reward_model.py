@@ -15,17 +15,18 @@ and template. After training the scores are anchored (``rm.calibrate``) and the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from stages.models.memory import Role
 from stages.reward_models.reward_objectives import COMPARING, KINDS, refuse_unread
-from stages.settings import ChatConfig, OptimizerConfig, ReadWhen, refuse_unread_in
+from stages.settings import EPOCHS, ChatConfig, EpochsConfig, OptimizerConfig, ReadWhen, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
 
-class Config(OptimizerConfig, ChatConfig):
+class Config(EpochsConfig, ChatConfig):
     READ_WHEN: ClassVar[ReadWhen] = (
         *OptimizerConfig.READ_WHEN,
         (
@@ -341,7 +342,7 @@ SPEC = StageSpec(
             doc="The reward model that these rows, from the newer policy, replace: its drift is measured.",
         ),
     },
-    outputs={"model": OutputSpec("model", role="reward")},
+    outputs={"model": OutputSpec("model", role="reward"), "epoch": replace(EPOCHS, role="reward")},
 )
 
 
@@ -492,16 +493,16 @@ class Setup:
             reader=self.reader,
         )
 
-    def save(self, directory, card) -> None:
-        from stages.models.modeling import save_policy, save_type
+    def save(self, directory, card, dtype, trains_on: bool = False) -> None:
+        """Write the model with its card; ``dtype``, ``trains_on``: as ``stages.models.modeling.save_weights``."""
+        from stages.models.modeling import save_policy
         from stages.reward_models.reward_heads import save_reward_model, write_card
 
-        dtype = save_type(self.stage, self.model)
         if self.row.reads == "labels":
-            save_policy(self.model, self.reader.tokenizer, directory, dtype=dtype)
+            save_policy(self.model, self.reader.tokenizer, directory, dtype=dtype, trains_on=trains_on)
             write_card(directory, card)
         else:
-            save_reward_model(self.model, self.reader.tokenizer, directory, card, dtype)
+            save_reward_model(self.model, self.reader.tokenizer, directory, card, dtype, trains_on)
 
 
 def with_adapter(stage, model, config, reads: str):
@@ -582,10 +583,13 @@ def spread(metrics: dict[str, float]) -> dict[str, float]:
 
 def run(stage):
     from collections import Counter
+    from functools import partial
 
+    from stages.models.epochs import Epochs
+    from stages.models.modeling import save_type
     from stages.preflight import preflight
     from stages.reporting.curves import training_report
-    from stages.reward_models.reward_eval import FEW, count_of, fooled_by, held_out, held_out_of_all, warn_about
+    from stages.reward_models.reward_eval import FEW, count_of, held_out_of_all, warn_about
     from stages.reward_models.reward_heads import drop_lm_head
     from stages.training import Trainer, fit
 
@@ -640,12 +644,19 @@ def run(stage):
         found = trainer.evaluate(validation)
         return spread(found) | found
 
-    fit(stage, trainer, source, evaluate=evaluate if validation else None, eval_every=config.eval_every)
+    epochs = Epochs(stage, source, partial(write_epoch, stage, setup, data)) if config.publish_epochs else None
+    fit(
+        stage,
+        trainer,
+        source,
+        evaluate=evaluate if validation else None,
+        eval_every=config.eval_every,
+        epochs=epochs,
+    )
     setup.model.eval()
     final = trainer.evaluate(train[: config.eval_rows])
     offset = setup.offset + drop_lm_head(setup.model, setup.lm_head, setup.token)
-    card = setup.card(offset=offset)
-    card.bias, card.anchor = calibration_bias(stage, setup.scorer(stage, card), data, setup)
+    card, judged = trained(stage, setup, data, offset)
     summary = {
         "steps": trainer.step_index,
         "rows": len(train),
@@ -661,7 +672,38 @@ def run(stage):
         summary["spoiled"] = len(worse)
     if stage.many("replay"):
         summary["replayed"] = len(replayed)
-    judged = {}
+    summary |= {f"{split}/{k}": v for split in ("validation", "test") for k, v in judged.get(split, {}).items()}
+    best = judged.get("test") or judged.get("validation") or {}
+    earlier = (
+        held_out_of_all(stage, setup.scorer(stage, card), earlier_rows(stage), "earlier", config.eval_rows)
+        if stage.many("replay")
+        else {}
+    )
+    summary |= {f"earlier/{k}": v for k, v in earlier.items()}
+    dtype = save_type(stage, setup.model)
+    with stage.output_model("model", role="reward") as directory:
+        setup.save(directory, card, dtype)
+    if epochs is not None:
+        epochs.conclude()
+    if stage.has("previous"):
+        trainer = None  # gradients and moments make room for the earlier model
+        setup.model.zero_grad(set_to_none=True)
+        summary |= drift(stage, data, best)
+    stage.summary(summary)
+    if judged or earlier:
+        warn_about(
+            stage, earlier if count_of(best) < FEW <= count_of(earlier) else best, final.get("accuracy"), setup.row.name
+        )
+    training_report(stage, f"Reward model ({setup.row.name})", summary)
+
+
+def trained(stage, setup: Setup, data, offset: float) -> tuple:
+    """(card of the trained network in memory, calibrated and judged on held-out rows; its metrics by split)."""
+    from stages.reward_models.reward_eval import FEW, count_of, fooled_by, held_out
+
+    config, judged = stage.config, {}
+    card = setup.card(offset=offset)
+    card.bias, card.anchor = calibration_bias(stage, setup.scorer(stage, card), data, setup)
     for split in ("test", "validation"):  # probes are of the split that judges the model
         found = held_out(
             stage,
@@ -673,29 +715,26 @@ def run(stage):
         )
         if found:
             judged[split] = found
-    summary |= {f"{split}/{k}": v for split in ("validation", "test") for k, v in judged.get(split, {}).items()}
     best = judged.get("test") or judged.get("validation") or {}
-    earlier = (
-        held_out_of_all(stage, setup.scorer(stage, card), earlier_rows(stage), "earlier", config.eval_rows)
-        if stage.many("replay")
-        else {}
-    )
-    summary |= {f"earlier/{k}": v for k, v in earlier.items()}
     card.options["held_out"] = {k: best[k] for k in ("accuracy", "ece") if k in best} | {"rows": count_of(best)}
     if count_of(best) >= FEW and (fooled := fooled_by(best)):
         card.options["held_out"]["fooled_by"] = fooled
-    with stage.output_model("model", role="reward") as directory:
-        setup.save(directory, card)
-    if stage.has("previous"):
-        trainer = None  # gradients and moments make room for the earlier model
-        setup.model.zero_grad(set_to_none=True)
-        summary |= drift(stage, data, best)
-    stage.summary(summary)
-    if judged or earlier:
-        warn_about(
-            stage, earlier if count_of(best) < FEW <= count_of(earlier) else best, final.get("accuracy"), setup.row.name
-        )
-    training_report(stage, f"Reward model ({setup.row.name})", summary)
+    return card, judged
+
+
+def write_epoch(stage, setup: Setup, data, directory) -> None:
+    """Write the reward model as it is (``publish_epochs``), with the card that it would have if training ended here;
+    training goes on from it.
+    """
+    from stages.models.epochs import unrounded
+    from stages.reward_models.reward_eval import Unreported
+    from stages.reward_models.reward_heads import without_lm_head
+
+    setup.model.eval()
+    with without_lm_head(setup.model, setup.lm_head, setup.token) as constant:
+        card, _ = trained(Unreported(stage), setup, data, setup.offset + constant)
+        setup.save(directory, card, unrounded(stage), trains_on=True)
+    setup.model.train()
 
 
 def spoiled(stage, setup: Setup, data, fresh: int, dropped) -> list:

@@ -13,6 +13,9 @@ per prompt; or ``val_loss``, the mean NLL of the validation rows of ``data``, wh
 Answers are those that stage ``evaluate`` gives with these settings and this seed. Of equal candidates the earliest is
 chosen, in the order of their labels; candidates are compared on the prompts on which all of them have a value, and one
 that has none anywhere, or one that is not finite, is never chosen. The chosen model is published byte for byte.
+
+Candidates that are reward models answer nothing: they are judged by the rows of ``data`` in the split, as stage
+``reward_model`` judges the one that it trained (``rm.eval``), and ``metric:NAME`` of these decides, by default accuracy.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from stages.evaluate import Config as EvaluateConfig
 from stages.evaluation.given import GivenConfig
 from stages.reward.components import CUT_REWARD, RewardComponent
 from stages.reward.judging import JUDGE_INPUTS
+from stages.reward_models.reward_objectives import KINDS
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageConfig, StageSpec
 from stages.win_rate import Config as WinRateConfig
 
@@ -35,6 +39,8 @@ METRIC = "metric:"
 REFERENCES = "references"
 #: Share of answers that end by themselves below which their scores say little (as in stage sft).
 ENDED = 0.9
+#: Pairs on which reward models are probed where a probe decides (as in stage reward_model).
+PROBED = 64
 
 
 class Config(StageConfig):
@@ -43,7 +49,8 @@ class Config(StageConfig):
         title="Select on",
         description=(
             "What decides: rm_score, win_rate, val_loss, or metric:NAME of stage evaluate, such as metric:accuracy or"
-            " metric:reward/NAME. Empty: rm_score where a reward_model is given, else val_loss."
+            " metric:reward/NAME. Empty: rm_score where a reward_model is given, else val_loss. Of reward models:"
+            " metric:NAME of stage reward_model, such as metric:accuracy (the default), metric:log_loss or metric:ece."
         ),
     )
     baseline: str = Field(
@@ -55,9 +62,12 @@ class Config(StageConfig):
     )
     split: str = Field(
         "validation",
-        description="Split of data whose loss is measured, whose answers are references, and prompts without prompts.",
+        description=(
+            "Split of data whose loss is measured, whose answers are references, and prompts without prompts; whose rows"
+            " judge reward models."
+        ),
     )
-    eval_rows: int = Field(512, ge=1, description="Rows of data for val_loss at most, the first of the split.")
+    eval_rows: int = Field(512, ge=1, description="Rows of data for val_loss, or to judge reward models by, at most.")
     train_on: Literal["all_assistant", "final_turn", "final_message", "full"] = Field(
         "all_assistant", description="Tokens whose loss counts, as in the stage that trained the candidates (sft.mask)."
     )
@@ -197,13 +207,18 @@ SPEC = StageSpec(
     check=check,
     inputs={
         "candidates": InputSpec(
-            "model", many=True, use="words", doc="The checkpoints, as candidates.EPOCH; labels are their order."
+            "model",
+            many=True,
+            doc="The checkpoints, as candidates.EPOCH, policies or reward models; labels are their order.",
         ),
         "data": InputSpec(
             "dataset",
-            kinds=("demonstrations/1", "text/1"),
+            kinds=("demonstrations/1", "text/1", *KINDS),
             held_out=True,
-            doc="What they were fine-tuned on: its validation rows give val_loss, references, and prompts.",
+            doc=(
+                "What they were fine-tuned on: its validation rows give val_loss, references, and prompts, or judge reward"
+                " models."
+            ),
         ),
         "prompts": InputSpec(
             "dataset",
@@ -292,6 +307,13 @@ class Seen:
 
 def run(stage):
     config, labels = stage.config, in_order(stage.many("candidates"))
+    if are_reward_models(stage, labels):
+        return select_reward_model(stage, labels)
+    if stage.dataset("data").kind in KINDS:
+        raise ConfigError(
+            f"select_checkpoint: the candidates are policies, whose loss and answers are not those of"
+            f" {stage.dataset('data').kind}; give --input data=DEMONSTRATIONS"
+        )
     on = config.decides(stage.inputs)
     check_metric(config, on)
     if config.baseline not in (REFERENCES, *labels):
@@ -340,6 +362,61 @@ def run(stage):
     conclude(stage, labels, on, losses, records, opinions, questions)
 
 
+def are_reward_models(stage, labels) -> bool:
+    """Whether the candidates are reward models. Raises ConfigError where some are, or something is given that reads
+    answers.
+    """
+    from stages.reward_models.candidates import is_reward_model
+
+    found = {label: is_reward_model(stage.path(f"candidates.{label}")) for label in labels}
+    if not any(found.values()):
+        return False
+    if not all(found.values()):
+        one, other = (next(label for label, is_one in found.items() if is_one is kind) for kind in (True, False))
+        raise ConfigError(
+            f"select_checkpoint: candidate {one} is a reward model and {other} a policy, which no number compares; give"
+            " candidates of one kind"
+        )
+    why = "the candidates are reward models, which are judged by the rows of data"
+    for name in ("prompts", *JUDGE_INPUTS, "reward_model"):
+        if stage.has(name):
+            raise ConfigError(f"select_checkpoint: the input {name} would change nothing: {why}; leave it out")
+    for name in ("baseline", "train_on", "max_length", "evaluate", "win_rate"):
+        if getattr(stage.config, name) != Config.model_fields[name].default:
+            raise ConfigError(f"select_checkpoint: {name} would change nothing: {why}; leave it out")
+    on = stage.config.select_on
+    if on is not None and not on.startswith(METRIC):
+        raise ConfigError(
+            f"select_checkpoint: select_on={on} is of policies, and {why}; write select_on=metric:accuracy, or another"
+            " metric of stage reward_model"
+        )
+    return True
+
+
+def select_reward_model(stage, labels) -> None:
+    """Choose among reward models by what held-out rows say of them."""
+    from stages.evaluation.scores import Metric
+    from stages.reward_models import candidates
+    from stages.reward_models.reward_eval import count_of
+
+    asked = (stage.config.select_on or "").removeprefix(METRIC)
+    if asked:
+        candidates.check_metric(asked)
+    probes = PROBED if asked.startswith(candidates.LESS_OF) else 0
+    scores: dict[str, dict] = {}
+    for label, values in candidates.measured(stage, labels, probes).items():
+        for name in sorted(filter(candidates.decides, values)):
+            low, high = (values.get(f"{name}_ci_{end}") for end in ("low", "high"))
+            scores.setdefault(name, {})[label] = Metric(values[name], count_of(values), low=low, high=high)
+    by = asked or next((name for name in (*candidates.MORE, *candidates.LESS) if name in scores), "")
+    if by not in scores:
+        raise ConfigError(
+            f"select_checkpoint: these rows give no {asked or 'metric'} of a reward model; write select_on=metric:NAME"
+            f" with one of {', '.join(scores) or 'another dataset'}"
+        )
+    decide(stage, labels, f"{METRIC}{by}", scores, candidates.less_is_better(by), role="reward")
+
+
 def check_metric(config: Config, on: str) -> None:
     """Refuse a ``metric:NAME`` that no answer will have."""
     name = on.removeprefix(METRIC)
@@ -384,7 +461,7 @@ class Questions:
 
     def plan(self, label: str):
         """The evaluation of one candidate."""
-        from stages.evaluate import Plan
+        from stages.evaluation.plan import Plan
 
         stage = self.stage
         model = stage.inputs[f"candidates.{label}"]
@@ -491,10 +568,11 @@ class Candidate:
 
     def answers(self, kind: str, part) -> list[dict]:
         """Rows of ``eval_samples/1`` of a chunk of prompts, with the candidate's label."""
+        from stages.evaluation.units import finished
         from storage.files import canonical_json
 
         self.plan._loaded["rewards"] = self.questions.rewards(self.plan.renderer)
-        rows = self.plan.answers(part)[0] if kind == "prompts" else self.plan.choice_scores(part)
+        rows, _ = finished(self.plan, kind, part)
         return [
             {**row, "extra_json": canonical_json({**json.loads(row["extra_json"]), "candidate": self.label})}
             for row in rows
@@ -633,12 +711,8 @@ def references_of(stage) -> dict[str, list[dict]]:
 
 
 def conclude(stage, labels, on: str, losses, records, opinions, questions: Questions | None) -> None:
-    """Choose, publish the chosen model, and report every candidate's scores.
-
-    Raises StageFailure where no candidate has a finite value of what decides.
-    """
+    """Every candidate's scores of its answers and losses, and the choice by them."""
     from stages.evaluation.scores import Metric, lower_is_better
-    from stages.harness import StageFailure
 
     config = stage.config
     scores: dict[str, dict[str, Any]] = {"val_loss": {}}
@@ -664,16 +738,35 @@ def conclude(stage, labels, on: str, losses, records, opinions, questions: Quest
             + (f" and count {CUT_REWARD:g} in rm_score, whatever they say" if questions.scorer else "")
             + ". Raise evaluate.max_completion_length.",
         )
-    by, less = on.removeprefix(METRIC), on == "val_loss" or on.startswith(METRIC) and lower_is_better(on[len(METRIC) :])
+    less = on == "val_loss" or on.startswith(METRIC) and lower_is_better(on[len(METRIC) :])
+    decide(stage, labels, on, scores, less, questions)
+
+
+def decide(stage, labels, on: str, scores, less: bool, questions: Questions | None = None, role: str = "") -> None:
+    """Choose, publish the chosen model, and report every candidate's scores.
+
+    Args:
+        scores: {name: {candidate: Metric}}. less: less is better. role: of the models, where they are no policies.
+
+    Raises:
+        StageFailure: no candidate has a finite value of what decides.
+    """
+    from stages.harness import StageFailure
+
+    by = on.removeprefix(METRIC)
     values = {label: getattr(scores.get(by, {}).get(label), "value", math.nan) for label in labels}
     chosen = choose(values, less)
     if chosen is None:
         raise StageFailure(
             f"No candidate has a finite {on} on prompts that all of them answered, so none is the best. Look at the"
             " answers and at what scores them, or write another select_on, such as select_on=val_loss."
+            if "val_loss" in scores
+            else f"No candidate has a finite {on}, so none is the best. Write another select_on, such as"
+            f" {METRIC}{next(iter(scores))}."
         )
-    by_loss = choose({label: one.value for label, one in scores["val_loss"].items()}, less=True)
-    stage.link_model("model", stage.path(f"candidates.{chosen}"))
+    losses = scores.get("val_loss", {})
+    by_loss = choose({label: one.value for label, one in losses.items()}, less=True)
+    stage.link_model("model", stage.path(f"candidates.{chosen}"), role)
     table = [
         {
             "candidate": label,
@@ -693,19 +786,22 @@ def conclude(stage, labels, on: str, losses, records, opinions, questions: Quest
     reasons = [
         f"Candidate {chosen} has the {'lowest' if less else 'highest'} {on} of {len(labels)}: {values[chosen]:.6g}"
         + (f" (so have {', '.join(equal)}, which come later)." if equal else "."),
-        "No validation loss is finite."
-        if by_loss is None
-        else f"By validation loss it would be candidate {by_loss}."
-        if by_loss != chosen
-        else "It has the lowest validation loss, too.",
     ]
+    if losses:
+        reasons.append(
+            "No validation loss is finite."
+            if by_loss is None
+            else f"By validation loss it would be candidate {by_loss}."
+            if by_loss != chosen
+            else "It has the lowest validation loss, too."
+        )
     write_decision(stage, on, chosen, scores, labels, reasons, questions)
     stage.summary(
         {
             "selected": chosen,
             "select_on": on,
             "candidates": len(labels),
-            "lowest_val_loss": by_loss,
+            **({"lowest_val_loss": by_loss} if losses else {}),
             **{f"{label}/{name}": own[label].value for name, own in scores.items() for label in labels if label in own},
         }
     )
@@ -825,7 +921,8 @@ def report(stage, by: str, labels, scores, table, reasons: list[str]) -> None:
         table=table,
         markdown=document(
             "Checkpoint selection",
-            "Means over the prompts on which all candidates have a value; low and high are a 95% interval over prompts.",
+            ("Means over the prompts on which all candidates have a value" if "val_loss" in scores else "Held-out rows")
+            + "; low and high are a 95% interval over prompts.",
             ("Candidates", markdown_table(table)),
             ("Why", "\n".join(f"- {reason}" for reason in reasons)),
         ),

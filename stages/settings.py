@@ -498,7 +498,7 @@ EPOCHS = OutputSpec(
 
 
 class EpochsConfig(OptimizerConfig):
-    """Settings of stages that train a policy in passes over rows."""
+    """Settings of stages that train a model in passes over rows."""
 
     publish_epochs: bool = Field(
         False,
@@ -508,6 +508,16 @@ class EpochsConfig(OptimizerConfig):
             " none where it is the published one."
         ),
     )
+
+    @model_validator(mode="after")
+    def _epochs_end(self):
+        curriculum = getattr(self, "curriculum", "none")
+        if self.publish_epochs and curriculum != "none":
+            raise ValueError(
+                f"publish_epochs keeps the model behind every pass over the rows, and curriculum={curriculum} trains"
+                " each of its parts for all its passes; write curriculum=none, or leave publish_epochs out"
+            )
+        return self
 
 
 #: Settings of the sampler that change logits before temperature and nucleus do.

@@ -191,15 +191,6 @@ class Config(RowsConfig):
         return self
 
     @model_validator(mode="after")
-    def _epochs_end(self):
-        if self.publish_epochs and self.curriculum != "none":
-            raise ValueError(
-                f"publish_epochs keeps the model behind every pass over the rows, and curriculum={self.curriculum} trains"
-                " each of its parts for all its passes; write curriculum=none, or leave publish_epochs out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _terms_fit(self):
         if self.label_smoothing_factor and (self.loss_type == "dft" or self.unlikelihood_coef):
             other, why = (

@@ -16,10 +16,10 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import parse_qsl
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
@@ -119,13 +119,15 @@ class StageSpec:
     -> what these inputs name without holding it, as text, so that it is part of the run's identity too ("": nothing).
     ``check``: (config, names of the inputs given) raises ValueError for what cannot be run, before any input is read or
     ingested. ``roles``: (config, names of the inputs given) -> the models that a training stage holds
-    (``stages.models.memory.Role``), for its memory plan."""
+    (``stages.models.memory.Role``), for its memory plan. ``gpu``: it computes on a GPU; ``models``: only
+    where it is given a model, and not where servers do all of it. ``unread``: (config, names of the inputs given) ->
+    settings that such a run does not read, which its record and MLflow do not list."""
 
     name: str
     config: type["StageConfig"]
     inputs: dict[str, InputSpec] = field(default_factory=dict)
     outputs: dict[str, OutputSpec] = field(default_factory=dict)
-    gpu: bool = False
+    gpu: bool | Literal["models"] = False
     doc: str = ""
     resources: tuple[str, ...] = ()
     judges: str = ""
@@ -133,6 +135,16 @@ class StageSpec:
     behind: Callable[["StageConfig", dict[str, Path]], str] | None = None
     check: Callable[["StageConfig", list[str]], None] | None = None
     roles: Callable[["StageConfig", set[str]], list] | None = None
+    unread: Callable[["StageConfig", list[str]], Collection[str]] | None = None
+
+    def takes_gpu(self, names: Iterable[str]) -> bool:
+        """Whether a run with inputs of these names computes on a GPU."""
+        return any(self.input_spec(name).kind == "model" for name in names) if self.gpu == "models" else self.gpu
+
+    def settings(self, config: "StageConfig", names: Iterable[str]) -> dict[str, Any]:
+        """The settings that a run with inputs of these names reads, as plain values."""
+        left = set(self.unread(config, list(names))) if self.unread is not None else set()
+        return {name: value for name, value in config.resolved().items() if name not in left}
 
     def input_spec(self, name: str) -> InputSpec:
         """The declaration behind an input name (``eval.a`` belongs to ``eval`` when that takes many)."""

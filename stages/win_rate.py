@@ -94,7 +94,7 @@ class Config(JudgeSettings):
 SPEC = StageSpec(
     name="win_rate",
     config=Config,
-    gpu=True,
+    gpu="models",
     inputs={
         "answers": InputSpec(
             "file",

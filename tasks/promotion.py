@@ -239,7 +239,7 @@ def candidates(given: list[str]) -> tuple[dict[str, str], dict[str, Any], str | 
     """What stage ``select_checkpoint`` is to choose among: the epochs of a stage (``publish_epochs``), named by its key,
     by a run with one such stage, or by a model that it made; or the given models, in their order.
 
-    Returns (inputs ``candidates.LABEL`` and, where the stage was fine-tuned on it, ``data``; settings that stage was
+    Returns (inputs ``candidates.LABEL`` and, where the stage was fine-tuned on it or is a reward model's, ``data``; settings that stage was
     trained with; the name under which it published its model, None of models).
 
     Raises ConfigError for a stage or run without epochs, and a single model that none of them made.
@@ -262,7 +262,9 @@ def candidates(given: list[str]) -> tuple[dict[str, str], dict[str, Any], str | 
         )
     record = found[0]
     inputs, settings = _epochs(record), {}
-    if "max_length" in record["config"] and "train_on" in record["config"]:
+    if record["outputs"]["model"]["role"] == "reward":  # judged by other rows of what it learned from
+        inputs["data"] = record["inputs"]["data"]["ref"]
+    elif "max_length" in record["config"] and "train_on" in record["config"]:
         inputs["data"] = record["inputs"]["data"]["ref"]
         settings = {name: record["config"][name] for name in ("max_length", "train_on", "chat_template_kwargs")}
     return inputs, settings, record["outputs"]["model"]["name"]

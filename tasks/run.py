@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Iterator, get_args
@@ -248,7 +248,9 @@ def prepare(
     if getattr(parsed, "engine", "") == "vllm":  # no import of every stage's, so not part of its code
         digests["engine"] = sha256_text(f"vllm {library_versions(['vllm'])['vllm']}")
     key = stage_key(spec.name, code, parsed, digests, seed)
-    return Prepared(spec, module_name, key, parsed, parsed.resolved(), resolved_inputs, given, code, int(seed))
+    settings = spec.settings(parsed, given)
+    spec = replace(spec, gpu=spec.takes_gpu(given))
+    return Prepared(spec, module_name, key, parsed, settings, resolved_inputs, given, code, int(seed))
 
 
 def _read_as(found: store.ResolvedInput, named: bool) -> str:

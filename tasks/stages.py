@@ -75,7 +75,7 @@ def stage_task(name: str) -> Task:
 
 def _run(name, gpu, inputs, config, seed, label, name_as, flow_run, force):
     relay, flow_run = Relay(label, get_run_logger()), with_task_page(flow_run)
-    with gpu_slot() if gpu and not _known(name, inputs, config, seed, flow_run, force, relay) else nullcontext():
+    with gpu_slot() if gpu and _computes(name, inputs, config, seed, flow_run, force, relay) else nullcontext():
         with killed_told():  # before the slot is given back, which asks a server that is gone for minutes
             result = run_stage(
                 name, inputs, config, seed=seed, name_as=name_as, flow_run=flow_run, force=force, on_event=relay
@@ -103,10 +103,10 @@ def with_task_page(flow_run: dict[str, Any] | None) -> dict[str, Any] | None:
     return {**flow_run, "prefect": {**prefect, "task_url": page}}
 
 
-def _known(name, inputs, config, seed, flow_run, force, relay) -> bool:
-    """Whether a verified record exists already, so that no slot is waited for."""
+def _computes(name, inputs, config, seed, flow_run, force, relay) -> bool:
+    """Whether a slot is waited for: no verified record exists yet, and what is given is computed with on a GPU."""
     prepared = prepare(name, inputs, config, seed=seed, flow_run=flow_run, on_event=relay)
-    return not force and records.find(prepared.key) is not None
+    return prepared.spec.gpu and (force or records.find(prepared.key) is None)
 
 
 @contextmanager

@@ -1,6 +1,9 @@
 """What evaluations measure and how they are compared (catalogue section D), on top of ``stages.measures``.
 
 From prompts to numbers:
+``settings``         what stage evaluate can be told, and what of it does not go together
+``plan``             what is evaluated, under which protocol, in which units; the models that are loaded
+``units``            one unit of work: answers, choices, pairs or texts as finished rows
 ``protocol``         what must be equal before two scores may be compared
 ``grader_code``      what of the code decides a verdict, definition by definition
 ``few_shot``         examples before a question, and what another choice and order of them changes

@@ -186,6 +186,11 @@ def check(config, names: Sequence[str]) -> None:
             )
 
 
+def unread(config, names: Sequence[str]) -> tuple[str, ...]:
+    """Settings that nothing reads: of how a model is asked where answers are given."""
+    return OF_A_MODEL if "answers" in names else ()
+
+
 class Given:
     """The answers of the input ``answers`` to the evaluated prompts.
 

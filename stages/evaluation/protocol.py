@@ -50,7 +50,7 @@ def of(plan) -> dict:
     """The protocol of an evaluation: everything that a score depends on besides the weights.
 
     Args:
-        plan: a ``stages.evaluate.Plan``.
+        plan: a ``stages.evaluation.plan.Plan``.
     """
     return _of_given(plan) if plan.given else _of_model(plan)
 

@@ -9,7 +9,7 @@ from stages.reward.components import CUT_REWARD
 from stages.reward.verdicts import ANOTHERS, NOT_ASKED
 
 if TYPE_CHECKING:
-    from stages.evaluate import Plan
+    from stages.evaluation.plan import Plan
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stages.evaluate import Plan
+    from stages.evaluation.plan import Plan
 
 
 class Sampled:

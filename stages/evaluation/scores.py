@@ -737,6 +737,7 @@ def paired(
     metric: str,
     confidence: float = 0.95,
     seed: int = BOOTSTRAP_SEED,
+    by_item: bool = False,
 ) -> dict:
     """Difference candidate - champion on the same items.
 
@@ -745,7 +746,7 @@ def paired(
     clusters (prompts, or groups of them); interval by bootstrap over clusters, p-value two-sided normal on the paired
     (clustered) error, or, where all clusters differ by the same and leave no error, that of the exact sign test;
     McNemar's exact test added for one yes/no answer per cluster. ``*_missing``: share of the other's values that this
-    side lacks, None where it lacks none.
+    side lacks, None where it lacks none; ``by_item``: of its items, where one side was given fewer answers to each.
     """
     candidate, champion = originals(candidate), originals(champion)
     if metric in held_out_text.DENOMINATORS:
@@ -793,7 +794,7 @@ def paired(
         ),
         "better": int((differences > 0).sum()),
         "worse": int((differences < 0).sum()),
-        **_missing(candidate, champion, metric),
+        **_missing(candidate, champion, metric, by_item),
         "note": f"{apart} items are scored in only one of the two evaluations and are left out" if apart else None,
     }
     if n == len(shared) and set(left) | set(right) <= {0.0, 1.0}:
@@ -801,11 +802,13 @@ def paired(
     return result
 
 
-def _missing(candidate: Sequence[dict], champion: Sequence[dict], metric: str) -> dict[str, float | None]:
-    """Share of the other side's values (one per answer, not per item) that a side has none of."""
+def _missing(
+    candidate: Sequence[dict], champion: Sequence[dict], metric: str, by_item: bool
+) -> dict[str, float | None]:
+    """Share of the other side's values (one per answer, or per item) that a side has none of."""
     counts = [
         {
-            item: len(values)
+            item: 1 if by_item else len(values)
             for item, (values, _) in _values(records, "accuracy" if metric.startswith("pass_at_") else metric).items()
         }
         for records in (candidate, champion)

@@ -4,6 +4,9 @@ them answers best is decided later, by stage ``select_checkpoint``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 
 from stages.models.modeling import save_policy
@@ -11,8 +14,16 @@ from stages.spec import ConfigError
 
 
 def epochs_of(stage, model, tokenizer, source) -> Epochs | None:
-    """What ``publish_epochs`` asks for, None where it is off."""
-    return Epochs(stage, model, tokenizer, source) if stage.config.publish_epochs else None
+    """What ``publish_epochs`` asks for of a policy, None where it is off."""
+    if not stage.config.publish_epochs:
+        return None
+    dtype, base = unrounded(stage), stage.inputs["model"].ref
+    return Epochs(stage, source, lambda to: save_policy(model, tokenizer, to, base=base, dtype=dtype, trains_on=True))
+
+
+def unrounded(stage) -> torch.dtype | None:
+    """The type of ``save_dtype``, None for float32; what rounding costs is said at the end."""
+    return None if stage.config.save_dtype == "float32" else getattr(torch, stage.config.save_dtype)
 
 
 class Epochs:
@@ -21,13 +32,14 @@ class Epochs:
 
     Args:
         source: the training source, which passes over rows (``steps_per_epoch``).
+        write: writes the model as it is into a directory, so that training goes on from it; every rank calls.
 
     Raises:
         ConfigError: no pass ends within the run.
     """
 
-    def __init__(self, stage, model, tokenizer, source):
-        self.stage, self.model, self.tokenizer = stage, model, tokenizer
+    def __init__(self, stage, source, write: Callable[[Path], None]):
+        self.stage, self.write = stage, write
         self.steps = source.steps_per_epoch
         self.same: int | None = None  # the epoch whose weights are those of the output model
         if self.steps > source.total_steps:
@@ -57,15 +69,7 @@ class Epochs:
             self.stage.link_model(f"epoch.{self.same}", "model")
 
     def _write(self, trainer) -> None:
-        stage, dtype = self.stage, getattr(torch, self.stage.config.save_dtype)
         epoch = trainer.step_index // self.steps
-        with trainer.averaged(), stage.output_model(f"epoch.{epoch}", role="policy") as directory:
-            save_policy(
-                self.model,
-                self.tokenizer,
-                directory,
-                base=stage.inputs["model"].ref,
-                dtype=None if dtype == torch.float32 else dtype,
-                trains_on=True,
-            )
-        stage.log(f"published the model of epoch {epoch} (step {trainer.step_index})")
+        with trainer.averaged(), self.stage.output_model(f"epoch.{epoch}") as directory:
+            self.write(directory)
+        self.stage.log(f"published the model of epoch {epoch} (step {trainer.step_index})")

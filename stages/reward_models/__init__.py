@@ -7,5 +7,6 @@ reward they are a component of ``stages.reward``.
 ``reward_losses``      losses as sums over a micro-batch
 ``reward_scorers``     trained ones at work: responses in, a calibrated number each
 ``reward_eval``        what one is worth on held-out rows
+``candidates``         several on the same held-out rows, to choose one of them
 ``preference_module``  a group's preferences predicted from a few of its ratings
 """

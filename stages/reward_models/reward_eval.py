@@ -65,6 +65,21 @@ FEW = 20
 EXPECTED, LEAK = (0.65, 0.8), 0.98
 
 
+class Unreported:
+    """A stage whose figures and warnings of held-out rows nobody sees: of a model that is one of several."""
+
+    def __init__(self, stage):
+        self._stage = stage
+
+    def __getattr__(self, name):
+        return getattr(self._stage, name)
+
+    def report(self, *args, **more) -> None:
+        pass
+
+    warn = report
+
+
 def held_out(
     stage, scorer: Scorer, data, split: str, limit: int | None = None, probe_pairs: int = 0
 ) -> dict[str, float]:

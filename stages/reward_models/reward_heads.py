@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -252,14 +253,20 @@ def with_another_pad(tokenizer):
 
 
 def save_reward_model(
-    model, tokenizer, directory: str | Path, card: RewardCard | None = None, dtype: torch.dtype | None = None
+    model,
+    tokenizer,
+    directory: str | Path,
+    card: RewardCard | None = None,
+    dtype: torch.dtype | None = None,
+    trains_on: bool = False,
 ) -> None:
     """Write weights (a LoRA adapter merged in), tokenizer and card;
-    :func:`stages.reward_models.reward_scorers.load_scorer` reads all three.
+    :func:`stages.reward_models.reward_scorers.load_scorer` reads all three. ``dtype``, ``trains_on``: see
+    :func:`stages.models.modeling.save_weights`.
     """
     tokenizer = with_another_pad(tokenizer)
     pending.plain(model).config.pad_token_id = tokenizer.pad_token_id
-    save_weights(model, directory, dtype)
+    save_weights(model, directory, dtype, trains_on)
     if ranks.rank() == 0:
         tokenizer.save_pretrained(directory)
     write_card(directory, card or RewardCard())
@@ -592,3 +599,22 @@ def drop_lm_head(model, lm_head=None, token_id: int | None = None) -> float:
     if hasattr(model, "kept_lm_head"):
         del model.kept_lm_head
     return offset
+
+
+@contextlib.contextmanager
+def without_lm_head(model, lm_head=None, token_id: int | None = None) -> Iterator[float]:
+    """Inside the block the model as :func:`drop_lm_head` leaves it, behind it what was trained, to be trained on;
+    yields the constant term.
+    """
+    kept = {
+        name: getattr(model, name) for name in ("reward_gain", "reward_offset", "kept_lm_head") if hasattr(model, name)
+    }
+    weight = score_head(model).weight.detach().clone() if "reward_gain" in kept else None
+    try:
+        yield drop_lm_head(model, lm_head, token_id)
+    finally:
+        for name, part in kept.items():
+            setattr(model, name, part)
+        if weight is not None:
+            with torch.no_grad():
+                score_head(model).weight.copy_(weight)

@@ -11,6 +11,7 @@ from stages.harness import execute
 from stages.reward_models.reward_scorers import Response, load_scorer
 from stages.spec import ConfigError
 from storage.datasets import open_dataset
+from storage.files import tree_digest
 from tests.chat_server import chat_server
 from tests.common import assistant, silent, user, written
 from tests.evaluation.test_stages import POLICY, spec
@@ -390,6 +391,7 @@ def test_given_answers_stand_beside_a_model_s(beside, tmp_path):
     assert "model/length_characters" in summary and "model/length_mean" not in summary
     told = warned(result)["answers_given"]
     assert "The answers of best were given" in told and "model 3, best 1" in told
+    assert "answers_missing" not in warned(result)  # one answer to every prompt is none too few
     rows = list(open_dataset(tmp_path / "compare" / "out" / "comparison").iter_rows())
     assert {row["source"] for row in rows} >= {"answers:dddddddddddd"}
     with pytest.raises(ProtocolError, match="graders"):
@@ -444,3 +446,126 @@ def test_the_report_says_whose_answers_they_are(beside):
     page = (Path(beside["best"]).parents[1] / "reports" / "summary.md").read_text()
     assert page.startswith("# Evaluation of given answers on sums/test") and "20 answers were given (gold)" in page
     assert not answers_of(Path(beside["best"]).parents[1])[0].get("finish")
+
+
+def test_a_killed_grading_ends_with_the_same_bytes(tiny, sums, tmp_path, forks):
+    """SIGKILL behind a chunk, with a reward model that scores, and warnings that were told before."""
+    rows = [right(i) for i in range(4) for _ in range(5)] + [{"question": "who?", "output": "me"}, right(0)]
+    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    specs = {
+        name: spec("evaluate", tmp_path / name, {"prompts": sums, "reward_model": tiny["reward"]}, {"chunk": 1}, "k")
+        for name in ("whole", "killed")
+    }
+    for name, one in specs.items():
+        one["inputs"]["answers"] = {"path": str(tmp_path / "answers.jsonl"), "digest": "a" * 64}
+        (tmp_path / f"{name}.json").write_text(json.dumps(one))
+    forks.run(tmp_path / "whole.json")
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    forks.start(tmp_path / "killed.json").kill_when(
+        lambda: max((p.name for p in checkpoints.glob("step-*")), default="") >= "step-0000000002"
+    )
+    assert not (tmp_path / "killed" / "result.json").exists()
+    forks.run(tmp_path / "killed.json")
+    whole, killed = (json.loads((tmp_path / name / "result.json").read_text()) for name in specs)
+    assert killed["resumed_from"] >= 2 and killed["summary"] == whole["summary"]
+    assert [w["code"] for w in whole["warnings"]] == [w["code"] for w in killed["warnings"]]
+    assert {"answers_left_out", "answers_uneven"} <= {w["code"] for w in killed["warnings"]}
+    for name in ("samples", "scores"):
+        assert tree_digest(tmp_path / "whole/out" / name) == tree_digest(tmp_path / "killed/out" / name), name
+
+
+def test_limit_is_of_the_same_prompts_whoever_answers(tiny, graded, tmp_path):
+    """A prompt that the model has no room for is among the first ones, and is left out of its numbers alone."""
+    asked = [{**SUMS[i], "prompt": user("what is " * (40 if i == 1 else 1) + f"{i} plus {i}?")} for i in range(4)]
+    prompts = written(tmp_path / "prompts", "sums", "prompts/1", asked, split="test")
+    short = {"limit": 3, "num_samples": 0, "max_completion_length": 4, "max_prompt_length": 60}
+    model = execute(spec("evaluate", tmp_path / "model", {"model": tiny["other"], "prompts": prompts}, short), silent)
+    rows = [{"prompt": row["prompt"], "output": f"#### {row['answer']}"} for row in asked]
+    result, made = graded(rows, prompts, {"limit": 3})
+    seen = {row["item_id"] for row in open_dataset(model["outputs"]["samples"]["path"]).iter_rows()}
+    assert (model["summary"]["prompts"], result["summary"]["prompts"]) == (2, 3) and "prompts_too_long" in warned(model)
+    assert seen < {row["item_id"] for row in made}
+    given = {
+        "evaluations.model": model["outputs"]["samples"]["path"],
+        "evaluations.theirs": result["outputs"]["samples"]["path"],
+    }
+    compared = execute(spec("compare", tmp_path / "compare", given, {"metric": "accuracy"}), silent)
+    assert (
+        "model has no accuracy" in warned(compared)["answers_missing"]
+        and "no room" in warned(compared)["answers_missing"]
+    )
+
+
+@pytest.mark.parametrize(
+    "inputs, gpu",
+    [
+        (("answers", "prompts"), False),
+        (("answers", "prompts", "rubric"), False),
+        (("answers", "prompts", "reward_model"), True),
+        (("answers", "prompts", "judge"), True),
+        (("answers", "prompts", "gold"), True),
+        (("model", "prompts"), True),
+    ],
+)
+def test_a_gpu_is_taken_where_a_model_computes(inputs, gpu):
+    from stages.evaluate import SPEC
+    from stages.win_rate import SPEC as WIN_RATE
+
+    assert SPEC.takes_gpu(inputs) is gpu
+    assert not WIN_RATE.takes_gpu(["answers.a", "answers.b", "prompts"]) and WIN_RATE.takes_gpu(["recorded", "judge"])
+
+
+def test_a_record_lists_no_setting_of_how_a_model_is_asked(tiny, tmp_path, monkeypatch):
+    """Nor does the process wait for a slot; the same command, and the record's own settings, find the record."""
+    from storage import records
+    from tasks import run
+
+    for name, value in {"POSTTRAIN_HOME": str(tmp_path / "home"), "POSTTRAIN_TRACKING": "off"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("POSTTRAIN_GPU_SLOTS", "1")
+    rows = [
+        {"prompt": row["prompt"], "output": f"#### {row['answer']}"}
+        for row in open_dataset(tiny["prompts"]).iter_rows()
+    ]
+    (tmp_path / "best.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    inputs, told = {"answers": str(tmp_path / "best.jsonl"), "prompts": tiny["prompts"]}, []
+    slots = run.leases.acquire_slots("gpu", 1, 1)  # somebody else trains
+    try:
+        made = run.run_stage("evaluate", inputs, {"limit": 7}, on_event=told.append, wait=False)
+    finally:
+        for slot in slots:
+            slot.release()
+    record = records.read(made.key)
+    assert record["config"]["limit"] == 7 and {"rewards", "unanswered", "split"} <= record["config"].keys()
+    assert {"num_samples", "greedy", "temperature", "engine", "prompt_template", "seed"}.isdisjoint(record["config"])
+    (prepared,) = [event for event in told if event["event"] == "prepared"]
+    assert "num_samples" not in prepared["config"]
+    again = run.run_stage("evaluate", inputs, record["config"])
+    assert again.cached and again.key == made.key
+
+
+def test_the_win_rate_of_given_answers_is_that_of_their_file(tiny, tmp_path):
+    """Samples of a grading meet a model's, or those of another file, as the file itself does."""
+    prompts = [row["prompt"] for row in open_dataset(tiny["prompts"]).iter_rows()]
+    rows = {
+        name: [{"instruction": p[0]["content"], "output": f"{text} {i}" * (1 + i % 3)} for i, p in enumerate(prompts)]
+        for name, text in (("mine", "four"), ("theirs", "what is two"))
+    }
+    files, samples = {}, {}
+    for name, answers in rows.items():
+        files[f"answers.{name}"] = str(tmp_path / f"{name}.json")
+        (tmp_path / f"{name}.json").write_text(json.dumps(answers))
+        made = spec("evaluate", tmp_path / name, {"prompts": tiny["prompts"]}, {})
+        made["inputs"]["answers"] = {"path": files[f"answers.{name}"], "digest": name}
+        samples[f"answers.{name}"] = execute(made, silent)["outputs"]["samples"]["path"]
+    config, shared = {"baseline": "theirs"}, {"prompts": tiny["prompts"], "reward_model": tiny["reward"]}
+
+    def rates(which, name):
+        made = spec("win_rate", tmp_path / f"rate-{name}", shared, config)
+        made["inputs"] |= {label: {"path": path, "digest": f"{name}{label}"} for label, path in which.items()}
+        return {k: v for k, v in execute(made, silent)["summary"].items() if not isinstance(v, str)}
+
+    ours = rates(samples, "samples")
+    assert ours == rates(files, "files") and 0 < ours["mine/win_rate"] < 1
+    mixed = {"answers.mine": files["answers.mine"], "answers.theirs": samples["answers.theirs"]}
+    assert rates(mixed, "mixed") == ours

@@ -364,3 +364,155 @@ def test_what_has_no_epochs_is_told_how_to_get_them(overfitted, tiny):
         promotion.select([reward], name=None, alias="selected", inputs=[], sets=[], seed=0)
     with pytest.raises(ConfigError, match="write --name NAME"):
         promotion.select([tiny["policy"], tiny["other"]], name=None, alias="selected", inputs=[], sets=[], seed=0)
+
+
+# -- reward models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scorers(tiny, tmp_path_factory):
+    """{"candidates.1" ... "data"}: two reward models of other heads, and pairs."""
+    from stages.reward_models.reward_heads import RewardCard, new_reward_model, save_reward_model
+    from transformers import AutoTokenizer
+
+    root = tmp_path_factory.mktemp("scorers")
+    tokenizer = AutoTokenizer.from_pretrained(tiny["policy"])
+    for seed in (1, 2):
+        save_reward_model(new_reward_model(tiny["policy"], seed=seed), tokenizer, root / str(seed), RewardCard())
+    return {f"candidates.{seed}": str(root / str(seed)) for seed in (1, 2)} | {"data": tiny["pairs"]}
+
+
+@pytest.mark.parametrize("metric", ["", "log_loss", "ece", "mean_margin", "accuracy_source_a", "probe/padded"])
+def test_reward_models_are_chosen_by_held_out_rows(run, scorers, metric):
+    """As stage reward_model judges its own; more accuracy and less loss is better."""
+    from stages.reward_models.reward_eval import Unreported, judged, rows_of
+    from stages.reward_models.reward_scorers import load_scorer
+
+    config = {"split": "test", "eval_rows": 20} | ({"select_on": f"metric:{metric}"} if metric else {})
+    found = run(config, scorers, metric.replace("/", "-") or "default")
+    data = open_dataset(scorers["data"])
+
+    class Stage:
+        rank, seed_for = 0, staticmethod(lambda *_: 0)
+
+        def rng(self, purpose, *counters):
+            from stages.running import randomness
+
+            return randomness.rng(0, "select_checkpoint", purpose, *counters)
+
+    rows = rows_of(data, "test", 20)
+    own = {
+        label: judged(
+            Unreported(Stage()), load_scorer(scorers[f"candidates.{label}"], "cpu"), data.kind, rows, "test", 64
+        )
+        for label in "12"
+    }
+    name, summary = metric or "accuracy", found["summary"]
+    less = name in ("log_loss", "ece") or name.startswith("probe/")
+    values = {label: own[label][name] * (-1 if less else 1) for label in "12"}
+    best = max("12", key=lambda label: (values[label], -int(label)))
+    assert summary["selected"] == best and summary["select_on"] == f"metric:{name}" and "lowest_val_loss" not in summary
+    for label in "12":
+        assert summary[f"{label}/{name}"] == pytest.approx(own[label][name], abs=1e-12)
+    output = found["outputs"]["model"]
+    assert output["role"] == "reward" and tree_digest(output["path"]) == tree_digest(scorers[f"candidates.{best}"])
+    decision = open_dataset(found["outputs"]["decision"]["path"]).manifest["meta"]["decision"]
+    assert decision["candidate"] == f"model:m-{tree_digest(output['path'])[:12]}"
+
+
+@pytest.mark.parametrize(
+    "config, inputs, told",
+    [
+        ({"select_on": "rm_score"}, {"reward_model": "reward"}, "the input reward_model would change nothing"),
+        ({"select_on": "val_loss"}, {}, "write select_on=metric:accuracy"),
+        ({"select_on": "metric:acuracy"}, {}, "did you mean 'accuracy'"),
+        ({"select_on": "metric:auc"}, {}, "these rows give no auc .* with one of accuracy"),
+        ({"max_length": 64}, {}, "max_length would change nothing"),
+        ({"split": "validation"}, {}, r"no row in split 'validation'.*it has test \(24\)"),
+        ({}, {"candidates.3": "policy"}, "candidate 1 is a reward model and 3 a policy"),
+    ],
+)
+def test_what_is_of_policies_is_refused_of_reward_models(run, tiny, scorers, config, inputs, told):
+    given = {**scorers, **{name: tiny[which] for name, which in inputs.items()}}
+    with pytest.raises(ConfigError, match=told):
+        run({"split": "test", **config}, given)
+
+
+def test_rows_are_of_the_kind_that_candidates_learn_from(run, two, tiny, scorers, demonstrations):
+    with pytest.raises(ConfigError, match="the candidates are reward models, and nobody judged .*one of pairs/1"):
+        run({}, {**scorers, "data": demonstrations})
+    with pytest.raises(ConfigError, match="the candidates are policies.*give --input data=DEMONSTRATIONS"):
+        run({"split": "test"}, {**two, "data": tiny["pairs"]})
+
+
+def test_a_kill_between_two_reward_models_changes_nothing(run, scorers, monkeypatch):
+    from stages.reward_models import candidates
+
+    whole = run({"split": "test"}, scorers, "whole")
+    real, calls = candidates.load_scorer, []
+
+    def killed_at_the_second(path, *more):
+        calls.append(path)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(path, *more)
+
+    monkeypatch.setattr(candidates, "load_scorer", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        run({"split": "test"}, scorers, "killed")
+    again = run({"split": "test"}, scorers, "killed")
+    assert calls == [scorers["candidates.1"], scorers["candidates.2"], scorers["candidates.2"]]
+    assert again["resumed_from"] == 1 and again["summary"] == whole["summary"]
+    for name in ("model", "decision"):
+        assert tree_digest(again["outputs"][name]["path"]) == tree_digest(whole["outputs"][name]["path"])
+
+
+def test_the_epochs_of_a_reward_model_are_selected_by_the_command(tiny, tmp_path, monkeypatch):
+    """Its key alone says the candidates and the rows; the chosen one is a reward model with an alias, whose lineage,
+    export, evaluation and removal are those of any other.
+    """
+    from flows.export import export
+    from flows.remove import remove
+
+    for name, value in {"POSTTRAIN_HOME": str(tmp_path / "home"), "POSTTRAIN_TRACKING": "off"}.items():
+        monkeypatch.setenv(name, value)
+    pairs = [
+        {
+            "prompt": user(f"what is {i}?"),
+            "chosen": assistant("good " * (1 + i % 3)),
+            "rejected": assistant("bad " * (1 + i % 2)),
+            "split": "validation" if i % 5 == 0 else "train",
+        }
+        for i in range(25)
+    ]
+    data = written(tmp_path / "pairs", "pairs", "pairs/1", pairs)
+    settings = {
+        "batch_size": 10,
+        "num_train_epochs": 3,
+        "publish_epochs": True,
+        "learning_rate": 2e-3,
+        "max_length": 64,
+    }
+    made = run_stage("reward_model", {"model": tiny["policy"], "data": data}, settings, name_as="scorer")
+    assert {name: model.aliases for name, model in registry.models().items()} == {
+        "scorer": {"candidate": 1},
+        **{f"scorer-epoch-{n}": {} for n in (1, 2, 3)},
+    }
+    sets = ["select_on=metric:log_loss"]
+    told = promotion.select([made.key[:12]], name=None, alias="selected", inputs=[], sets=sets, seed=0)
+    losses = {n: told["scores"][f"{n}/log_loss"] for n in "123"}
+    assert told["selected"] == min(losses, key=losses.get) and told["promoted"]
+    chosen = store.resolve("model:scorer@selected")
+    assert chosen.digest == store.resolve(made.outputs[f"epoch.{told['selected']}"]).digest
+    assert lineage.tree("model:scorer-epoch-1@latest")["stage"] == "reward_model"
+    judged = run_stage(
+        "evaluate",
+        {"model": "model:scorer-epoch-1@latest", "pairs": data},
+        {"target": "reward_model", "split": "validation"},
+    )
+    assert judged.metrics["log_loss"] == pytest.approx(losses["1"], abs=1e-6)
+    export("model:scorer-epoch-1@latest", tmp_path / "exported")
+    assert (tmp_path / "exported" / "reward_calibration.json").exists()
+    other = next(n for n in "12" if n != told["selected"])
+    remove([made.outputs[f"epoch.{other}"]], before=None, unalias=False, dry_run=False)
+    assert not Path(made.paths[f"epoch.{other}"]).exists() and Path(chosen.path).exists()

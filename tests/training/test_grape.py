@@ -560,7 +560,7 @@ def test_the_share_of_improved_answers_is_one_of_the_whole_group():
 def test_an_evaluation_averages_confidences_over_all_its_answers_whatever_the_chunk():
     from types import SimpleNamespace
 
-    from stages.evaluate import Plan
+    from stages.evaluation.plan import Plan
 
     plan = Plan.__new__(Plan)
     plan.prompts, plan.choices, plan.pairs, plan.plain = [1, 2, 3, 4, 5], [], [1, 2, 3], []
