@@ -386,9 +386,10 @@ def run(stage):
     from stages.reporting.curves import logged_metrics, training_report
     from stages.direct.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
     from stages.models.epochs import epochs_of
-    from stages.models.modeling import follower, policy_to_train, publish
+    from stages.models.modeling import follower, policy_to_train
     from stages.direct.preference_items import Encoder
     from stages.preflight import check_ids, preflight
+    from stages.samples import Samples
     from stages.training import Trainer, TrainingError, check_selection, fit
 
     config, data = with_written_loss(stage), stage.dataset("data")
@@ -477,6 +478,7 @@ def run(stage):
         prepare=source.prepare,
         completions_end=not config.mask_formatting,
     )
+    samples = Samples(stage, model, renderer, data)
     epochs = epochs_of(stage, model, renderer.tokenizer, source)
     _, final = fit(
         stage,
@@ -486,7 +488,7 @@ def run(stage):
         evaluate=(lambda: source.evaluate(trainer)) if validation else None,
         eval_every=config.eval_every,
     )
-    publish(stage, model, renderer.tokenizer, epochs)
+    samples.publish(model, renderer.tokenizer, epochs)
     summary = {
         "steps": trainer.step_index,
         unit: len(train),
@@ -508,7 +510,7 @@ def run(stage):
             " prompts; eval_every with select_by=rewards/accuracies publishes the best pass.",
         )
     stage.summary(summary)
-    training_report(stage, "Direct alignment", summary)
+    training_report(stage, "Direct alignment", summary, samples.block())
 
 
 def with_written_loss(stage):

@@ -508,6 +508,15 @@ class EpochsConfig(OptimizerConfig):
             " none where it is the published one."
         ),
     )
+    report_samples: int = Field(
+        4,
+        ge=0,
+        le=64,
+        description=(
+            "Prompts of the validation split (else of the training rows) that the starting and the published model"
+            " answer for the report: greedily, in twice the tokens of the given answers, 128 at most; 0 = none."
+        ),
+    )
 
 
 #: Settings of the sampler that change logits before temperature and nucleus do.
