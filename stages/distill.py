@@ -544,6 +544,7 @@ def run(stage):
     from stages.samples import Samples
     from stages.spec import ConfigError
     from stages.training import Trainer, fit
+    from stages.validation_alarms import telling
 
     config, dataset = stage.config, stage.dataset("data")
     captured = dataset.kind == "teacher_logps/1"
@@ -615,7 +616,7 @@ def run(stage):
         trainer,
         source,
         epochs=epochs,
-        evaluate=evaluate if validation else None,
+        evaluate=telling(stage, evaluate) if validation else None,
         eval_every=config.steps_between_validations(len(train)),
     )
     samples.publish(model, renderer.tokenizer, epochs)

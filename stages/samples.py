@@ -75,27 +75,33 @@ class Samples:
     """
 
     def __init__(self, stage, model, renderer, dataset):
+        from stages.models.sharding import asked
+
         self.stage, self.renderer = stage, renderer
         self.split, self.asked, self.reason = "", [], None
         self.before: list = []
         self.after: list = []
         if not stage.config.report_samples or stage.rank != 0:
             return
-        if stage.config.sharding == "full" and stage.world_size > 1:
+        if asked(stage.config):
             self.reason = "the weights are split over the devices (sharding=full)"
         else:
-            self._find(dataset)
+            self._find(dataset, model)
         if self.asked:
-            self.before = self._answers(model, "answers-before")
+            self._start(model)
         if self.reason:
             stage.log(f"the report will have no answers of the model: {self.reason}")
 
-    def _find(self, dataset) -> None:
-        """Choose the prompts: the first ones of the split that differ and fit into ``max_length``."""
+    def _find(self, dataset, model) -> None:
+        """Choose the prompts: the first ones of the split that differ and leave room for an answer in ``max_length``
+        and the model's positions.
+        """
         from stages.chat import RenderError
+        from stages.decoding.decoders import max_positions
 
         stage, config = self.stage, self.stage.config
         self.split = "validation" if dataset.rows_of("validation") else "train"
+        most = min(config.max_length, max_positions(model) or config.max_length)
         for row in islice(dataset.iter_rows(split=self.split), LOOKED_AT):
             if len(self.asked) == config.report_samples:
                 break
@@ -103,10 +109,12 @@ class Samples:
                 one = asked_of(dataset.kind, row, self.renderer)
             except RenderError:  # training says so of the rows that it reads
                 continue
-            if one and len(one.ids) < config.max_length and one.ids not in [other.ids for other in self.asked]:
+            if one and len(one.ids) < most and one.ids not in [other.ids for other in self.asked]:
                 self.asked.append(one)
         if not self.asked:
-            self.reason = f"none of the first {LOOKED_AT} rows of split {self.split} has a prompt of max_length tokens"
+            self.reason = (
+                f"none of the first {LOOKED_AT} rows of split {self.split} has a prompt that leaves room in max_length"
+            )
             return
         given = max(len(self.renderer.tokenizer.encode(one.given, add_special_tokens=False)) for one in self.asked)
         self.tokens = min(MOST, max(LEAST, 2 * given))
@@ -120,34 +128,33 @@ class Samples:
             " each, before and after training (report_samples=0 leaves them out)"
         )
 
-    def _answers(self, model, name: str) -> list[dict]:
-        """{"text", "finish", "tokens"} of every prompt; a kept list where a killed start has left one."""
+    def _start(self, model) -> None:
+        """What the starting model answers, read back where an earlier start of this stage has asked it."""
         from stages.decoding.decoders import DecoderError
-        from stages.decoding.sampler import Sampler, SamplerError
-        from stages.decoding.sampling import SamplingParams
-        from stages.generation import room_after, sample_with_room
+        from stages.decoding.sampler import SamplerError
         from stages.running.blocks import in_blocks
 
-        sampler = Sampler(model, self.renderer.tokenizer, max_batch=len(self.asked))
-        params = SamplingParams(temperature=0.0, max_new_tokens=self.tokens, stop_ids=self.renderer.stop_ids)
-
-        def answer(asked):
-            prompts = [list(one.ids) for one in asked]
-            rooms = [max(1, room_after(sampler, ids, self.tokens)) for ids in prompts]
-            groups = sample_with_room(sampler, prompts, params, [[0]] * len(prompts), rooms)
-            return [
-                {"text": one.text, "finish": one.finish_reason, "tokens": len(one.ids)}
-                for group in groups
-                for one in group
-            ]
-
+        answer = lambda asked: self._answers(model, asked)
         try:
-            return in_blocks(self.stage, name, self.asked, answer, len(self.asked), "answers for the report")
+            self.before = in_blocks(
+                self.stage, "answers-before", self.asked, answer, len(self.asked), "answers for the report"
+            )
         except (SamplerError, DecoderError) as error:
             self.asked, self.reason = [], f"the sampler does not take this model ({error})"
-            return []
-        finally:
-            sampler.release()
+
+    def _answers(self, model, asked) -> list[dict]:
+        """{"text", "finish", "tokens"} of every prompt."""
+        from stages.decoding.sampler import Sampler
+        from stages.decoding.sampling import SamplingParams
+        from stages.generation import room_after, sample_with_room
+
+        sampler = Sampler(model, self.renderer.tokenizer, max_batch=len(asked))
+        params = SamplingParams(temperature=0.0, max_new_tokens=self.tokens, stop_ids=self.renderer.stop_ids)
+        prompts = [list(one.ids) for one in asked]
+        rooms = [room_after(sampler, ids, self.tokens) for ids in prompts]
+        groups = sample_with_room(sampler, prompts, params, [[0]] * len(prompts), rooms)
+        sampler.release()
+        return [{"text": c.text, "finish": c.finish_reason, "tokens": len(c.ids)} for group in groups for c in group]
 
     def publish(self, model, tokenizer, epochs=None) -> None:
         """Publish the trained model (:func:`stages.models.modeling.publish`), and have it answer: as it is in memory,
@@ -157,11 +164,11 @@ class Samples:
 
         rounds = self.stage.config.save_dtype != "float32"
         if self.asked and not rounds:
-            self.after = self._answers(model, "answers-after")
+            self.after = self._answers(model, self.asked)
         publish(self.stage, model, tokenizer, epochs)
         if self.asked and rounds:
             written = load_frozen(str(self.stage.workdir / "out" / "model"), self.stage.device)
-            self.after = self._answers(written, "answers-after")
+            self.after = self._answers(written, self.asked)
 
     def block(self) -> tuple[str, str] | str | None:
         """The part of the report, after :meth:`publish`; its table is a report of its own. None where

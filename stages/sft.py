@@ -516,6 +516,7 @@ def run(stage):
     from stages.preflight import preflight
     from stages.samples import Samples
     from stages.training import Trainer, fit
+    from stages.validation_alarms import telling
 
     config, dataset = stage.config, stage.dataset("data")
     refuse_unread_in(stage, READ_OF_INPUTS)
@@ -582,7 +583,7 @@ def run(stage):
         source,
         epochs=epochs,
         eval_every=config.steps_between_validations(len(train)),
-        evaluate=evaluate if validation or answers or watched else None,
+        evaluate=telling(stage, evaluate) if validation or answers or watched else None,
     )
     samples.publish(model, renderer.tokenizer, epochs)
     summary = {
