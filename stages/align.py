@@ -637,8 +637,8 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
     good, bad = (sum(i.extra["weight"] for i in train if i.extra["label"] is side) for side in (True, False))
     if not (good and bad):
         texts.append(
-            f"all rows are {'desirable' if good else 'undesirable'}; {objective.method.name} learns from the contrast,"
-            " so add rows of the other label."
+            f"all rows are {'desirable' if good else 'undesirable'}; {objective.method.name} learns from the contrast."
+            " Add rows of the other label."
         )
     if objective.method.name != "kto":
         return texts
@@ -758,7 +758,7 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
         stage.warn(
             "wrong_reference_cache",
             "Reference log-probs in ref_logps are not those of this reference on the same rows, although their"
-            " fingerprints agree; all are recomputed.",
+            " fingerprints agree; all are recomputed. Leave the input ref_logps out.",
         )
         by_row, cached = {}, {}
 
@@ -885,6 +885,6 @@ def matching_cache(stage, items, prints: dict[str, str]) -> dict[str, list]:
         stage.warn(
             "stale_reference_cache",
             f"{stale} cached reference rows belong to another model, tokenizer, template, max_length or other segments"
-            " and are recomputed.",
+            " and are recomputed. Give the ref_logps of a run with this reference and these settings, or leave the input out.",
         )
     return cached
