@@ -505,6 +505,7 @@ def run(stage):
         **{f"dropped/{k}": v for k, v in dropped.items()},
         **{f"validation/{k}": v for k, v in final.items()},
     }
+    samples.warn_of_length()
     stage.summary(summary)
     training_report(stage, "Direct alignment", summary, samples.block())
 

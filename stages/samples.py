@@ -17,6 +17,8 @@ from stages.models.memory import lacks_room_to_sample
 MOST, LEAST = 128, 16
 #: Tokens of a plain text (or half of them) that its continuation starts from.
 TEXT_START = 32
+#: Prompts from which on their answers say something of lengths, and how much longer is said to be longer (section H).
+ENOUGH, LONGER = 16, 1.3
 #: Rows of the split among which prompts are looked for.
 LOOKED_AT = 64
 
@@ -169,6 +171,20 @@ class Samples:
         if self.asked and rounds:
             written = load_frozen(str(self.stage.workdir / "out" / "model"), self.stage.device)
             self.after = self._answers(written, self.asked)
+
+    def warn_of_length(self) -> None:
+        """Warn where the answers have grown by 30% (section H, alarms; of ``ENOUGH`` prompts at least), for stages whose
+        rows should not change lengths.
+        """
+        before, after = (sum(one["tokens"] for one in answers) for answers in (self.before, self.after))
+        if len(self.asked) >= ENOUGH and after > LONGER * before:
+            self.stage.warn(
+                "answers_longer",
+                f"To {len(self.asked)} prompts the trained policy answers in {after / len(self.asked):.0f} tokens and the"
+                f" starting one in {before / len(self.asked):.0f} ({self.tokens} at most): preferences for longer answers"
+                " may be all that it learned. Raise beta, train fewer steps, take method=simpo, length_norm or r_dpo, or"
+                " balance lengths in the data.",
+            )
 
     def block(self) -> tuple[str, str] | str | None:
         """The part of the report, after :meth:`publish`; its table is a report of its own. None where

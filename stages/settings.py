@@ -514,7 +514,8 @@ class EpochsConfig(OptimizerConfig):
         le=64,
         description=(
             "Prompts of the validation split (else of the training rows) that the starting and the published model"
-            " answer for the report: greedily, in twice the tokens of the given answers, 128 at most; 0 = none."
+            " answer for the report: greedily, in twice the tokens of the given answers, 128 at most; 0 = none. From 16 on"
+            " align warns of answers that grew by 30%."
         ),
     )
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ from stages.decoding.sampling import SamplingParams
 from stages.harness import execute
 from stages.models import memory
 from stages.models.modeling import load_frozen
-from stages.samples import asked_of
+from stages.samples import Samples, asked_of
 from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
 from storage.schema import complete_row
@@ -161,3 +162,13 @@ def test_a_reward_model_shows_the_pairs_that_it_is_wrong_sure_and_unsure_about(t
         assert row["margin"] == pytest.approx(row["chosen score"] - row["rejected score"])
         assert (row["which"] == "most confident mistake") <= (row["margin"] < 0)
     assert "Held-out rows that it is wrong about, sure of and unsure of (validation)" in page(found)
+
+
+@pytest.mark.parametrize("prompts,before,after,told", [(16, 10, 14, True), (16, 10, 13, False), (15, 10, 99, False)])
+def test_answers_that_grow_by_a_third_are_warned_of_where_there_are_enough(prompts, before, after, told):
+    samples, said = object.__new__(Samples), []
+    samples.stage = SimpleNamespace(warn=lambda code, text: said.append(text))
+    samples.asked, samples.tokens = [None] * prompts, 128
+    samples.before, samples.after = ([{"tokens": n}] * prompts for n in (before, after))
+    samples.warn_of_length()
+    assert bool(said) == told and (not told or "in 14 tokens and the starting one in 10 (128 at most)" in said[0])
