@@ -149,12 +149,14 @@ class Samples:
         from stages.decoding.sampler import Sampler
         from stages.decoding.sampling import SamplingParams
         from stages.generation import room_after, sample_with_room
+        from stages.models.modeling import uncompiled
 
         sampler = Sampler(model, self.renderer.tokenizer, max_batch=len(asked))
         params = SamplingParams(temperature=0.0, max_new_tokens=self.tokens, stop_ids=self.renderer.stop_ids)
         prompts = [list(one.ids) for one in asked]
         rooms = [room_after(sampler, ids, self.tokens) for ids in prompts]
-        groups = sample_with_room(sampler, prompts, params, [[0]] * len(prompts), rooms)
+        with uncompiled():  # graphs of single tokens would be made, and those of training again
+            groups = sample_with_room(sampler, prompts, params, [[0]] * len(prompts), rooms)
         sampler.release()
         return [{"text": c.text, "finish": c.finish_reason, "tokens": len(c.ids)} for group in groups for c in group]
 
