@@ -172,3 +172,21 @@ def test_answers_that_grow_by_a_third_are_warned_of_where_there_are_enough(promp
     samples.before, samples.after = ([{"tokens": n}] * prompts for n in (before, after))
     samples.warn_of_length()
     assert bool(said) == told and (not told or "in 14 tokens and the starting one in 10 (128 at most)" in said[0])
+
+
+def test_the_prompt_and_the_given_answer_of_every_kind_of_rows(tiny):
+    renderer = renderer_for(tiny["policy"])
+    both = user("one?") + assistant("1") + user("two?") + assistant("2") + user("three?")
+    spoken = lambda kind, **row: asked_of(kind, row, renderer)
+    talk = spoken("demonstrations/1", messages=[*both, *assistant("3")], train_turns=[1, 3], kept=True)
+    assert (talk.prompt, talk.given) == ("two?", "2") and talk.ids == tuple(renderer.prompt_ids(both[:3]))
+    assert spoken("demonstrations/1", messages=[*both, *assistant("3")], train_turns=None).given == "3"
+    assert spoken("demonstrations/1", messages=both[:2], train_turns=[1], kept=False) is None
+    assert spoken("demonstrations/1", messages=assistant("hello"), train_turns=[0]) is None, "nothing is asked"
+    ranked = spoken("rankings/1", prompt=user("?"), completions=[assistant("b"), assistant("a")], ranks=[2, 1])
+    assert (ranked.prompt, ranked.given) == ("?", "a")
+    for label, given in ((True, "x"), (False, "")):
+        assert spoken("unpaired/1", prompt=user("?"), completion=assistant("x"), label=label).given == given
+    encoded = renderer.conversation(both[:4], train="all_assistant")
+    captured = spoken("teacher_logps/1", ids=encoded.ids, mask=encoded.mask)
+    assert captured.ids == tuple(renderer.prompt_ids(both[:3])) and captured.given == "2" and "two?" in captured.prompt
