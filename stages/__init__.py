@@ -13,6 +13,8 @@ What training leans on:
 ``batching``    from rows to micro-batches
 ``training``    one loop, one optimizer step
 ``preflight``   before the first step: the plan, five rows, the dearest micro-batch
+``samples``     what a policy answers before and after training, for the report
+``validation_alarms``  what a stage warns of while it trains, at its validation passes
 ``algorithms``  methods as rows of tables
 ``losses``      losses as plain functions
 ``estimators``  advantages, returns, baselines, KL controllers as plain functions

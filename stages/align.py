@@ -383,13 +383,15 @@ def run(stage):
     import math
 
     from stages.chat import renderer_for, stage_renderer
-    from stages.reporting.curves import logged_metrics, training_report
+    from stages.reporting.curves import training_report
     from stages.direct.direct_alignment import UNIT, AlignmentRows, DirectAlignment, MovingReference
     from stages.models.epochs import epochs_of
-    from stages.models.modeling import follower, policy_to_train, publish
+    from stages.models.modeling import follower, policy_to_train
     from stages.direct.preference_items import Encoder
     from stages.preflight import check_ids, preflight
+    from stages.samples import Samples
     from stages.training import Trainer, TrainingError, check_selection, fit
+    from stages.validation_alarms import telling
 
     config, data = with_written_loss(stage), stage.dataset("data")
     try:
@@ -477,16 +479,25 @@ def run(stage):
         prepare=source.prepare,
         completions_end=not config.mask_formatting,
     )
+
+    def alarms(rows):
+        # in the midst of a run one pass may be chance
+        if both_fell(rows, 1 if trainer.step_index == trainer.total_steps else 2) or displaced(source.history):
+            yield DISPLACED
+        if overfits(rows, config.batch_size):
+            yield OVERFIT
+
+    samples = Samples(stage, model, renderer, data)
     epochs = epochs_of(stage, model, renderer.tokenizer, source)
     _, final = fit(
         stage,
         trainer,
         source,
         epochs=epochs,
-        evaluate=(lambda: source.evaluate(trainer)) if validation else None,
+        evaluate=telling(stage, lambda: source.evaluate(trainer), alarms) if validation else None,
         eval_every=config.eval_every,
     )
-    publish(stage, model, renderer.tokenizer, epochs)
+    samples.publish(model, renderer.tokenizer, epochs)
     summary = {
         "steps": trainer.step_index,
         unit: len(train),
@@ -494,21 +505,9 @@ def run(stage):
         **{f"dropped/{k}": v for k, v in dropped.items()},
         **{f"validation/{k}": v for k, v in final.items()},
     }
-    if final.get("displacement/both_fell_fraction", 0.0) > 0.5 or displaced(source.history):
-        stage.warn(
-            "likelihood_displacement",
-            "On held-out rows the log-probability of the chosen responses fell although the margin grew. Raise "
-            "beta, lower learning_rate, train fewer steps, or take method=dpo_nll, cal_dpo or apo_zero.",
-        )
-    if overfits(logged_metrics(stage), config.batch_size):
-        stage.warn(
-            "preferences_overfit",
-            "The policy orders more than 99% of the training rows right, and the share of held-out ones does not rise"
-            " any more (validation/rewards/accuracies). Train fewer steps, lower learning_rate, raise beta, or take more"
-            " prompts; eval_every with select_by=rewards/accuracies publishes the best pass.",
-        )
+    samples.warn_of_length()
     stage.summary(summary)
-    training_report(stage, "Direct alignment", summary)
+    training_report(stage, "Direct alignment", summary, samples.block())
 
 
 def with_written_loss(stage):
@@ -553,6 +552,28 @@ def rows_seen(stage, train, config) -> list:
         return train
     order = ShuffledRows(stage, train, config.batch_size, config.num_train_epochs, config.max_steps)
     return [item for step in range(order.total_steps) for item in order.items(step)]
+
+
+DISPLACED = (
+    "likelihood_displacement",
+    "On held-out rows the log-probability of the chosen responses fell although the margin grew. Raise beta, lower"
+    " learning_rate, train fewer steps, or take method=dpo_nll, cal_dpo or apo_zero.",
+)
+OVERFIT = (
+    "preferences_overfit",
+    "The policy orders more than 99% of the training rows right, and the share of held-out ones does not rise any more"
+    " (validation/rewards/accuracies). Train fewer steps, lower learning_rate, raise beta, or take more prompts;"
+    " eval_every with select_by=rewards/accuracies publishes the best pass.",
+)
+
+
+def both_fell(rows: Sequence[dict], passes: int) -> bool:
+    """Whether at each of the last ``passes`` validation passes both log-probabilities fell on more than half of the
+    held-out rows (section H, alarms).
+    """
+    shares = [row.get("validation/displacement/both_fell_fraction") for row in rows]
+    last = [share for share in shares if isinstance(share, (int, float))][-passes:]
+    return len(last) == passes and min(last) > 0.5
 
 
 def displaced(history: list[list[float]], falls: int = 3) -> bool:
@@ -617,8 +638,8 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
     good, bad = (sum(i.extra["weight"] for i in train if i.extra["label"] is side) for side in (True, False))
     if not (good and bad):
         texts.append(
-            f"all rows are {'desirable' if good else 'undesirable'}; {objective.method.name} learns from the contrast,"
-            " so add rows of the other label."
+            f"all rows are {'desirable' if good else 'undesirable'}; {objective.method.name} learns from the contrast."
+            " Add rows of the other label."
         )
     if objective.method.name != "kto":
         return texts
@@ -738,7 +759,7 @@ def write_reference(stage, role: str, objective, items, prints, cached, policy) 
         stage.warn(
             "wrong_reference_cache",
             "Reference log-probs in ref_logps are not those of this reference on the same rows, although their"
-            " fingerprints agree; all are recomputed.",
+            " fingerprints agree; all are recomputed. Leave the input ref_logps out.",
         )
         by_row, cached = {}, {}
 
@@ -865,6 +886,6 @@ def matching_cache(stage, items, prints: dict[str, str]) -> dict[str, list]:
         stage.warn(
             "stale_reference_cache",
             f"{stale} cached reference rows belong to another model, tokenizer, template, max_length or other segments"
-            " and are recomputed.",
+            " and are recomputed. Give the ref_logps of a run with this reference and these settings, or leave the input out.",
         )
     return cached

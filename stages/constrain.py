@@ -487,7 +487,10 @@ def report(stage, asked: list[Asked], left_out: Counter, tally: Counter, answere
     }
     never = [name for name, found in per_kind.items() if not found["drawn"]]
     if never and len(asked) >= 20 * len(per_kind):
-        stage.warn("kinds_not_drawn", f"No prompt suited {', '.join(never)}.")
+        stage.warn(
+            "kinds_not_drawn",
+            f"No prompt suited {', '.join(never)}. Give prompts that these suit, or leave them out of kinds.",
+        )
     met, lost = {"asked": [0, 0], "plain": [0, 0]}, Counter()
     if answered:
         by_idx = {i: one.row["constraints"] for i, one in enumerate(asked)}

@@ -294,7 +294,7 @@ def warnings(stage, table: list[dict], state: dict) -> None:
         stage.warn(
             "lineage_unknown",
             f"What {', '.join(stage.config.outside)} learned from is not known here, so a rate of 0 does not mean that"
-            " the benchmark is new to the model.",
+            " the benchmark is new to the model. Read its scores on a benchmark that is newer than it.",
         )
     if state["unread"]:
         stage.warn(

@@ -45,6 +45,7 @@ from pydantic import Field, model_validator
 
 from stages.models.memory import Role, sampling_stays
 from stages.settings import EPOCHS, ReadWhen, refuse_unread, refuse_unread_in
+from stages.samples import answered_turn
 from stages.sft import RowsConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
@@ -537,11 +538,13 @@ def run(stage):
     from stages.decoding.engines import vocabulary_of
     from stages.models.adapters import AdapterOff
     from stages.models.epochs import epochs_of
-    from stages.models.modeling import follower, load_frozen, policy_to_train, publish
+    from stages.models.modeling import follower, load_frozen, policy_to_train
     from stages.preflight import preflight
     from stages.reporting.curves import training_report
+    from stages.samples import Samples
     from stages.spec import ConfigError
     from stages.training import Trainer, fit
+    from stages.validation_alarms import telling
 
     config, dataset = stage.config, stage.dataset("data")
     captured = dataset.kind == "teacher_logps/1"
@@ -606,16 +609,17 @@ def run(stage):
         objective.soft_weight = config.soft_weight if config.soft_weight_end is None else config.soft_weight_end
         return trainer.evaluate(validation)
 
+    samples = Samples(stage, model, renderer, dataset)
     epochs = epochs_of(stage, model, renderer.tokenizer, source)
     before, final = fit(
         stage,
         trainer,
         source,
         epochs=epochs,
-        evaluate=evaluate if validation else None,
+        evaluate=telling(stage, evaluate) if validation else None,
         eval_every=config.steps_between_validations(len(train)),
     )
-    publish(stage, model, renderer.tokenizer, epochs)
+    samples.publish(model, renderer.tokenizer, epochs)
     summary = {
         "steps": trainer.step_index,
         "rows": len(train),
@@ -626,7 +630,7 @@ def run(stage):
         name = "distance" if config.objective in ACROSS else "kl"
         summary |= {f"validation/{name}": final[name], f"validation/{name}_before": before[name]}
     stage.summary(summary)
-    training_report(stage, f"Distillation ({config.method})", summary)
+    training_report(stage, f"Distillation ({config.method})", summary, samples.block())
 
 
 def encode(stage, renderer, split: str, limit: int | None = None):
@@ -695,14 +699,6 @@ def asked_of(reader, config, positions: int | None, theirs):
         return found | added | {"teacher_asked": read}
 
     return more
-
-
-def answered_turn(messages: list[dict], turns) -> int:
-    """The index of the last trained answer of a conversation; ``turns``: those that are, None: all."""
-    return max(
-        (i for i, m in enumerate(messages) if m["role"] == "assistant" and (turns is None or i in turns)),
-        default=len(messages) - 1,
-    )
 
 
 def with_context(messages: list[dict], last: int, context: str | None) -> list[dict]:

@@ -456,7 +456,8 @@ def warn_of_failures(stage, engine, samples: list[Sample]) -> None:
         stage.warn(
             "engine_rows_failed",
             f"{engine.name} has no completion for {len(failed)} of {len(samples)} rows asked for at once; they are left"
-            f" out. The first reason: {failed[0].error}",
+            " out. Look at why, and run the stage again where the server was at fault. The first reason:"
+            f" {failed[0].error}",
         )
 
 

@@ -205,10 +205,14 @@ def run(stage):
             "steps_not_labelled",
             f"Of {len(work)} solutions {lost['solutions_without_labels']} have no label, and of the rows"
             f" {lost['steps_without_verdict']} steps: their rollouts could not be checked (nor could"
-            f" {lost['unscorable_rollouts']} in all).",
+            f" {lost['unscorable_rollouts']} in all). Raise max_completion_length where they are cut, or the verifier's"
+            " timeout_s.",
         )
     if blank:
-        stage.warn("blank_solutions", f"{blank} of {len(work)} solutions are blank: they have no steps, and no rows.")
+        stage.warn(
+            "blank_solutions",
+            f"{blank} of {len(work)} solutions are blank: they have no steps, and no rows. Leave them out of the data.",
+        )
     summary = {
         "solutions": len(rows),
         "blank_solutions": blank,

@@ -157,8 +157,8 @@ def run(stage):
     if wrong:
         stage.warn(
             "no_valid_objective",
-            f"None of {config.attempts} proposals passed the unit tests; the last failed because: {' '.join(wrong)}"
-            " Raise attempts, or take a stronger proposer.",
+            f"None of {config.attempts} proposals passed the unit tests. Raise attempts, or take a stronger proposer; the last"
+            f" one failed because: {' '.join(wrong)}",
         )
     stage.summary({"valid": float(not wrong), "attempts": attempt + 1, "tried": len(tried)})
     text = (

@@ -156,8 +156,8 @@ def run(stage):
     if unread := [item.metric for item in stage.config.non_regression if other is None]:
         stage.warn(
             "non_regression_unread",
-            f"There is no champion that {', '.join(unread)} could fall behind, so non_regression decided nothing;"
-            " a bound that holds for the first model, too, is a gate (gates=[{metric: ..., max: ...}]).",
+            f"There is no champion that {', '.join(unread)} could fall behind, so non_regression decided nothing."
+            " For a bound that holds for the first model, too, write a gate (gates=[{metric: ..., max: ...}]).",
         )
     write_decision(stage, decision, candidate)
     numbers = {

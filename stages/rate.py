@@ -604,7 +604,7 @@ def report(
         stage.warn(
             "judge_errors",
             f"{errors} of {len(found)} requests have no readable answer ({errors / len(found):.0%}); what they are"
-            " about is left out. judgements say why.",
+            " about is left out. Read why in judgements; give the judge more room (judge_tokens) or time, or take another one.",
         )
     table = [
         {"model": model, "answers": len(own), name: round(float(np.mean(own)), 3)}

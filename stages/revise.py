@@ -920,7 +920,8 @@ def report(stage, tally: Tally, counts: dict) -> None:
         stage.warn(
             "chains_dropped",
             f"{counts['answers'] - tally.kept} of {counts['answers']} answers gave no revision to train on"
-            f" ({most_first(tally.dropped)[0][0]} most often).",
+            f" ({most_first(tally.dropped)[0][0]} most often). Raise max_completion_length where answers are cut, or give a"
+            " stronger reviser.",
         )
     table = [
         {"y": i, "answers": r["n"], "characters": r["characters"] / r["n"], "refusals": r["refusals"] / r["n"]}

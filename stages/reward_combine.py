@@ -172,7 +172,7 @@ def run(stage):
 
     from stages.chat import renderer_for
     from stages.reporting.reports import document, facts
-    from stages.reward_models.reward_eval import held_out, warn_about
+    from stages.reward_models.reward_eval import held_out, sample_blocks, warn_about
     from stages.reward_models.reward_heads import RewardCard, write_card
     from stages.reward_models.reward_scorers import load_scorer
     from stages.spec import ConfigError
@@ -225,7 +225,9 @@ def run(stage):
             warn_about(stage, found, objective=card.objective)
         if not implicit:
             for name, member in scorer.members.items():
-                alone = held_out(stage, member, stage.dataset("pairs"), config.split, config.limit)
+                alone = held_out(
+                    stage, member, stage.dataset("pairs"), config.split, config.limit, label=f"member-{name}"
+                )
                 summary |= {
                     f"member/{name}/{k}": alone[k]
                     for k in ("accuracy", "log_loss", "ece", "mean_reward", "std_reward")
@@ -245,7 +247,14 @@ def run(stage):
                 " puts all on one scale.",
             )
     stage.summary(summary)
-    stage.report("summary", markdown=document(f"Combined reward model ({config.combine})", facts(summary)))
+    stage.report(
+        "summary",
+        markdown=document(
+            f"Combined reward model ({config.combine})",
+            facts(summary),
+            *(sample_blocks(stage, [config.split]) if stage.has("pairs") else []),
+        ),
+    )
 
 
 def standards(stage, members: dict[str, str]) -> dict[str, list[float]]:

@@ -589,9 +589,10 @@ def run(stage):
     from stages.models.modeling import save_type
     from stages.preflight import preflight
     from stages.reporting.curves import training_report
-    from stages.reward_models.reward_eval import FEW, count_of, held_out_of_all, warn_about
+    from stages.reward_models.reward_eval import FEW, count_of, held_out_of_all, sample_blocks, warn_about
     from stages.reward_models.reward_heads import drop_lm_head
     from stages.training import Trainer, fit
+    from stages.validation_alarms import telling
 
     config, data = stage.config, stage.dataset("data")
     refuse_unread_in(stage, READ_OF_INPUTS)
@@ -649,7 +650,7 @@ def run(stage):
         stage,
         trainer,
         source,
-        evaluate=evaluate if validation else None,
+        evaluate=telling(stage, evaluate) if validation else None,
         eval_every=config.eval_every,
         epochs=epochs,
     )
@@ -694,7 +695,12 @@ def run(stage):
         warn_about(
             stage, earlier if count_of(best) < FEW <= count_of(earlier) else best, final.get("accuracy"), setup.row.name
         )
-    training_report(stage, f"Reward model ({setup.row.name})", summary)
+    training_report(
+        stage,
+        f"Reward model ({setup.row.name})",
+        summary,
+        *sample_blocks(stage, [*judged, *(["earlier"] if earlier else [])]),
+    )
 
 
 def trained(stage, setup: Setup, data, offset: float) -> tuple:
@@ -828,7 +834,10 @@ def drift(stage, data, new: dict[str, float]) -> dict[str, float]:
     found = next(
         (
             f
-            for f in (held_out(stage, previous, data, split, config.eval_rows) for split in ("test", "validation"))
+            for f in (
+                held_out(stage, previous, data, split, config.eval_rows, label="previous")
+                for split in ("test", "validation")
+            )
             if f
         ),
         {},

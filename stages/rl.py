@@ -391,5 +391,6 @@ def _warn_of_learning_rate(stage, row) -> None:
                 f", and its critic learns at critic_learning_rate={config.critic_learning_rate}."
                 if row.needs_critic
                 else "."
-            ),
+            )
+            + " Leave learning_rate out, and write max_kl for longer or shorter steps.",
         )

@@ -508,6 +508,16 @@ class EpochsConfig(OptimizerConfig):
             " none where it is the published one."
         ),
     )
+    report_samples: int = Field(
+        4,
+        ge=0,
+        le=64,
+        description=(
+            "Prompts of the validation split (else of the training rows) that the starting and the published model"
+            " answer for the report: greedily, in twice the tokens of the given answers, 128 at most; 0 = none. From 16 on"
+            " align warns of answers that grew by 30%."
+        ),
+    )
 
     @model_validator(mode="after")
     def _epochs_end(self):

@@ -501,11 +501,13 @@ READ_OF_INPUTS: ReadWhen = (
 def run(stage):
     from stages.chat import PLAIN_TEMPLATE, stage_renderer
     from stages.models.epochs import epochs_of
-    from stages.models.modeling import policy_to_train, publish
+    from stages.models.modeling import policy_to_train
     from stages.models.new_tokens import add_rows
     from stages.reporting.curves import training_report
     from stages.preflight import preflight
+    from stages.samples import Samples
     from stages.training import Trainer, fit
+    from stages.validation_alarms import telling
 
     config, dataset = stage.config, stage.dataset("data")
     refuse_unread_in(stage, READ_OF_INPUTS)
@@ -564,6 +566,7 @@ def run(stage):
                 **(pair_logps(model, watched, config, stage.device) if watched else {}),
             }
 
+    samples = Samples(stage, model, renderer, dataset)
     epochs = epochs_of(stage, model, renderer.tokenizer, source)
     before, final = fit(
         stage,
@@ -571,9 +574,9 @@ def run(stage):
         source,
         epochs=epochs,
         eval_every=config.steps_between_validations(len(train)),
-        evaluate=evaluate if validation or answers or watched else None,
+        evaluate=telling(stage, evaluate) if validation or answers or watched else None,
     )
-    publish(stage, model, renderer.tokenizer, epochs)
+    samples.publish(model, renderer.tokenizer, epochs)
     summary = {
         "steps": trainer.step_index,
         "rows": len(train),
@@ -595,7 +598,7 @@ def run(stage):
             if name in final:
                 summary |= {f"validation/{name}": final[name], f"validation/{name}_before": before[name]}
     stage.summary(summary)
-    training_report(stage, "Supervised fine-tuning", summary)
+    training_report(stage, "Supervised fine-tuning", summary, samples.block())
 
 
 def rows_in_order(stage, items, config):

@@ -119,7 +119,7 @@ def run(stage):
         stage.warn(
             "few_helped",
             f"only {len(kept)} of {len(at)} rows have an IFD below 1, fewer than keep_fraction={config.keep_fraction}"
-            " asks for: do the answers belong to their instructions?",
+            " asks for. Look at whether the answers belong to their instructions, or write a smaller keep_fraction.",
         )
     stage.report("summary", markdown=document("Superfiltering", facts(summary)))
 

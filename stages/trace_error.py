@@ -167,7 +167,8 @@ def run(stage):
         stage.warn(
             "solutions_left_out",
             f"Of {len(rows)} solutions {lost['without_verdict']} have no verdict on their answer and"
-            f" {lost['without_labels']} no step that could be labelled; they are in no share.",
+            f" {lost['without_labels']} no step that could be labelled; they are in no share. Give prompts with"
+            " checkable answers, and solutions in steps.",
         )
     clusters = [row["group_id"] or row["prompt_id"] for row in judged]
     right, wrong_step = [bool(row["solution_correct"]) for row in judged], [min(row["labels"]) < 0 for row in judged]
@@ -178,7 +179,11 @@ def run(stage):
             [float(w) for w, r in zip(wrong_step, right) if r], [c for c, r in zip(clusters, right) if r]
         )
     else:
-        stage.warn("no_right_answer", "No solution has a right answer, so there is no trace error.")
+        stage.warn(
+            "no_right_answer",
+            "No solution has a right answer, so there is no trace error. Give solutions of a stronger model, or easier"
+            " prompts.",
+        )
     metrics = {name: replace(m, value=values[name]) for name, m in metrics.items()}
     metrics["wrong_steps"] = scores.share(
         [float(label < 0) for row in judged for label in row["labels"]],

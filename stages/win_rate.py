@@ -198,7 +198,8 @@ def matched(stage) -> tuple[list[Item], str, Counter]:
     if len(every) > len(common):
         stage.warn(
             "unmatched_prompts",
-            f"{len(every) - len(common)} of {len(every)} prompts are not answered by all models and are left out.",
+            f"{len(every) - len(common)} of {len(every)} prompts are not answered by all models and are left out. Give"
+            " answers of every model to the same prompts.",
         )
     items = []
     for key in common[: config.limit]:
@@ -740,7 +741,7 @@ def ranked(stage, good, baseline: str) -> tuple[list[dict], dict[str, float]]:
         stage.warn(
             "strengths_need_a_ridge",
             "Some models won or lost everything, or never met: their strengths are finite only by a ridge"
-            " (eval.bradley_terry).",
+            " (eval.bradley_terry). Take more prompts, or let every model meet every other, before reading distances.",
         )
     outcomes = [(item.row["model_a"], item.row["model_b"], preference.OUTCOME[found.verdict]) for item, found in good]
     return ranking, preference.elo_median(outcomes, stage.rng("elo"))

@@ -75,6 +75,7 @@ VALUES: dict[tuple[str, str], list] = {
     ("", "lora_exclude"): ["", "o_proj"],
     ("", "lora_modules_to_save"): ["", "lm_head"],
     ("", "eval_every"): [0, 2],
+    ("", "report_samples"): [0, 2],
     ("", "eval_rows"): [512, 3, 0],
     ("", "select_by"): [None, "loss"],
     ("", "early_stopping_patience"): [0, 1],

@@ -79,7 +79,9 @@ def check_step_weights(weights: Mapping[str, float]) -> list[str]:
     return (
         []
         if ordered == sorted(ordered, reverse=True)
-        else ["the step weights break the order goal >= file >= ui that their source asks for"]
+        else [
+            "the step weights break the order goal >= file >= ui that their source asks for; write them in that order"
+        ]
     )
 
 

@@ -285,8 +285,8 @@ def warn_of_failed(stage, written: Sequence[Written]) -> None:
     if failed:
         stage.warn(
             "engine_rows_failed",
-            f"{len(failed)} of {len(written)} requests asked for at once have no answer; their rows are left out. The"
-            f" first reason: {failed[0].error}",
+            f"{len(failed)} of {len(written)} requests asked for at once have no answer; their rows are left out. Look at"
+            f" why, and run the stage again where the server was at fault. The first reason: {failed[0].error}",
         )
 
 

@@ -169,4 +169,8 @@ def validate_direct(row: DirectMethod, beta: float | None, has_reference: bool) 
         )
     if not row.needs_reference and has_reference:
         raise ValueError(f"{row.name} has no reference policy; leave the reference input and reference_update out")
-    return [f"beta={beta} is below the usual range for simpo (2.0-2.5)"] if row.name == "simpo" and beta < 1 else []
+    return (
+        [f"beta={beta} is below the usual range for simpo; write beta=2 to 2.5"]
+        if row.name == "simpo" and beta < 1
+        else []
+    )

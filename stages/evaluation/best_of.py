@@ -237,7 +237,7 @@ def warn(stage, records: Sequence[dict]) -> None:
         stage.warn(
             "best_of_unscored",
             f"{lost} of {sum(map(len, named.values()))} items lack the score of an answer, or two of their answers are"
-            " the same; they are in no score.",
+            " the same; they are in no score. Look at unscorable in the samples, and at such answers.",
         )
     missing = (
         [name for name in SUBSETS if name not in named]
@@ -256,5 +256,5 @@ def warn(stage, records: Sequence[dict]) -> None:
         stage.warn(
             "ties_need_scores",
             "RewardBench 2's Ties asks how far apart the scores of answers are, and this model compares answers and"
-            " gives none: Ties and the total are left out.",
+            " gives none: Ties and the total are left out. Give a reward model that scores single answers for them.",
         )

@@ -303,23 +303,23 @@ class Given:
         )
 
     def _tell(self) -> None:
-        told = f"{sum(self.counts.values())} of {self.read} rows of answers are not graded: {self._why()}."
+        graded = f"{sum(self.counts.values())} of {self.read} rows of answers are not graded: {self._why()}"
         if set(self.counts) == {ELSEWHERE}:
-            self.stage.log(told)
+            self.stage.log(f"{graded}.")
         elif self.counts:
-            self.stage.warn("answers_left_out", told)
+            self.stage.warn("answers_left_out", f"{graded}. Mend these rows, or leave them out of the file.")
         if self.lacking:
             self.stage.warn(
                 "prompts_unanswered",
                 f"{len(self.lacking)} of {len(self.by_row)} prompts have no answer and count as empty ones, which are"
-                f" wrong, such as {_name_of(self.lacking[0])!r}.",
+                f" wrong, such as {_name_of(self.lacking[0])!r}. Give their answers, or evaluate fewer prompts.",
             )
         if len(self.per_prompt) > 1:
             told = ", ".join(f"{n} prompts have {k}" for k, n in sorted(self.per_prompt.items()))
             self.stage.warn(
                 "answers_uneven",
                 f"Prompts have different numbers of answers ({told}). A prompt counts once, by the mean of its answers;"
-                f" pass@k and votes are of k up to {min(self.per_prompt)}.",
+                f" pass@k and votes are of k up to {min(self.per_prompt)}. Give as many answers to every prompt for more.",
             )
         if self.repeated and 2 * self.repeated >= self.read:
             self.stage.warn(

@@ -300,7 +300,7 @@ def warn(stage, records: Sequence[dict], rows: Sequence[dict]) -> None:
         stage.warn(
             "ratings_missing",
             f"{len(lost)} of {len(turns)} turns have no rating and are in no mean; most often:"
-            f" {max(why, key=why.count)}.",
+            f" {max(why, key=why.count)}. Give the judge more room (judge_tokens) or time, or take another one.",
         )
     asked = [questions_of(row) for row in rows if row.get("category") in GUIDED]
     bare = sum(len(references) < len(questions) or not all(references) for questions, references in asked)

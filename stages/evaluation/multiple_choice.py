@@ -288,8 +288,8 @@ def warnings(stage, records: Sequence[dict], metrics: dict) -> None:
     if lost:
         stage.warn(
             "choices_unscorable",
-            f"{len(lost)} of {len(read_)} readings of choices have no verdict and are in no mean, for example:"
-            f" {lost[0]['unscorable']['choices']}",
+            f"{len(lost)} of {len(read_)} readings of choices have no verdict and are in no mean. Look at"
+            f" unscorable in the samples and mend these prompts; the first reason: {lost[0]['unscorable']['choices']}",
         )
     mass = metrics.get("mc_letter_mass")
     if mass is not None and mass.value < 0.1:
@@ -301,5 +301,6 @@ def warnings(stage, records: Sequence[dict], metrics: dict) -> None:
     if any(r.get("several_tokens") for r in read_):
         stage.warn(
             "letters_of_several_tokens",
-            'The tokenizer writes some letters as several tokens behind "Answer:"; their log-probs were summed.',
+            'The tokenizer writes some letters as several tokens behind "Answer:"; their log-probs were summed. Read'
+            " mc_text_acc_norm beside mc_letter_acc.",
         )

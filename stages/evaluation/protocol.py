@@ -261,6 +261,7 @@ def told_of_given(protocols: Mapping[str, Mapping]) -> str:
         " what compares is what the same graders say of answers to the same prompts, not the models under one way of"
         f" asking. Answers per prompt: {told}."
         + (f" Prompts without an answer count as wrong: {', '.join(lacking)}." if lacking else "")
+        + " Compare models that were asked in different ways with care, or evaluate them here."
     )
 
 

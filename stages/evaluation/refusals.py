@@ -326,7 +326,8 @@ def warn(stage, records: Sequence[dict], metrics: dict[str, Metric]) -> None:
         stage.warn(
             "refusals_unclassified",
             f"{round(lost.value * lost.n)} of {lost.n} answers are empty or were not read by the judge; they are in no"
-            " refusal rate.",
+            " refusal rate. Raise max_completion_length where answers are empty, or take another judge where it was not"
+            " understood.",
         )
     sides: dict[str, set] = defaultdict(set)
     for r in records:

@@ -154,8 +154,8 @@ def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0)
         reason, count = reasons.most_common(1)[0]
         stage.warn(
             "answers_unscorable",
-            f"{reasons.total()} answers have no value of {name!r} and are in none of its means; of {count} the reason"
-            f" is: {reason}",
+            f"{reasons.total()} answers have no value of {name!r} and are in none of its means. Mend what the component"
+            f" needs, or the prompts; of {count} the reason is: {reason}",
         )
     if truncated and truncated.value > 0.1:
         stage.warn(
@@ -167,7 +167,12 @@ def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0)
                 else f" hit max_completion_length={stage.config.max_completion_length}"
             )
             + " and count as they stand (accuracy_cut_wrong and reward_cut_penalised are the figures in which they do"
-            f" not).{'' if stage.has('answers') else ' Raise max_completion_length, or train the stop token.'}",
+            " not). "
+            + (
+                "Raise the limit where they were made."
+                if stage.has("answers")
+                else "Raise max_completion_length, or train the stop token."
+            ),
         )
     if stage.config.target != "policy" and chance:
         if chance.value > 0.98:
@@ -189,7 +194,8 @@ def warnings(stage, metrics: dict, records: list[dict], unscored_pairs: int = 0)
             stage.warn(
                 "reward_model_fooled",
                 f"The reward model scores '{worst.split('/')[1]}' probes at least as high as the clean answer in"
-                f" {fooled[worst]:.0%} of the cases; a policy trained against it may find that.",
+                f" {fooled[worst]:.0%} of the cases; a policy trained against it may find that. Train it again with"
+                " spoiled_fraction=0.1 (stage reward_model).",
             )
 
 

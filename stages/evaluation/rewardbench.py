@@ -167,5 +167,5 @@ def warn(stage, records: Sequence[dict]) -> None:
     if unknown:
         stage.warn(
             "rewardbench_unknown_subsets",
-            f"Subsets that are not RewardBench's ({', '.join(unknown)}) are sections of their own and in no total.",
+            f"Subsets that are not RewardBench's ({', '.join(unknown)}) are sections of their own and in no total. Rename them where published ones are meant.",
         )

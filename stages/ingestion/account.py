@@ -165,9 +165,12 @@ def _refuse(run: Ingestion, account: dict[str, Any]) -> None:
 def _warn(run: Ingestion, account: dict[str, Any]) -> None:
     stage, counts = run.stage, run.counts
     if not counts.rows_in:
-        stage.warn("no_rows", "the input holds no rows; the dataset is empty")
+        stage.warn("no_rows", "the input holds no rows; the dataset is empty. Give a file with rows")
     elif not counts.rows_out:
-        stage.warn("no_rows", "no row was left; the dataset is empty (see the quarantine codes and dropped reasons)")
+        stage.warn(
+            "no_rows",
+            "no row was left; the dataset is empty (see the quarantine codes and dropped reasons). Mend the rows, or write another format or column_map",
+        )
     if counts.rows_quarantined:
         unknown = any(warning["code"] == "unknown_format" for warning in stage.warnings)
         stage.warn(
@@ -175,7 +178,8 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
             f"{counts.rows_quarantined} of {counts.rows_in} rows were refused: "
             + ", ".join(f"{n} {code}" for code, n in account["codes"].items())
             # where the stage fails, the error says it
-            + (f". {run.input.columns_hint()}" if unknown and not _too_damaged(run) else ""),
+            + (f". {run.input.columns_hint()}" if unknown and not _too_damaged(run) else "")
+            + ". Look at why (posttrain show of the output quarantine), and mend those that are meant to be there",
         )
     if near := run.input.misread():
         from stages.ingestion.formats import SYNONYMS
@@ -200,9 +204,9 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
         stage.warn(
             "prompt_in_two_splits",
             f"{counts.cut_prompts} rows have a prompt that is also in another split, because the data's own column"
-            " group_id or its own splits say so. group_by=opening splits by prompt whatever that column says; rows of"
-            " training files that are also in the test files are taken out with decontaminate=coverage and"
-            " benchmarks.NAME=FILE",
+            " group_id or its own splits say so. Write group_by=opening to split by prompt whatever that column says, and"
+            " decontaminate=coverage with benchmarks.NAME=FILE to take out rows of training files that are also in the test"
+            " files",
         )
     if run.near is not None and run.near.group and run.near.clusters() and (run.splits.all_in is None):
         stage.warn(
@@ -214,7 +218,8 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
         stage.warn(
             "benchmark_rows_skipped",
             "rows of evaluation sets in which no prompt could be read, and which are not looked for: "
-            + ", ".join(f"{n} of {name}" for name, n in run.benchmark_skips.items()),
+            + ", ".join(f"{n} of {name}" for name, n in run.benchmark_skips.items())
+            + ". Rename the column of their questions to prompt, or leave these rows out",
         )
     splits = (
         sorted({source.name.split("/")[0] for source in run.input.files if "/" in source.name})
@@ -224,8 +229,8 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
     if len(splits) > 1 and not run.splits.of_files:
         stage.warn(
             "splits_joined",
-            f"the splits {', '.join(splits)} of the saved dataset were read as one set of rows; files='{splits[-1]}/*'"
-            " reads one of them",
+            f"the splits {', '.join(splits)} of the saved dataset were read as one set of rows; write"
+            f" files='{splits[-1]}/*' to read one of them",
         )
     for text in run.bias.warnings():
         stage.warn("bias", text)
@@ -237,7 +242,7 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
             + (
                 "Ingest with reasoning=think to write it before their text."
                 if run.config.reasoning == "drop"
-                else "It, or their content, is no text."
+                else "It, or their content, is no text; write it as text to train on it."
             ),
         )
     for form, n in counts.answers_left.items():
@@ -251,7 +256,7 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
         stage.warn(
             "scores_against",
             f"{counts.scores_against} pairs have a higher score for the rejected answer: are these costs, or are chosen"
-            " and rejected swapped? (chosen_column=rejected rejected_column=chosen swaps them)",
+            " and rejected swapped? Where they are, write chosen_column=rejected rejected_column=chosen",
         )
     if counts.long_prompts:
         stage.warn(
@@ -263,7 +268,7 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
         stage.warn(
             "chosen_only",
             "demonstrations were made of chosen answers only: training on them also raises the likelihood of "
-            "rejected answers, which resemble them",
+            "rejected answers, which resemble them. Watch both with the input pairs of stage sft, or train on pairs (align)",
         )
     if run.kind == "unpaired/1" and counts.labels:
         band = lambda_band(counts.labels.get("desirable", 0), counts.labels.get("undesirable", 0))
@@ -272,8 +277,8 @@ def _warn(run: Ingestion, account: dict[str, Any]) -> None:
         elif not band[0] <= 1 <= band[1]:
             stage.warn(
                 "class_balance",
-                f"with lambda_U = 1, lambda_D should lie in [{band[0]:.3g}, {band[1]:.3g}]: for align method=kto write"
-                f" options.desirable_weight={band[0]:.3g}",
+                f"with lambda_U = 1, lambda_D should lie in [{band[0]:.3g}, {band[1]:.3g}]: write"
+                f" options.desirable_weight={band[0]:.3g} for align method=kto",
             )
     rate = account.get("decontamination", {}).get("contamination_rate", 0)
     if rate > 0.02:

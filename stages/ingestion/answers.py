@@ -92,7 +92,10 @@ def read(stage, name: str = "answers", column: str = "") -> Iterator[Read]:
             else:
                 yield Read(where, {}, [], code)
         if reading.damage:
-            stage.warn("damaged_file", f"{source.name}: {reading.damage}; the readable part was graded")
+            stage.warn(
+                "damaged_file",
+                f"{source.name}: {reading.damage}; the readable part was graded. Repair the file, and grade it again",
+            )
 
 
 def _unpacked(row: dict) -> dict:

@@ -315,13 +315,16 @@ class InputData:
                     self.stage.progress(done + reading.done, total, counts.told())
             if reading.damage:
                 counts.damaged_files[source.name] = reading.damage
-                self.stage.warn("damaged_file", f"{source.name}: {reading.damage}; the readable part was kept")
+                self.stage.warn(
+                    "damaged_file",
+                    f"{source.name}: {reading.damage}; the readable part was kept. Repair the file, and ingest it again",
+                )
             if adapter is not None and adapter.unknown_splits:
                 self.stage.warn(
                     "unknown_split",
                     f"{source.name}: the column split says {', '.join(sorted(adapter.unknown_splits))}, which names no"
                     " split (train, validation, test); those rows were placed like rows without one."
-                    " column_map.split=COLUMN names another column",
+                    " Write column_map.split=COLUMN where another column names it, or rename these values",
                 )
             done += source.size
         self.stage.progress(total, total, counts.told())
@@ -348,7 +351,7 @@ class InputData:
                 self.stage.warn(
                     "unknown_format",
                     f"{source.name} fits no known format, so its rows are refused; its columns are"
-                    f" {', '.join(_columns([source]))}",
+                    f" {', '.join(_columns([source]))}. Write format=NAME, or column_map='{{...}}' to say what they are",
                 )
             return None
         counts.formats[source.name] = adapter.name
@@ -420,8 +423,8 @@ class InputData:
             self.stage.warn(
                 "unread_label",
                 f"{source.name} is read as demonstrations, of which every answer is trained on alike, but has"
-                f" {' and '.join(found)}: score_column={found[0]} reads it as a rating, label_column={found[0]} as"
-                " right or wrong; if it is neither, all is well",
+                f" {' and '.join(found)}: write score_column={found[0]} to read it as a rating, label_column={found[0]}"
+                " as right or wrong; if it is neither, all is well",
             )
         elif (
             kinds == {"prompts/1"}
@@ -436,7 +439,7 @@ class InputData:
             self.stage.warn(
                 "unread_answer",
                 f"the prompts of {source.name} have no answer that a verifier could check, but the file has"
-                f" {' and '.join(found)}: answer_column={found[0]} reads it",
+                f" {' and '.join(found)}: write answer_column={found[0]} to read it",
             )
 
 

@@ -218,6 +218,13 @@ def kv_bytes(layers: int, kv_heads: int, head_dim: int, tokens: int, bytes_per_v
     return 2 * layers * kv_heads * head_dim * tokens * bytes_per_value
 
 
+def kv_of(text: Mapping, tokens: int, bytes_per_value: int) -> int:
+    """Of so many tokens of the model with this text config, which states its layers."""
+    heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+    width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    return kv_bytes(text["num_hidden_layers"], heads, width, tokens, bytes_per_value)
+
+
 def logits_bytes(tokens: int, vocabulary: int, bytes_per_value: int = 4) -> int:
     """Logits of all tokens of a forward at once; here they are made in chunks (``HEAD_KEEP_ELEMENTS``)."""
     return tokens * vocabulary * bytes_per_value
@@ -363,8 +370,6 @@ def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int
         or "num_hidden_layers" not in text
     ):
         return found
-    heads = text.get("num_key_value_heads") or text["num_attention_heads"]
-    width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     everyone = getattr(config, "prompts_per_step", config.generation_batch) * getattr(config, "num_generations", 1)
     rows = min(config.generation_batch, everyone)
     length = getattr(config, "max_prompt_length", 0) + getattr(
@@ -373,7 +378,7 @@ def caches_of(config, shape: Shape | None, device: str = "cpu") -> dict[str, int
     if text.get("max_position_embeddings"):
         length = min(length, text["max_position_embeddings"])
     size = 2 if config.sampling_dtype == "bfloat16" else 4
-    kv = lambda rows: kv_bytes(text["num_hidden_layers"], heads, width, rows * length, size)
+    kv = lambda rows: kv_of(text, rows * length, size)
     return {
         SAMPLED: (
             kv(rows)
@@ -534,6 +539,24 @@ def sampling_stays(stage) -> bool:
         return True
     found = need(roles, shapes, stage.config, stage.world_size, stage.device)
     return 4 * (found.states + sum(found.caches.values())) <= 3 * limit
+
+
+def lacks_room_to_sample(stage, rows: int, length: int) -> str | None:
+    """Why a stage that does not sample while it trains cannot hold so many rows of ``length`` tokens in the built-in
+    engine beside what it trains with (its copy of the weights, and the published model where that is read back, too);
+    None where it can, or where shapes or memory are not known.
+    """
+    roles = stage.spec.roles(stage.config, set(stage.inputs))
+    shapes, limit = _shapes_and_limit(stage, roles)
+    shape = shapes.get("model")
+    if limit is None or shape is None or "num_hidden_layers" not in shape.config:
+        return None
+    states = need(roles, shapes, stage.config, stage.world_size, stage.device).states
+    copies = 1 if stage.config.save_dtype == "float32" else 2
+    more = kv_of(shape.config, rows * length, 4) + copies * 4 * shape.parameters
+    if states + more <= limit:
+        return None
+    return f"sampling takes {shown(more)} beside {shown(states)} of training, of {shown(limit)}"
 
 
 def refusal(

@@ -83,6 +83,14 @@ def _drifted(h: History) -> bool:
     return False
 
 
+def _tiers_disagree(h: History) -> bool:
+    """A later tier of a cascade orders audited completions of a prompt otherwise than the tier that decided them in more
+    than three tenths of the pairs (reward.cascade; 0.7 is ours, chance is 0.5).
+    """
+    names = sorted({name for row in h.rows for name in row if agreement_of(name)})
+    return any(h.level(name) is not None and h.level(name) < 0.7 for name in names)
+
+
 def _td_error_stays(h: History) -> bool:
     """The critic's mean |TD error| is no smaller than at the start after 20 batches, while its values explain less than
     half of the returns: with a better policy the error of a critic that explains them may grow (F.2, VALUE)."""
@@ -236,6 +244,13 @@ ALARMS: dict[str, Alarm] = {
         " answers of the policy (reward_model with the input previous; recipe iterated_rlhf), raise kl_coef or beta, or"
         " use an ensemble of reward models.",
     ),
+    "tiers_disagree": Alarm(
+        _tiers_disagree,
+        "A tier of the cascade orders the completions of a prompt otherwise than a later one that audits it, in more than"
+        " 30% of the pairs (reward/tier_agreement): what is cheap decides wrongly, or the two want other things. Read"
+        " rollouts that both scored (posttrain show), then mend the rule, raise min_confidence of the reward model, or take"
+        " the earlier tier out.",
+    ),
     "over_optimisation": Alarm(
         _overoptimised,
         "The training reward holds while the held-out reward or the share of right held-out answers has fallen: the"
@@ -257,7 +272,7 @@ def alarms(rows: Sequence[dict], target_kl: float | None = None, kl_unit: str = 
     return {name: alarm.text for name, alarm in ALARMS.items() if alarm.when(history)}
 
 
-#: The metrics that alarms read, beside the accuracies of reward models: all that a run has to remember of its past.
+#: The metrics that alarms read, beside accuracies of reward models and agreement of tiers: all that a run has to remember of its past.
 WATCHED = (
     "step",
     "reward",
@@ -292,6 +307,11 @@ def accuracy_of(name: str) -> bool:
     return name.startswith("reward/") and name.endswith("/pair_accuracy") and name.count("/") > 1
 
 
+def agreement_of(name: str) -> bool:
+    """Whether a metric is the agreement of two tiers of a cascade, ``reward/tier_agreement/EARLIER_LATER``."""
+    return name.startswith("reward/tier_agreement/")
+
+
 def watched(name: str) -> bool:
     """Whether an alarm reads a metric."""
-    return name in WATCHED or accuracy_of(name)
+    return name in WATCHED or accuracy_of(name) or agreement_of(name)

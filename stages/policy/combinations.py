@@ -224,7 +224,7 @@ def _warnings(row: RLPreset, num_generations: int, updates: int) -> list[str]:
     if of_sequences and row.aggregation != "seq-mean-token-mean" and not row.objective:
         warnings.append(
             f"{row.name}: a sequence ratio with {row.aggregation} weights sequences by their length;"
-            " seq-mean-token-mean gives one term each"
+            " write loss_agg_mode=seq-mean-token-mean, which gives one term each"
         )
     if row.name == "astar_po" and num_generations > 1:
         warnings.append(
@@ -232,9 +232,13 @@ def _warnings(row: RLPreset, num_generations: int, updates: int) -> list[str]:
             " num_generations=1 (and more prompts_per_step)"
         )
     if row.num_iterations > 4:
-        warnings.append(f"{row.name}: {row.num_iterations} epochs on one rollout; more than 4 is rarely stable")
+        warnings.append(
+            f"{row.name}: {row.num_iterations} epochs on one rollout; more than 4 is rarely stable; write num_iterations=4"
+        )
     if row.surrogate == "none" and not row.kl_loss_coef and updates > 4:
-        warnings.append(f"{row.name}: {updates} updates per rollout without a clip; texts say fewer than five")
+        warnings.append(
+            f"{row.name}: {updates} updates per rollout without a clip; texts say fewer than five; lower num_iterations or num_minibatches"
+        )
     if row.kl_reward_coef > 0 and row.scale != "none":
         warnings.append(
             f"{row.name}: KL in the reward with std scaling does not give the reverse-KL gradient; use beta"

@@ -180,7 +180,11 @@ def load_critic(stage, row, renderer, model):
             + (" a language model, or leave the input out." if start == "critic" else " or write critic_init=policy.")
         )
     if reason:
-        stage.warn("critic_start", f"The critic starts from the policy, not from the reward model: {reason}.")
+        stage.warn(
+            "critic_start",
+            f"The critic starts from the policy, not from the reward model: {reason}. Give a scalar reward model on a"
+            " decoder for a better start, or write critic_init=policy.",
+        )
         start = "model"
     return Critic(stage, row, stage.path(start), start != "model", model)
 

@@ -99,7 +99,7 @@ class Members:
             self.stage.warn(
                 "sft_members_too_long",
                 f"{long} SFT answers have more than {self.config.longest_completion} tokens (max_completion_length, or"
-                " the longest of context_schedule) and do not join a group.",
+                " the longest of context_schedule) and do not join a group. Raise it to use them.",
             )
         if not found:
             raise ValueError(

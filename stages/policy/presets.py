@@ -717,7 +717,7 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
     if config.reward_norm.startswith("whiten") and row.scale != "none":
         warnings.append(
             f"reward_norm={config.reward_norm} on top of scale_rewards={row.scale}: the second cancels the first's"
-            " scale, write reward_norm=none"
+            " scale; write reward_norm=none"
         )
     mixing = {
         "scale_rewards=batch": row.scale == "batch",
@@ -751,7 +751,7 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
             row = replace(row, truncation_policy="score")
         warnings.append(
             f"reward_override={config.reward_override}: a control experiment, the rewards are not those of the task;"
-            " verdicts, soft overlong penalties and truncation_policy=zero or penalty do not count either"
+            " verdicts, soft overlong penalties and truncation_policy=zero or penalty do not count either; leave reward_override out to train"
         )
     if (
         config.ref_mode == "refresh"
@@ -769,7 +769,8 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
         warnings.append(
             f"sampling_dtype={config.sampling_dtype}: opponent=mixture reads policy and reference as they are held for"
             " training, since copies of both in another type would take more memory than they save; its answers are"
-            " sampled in the type of those weights, the policy's own in sampling_dtype"
+            " sampled in the type of those weights, the policy's own in sampling_dtype; write sampling_dtype=float32 for one"
+            " type"
         )
     to_start = row.kl_target == "old" or starts_at_reference(row, config)
     to_sampler = row.behaviour_ratio and row.kl_loss_estimator != "full"  # who may be an older policy
@@ -795,11 +796,11 @@ def warned(row, config: Config) -> tuple[Any, list[str]]:
     if config.kl_reward_estimator != "k1" and row.kl_reward_coef:
         warnings.append(
             "kl_reward_estimator=full: the exact KL does not depend on the token that was sampled, so at its own step"
-            " it is a baseline and regularises through later tokens only; k1 gives the reverse-KL gradient"
+            " it is a baseline and regularises through later tokens only; write kl_reward_estimator=k1 for the reverse-KL gradient"
             if config.kl_reward_estimator == "full"
             else (
-                f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; k1 gives the"
-                " reverse-KL gradient"
+                f"kl_reward_estimator={config.kl_reward_estimator} in the reward gives a biased gradient; write"
+                " kl_reward_estimator=k1 for the reverse-KL gradient"
             )
         )
     return row, warnings

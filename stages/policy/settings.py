@@ -86,6 +86,7 @@ AlarmName = Literal[
     "harmful_critic",
     "td_error_stays",
     "reward_model_drift",
+    "tiers_disagree",
     "over_optimisation",
     "engine_mismatch",
 ]

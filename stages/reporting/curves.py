@@ -11,6 +11,11 @@ FIGURES = {
     "rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins"),
     "logps": ("logps/chosen", "logps/rejected"),
     "reward": ("reward", "reward/shaped", "validation/reward", "completions/correct_fraction"),
+    "tier_agreement": (
+        "reward/tier_agreement/rule_learned",
+        "reward/tier_agreement/rule_judge",
+        "reward/tier_agreement/learned_judge",
+    ),
     "kl": ("kl", "kl/sequence_sum", "approx_kl/k3"),
     "kl_coef": ("kl/coef",),
     "clip": ("clip_ratio/low_mean", "clip_ratio/high_mean", "policy/outside_range"),
@@ -43,18 +48,31 @@ FIGURES = {
 }
 
 
+class MetricLog:
+    """The rows of a stage's metrics file, read on from where the last :meth:`rows` ended."""
+
+    def __init__(self, stage):
+        self._file, self._read, self._rows = stage.workdir / "metrics.jsonl", 0, []
+
+    def rows(self) -> list[dict]:
+        """``{"step": s, name: value, ...}`` of every line so far; none where the file is missing. Of several ranks the
+        first writes it, so that for another one its last line may be on its way.
+        """
+        if self._file.exists():
+            with open(self._file, "rb") as lines:
+                lines.seek(self._read)
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._read += len(line)
+                    record = json.loads(line)
+                    self._rows.append({"step": record["step"], **record["metrics"]})
+        return self._rows
+
+
 def logged_metrics(stage) -> list[dict]:
-    """Rows of the stage's metrics file: ``{"step": s, name: value, ...}``; none where it is missing. Of several ranks the
-    first writes it, so that for another one its last line may be on its way.
-    """
-    file, rows = stage.workdir / "metrics.jsonl", []
-    if file.exists():
-        for line in file.read_text().splitlines(keepends=True):
-            if not line.endswith("\n"):
-                break
-            record = json.loads(line)
-            rows.append({"step": record["step"], **record["metrics"]})
-    return rows
+    """All rows of :class:`MetricLog`."""
+    return MetricLog(stage).rows()
 
 
 def training_report(stage, title: str, summary: dict, *blocks) -> None:

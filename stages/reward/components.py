@@ -276,6 +276,15 @@ class RewardComponent(StageConfig):
             " ours)."
         ),
     )
+    audit_fraction: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description=(
+            "tier=learned or judge: share of the prompts whose answers it scores although an earlier tier decided, to log"
+            " how far the two agree (reward/tier_agreement); these scores are stored and do not count. 0 = none."
+        ),
+    )
     view: Literal["full", "answer_only", "think_only"] = Field(
         "full",
         description=(
@@ -730,6 +739,11 @@ def _refusals(c: RewardComponent) -> Iterator[str]:
         yield (
             "min_confidence says when the model of a cascade decides; write tier: learned (with others of tier rule and"
             " judge), or leave it out"
+        )
+    if c.tier not in ("learned", "judge") and c.audit_fraction:
+        yield (
+            "audit_fraction asks a later tier of a cascade about what an earlier one decided; write tier: judge (or"
+            " learned, with others of earlier tiers), or leave it out"
         )
     yield from _step_refusals(c)
     yield from _constraint_refusals(c)

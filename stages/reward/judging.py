@@ -839,7 +839,7 @@ def warn_about_judge(stage, metrics: dict[str, float], makers: Iterable[str] = (
             "judge_errors",
             f"{metrics['judge/errors']:.0f} of {metrics['pairs'] - metrics['identical']:.0f} pairs have no opinion"
             f" ({metrics['judge/error_rate']:.0%}): the judge could not be read, or could not read them. They are left"
-            " out; judgements say why.",
+            " out. Read why in judgements; give the judge more room (judge_tokens) or time, or take another one.",
         )
     if metrics.get("judge/consistency", 1.0) < CONSISTENCY:
         stage.warn(
@@ -851,7 +851,8 @@ def warn_about_judge(stage, metrics: dict[str, float], makers: Iterable[str] = (
         stage.warn(
             "judge_position_bias",
             f"The answer shown first wins {metrics['judge/first_position_rate']:.0%} of the decided calls: the judge"
-            " goes by position. Both orders were asked, which balances it, at the price of ties.",
+            " goes by position. Both orders were asked, which balances it, at the price of ties. Take a stronger judge, or"
+            " write a clearer preamble.",
         )
     if metrics.get("judge/longer_wins", 0.5) > LONGER and metrics["judge/longer_wins_of"] >= 20:
         stage.warn(

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from stages.reward.components import READ_OTHERS, RewardComponent, TIERS
 from stages.reward.scorers import RULES, alone, shown_to, vote
 from stages.reward.verdicts import ALONE, ANOTHERS, NOT_ASKED, Scored, Unscorable, Verdict
+from storage.files import sha256_text
+from storage.schema import prompt_id
 
 
 def build_rewards(
@@ -387,8 +389,8 @@ class Rewards:
         return self._shown(component, rows, score)
 
     def _routed(self, rows) -> dict[str, list]:
-        """Columns of the components with a tier; a row that a tier settled is not shown to the later ones, and one of a
-        prompt that is routed to others (``reward_route``) to none of them.
+        """Columns of the components with a tier; a row that a tier settled is not shown to the later ones (unless they
+        audit it), and one of a prompt that is routed to others (``reward_route``) to none of them.
         """
         waiting, columns = list(range(len(rows))), {}
         for component in sorted((c for c in self.components if c.tier), key=lambda c: TIERS.index(c.tier)):
@@ -397,6 +399,11 @@ class Rewards:
             ]
             asked = [i for i in waiting if concerns(component, rows[i]["prompt_row"])]
             placed(asked, RULES[component.kind](self, component, [rows[i] for i in asked]) if asked else [], column)
+            left = {*waiting}
+            seen = [i for i, row in enumerate(rows) if i not in left and audits(component, row["prompt_row"])]
+            if seen:  # apart from those it decides, which it may compare
+                said = RULES[component.kind](self, component, [rows[i] for i in seen])
+                placed(seen, [Verdict(one.value) if isinstance(one, Verdict) else one for one in said], column)
             waiting = [i for i in waiting if not settles(component, column[i])]
         return columns
 
@@ -553,6 +560,16 @@ def concerns(component: RewardComponent, prompt_row: dict) -> bool:
     return (not component.domains or prompt_row.get("domain") in component.domains) and (
         not route or component.kind in route or component.name in route
     )
+
+
+def audits(component: RewardComponent, prompt_row: dict) -> bool:
+    """Whether a tier is asked about a prompt's answers that earlier ones decided (``audit_fraction``): drawn by the
+    prompt, so that all answers to it are, and tiers with the same fraction see the same prompts (reward.cascade).
+    """
+    if not component.audit_fraction or not concerns(component, prompt_row):
+        return False
+    name = prompt_row.get("prompt_id") or prompt_id(prompt_row["prompt"])
+    return int(sha256_text(f"audit {name}")[:8], 16) < component.audit_fraction * 2**32
 
 
 def settles(component: RewardComponent, verdict) -> bool:

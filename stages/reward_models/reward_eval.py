@@ -7,7 +7,7 @@ Everything goes through ``Scorer.score``, the way the model is used later. Inter
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -81,10 +81,18 @@ class Unreported:
 
 
 def held_out(
-    stage, scorer: Scorer, data, split: str, limit: int | None = None, probe_pairs: int = 0
+    stage,
+    scorer: Scorer,
+    data,
+    split: str,
+    limit: int | None = None,
+    probe_pairs: int = 0,
+    label: str | None = None,
 ) -> dict[str, float]:
-    """Metrics of one split, by the kind of its rows; ``{}`` without rows. Figures go to the stage's reports."""
-    return judged(stage, scorer, data.kind, rows_of(data, split, limit), split, probe_pairs)
+    """Metrics of one split, by the kind of its rows; ``{}`` without rows. Figures and samples go to the stage's reports,
+    under the name of the split or ``label``, of another model than the stage's own.
+    """
+    return judged(stage, scorer, data.kind, rows_of(data, split, limit), label or split, probe_pairs)
 
 
 def held_out_of_all(
@@ -207,6 +215,18 @@ def judge_pairs(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
         found["disagreement"] = float(np.mean(scorer.disagreement))
     if probe_pairs:
         found |= probe(stage, scorer, rows[:probe_pairs], pairs[:probe_pairs], margin[:probe_pairs])
+    show(
+        stage,
+        split,
+        rows,
+        odds,
+        lambda i: {
+            "chosen": pairs[i][0].text,
+            "rejected": pairs[i][1].text,
+            **({} if scores is None else {"chosen score": scores[i, 0], "rejected score": scores[i, 1]}),
+            "margin": margin[i],
+        },
+    )
     report_pairs(
         stage, split, margin, scores, lengths, confidence, length_terciles(margin, lengths[:, 0] - lengths[:, 1])
     )
@@ -286,7 +306,7 @@ def judge_rankings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float
     certain = getattr(getattr(stage, "config", None), "top_ranks", None)
     responses = [Response(r["prompt"], c, row=r) for r in rows for c in r["completions"]]
     scores, start = np.array(scorer.score(responses), float), 0
-    prompts, accuracy, top, taus, margins = [], [], [], [], []
+    prompts, accuracy, top, taus, margins, judged_rows = [], [], [], [], [], []
     for row in rows:
         part, ranks = scores[start : start + len(row["ranks"])], np.array(row["ranks"])
         start += len(ranks)
@@ -300,6 +320,7 @@ def judge_rankings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float
         if not decided:
             continue
         gaps = np.array([part[i] - part[j] for i, j in decided])
+        judged_rows.append((row, part, gaps))
         prompts.append(row.get("prompt_id") or row["row_id"])
         accuracy.append(float((gaps > 0).mean()))
         taus.append(float(np.sign(gaps).mean()))
@@ -308,6 +329,20 @@ def judge_rankings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float
     if not accuracy:
         return {}
     stage.report(f"margins-{split}", png=_histogram({"pairs": margins}, "Score difference better - worse", "margin"))
+
+    def answers(i: int) -> dict:
+        row, part, gaps = judged_rows[i]
+        best, highest = row["ranks"].index(min(row["ranks"])), int(np.nanargmax(part))
+        return {
+            "best answer": said(row["completions"][best]),
+            "scored highest": said(row["completions"][highest]),
+            "score of the best": part[best],
+            "highest score": part[highest],
+            "pairs ordered right": float((gaps > 0).mean()),
+        }
+
+    # by the pair that it gets most wrong; a ranking without a wrong one by its narrowest
+    show(stage, split, [row for row, _, _ in judged_rows], [float(gaps.min()) for _, _, gaps in judged_rows], answers)
     return {
         **interval(stage, accuracy, prompts, "accuracy", split),
         "kendall_tau": float(np.mean(taus)),
@@ -369,7 +404,29 @@ def judge_ratings(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]
             ratings.tolist(), scores.tolist(), title="Predicted against given ratings", xlabel="rating", ylabel="score"
         ),
     )
+    show_errors(stage, split, rows, scores, ratings)
     return {k: v for k, v in found.items() if not math.isnan(v)}
+
+
+def show_errors(stage, split: str, rows: Sequence[dict], scores: np.ndarray, ratings: np.ndarray) -> None:
+    """``samples-SPLIT`` of ratings: where the prediction is farthest above and below, and where it is nearest."""
+    error = scores - ratings
+    order = sorted(range(len(rows)), key=lambda i: error[i])
+    low, high = [i for i in order if error[i] < 0][:SHOWN], [i for i in reversed(order) if error[i] > 0][:SHOWN]
+    near = sorted((i for i in order if i not in (*low, *high)), key=lambda i: abs(error[i]))
+    parts = {"scored too high": high, "scored too low": low, "scored right": near[:SHOWN]}
+    table = [
+        {
+            "which": which,
+            "prompt": said(rows[i]["prompt"]),
+            "answer": said(rows[i]["completion"]),
+            "score": scores[i],
+            "rating": ratings[i],
+        }
+        for which, part in parts.items()
+        for i in part
+    ]
+    stage.report(f"samples-{split}", table=table)
 
 
 def auc(scores, positive) -> float:
@@ -415,6 +472,13 @@ def judge_labels(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
             title=f"Reward model calibration ({split})",
         ),
     )
+    show(
+        stage,
+        split,
+        rows,
+        (p - 0.5) * np.where(label, 1.0, -1.0),
+        lambda i: {"answer": said(rows[i]["completion"]), "good": bool(label[i]), "P(good)": p[i]},
+    )
     return {k: v for k, v in found.items() if not math.isnan(v)}
 
 
@@ -427,15 +491,20 @@ def judge_steps(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     responses = [
         Response(r["prompt"], [{"role": "assistant", "content": separator.join(r["completions"])}], row=r) for r in rows
     ]
-    p, right, first, solution, final, of_class, given = [], [], [], [], [], [], []
+    p, right, first, solution, final, of_class, given, texts = [], [], [], [], [], [], [], []
     for row, classes, score in zip(rows, scorer.step_classes(responses), scorer.score(responses)):
         read = positive(classes, neutral_as).tolist() if classes else []
         parts = [len(split_steps(step, separator)) for step in row["completions"]]
         ends = np.cumsum(parts) - 1  # a step may hold the separator (label_steps), and is read in parts
-        known = [(end, label) for n, end, label in zip(parts, ends, row["labels"]) if n and end < len(read)]
-        steps, labels = [read[end] for end, _ in known], [label >= least for _, label in known]
-        of_class += [classes[end] for end, _ in known]
-        given += [label for _, label in known]
+        known = [
+            (end, label, step)
+            for n, end, label, step in zip(parts, ends, row["labels"], row["completions"])
+            if n and end < len(read)
+        ]
+        steps, labels = [read[end] for end, _, _ in known], [label >= least for _, label, _ in known]
+        of_class += [classes[end] for end, _, _ in known]
+        given += [label for _, label, _ in known]
+        texts += [{"prompt": row["prompt"], "step": step} for _, _, step in known]
         p += steps
         right += labels
         if not all(labels):
@@ -459,7 +528,57 @@ def judge_steps(stage, scorer, rows, split, probe_pairs=0) -> dict[str, float]:
     if len(of_class[0]) == 3:
         for k, name in enumerate(("wrong", "neutral", "right")):
             found[f"step_auc_{name}"] = auc([c[k] for c in of_class], np.array(given) == k - 1)
+    show(
+        stage,
+        split,
+        texts,
+        (p - 0.5) * np.where(right, 1.0, -1.0),
+        lambda i: {"step": texts[i]["step"], "right": bool(right[i]), "P(right)": p[i]},
+    )
     return {k: v for k, v in found.items() if not math.isnan(v)}
+
+
+#: Rows of each sort on the report.
+SHOWN = 3
+
+
+def show(stage, split: str, rows: Sequence[dict], certainty: Sequence[float], shown: Callable[[int], dict]) -> None:
+    """The table ``samples-SPLIT`` of the report: the rows that the model is most wrong about, those that it is surest
+    of and right, and those that it is least sure of.
+
+    Args:
+        certainty: of each row how sure the model is of what the row says, below 0 where it says the opposite; of
+            ratings minus the error.
+        shown: the columns of the row at a place.
+    """
+    order = sorted(range(len(rows)), key=lambda i: certainty[i])
+    wrong = [i for i in order if certainty[i] < 0][:SHOWN]
+    right = [i for i in reversed(order) if certainty[i] > 0][:SHOWN]
+    near = sorted((i for i in order if i not in (*wrong, *right)), key=lambda i: abs(certainty[i]))
+    parts = {"most confident mistake": wrong, "surest and right": right, "least sure": near[:SHOWN]}
+    table = [
+        {"which": which, "prompt": said(rows[i]["prompt"]), **shown(i)} for which, part in parts.items() for i in part
+    ]
+    if table:
+        stage.report(f"samples-{split}", table=table)
+
+
+def said(messages: Sequence[dict] | None) -> str:
+    """The last message of a prompt or an answer."""
+    return (messages[-1].get("content") or "") if messages else ""
+
+
+def sample_blocks(stage, splits: Iterable[str]) -> list[tuple[str, str]]:
+    """The parts of a report page with what :func:`show` published of these splits."""
+    from stages.reporting.reports import sample_table
+    from storage.files import read_json
+
+    tables = {split: read_json(stage.workdir / "reports" / f"samples-{split}.json", None) for split in splits}
+    return [
+        (f"Held-out rows that it is wrong about, sure of and unsure of ({split})", sample_table(table, limit=160))
+        for split, table in tables.items()
+        if table
+    ]
 
 
 def report_pairs(stage, split, margin, scores, lengths, confidence, terciles) -> None:

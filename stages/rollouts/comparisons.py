@@ -158,7 +158,7 @@ def held_out(stage, rewards: Rewards) -> Rewards:
         "validation_rewards",
         f"Validation draws one answer per prompt, which {', '.join(names)} cannot compare with another, so "
         + (
-            "validation/reward holds the other rewards only."
+            "validation/reward holds the other rewards only. Add a scalar reward model with weight 0 to watch what they say."
             if counted(left)
             else (
                 "there is no validation/reward, and over-optimisation is told from verdicts alone. "

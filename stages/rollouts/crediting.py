@@ -46,6 +46,7 @@ from stages.rollouts.metrics import (
     return_metrics,
     rollout_metrics,
     scorer_accuracy,
+    tier_agreement,
     step_metrics,
 )
 from stages.rollouts.policy import PolicySampler
@@ -235,6 +236,7 @@ class Crediting:
         metrics = rollout_metrics(drawn, rewards[shown], all_B.group_of_B[shown], self.row.std_ddof) | scorer_accuracy(
             drawn, all_B.group_of_B[shown], self.config.rewards
         )
+        metrics |= tier_agreement(drawn, all_B.group_of_B[shown], self.config.rewards)
         if self.stage.has("stored"):  # whose rows do not say what ended a completion
             metrics.pop("completions/eos_missing_fraction", None)
         if self.members.component:

@@ -409,7 +409,8 @@ class Recorded:
             self.stage.warn(
                 "recorded_differs",
                 "; ".join(differences(self.found)[:5])
-                + ". The report recorded has all of them; with the code and libraries of then nothing differs.",
+                + ". Look at the report recorded, which has all of them; install the libraries of then and take that code, with"
+                " which nothing differs.",
             )
         return {
             "recorded/differing": float(len(odd)),

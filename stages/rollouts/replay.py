@@ -220,6 +220,6 @@ def _compare_rewards(stage, samples: list[Sample]) -> None:
             "Training pays what the stored rollouts earned"
             f" ({', '.join(f'{name} x {weight:g}' for name, weight in sorted(paid))}), not the configured rewards"
             f" ({', '.join(f'{name} x {weight:g}' for name, weight in sorted(asked))}), which score validation answers"
-            " only. For other rewards give rollouts that were scored with them (the stage rescore does so for a"
+            " only. To train on others, give rollouts that were scored with them (the stage rescore does so for a"
             " rubric).",
         )

@@ -449,8 +449,8 @@ class Rollouts:
         if len(lost) == len(samples):
             self.stage.warn(
                 "nothing_scored",
-                f"None of the {len(lost)} completions of a batch could be scored, so it teaches nothing. Most often:"
-                f" {self.why_unscorable}.",
+                f"None of the {len(lost)} completions of a batch could be scored, so it teaches nothing. Mend the"
+                f" reward component, or give it more time. Most often: {self.why_unscorable}.",
             )
 
     def check_scored(self) -> None:
@@ -593,7 +593,7 @@ class Rollouts:
                 self.stage.warn(
                     "pass_rates_unknown",
                     f"{len(prompts) - len(counts)} of {len(prompts)} prompts have too few completions that could be"
-                    " scored to have a pass rate, and are left out.",
+                    " scored to have a pass rate, and are left out. Raise max_completion_length, or mend the reward.",
                 )
             kept = self.order.start_from(counts)
             if self.config.difficulty_band and self.recorded is None:
@@ -678,7 +678,7 @@ class Rollouts:
                 self.stage.warn(
                     "baselines_unknown",
                     f"{len(unknown)} of {len(prompts)} prompts have no completion that could be scored, so their"
-                    " baseline is unknown, and are left out.",
+                    " baseline is unknown, and are left out. Raise max_completion_length, or mend the reward.",
                 )
         if self.stored is not None and not replaced:
             outside = sorted(
@@ -701,7 +701,7 @@ class Rollouts:
                 self.stage.warn(
                     "never_solved_unknown",
                     "The input baselines does not say which prompts were ever answered right, so none is left out for"
-                    " that; baselines of an rl stage say it.",
+                    " that. Give the baselines of an rl stage, which say it.",
                 )
             self.order.leave_out(set(hopeless))
             known = {prompt_id: b for prompt_id, b in known.items() if prompt_id not in hopeless.values()}

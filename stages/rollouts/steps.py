@@ -43,7 +43,7 @@ class StepRewards:
             "rewards_watched",
             "advantage=process pays what the input reward_model says of each step;"
             f" {', '.join(c.name for c in stage.config.rewards)} {'is' if len(stage.config.rewards) == 1 else 'are'}"
-            " scored, logged and stored, and paid to nobody.",
+            " scored, logged and stored, and paid to nobody. Leave them out, or write another preset to pay them.",
         )
         own = self.scorer.card.options["separator"] if self.reads_text else self.separator
         if own != self.separator:

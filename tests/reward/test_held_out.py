@@ -274,3 +274,49 @@ def test_the_zero_point_is_of_good_and_whole_answers():
         for t, why in (("whole", None), ("cut", "truncated"), ("unscored", "unscorable"), ("", "engine_error"))
     ]
     assert texts("candidates/1", drawn) == ["whole", "unscored"]
+
+
+def test_the_samples_are_what_it_is_most_wrong_surest_and_least_sure_about():
+    """By hand: of every sort three at most; prompts and answers in full in the table, whatever the kind of rows."""
+
+    def shown(judge, scorer, rows):
+        told = Told()
+        judge(told, scorer, rows, "test")
+        return [table for name, table in told.tables if name == "samples-test"][0]
+
+    margins = {"a": 4.0, "b": -0.5, "c": 0.1, "d": -3.0, "e": 2.0, "f": 1.0, "g": -2.0, "h": -0.2, "i": 0.05}
+    scorer = Given({f"{side}{name}": m * (side == "+") for name, m in margins.items() for side in "+-"})
+    found = shown(judge_pairs, scorer, [pair(f"+{name}", f"-{name}") for name in margins])
+    assert [(r["which"], r["chosen"], r["margin"]) for r in found] == [
+        *(("most confident mistake", f"+{n}", margins[n]) for n in "dgb"),
+        *(("surest and right", f"+{n}", margins[n]) for n in "aef"),
+        *(("least sure", f"+{n}", margins[n]) for n in "ich"),
+    ]
+    assert found[0]["prompt"] == "q" and (found[0]["chosen score"], found[0]["rejected score"]) == (-3.0, 0.0)
+
+    rated = [
+        {"row_id": t, "prompt_id": t, "prompt": user("q"), "completion": assistant(t), "score": s}
+        for t, s in (("high", 1.0), ("low", 3.0), ("right", 2.0))
+    ]
+    found = shown(judge_ratings, Given({"high": 4.0, "low": 1.0, "right": 2.0}), rated)
+    assert [(r["which"], r["answer"], r["score"], r["rating"]) for r in found] == [
+        ("scored too high", "high", 4.0, 1.0),
+        ("scored too low", "low", 1.0, 3.0),
+        ("scored right", "right", 2.0, 2.0),
+    ]
+
+    labelled = [
+        {"row_id": t, "prompt_id": t, "prompt": user("q"), "completion": assistant(t), "label": label}
+        for t, label in (("wrong", False), ("right", True))
+    ]
+    found = shown(judge_labels, Given({"wrong": 3.0, "right": 1.0}), labelled)
+    assert [(r["which"], r["answer"], r["good"]) for r in found] == [
+        ("most confident mistake", "wrong", False),
+        ("surest and right", "right", True),
+    ]
+
+    ranked = [{"row_id": "r", "prompt": user("q"), "completions": [assistant(t) for t in "abc"], "ranks": [2, 1, 3]}]
+    found = shown(judge_rankings, Given({"a": 2.0, "b": 1.0, "c": 0.0}), ranked)
+    assert [(r["which"], r["best answer"], r["scored highest"], r["pairs ordered right"]) for r in found] == [
+        ("most confident mistake", "b", "a", pytest.approx(2 / 3))
+    ]

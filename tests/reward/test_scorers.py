@@ -1078,7 +1078,7 @@ class Told:
     """Stands for a stage: keeps reports and warnings."""
 
     def __init__(self):
-        self.warned, self.reports, self.rank = [], [], 0
+        self.warned, self.reports, self.tables, self.rank = [], [], [], 0
 
     def seed_for(self, *a):
         return 1
@@ -1088,6 +1088,7 @@ class Told:
 
     def report(self, name, **kinds):
         self.reports.append(name)
+        self.tables += [(name, kinds["table"])] if "table" in kinds else []
 
     def warn(self, code, text):
         self.warned.append(code)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.align import Config, agrees, displaced, overfits, rows_seen, values_of
+from stages.align import Config, agrees, both_fell, displaced, overfits, rows_seen, values_of
 from stages.direct.direct_alignment import DirectAlignment
 from stages.harness import execute
 from stages.spec import ConfigError
@@ -806,6 +806,15 @@ def test_the_displacement_alarm_needs_three_falls_in_a_row():
     assert not displaced([[0.0, 0.0], [-1.0, 1.0], [-1.0, 2.0], [-3.0, 3.0]]), "what stays is no fall"
 
 
+def test_two_passes_in_a_row_in_which_both_sides_fell_are_an_alarm_while_it_trains():
+    def rows(*shares):
+        name = "validation/displacement/both_fell_fraction"
+        return [{"step": 0, "loss": 0.7}, *({name: share} for share in shares)]
+
+    assert both_fell(rows(0.0, 0.6, 0.7), 2) and not both_fell(rows(0.0, 0.6), 2) and both_fell(rows(0.0, 0.6), 1)
+    assert not both_fell(rows(0.0, 0.6, 0.5, 0.9), 2) and not both_fell(rows(), 1) and not both_fell(rows("nan"), 1)
+
+
 def test_more_than_99_percent_of_training_rows_with_no_gain_on_held_out_ones_is_an_alarm():
     def rows(train, held_out):
         return [{"loss": 0.1, "rewards/accuracies": a} for a in train] + [
@@ -852,8 +861,9 @@ def test_a_run_that_overfits_says_so(tiny, spec, tmp_path):
             ),
             events.append,
         )
-        heard.append("preferences_overfit" in json.dumps(events))
-    assert heard == [True, False]
+        told = next((i for i, e in enumerate(events) if e.get("code") == "preferences_overfit"), None)
+        heard.append(None if told is None else [e["step"] for e in events[:told] if e["event"] == "metric"][-1])
+    assert heard == [19, None], "at the pass behind step 20, while it trains"
 
 
 def test_cached_values_are_parted_by_response_and_compared_as_they_round():

@@ -1244,6 +1244,52 @@ def test_the_sequence_level_variant_is_marked_as_an_experiment():
 # -- REWARD-ROUTER -----------------------------------------------------------------------------------------------------
 
 
+def test_a_later_tier_audits_prompts_that_an_earlier_one_decided_and_counts_for_nothing():
+    """reward.cascade: all answers to the drawn prompts, the same ones whoever asks; totals and verdicts stay."""
+
+    def judged(fraction, rows, tier="judge"):
+        source = "def score(prompt, completion, answer):\n    return 9.0 * len(completion)"
+        components = [
+            RewardComponent(name="ask", kind="python", tier=tier, audit_fraction=fraction, source=source),
+            RewardComponent(name="rule", kind="verifier", tier="rule", verifier="math"),
+        ]
+        return build_rewards(components, {}).score(rows)
+
+    rows = []
+    for k in range(40):
+        for text in ("\\boxed{4}", "\\boxed{5}"):
+            row = asked(text, answer="4", answer_type="integer")
+            rows.append({**row, "prompt_row": {**row["prompt_row"], "prompt_id": f"p{k}"}})
+    open_ended = asked("longer", answer=None)
+    plain = judged(0.0, [*rows, open_ended])
+    assert all(f.parts["ask"] is None and "earlier tier" in f.reasons["ask"] for f in plain[:-1])
+    assert plain[-1].total == 54.0 and plain[-1].tier == "judge"
+    found = judged(0.25, [*rows, open_ended])
+    seen = [f.parts["ask"] is not None for f in found[:-1]]
+    assert seen[::2] == seen[1::2] and 2 < sum(seen[::2]) < 25, "whole prompts, some of them"
+    assert [f.parts["ask"] for f in found[:-1] if f.parts["ask"]] == [81.0] * sum(seen), "what it says of each"
+    same = lambda f: (f.total, f.tier, f.correct, f.extracted, f.weights)
+    assert [same(f) for f in found] == [same(f) for f in plain] and not any(
+        "ask" in f.reasons for f, on in zip(found, seen) if on
+    )
+    alone = judged(0.25, rows[:10])
+    assert [f.parts for f in alone] == [f.parts for f in found[:10]], "whoever else is asked about"
+    again = build_rewards(
+        [
+            RewardComponent(
+                name="ask", kind="python", tier="judge", source="def score(prompt, completion, answer):\n    return 1"
+            ),
+            RewardComponent(name="rule", kind="verifier", tier="rule", verifier="math"),
+        ],
+        {},
+    ).total_of(next(f.parts for f in found if f.parts["ask"]))
+    assert again.tier == "rule", "from what is stored"
+    assert all(f.parts["ask"] is not None for f in judged(1.0, rows))
+    for kind in ({"kind": "verifier", "tier": "rule"}, {"kind": "verifier"}):
+        with pytest.raises(ValueError, match="write tier: judge"):
+            RewardComponent(audit_fraction=0.1, **kind)
+
+
 def test_the_router_takes_the_rule_then_a_sure_reward_model_then_the_judge():
     sure = "def score(prompt, completion, answer):\n    return 3.0 if completion == 'sure' else 0.1"
     components = [

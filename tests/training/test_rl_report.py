@@ -89,6 +89,10 @@ WILD = {  # rows that set an alarm off, and rows that must not
         rows(24, reward__mine__pair_accuracy=lambda k: 0.8 - 0.005 * k),
         rows(24, reward__mine__pair_accuracy=lambda k: 0.8 - 0.001 * k),
     ),
+    "tiers_disagree": (
+        rows(reward__tier_agreement__rule_judge=0.6),
+        rows(reward__tier_agreement__rule_judge=lambda k: 0.2 if k == 5 else 0.8),
+    ),
     "over_optimisation": (
         rows(
             reward=lambda k: 0.1 * k,
@@ -128,6 +132,32 @@ def test_a_critic_or_a_reward_model_that_only_seems_worse_is_no_alarm():
     assert not alarms(learned) and not alarms(noisy)
     fallen = rows(24, reward__other__pair_accuracy=0.8, reward__mine__pair_accuracy=lambda k: 0.8 if k < 12 else 0.7)
     assert list(alarms(fallen)) == ["reward_model_drift"]
+
+
+def test_agreement_of_the_tiers_of_a_cascade():
+    """reward.cascade, by hand: of completions that the earlier tier decided and a later one scored too, per prompt."""
+    from stages.generation import Sample
+    from stages.reward.components import RewardComponent
+    from stages.rollouts.metrics import tier_agreement
+
+    tiers = [RewardComponent(name="j", kind="judge", tier="judge", audit_fraction=1.0)]
+    tiers.append(RewardComponent(name="v", kind="verifier", tier="rule"))
+    seen = [
+        Sample({}, [1], 0, [2], [0.0], "eos", "x", 0.0, {"v": rule, "j": judge}, {}, tier=tier)
+        for tier, rule, judge in (
+            ("rule", 1.0, 9.0),
+            ("rule", 0.0, 2.0),  # against the first: alike
+            ("rule", 0.0, 5.0),  # alike, and a half against the second
+            ("rule", 0.0, None),  # not audited
+            ("judge", None, 7.0),  # nobody decided before
+            ("rule", 1.0, 3.0),
+            ("rule", 0.0, 4.0),  # opposite
+            ("rule", 1.0, 3.0),  # the same of both as the sixth; opposite to the seventh
+        )
+    ]
+    groups = [0, 0, 0, 0, 0, 1, 1, 1]
+    assert tier_agreement(seen, groups, tiers) == {"reward/tier_agreement/rule_judge": pytest.approx(2.5 / 5)}
+    assert tier_agreement(seen[3:5], groups[3:5], tiers) == {} == tier_agreement(seen, range(8), tiers)
 
 
 def test_accuracy_of_reward_models_on_the_policys_answers():
