@@ -24,6 +24,8 @@ from urllib3.exceptions import ConnectTimeoutError, HTTPError, LocationValueErro
 
 #: Seconds after which a connection that nobody used is not used again: behind some gateways it is dead, and silent.
 LONGEST_IDLE = 60.0
+#: Bytes of a line between the parts of an answer at most; as in http.client, of a header.
+LONGEST_LINE = 1 << 16
 #: What http.client says of a proxy that takes no user, or another.
 REFUSED_TUNNEL = "Tunnel connection failed: 407"
 
@@ -104,7 +106,7 @@ def _left() -> float:
 
 def _reason(error: BaseException) -> BaseException:
     """What broke, without what urllib3 says around it."""
-    while isinstance(error, HTTPError):
+    while isinstance(error, HTTPError) and not isinstance(error, LocationValueError):
         within = [error.__cause__, *error.args, getattr(error, "original_error", None)]
         within = next((one for one in within if isinstance(one, BaseException)), None)
         if within is None:
@@ -204,12 +206,22 @@ class _Until(io.RawIOBase):
         super().close()
 
 
+class _Lines(io.BufferedReader):
+    """Lines that end: urllib3 reads the length of a chunk to the end of its line, however long it is."""
+
+    def readline(self, size: int | None = -1) -> bytes:
+        line = super().readline(LONGEST_LINE + 1 if size is None or size < 0 else size)
+        if len(line) > LONGEST_LINE:
+            raise http.client.LineTooLong("answer")
+        return line
+
+
 class _Response(http.client.HTTPResponse):
     """An answer, of a proxy too, whose headers and body have one deadline."""
 
     def __init__(self, sock, *arguments, **more):
         super().__init__(sock, *arguments, **more)
-        self.fp = io.BufferedReader(_Until(self.fp.detach(), sock, _asked.until, _asked.seconds))
+        self.fp = _Lines(_Until(self.fp.detach(), sock, _asked.until, _asked.seconds))
 
 
 class _Stale(ConnectionError):

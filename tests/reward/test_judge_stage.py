@@ -685,13 +685,13 @@ def test_a_stage_that_goes_on_knows_that_its_judge_has_answered(judge, given, tm
         assert len([row for row in calls if row["error"]]) >= 3
         server.seen.clear()
 
-        dead = []
-
         def dies(body):
-            if dead or re.search(r"question [345]\?", asked(body)):
-                dead.append(body)
+            if down or re.search(r"question [345]\?", asked(body)):
+                down.append(body)
                 raise ConnectionAbortedError
             return by_quality(body)
+
+        down = []
 
         server.choice = dies
         with pytest.raises(StageFailure, match="the same command continues"):

@@ -183,7 +183,8 @@ def test_an_overloaded_server_is_asked_again_and_others_at_once(monkeypatch):
     with chat_server(choice) as server:
         found = scored(server, [row(text) for text in ("a", "bb", "ccc", "dddd")], batch_size=1, concurrency=3)
         assert [one.total for one in found] == [1.0, 2.0, 3.0, 4.0]
-        assert slept == [0.2, 0.2], "what the server asked for, which is longer than our own wait"
+        assert len(slept) == 2, "what the server asked for, which is longer than our own wait"
+        assert all(0.2 <= seconds <= 0.2 + 0.5 * 0.01 for seconds in slept), "and up to half of that one"
         assert 1 < server.most <= 3 and len(server.seen) == 6
 
 

@@ -4,6 +4,7 @@ another request than its own.
 
 import os
 import re
+import signal
 import socket
 import struct
 import threading
@@ -113,6 +114,7 @@ def test_a_fork_does_not_ask_over_its_parents_connections():
         for n in range(1, 5):
             child = os.fork()
             if child == 0:
+                signal.alarm(60)
                 os._exit(0 if request_json(server.url, {"n": -n}) == {"n": -n} else 1)
             assert request_json(server.url, {"n": n}) == {"n": n}
             assert os.waitpid(child, 0)[1] == 0
@@ -124,6 +126,7 @@ def test_a_fork_while_a_thread_makes_connections_is_not_blocked():
         with connections._lock:
             child = os.fork()
             if child == 0:
+                signal.alarm(60)
                 os._exit(0 if request_json(server.url, {"n": 1}) == {"n": 1} else 1)
             assert os.waitpid(child, 0)[1] == 0
 

@@ -117,6 +117,11 @@ BAD = {
     "slow headers": (drip, "only a part of the answer came in 0.5 seconds", 2),
     "half a body": (b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{", "IncompleteRead", 2),
     "chunked garbage": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}", "InvalidChunkLength", 2),
+    "chunk without end": (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * (1 << 20),
+        "LineTooLong: got more than 65536 bytes",
+        2,
+    ),
     "no JSON": (whole(b'{"choices": [', "200 OK"), "JSONDecodeError", 2),
     "a login page": (whole(HTML, "200 OK", "Content-Type: text/html"), "no JSON but text/html and begins", 2),
     "deep": (whole(b"[" * 100_000), "RecursionError", 2),
