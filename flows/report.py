@@ -327,8 +327,8 @@ def of_one_stage(run_id: str) -> bool:
 
 def so_far(run: records.RunRecord) -> dict[str, Any]:
     """What is known of a run beside the stages that it has finished: {unfinished: rows {label, stage, key, status,
-    error, started, seconds, progress, step, metrics, metric_steps, log, go_on}, next: the steps after those (None: not known), cost: {item:
-    units}}.
+    error, started, seconds, progress, answers, step, metrics, metric_steps, log, go_on}, next: the steps after those (None:
+    not known), cost: {item: units}}.
     """
     from flows.ledger import cost_rows
     from storage import costs
@@ -336,7 +336,7 @@ def so_far(run: records.RunRecord) -> dict[str, Any]:
     begun = work.unfinished(run)
     shown = (
         *("stage", "key", "status", "error", "started", "seconds"),
-        *("progress", "step", "metrics", "metric_steps", "log"),
+        *("progress", "answers", "step", "metrics", "metric_steps", "log"),
     )
     return {
         "unfinished": [
@@ -516,6 +516,8 @@ def _print_unfinished(one: dict[str, Any]) -> None:
     progress = one.get("progress") or {}
     if progress.get("total"):
         print(f"  at      {progress_of(one)} {progress.get('message') or ''}".rstrip())
+    if one.get("answers"):
+        print(f"  answers {one['answers']:,} of servers are kept and not asked for again")
     if one.get("step") is not None:
         print(f"  step    {one['step']}")
         for name, value in sorted(one["metrics"].items()):

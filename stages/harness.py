@@ -37,7 +37,7 @@ from typing import Any, Callable, Iterator
 from stages import advise
 from stages.models import memory
 from stages.registry import get_stage
-from stages.running import journal, parallel, randomness, usage
+from stages.running import journal, parallel, randomness, remembered, usage
 from stages.spec import ConfigError, StageConfig, StageSpec, parse_config
 from storage.checkpoints import Checkpoint, Checkpoints
 from storage.files import atomic_write_bytes, atomic_write_json, atomic_write_text, fsync_tree, link_tree, read_json
@@ -425,6 +425,7 @@ class Stage:
             "reports": self._state.reports,
             "outputs": self._state.outputs,
             "usage": usage.so_far(),
+            "remembered": remembered.so_far(),
         }
 
     def _restore(self, checkpoint: Checkpoint | None) -> None:
@@ -437,6 +438,7 @@ class Stage:
             if path.exists():
                 os.truncate(path, size)
         usage.begin(harness.get("usage"))
+        remembered.begin(harness.get("remembered"))
         self._state = _State(
             dict(harness.get("summary", {})),
             list(harness.get("warnings", [])),
@@ -610,6 +612,7 @@ def execute(spec: dict[str, Any], emit: Callable[[dict[str, Any]], None] | None 
         stage._module.run(stage)
     finally:
         journal.end()
+        remembered.begin()
         parallel.telling.reset(before)
     stage.total_usage()
     return stage.finish(time.monotonic() - started) if stage.rank == 0 else {}

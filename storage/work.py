@@ -60,14 +60,14 @@ def note_progress(directory: Path, event: dict[str, Any]) -> None:
 
 def standing(key: str) -> dict[str, Any] | None:
     """How a stage stands that has no result: {stage, module, key, status, error, run, name_as, user, started, seconds,
-    progress, step, metrics, metric_steps, config, seed, inputs, device, devices, workdir, log}; None where no process of
-    it was ever started.
+    progress, answers, step, metrics, metric_steps, config, seed, inputs, device, devices, workdir, log}; None where no
+    process of it was ever started.
 
     status: ``running``; ``waiting`` (for a GPU slot, or until it is published); ``stopped`` (killed or failed). error: of
     what the last attempt failed, None where it was killed. run: the flow run that began it last, None of a stage by
     itself; user: whose attempt that was.
     started, seconds: of its last attempt, until now or until it was last seen doing something. progress: {done, total,
-    message} in the stage's own unit, {} before the first. step, metrics, metric_steps: the last step that it logged, the
+    message} in the stage's own unit, {} before the first. answers: of servers, which it will not ask for again. step, metrics, metric_steps: the last step that it logged, the
     newest value of every metric and the step of that.
     """
     directory = home.home() / "work" / key
@@ -93,6 +93,7 @@ def standing(key: str) -> dict[str, Any] | None:
         "started": times[0],
         "seconds": max(0.0, (max(times) if status == "stopped" else time.time()) - times[0]),
         "progress": read_json(directory / PROGRESS, {}),
+        "answers": answers_kept(directory),
         "step": rows[-1]["step"] if rows else None,
         "metrics": {name: value for row in rows for name, value in row["metrics"].items()},
         "metric_steps": {name: row["step"] for row in rows for name in row["metrics"]},
@@ -100,6 +101,20 @@ def standing(key: str) -> dict[str, Any] | None:
         "workdir": str(directory),
         "log": str(directory / "stage.log"),
     }
+
+
+def answers_kept(directory: Path) -> int:
+    """How many answers of servers a stage has kept: those that no checkpoint of it holds (files ``STEP-RANK.jsonl``),
+    and those of stages that keep all.
+    """
+    done = max((int(path.name[5:]) for path in (directory / "checkpoints").glob("step-*")), default=0)
+    count = 0
+    for path in (directory / "answers").glob("*.jsonl"):
+        step = path.stem.partition("-")[0]
+        if not step.isdigit() or int(step) >= done:
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                count += sum(line.endswith(b"}\n") for line in file)
+    return count
 
 
 def metric_rows(file: Path) -> list[dict[str, Any]]:

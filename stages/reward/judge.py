@@ -22,7 +22,7 @@ import numpy as np
 
 from stages.measures.preference import OUTCOME
 from stages.reward_models.reward_scorers import ComparingScorer, LabelScorer, Response, label_probability, same_prompt
-from stages.running import journal, usage
+from stages.running import journal, remembered, usage
 from stages.running.http_json import ServerError
 from stages.running.servers import ChatServer, Served, finish_of, said, withheld
 from stages.verification.responses import view
@@ -308,7 +308,7 @@ class ServerJudge:
             timeout_s,
             instead=", or use a local model (--input judge=MODEL)",
         )
-        self.one_token: dict[str, bool] = {}
+        self.one_token: dict[str, bool] = remembered.table(f"one token {model}")
         self.refusal = ""  # why the last request that it refused was refused
 
     def _ask(self, text: str, **more) -> dict:
@@ -517,7 +517,7 @@ KEPT_ANSWERS = 20_000
 
 class Judge(ComparingScorer):
     """A judge in one of the ``MODES``, with the interface of a reward model. Answers that were asked for last are kept
-    (:attr:`cache`, by digest of the request), up to ``KEPT_ANSWERS``."""
+    (:attr:`cache`, by digest of the request), up to ``KEPT_ANSWERS``, and checkpoints hold them."""
 
     @property
     def why_not(self) -> str:
@@ -546,7 +546,9 @@ class Judge(ComparingScorer):
         self.prompt, self.principles = prompt or PROMPTS[mode], principles or {}
         self.relative = mode in ("preference", "verdict")
         self.disagreement, self.bias = None, 0.0
-        self.cache: dict[bytes, object] = {}
+        who = asked.server.model if isinstance(asked, ServerJudge) else getattr(asked, "path", None)
+        about = [who, mode, self.prompt, max_tokens, retries, samples]
+        self.cache: dict[str, object] = remembered.table(f"answers {_key(repr(about))}")
         self.unparsed = 0
 
     def score(self, responses: Sequence[Response]) -> list[float]:
@@ -708,5 +710,5 @@ def until_read(asked, texts: Sequence[str], read, again: str, retries: int, max_
     return found
 
 
-def _key(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

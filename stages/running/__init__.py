@@ -17,7 +17,7 @@ Its work:
 ``usage``       tokens generated and questions asked so far
 ``http_json``   JSON over HTTP; ``connections``: they are kept; ``servers``: how servers are asked again, and what becomes
                 of a request without answer
-``journal``     a server's answers on disk as they come
+``journal``     servers' answers on disk as they come; ``remembered``: what judges were asked before, in checkpoints
 
 Untrusted code:
 ``sandbox``     code in killable processes

@@ -1,0 +1,36 @@
+"""What a stage's judges remember of what they were asked, kept in its checkpoints: who goes on from one asks for no more
+than who was never killed, and counts the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_tables: dict[str, dict] = {}
+_known: dict[str, list] = {}
+
+
+def begin(known: dict[str, list] | None = None) -> None:
+    """Start a stage with what its checkpoint remembers."""
+    global _tables, _known
+    _tables, _known = {}, dict(known or {})
+
+
+def table(name: str) -> dict[str, Any]:
+    """A dict of texts to plain JSON (arrays become lists) that checkpoints hold, in its order. A name that was given
+    before gets a table of its own.
+    """
+    count = 1
+    while (own := f"{name} {count}") in _tables:
+        count += 1
+    _tables[own] = dict(map(tuple, _known.pop(own, ())))
+    return _tables[own]
+
+
+def so_far() -> dict[str, list]:
+    """What a checkpoint holds: tables that nobody has asked for since the last one, too."""
+    return _known | {
+        name: [[key, getattr(value, "tolist", lambda value=value: value)()] for key, value in list(held.items())]
+        for name, held in _tables.items()
+        if held
+    }
