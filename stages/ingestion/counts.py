@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Iterable
 
@@ -77,12 +78,13 @@ def in_short(record: Record) -> str:
     """What a refused row says on one line: its values, long texts cut, so that the last column is seen, too; at most 300
     characters.
     """
-    if record.row is None:
-        raw = record.raw or b""
-    else:
+    row, raw = record.row, record.raw or b""
+    if row is None:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(raw)
+    if isinstance(row, dict):
         cut = lambda value: value if len(text := _plain(value)) <= 40 else text[:40] + "…"
-        row = _plain({name: cut(value) for name, value in record.row.items()})
-        raw = row.encode("utf-8", "backslashreplace")  # of halves of surrogate pairs
+        raw = _plain({name: cut(value) for name, value in row.items()}).encode("utf-8", "backslashreplace")
     text = raw.decode("utf-8", "backslashreplace").strip()
     return text if len(text) <= 300 else text[:300] + "…"
 
