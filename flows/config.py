@@ -283,15 +283,22 @@ def _elsewhere(path: str, prefix: str, top: type[BaseModel], asked: tuple[str, .
         return why
 
     def of_ours(name: str) -> str | None:
-        named = (prefix + name, *(key for key in known if key.rsplit(".", 1)[-1] == name))
-        return next((key for key in named if key in known), None)
+        if prefix + name in known:
+            return repr(prefix + name)
+        named = [key for key in known if key.rsplit(".", 1)[-1] == name]
+        told = (
+            ", ".join(map(repr, named[:-1])) + f" or {named[-1]!r}"
+            if 1 < len(named) <= 6
+            else "".join(map(repr, named[:1]))
+        )
+        return told or None
 
     here = of_ours(ours)
     if here is None and ours in ELSEWHERE and ours not in (path, *asked):
         # what takes its place where a stage has no such setting
         if found := _elsewhere(ours, prefix, top, (*asked, path)):
             return found
-    return None if here is None else f"here it is {here!r}" + (f" ({why})" if why else "")
+    return None if here is None else f"here it is {here}" + (f" ({why})" if why else "")
 
 
 def nearest(word: str, words: list[str]) -> str | None:

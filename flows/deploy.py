@@ -105,10 +105,12 @@ def scheduled(
     """Register `RECIPE-scheduled` (of a preset `RECIPE-PRESET-scheduled`), which runs with these settings whenever cron
     says so; again, with other settings or another time, replaces it, and :func:`deploy` leaves it alone. What was paused
     stays so. Returns its full name and whether it is paused; ConfigError where settings, cron expression or time zone
-    are wrong, or the run would not start now (files and models that are not there), which at night nobody sees."""
+    are wrong, or the run would not start now (files and models that are not there), which at night nobody sees. Its runs
+    are recorded as those of who registers it, whoever's worker runs them."""
     from prefect.client.orchestration import get_client
 
     from flows.recipe import load_config, rehearse
+    from storage.records import user
 
     flow, schedule = get_recipe(recipe), cron_schedule(cron, timezone, "cron")
     config = load_config(recipe, found_anywhere(values))
@@ -118,6 +120,8 @@ def scheduled(
     install_pool()
     name = "-".join([recipe, *([preset] if preset else []), "scheduled"])
     options = {"queue": "cpu", "tag": "recipe", "parameters": parameters, "schedule": schedule}
+    if name_here := user():
+        options["job_variables"] = {"env": {"POSTTRAIN_USER": name_here}}
     with get_client(sync_client=True) as client:
         full_name = apply(flow, name, options, client=client)
         return full_name, is_paused(client.read_deployment_by_name(full_name))
@@ -265,7 +269,7 @@ def apply(
         "work_queue_name": options["queue"],
         "concurrency_limit": options.get("concurrency_limit"),
         "paused": False,
-        "job_variables": {},
+        "job_variables": options.get("job_variables") or {},
         "parameter_openapi_schema": form or forms([flow])[flow],
     }
     planned = options.get("schedule") or options.get("first_schedule")

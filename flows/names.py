@@ -55,6 +55,7 @@ ELSEWHERE = {
     "critic.optim.lr": "critic_learning_rate",
     "lr_warmup_steps_ratio": "warmup_ratio",
     "lr_warmup_steps": "warmup_ratio: a share of the steps",
+    "lr": "learning_rate",
     "grad_clip": "max_grad_norm",
     "clip_ratio_low": "epsilon",
     "use_kl_loss": "beta: above 0",

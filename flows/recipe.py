@@ -850,9 +850,10 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
     """A `Run` whose run record says what came of it, whatever that is. The same run, given again after it failed or was
     killed, goes on in its record and its MLflow run, whatever Prefect calls it this time."""
     from prefect.exceptions import Pause
-    from prefect.runtime import flow_run
+    from prefect.runtime import deployment, flow_run
 
     from storage.files import canonical_json, sha256_text
+    from storage.records import user
     from tasks.people import Waiting
     from tasks.run import finish_flow, start_flow
     from tasks.stages import close_lost
@@ -864,6 +865,8 @@ def recorded(recipe: str, config: BaseModel, seed: int, force: list[str], inputs
         "flow_run_id": str(flow_run.id),
         "flow_run_name": flow_run.name,
         "url": ui_url("runs/flow-run", flow_run.id),
+        # Prefect has no login: of a run from a form nobody knows who sent it
+        "worker_of": user() if deployment.id and not os.environ.get("POSTTRAIN_USER") else None,
     }
     resolved = config.model_dump(mode="json")
     identity = sha256_text(canonical_json([recipe, resolved, seed, sorted(force), dict(inputs or {})]))

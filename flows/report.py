@@ -420,6 +420,7 @@ def print_description(value: dict[str, Any]) -> None:
         print(
             f"run {value['run_id']}  {value['recipe']}  {value['status']}  begun {when(value['started'])}"
             + (f" by {value['user']}" if value.get("user") else "")
+            + (", whose worker ran it for a deployment" if (value.get("prefect") or {}).get("worker_of") else "")
             + (f", {(ended - value['started']) / 60:.1f} minutes" if ended else "")
             + (f"\n{value['error']}" if value.get("error") else "")
         )

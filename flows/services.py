@@ -33,6 +33,8 @@ from storage.mlflow_database import follow_home, make_database
 
 POOL = "posttrain"
 PORTS = {"prefect": 4200, "mlflow": 5000}
+LOCAL = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")  # all networks of this machine
 START_SECONDS = 300.0
 RESTARTS = 3  # of an embedded server in one run
 
@@ -135,26 +137,39 @@ def up(
     mlflow_port: int | None = None,
     worker: bool = True,
     gpu_slots: int | None = None,
-    host: str = "127.0.0.1",
+    host: str | None = None,
     say=lambda text: None,
 ) -> dict[str, dict]:
-    """Start what is not running yet and return {service: {url, pid, boot, start, log, kept}}.
+    """Start what is not running yet and return {service: {url, host, pid, boot, start, log, kept}}. What runs already
+    stays where it is, and ``say`` tells of it where another address was asked for; host: default 127.0.0.1.
 
     Ports: the given one, else that of a server that died here (runs that outlived it, and links, go on), else the usual
     one when free, else any free one. Of several at once on one state directory the first starts what is missing and the
     others find it. Raises ServiceError when a server does not answer within five minutes, ConfigError where there is no
     such address.
     """
-    _check_addresses(host, prefect_port, mlflow_port)
+    _check_addresses(host or LOCAL, prefect_port, mlflow_port)
     with _starting(state, say):
         return _up(state, prefect_port, mlflow_port, worker, gpu_slots, host, say)
 
 
 def _up(
-    state: Path, prefect_port: int | None, mlflow_port: int | None, worker: bool, gpu_slots: int | None, host: str, say
+    state: Path,
+    prefect_port: int | None,
+    mlflow_port: int | None,
+    worker: bool,
+    gpu_slots: int | None,
+    wanted: str | None,
+    say,
 ) -> dict[str, dict]:
-    alive = running(state)
+    alive, host = running(state), wanted or LOCAL
     logs = state / "logs"
+    for name, port in (("prefect", prefect_port), ("mlflow", mlflow_port)):
+        if name in alive and _elsewhere(alive[name], wanted, port):
+            say(
+                f"{name} runs already, at {alive[name]['url']}, and stays there; to move it, `posttrain down` (which ends"
+                " runs of deployments; they continue when they are started again) and then this command again"
+            )
 
     def prefect(base: str, port: int) -> tuple[list[str], dict[str, str]]:
         serve = [env.python(), "-m", "flows.prefect_server", "prefect", "server", "start"]
@@ -264,7 +279,7 @@ def _serve(state: Path, alive: dict[str, dict], servers: dict[str, Server], host
         log = state / "logs" / f"{name}.log"
         command, environment = servers[name].command(base, port)
         started[name] = _detach(servers[name].title, command, log, environment, state)
-        _note(state, alive, name, started[name], base, log)
+        _note(state, alive, name, started[name], base, log, host)
 
     started: dict[str, subprocess.Popen] = {}
     usual = {name: _last_port(state, name) for name in servers}
@@ -432,9 +447,10 @@ def _detach(
         )
 
 
-def _entry(process: subprocess.Popen, base: str | None, log: Path) -> dict:
+def _entry(process: subprocess.Popen, base: str | None, log: Path, host: str | None = None) -> dict:
     return {
         "url": base,
+        "host": host,
         "pid": process.pid,
         "boot": leases.boot_id(),
         "start": leases.start_time(process.pid),
@@ -444,10 +460,16 @@ def _entry(process: subprocess.Popen, base: str | None, log: Path) -> dict:
 
 
 def _note(
-    state: Path, alive: dict[str, dict], name: str, process: subprocess.Popen, base: str | None, log: Path
+    state: Path,
+    alive: dict[str, dict],
+    name: str,
+    process: subprocess.Popen,
+    base: str | None,
+    log: Path,
+    host: str | None = None,
 ) -> None:
     """Write down what was just started, before anything else can fail: what is in no file cannot be stopped later."""
-    alive[name] = _entry(process, base, log)
+    alive[name] = _entry(process, base, log, host)
     try:
         atomic_write_json(_file(state), alive)
     except BaseException:  # a full disk, an interrupt
@@ -559,6 +581,19 @@ def _port(host: str, wanted: int | None, usual: int) -> int:
     return usual if _is_free(host, usual) else _free(host)
 
 
+def _elsewhere(entry: dict, host: str | None, port: int | None) -> bool:
+    """Whether a server runs at another address than the one that was asked for (None: none was)."""
+    moved = port is not None and port != urllib.parse.urlsplit(entry["url"]).port
+    return moved or host is not None and host != (entry.get("host") or host)
+
+
+def from_other_machines(entry: dict) -> str | None:
+    """The URL of a server that listens on all networks by the name of this machine; None of any other one."""
+    if entry.get("host") not in EVERYWHERE:
+        return None
+    return f"http://{socket.gethostname().lower()}:{urllib.parse.urlsplit(entry['url']).port}"
+
+
 def _last_port(state: Path, name: str) -> int:
     """The port at which a service of `state` was started last and not stopped since, else the usual one."""
     try:
@@ -584,7 +619,7 @@ def _free(host: str) -> int:
 
 
 def _reachable(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    return LOCAL if host in EVERYWHERE else host
 
 
 def names_here(host: str, port: int) -> dict[str, str]:

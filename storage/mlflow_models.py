@@ -271,7 +271,10 @@ def _version(client: Any, entry: dict[str, Any], model_id: str) -> Any:
         client.create_registered_model(
             name,
             tags={"posttrain": "true"},
-            description=f"`model:{name}`. The newest version is `candidate`; `champion` passed the promotion gate.",
+            description=(
+                f"`model:{name}`. The newest version is `candidate`; `champion` passed the promotion gate, or a person"
+                " gave it the alias: then its tag `posttrain.champion` says who, when and why."
+            ),
         )
     there = {m.tags.get("posttrain.digest"): m.version for m in client.search_model_versions(f"name = '{name}'")}
     version = there.get(entry["digest"])

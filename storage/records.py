@@ -433,13 +433,13 @@ def versions() -> dict[str, str]:
 
 
 def user() -> str:
-    """Who runs this, as MLflow would say it: ``MLFLOW_TRACKING_USERNAME`` or the login name; empty for a user id without
-    a name.
+    """Who runs this: ``POSTTRAIN_USER``, with which the runs of somebody's schedule come to a worker of another's, else
+    as MLflow would say it ``MLFLOW_TRACKING_USERNAME`` or the login name; empty for a user id without a name.
     """
     import getpass
 
     try:
-        return os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
+        return os.environ.get("POSTTRAIN_USER") or os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
     except (KeyError, OSError, ImportError):
         return ""
 

@@ -174,7 +174,7 @@ def why_kept(result: Result, shelf: Shelf, needed: Mapping[str, str], unalias: b
     """Why a result has to stay, and what to write instead; None where it may go."""
     if result.digest in needed:
         return needed[result.digest]
-    if (why := None if unalias else _in_office(result)) is not None:
+    if (why := _given_by_others(result) if unalias else _in_office(result)) is not None:
         return why
     if not result.makers:
         return (
@@ -198,6 +198,20 @@ def _in_office(result: Result) -> str | None:
         f" model:NAME@champion VERSION`; candidate is the newest version), or take it away with the files: posttrain rm"
         f" {result.ref} --unalias"
     )
+
+
+def _given_by_others(result: Result) -> str | None:
+    """Why a model with an alias that another person gave it stays even where aliases go with files, and what to write
+    instead; None where there is none."""
+    for name, version, aliases in registry.names_of(result.digest) if result.kind == "model" else ():
+        for alias in aliases:
+            last = registry.moves(registry.lookup(name), alias)[-1]
+            if last.get("how") and last["user"] not in ("", records.user()):
+                return (
+                    f"model:{name}/{version} is {alias} {registry.told(last)}; ask {last['user']}, or take the alias away"
+                    f" under your own name first: posttrain alias model:{name}@{alias} --remove --reason TEXT"
+                )
+    return None
 
 
 def shared(result: Result, shelf: Shelf) -> str | None:
@@ -274,7 +288,9 @@ def remove(result: Result, unalias: bool = False) -> None:
     """Remove the files of a result. Raises StoreError where a stage has begun to use it, or it has been given
     an alias, meanwhile."""
     with alone():
-        if (why := busy().get(result.digest) or (None if unalias else _in_office(result))) is not None:
+        if (
+            why := busy().get(result.digest) or (_given_by_others(result) if unalias else _in_office(result))
+        ) is not None:
             raise store.StoreError(f"{result.ref}: {why}")
         for name, version, aliases in registry.names_of(result.digest) if result.kind == "model" and unalias else ():
             for alias in aliases:

@@ -76,7 +76,11 @@ def rm(
         ),
     ] = None,
     unalias: Annotated[
-        bool, typer.Option("--unalias", help="Also a model that has aliases (candidate, champion), which it loses.")
+        bool,
+        typer.Option(
+            "--unalias",
+            help="Also a model that has aliases (candidate, champion), which it loses; not one that another person gave.",
+        ),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List what would go, and how much room that makes.")

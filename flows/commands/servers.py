@@ -15,9 +15,12 @@ def up(
     prefect_port: Annotated[Optional[int], typer.Option(help="Port of Prefect (default 4200, or a free one).")] = None,
     mlflow_port: Annotated[Optional[int], typer.Option(help="Port of MLflow (default 5000, or a free one).")] = None,
     host: Annotated[
-        str,
-        typer.Option(help="Address to listen on; there is no login, so keep it local unless the network is trusted."),
-    ] = "127.0.0.1",
+        Optional[str],
+        typer.Option(
+            help="Address to listen on (default 127.0.0.1; 0.0.0.0 for all networks); there is no login, so keep it local"
+            " unless the network is trusted."
+        ),
+    ] = None,
     gpu_slots: Annotated[
         Optional[int], typer.Option(min=1, help="GPU stages at a time (default: the number of GPUs, at least 1).")
     ] = None,
@@ -42,6 +45,12 @@ def up(
     print(f"Prefect  {alive['prefect']['url']}")
     print(f"MLflow   {services.models_page(alive['mlflow']['url'])}")
     print("         (choose Model training at the top left for the runs; GenAI, where it opens, is about traces)")
+    there = [found for name in ("prefect", "mlflow") if (found := services.from_other_machines(alive[name]))]
+    if there:
+        print(f"From other machines, by the name of this one or an address of it: {' and '.join(there)}")
+        print(
+            "(links in logs and descriptions lead to 127.0.0.1 unless PREFECT_UI_URL and POSTTRAIN_MLFLOW_URL are set)"
+        )
     print("Next: `posttrain deploy` registers the recipes and stages; `posttrain down` stops everything.")
 
 

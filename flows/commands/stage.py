@@ -66,9 +66,11 @@ def stage(
     """
     from flows import display, env
     from flows.config import ConfigError, build
-    from stages.registry import get_stage
+    from stages.registry import STAGES, get_stage
 
     env.prepare(quiet=True)
+    if name not in STAGES and "." not in name and (written := method_as_stage(name)):
+        raise ConfigError(f"there is no stage {name!r}; write {written}")
     spec = get_stage(name).SPEC
     if keys:
         return describe_stage(name, json_)
@@ -97,6 +99,16 @@ def stage(
         print(f"{output}: {ref}")
     numbers = {key: number for key, number in value["metrics"].items() if number is not None}
     display.table(display.metric_rows(display.telling(numbers)))
+
+
+def method_as_stage(name: str) -> str | None:
+    """The command of a method, such as dpo or grpo, that was taken for a stage; None where it is none."""
+    from stages.algorithms import DIRECT_METHODS, RL_PRESETS
+
+    for stage, setting, table in (("align", "method", DIRECT_METHODS), ("rl", "preset", RL_PRESETS)):
+        if name.lower() in table:
+            return f"posttrain stage {stage} --set {setting}={name.lower()}"
+    return None
 
 
 def dry_stage(name: str, inputs: dict[str, str], settings: Any, seed: int, force: bool, as_json: bool) -> None:

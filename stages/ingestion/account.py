@@ -153,6 +153,8 @@ def _refuse(run: Ingestion, account: dict[str, Any]) -> None:
             )
         )
         hint += "".join(f" {name}: {damage}." for name, damage in list(counts.damaged_files.items())[:3])
+        if first := counts.first.get(worst[0][0]):
+            hint += f" The first with {worst[0][0]}: {first}"
         raise StageFailure(
             f"{counts.rows_damaged} of {counts.rows_in} rows ({counts.rows_damaged / counts.rows_in:.1%}) were refused,"
             f" more than max_quarantine_fraction={config.max_quarantine_fraction}: "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from typing import Iterable
 
 from stages.ingestion import rules
@@ -29,6 +31,8 @@ class Counts:
         self.long_prompts: int = state.get("long_prompts", 0)
         self.codes: dict[str, int] = dict(state.get("codes", {}))
         self.samples: dict[str, list] = {key: list(value) for key, value in state.get("samples", {}).items()}
+        # of each code what the first row with it says, in short
+        self.first: dict[str, str] = dict(state.get("first", {}))
         self.dropped: dict[str, int] = dict(state.get("dropped", {}))
         self.formats: dict[str, str] = dict(state.get("formats", {}))
         self.damaged_files: dict[str, str] = dict(state.get("damaged_files", {}))
@@ -54,18 +58,39 @@ class Counts:
         for reason, count in reasons.items():
             self.dropped[reason] = self.dropped.get(reason, 0) + count
 
-    def refused(self, source: str, line: int, codes: list[str]) -> None:
-        """A row that goes to quarantine; the first few places of each code are kept."""
+    def refused(self, source: str, record: Record, codes: list[str]) -> None:
+        """A row that goes to quarantine; the first few places of each code are kept, and what the first row says."""
         self.rows_quarantined += 1
         self.rows_damaged += any(code not in rules.POLICY_CODES for code in codes)
         for code in codes:
             self.codes[code] = self.codes.get(code, 0) + 1
             if len(self.samples.setdefault(code, [])) < SAMPLES_PER_CODE:
-                self.samples[code].append([source, line])
+                self.samples[code].append([source, record.line])
+            if code not in self.first:
+                self.first[code] = in_short(record)
 
     def told(self) -> str:
         """How far the run is, for its progress."""
         return f"{self.rows_in:,} rows, {self.rows_quarantined:,} in quarantine"
+
+
+def in_short(record: Record) -> str:
+    """What a refused row says on one line: its values, long texts cut, so that the last column is seen, too; at most 300
+    characters.
+    """
+    row, raw = record.row, record.raw or b""
+    if row is None:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(raw)
+    if isinstance(row, dict):
+        cut = lambda value: value if len(text := _plain(value)) <= 40 else text[:40] + "…"
+        raw = _plain({name: cut(value) for name, value in row.items()}).encode("utf-8", "backslashreplace")
+    text = raw.decode("utf-8", "backslashreplace").strip()
+    return text if len(text) <= 300 else text[:300] + "…"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def quarantine_row(source: str, record: Record, codes: Iterable[str], *, dataset: str, origin: str) -> dict:

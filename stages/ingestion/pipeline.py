@@ -469,7 +469,7 @@ class Ingestion:
 
     def _refuse(self, source: str, record: Record, codes: Iterable[str]) -> None:
         codes = sorted(set(codes))
-        self.counts.refused(source, record.line, codes)
+        self.counts.refused(source, record, codes)
         self.quarantine.write(
             [quarantine_row(source, record, codes, dataset=self.input.name, origin=self.config.origin)]
         )

@@ -18,11 +18,12 @@ CODES = {
     "missing_column": "a required column is absent or null",
     "wrong_type": (
         "a column has a value of another type, such as a text where messages or a list are expected, or bytes"
-        " (offset_unit is char or token)"
+        " (offset_unit is char or token); what stands inside a column is named by its path:"
+        " column_map='{prompt: conversation.question}'"
     ),
     "bad_label": (
-        "a label outside its scale (label_prob is P(chosen preferred), 0.5 to 1: swap the answers below that;"
-        " orientation is low_is_a or high_is_a; train_turns and weight must leave an assistant turn to train; signals"
+        "a label outside its scale (the label of an answer is true or false, 1 or 0, yes or no; label_prob is"
+        " P(chosen preferred), 0.5 to 1: swap the answers below that; orientation is low_is_a or high_is_a; train_turns and weight must leave an assistant turn to train; signals"
         " of a product that are not known have a weight in event_map)"
     ),
     "scale_unknown": (

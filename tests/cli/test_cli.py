@@ -770,11 +770,17 @@ def test_settings_of_other_libraries_examples_are_answered_rightly(stage, theirs
 
 
 def test_words_of_other_libraries_lead_to_settings_that_exist():
-    from flows.config import build, keys
+    from flows.config import build, keys, parse_sets
     from flows.names import ELSEWHERE, VALUES
     from stages.registry import STAGES, get_stage
     from stages.spec import ConfigError
 
+    from flows.preference import Config
+
+    with pytest.raises(
+        ConfigError, match="unknown key 'lr'; here it is 'pretraining.learning_rate', .* or 'dpo.learning_rate'"
+    ):
+        build(Config, parse_sets(["lr=1e-4"]))
     known = {key.rsplit(".", 1)[-1] for name in STAGES for key in keys(get_stage(name).SPEC.config)}
     named = {word: ours.partition(": ")[0] for word, ours in ELSEWHERE.items()}
     assert not {
@@ -963,3 +969,9 @@ def test_an_unknown_key_names_the_command_that_lists_them():
     for stage in ("sft", "judge"):
         with pytest.raises(ConfigError, match=rf"unknown key 'zzqy'; all keys: `posttrain stage {stage} --keys`"):
             build(get_stage(stage).SPEC.config, {"zzqy": 1})
+
+
+def test_a_method_that_is_taken_for_a_stage_is_answered_with_its_command(posttrain):
+    for name, written in (("dpo", "stage align --set method=dpo"), ("GRPO", "stage rl --set preset=grpo")):
+        said = posttrain("stage", name, code=2)
+        assert f"there is no stage {name!r}; write posttrain {written}" in said.stderr

@@ -281,6 +281,18 @@ def test_too_much_damage_fails_after_writing_the_account(tmp_path):
     assert (tmp_path / "w" / "reports" / "ingest.md").exists()
 
 
+def test_the_error_shows_the_first_row_that_was_refused_to_its_last_column(tmp_path):
+    """It said a code and a line, and the label that was wrong had to be looked up."""
+    rows = [{"prompt": "\ud800" + "p" * 500, "response": f"answer {i}", "label": "good"} for i in range(5)]
+    with pytest.raises(
+        StageFailure,
+        match=r'true or false, 1 or 0, yes or no;.* The first with bad_label: .*p…", "response": "answer 0", "label": "good"}$',
+    ):
+        ingest(write_lines(tmp_path / "x.jsonl", [{**one, "prompt": "p" * 500} for one in rows]), tmp_path / "w")
+    with pytest.raises(StageFailure, match=r"The first with .*: "):  # half of a surrogate pair
+        ingest(write_lines(tmp_path / "y.jsonl", rows), tmp_path / "v")
+
+
 # without the mark that says so
 @pytest.mark.parametrize(
     "encoding, error, tells",

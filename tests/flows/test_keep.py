@@ -19,6 +19,7 @@ import pytest
 from flows import services
 from flows.keep import last_end
 from stages.spec import ConfigError
+from storage.files import atomic_write_json
 from tests.serving import with_prefects_tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,6 +276,34 @@ def test_state_directories_choose_their_ports_one_after_the_other(monkeypatch, t
         assert waits.wait(60) and not chosen.is_set()
     thread.join(60)
     assert chosen.is_set()
+
+
+def test_up_says_where_servers_are_that_run_already_and_how_other_machines_reach_them(tmp_path, capsys, monkeypatch):
+    """Asked for all networks it printed addresses that only this machine reaches, and kept to itself that servers that
+    ran already stay where they are."""
+    from flows.commands.servers import up
+
+    process = psutil.Process()
+    entry = lambda port, host: services._entry(process, f"http://127.0.0.1:{port}", tmp_path / "log", host)
+    alive = {"prefect": entry(4300, "127.0.0.1"), "mlflow": entry(5100, "127.0.0.1"), "worker": entry(1, None)}
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path))
+    for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.setenv(name, "")
+    atomic_write_json(tmp_path / "services.json", alive)
+    up(prefect_port=4300, worker=True)
+    said = capsys.readouterr()
+    assert "runs already" not in said.err and "other machines" not in said.out
+    up(host="0.0.0.0", worker=True)
+    said = capsys.readouterr()
+    assert "prefect runs already, at http://127.0.0.1:4300" in said.err and "`posttrain down`" in said.err
+    assert "mlflow runs already" in said.err and "other machines" not in said.out
+    atomic_write_json(tmp_path / "services.json", alive | {"prefect": entry(4300, "0.0.0.0")})
+    up(prefect_port=4301, worker=True)
+    said = capsys.readouterr()
+    assert (
+        f"http://{socket.gethostname().lower()}:4300" in said.out and "5100" not in said.out.split("other machines")[1]
+    )
+    assert "prefect runs already" in said.err and "mlflow" not in said.err
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import yaml
 from flows import env
 from flows.services import answers
 from stages.spec import PROJECT_ROOT
+from storage import records
 from tests.common import stage_processes
 from tests.flows.conftest import DEPLOY, NIGHTLY
 from tests.raw_server import raw_server, whole
@@ -215,6 +216,7 @@ def again(servers):
     command = ("deploy", "post_training", "--preset", "demo", "seed=5", "--timezone", "Europe/Berlin")
     name = "post_training/post_training-demo-scheduled"
     assert servers.json(*command, "--cron", "0 1 * * *") == {"deployments": [name], "paused": []}
+    assert servers.deployment(name)["job_variables"] == {"env": {"POSTTRAIN_USER": records.user()}}
     paused = pause_by_schedule_and_by_deployment(servers, name, (*command, "--cron", "0 2 * * *"))
     apply = (
         "from flows.deploy import apply; from flows.post_training import post_training; from flows.single import"

@@ -348,3 +348,29 @@ def called(*arguments):
 def looked_once(*arguments):
     code, text = called(*arguments, "--json")
     return json.loads(text.splitlines()[-1]), code
+
+
+def test_rm_takes_no_alias_that_another_person_gave(tmp_path, monkeypatch):
+    from flows.remove import remove
+
+    monkeypatch.setenv("POSTTRAIN_HOME", str(tmp_path / "home"))
+    for seed in (0, 1):
+        run_stage(TOY, {}, {"steps": 2}, seed=seed, name_as="policy")
+
+    monkeypatch.setenv("POSTTRAIN_USER", "ann")
+    promotion.point("policy", "champion", 1, reason="answers in German")
+    monkeypatch.setenv("POSTTRAIN_USER", "ben")
+    gone = lambda: remove(["model:policy/1"], before=None, unalias=True, dry_run=False)
+    with pytest.raises(
+        ConfigError,
+        match=r"model:policy/1 is champion since .* by ann: answers in German; ask ann, or take .* posttrain alias"
+        r" model:policy@champion --remove --reason TEXT",
+    ):
+        gone()
+    assert in_office() == 1
+    promotion.point("policy", "champion", None, reason="ann left")  # under his own name, for all to read
+    assert gone()["removed"] and in_office() is None
+    promotion.point("policy", "champion", 2)
+    assert remove(["model:policy/2"], before=None, unalias=True, dry_run=False)["removed"], (
+        "what he gave goes with the files"
+    )
