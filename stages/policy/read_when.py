@@ -707,6 +707,10 @@ RL_ALARMS_WATCH = {
         lambda r, c: any(one.kind == "format" for one in c.rewards),
         "no reward says whether a completion has its form; add {kind: format, weight: 0}",
     ),
+    "tiers_disagree": (
+        lambda r, c: any(one.audit_fraction > 0 for one in c.rewards),
+        "no tier of a cascade is asked about what an earlier one decided; write audit_fraction: 0.05 in the later one",
+    ),
     "rubric_low_confidence": (
         lambda r, c: any(one.kind == "rubric" for one in c.rewards),
         "no reward is a rubric; write one of kind: rubric",

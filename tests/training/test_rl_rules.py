@@ -577,6 +577,7 @@ def test_a_recipe_gives_rl_the_reward_model_only_where_something_asks_it():
         ({"stop_on": ["kl_over_target"]}, "target_kl"),
         ({"stop_on": ["over_optimisation"], "eval_prompts": 4}, "eval_every"),
         ({"stop_on": ["harmful_critic"]}, "preset=ppo"),
+        ({"stop_on": ["tiers_disagree"]}, "audit_fraction: 0.05"),
         ({"stop_on": ["repetition", "entropy_collapse"], "log_entropy": False}, "log_entropy=true"),
         ({"preset": "reinforce", "stop_on": ["dead_groups"]}, "preset=grpo"),
         ({"preset": "reinforce", "stop_on": ["ratio_off"]}, "surrogate=clip"),
