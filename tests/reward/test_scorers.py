@@ -984,7 +984,8 @@ def test_a_served_judge_is_asked_for_many_answers_at_once_and_again_where_it_is_
             rows
         )
         assert 4 <= server.most <= 8
-        assert slept == [0.2, 0.2], "the server's Retry-After is longer than our wait; two answers were asked for again"
+        assert len(slept) == 2, "two answers were asked for again"
+        assert all(0.2 <= seconds <= 0.2 + 0.5 * 0.01 for seconds in slept), "Retry-After is longer than our wait"
         for rating, row in zip(ratings, scored):
             if rating == 5:
                 assert row.total is None and "HTTP 400" in str(row.reasons)
