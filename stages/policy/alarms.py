@@ -123,6 +123,10 @@ def _overoptimised(h: History) -> bool:
     return False
 
 
+#: The share of answers that the teacher of self-distillation reads behind another prompt.
+DISTILLED = "self_distillation/reprompt_sample_fraction"
+
+
 @dataclass(frozen=True)
 class Alarm:
     when: Callable[[History], bool]
@@ -172,6 +176,12 @@ ALARMS: dict[str, Alarm] = {
         lambda h: h.above("frac_reward_zero_std", 0.5),
         "More than half of the groups have equal rewards and teach nothing. Use prompts of medium difficulty,"
         " dynamic_sampling=true, more num_generations, or a graded reward.",
+    ),
+    "nothing_distilled": Alarm(
+        lambda h: len(h.values(DISTILLED)) >= 3 and h.level(DISTILLED) < 0.05,
+        "For fewer than 5% of the answers the teacher has more to read than the policy had: no answer of their groups"
+        " was successful, and nothing was said of them. Use easier prompts, more num_generations, a lower"
+        " success_reward_threshold, or rewards that give feedback.",
     ),
     "completions_truncated": Alarm(
         lambda h: h.above("completions/clipped_ratio", 0.1),
@@ -280,6 +290,7 @@ WATCHED = (
     "validation/completions/correct_fraction",
     "reward/unscorable_fraction",
     "frac_reward_zero_std",
+    DISTILLED,
     "kl/sequence_sum",
     "kl/sequence_mean",
     "kl/token_mean",

@@ -663,6 +663,8 @@ def refuse_distillation(row, config: Config) -> None:
         f"sft_member={config.sft_member} puts answers into the group that nobody sampled; write sft_member=none": (
             config.sft_member != "none"
         ),
+        f"kl_coef={row.kl_reward_coef:g} lowers rewards, which distillation alone does not read; write kl_coef=0 and beta"
+        " for a KL in the loss, or distillation_weight=0.5": row.distillation_weight == 1 and row.kl_reward_coef > 0,
         "zero_advantage=mask leaves out groups of equal rewards, from whose right answers the policy would learn; write"
         " zero_advantage=keep": config.zero_advantage == "mask",
         "async_rollouts=true learns from answers of an older policy; write async_rollouts=false": config.async_rollouts,

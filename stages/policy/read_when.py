@@ -384,8 +384,6 @@ RL_READ_WHEN = (
             "covariance_kl",
             "off_policy_mask_threshold",
             "importance_correction",
-            "kl_coef",
-            "options",
             "zero_advantage",
         ),
         lambda r, c: r.distillation_weight < 1,
@@ -716,6 +714,10 @@ RL_ALARMS_WATCH = {
         "no reward is a rubric; write one of kind: rubric",
     ),
     "dead_groups": (lambda r, c: r.compares, "no completions of a group are compared; write preset=grpo"),
+    "nothing_distilled": (
+        lambda r, c: r.distillation_weight > 0,
+        "nothing is distilled; write preset=sdpo",
+    ),
     "clip_fraction_high": (
         lambda r, c: not r.objective and not r.strictly_on_policy and r.surrogate in CLIPPED,
         "no ratio is compared with a clip range; write surrogate=clip (with a preset that has a surrogate)",

@@ -74,6 +74,7 @@ AlarmName = Literal[
     "clip_fraction_high",
     "ratio_off",
     "dead_groups",
+    "nothing_distilled",
     "completions_truncated",
     "cut_completions_earn_more",
     "length_growth",

@@ -53,6 +53,10 @@ WILD = {  # rows that set an alarm off, and rows that must not
     ),
     "ratio_off": (rows(policy__ratio=1.2), rows(policy__ratio=1.05)),
     "dead_groups": (rows(frac_reward_zero_std=0.6), rows(frac_reward_zero_std=0.4)),
+    "nothing_distilled": (
+        rows(self_distillation__reprompt_sample_fraction=0.0),
+        rows(self_distillation__reprompt_sample_fraction=0.2),
+    ),
     "completions_truncated": (rows(completions__clipped_ratio=0.2), rows(completions__clipped_ratio=0.05)),
     "cut_completions_earn_more": (
         rows(completions__clipped_ratio=0.1, reward__cut_gain=2.0),

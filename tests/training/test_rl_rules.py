@@ -399,6 +399,8 @@ ALWAYS = {
     "max_prompts",
     "stop_on",
     "eval_prompts",
+    "distillation_weight",
+    "use_adaptive_entropy",
 }
 
 #: Settings that rl shares with other stages, which every run reads: how it computes, samples and publishes.
@@ -582,6 +584,7 @@ def test_a_recipe_gives_rl_the_reward_model_only_where_something_asks_it():
         ({"preset": "reinforce", "stop_on": ["dead_groups"]}, "preset=grpo"),
         ({"preset": "reinforce", "stop_on": ["ratio_off"]}, "surrogate=clip"),
         ({"stop_on": ["format_invalid"]}, "kind: format"),
+        ({"stop_on": ["nothing_distilled"]}, "preset=sdpo"),
         ({"stop_on": ["rubric_low_confidence"]}, "kind: rubric"),
         ({"preset": "topr", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
         ({"preset": "sapo", "stop_on": ["clip_fraction_high"]}, "surrogate=clip"),
@@ -608,6 +611,7 @@ def test_alarms_that_can_go_off_are_taken():
     resolve_preset(
         Config(
             target_kl=6.0,
+            distillation_weight=0.5,
             eval_prompts=4,
             eval_every=2,
             rewards=[{"kind": "verifier"}, {"kind": "format"}, {"kind": "model"}],
