@@ -1,5 +1,7 @@
 """What tests of every part write their rows with."""
 
+import functools
+import math
 from datetime import datetime, timezone
 
 #: What a person wrote beside a prompt; rows that a stage makes of the prompt have it too.
@@ -39,6 +41,40 @@ def silent(event):
 def not_drawn(figure) -> bytes:
     """In the place of ``stages.reporting.reports._png``, which takes ten times as long as all else about a chart."""
     return b"\x89PNG not drawn"
+
+
+_laid_out: set[str] = set()
+
+
+def laid_out_once(chart):
+    """In the place of ``stages.reporting.reports.line_chart``: curves of a kind that this process has laid out already
+    are not laid out again, which is a fifth of the time of a small run of RL. Charts are of one kind if all that is
+    written on them is the same and each curve has as many points (none, one, several), gaps or what is not finite
+    where the other has some, and values and a spread of the same size and sign.
+    """
+
+    def sort(values) -> tuple:
+        numbers = [math.nan if one is None else float(one) for one in values]
+        finite = [one for one in numbers if math.isfinite(one)]
+        sizes = (min(finite), max(finite), max(finite) - min(finite)) if finite else ()
+        return (
+            min(len(numbers), 2),
+            [math.isfinite(one) for one in numbers[:1] + numbers[-1:]],
+            sorted({str(one) for one in numbers if not math.isfinite(one)}),
+            [one and (one > 0, math.floor(math.log10(abs(one)))) for one in sizes],
+        )
+
+    @functools.wraps(chart)
+    def once(series, *, bands=None, **how):
+        curves = [(name, len(x) == len(y), sort(x), sort(y)) for name, (x, y) in series.items()]
+        shaded = [(name, sort(low), sort(high)) for name, (low, high) in (bands or {}).items()]
+        kind = repr((curves, shaded, sorted(how.items())))
+        if kind not in _laid_out:
+            chart(series, bands=bands, **how)
+            _laid_out.add(kind)
+        return not_drawn(None)
+
+    return once
 
 
 def random_value_head(hidden_size: int, seed: int = 1):

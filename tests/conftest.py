@@ -155,14 +155,18 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True, scope="module")
 def undrawn(request):
-    """Charts are made up to their layout, but not drawn: more than half of the time of a small run would be theirs.
-    Runs in processes of their own draw them (but those of test_distributed), as do the files in DRAWN.
+    """Charts are made up to their layout, curves of one kind once, but not drawn: more than half of the time of a small
+    run would be theirs. Runs in processes of their own draw them (but those of test_distributed), as do the files in
+    DRAWN.
     """
-    from tests.common import not_drawn
+    from tests.common import laid_out_once, not_drawn
 
     with pytest.MonkeyPatch.context() as patch:
         if not request.module.__name__.replace(".", "/").endswith(DRAWN):
-            patch.setattr("stages.reporting.reports._png", not_drawn)
+            from stages.reporting import reports
+
+            patch.setattr(reports, "_png", not_drawn)
+            patch.setattr(reports, "line_chart", laid_out_once(reports.line_chart))
         yield
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from stages.running import syntax
@@ -62,9 +63,20 @@ def reached(entries: Iterable[str], without: Iterable[str] = ()) -> dict[str, st
         statements = _statements(module, definition)
         if not statements:
             raise ValueError(f"{name} is defined nowhere; correct the name of the definition that grades")
-        found[name] = "\n".join(map(_told, statements))
+        found[name] = "\n".join(_of(module).said(statement).text for statement in statements)
         queue += {one for statement in statements for one in _mentioned(module, statement)}
     return found
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A statement as text; what its own imports bind; (name, attribute) of attributes that it reads of names; its names,
+    each with whether it is read as a whole."""
+
+    text: str
+    imported: dict[str, str]
+    attributes: frozenset[tuple[str, str]]
+    names: frozenset[tuple[str, bool]]
 
 
 class _Module:
@@ -74,6 +86,7 @@ class _Module:
     def __init__(self, name: str, file: Path):
         self.names: dict[str, list[ast.stmt]] = {}
         self.loose: list[ast.stmt] = []
+        self.name, self._said = name, {}
         tree = _Decisive().visit(syntax.parse(file.read_text(encoding="utf-8")))
         self.imported = _imports(name, tree.body)
         for statement in tree.body:
@@ -82,6 +95,21 @@ class _Module:
                 self.names.setdefault(one, []).append(statement)
             if not bound and not isinstance(statement, (ast.Import, ast.ImportFrom)):
                 self.loose.append(statement)
+        self.loose = self.loose or [ast.Pass()]
+
+    def said(self, statement: ast.stmt) -> _Said:
+        """Of one of its statements, or of a part of one; the same are asked for again and again."""
+        if id(statement) not in self._said:
+            nodes = [*ast.walk(statement)]
+            attributes = [one for one in nodes if isinstance(one, ast.Attribute)]
+            parts = {id(one.value) for one in attributes}
+            self._said[id(statement)] = _Said(
+                _told(statement),
+                _imports(self.name, nodes),
+                frozenset((one.value.id, one.attr) for one in attributes if isinstance(one.value, ast.Name)),
+                frozenset((one.id, id(one) not in parts) for one in nodes if isinstance(one, ast.Name)),
+            )
+        return self._said[id(statement)]
 
 
 class _Decisive(ast.NodeTransformer):
@@ -151,7 +179,7 @@ def _statements(module: str, name: str) -> list[ast.stmt]:
     if here is None:
         return []
     if name == "":
-        return here.loose or [ast.Pass()]
+        return here.loose
     outer, _, inner = name.partition(".")
     found = here.names.get(outer, [])
     if inner:
@@ -190,23 +218,21 @@ def _imports(module: str, statements: Iterable[ast.AST]) -> dict[str, str]:
 def _mentioned(module: str, statement: ast.stmt) -> Iterator[str]:
     """``module:name`` of what a statement mentions of this project, and the loose statements of its module."""
     here = _of(module)
-    known = here.imported | _imports(module, ast.walk(statement))
+    said = here.said(statement)
+    known = here.imported | said.imported
     yield f"{module}:"
-    parts = {id(one.value) for one in ast.walk(statement) if isinstance(one, ast.Attribute)}
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            of = known.get(node.value.id, "")
-            if of and ":" not in of and (there := _of(of)) is not None:  # an attribute of a module
-                if node.attr in there.names:
-                    yield f"{of}:{node.attr}"
-                elif node.attr in there.imported:
-                    yield from _followed(there.imported[node.attr])
-        if not isinstance(node, ast.Name):
-            continue
-        if node.id in here.names:
-            yield f"{module}:{node.id}"
-        of = known.get(node.id, "")
-        if ":" in of or (of and id(node) not in parts):
+    for name, attribute in said.attributes:
+        of = known.get(name, "")
+        if of and ":" not in of and (there := _of(of)) is not None:  # an attribute of a module
+            if attribute in there.names:
+                yield f"{of}:{attribute}"
+            elif attribute in there.imported:
+                yield from _followed(there.imported[attribute])
+    for name, whole in said.names:
+        if name in here.names:
+            yield f"{module}:{name}"
+        of = known.get(name, "")
+        if ":" in of or (of and whole):
             yield from _followed(of)
 
 

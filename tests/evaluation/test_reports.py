@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from stages.reporting import reports
+from tests.common import laid_out_once
 
 FIGURES = {
     "line": lambda: reports.line_chart(
@@ -182,3 +183,28 @@ def test_the_legend_of_small_charts_names_every_line(monkeypatch):
     both = {"first": ([1, 2], [0.1, 0.2]), "second": ([1, 2], [0.3, 0.4])}
     small_multiples({"kl": {"first": both["first"]}, "reward": both}, title="two runs")
     assert [name for name, _ in named[:2]] == ["first", "second"] and named[0][1] != named[1][1]
+
+
+def test_other_tests_lay_out_every_kind_of_curves_once():
+    """What a layout depends on makes another kind: what is written on it, gaps, single points, sizes and signs."""
+    made = []
+    once = laid_out_once(lambda series, **how: made.append((series, how)) or reports.line_chart(series, **how))
+    kinds = [
+        {"series": {"a": ([1, 2], [0.1, None])}, "title": "once"},
+        {"series": {"a": ([1, 2], [0.1, 0.2])}, "title": "once"},
+        {"series": {"a": ([1, 2], [0.1, 2.0])}, "title": "once"},
+        {"series": {"a": ([1, 2], [0.1, -0.2])}, "title": "once"},
+        {"series": {"a": ([1, 2], [0.1, float("nan")])}, "title": "once", "markers": True},
+        {"series": {"a": ([1], [0.1])}, "title": "once"},
+        {"series": {"a": ([1], [0.1])}, "title": "once", "bands": {"a": ([0.1], [0.2])}},
+        {"series": {"b": ([1], [0.1])}, "title": "once"},
+        {"series": {}, "title": "once"},
+    ]
+    for kind in kinds:
+        once(**kind)
+        once(**kind)
+    once({"a": ([1, 3], [0.15, 0.25])}, title="once")
+    assert len(made) == len(kinds)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="same first dimension"):
+            once({"a": ([1, 2], [0.1])}, title="once")

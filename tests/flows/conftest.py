@@ -19,6 +19,21 @@ ROOT = Path(__file__).resolve().parents[2]
 #: The nightly demo runs while these tests do once a year.
 NIGHTLY = "0 3 1 1 *"
 DEPLOY = ("deploy", "--nightly", NIGHTLY)
+#: Of every line the code in it, as JSON: what it printed, and the traceback where it failed.
+SESSION = """
+import contextlib, io, json, os, sys, traceback
+os.environ["POSTTRAIN_HOME"] = sys.argv[1]
+from flows import env, services
+services.connect(env.prepare(quiet=True))
+for line in sys.stdin:
+    said, error = io.StringIO(), None
+    with contextlib.redirect_stdout(said):
+        try:
+            exec(json.loads(line), {})
+        except BaseException:
+            error = traceback.format_exc()
+    print(json.dumps([said.getvalue(), error]), flush=True)
+"""
 
 
 class Servers:
@@ -38,6 +53,7 @@ class Servers:
         }
         self.ports = {name: free_port() for name in ("prefect", "mlflow")}
         self.urls: dict[str, str] = {}
+        self.session: subprocess.Popen | None = None  # in which code is run
         self.urls_beside: dict[str, str] = {}  # of a second `up` at the same moment
 
     def cli(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
@@ -56,13 +72,33 @@ class Servers:
         return json.loads(self.cli(*arguments, "--json").stdout.splitlines()[-1])
 
     def python(self, code: str) -> str:
-        """Run code in a process whose environment points at the servers; returns its stdout."""
-        prelude = "from flows import env, services; services.connect(env.prepare(quiet=True))\n"
-        done = subprocess.run(
-            [sys.executable, "-c", prelude + code], capture_output=True, text=True, env=self.env, cwd=ROOT, timeout=900
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        """Run code in a process whose environment points at the servers, one for all code, since the client of Prefect
+        takes a process seconds to load; returns its stdout.
+        """
+        if self.session is None or self.session.poll() is not None:
+            # not among the processes of this home by its environment: a test kills those
+            environment = {name: value for name, value in self.env.items() if name != "POSTTRAIN_HOME"}
+            self.session = subprocess.Popen(
+                [sys.executable, "-c", SESSION, str(self.home)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                cwd=ROOT,
+                text=True,
+            )
+        self.session.stdin.write(json.dumps(code) + "\n")
+        self.session.stdin.flush()
+        answer = self.session.stdout.readline()
+        assert answer, f"ended with status {self.session.wait()}: {code}"
+        said, error = json.loads(answer)
+        assert error is None, said + error
+        return said
+
+    def close(self) -> None:
+        self.cli("down", check=False)
+        if self.session is not None:
+            self.session.stdin.close()
+            self.session.wait()
 
     def api(self, path: str, body: dict | None = None, method: str | None = None):
         """A call of Prefect's REST API; the decoded answer."""
@@ -137,7 +173,7 @@ def servers(tmp_path_factory):
         one.deployed = one.json(*DEPLOY)
         yield one
     finally:
-        one.cli("down", check=False)
+        one.close()
 
 
 @pytest.fixture(scope="session")

@@ -133,6 +133,22 @@ def test_what_rollouts_do_not_hold_is_drawn_again(rl, tiny, case):  # noqa: F811
     assert len(again_by_iteration) == len({r["iteration"] for r in rows_of(result)})
 
 
+@pytest.fixture(scope="module")
+def first_of():
+    """``first_of(run, config)``: what a run of these settings gave, which is done once for all tests that change its
+    record, each in a copy of its own.
+    """
+    done = {}
+
+    def first(run, config):
+        key = json.dumps(config, sort_keys=True)
+        if key not in done:
+            done[key] = run("first", config)[0]
+        return done[key]
+
+    return first
+
+
 def table_of(result):
     return json.loads(Path(next(r["table"] for r in result["reports"] if r["name"] == "recorded")).read_text())
 
@@ -174,9 +190,9 @@ GRPO = {"preset": "grpo", "beta": 0.1}
         (DRAWN_AGAIN["continuations"][1], lambda r: r.update(step_values=[9.0] * len(r["step_values"])), "step_values"),
     ],
 )
-def test_what_was_changed_in_the_record_is_named(rl, tmp_path, config, change, what):  # noqa: F811
+def test_what_was_changed_in_the_record_is_named(rl, first_of, tmp_path, config, change, what):  # noqa: F811
     config = {**PAID, **config, "max_steps": 2}
-    first, _ = rl("first", config)
+    first = first_of(rl, config)
     path = changed(first["outputs"]["rollouts"]["path"], tmp_path / "changed", change)
     result, _ = again(rl, config, first, recorded=path)
     (told,) = [w["text"] for w in result["warnings"] if w["code"] == "recorded_differs"]
@@ -185,9 +201,9 @@ def test_what_was_changed_in_the_record_is_named(rl, tmp_path, config, change, w
     assert row["differ"] == 1 and row["largest"] > 0 and row["first"].startswith(("iteration 1, ", "prompt "))
 
 
-def test_what_is_drawn_again_is_drawn_by_the_seeds_of_then(rl, tmp_path):  # noqa: F811
+def test_what_is_drawn_again_is_drawn_by_the_seeds_of_then(rl, first_of, tmp_path):  # noqa: F811
     config = {**PAID, **DRAWN_AGAIN["mixture"][1], "max_steps": 2}
-    first, _ = rl("first", config)
+    first = first_of(rl, config)
     for name, seed in (("number", 5), ("none", None)):
 
         def other_seeds(rows):
@@ -272,9 +288,9 @@ def in_turn(row):
         (no_credit, "advantages"),
     ],
 )
-def test_what_was_changed_of_a_trajectory_is_named(rl, tmp_path, change, what):  # noqa: F811
+def test_what_was_changed_of_a_trajectory_is_named(rl, first_of, tmp_path, change, what):  # noqa: F811
     config = {**ENVIRONMENT, "max_steps": 2}
-    first, _ = rl("first", config)
+    first = first_of(rl, config)
     path = changed(first["outputs"]["rollouts"]["path"], tmp_path / "changed", change)
     try:
         result, _ = again(rl, config, first, recorded=path)
@@ -372,9 +388,9 @@ def of_mode(mode, change):
         ),
     ],
 )
-def test_what_was_changed_of_members_is_named(grape, tmp_path, more, mode, change, what):
+def test_what_was_changed_of_members_is_named(grape, first_of, tmp_path, more, mode, change, what):
     config = {**MEMBERS, "max_steps": 2, **more}
-    first, _ = grape("first", config)
+    first = first_of(grape, config)
     path = changed_rows(first["outputs"]["rollouts"]["path"], tmp_path / "changed", of_mode(mode, change))
     result, _ = grape("again", config, recorded=path)
     (told,) = [w["text"] for w in result["warnings"] if w["code"] == "recorded_differs"]
