@@ -39,9 +39,14 @@ from __future__ import annotations
 from stages.evaluation import given, protocol, units
 from stages.evaluation.plan import Plan
 from stages.evaluation.report import conclude
-from stages.evaluation.settings import Config
+from stages.evaluation.settings import EvaluationConfig
 from stages.reward.components import REWARD_INPUTS
 from stages.spec import InputSpec, OutputSpec, StageSpec
+
+
+class Config(EvaluationConfig):
+    pass  # errors and forms name settings by the module of their class
+
 
 SPEC = StageSpec(
     name="evaluate",

@@ -21,7 +21,7 @@ from stages.settings import (
 from stages.spec import ConfigError
 
 
-class Config(SamplingConfig, AgentConfig, BenchmarkConfig, ChatConfig, GivenConfig):
+class EvaluationConfig(SamplingConfig, AgentConfig, BenchmarkConfig, ChatConfig, GivenConfig):
     target: Literal["policy", "reward_model", "judge"] = Field(
         "policy",
         description=(
