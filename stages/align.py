@@ -638,8 +638,8 @@ def data_warnings(config: Config, objective, train, validation) -> list[str]:
     good, bad = (sum(i.extra["weight"] for i in train if i.extra["label"] is side) for side in (True, False))
     if not (good and bad):
         texts.append(
-            f"all rows are {'desirable' if good else 'undesirable'}; {objective.method.name} learns from the contrast."
-            " Add rows of the other label."
+            f"all rows are {'desirable' if good else 'undesirable'}; {objective.method.name} learns from the contrast;"
+            " add rows of the other label."
         )
     if objective.method.name != "kto":
         return texts

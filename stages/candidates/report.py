@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from stages import selection
 from stages.candidates.rows import rationalised_row
 from stages.measures.text import distinct_n, words_of
+from stages.policy.alarms import AGREE, ALARMS
+from stages.reward.rewards import agreement
 
 
 def component_means(rows, valid, is_picked) -> dict[str, float]:
@@ -29,6 +33,26 @@ def component_means(rows, valid, is_picked) -> dict[str, float]:
         for name, own in found.items()
         if any(picked for _, picked in own)
     }
+
+
+#: Pairs of answers below which a low agreement of tiers is no reason to warn (ours).
+FEW = 20
+
+
+def tier_agreement(stage, rows) -> dict[str, float]:
+    """How far the tiers of a cascade agree (:func:`stages.reward.rewards.agreement`), warned of as ``rl`` does."""
+    if not any(component.audit_fraction for component in stage.config.rewards):
+        return {}
+    decided = ((row["prompt_idx"], json.loads(row["extra_json"] or "{}").get("tier"), values_of(row)) for row in rows)
+    found = agreement(decided, stage.config.rewards)
+    if any(value < AGREE and pairs >= FEW for value, pairs in found.values()):
+        stage.warn("tiers_disagree", ALARMS["tiers_disagree"].text)
+    return {f"reward/tier_agreement/{name}": value for name, (value, _) in found.items()}
+
+
+def values_of(row: dict) -> dict[str, float | None]:
+    """What the components said of a candidate."""
+    return {part["source"]: part["value"] for part in row["scores"] or ()}
 
 
 def report(stage, rows, scored, matrix, correct, chosen, duplicates: int) -> None:
@@ -70,7 +94,7 @@ def report(stage, rows, scored, matrix, correct, chosen, duplicates: int) -> Non
     distinct = [value for group in texts.values() if (value := distinct_n(group, 2)) is not None]
     # different word pairs per prompt: falls over rounds that narrow the policy (rs.sft)
     summary["distinct_2"] = float(np.mean(distinct)) if distinct else None
-    summary = component_means(rows, valid, is_picked) | summary
+    summary = component_means(rows, valid, is_picked) | summary | tier_agreement(stage, rows)
     hinted = np.array([rationalised_row(r) for r in rows], bool)
     if any(r["correct"] is not None for r in rows):
         # no verdict is no wrong answer. As in `evaluate`, an answer that was cut has the verdict of what there is of it

@@ -58,6 +58,10 @@ class History:
         return (self.level(name) or 0.0) - (self.start(name) or 0.0)
 
 
+#: Agreement of two tiers of a cascade below which they disagree (ours; chance is 0.5).
+AGREE = 0.7
+
+
 def _collapsed(h: History) -> bool:
     """The reward is more than three standard deviations below its mean so far (late collapse)."""
     found = h.values("reward")
@@ -85,10 +89,10 @@ def _drifted(h: History) -> bool:
 
 def _tiers_disagree(h: History) -> bool:
     """A later tier of a cascade orders audited completions of a prompt otherwise than the tier that decided them in more
-    than three tenths of the pairs (reward.cascade; 0.7 is ours, chance is 0.5).
+    than three tenths of the pairs (reward.cascade).
     """
     names = sorted({name for row in h.rows for name in row if agreement_of(name)})
-    return any(h.level(name) is not None and h.level(name) < 0.7 for name in names)
+    return any(h.level(name) is not None and h.level(name) < AGREE for name in names)
 
 
 def _td_error_stays(h: History) -> bool:

@@ -12,7 +12,8 @@ others wrote runs in the sandbox.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from itertools import combinations
 
 from stages.reward.components import READ_OTHERS, RewardComponent, TIERS
 from stages.reward.scorers import RULES, alone, shown_to, vote
@@ -570,6 +571,31 @@ def audits(component: RewardComponent, prompt_row: dict) -> bool:
         return False
     name = prompt_row.get("prompt_id") or prompt_id(prompt_row["prompt"])
     return int(sha256_text(f"audit {name}")[:8], 16) < component.audit_fraction * 2**32
+
+
+def agreement(
+    answers: Iterable[tuple[Hashable, str | None, dict]], components: Sequence[RewardComponent]
+) -> dict[str, tuple[float, int]]:
+    """How far a later tier of a cascade orders the answers that an earlier one decided as that one does, where it audits
+    them (reward.cascade): {"EARLIER_LATER": (value, pairs)} over pairs of answers to a prompt that either of the two
+    tells apart, 1 for the same order, 1/2 where one of them sees no difference, 0 for the opposite.
+
+    Args:
+        answers: (its prompt, the tier that decided, the components' values) of each.
+    """
+    name_of = {c.tier: c.name for c in components if c.tier}
+    present, answers, out = [tier for tier in TIERS if tier in name_of], list(answers), {}
+    for earlier, later in combinations(present, 2):
+        values: dict = {}
+        for prompt, tier, parts in answers:
+            both = parts.get(name_of[earlier]), parts.get(name_of[later])
+            if tier == earlier and None not in both:
+                values.setdefault(prompt, []).append(both)
+        sign = lambda x: (x > 0) - (x < 0)
+        signs = [(sign(a[0] - b[0]), sign(a[1] - b[1])) for own in values.values() for a, b in combinations(own, 2)]
+        if told := [(1.0 + x * y) / 2 for x, y in signs if x or y]:
+            out[f"{earlier}_{later}"] = sum(told) / len(told), len(told)
+    return out
 
 
 def settles(component: RewardComponent, verdict) -> bool:

@@ -5,7 +5,6 @@ against the trainer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from stages.generation import Sample
 from stages.measures.statistics import pairwise_accuracy
 from stages.measures.text import phrase_rates, reflection_counts, repetition_n, scripts, special_character_rate
 from stages.policy.credit import Batch, Credit, explained_variance
-from stages.reward.components import TIERS
+from stages.reward.rewards import agreement
 from stages.reward.verdicts import failures
 from stages.verification.responses import view
 
@@ -166,25 +165,9 @@ def scorer_accuracy(samples: Sequence[Sample], group_of, components) -> dict[str
 
 
 def tier_agreement(samples: Sequence[Sample], group_of, components) -> dict[str, float]:
-    """How far a later tier of a cascade orders the completions that an earlier one decided as that one does, where it
-    audits them (reward.cascade): over pairs of completions of a prompt that either of the two tells apart, 1 for the same
-    order, 1/2 where one of them sees no difference, 0 for the opposite.
-    """
-    name_of = {c.tier: c.name for c in components if c.tier}
-    present, out = [tier for tier in TIERS if tier in name_of], {}
-    for k, later in enumerate(present):
-        for earlier in present[:k]:
-            values: dict = {}
-            for s, group in zip(samples, group_of):
-                both = s.parts.get(name_of[earlier]), s.parts.get(name_of[later])
-                if s.tier == earlier and None not in both:
-                    values.setdefault(group, []).append(both)
-            signs = [
-                (np.sign(a[0] - b[0]), np.sign(a[1] - b[1])) for own in values.values() for a, b in combinations(own, 2)
-            ]
-            if told := [(1.0 + x * y) / 2 for x, y in signs if x or y]:
-                out[f"reward/tier_agreement/{earlier}_{later}"] = float(np.mean(told))
-    return out
+    """:func:`stages.reward.rewards.agreement` of these completions, within their groups."""
+    found = agreement(((group, s.tier, s.parts) for s, group in zip(samples, group_of)), components)
+    return {f"reward/tier_agreement/{name}": value for name, (value, _) in found.items()}
 
 
 def cut_gain(samples: Sequence[Sample], rewards, kept) -> dict[str, float]:

@@ -45,6 +45,7 @@ MADE_BY = {
 ELSEWHERE = {
     ("stages/rollouts/source.py", "watch"),
     ("stages/validation_alarms.py", "told"),
+    ("stages/candidates/report.py", "tier_agreement"),
     ("stages/running/blocks.py", "in_blocks"),
 }
 

@@ -3,6 +3,7 @@
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -162,6 +163,28 @@ def test_agreement_of_the_tiers_of_a_cascade():
     groups = [0, 0, 0, 0, 0, 1, 1, 1]
     assert tier_agreement(seen, groups, tiers) == {"reward/tier_agreement/rule_judge": pytest.approx(2.5 / 5)}
     assert tier_agreement(seen[3:5], groups[3:5], tiers) == {} == tier_agreement(seen, range(8), tiers)
+
+
+@pytest.mark.parametrize("pairs,judge,warned", [(20, 0.0, True), (19, 0.0, False), (20, 1.0, False)])
+def test_candidates_of_a_cascade_whose_tiers_disagree(pairs, judge, warned):
+    """reward.cascade: rejection says it of the candidates it has scored, from what is stored of them."""
+    from stages.candidates.report import tier_agreement
+    from stages.reward.components import RewardComponent
+
+    def row(k, right):
+        scores = [{"source": "v", "value": float(right)}, {"source": "j", "value": judge if right else 0.5}]
+        return {"prompt_idx": k, "scores": scores, "extra_json": json.dumps({"tier": "rule"})}
+
+    tiers = [
+        RewardComponent(name="v", kind="verifier", tier="rule"),
+        RewardComponent(name="j", kind="judge", tier="judge", audit_fraction=0.5),
+    ]
+    said = []
+    stage = SimpleNamespace(config=SimpleNamespace(rewards=tiers), warn=lambda code, text: said.append(code))
+    found = tier_agreement(stage, [row(k, right) for k in range(pairs) for right in (True, False)])
+    assert found == {"reward/tier_agreement/rule_judge": judge} and said == ["tiers_disagree"] * warned
+    stage.config.rewards = [tiers[0], tiers[1].model_copy(update={"audit_fraction": 0.0})]
+    assert tier_agreement(stage, [row(0, True)]) == {}
 
 
 def test_accuracy_of_reward_models_on_the_policys_answers():
