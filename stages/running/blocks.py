@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stages.running import usage
+from stages.running import journal, usage
 
 
 def in_blocks(
@@ -60,7 +60,7 @@ def in_blocks(
                     stage.warn(**warning)
         stage.log(f"{len(values)} of {len(items)} {unit} were done before ({name})")
     for start in range(len(values), len(items), block):
-        before, known = usage.so_far(), len(stage.warnings)
+        before, known, answered = usage.so_far(), len(stage.warnings), journal.mark()
         found = list(compute(items[start : start + block]))
         used = {k: n - before.get(k, 0) for k, n in usage.so_far().items()}
         if together:
@@ -79,6 +79,8 @@ def in_blocks(
         )
         if writes:
             _append(path, text)
+        if stage.world_size == 1:  # another rank may end before this one has written
+            journal.forget(answered)
         values += json.loads(text)["values"]
         stage.progress(min(start + block, len(items)), len(items), unit)
     return values
