@@ -49,12 +49,7 @@ def in_blocks(
     values = [value for line in lines for value in line["values"]]
     if lines and stage.units_done == 0:
         if writes:  # a checkpoint would hold both
-            usage.count(
-                **{
-                    k: sum(line["usage"].get(k, 0) for line in lines)
-                    for k in {k for line in lines for k in line["usage"]}
-                }
-            )
+            usage.count(**usage.total([line["usage"] for line in lines]))
             for line in lines:
                 for warning in line["warnings"]:
                     stage.warn(**warning)
@@ -64,8 +59,7 @@ def in_blocks(
         found = list(compute(items[start : start + block]))
         used = {k: n - before.get(k, 0) for k, n in usage.so_far().items()}
         if together:
-            parts = ranks.gather(used)
-            used = {k: sum(part.get(k, 0) for part in parts) for k in sorted({k for part in parts for k in part})}
+            used = usage.total(ranks.gather(used))
         text = json.dumps(
             {
                 "start": start,
