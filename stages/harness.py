@@ -104,6 +104,9 @@ class Stage:
         self._last_progress = 0.0
         self._perf: dict[str, list[float]] = {}
         self._used: dict[str, float] = {}
+        self._ranks: list[tuple[dict, dict]] | None = (
+            None  # what each used and remembers, for the checkpoint that follows
+        )
         self._metrics_path = self.workdir / "metrics.jsonl"
         self._perf_path = self.workdir / "perf.jsonl"
         self._restored = self.checkpoints._find() if self.rank == 0 else None
@@ -285,8 +288,7 @@ class Stage:
             from stages.running import ranks
 
             ranks.connect(self.device)
-            for one in ranks.gather(usage.so_far()):
-                self._used = {name: self._used.get(name, 0) + one.get(name, 0) for name in sorted({*self._used, *one})}
+            self._used = usage.total(ranks.gather(usage.so_far()))
 
     # -- outputs -----------------------------------------------------------------------------------------------------
 
@@ -365,6 +367,14 @@ class Stage:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
+    def hear_ranks(self) -> None:
+        """Have the checkpoint that follows hold what all ranks used and remember; every rank must call."""
+        if self.world_size > 1:
+            from stages.running import ranks
+
+            ranks.gather(None)  # the first one has waited for what is sampled ahead, by all of them
+            self._ranks = ranks.gather((usage.so_far(), remembered.so_far()))
+
     def save_checkpoint(
         self,
         step: int,
@@ -411,7 +421,8 @@ class Stage:
             if not closed:
                 writer.flush()
             writers[name] = {"parts": len(writer.parts), "closed": closed}
-        sizes = {}
+        used, known = zip(*(self._ranks or [(usage.so_far(), remembered.so_far())]))
+        self._ranks, sizes = None, {}
         for path in (self._metrics_path, self._perf_path):
             sizes[path.name] = path.stat().st_size if path.exists() else 0
             if path.exists():
@@ -424,8 +435,8 @@ class Stage:
             "warnings": self._state.warnings,
             "reports": self._state.reports,
             "outputs": self._state.outputs,
-            "usage": usage.so_far(),
-            "remembered": remembered.so_far(),
+            "usage": usage.total(used),
+            "remembered": known,
         }
 
     def _restore(self, checkpoint: Checkpoint | None) -> None:
@@ -438,7 +449,7 @@ class Stage:
             if path.exists():
                 os.truncate(path, size)
         usage.begin(harness.get("usage"))
-        remembered.begin(harness.get("remembered"))
+        remembered.begin(next(iter(harness.get("remembered", ())), None))
         self._state = _State(
             dict(harness.get("summary", {})),
             list(harness.get("warnings", [])),
@@ -582,6 +593,8 @@ class _ResumableCheckpoints(Checkpoints):
             step = ranks.gather(stage._restored.step if stage._restored else None)[0]
             if stage.rank != 0:
                 stage._restored = None if step is None else self.at(step)
+                known = stage._restored.state["harness"].get("remembered", ()) if stage._restored else ()
+                remembered.learn(dict(*known[stage.rank : stage.rank + 1]))
             self._agreed = True
         found = stage._restored
         return Checkpoint(found.step, found.state["stage"], found.path) if found else None

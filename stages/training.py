@@ -917,9 +917,10 @@ def save(stage, trainer: Trainer, source: Source, initial: dict[str, float]) -> 
     """
     together = trainer.root is not None
     if ranks.rank() != 0 and not together:
-        return
+        return stage.hear_ranks()
     trainer_state, files = trainer.state()
     source_state, source_files = source.state()
+    stage.hear_ranks()
     stage.save_checkpoint(
         trainer.step_index,
         {"phase": "train", "initial": initial, "trainer": trainer_state, "source": source_state},

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stages.running import usage
+from stages.running import journal, usage
 
 
 def in_blocks(
@@ -49,23 +49,17 @@ def in_blocks(
     values = [value for line in lines for value in line["values"]]
     if lines and stage.units_done == 0:
         if writes:  # a checkpoint would hold both
-            usage.count(
-                **{
-                    k: sum(line["usage"].get(k, 0) for line in lines)
-                    for k in {k for line in lines for k in line["usage"]}
-                }
-            )
+            usage.count(**usage.total([line["usage"] for line in lines]))
             for line in lines:
                 for warning in line["warnings"]:
                     stage.warn(**warning)
         stage.log(f"{len(values)} of {len(items)} {unit} were done before ({name})")
     for start in range(len(values), len(items), block):
-        before, known = usage.so_far(), len(stage.warnings)
+        before, known, answered = usage.so_far(), len(stage.warnings), journal.mark()
         found = list(compute(items[start : start + block]))
         used = {k: n - before.get(k, 0) for k, n in usage.so_far().items()}
         if together:
-            parts = ranks.gather(used)
-            used = {k: sum(part.get(k, 0) for part in parts) for k in sorted({k for part in parts for k in part})}
+            used = usage.total(ranks.gather(used))
         text = json.dumps(
             {
                 "start": start,
@@ -79,6 +73,8 @@ def in_blocks(
         )
         if writes:
             _append(path, text)
+        if stage.world_size == 1:  # another rank may end before this one has written
+            journal.forget(answered)
         values += json.loads(text)["values"]
         stage.progress(min(start + block, len(items)), len(items), unit)
     return values

@@ -26,6 +26,7 @@ from typing import Any
 
 from stages.running.http_json import ServerError
 from stages.running.servers import Served, each, rule_of
+from storage.files import fsync_dir
 
 #: Answers, and seconds, after which what was written is made durable.
 SYNC_ANSWERS, SYNC_SECONDS = 16, 1.0
@@ -59,6 +60,17 @@ def end() -> None:
 def keeps() -> bool:
     """Whether answers are kept: what is under way is then worth waiting for."""
     return _open is not None
+
+
+def mark() -> int:
+    """Where the answers from now on begin, for :func:`forget`."""
+    return _open.lines.size() if _open is not None else 0
+
+
+def forget(since: int) -> None:
+    """Drop the answers behind a :func:`mark` of this start: what they were for is on disk (:mod:`stages.running.blocks`)."""
+    if _open is not None:
+        _open.lines.cut(since)
 
 
 def settled(step: int, oldest: int) -> None:
@@ -234,6 +246,7 @@ class Lines:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = open(self.path, "ab")
+                fsync_dir(self.path.parent)
                 if _torn(self.path):
                     text = b"\n" + text
             self._file.write(text)
@@ -242,6 +255,14 @@ class Lines:
             if self._loose >= SYNC_ANSWERS or time.monotonic() - self._synced >= SYNC_SECONDS:
                 os.fsync(self._file.fileno())
                 self._loose, self._synced = 0, time.monotonic()
+
+    def size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def cut(self, size: int) -> None:
+        with self._lock:
+            if self.size() > size:
+                os.truncate(self.path, size)
 
     def close(self) -> None:
         with self._lock:

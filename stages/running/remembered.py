@@ -16,6 +16,15 @@ def begin(known: dict[str, list] | None = None) -> None:
     _tables, _known = {}, dict(known or {})
 
 
+def learn(known: dict[str, list]) -> None:
+    """As :func:`begin`, on a rank that hears of its checkpoint once it has tables."""
+    for name, pairs in known.items():
+        if name in _tables:
+            _tables[name].update(map(tuple, pairs))
+        else:
+            _known[name] = pairs
+
+
 def table(name: str) -> dict[str, Any]:
     """A dict of texts to plain JSON (arrays become lists) that checkpoints hold, in its order. A name that was given
     before gets a table of its own.

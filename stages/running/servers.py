@@ -48,7 +48,7 @@ from typing import Literal
 
 from stages.running.http_json import ServerError, request_json, shown
 from stages.running.randomness import seed_for
-from stages.running.stopping import GRACE_SECONDS
+from stages.running.stopping import GRACE_SECONDS, stopping
 
 #: Seconds before a server that is away or overloaded is asked again, unless it asks for more (``Retry-After``).
 WAITS = (1.0, 4.0, 15.0)
@@ -314,8 +314,14 @@ def each(
     except BaseException as error:
         over.set()
         if finish:
-            grace = float(os.environ.get("POSTTRAIN_GRACE_SECONDS", GRACE_SECONDS)) / 2
-            until = math.inf if isinstance(error, Exception) else time.monotonic() + grace
+            grace = float(os.environ.get("POSTTRAIN_GRACE_SECONDS", GRACE_SECONDS))
+            until = (
+                math.inf
+                if isinstance(error, Exception)
+                else stopping.since + 0.75 * grace  # half of it a training loop has waited for its step
+                if stopping.asked
+                else time.monotonic() + grace / 2
+            )
             for worker in workers:
                 worker.join(None if until == math.inf else max(0.0, until - time.monotonic()))
         raise

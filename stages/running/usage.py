@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
 _used: Counter = Counter()
 _lock = threading.Lock()
@@ -23,6 +24,13 @@ def count(**more: float) -> None:
 def so_far() -> dict[str, float]:
     with _lock:
         return dict(sorted(_used.items()))
+
+
+def total(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The sums of several counts, of ranks or blocks."""
+    return {
+        name: sum(part.get(name, 0) for part in parts) for name in sorted({name for part in parts for name in part})
+    }
 
 
 def begin(known: dict[str, float] | None = None) -> None:

@@ -2,13 +2,15 @@
 same bytes.
 """
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
-from stages.running import usage
+from stages.running import journal, usage
 from stages.running.blocks import in_blocks
+from stages.running.servers import Served
 from stages.harness import execute
 from storage.datasets import open_dataset
 from storage.files import tree_digest
@@ -22,7 +24,7 @@ class Killed(BaseException):
 class Told:
     """What ``in_blocks`` reads of a stage, in a work directory."""
 
-    rank, units_done, seed = 0, 0, 0
+    rank, world_size, units_done, seed = 0, 1, 0, 0
 
     def __init__(self, workdir):
         self.workdir, self.warnings, self.said = workdir, [], []
@@ -49,6 +51,33 @@ def squares(stage, calls, stop=None):
         return [[n * n / 3, float("nan") if n == 5 else str(n)] for n in part]
 
     return compute
+
+
+def test_answers_of_servers_are_kept_as_long_as_their_block_is_not(tmp_path):
+    """Those of the unfinished block are read by the next start, those of finished ones are dropped."""
+    stage, asked = Told(tmp_path), []
+    server = Served("the server", "answers", RuntimeError, 1.0)
+
+    def compute(part):
+        def said(n):
+            if n == stop:
+                raise Killed
+            return journal.once("http://there/v1", [n], lambda: asked.append(n) or n * n, server)
+
+        return [said(n) for n in part]
+
+    try:
+        for stop, known in ((5, [9, 16]), (8, [36, 49]), (None, [])):
+            journal.end()
+            journal.begin(tmp_path / "answers", 0, 0, {})
+            with contextlib.suppress(Killed):
+                values = in_blocks(stage, "n", range(10), compute, 3)
+            (file,) = (tmp_path / "answers").iterdir()
+            kept = [entry["answer"] for entry in journal.entries(file)]
+            assert kept[-2:] == known or not known
+    finally:
+        journal.end()
+    assert values == [n * n for n in range(10)] and asked == list(range(10))
 
 
 @pytest.mark.parametrize("damage", ["none", "torn", "flipped", "other settings"])
