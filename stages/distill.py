@@ -44,8 +44,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from stages.models.memory import Role, sampling_stays
-from stages.settings import EPOCHS, ReadWhen, refuse_unread, refuse_unread_in
 from stages.samples import answered_turn
+from stages.settings import EPOCHS, ReadWhen, note_template, refuse_unread, refuse_unread_in
 from stages.sft import RowsConfig
 from stages.spec import InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
@@ -91,6 +91,11 @@ class Config(RowsConfig):
             ("direction",),
             lambda c: c.objective in ("divergence", "gold"),
             "sorted probabilities have no direction, and iw_opd is of the reverse KL; write objective=divergence or gold",
+        ),
+        (
+            ("teacher_chat_template",),
+            lambda c: c.objective in ACROSS,
+            "the teacher reads the student's ids; write objective=gold",
         ),
         (
             ("span_merge",),
@@ -188,6 +193,18 @@ class Config(RowsConfig):
             " (method=on_policy lmbda=1)."
         ),
     )
+    teacher_chat_template: str | None = Field(
+        None,
+        title="Teacher's chat template",
+        description=(
+            "uld, gold: Jinja file, or model directory, whose chat template the teacher reads in the place of its own,"
+            " for example a base model's."
+        ),
+        json_schema_extra={"identity": False},
+    )
+    teacher_chat_template_digest: str = Field(
+        "", description="Digest of that template; filled in by itself, so that a change of the file is another run."
+    )
     teacher_update: Literal["frozen", "ema"] = Field(
         "frozen",
         description=(
@@ -227,6 +244,11 @@ class Config(RowsConfig):
                 "soft_weight=0 leaves the likelihood of given answers alone, and answers of the student have none, so"
                 f" that lmbda={self.lmbda:g} of the rows would train nothing; write soft_weight=0.5, or lmbda=0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_template(self):
+        note_template(self, "teacher_chat_template")
         return self
 
     @model_validator(mode="after")
@@ -319,6 +341,11 @@ READ_OF_INPUTS: ReadWhen = (
         ("train_on",),
         lambda s: s.dataset("data").kind != "teacher_logps/1",
         "which tokens are trained was decided when the teacher was captured; write train_on for the capture stage",
+    ),
+    (
+        ("teacher_chat_template",),
+        lambda s: s.has("teacher"),
+        "the teacher is the student as it starts, which reads its own; give the input teacher",
     ),
     (
         ("teacher_update", "teacher_decay"),
@@ -754,10 +781,14 @@ class Across:
 def across_of(stage, renderer) -> Across | None:
     """None where teacher and student read the same ids (``objective`` is neither uld nor gold)."""
     from stages.chat import renderer_for
+    from stages.settings import template_text
 
     if stage.config.objective not in ACROSS:
         return None
-    theirs = renderer_for(stage.path("teacher")) if stage.has("teacher") else renderer
+    shown = stage.config.teacher_chat_template
+    theirs = renderer
+    if stage.has("teacher"):
+        theirs = renderer_for(stage.path("teacher"), None if shown is None else template_text(shown))
     return _across(renderer, theirs, stage.config.objective == "gold")
 
 

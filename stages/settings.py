@@ -670,6 +670,19 @@ class SamplingConfig(StageConfig):
         return self
 
 
+def note_template(config: StageConfig, name: str) -> None:
+    """Fill in the digest of the template file that the setting ``name`` names, as ``NAME_digest``. Raises ValueError
+    where it is not that of the run."""
+    path, given = getattr(config, name), getattr(config, f"{name}_digest")
+    if path:
+        digest = hashlib.sha256(template_text(path).encode()).hexdigest()
+        if given not in ("", digest):
+            raise ValueError(f"{path} is not the {name} that this run was started with; leave {name}_digest out")
+        config.__dict__[name], config.__dict__[f"{name}_digest"] = os.path.abspath(path), digest
+    elif given:
+        raise ValueError(f"{name}_digest is filled in by itself; write {name}=FILE, or leave {name}_digest out")
+
+
 class ChatConfig(StageConfig):
     """How conversations are shown to the input ``model``: by its own chat template, or by another one, which a trained
     model is then saved with.
@@ -698,20 +711,7 @@ class ChatConfig(StageConfig):
     @model_validator(mode="after")
     def _chat_template(self):
         refuse_own_variables(self.chat_template_kwargs)
-        if self.chat_template:
-            self.__dict__["chat_template"] = os.path.abspath(self.chat_template)
-            digest = hashlib.sha256(template_text(self.chat_template).encode()).hexdigest()
-            if self.chat_template_digest not in ("", digest):
-                raise ValueError(
-                    f"{self.chat_template} is not the chat_template that this run was started with; leave"
-                    " chat_template_digest out"
-                )
-            self.__dict__["chat_template_digest"] = digest
-        elif self.chat_template_digest:
-            raise ValueError(
-                "chat_template_digest is filled in by itself; write chat_template=FILE, or leave"
-                " chat_template_digest out"
-            )
+        note_template(self, "chat_template")
         if self.chat_template_given and getattr(self, "prompt_template", "chat") != "chat":
             raise ValueError(
                 f"prompt_template={self.prompt_template} shows prompts without the chat template; write"

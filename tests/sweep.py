@@ -47,6 +47,8 @@ LEFT_OUT = {
     "chat_template": "names a file (tests/training/test_chat_template.py)",
     "chat_template_digest": "filled in by itself",
     "chat_template_kwargs": "variables of a template",
+    "teacher_chat_template": "names a file (tests/training/test_across.py)",
+    "teacher_chat_template_digest": "filled in by itself",
     "new_tokens": "of a template (tests/training/test_chat_template.py)",
     "also": "losses in sum (tests/training/test_align_terms.py)",
     "split": "names other rows",

@@ -42,7 +42,14 @@ FIGURES = {
         "reward/unscorable_fraction",
     ),
     "groups": ("frac_reward_zero_std", "groups/informative_fraction", "groups/filter_rate"),
+    "self_distillation": (
+        "self_distillation/reprompt_sample_fraction",
+        "self_distillation/success_group_fraction",
+        "self_distillation/feedback_used_fraction",
+    ),
+    "self_distillation_kl": ("self_distillation/kl",),
     "entropy": ("entropy",),
+    "entropy_coef": ("entropy_coef", "entropy_coef/paid"),
     "learning_rate": ("learning_rate",),
     "grad_norm": ("grad_norm",),
 }

@@ -606,9 +606,9 @@ class RewardComponent(StageConfig):
         "",
         description=(
             "python: text, or path ending in .py, that defines score(prompt, completion, answer) -> number, bool, None,"
-            " or dict with `reward` (or `score`) and more numbers, its metrics. Its parameters may also be, by name:"
-            " messages, row, completion_ids, finish_reason, columns of the row (TRL), data_source, solution_str,"
-            " ground_truth, extra_info (verl)."
+            " or dict with `reward` (or `score`), more numbers, its metrics, and `feedback`, a text. Its parameters may"
+            " also be, by name: messages, row, completion_ids, finish_reason, columns of the row (TRL), data_source,"
+            " solution_str, ground_truth, extra_info (verl)."
         ),
     )
     function: str = Field(

@@ -3,6 +3,7 @@ plain ones in float64, what the teacher reads, and the stage on tiny models.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,45 @@ def test_the_teacher_reads_its_own_template_and_spans_say_the_same(spec, tiny, t
         else:
             assert b"".join(texts) == said.encode() and texts[-1] == b"", "all of it, and where it ends"
     assert not encode(stage, renderer, "validation")[0]
+
+
+def test_the_teacher_reads_another_template(spec, tiny, teachers, talks, tmp_path):
+    """As a copy of it that has this template; a file that was changed is another run."""
+    own = Path(teachers["spaces"], "chat_template.jinja").read_text()
+    other = own.replace("{{", "{{ 'so: ' }}{{", 1)
+    assert other != own
+    copied, file = tmp_path / "copied", tmp_path / "other.jinja"
+    shutil.copytree(teachers["spaces"], copied)
+    (copied / "chat_template.jinja").write_text(other)
+    file.write_text(other)
+    read = []
+    for name, teacher, more in (
+        ("own", teachers["spaces"], {}),
+        ("copied", str(copied), {}),
+        ("told", teachers["spaces"], {"teacher_chat_template": str(file)}),
+        ("told-2", teachers["spaces"], {"teacher_chat_template": str(copied)}),
+    ):
+        stage = stage_of(spec, tiny, talks, {"objective": "gold", **more}, name, teacher=teacher)
+        items, _ = encode(stage, renderer_for(tiny["policy"]), "train")
+        read.append([(i.extra["teacher_item"].responses[0].tolist(), i.extra["spans"].tolist()) for i in items])
+    assert read[0] != read[1] == read[2] == read[3]
+    config = Config(objective="gold", teacher_chat_template=str(file))
+    assert Config(**config.model_dump()) == config
+    file.write_text(own)
+    with pytest.raises(ValueError, match="not the teacher_chat_template that this run was started with; leave"):
+        Config(**config.model_dump())
+    with pytest.raises(ValueError, match="write objective=gold"):
+        Config(teacher_chat_template=str(file))
+    with pytest.raises(ConfigError, match="give the input teacher"):
+        execute(
+            spec(
+                "distill",
+                {**BASE, "objective": "uld", "context": "x", "method": "context", "teacher_chat_template": str(file)},
+                {"model": tiny["policy"], "data": talks},
+                "refused-template",
+            ),
+            silent,
+        )
 
 
 def plain_loss(model, teacher, items, config, pairs):
