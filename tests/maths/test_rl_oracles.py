@@ -587,8 +587,8 @@ def test_online_ipo_rests_at_the_equilibrium_and_moves_towards_it(tau):
         # at the reference: -4/tau times the gradient of the win rate over it
         truth = gradient_of(lambda logits: (toy.probabilities(logits) * (wins @ toy.probabilities(REF))).sum(), REF)
         assert torch.allclose(first, -4 / tau * truth, atol=1e-9)
-        for _ in range(1500):
-            theta = theta - 0.15 * objective_gradient(
+        for _ in range(375):
+            theta = theta - 0.6 * objective_gradient(
                 "online_ipo", chance(toy.probabilities(theta)), FLAT, at=theta, **options
             )
         assert torch.allclose(toy.probabilities(theta), at, atol=2e-3)
