@@ -190,7 +190,7 @@ class ServerEngine:
             def ask() -> dict:
                 answer = self.served.settle(lambda: patiently(lambda: self._asked(body)), tuple(prompt))
                 made.append(self._completion(answer, prompt, params, text))  # what is none is not kept
-                return answer
+                return _read(answer)
 
             answer = journal.once(self.url, ["completion", self.api, about], ask, self.served)
             return made[0] if made else self._completion(answer, prompt, params, text)
@@ -366,3 +366,15 @@ class ServerEngine:
 
     def close(self) -> None:
         """Nothing is held between requests."""
+
+
+def _read(answer: dict) -> dict:
+    """What is read of an answer: servers say several times as much of each token."""
+    choice, used = answer["choices"][0], answer.get("usage")
+    kept = {name: choice[name] for name in ("text", "token_ids", "finish_reason", "stop_reason") if name in choice}
+    if isinstance(choice.get("logprobs"), dict):
+        kept["logprobs"] = {"token_logprobs": choice["logprobs"].get("token_logprobs")}
+    return {
+        "choices": [kept],
+        "usage": {"prompt_tokens": used["prompt_tokens"]} if used and "prompt_tokens" in used else {},
+    }
