@@ -39,8 +39,9 @@ class Engine(Protocol):
       and filters applied and renormalised; of temperature 1 where greedy), one per id, or None. Only with
       ``exact_logps`` do they equal the trainer's to float32 rounding; otherwise RL computes old log-probs with the
       trainer and keeps these beside them (TIS).
-    * A killed stage continues at its last complete unit with every engine; that it ends with the same *bytes* holds for
-      the built-in one, and for others as far as they repeat themselves.
+    * A killed stage continues at its last complete unit with every engine, and does not ask a server again for what it
+      answered (``stages.running.journal``); that it ends with the same *bytes* holds for the built-in one, and for others
+      as far as they repeat themselves.
     * Settings an engine cannot honour are refused before anything is sampled (SamplerError), never ignored.
     * **Errors per row**: what fails on one row is tried once more and then returned as an "error" row with the reason,
       without ids; EngineError is raised only if every row failed.

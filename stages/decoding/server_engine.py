@@ -187,15 +187,15 @@ class ServerEngine:
             about = body if self.weights == "input" else {**body, "model": self.name, "weights": self.weights}
             made: list[Completion] = []
 
-            def whole(answer: dict) -> bool:
+            def kept(answer: dict) -> dict:
                 made.append(self._completion(answer, prompt, params, text))  # what is none is not kept
-                return True
+                return _read(answer)
 
             def ask() -> dict:
                 return patiently(lambda: self._asked(body), body)
 
             asked = ["completion", self.api, about]
-            answer = journal.once(self.url, asked, ask, self.served, tuple(prompt), whole)
+            answer = journal.once(self.url, asked, ask, self.served, tuple(prompt), kept)
             return made[0] if made else self._completion(answer, prompt, params, text)
         except ServerError as error:
             why = str(error)
@@ -369,3 +369,15 @@ class ServerEngine:
 
     def close(self) -> None:
         """Nothing is held between requests."""
+
+
+def _read(answer: dict) -> dict:
+    """What is read of an answer: servers say several times as much of each token."""
+    choice, used = answer["choices"][0], answer.get("usage")
+    kept = {name: choice[name] for name in ("text", "token_ids", "finish_reason", "stop_reason") if name in choice}
+    if isinstance(choice.get("logprobs"), dict):
+        kept["logprobs"] = {"token_logprobs": choice["logprobs"].get("token_logprobs")}
+    return {
+        "choices": [kept],
+        "usage": {"prompt_tokens": used["prompt_tokens"]} if used and "prompt_tokens" in used else {},
+    }

@@ -327,7 +327,9 @@ class ServerJudge:
                 self.served,
                 text,
                 # a server that should say how likely tokens are may be started again so that it does
-                lambda choice: not more.get("logprobs") or bool(choice.get("logprobs") or withheld(choice)),
+                lambda choice: (
+                    choice if not more.get("logprobs") or choice.get("logprobs") or withheld(choice) else None
+                ),
             )
             if not asked:
                 self._count(choice)  # paid for by an earlier start

@@ -107,7 +107,7 @@ class RewardServer:
                 lambda: patiently(lambda: self._ask(body, len(answers)), body),
                 self.served,
                 object(),
-                lambda values: any(isinstance(_number(value, ""), float) for value in values),
+                lambda values: values if any(isinstance(_number(value, ""), float) for value in values) else None,
             )
             return [_number(value, self.key_variable) for value in values]
         except ServerError as error:

@@ -87,13 +87,13 @@ def once(
     ask: Callable[[], Any],
     served: Served,
     request: Hashable,
-    keep: Callable[[Any], bool] | None = None,
+    keep: Callable[[Any], Any] = lambda answer: answer,
 ):
     """What ``ask()`` gives, plain JSON, asked as :meth:`Served.settle` says; or what the server at ``address`` answered
     to the same before the stage was killed.
 
     about: who answers and all that decides the answer, plain JSON. request: what it is, as ``settle`` takes it. keep:
-    whether an answer is one; else it is given back and asked for again another time.
+    what is kept of an answer; of one that it gives None for nothing is, so that it is asked for another time.
     """
     if _open is None or getattr(_kept, "by_caller", False):
         return served.settle(ask, request)
@@ -105,8 +105,8 @@ def once(
         served.has_answered(ask)
         return known[0]
     answer = served.settle(ask, request)
-    if keep is None or keep(answer):
-        _open.add({"key": key, "answer": answer})
+    if (kept := keep(answer)) is not None:
+        _open.add({"key": key, "answer": kept})
     return answer
 
 

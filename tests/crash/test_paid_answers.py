@@ -19,6 +19,7 @@ from stages.reward.judge import JudgeError, ServerJudge
 from stages.reward.remote_rewards import Answer, RewardServer
 from stages.running import journal
 from storage.files import tree_digest
+from storage.work import answers_kept
 from tests.chat_server import chat_server
 from tests.evaluation.conftest import tiny  # noqa: F401
 from tests.processes import UNDRAWN
@@ -272,6 +273,8 @@ def test_checkpoints_drop_what_they_hold_on_every_rank(start, tmp_path):
             journal.settled(step, max(1, step - 1))  # saved again
         assert there() == ["2-0", "3-0"]
         points(ServerJudge(server.url, "m"), "step 4")
+        (tmp_path / "checkpoints" / "step-0000000003").mkdir(parents=True)
+        assert answers_kept(tmp_path) == 1, "what `posttrain show KEY` tells"
         start(server.url, step=3)
         assert journal._open.waiting.keys() == {
             entry["key"] for entry in journal.entries(folder / "0000000003-0.jsonl")
