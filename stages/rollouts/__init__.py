@@ -7,8 +7,7 @@
        │       whose trajectories are played again: :mod:`.tape`)
     crediting  log-probs, values, shaped rewards, advantages, filters: items             :class:`.crediting.Crediting`
        │       (log-probs: :mod:`.logprobs`; values of reasoning steps: :mod:`.steps`; metrics: :mod:`.metrics`;
-       │       rewards that compare answers: :mod:`.comparisons`; what a policy that is its own
-       │       teacher reads: :mod:`.reprompts`)
+       │       rewards that compare answers: :mod:`.comparisons`; what a teacher reads: :mod:`.reprompts`)
     records ── rollouts/1, prompt_stats/1, trajectories/1, rubric and validation rows    :class:`.records.Records`
 
 :class:`.source.Rollouts` joins them: the source of the training loop, which collects an iteration when the last one is
