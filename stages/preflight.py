@@ -659,8 +659,16 @@ def try_dearest(
             f"What optimizer={trainer.config.optimizer} holds of every trained weight does not fit into memory. Write"
             f" {' or '.join(write)}."
         ) from error
-    if prepare is not None:
-        prepare(step)
+    try:
+        if prepare is not None:
+            prepare(step)
+    except (MemoryError, RuntimeError) as error:
+        if not cuda.out_of_memory(error):
+            raise
+        raise TrainingError(
+            "What the loss reads beside the rows of a step (such as a reference's log-probs) does not fit into memory."
+            f" Write max_tokens_per_micro_batch={max(1, trainer.budget // 2)}, or a lower max_length or batch_size."
+        ) from error
     counts = trainer.objective.counts(step)
 
     def attempt() -> tuple[float, int]:

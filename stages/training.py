@@ -655,7 +655,8 @@ def tell_budget(stage, trainer: Trainer) -> dict[str, float]:
         "micro_batch_halved",
         f"Micro-batches of max_tokens_per_micro_batch={asked:,} tokens did not fit into memory, so they have"
         f" {trainer.budget:,} at most from then on; optimizer steps are the same up to rounding. Write"
-        f" max_tokens_per_micro_batch={trainer.budget} to spare the attempts, or activation_checkpointing=true.",
+        f" max_tokens_per_micro_batch={trainer.budget} to spare the attempts"
+        + ("." if trainer.config.activation_checkpointing else ", or activation_checkpointing=true."),
     )
     return {"micro_batch_tokens": float(trainer.budget)}
 

@@ -107,7 +107,7 @@ def main(spec_path: str) -> int:
             {
                 "event": "error",
                 "type": StageFailure.__name__ if ours and not is_ours(type(error).__module__) else type(error).__name__,
-                "message": ours or str(error),
+                "message": ours or without_memory(error) or str(error),
                 "traceback": "" if ours else text[-4000:],
             }
         )
@@ -116,6 +116,19 @@ def main(spec_path: str) -> int:
         return 1
     finally:
         _kill_children()
+
+
+def without_memory(error: Exception) -> str | None:
+    """What to do where a GPU's memory did not suffice outside of micro-batches, which would have been halved: for a model
+    that was loaded, an optimizer's step; None for other errors."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, torch.OutOfMemoryError):
+        return None
+    return (
+        f"{str(error).partition(chr(10))[0]} The device's memory does not suffice. End what else uses it and give the same"
+        " command again, which goes on from the last checkpoint; or write lora_rank=16, activation_checkpointing=true, or"
+        " a lower max_tokens_per_micro_batch, generation_batch or max_length, of these what the stage has."
+    )
 
 
 def refused_by_us(error: Exception) -> bool:

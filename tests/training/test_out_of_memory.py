@@ -19,7 +19,7 @@ from stages.models.modeling import load_policy
 from stages.reward_models.reward_heads import new_reward_model
 from stages.running import cuda
 from stages.settings import OptimizerConfig
-from stages.training import Trainer
+from stages.training import Trainer, TrainingError
 from tests.common import silent
 from tests.processes import undrawn
 from tests.second_device import DEVICE, second_device
@@ -273,6 +273,43 @@ def test_it_is_the_same_step_on_a_device_of_its_own(tiny, data, spec, monkeypatc
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
+
+
+def full_at_the_update(spec: str) -> int:
+    """A stage process whose second optimizer step finds no memory."""
+
+    def average(self):
+        if self.step_index == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore")
+
+    Trainer._average = average
+    return undrawn(spec)
+
+
+def test_memory_that_ends_elsewhere_is_told_with_what_to_do(tiny, data, spec, forks):
+    """Weights may have moved there, so nothing is done again."""
+    config, rows, *_ = STAGES["sft"]
+    spec("sft", config, {"model": tiny["policy"], "data": data[rows]}, "update")
+    group = forks.start(spec.path("update"), target="tests.training.test_out_of_memory:full_at_the_update")
+    deadline = time.monotonic() + 200
+    while group.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert group.poll() == 1
+    said = group.processes[0].said()
+    assert "Tried to allocate 20.00 MiB. The device's memory does not suffice. End what else uses it" in said, said
+
+
+def test_a_loss_whose_preparation_does_not_fit_is_told_before_the_first_step(tiny):
+    from stages.preflight import try_dearest
+
+    objective, model, items = made(tiny, "align/dpo")
+
+    def prepare(step):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer = Trainer(model, objective, OptimizerConfig(), 3)
+    with pytest.raises(TrainingError, match=r"Write max_tokens_per_micro_batch=2048, or a lower max_length"):
+        try_dearest(trainer, items, 4, prepare)
 
 
 def limited(spec: str, most: str, first: str, rank: str = "") -> int:
