@@ -34,7 +34,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as recomputed
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 DEVICE = "cuda:0"
 REAL = torch.cuda.is_available()
@@ -511,12 +511,14 @@ class CUDAGraph:
         )
 
     def replay(self) -> None:
-        for operation, args, kwargs, outputs in self.steps:
-            result = operation(*_mapped(self._tensor, args), **_mapped(self._tensor, kwargs))
-            for found, place in zip((one for one in _leaves(result) if isinstance(one, torch.Tensor)), outputs):
-                target = self._tensor(place)
-                if target.data_ptr() != found.data_ptr():
-                    target.copy_(found)
+        # of tensors below the second device, as when they were captured: nobody is to ask where they are
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            for operation, args, kwargs, outputs in self.steps:
+                result = operation(*_mapped(self._tensor, args), **_mapped(self._tensor, kwargs))
+                for found, place in zip((one for one in _leaves(result) if isinstance(one, torch.Tensor)), outputs):
+                    target = self._tensor(place)
+                    if target.data_ptr() != found.data_ptr():
+                        target.copy_(found)
 
     @staticmethod
     def _tensor(one):
