@@ -181,9 +181,12 @@ def stage_note(d: Doc, prefect: dict[str, Any]) -> str:
 
 
 def flow_title(run: dict[str, Any]) -> str:
-    """The MLflow run of a flow run: its recipe, Prefect's name of it, the start of its id."""
-    named = (run.get("prefect") or {}).get("flow_run_name")
-    return " · ".join([run["recipe"], *([named] if named else []), run["run_id"][:8]])
+    """The MLflow run of a flow run: its recipe, Prefect's name of it, the start of its id. A stage from its deployment is
+    in that name already, and the list of runs shows the first words only.
+    """
+    recipe, named = run["recipe"], (run.get("prefect") or {}).get("flow_run_name") or ""
+    said = named.startswith(recipe.removeprefix("stage:") + " · ")
+    return " · ".join([*([] if said else [recipe]), *([named] if named else []), run["run_id"][:8]])
 
 
 def flow_note(run: dict[str, Any]) -> str:

@@ -49,7 +49,7 @@ def load(
 
     Raises:
         ValueError: the files lack weights that ``new(model, name)`` does not allow to be made here; the library would
-            draw them at random and go on.
+            draw them at random and go on. Or they have other shapes than the config says.
     """
 
     def made(attention: str):
@@ -64,6 +64,9 @@ def load(
                 f" {', '.join(lacking[:3])}{' ...' if len(lacking) > 3 else ''}; they hold another kind of model, or a"
                 " part of this one"
             )
+        # where another head may be made here the library would make the rest at random, too
+        if any(not new(model, name) for name, *_ in info["mismatched_keys"]):
+            raise ValueError(_other_shapes(factory, path))
         return model
 
     try:
@@ -72,6 +75,28 @@ def load(
         if "scaled_dot_product_attention" not in str(error):
             raise
         return made("eager")
+    except RuntimeError as error:  # the library's says only that there is a report above
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(_other_shapes(factory, path)) from None
+
+
+def _other_shapes(factory, path: str) -> str:
+    """That a config gives stored weights other shapes, with the first that it does where the files are safetensors."""
+    from transformers import AutoConfig
+
+    with torch.device("meta"):
+        model = factory.from_config(AutoConfig.from_pretrained(path))
+    wanted, found = {name: tuple(weight.shape) for name, weight in model.named_parameters()}, {}
+    for file in weight_files(path):
+        with _open(file) as stored:
+            found |= {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}
+    other = [name for name in sorted(found.keys() & wanted.keys()) if found[name] != wanted[name]]
+    such = f", such as {other[0]} {found[other[0]]} instead of {wanted[other[0]]}" if other else ""
+    return (
+        f"its weights have other shapes than its config.json says{such}; one of the two is of another model: copy both from"
+        " the same place"
+    )
 
 
 def pending(factory, path: str, device: str, settings: dict, **options):

@@ -135,7 +135,9 @@ def load_reward_model(
     except (OSError, ValueError) as error:
         if isinstance(error, ModelError):
             raise
-        what = str(error).split("\n", 1)[0]  # transformers goes on with a list of all its architectures
+        what = str(error).split("\n", 1)[0].rstrip(".")  # transformers goes on with a list of all its architectures
+        if isinstance(error, OSError) or "other shapes" in what or "its files lack" in what:
+            raise ModelError(f"{path} is no complete model: {what}. Copy or download it again.") from error
         raise ModelError(
             f"{path} cannot be loaded as a sequence classifier ({what}). Give a decoder (Llama-, Qwen-, GPT-2-class), "
             "an encoder (BERT-class), or a reward model trained by the reward_model stage."

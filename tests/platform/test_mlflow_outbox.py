@@ -731,3 +731,12 @@ def test_killed_after_any_call_of_mlflow_the_next_goes_on(state_dir, monkeypatch
             and points(run.info.run_id, "position", "abs") == expected(result.key)
         ), seen[-1]
     assert {"log_outputs", "log_batch", "create_run", "create_logged_model"} <= set(seen) and len(seen) > 10
+
+
+def test_the_run_of_a_stage_from_its_deployment_is_called_after_the_stage_once():
+    from storage.mlflow_text import flow_title
+
+    run = {"run_id": "b55828fb-d20e", "recipe": "stage:sft", "prefect": {"flow_run_name": "sft · tiny · seed 0"}}
+    assert flow_title(run) == "sft · tiny · seed 0 · b55828fb"
+    assert flow_title({**run, "recipe": "dpo"}) == "dpo · sft · tiny · seed 0 · b55828fb"
+    assert flow_title({**run, "prefect": None}) == "stage:sft · b55828fb"

@@ -42,6 +42,31 @@ def test_a_missing_layer_is_refused_and_not_drawn_at_random(damaged, load, in_sh
         load(path, in_shards=in_shards)
 
 
+@pytest.mark.parametrize("in_shards", [False, True])
+@pytest.mark.parametrize("load", [load_policy, lambda path, **how: load_reward_model(path, outputs=1, **how)])
+def test_weights_of_another_shape_are_refused_and_not_drawn_at_random(damaged, load, in_shards):
+    """A reward model, whose head may be new, began with all such weights at random."""
+    path = damaged(lambda weights: None)
+    LlamaConfig(**{**SHAPE, "hidden_size": 24}).save_pretrained(path)
+    with pytest.raises(
+        ModelError,
+        match=r"shapes than its config\.json says, such as [\w.]+ \(32, 16\) instead of \(32, 24\)",
+    ):
+        load(path, in_shards=in_shards)
+
+
+def test_a_head_of_other_labels_is_made_anew(damaged):
+    path = damaged(lambda weights: None, LlamaForSequenceClassification)
+    assert load_reward_model(path, outputs=3).score.weight.shape == (3, 16)
+
+
+def test_a_directory_without_weights_says_so(damaged, tmp_path):
+    damaged(lambda weights: None)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"is no complete model: .*model\.safetensors.*\. Copy or download it again"):
+        load_reward_model(str(tmp_path), outputs=1)
+
+
 def test_a_reward_model_is_no_policy_and_a_policy_gets_a_new_score_head(damaged):
     path = damaged(lambda weights: None)
     assert load_reward_model(path, outputs=1).score.weight.shape == (1, 16)
