@@ -107,7 +107,7 @@ class Config(JudgeSettings):
 SPEC = StageSpec(
     name="judge",
     config=Config,
-    gpu=True,
+    gpu="models",
     inputs={
         "data": InputSpec(
             "dataset", kinds=KINDS, doc="Pairs, comparisons, rankings, or candidates of a rejection run."

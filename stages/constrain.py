@@ -139,7 +139,7 @@ class Config(WriterConfig):
 SPEC = StageSpec(
     name="constrain",
     config=Config,
-    gpu=True,
+    gpu="models",
     inputs={
         "prompts": InputSpec(
             "dataset", kinds=("prompts/1",), doc="Prompts in English; those that have constraints already are left out."

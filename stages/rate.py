@@ -134,7 +134,7 @@ class Config(AskedSettings):
 SPEC = StageSpec(
     name="rate",
     config=Config,
-    gpu=True,
+    gpu="models",
     inputs={
         "candidates": InputSpec(
             "dataset",

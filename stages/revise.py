@@ -305,7 +305,7 @@ def check(config: Config, given: Collection[str]) -> None:
 SPEC = StageSpec(
     name="revise",
     config=Config,
-    gpu=True,
+    gpu="models",
     check=check,
     inputs={
         "model": InputSpec(

@@ -202,7 +202,7 @@ class Config(WriterConfig):
 SPEC = StageSpec(
     name="write_prompts",
     config=Config,
-    gpu=True,
+    gpu="models",
     inputs={
         "model": InputSpec("model", required=False, doc="Who writes (or endpoint=URL)."),
         "principles": InputSpec(
