@@ -18,7 +18,7 @@ import pytest
 
 #: By the name of their group, the one that takes longest first.
 TOGETHER = {
-    "servers": ("flows/test_servers.py", "flows/test_browser.py", "flows/test_people.py"),
+    "servers": ("flows/test_servers.py", "flows/test_browser.py", "flows/test_people.py", "flows/test_backlog.py"),
     "compiled": ("training/test_options.py::test_compiled_forward_trains_alike",),
 }
 ALONE = (

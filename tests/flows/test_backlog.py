@@ -61,7 +61,7 @@ def test_a_backlog_of_runs_starts_as_many_processes_as_the_queues_let_through(se
     most = sum(queue["concurrency_limit"] for queue in queues(slots).values())
     assert most == slots + 4
     servers.wait(lambda: len(set(processes(servers)) & set(backlog)) >= most, limit=300)
-    deadline = time.monotonic() + 30  # two looks of the worker at the queues, and more
+    deadline = time.monotonic() + 10  # the worker looks at the queues every two seconds
     while time.monotonic() < deadline:
         assert len(set(processes(servers)) & set(backlog)) <= most
         assert servers.api("/v2/concurrency_limits/gpu")["active_slots"] <= slots
