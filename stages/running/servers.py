@@ -25,9 +25,9 @@ the other and none was answered meanwhile. It also ends where a server that has 
 whole call. Of a vLLM server that was given a policy's weights (:attr:`Served.loaded`), nobody listening, 502 and 503
 end the stage at once: started again it has the weights of its files.
 
-What ends a stage says which setting to write, and that the same command continues: every single
-answer is kept (stages/running/journal.py). A time-out is one number
-per request, from its first byte to the last of its answer (:func:`stages.running.http_json.request_json`).
+What ends a stage says which setting to write, and that the same command continues: every single answer is kept
+(stages/running/journal.py). A time-out is one number per request, from its first byte to the last of its answer
+(:func:`stages.running.http_json.request_json`).
 """
 
 from __future__ import annotations
