@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -176,21 +175,15 @@ class ModelWriter:
 
 
 class ServerWriter:
-    """The model of a server with the OpenAI chat interface (``/chat/completions``). directory: of the stage, where its
-    answers are kept, so that none is asked for, and paid, twice.
-    """
+    """The model of a server with the OpenAI chat interface (``/chat/completions``)."""
 
     role = None
 
-    def __init__(self, config: WriterConfig, directory: Path):
+    def __init__(self, config: WriterConfig):
         from stages.decoding.engines import EngineError
-        from stages.running.journal import Journal
         from stages.running.servers import ChatServer, Served, Settings
 
-        self.config, self.journal = (
-            config,
-            Journal(directory / "answers" / "written.jsonl", lambda kept: Written(**kept)),
-        )
+        self.config = config
         self.server = ChatServer(
             config.endpoint, config.endpoint_model, config.key_variable, config.timeout_s, config.engine_concurrency
         )
@@ -201,23 +194,25 @@ class ServerWriter:
             config.timeout_s,
             Settings(fewer="engine_concurrency"),
         )
-        if self.journal.known:
-            answered = self.journal.answered  # a request and its seed
-            self.served.has_answered(
-                answered and (lambda: self.server.ask(messages_of(answered[0]), temperature=0, max_tokens=1))
-            )
 
     def write(
         self, requests: Sequence[Request], seeds: Sequence[int], max_tokens: int, temperature: float
     ) -> list[Written]:
-        """One text per request; one that the server does not answer is that request's error."""
+        """One text per request, equal ones of one seed asked once; one that the server does not answer is that
+        request's error.
+        """
         from stages.decoding.engines import EngineError
+        from stages.running import journal
 
-        keys = [self._key(*pair, max_tokens, temperature) for pair in zip(requests, seeds)]
-        found = self.journal.ask(
-            dict(zip(keys, zip(requests, seeds))),
-            lambda pair: self._one(*pair, max_tokens, temperature),
-            self.config.engine_concurrency,
+        keys = [(json.dumps(messages_of(request)), seed) for request, seed in zip(requests, seeds)]
+        asked = dict(zip(keys, zip(requests, seeds)))
+        found = dict(
+            zip(
+                asked,
+                self.server.each(
+                    lambda pair: self._one(*pair, max_tokens, temperature), asked.values(), journal.keeps()
+                ),
+            )
         )
         out = [found[key] for key in keys]
         if out and all(w.error is not None for w in out):
@@ -228,13 +223,8 @@ class ServerWriter:
             )
         return out
 
-    def _key(self, request: Request, seed: int, max_tokens: int, temperature: float) -> str:
-        from storage.files import canonical_json, sha256_text
-
-        shown = json.dumps(messages_of(request))  # escapes halves of characters, which texts may hold
-        return sha256_text(canonical_json([self.config.endpoint_model, shown, seed, max_tokens, temperature]))[:32]
-
     def _one(self, request: Request, seed: int, max_tokens: int, temperature: float) -> Written:
+        from stages.running import journal
         from stages.running.http_json import ServerError
         from stages.running.servers import finish_of, said, withheld
 
@@ -245,19 +235,27 @@ class ServerWriter:
             "max_tokens": max_tokens,
             "rng_seed": seed,
         }
+        messages = messages_of(request)
+        how = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed % 2**31}
+
+        def why_not(choice: dict) -> str | None:
+            if (why := withheld(choice)) is not None or finish_of(choice) in ("stop", "length"):
+                return why
+            return f"finish_reason is {choice.get('finish_reason')!r}"
+
         try:
-            choice = self.served.settle(
-                lambda: self.server.ask(
-                    messages_of(request), temperature=temperature, max_tokens=max_tokens, seed=seed % 2**31
-                ),
+            choice = journal.once(
+                self.config.endpoint,
+                ["chat", self.config.endpoint_model, messages, how],
+                lambda: self.server.ask(messages, **how),
+                self.served,
                 (str(request), seed),
+                lambda choice: choice if why_not(choice) is None else None,
             )
         except ServerError as error:
             return Written("", "error", gen, str(error))
-        reason, why = finish_of(choice), withheld(choice)
-        if why is None and reason not in ("stop", "length"):
-            why = f"finish_reason is {choice.get('finish_reason')!r}"
-        return Written(said(choice), reason, gen) if why is None else Written("", "error", gen, why)
+        why = why_not(choice)
+        return Written(said(choice), finish_of(choice), gen) if why is None else Written("", "error", gen, why)
 
 
 def make_writer(stage, *roles: str, engines: dict | None = None):
@@ -269,7 +267,7 @@ def make_writer(stage, *roles: str, engines: dict | None = None):
     from stages.spec import ConfigError
 
     if stage.config.endpoint:
-        return ServerWriter(stage.config, stage.workdir)
+        return ServerWriter(stage.config)
     role = next((name for name in roles if stage.has(name)), None)
     if role is None:
         raise ConfigError(

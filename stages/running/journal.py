@@ -3,7 +3,7 @@ twice: files in ``answers/`` of the work directory, a line each.
 
 :func:`once`      an answer to an engine, judge or reward server of what no checkpoint holds yet: the next start reads
                   it instead of asking, once. Checkpoints drop what they hold (:func:`settled`).
-:class:`Journal`  the answers of a whole stage, which asks for equal requests once (judges' stages, writers)
+:class:`Journal`  a judge's replies of a whole stage, which asks for equal ones once (judge, rate, win_rate)
 
 A kill loses what was under way, a power cut what came in the last ``SYNC_SECONDS``, ``SYNC_ANSWERS`` at most. Answers
 are found by what was asked (the body of the request with its seed; who answers, by name; of a server that was given
@@ -104,6 +104,8 @@ def once(
     if (known := _open.take(key)) is not None:
         served.has_answered(ask)
         return known[0]
+    if _open.earlier:
+        served.has_answered(None)
     answer = served.settle(ask, request)
     if (kept := keep(answer)) is not None:
         _open.add({"key": key, "answer": kept})
@@ -126,6 +128,7 @@ class _Answers:
             if rank or began >= step:
                 for entry in entries(path):
                     self.waiting.setdefault(entry["key"], deque()).append(entry["answer"])
+        self.earlier = bool(step or self.waiting)  # servers have answered an earlier start
         self.step = step if rank == 0 else max((began for began, of in there if of == rank), default=0)
         self.lines = self._lines()
 

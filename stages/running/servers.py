@@ -29,9 +29,9 @@ a server that has answered nothing yet answers none of a whole call. Of a vLLM s
 files.
 
 What ends a stage says which setting to write, and that the same command continues: every single answer is kept
-(stages/running/journal.py), and of judges' stages and writers what got none comes last in its block, so that requests
-that no server answers do not end each start of a stage that asks one at a time. A time-out is one number per request,
-from looking up the server's name to the last byte of its answer (:func:`stages.running.http_json.request_json`).
+(stages/running/journal.py), and of judges' stages what got none comes last in its block, so that requests that no server
+answers do not end each start of a stage that asks one at a time. A time-out is one number per request, from looking up
+the server's name to the last byte of its answer (:func:`stages.running.http_json.request_json`).
 """
 
 from __future__ import annotations

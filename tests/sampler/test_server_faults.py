@@ -202,11 +202,16 @@ def test_a_vllm_server_that_was_started_again_is_not_asked_with_its_old_weights(
 def test_a_writers_server_that_goes_away_costs_no_requests(tmp_path):
     """Also none of those that were answered, which may have been paid: the next run asks for the others."""
     from stages.decoding.writers import ServerWriter
+    from stages.running import journal
     from stages.write_prompts import Config
 
     def write(seed):
         config = Config(endpoint=server.url, endpoint_model="m", engine_concurrency=1)
-        return ServerWriter(config, tmp_path).write(["a", "b", "c"], [seed, seed, seed], 5, 0.5)
+        journal.begin(tmp_path / "answers", 0, 0, config.model_dump(mode="json"))
+        try:
+            return ServerWriter(config).write(["a", "b", "c"], [seed, seed, seed], 5, 0.5)
+        finally:
+            journal.end()
 
     fine = {"message": {"content": "x"}, "finish_reason": "stop"}
     with chat_server(lambda body: 400 if len(server.seen) == 2 else fine) as server:

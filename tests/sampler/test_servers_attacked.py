@@ -45,7 +45,7 @@ def tokenizer(tiny):  # noqa: F811
 
 
 @pytest.fixture()
-def ask(tiny, tokenizer, tmp_path):  # noqa: F811
+def ask(tiny, tokenizer):  # noqa: F811
     """``ask(client, url, n, **settings)``: what each of n requests, one at a time, came to: None, or why it got no
     answer.
     """
@@ -59,7 +59,7 @@ def ask(tiny, tokenizer, tmp_path):  # noqa: F811
             from stages.write_prompts import Config
 
             config = Config(endpoint=url, endpoint_model="m", engine_concurrency=concurrency, timeout_s=timeout_s)
-            found = ServerWriter(config, tmp_path).write([f"request {i}" for i in range(n)], list(range(n)), 4, 0.0)
+            found = ServerWriter(config).write([f"request {i}" for i in range(n)], list(range(n)), 4, 0.0)
             return [written.error for written in found]
         if client == "reward":
             asked = RewardServer(url, "m", "messages", "rewards", 1, concurrency, timeout_s)
