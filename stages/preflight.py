@@ -267,6 +267,9 @@ def longest_rollouts(source) -> list[Item]:
         if config.importance_correction != "none" or (config.rejection != "none" and config.rejection_scope == "zero"):
             extra["weights"] = [[1.0] * length for _ in range(count)]
         responses = rng.integers(0, vocabulary, (count, length)).tolist()
+        if source.row.distillation_weight:  # the teacher reads the question and another answer
+            read = min([config.max_reprompt_len, len(ids) + length] + [limit - length] * (limit is not None))
+            extra["teacher_prompts"] = rng.integers(0, vocabulary, (count, max(1, read))).tolist()
         items.append(
             make_item(
                 f"{prompt['row_id']}-longest", ids, responses, [[1] * length] * count, by_response=tuple(extra), **extra
