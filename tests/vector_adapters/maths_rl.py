@@ -1199,7 +1199,7 @@ def group_mean_optimum(i, p):
             leaf = theta.clone().requires_grad_()
             (pull,) = torch.autograd.grad(production.full_kl(leaf, ref), leaf)
             step = push - p["beta"] * pull
-            theta = theta + 4.0 * step
+            theta = theta + 12.0 * step
             if step.abs().max() < 1e-12:
                 break
         return torch.softmax(theta, 0)
