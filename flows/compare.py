@@ -262,7 +262,9 @@ def underway(label: str, one: dict[str, Any], two: dict[str, Any], out: Path | N
         ]
         found["notes"].append(f"{label}: its numbers are those until step {last}, the last that both have come to")
         found["figures"] = curves(label, one, two, place(one, two, out))
-    found["config"] = [f"{label}.{line}" for line in differences(one.get("config") or {}, two.get("config") or {})]
+    given = any("answers" in (record.get("inputs") or {}) for record in (one, two))
+    settings = (read_settings(record, "answers" if given else "") for record in (one, two))
+    found["config"] = [f"{label}.{line}" for line in differences(*settings)]
     return found
 
 
@@ -325,9 +327,11 @@ def other_protocol(label: str, one: dict[str, Any], two: dict[str, Any]) -> str:
     hashes = [record["metrics"].get("protocol_hash") or record["metrics"].get("protocol") for record in (one, two)]
     if hashes[0] == hashes[1]:
         return ""
-    if given_answers(one, two) and not apart(one, two):
+    told = given_answers(one, two)
+    if told and not apart(one, two):
         return ""
-    what, commits = differences(one.get("config") or {}, two.get("config") or {}), [one.get("git"), two.get("git")]
+    what = differences(*(read_settings(record, told) for record in (one, two)))
+    commits = [one.get("git"), two.get("git")]
     if commits[0] != commits[1]:
         what.append(f"code: {' -> '.join((commit or 'unknown')[:12] for commit in commits)}")
     return (

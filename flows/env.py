@@ -80,6 +80,15 @@ def state_dir() -> Path:
         ) from None
 
 
+def leave_own_servers_to_no_proxy() -> None:
+    """Where the environment names a proxy, Prefect's and MLflow's clients would ask it for servers of this machine."""
+    if not any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
+        return
+    known = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    hosts = dict.fromkeys([*(host.strip() for host in known if host.strip()), "127.0.0.1", "localhost"])
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)
+
+
 def prepare(*, quiet: bool = False) -> Path:
     """Set this process's environment; returns the state directory.
 
@@ -89,6 +98,7 @@ def prepare(*, quiet: bool = False) -> Path:
     for name, value in defaults(state).items():
         os.environ.setdefault(name, value)
     os.environ["POSTTRAIN_HOME"] = str(state)
+    leave_own_servers_to_no_proxy()
     os.environ["PYTHONPATH"] = python_path()
     # Prefect makes its directory for its owner alone, and SQLite its database without the group's right to write
     if is_shared(state):

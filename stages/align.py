@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from stages.models.memory import Role
-from stages.settings import EPOCHS, BemaConfig, ChatConfig, EpochsConfig
+from stages.settings import EPOCHS, BemaConfig, ChatConfig, PolicyRowsConfig
 from stages.spec import (
     ConfigError,
     InputSpec,
@@ -97,7 +97,7 @@ class Addend(StageConfig):
     )
 
 
-class Config(EpochsConfig, ChatConfig):
+class Config(PolicyRowsConfig, ChatConfig):
     LORA_RATE: ClassVar[float] = 10.0
 
     method: Method = Field("dpo", description="Direct-alignment loss (stages.algorithms.DIRECT_METHODS).")

@@ -166,9 +166,10 @@ def prompt_rows(
             f" split={next(iter(dataset.manifest['splits']), 'train')}, or give a dataset with that split."
         )
     if not rows:
+        among = " among its first " + str(limit) if first and limit is not None else ""
         raise ValueError(
-            f"No prompt with at most max_prompt_length={max_prompt_length} tokens in split {split!r} of {dataset.name}."
-            " Raise max_prompt_length, lower max_completion_length where the model has no more positions, or give"
+            f"No prompt with at most max_prompt_length={max_prompt_length} tokens in split {split!r} of {dataset.name}{among}."
+            f" Raise max_prompt_length{' or limit' if among else ''}, lower max_completion_length where the model has no more positions, or give"
             " shorter prompts."
         )
     return rows

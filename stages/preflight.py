@@ -44,7 +44,7 @@ def preflight(
     Raises:
         TrainingError: a single row does not fit into memory.
     """
-    from stages.training import tell_budget
+    from stages.training import kept_budget, or_keep, tell_budget
 
     if stage.checkpoints.latest() is not None or not items:
         return
@@ -62,7 +62,8 @@ def preflight(
     stage.log("plan: " + ", ".join(f"{v:,} {k}" if isinstance(v, int) else f"{k} {v}" for k, v in facts.items()))
     if completions_end:
         check_stop_tokens(stage, items, renderer)
-    seconds, tokens, peak = try_dearest(trainer, items, batch_size, prepare)
+    kept_budget(stage, trainer)
+    seconds, tokens, peak = or_keep(stage, lambda: try_dearest(trainer, items, batch_size, prepare))
     tell_budget(stage, trainer)
     whole = facts["tokens per step"] * trainer.total_steps * seconds / max(1, tokens)
     stage.log(
@@ -187,7 +188,7 @@ def rl_preflight(stage, trainer, source) -> None:
             completions tried can be scored.
         ConfigError: the model has no positions for the longest prompt and completion.
     """
-    from stages.training import tell_budget
+    from stages.training import kept_budget, or_keep, tell_budget
 
     if stage.checkpoints.latest() is not None:
         return
@@ -215,7 +216,8 @@ def rl_preflight(stage, trainer, source) -> None:
     times = []
     for name, one in (("policy", trainer), ("critic", getattr(source.critic, "trainer", None))):
         if one is not None:
-            seconds, tokens, peak = try_dearest(one, made, per_step, made_up=True)
+            kept_budget(stage, one)
+            seconds, tokens, peak = or_keep(stage, lambda: try_dearest(one, made, per_step, made_up=True))
             tell_budget(stage, one)
             stage.log(
                 f"the {name}'s dearest micro-batch ({tokens:,} tokens) ran in {seconds:.2f} s; memory so far"

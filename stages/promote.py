@@ -338,7 +338,7 @@ def _one_sided(result: dict, config: Config, other: Evaluation) -> str:
             return (
                 f"The {name} has no {result['metric']} for {result[f'{side}_missing']:.1%} of the answers that were"
                 f" scored on the other side, more than max_missing={config.max_missing:g}; why is under unscorable in"
-                " its samples."
+                " its samples, or the model has no room for these prompts (warning prompts_too_long)."
             )
     return ""
 

@@ -167,12 +167,28 @@ class Samples:
         from stages.models.modeling import load_frozen, publish
 
         rounds = self.stage.config.save_dtype != "float32"
-        if self.asked and not rounds:
-            self.after = self._answers(model, self.asked)
+        if not rounds:
+            self._end(lambda: model)
         publish(self.stage, model, tokenizer, epochs)
-        if self.asked and rounds:
-            written = load_frozen(str(self.stage.workdir / "out" / "model"), self.stage.device)
-            self.after = self._answers(written, self.asked)
+        if rounds:
+            self._end(lambda: load_frozen(str(self.stage.workdir / "out" / "model"), self.stage.device))
+
+    def _end(self, published) -> None:
+        """What the model that ``published()`` gives answers. Training is done, so that one which cannot be sampled is
+        published without.
+        """
+        from stages.decoding.decoders import DecoderError
+        from stages.decoding.sampler import SamplerError
+        from stages.running import cuda
+
+        if not self.asked:
+            return
+        try:
+            self.after = self._answers(published(), self.asked)
+        except (SamplerError, DecoderError, MemoryError, RuntimeError) as error:
+            if not isinstance(error, (SamplerError, DecoderError)) and not cuda.out_of_memory(error):
+                raise
+            self.asked, self.reason = [], f"the trained model could not be sampled ({error})"
 
     def warn_of_length(self) -> None:
         """Warn where the answers have grown by 30% (section H, alarms; of ``ENOUGH`` prompts at least), for stages whose

@@ -508,16 +508,6 @@ class EpochsConfig(OptimizerConfig):
             " none where it is the published one."
         ),
     )
-    report_samples: int = Field(
-        4,
-        ge=0,
-        le=64,
-        description=(
-            "Prompts of the validation split (else of the training rows) that the starting and the published model"
-            " answer for the report: greedily, in twice the tokens of the given answers, 128 at most; 0 = none. From 16 on"
-            " align warns of answers that grew by 30%."
-        ),
-    )
 
     @model_validator(mode="after")
     def _epochs_end(self):
@@ -528,6 +518,21 @@ class EpochsConfig(OptimizerConfig):
                 " each of its parts for all its passes; write curriculum=none, or leave publish_epochs out"
             )
         return self
+
+
+class PolicyRowsConfig(EpochsConfig):
+    """Settings of stages that train a policy in passes over rows."""
+
+    report_samples: int = Field(
+        4,
+        ge=0,
+        le=64,
+        description=(
+            "Prompts of the validation split (else of the training rows) that the starting and the published model"
+            " answer for the report: greedily, in twice the tokens of the given answers, 128 at most; 0 = none. From 16 on"
+            " align warns of answers that grew by 30%."
+        ),
+    )
 
 
 #: Settings of the sampler that change logits before temperature and nucleus do.

@@ -16,11 +16,11 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from stages.models.memory import Role
-from stages.settings import EPOCHS, ChatConfig, EpochsConfig, ReadWhen, refuse_unread_in
+from stages.settings import EPOCHS, ChatConfig, PolicyRowsConfig, ReadWhen, refuse_unread_in
 from stages.spec import ConfigError, InputSpec, OutputSpec, StageSpec, left_out, refuse_no_rows, warn_of_cut_rows
 
 
-class RowsConfig(EpochsConfig, ChatConfig):
+class RowsConfig(PolicyRowsConfig, ChatConfig):
     """What training on demonstrations takes, whatever is learned from them (``sft``, ``distill``)."""
 
     LORA_RATE: ClassVar[float] = 10.0

@@ -357,6 +357,8 @@ class Trainer:
         settings = (
             "max_completion_length or max_prompt_length" if hasattr(config, "max_prompt_length") else "max_length"
         )
+        if getattr(self.objective, "teacher", None) is not None:
+            settings += ", or max_reprompt_len (what the teacher reads)"
         write = [
             *(["activation_checkpointing=true"] if not config.activation_checkpointing else []),
             *([self.instead] if self.instead else ["lora_rank=16"] if not config.lora_rank else []),
@@ -608,7 +610,8 @@ class Trainer:
                 "skipped": self.skipped,
                 "best": self.best,
                 "parts": parts,
-                "micro_batch_tokens": self.budget,
+                # where it was halved; else whoever goes on chooses it for his device
+                "micro_batch_tokens": self.budget if self.budget < self.config.micro_batch_tokens else None,
                 **averaged,
             },
             {f"trainer-{mine}.safetensors": writer_of(tensors)},
@@ -636,7 +639,7 @@ class Trainer:
         if self.bema is not None:
             self.bema.restore(state["averaged_steps"], stored)
         self.step_index, self.skipped, self.best = state["step"], state["skipped"], state["best"]
-        self.budget = min(self.budget, state["micro_batch_tokens"])
+        self.budget = min(self.budget, state["micro_batch_tokens"] or self.budget)
 
 
 def was_skipped(metrics: dict[str, float]) -> bool:
@@ -665,14 +668,20 @@ def tell_budget(stage, trainer: Trainer) -> dict[str, float]:
 SMALLER = "micro_batch_tokens.json"
 
 
-def step_or_keep(stage, trainer: Trainer, items: Sequence[Item]) -> dict[str, float]:
-    """``trainer.step``; where it ends with :class:`OutOfRoom` the next attempt of this stage has smaller micro-batches.
+def kept_budget(stage, trainer: Trainer) -> None:
+    """Give a trainer the smaller micro-batches that an earlier start of this stage left (:func:`or_keep`)."""
+    kept = [one["tokens"] for one in ranks.gather(read_json(stage.workdir / SMALLER, None)) if one]
+    trainer.budget = min([trainer.budget, *kept])
+
+
+def or_keep(stage, attempt: Callable):
+    """``attempt()``; where it ends with :class:`OutOfRoom` the next start of this stage has smaller micro-batches.
 
     Raises:
         TrainingError: says that the same command goes on.
     """
     try:
-        return trainer.step(items)
+        return attempt()
     except OutOfRoom as error:
         atomic_write_json(stage.workdir / SMALLER, {"tokens": error.tokens})
         raise TrainingError(
@@ -792,14 +801,13 @@ def fit(
         trainer.restore(found.state["trainer"], Files(found))
         source.restore(found.state["source"], Files(found))
         stage.log(f"resumed at step {trainer.step_index} of {trainer.total_steps}")
-    kept = [one["tokens"] for one in ranks.gather(read_json(stage.workdir / SMALLER, None)) if one]
-    trainer.budget = min([trainer.budget, *kept])
+    kept_budget(stage, trainer)
 
     def judge() -> tuple[dict[str, float], bool]:
         if evaluate is None:
             return {}, False
         with trainer.averaged():
-            metrics = evaluate()
+            metrics = or_keep(stage, evaluate)
             return metrics, trainer.consider(metrics)
 
     if initial is None:
@@ -815,7 +823,7 @@ def fit(
     while trainer.step_index < trainer.total_steps and not stop:
         started = time.monotonic()
         items = source.items(trainer.step_index)
-        metrics = step_or_keep(stage, trainer, items)
+        metrics = or_keep(stage, lambda: trainer.step(items))
         step = trainer.step_index
         metrics.update(source.after_step(step, metrics))
         elapsed = time.monotonic() - started

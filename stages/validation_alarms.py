@@ -32,8 +32,9 @@ def rises(rows: Sequence[dict]) -> bool:
             losses.append(row["validation/loss"])
             between.append([])
     last = losses[-RISES - 1 :]
-    stretches = between[-RISES - 1 : -1]  # those that the last passes end
-    if len(last) <= RISES or not all(a < b for a, b in zip(last, last[1:])) or not (stretches[0] and stretches[-1]):
+    # those that the last passes end; a pass in the midst of training comes before the loss of its step
+    stretches = [part for part in between[-RISES - 1 : -1] if part]
+    if len(last) <= RISES or not all(a < b for a, b in zip(last, last[1:])) or len(stretches) < 2:
         return False
     first, now = (math.fsum(part) / len(part) for part in (stretches[0], stretches[-1]))
     return now < first

@@ -629,7 +629,7 @@ def _process(
         "key": p.key,
         "config": p.resolved,
         "seed": p.seed,
-        "device": os.environ.get("POSTTRAIN_DEVICE") or device,
+        "device": (os.environ.get("POSTTRAIN_DEVICE") or device) if p.spec.gpu else device,
         "devices": devices,
         "inputs": {n: i.to_dict() for n, i in p.inputs.items()},
         "workdir": str(workdir),

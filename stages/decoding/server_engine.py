@@ -80,6 +80,7 @@ class ServerEngine:
         self.api = self._dialect() if api == "auto" else api
         self.model = model or (path if self.api == "transformers" else self._only())
         self.reencodes = self.api != "vllm"
+        self.served.probe = lambda: self._asked({"model": self.model, "prompt": "Hello", "max_tokens": 1})
         self.ends = model_ends(path, tokenizer)
         self.processed_logps = self.api == "vllm" and self._gives_processed()
         self.name = f"server {self.api}: {self.model if self.api != 'transformers' or model else 'the model input'}"

@@ -194,6 +194,9 @@ class ServerWriter:
             config.timeout_s,
             Settings(fewer="engine_concurrency"),
         )
+        self.served.probe = lambda: self.server.ask(
+            [{"role": "user", "content": "Say yes."}], max_tokens=1, temperature=0
+        )
 
     def write(
         self, requests: Sequence[Request], seeds: Sequence[int], max_tokens: int, temperature: float

@@ -130,6 +130,8 @@ def _of_model(plan) -> dict:
         if config.environment:
             protocol |= {name: getattr(config, name) for name in OF_ENVIRONMENT}
     if plan.with_choices:
+        if config.limit is not None and not plan.prompts:
+            protocol["limit"] = f"the first {config.limit}"  # it used to count those that the model has room for
         protocol |= ({"perturb_options": True} if config.perturb_options else {}) | (
             {"system": config.system} if config.system else {}
         )

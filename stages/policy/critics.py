@@ -31,7 +31,7 @@ from stages.reward_models.reward_heads import (
     save_reward_model,
     score_head,
 )
-from stages.training import Sums, Trainer, tell_budget
+from stages.training import Sums, Trainer, kept_budget, or_keep, tell_budget
 
 
 class ValueRegression:
@@ -166,6 +166,7 @@ class Critic:
             stage.device,
         )
         self.trainer.instead = "critic_mode=shared"
+        kept_budget(stage, self.trainer)
 
     def values(self, items) -> tuple[list[list[float]], list[float]]:
         """(values of every response token, value after the last one), per response in the items' order; all of them
@@ -201,7 +202,7 @@ class Critic:
         if self.only_first:
             items = [replace(i, masks=tuple(m * (m.cumsum() == 1) for m in i.masks)) for i in items]
         items = [replace(i, extra={**i.extra, "skip_forward": not i.n_targets}) for i in items]
-        metrics = self.trainer.step(items) | tell_budget(self.stage, self.trainer)
+        metrics = or_keep(self.stage, lambda: self.trainer.step(items)) | tell_budget(self.stage, self.trainer)
         return {f"critic/{k}": v for k, v in metrics.items() if k not in ("skipped_steps", "learning_rate")}
 
     def state(self) -> tuple[dict, dict[str, bytes]]:

@@ -25,6 +25,7 @@ from stages.losses import (
 from stages.models import sharding
 from stages.models.divergence import divergence, exact_kl
 from stages.models.modeling import head_of, hidden_states, precise, token_logps, tokens_together
+from stages.running import cuda
 from stages.training import Sums
 
 #: Nats by which a log-prob of the sampler or of another micro-batch differs from the trainer's although nothing has
@@ -307,11 +308,21 @@ class PolicyGradient:
             parts = plan(list(read), self.config.micro_batch_tokens, cost=tokens_together(self.teacher))
             place, found = {id(item): k for k, item in enumerate(read)}, [None] * len(read)
             for part in parts:
-                seen = collate(part, device)
-                states = hidden_states(self.teacher, seen, seen.src_N).split([item.n_targets for item in part])
-                for item, own in zip(part, states):
+                for item, own in zip(part, self._teachers(part, device)):
                     found[place[id(item)]] = own
             return torch.cat(found)
+
+    def _teachers(self, part, device) -> list[torch.Tensor]:
+        """Hidden states of the teacher at the targets of each item; in halves where memory does not suffice for all."""
+        try:
+            seen = collate(part, device)
+            return [*hidden_states(self.teacher, seen, seen.src_N).split([item.n_targets for item in part])]
+        except (MemoryError, RuntimeError) as error:
+            if len(part) == 1 or not cuda.out_of_memory(error):  # the policy's micro-batch may be smaller
+                raise
+        cuda.release(device)
+        half = len(part) // 2
+        return [*self._teachers(part[:half], device), *self._teachers(part[half:], device)]
 
     def _value(self, batch, hidden, mask, column):
         """(the value loss of a critic on the policy's trunk, metrics)."""

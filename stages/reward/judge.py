@@ -310,6 +310,7 @@ class ServerJudge:
         )
         self.one_token: dict[str, bool] = remembered.table(f"one token {model}")
         self.refusal = ""  # why the last request that it refused was refused
+        self.served.probe = lambda: self._asked("Say yes.", max_tokens=1, temperature=0)
 
     def _ask(self, text: str, **more) -> dict:
         """The choice that answers a request. Raises ServerError where it has none, JudgeError where none has."""
@@ -381,7 +382,9 @@ class ServerJudge:
 
     def has_answered(self, text: str | None) -> None:
         """It answered an earlier start of the stage, this request among others."""
-        self.served.has_answered(None if text is None else lambda: self._asked(text, max_tokens=1, temperature=0))
+        self.served.has_answered(
+            self.served.probe if text is None else lambda: self._asked(text, max_tokens=1, temperature=0)
+        )
 
     def _refusal(self, why: str) -> ServerError:
         self.refusal = why

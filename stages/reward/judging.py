@@ -426,8 +426,8 @@ class Asker:
 
     def _asked_twice(self) -> float:
         """USD of what a server was asked once more, since the last call, to see whether it answers at all."""
-        choices = self._asked.served.asked_twice if self.config.endpoint and self._asked is not None else []
-        used, choices[:] = [choice["usage"] for choice in choices], []
+        twice = self._asked.served.asked_twice if self.config.endpoint and self._asked is not None else []
+        used, twice[:] = list(twice), []
         read, written = (sum(u.get(f"{what}_tokens") or 0 for u in used) for what in ("prompt", "completion"))
         return (read * self.config.price_in + written * self.config.price_out) / 1e6
 
@@ -449,6 +449,7 @@ class Asker:
         """
         from stages.harness import StageFailure
         from stages.reward.judge import JudgeError
+        from stages.running import usage
         from stages.running.blocks import remaining_blocks
         from stages.running.http_json import ServerError
 
@@ -456,7 +457,12 @@ class Asker:
         writer = stage.writer("judgements", "judgements/1", meta={"judge": self.judge_id, **meta})
         checkpoint = stage.checkpoints.latest()
         spent = checkpoint.state.get("spent", 0.0) if checkpoint else 0.0
-        for start, block in remaining_blocks(stage, units, config.block, what, lambda: {"spent": spent}):
+        known = self._journal.known if self._journal is not None else {}
+        for reply in list(known.values())[checkpoint.state.get("answers", 0) if checkpoint else 0 :]:
+            # paid for by an earlier start, behind its last checkpoint
+            usage.count(judge_calls=1, judge_tokens_in=reply.tokens_in, judge_tokens_out=reply.tokens_out)
+        state = lambda: {"spent": spent, "answers": len(known)}
+        for start, block in remaining_blocks(stage, units, config.block, what, state):
             if config.budget_usd is not None and spent >= config.budget_usd:
                 stage.warn(
                     "over_budget",

@@ -103,7 +103,7 @@ class RewardServer:
         try:
             values = journal.once(
                 self.url,
-                ["scores", self.model, self.form, body],
+                ["scores", self.model, self.form, self.score_key, body],
                 lambda: patiently(lambda: self._ask(body, len(answers)), body),
                 self.served,
                 object(),

@@ -71,6 +71,12 @@ def build_rewards(
             f"rewards has the tiers {', '.join(tiers)}; a router needs at least two of rule, learned and judge, each of"
             " them once, or leave tier out"
         )
+    first = min((c for c in components if c.tier), key=lambda c: TIERS.index(c.tier), default=None)
+    if first is not None and first.audit_fraction:
+        raise ValueError(
+            f"reward {first.name!r}: audit_fraction asks a tier about what an earlier one decided, and {first.tier} is the"
+            " first; write it in a later one, or leave it out"
+        )
     if sum(c.kind == "rubric" for c in components) > 1:
         raise ValueError("rewards has two components of kind rubric; put all items into one rubric, by category")
     return Rewards(list(components), scorers, renderer)
@@ -577,8 +583,9 @@ def agreement(
     answers: Iterable[tuple[Hashable, str | None, dict]], components: Sequence[RewardComponent]
 ) -> dict[str, tuple[float, int]]:
     """How far a later tier of a cascade orders the answers that an earlier one decided as that one does, where it audits
-    them (reward.cascade): {"EARLIER_LATER": (value, pairs)} over pairs of answers to a prompt that either of the two
-    tells apart, 1 for the same order, 1/2 where one of them sees no difference, 0 for the opposite.
+    them (reward.cascade): {"EARLIER_LATER": (value, pairs)} over pairs of answers to a prompt that both tell apart, 1
+    for the same order, 0 for the opposite. Where one sees no difference, as a rule does between two right answers, the
+    other contradicts nothing.
 
     Args:
         answers: (its prompt, the tier that decided, the components' values) of each.
@@ -593,7 +600,7 @@ def agreement(
                 values.setdefault(prompt, []).append(both)
         sign = lambda x: (x > 0) - (x < 0)
         signs = [(sign(a[0] - b[0]), sign(a[1] - b[1])) for own in values.values() for a, b in combinations(own, 2)]
-        if told := [(1.0 + x * y) / 2 for x, y in signs if x or y]:
+        if told := [float(x == y) for x, y in signs if x and y]:
             out[f"{earlier}_{later}"] = sum(told) / len(told), len(told)
     return out
 

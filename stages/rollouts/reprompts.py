@@ -50,7 +50,7 @@ class Reprompts:
             for k, sample in enumerate(group.samples):
                 sample.feedback = self.said_of(sample)
                 shown = [j for j, ok in enumerate(right) if ok and self._may_show(j, k)]
-                found.append(self._of(sample, group.samples[shown[0]] if shown else None))
+                found.append(self._of(group, sample, shown[0] if shown else None))
         everyone = [s for g in groups for s in g.samples]
         share = lambda on: float(np.mean(on)) if len(on) else 0.0
         with_more = [one.solution is not None or one.feedback is not None for one in found]
@@ -82,7 +82,8 @@ class Reprompts:
     def _may_show(self, shown: int, to: int) -> bool:
         return self.config.use_successful_as_teacher and not (shown == to and self.config.dont_reprompt_on_self_success)
 
-    def _of(self, sample: Sample, solution: Sample | None) -> Reprompt:
+    def _of(self, group: Group, sample: Sample, place: int | None) -> Reprompt:
+        solution = None if place is None else group.samples[place]
         config, messages = self.config, sample.prompt["prompt"]
         feedback = sample.feedback if config.include_environment_feedback else None
         if solution is not None and config.environment_feedback_only_without_solution:
@@ -100,7 +101,7 @@ class Reprompts:
         ids = prompt_ids(self.renderer, [*messages[:asked], read, *messages[asked + 1 :]], config.prompt_template)
         fits = self.positions is None or len(ids) + len(sample.ids) <= self.positions
         fits = fits and len(ids) <= config.max_reprompt_len
-        return Reprompt(ids if fits else None, None if solution is None else solution.index, feedback)
+        return Reprompt(ids if fits else None, place, feedback)
 
 
 def filled(template: str, parts: dict[str, str]) -> str:

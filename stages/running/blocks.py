@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stages.running import journal, usage
+from stages.running import journal, remembered, usage
 
 
 def in_blocks(
@@ -31,7 +31,8 @@ def in_blocks(
     """``compute(items[a:b])`` gives a value per item, plain numbers, texts and lists (JSON; arrays become lists);
     returns the values of all items.
 
-    What a block used (tokens, questions to judges) and warned of is told again where it is read back.
+    What a block used (tokens, questions to judges), warned of and remembers (:mod:`stages.running.remembered`) is told
+    again where it is read back.
 
     Args:
         name: of the values within the stage.
@@ -53,13 +54,16 @@ def in_blocks(
             for line in lines:
                 for warning in line["warnings"]:
                     stage.warn(**warning)
+        for line in lines:
+            remembered.learn(line["remembered"][stage.rank] if stage.rank < len(line["remembered"]) else {})
         stage.log(f"{len(values)} of {len(items)} {unit} were done before ({name})")
     for start in range(len(values), len(items), block):
-        before, known, answered = usage.so_far(), len(stage.warnings), journal.mark()
+        before, known, answered, held = usage.so_far(), len(stage.warnings), journal.mark(), remembered.mark()
         found = list(compute(items[start : start + block]))
         used = {k: n - before.get(k, 0) for k, n in usage.so_far().items()}
+        learned = [remembered.since(held)]
         if together:
-            used = usage.total(ranks.gather(used))
+            used, learned = usage.total(ranks.gather(used)), ranks.gather(learned[0])
         text = json.dumps(
             {
                 "start": start,
@@ -68,6 +72,7 @@ def in_blocks(
                 "values": found,
                 "usage": {k: n for k, n in used.items() if n},
                 "warnings": stage.warnings[known:],
+                "remembered": learned,
             },
             default=lambda array: array.tolist(),
         )

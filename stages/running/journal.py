@@ -77,7 +77,7 @@ def settled(step: int, oldest: int) -> None:
     """The checkpoint of ``step`` is there: answers from now on are none of its, and those before the ``oldest`` one
     that is kept are dropped. By rank 0, whose files tell the others.
     """
-    if _open is not None and _open.folder.is_dir():
+    if _open is not None:
         _open.turn(step, oldest)
 
 
@@ -105,7 +105,7 @@ def once(
         served.has_answered(ask)
         return known[0]
     if _open.earlier:
-        served.has_answered(None)
+        served.has_answered(served.probe)
     answer = served.settle(ask, request)
     if (kept := keep(answer)) is not None:
         _open.add({"key": key, "answer": kept})
@@ -153,7 +153,8 @@ class _Answers:
                 self.lines.close()
                 self.step = step
                 self.lines = self._lines()
-                self.lines.path.touch()
+                if self.folder.is_dir():  # the other ranks learn of it by this file
+                    self.lines.path.touch()
         for (began, of), path in files(self.folder).items():
             if began < oldest and of == self.rank:
                 path.unlink(missing_ok=True)

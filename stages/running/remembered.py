@@ -17,12 +17,24 @@ def begin(known: dict[str, list] | None = None) -> None:
 
 
 def learn(known: dict[str, list]) -> None:
-    """As :func:`begin`, on a rank that hears of its checkpoint once it has tables."""
+    """Remember more: on a rank that hears of its checkpoint once it has tables, or where a block is read back."""
     for name, pairs in known.items():
         if name in _tables:
             _tables[name].update(map(tuple, pairs))
         else:
-            _known[name] = pairs
+            _known[name] = [*_known.get(name, ()), *pairs]
+
+
+def mark() -> dict[str, int]:
+    """How much is remembered, for :func:`since`."""
+    return {name: len(held) for name, held in _tables.items()}
+
+
+def since(before: dict[str, int]) -> dict[str, list]:
+    """What was learned behind a :func:`mark`, as plain JSON."""
+    return {
+        name: _plain(held)[before.get(name, 0) :] for name, held in _tables.items() if len(held) > before.get(name, 0)
+    }
 
 
 def table(name: str) -> dict[str, Any]:
@@ -38,8 +50,8 @@ def table(name: str) -> dict[str, Any]:
 
 def so_far() -> dict[str, list]:
     """What a checkpoint holds: tables that nobody has asked for since the last one, too."""
-    return _known | {
-        name: [[key, getattr(value, "tolist", lambda value=value: value)()] for key, value in list(held.items())]
-        for name, held in _tables.items()
-        if held
-    }
+    return _known | {name: _plain(held) for name, held in _tables.items() if held}
+
+
+def _plain(held: dict) -> list:
+    return [[key, getattr(value, "tolist", lambda value=value: value)()] for key, value in list(held.items())]

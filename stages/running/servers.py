@@ -140,7 +140,8 @@ class Served:
         self.answered_at = -math.inf
         self.failing: set[Hashable] = set()
         self.loaded = False  # it has weights that are not those of its files
-        self.asked_twice: list = []  # what it answered a second time, to show that it answers
+        self.asked_twice: list[dict] = []  # usage of what it answered a second time, to show that it answers
+        self.probe: Callable | None = None  # asks little, to see whether a server of an earlier start still answers
         self._answered: Callable | None = None  # asks what it answered last
         self._silent_at = -math.inf  # when it did not answer that a second time
         self._last: ServerError | None = None
@@ -173,7 +174,9 @@ class Served:
             with self._lock:
                 self._last = error
                 # what is flagged or takes too long where others are answered is about what this one says
-                if rule.then == "doubt" and not (self.answered_at > began or self.answered and error.status == 403):
+                # (of an earlier start it may have been another key)
+                flagged = self.answered_at > 0.0 and error.status == 403
+                if rule.then == "doubt" and not (self.answered_at > began or flagged):
                     self.failing.add(about)
                 failed = len(self.failing)
             if rule.then == "stage" or rule.then == "doubt" and failed >= FAILING and not self._still_answers(began):
@@ -195,10 +198,12 @@ class Served:
             if self._answered is None or self._silent_at > since:
                 return False
             try:
-                self.asked_twice.append(self._answered())
+                answer = self._answered()
             except ServerError:
                 self._silent_at = time.monotonic()
                 return False
+            if isinstance(answer, dict) and answer.get("usage"):
+                self.asked_twice.append(answer["usage"])
             self._has_given(self._answered)
             return True
 

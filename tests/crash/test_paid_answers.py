@@ -259,6 +259,44 @@ def test_what_is_no_answer_is_asked_for_again(start, tiny, tokenizer):  # noqa: 
         assert engine.generate([[1]], SamplingParams(max_new_tokens=1), [[1]])[0][0].ids == [5]
 
 
+def test_two_scores_of_one_server_are_told_apart(start):
+    """They send the same request, and of its answer each reads its own."""
+    rows = [Answer([{"role": "user", "content": "q"}], {}, "stop")]
+    with chat_server(lambda body: b'{"kind": [null], "safe": [2.5]}') as server:
+        scores = lambda key: RewardServer(server.url, "m", "messages", score_key=key).scores(rows)[0]
+        start(server.url)
+        assert "no number" in scores("kind") and scores("safe") == 2.5
+        server.choice = lambda body: b'{"kind": [7.5], "safe": [2.5]}'
+        start(server.url)
+        assert scores("kind") == 7.5 and scores("safe") == 2.5 and len(server.seen) == 3
+
+
+def test_answers_behind_a_checkpoint_before_the_first_one_are_found(start, tmp_path):
+    with chat_server(lambda body: says("fine")) as server:
+        start(server.url)
+        journal.settled(4, 4)
+        points(ServerJudge(server.url, "m"), "a")
+        (tmp_path / "checkpoints" / "step-0000000004").mkdir(parents=True)
+        assert answers_kept(tmp_path) == 1
+        start(server.url, step=4)
+        points(ServerJudge(server.url, "m"), "a")
+    assert len(server.seen) == 1
+
+
+def test_a_key_that_is_no_longer_taken_ends_a_stage_that_goes_on(start):
+    """403 says that a text is flagged where others are answered; at a start of its own nobody was answered yet."""
+    with chat_server(lambda body: says("fine")) as server:
+        start(server.url, step=3)
+        flagged = lambda body: 403 if "bad" in json.dumps(body) else says("fine")
+        server.choice = flagged
+        judge = ServerJudge(server.url, "m", concurrency=1)
+        assert judge.replies(["bad 1", "bad 2", "bad 3", "good"], 4)[3].text == "fine", "asked for something else"
+        start(server.url, step=3)
+        server.choice = lambda body: 403
+        with pytest.raises(JudgeError, match="key_variable"):
+            ServerJudge(server.url, "m", concurrency=1).replies(["bad 1", "bad 2", "bad 3", "good"], 4)
+
+
 def test_checkpoints_drop_what_they_hold_on_every_rank(start, tmp_path):
     """Two checkpoints are kept, of which the older one may be needed; other ranks learn of them by the first one's
     files.

@@ -426,6 +426,11 @@ def test_the_commands_know_given_answers(tiny, tmp_path, monkeypatch):
     (accuracy,) = [row for row in found["held_out"] if row["metric"] == "accuracy"]
     assert (accuracy["b"], accuracy["prompts"]) == (1.0, 16)
     assert any("The answers of b were given" in note for note in found["notes"]) and not found["config"]
+    otherwise = {"rewards": [{"name": "verifier", "kind": "verifier", "verifier": "string_f1"}]}
+    graded = run_stage("evaluate", {"answers": str(tmp_path / "best.jsonl"), "prompts": tiny["prompts"]}, otherwise)
+    with pytest.raises(ConfigError, match="different protocols") as refused:
+        compare(model.key, graded.key)
+    assert "string_f1" in str(refused.value) and "temperature" not in str(refused.value)
     with pytest.raises(ConfigError, match="nothing shows that .* made them; evaluate the model itself"):
         evidence(tiny["other"], name="p", alias="champion", given={"candidate_samples": best.outputs["samples"]})
 

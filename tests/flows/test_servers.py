@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
 
+import httpx
 import jsonschema
 import psutil
 import pytest
@@ -135,6 +136,21 @@ def test_a_server_of_this_machine_is_found_whatever_proxy_the_environment_names(
     with raw_server(lambda connection, body, number: whole(b"OK", "200 OK" if number == 1 else "503 Busy")) as server:
         assert answers(server.url) and not answers(server.url)
     assert not answers(server.url)
+
+
+def test_prefects_and_mlflows_clients_ask_no_proxy_for_servers_of_this_machine(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "put back behind the test")
+        monkeypatch.delenv(name)
+    env.leave_own_servers_to_no_proxy()
+    assert "no_proxy" not in os.environ, "no proxy is named"
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "intern, 127.0.0.1")
+    for _ in range(2):
+        env.leave_own_servers_to_no_proxy()
+        assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "intern,127.0.0.1,localhost"
+    with raw_server(lambda connection, body, number: whole(b"OK")) as server:
+        assert httpx.get(server.url).text == "OK", "as Prefect's client asks"
 
 
 def test_interval_schedule_creates_runs(servers):

@@ -668,7 +668,7 @@ def test_a_server_that_dies_midway_is_not_asked_again_for_what_it_answered(judge
         ), "13 answers are known, 5 of them of the unfinished block"
     for output in ("data", "judgements"):
         assert tree_digest(again["outputs"][output]["path"]) == tree_digest(whole["outputs"][output]["path"])
-    assert again["summary"] == whole["summary"]
+    assert again["summary"] == whole["summary"] and again["usage"] == whole["usage"]
 
 
 def test_a_stage_that_goes_on_knows_that_its_judge_has_answered(judge, given, tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def test_answers_of_servers_are_kept_as_long_as_their_block_is_not(tmp_path):
         def said(n):
             if n == stop:
                 raise Killed
-            return journal.once("http://there/v1", [n], lambda: asked.append(n) or n * n, server)
+            return journal.once("http://there/v1", [n], lambda: asked.append(n) or n * n, server, n)
 
         return [said(n) for n in part]
 

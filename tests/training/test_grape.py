@@ -1288,6 +1288,14 @@ def test_a_later_tier_audits_prompts_that_an_earlier_one_decided_and_counts_for_
     for kind in ({"kind": "verifier", "tier": "rule"}, {"kind": "verifier"}):
         with pytest.raises(ValueError, match="write tier: judge"):
             RewardComponent(audit_fraction=0.1, **kind)
+    of_first = [
+        RewardComponent(
+            name=tier, kind="python", tier=tier, audit_fraction=fraction, source="def score(*given): return 1"
+        )
+        for tier, fraction in (("judge", 0.0), ("learned", 0.5))
+    ]
+    with pytest.raises(ValueError, match="learned is the first; write it in a later one"):
+        build_rewards(of_first, {})
 
 
 def test_the_router_takes_the_rule_then_a_sure_reward_model_then_the_judge():

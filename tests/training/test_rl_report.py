@@ -152,7 +152,7 @@ def test_agreement_of_the_tiers_of_a_cascade():
         for tier, rule, judge in (
             ("rule", 1.0, 9.0),
             ("rule", 0.0, 2.0),  # against the first: alike
-            ("rule", 0.0, 5.0),  # alike, and a half against the second
+            ("rule", 0.0, 5.0),  # alike; the rule sees no difference to the second, which contradicts nothing
             ("rule", 0.0, None),  # not audited
             ("judge", None, 7.0),  # nobody decided before
             ("rule", 1.0, 3.0),
@@ -161,7 +161,7 @@ def test_agreement_of_the_tiers_of_a_cascade():
         )
     ]
     groups = [0, 0, 0, 0, 0, 1, 1, 1]
-    assert tier_agreement(seen, groups, tiers) == {"reward/tier_agreement/rule_judge": pytest.approx(2.5 / 5)}
+    assert tier_agreement(seen, groups, tiers) == {"reward/tier_agreement/rule_judge": pytest.approx(2 / 4)}
     assert tier_agreement(seen[3:5], groups[3:5], tiers) == {} == tier_agreement(seen, range(8), tiers)
 
 

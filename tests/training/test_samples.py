@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from stages.chat import renderer_for
 from stages.decoding.sampler import Sampler
@@ -12,6 +13,7 @@ from stages.decoding.sampling import SamplingParams
 from stages.harness import execute
 from stages.models import memory
 from stages.models.modeling import load_frozen
+from stages import samples
 from stages.samples import Samples, asked_of
 from storage.datasets import open_dataset, write_dataset
 from storage.files import tree_digest
@@ -145,6 +147,23 @@ def test_a_stage_without_room_to_sample_says_so(tiny, data, spec, monkeypatch):
     monkeypatch.setattr(memory, "kv_of", lambda *args: memory.GIB)
     found = execute(spec("sft", TRAINED, inputs_of("sft", tiny, data), "small"), silent)
     assert table(found) == [] and "No answers of the model are shown: sampling takes 1." in page(found)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_a_trained_model_that_cannot_be_sampled_is_published(tiny, data, spec, monkeypatch, dtype):
+    """With gradients and the optimizer's state beside it memory may not suffice for what it did at the start."""
+    answers, asked = samples.Samples._answers, []
+
+    def full(self, *given):
+        asked.append(given)
+        if len(asked) > 1:
+            raise torch.OutOfMemoryError("no room")
+        return answers(self, *given)
+
+    monkeypatch.setattr(samples.Samples, "_answers", full)
+    found = execute(spec("sft", {**TRAINED, "save_dtype": dtype}, inputs_of("sft", tiny, data), dtype), silent)
+    assert len(asked) == 2 and Path(found["outputs"]["model"]["path"], "model.safetensors").exists()
+    assert table(found) == [] and "the trained model could not be sampled (no room)" in page(found)
 
 
 def test_a_reward_model_shows_the_pairs_that_it_is_wrong_sure_and_unsure_about(tiny, data, spec):

@@ -124,6 +124,8 @@ def test_the_teacher_reads_the_first_other_success_and_what_was_said(reads):
     name = lambda end: metrics[f"self_distillation/{end}"]
     assert (name("success_group_fraction"), name("success_sample_fraction")) == (1.0, 1.0)
     assert (name("feedback_used_fraction"), name("reprompt_sample_fraction")) == (pytest.approx(1 / 3), 1.0)
+    of.samples[1].index = 4  # requests before it have failed
+    assert [one.solution for one in reads(of)[0]] == [1, 2, 1], "its place, by which it is found among what is stored"
     # itself too, where that is allowed; by a threshold whatever the verdict; of a text with braces nothing is filled in
     assert [one.solution for one in reads(of, dont_reprompt_on_self_success=False)[0]] == [1, 1, 1]
     assert [one.solution for one in reads(of, success_reward_threshold=1.5)[0]] == [2, 2, None]

@@ -23,6 +23,9 @@ def rows(passes, losses):
 def test_three_rises_in_a_row_while_the_training_loss_falls():
     down = [3.0, 2.0, 1.5, 1.0, 0.5]
     assert rises(rows([2.0, 2.1, 2.2, 2.3], down)) and rises(rows([3.0, 2.0, 2.1, 2.2, 2.3], down))
+    each = [{"step": k, "loss": down[k], "validation/loss": 2.0 + k / 10} for k in range(1, 4)]
+    begun = {"step": 0, "validation/loss": 2.0}
+    assert rises([begun, *each]) and rises([begun, *each[:2], {"validation/loss": 2.3}]), "eval_every=1, in its midst"
     assert not rises(rows([2.0, 2.1, 2.2], down)), "two"
     assert not rises(rows([2.0, 2.1, 2.1, 2.3], down)), "what stays does not rise"
     assert not rises(rows([2.0, 2.1, 2.2, 2.3, 2.0], down)), "it fell again"
