@@ -30,7 +30,7 @@ from stages.rl import arm_of
 #: everything else is the section `rl`. online_ipo: a verdict against the other makes p = sigmoid(1) = .73, so that tau
 #: = .05 asks for the 4.6 nats between two answers that labels of 0 and 1 ask for at the paper's .1 (at .5 it asks for
 #: .46, which is next to nothing). vapo: its lambda 1 - 1/(.05 length) is 0 below 20 tokens, one-step TD errors of a
-#: critic that has just begun; lam_alpha = 1 makes it .93 at 15 tokens.
+#: critic that has just begun; lam_alpha = 1 makes it .93 at 15 tokens. sdpo: its teacher, whatever the section's reference.
 NEEDS: dict[str, dict[str, Any]] = {
     "astar_po": {"num_generations": 1, "options": {"beta": 0.1}},
     "ppo_ptx": {"ptx_coef": 0.1, "ptx_batch_ratio": 0.25, "ptx_max_length": 128},
@@ -40,6 +40,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "sppo": {"options": {"eta": 10.0}},
     "online_ipo": {"options": {"tau": 0.05}},
     "trpo": {"fisher_fraction": 0.125},
+    "sdpo": {"ref_mode": "ema", "ref_decay": 0.95},
 }
 
 

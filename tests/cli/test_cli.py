@@ -786,7 +786,7 @@ def test_words_of_other_libraries_lead_to_settings_that_exist():
     assert not {
         word for word, ours in named.items() if ours not in known | {""} and ELSEWHERE.get(ours, "")[:2] != ": "
     }
-    stage_of = {"method": "align", "preset": "rl", "kl_estimator": "rl", "engine": "rl"}
+    stage_of = {"method": "align", "preset": "rl", "kl_estimator": "rl", "engine": "rl", "distillation_mode": "rl"}
     for setting, values in VALUES.items():
         config = get_stage(stage_of.get(setting, "sft")).SPEC.config
         for theirs, ours in values.items():

@@ -4,6 +4,7 @@ all of them at once.
 
 from __future__ import annotations
 
+import os
 import time
 
 import psutil
@@ -11,7 +12,8 @@ import pytest
 
 from flows.deploy import queues
 
-BACKLOG = 100
+#: Making and removing them takes most of the time; a hundred with POSTTRAIN_TEST_LONG=1.
+BACKLOG = 100 if os.environ.get("POSTTRAIN_TEST_LONG") else 40
 #: Half of it on each queue, of stages of their own: a second copy of one that runs would be refused. A server that is
 #: busy is asked again.
 FILL = f"""

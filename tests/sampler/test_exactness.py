@@ -416,7 +416,7 @@ def test_a_text_that_a_server_broke_off_is_no_completion(tokenizer, finish):
 
     engine = ServerEngine.__new__(ServerEngine)
     engine.api, engine.tokenizer, engine.model, engine.url = "openai", tokenizer, "m", "http://127.0.0.1:9/v1"
-    engine.key_variable = ""
+    engine.key_variable, engine.weights = "", "input"
     engine.served = Served("the server", "completions", EngineError, 60.0)
     engine._call = lambda *_, **__: {"choices": [{"text": "abc", "finish_reason": finish}]}
     got = engine._row([1, 2], 0, SamplingParams(stop_ids={95}), {}, DerivedText(tokenizer, SamplingParams()))

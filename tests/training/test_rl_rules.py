@@ -618,7 +618,7 @@ def test_alarms_that_can_go_off_are_taken():
             stop_on=[
                 name
                 for name in get_args(AlarmName)
-                if name not in ("rubric_low_confidence", "harmful_critic", "td_error_stays")
+                if name not in ("rubric_low_confidence", "harmful_critic", "td_error_stays", "tiers_disagree")
             ],
         )
     )
@@ -629,6 +629,8 @@ def test_alarms_that_can_go_off_are_taken():
             stop_on=["harmful_critic", "td_error_stays", "kl_over_target", "ratio_off", "clip_fraction_high"],
         )
     )
+    tiers = [{"kind": "verifier", "tier": "rule"}, {"kind": "judge", "tier": "judge", "audit_fraction": 0.1}]
+    resolve_preset(Config(rewards=tiers, stop_on=["tiers_disagree"]))
     watched = [{"kind": "model", "name": "proxy"}, {"kind": "model", "name": "gold", "input": "gold", "weight": 0.0}]
     resolve_preset(Config(rewards=watched, reward_override="random", stop_on=["reward_model_drift"]))
 

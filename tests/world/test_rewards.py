@@ -1368,6 +1368,7 @@ def test_a_setting_that_a_kind_does_not_read_is_refused():
         "on_missing",
         "tier",
         "min_confidence",
+        "audit_fraction",
         "blend",
     }
     assert set(RewardComponent.model_fields) == everyone | set(OF_KINDS) and not everyone & set(OF_KINDS)
