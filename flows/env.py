@@ -84,8 +84,10 @@ def leave_own_servers_to_no_proxy() -> None:
     """Where the environment names a proxy, Prefect's and MLflow's clients would ask it for servers of this machine."""
     if not any(os.environ.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")):
         return
-    known = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
-    hosts = dict.fromkeys([*(host.strip() for host in known if host.strip()), "127.0.0.1", "localhost"])
+    known = [host.strip() for host in (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")]
+    if "*" in known:  # for nobody; beside other hosts urllib does not know it
+        return
+    hosts = dict.fromkeys([*filter(None, known), "127.0.0.1", "localhost"])
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)
 
 

@@ -390,7 +390,7 @@ def run(stage):
     from stages.direct.preference_items import Encoder
     from stages.preflight import check_ids, preflight
     from stages.samples import Samples
-    from stages.training import Trainer, TrainingError, check_selection, fit
+    from stages.training import Trainer, TrainingError, check_selection, fit, kept_budget, or_keep
     from stages.validation_alarms import telling
 
     config, data = with_written_loss(stage), stage.dataset("data")
@@ -449,8 +449,9 @@ def run(stage):
             + f", and this run has {source.total_steps} optimizer"
             " steps, so that it stays where it was. Write a smaller reference_interval, or reference_update=frozen.",
         )
+    kept_budget(stage, trainer)
     if config.select_by and stage.checkpoints.latest() is None:
-        source.rehearse_selection(trainer)
+        or_keep(stage, lambda: source.rehearse_selection(trainer))
     if frozen:
         add_reference(stage, renderer, objective, seen + validation, model)
     elif not method.needs_reference:  # held-out displacement is measured from the start instead
@@ -459,7 +460,7 @@ def run(stage):
     if config.method == "dpo" and not config.also and not stage.has("reference") and stage.checkpoints.latest() is None:
         first = seen[: config.batch_size]
         source.prepare(first)
-        loss = trainer.evaluate(first)["loss"]
+        loss = or_keep(stage, lambda: trainer.evaluate(first))["loss"]
         rounding = 1e-4 if config.compute_dtype == "float32" else 2e-2  # of bfloat16, which depends on the micro-batch
         if (
             not objective.nll_coef

@@ -185,10 +185,12 @@ class Samples:
             return
         try:
             self.after = self._answers(published(), self.asked)
+            return
         except (SamplerError, DecoderError, MemoryError, RuntimeError) as error:
             if not isinstance(error, (SamplerError, DecoderError)) and not cuda.out_of_memory(error):
                 raise
             self.asked, self.reason = [], f"the trained model could not be sampled ({error})"
+        cuda.release(self.stage.device)
 
     def warn_of_length(self) -> None:
         """Warn where the answers have grown by 30% (section H, alarms; of ``ENOUGH`` prompts at least), for stages whose

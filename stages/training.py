@@ -357,7 +357,7 @@ class Trainer:
         settings = (
             "max_completion_length or max_prompt_length" if hasattr(config, "max_prompt_length") else "max_length"
         )
-        if getattr(self.objective, "teacher", None) is not None:
+        if hasattr(config, "max_reprompt_len") and getattr(self.objective, "teacher", None) is not None:
             settings += ", or max_reprompt_len (what the teacher reads)"
         write = [
             *(["activation_checkpointing=true"] if not config.activation_checkpointing else []),

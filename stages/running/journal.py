@@ -153,7 +153,8 @@ class _Answers:
                 self.lines.close()
                 self.step = step
                 self.lines = self._lines()
-                if self.folder.is_dir():  # the other ranks learn of it by this file
+                if self.folder.is_dir() or int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the others learn of it by this
+                    self.folder.mkdir(parents=True, exist_ok=True)
                     self.lines.path.touch()
         for (began, of), path in files(self.folder).items():
             if began < oldest and of == self.rank:

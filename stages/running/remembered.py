@@ -25,16 +25,21 @@ def learn(known: dict[str, list]) -> None:
             _known[name] = [*_known.get(name, ()), *pairs]
 
 
-def mark() -> dict[str, int]:
-    """How much is remembered, for :func:`since`."""
-    return {name: len(held) for name, held in _tables.items()}
+def mark() -> dict[str, dict]:
+    """What is remembered, for :func:`since`."""
+    return {name: dict(held) for name, held in _tables.items()}
 
 
-def since(before: dict[str, int]) -> dict[str, list]:
-    """What was learned behind a :func:`mark`, as plain JSON."""
-    return {
-        name: _plain(held)[before.get(name, 0) :] for name, held in _tables.items() if len(held) > before.get(name, 0)
-    }
+def since(before: dict[str, dict]) -> dict[str, list]:
+    """What was learned behind a :func:`mark`, as plain JSON. Tables change their order and drop what is oldest, so it is
+    told by its values.
+    """
+    new, found = object(), {}
+    for name, held in _tables.items():
+        known = before.get(name, {})
+        if more := {key: value for key, value in list(held.items()) if known.get(key, new) is not value}:
+            found[name] = _plain(more)
+    return found
 
 
 def table(name: str) -> dict[str, Any]:

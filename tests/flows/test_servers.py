@@ -149,6 +149,10 @@ def test_prefects_and_mlflows_clients_ask_no_proxy_for_servers_of_this_machine(m
     for _ in range(2):
         env.leave_own_servers_to_no_proxy()
         assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "intern,127.0.0.1,localhost"
+    monkeypatch.setenv("no_proxy", "*")
+    env.leave_own_servers_to_no_proxy()
+    assert os.environ["no_proxy"] == "*"
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     with raw_server(lambda connection, body, number: whole(b"OK")) as server:
         assert httpx.get(server.url).text == "OK", "as Prefect's client asks"
 

@@ -343,3 +343,22 @@ def test_scores_are_computed_once_and_compared_ones_together(tmp_path, relative)
         (i % 9) / (7 if relative else 1) for i in range(1400)
     ]
     assert scorer.calls == ([448, 56] if relative else [376])
+
+
+def test_what_a_block_has_learned_is_told_by_its_values():
+    """Judges' tables put what they are asked again at their end, and drop what is oldest."""
+    from stages.running import remembered
+
+    remembered.begin()
+    try:
+        table = remembered.table("answers")
+        table |= {"a": [1.0], "b": [2.0], "c": None}
+        before = remembered.mark()
+        table["d"] = [4.0]
+        table["a"] = table.pop("a")
+        table["c"] = [3.0]
+        del table["b"]
+        assert remembered.since(before) == {"answers 1": [["c", [3.0]], ["d", [4.0]]]}
+        assert remembered.since(remembered.mark()) == {}
+    finally:
+        remembered.begin()
