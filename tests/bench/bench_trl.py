@@ -41,6 +41,9 @@ though it is computed once, which is how that column can pass 100%:
 | rl, 28M | 1.32 prompts/s | 0.391 | 3.39 | 1734 | 4243 | 0.41 | |
 | rl_trained, 28M | 1.03 prompts/s | 0.160 | 6.41 | 2586 | 6731 | 0.38 | |
 
+On another machine of 2 AMD cores (194 GFLOP/s), 6 steps, one repeat: sft at 28M 1013 tokens/s next to 502 (2.02, 0.40 of
+the memory, 83%), align 1572 next to 238 (6.59, 0.19).
+
 Measured earlier, on machines of 191 to 288 GFLOP/s and in part beside other work: reward_model at 28M 1677 tokens/s
 next to 369 (4.54, 0.21 of the memory, 87%); rl_trained at 6M 2.15 and 3.16 prompts/s next to 0.250 and 0.322 (8.6 and
 9.8), at 28M 3.6 to 4.75 times TRL's speed; rl at 28M 2.51 and 2.57. What a step of rl at 28M must compute (each prompt
