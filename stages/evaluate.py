@@ -44,8 +44,9 @@ from stages.reward.components import REWARD_INPUTS
 from stages.spec import InputSpec, OutputSpec, StageSpec
 
 
+# of this module, by which errors and forms name settings
 class Config(EvaluationConfig):
-    pass  # errors and forms name settings by the module of their class
+    pass
 
 
 SPEC = StageSpec(

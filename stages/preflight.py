@@ -214,9 +214,9 @@ def rl_preflight(stage, trainer, source) -> None:
     per_step = max(1, -(-len(made) // config.num_minibatches))
     warn_of_repeated_prompts(stage, made[:per_step], facts["tokens per step at most"])
     times = []
+    kept_budget(stage, trainer)  # the critic has its own since it was made
     for name, one in (("policy", trainer), ("critic", getattr(source.critic, "trainer", None))):
         if one is not None:
-            kept_budget(stage, one)
             seconds, tokens, peak = or_keep(stage, lambda: try_dearest(one, made, per_step, made_up=True))
             tell_budget(stage, one)
             stage.log(
